@@ -1,0 +1,74 @@
+"""Every error a user can meet, one exit code per branch.
+
+    LoraTrainError
+    ├── RequestError          2   the command, config or preset asks for something impossible
+    ├── InputError            3   images, captions or a base model file are unusable
+    ├── MachineError          4   disk, GPU, permission, missing package, predicted not to fit
+    ├── TrainingStopped       5   not-a-number or out of memory after every remedy
+    └── StoppedBySignal  130/143  Ctrl-C or SIGTERM, after the state was saved
+
+A message says what was found and what is allowed; `fix` says the one thing to do about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class LoraTrainError(Exception):
+    """Base of all errors shown as one line; `str()` is the whole line."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, found: str, *, fix: str) -> None:
+        super().__init__(found)
+        self.found = found
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.found.rstrip('.')}. Fix: {self.fix.rstrip('.')}."
+
+
+class RequestError(LoraTrainError):
+    """The request cannot be granted as asked: unknown key, bad value, contradiction."""
+
+    exit_code = 2
+
+
+class InputError(LoraTrainError):
+    """A file the user gave cannot be used: image, caption, base model, adapter."""
+
+    exit_code = 3
+
+
+class MachineError(LoraTrainError):
+    """This machine cannot do it: disk, memory, permission, missing package."""
+
+    exit_code = 4
+
+
+class TrainingStopped(LoraTrainError):
+    """Training ended early because going on would have spoiled the result."""
+
+    exit_code = 5
+
+
+class StoppedBySignal(LoraTrainError):
+    """The run was asked to stop; its state is on disk. `exit_code` is 128 + the signal number."""
+
+    def __init__(self, signal_number: int, *, found: str, fix: str) -> None:
+        super().__init__(found, fix=fix)
+        self.signal_exit_code = 128 + signal_number
+
+
+def exit_code(error: LoraTrainError) -> int:
+    """Return the process exit code that DESIGN gives this error."""
+    return error.signal_exit_code if isinstance(error, StoppedBySignal) else error.exit_code
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the nearest allowed name, or the empty string."""
+    nearest = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""

@@ -1,0 +1,82 @@
+"""The run's event stream: one `emit` for everything that happens, any number of listeners.
+
+Listeners write `events.jsonl`, `problems.jsonl`, the console and the trackers. Nothing a run skips,
+clamps or retries may bypass `problem`: it is one console line, one record and one row of the report.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Severity = Literal["note", "warning", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened: `kind` names it, `fields` are plain JSON values, `time_s` is Unix time."""
+
+    kind: str
+    fields: Mapping[str, Any]
+    time_s: float
+
+
+Listener = Callable[[Event], None]
+
+
+@dataclass
+class EventStream:
+    """Hands each event to every listener in the order they subscribed."""
+
+    listeners: list[Listener] = field(default_factory=list)
+    clock: Callable[[], float] = time.time
+
+    def subscribe(self, listener: Listener) -> None:
+        self.listeners.append(listener)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Record that `kind` happened; field values must be JSON-encodable."""
+        event = Event(kind=kind, fields=fields, time_s=self.clock())
+        for listener in self.listeners:
+            listener(event)
+
+    def problem(
+        self, what: str, *, fix: str, severity: Severity = "warning", file: str | None = None, code: str = ""
+    ) -> None:
+        """Report something skipped, clamped, retried or wrong; `fix` says what the user can do."""
+        self.emit("problem", what=what, fix=fix, severity=severity, file=file, code=code)
+
+
+def jsonl_writer(path: Path, kinds: Callable[[str], bool]) -> Listener:
+    """Return a listener that appends events whose kind passes `kinds`, one JSON object a line.
+
+    The line is written with one `write` call and flushed, so a kill tears at most the last line.
+    """
+    file = path.open("a", encoding="utf-8")
+
+    def listen(event: Event) -> None:
+        if kinds(event.kind):
+            row = {"event": event.kind, **event.fields, "time": round(event.time_s, 3)}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+
+    return listen
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Read the whole objects of a JSON-lines file; a torn last line is left out, a missing file is empty."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows

@@ -1,0 +1,218 @@
+"""Files that are whole or absent: atomic writes, hashing, strict JSON, size-capped folders.
+
+A write goes to a temporary name on the same filesystem and is renamed into place; `durable=True`
+adds fsync of the file and its folder, for what must survive a power cut (FAULTS: without fsync every
+acknowledged state was lost). Caches skip fsync and carry checksums instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.errors import MachineError, RequestError
+
+TEMPORARY_PREFIX = ".tmp-"
+_CHUNK_BYTES = 1 << 20
+
+
+def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write `data` so that `path` holds either its old content or all of the new one.
+
+    Raises MachineError naming the path and the free bytes when the disk refuses.
+    """
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}"[:200])
+    try:
+        write_file(temporary, data, durable=durable)
+        os.replace(temporary, path)
+        if durable:
+            sync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise disk_error(path, error) from error
+
+
+def write_file(path: Path, data: bytes, *, durable: bool) -> None:
+    """Create `path` with mode 0666 & ~umask, write all bytes, optionally fsync; raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view[:_CHUNK_BYTES]) :]
+        if durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside `folder` durable; Windows has no such call and needs none."""
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def disk_error(path: Path, error: OSError) -> MachineError:
+    """Turn an OSError of the disk into one line with the path and what is free."""
+    return MachineError(
+        f"cannot write {path}: {error.strerror or error} ({_free_text(path)})",
+        fix="free some space or choose another folder with --output or --set data.cache_dir=FOLDER",
+    )
+
+
+def _free_text(path: Path) -> str:
+    existing = next((parent for parent in path.parents if parent.exists()), Path())
+    if sys.platform == "win32":
+        import shutil
+
+        return f"{shutil.disk_usage(existing).free:,} bytes free"
+    stats = os.statvfs(existing)
+    return f"{stats.f_bavail * stats.f_frsize:,} bytes free"
+
+
+def sha256_bytes(data: bytes) -> str:
+    """Return the hex SHA-256 of `data`."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """Return the hex SHA-256 of a file's bytes; raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def json_bytes(value: Any) -> bytes:
+    """Encode as readable UTF-8 JSON with a final newline; NaN and infinity are refused."""
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raises RequestError with line and column, or the duplicate key."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read {path}: {error}", fix="give a readable UTF-8 JSON file") from None
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        where = f"{path}:{error.lineno}:{error.colno}"
+        raise RequestError(f"{where}: not JSON: {error.msg}", fix="correct that line") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{path}: {error}", fix="correct the file") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"{path} holds a {type(value).__name__}", fix="give a JSON object {...}")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} occurs twice")
+    return result
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashMemo:
+    """Content hashes remembered by (size, mtime_ns, ctime_ns, inode), so warm starts read no file.
+
+    One small JSON file; a damaged one is the same as an empty one, because it only saves time.
+    """
+
+    file: Path
+    entries: dict[str, list[Any]]
+
+    @classmethod
+    def load(cls, file: Path) -> HashMemo:
+        try:
+            entries = json.loads(file.read_bytes())
+        except (OSError, ValueError):
+            entries = {}
+        return cls(file=file, entries=entries if isinstance(entries, dict) else {})
+
+    def sha256(self, path: Path) -> str:
+        """Hash `path`, or answer from memory when its stat has not changed; raises OSError."""
+        stat = path.stat()
+        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        key = str(path.resolve())
+        known = self.entries.get(key)
+        if isinstance(known, list) and known[:4] == stamp and len(known) == 5:
+            return str(known[4])
+        digest = sha256_file(path)
+        # A file changed less than 2 s ago may change again within its timestamp's resolution.
+        if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:
+            self.entries[key] = [*stamp, digest]
+        return digest
+
+    def save(self) -> None:
+        """Write the memo beside the cache it serves; raises MachineError."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.file, json_bytes(self.entries), durable=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CappedFolder:
+    """A folder of disposable files kept under `limit_bytes` by removing the least recently used.
+
+    Only files inside a folder that carries our marker are ever removed.
+    """
+
+    root: Path
+    limit_bytes: int
+    marker: str = ".lora-train-cache"
+
+    def create(self) -> None:
+        """Make the folder and its marker; raises MachineError when the disk refuses."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            if not (self.root / self.marker).exists():
+                write_file(self.root / self.marker, b"lora-train may delete files here\n", durable=False)
+        except OSError as error:
+            raise disk_error(self.root, error) from error
+
+    def files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """Yield every entry file with its stat, hidden and temporary files excepted."""
+        for path in self.root.rglob("*"):
+            if path.name.startswith("."):
+                continue
+            try:
+                stat = path.stat()
+            except FileNotFoundError:  # another run pruned it between listing and stat
+                continue
+            if os.path.isfile(path):  # noqa: PTH113 - no second Path object per entry
+                yield path, stat
+
+    def used_bytes(self) -> int:
+        """Return the bytes of all entries."""
+        return sum(stat.st_size for _, stat in self.files())
+
+    def prune(self, keep: Iterable[Path]) -> int:
+        """Remove oldest-used files until under the limit, never one in `keep`; return bytes freed."""
+        if not (self.root / self.marker).exists():
+            return 0
+        kept = set(keep)
+        entries = sorted(self.files(), key=lambda entry: max(entry[1].st_atime_ns, entry[1].st_mtime_ns))
+        excess = sum(stat.st_size for _, stat in entries) - self.limit_bytes
+        freed = 0
+        for path, stat in entries:
+            if freed >= excess:
+                break
+            if path not in kept:
+                path.unlink(missing_ok=True)
+                freed += stat.st_size
+        return freed

@@ -1,0 +1,1 @@
+"""Loading and changing networks: base models, adapters, attention kernels."""

@@ -1,0 +1,83 @@
+"""Optimizers and the learning rate as a formula of the step, both from libraries.
+
+The learning rate is a pure function of the step (diffusers' schedule formulas), so a resume needs no
+scheduler state. Optimizer state is allocated before step 1: an optimizer step cannot run out of
+memory half-way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers.optimization import get_scheduler
+from torch import nn
+
+from lora_trainer.config import OptimizerSettings
+from lora_trainer.errors import MachineError
+
+LearningRate = Callable[[int], float]
+
+
+def build_optimizer(parameters: Sequence[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Build the optimizer with its state allocated; raises MachineError when its library is missing."""
+    shared: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.epsilon,
+        "weight_decay": settings.weight_decay,
+    }
+    if settings.name == "adamw":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, fused=True, **shared)
+    else:
+        optimizer = _adamw_8bit(parameters, shared)
+    _allocate(optimizer, parameters)
+    return optimizer
+
+
+def learning_rate(settings: OptimizerSettings, *, steps: int) -> LearningRate:
+    """Return step (0-based) -> learning rate, by diffusers' formula of that name."""
+    probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
+    warmup = round(settings.warmup_fraction * steps)
+    # Constant with a warm-up has a name of its own in diffusers; `constant` ignores warm-up steps.
+    name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
+    formula = get_scheduler(name, probe, num_warmup_steps=warmup, num_training_steps=steps).lr_lambdas[0]
+    # diffusers' warm-up begins at exactly zero, a step that would train nothing: ask one step ahead.
+    shift = 1 if warmup else 0
+    return lambda step: settings.learning_rate * float(formula(min(step + shift, steps)))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Set the learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def _adamw_8bit(parameters: Sequence[nn.Parameter], shared: dict[str, Any]) -> torch.optim.Optimizer:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError:
+        raise MachineError(
+            "optimizer.name=adamw8bit needs bitsandbytes, which is not installed",
+            fix="pip install bitsandbytes, or use --set optimizer.name=adamw",
+        ) from None
+    optimizer: torch.optim.Optimizer = AdamW8bit(parameters, **shared)
+    return optimizer
+
+
+def _allocate(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Make the optimizer create its state by a step that changes nothing: no gradient, rate zero."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    set_learning_rate(optimizer, 0.0)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        if isinstance(state["step"], torch.Tensor):
+            state["step"].zero_()
+        else:
+            state["step"] = 0

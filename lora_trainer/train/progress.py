@@ -1,0 +1,31 @@
+"""Where a run is, and what may happen between its steps. Imported by the loop and by its actions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from lora_trainer.train.guards import GuardState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Optimizer steps finished, images they used, the guards' memory.
+
+    `ending` is set when no further step follows in this process.
+    """
+
+    step: int
+    images: int
+    guard: GuardState
+    ending: bool = False
+
+
+class Action(Protocol):
+    """Something done between steps; asked once before the first step and after every step."""
+
+    def due(self, progress: Progress) -> bool:
+        """Say whether this step concerns it; must be cheap."""
+
+    def __call__(self, progress: Progress) -> None:
+        """Do it."""
