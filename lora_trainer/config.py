@@ -33,11 +33,15 @@ def setting(default: Any, doc: str, *, unit: str = "", **constraints: Any) -> An
 class Section(BaseModel):
     """Base of all sections: immutable, no unknown keys, defaults are validated too."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class BaseSettings(Section):
-    model: str = setting("auto", "base model: `embedded`, a diffusers folder or a Hub id; auto: by hardware")
+    model: str = setting(
+        "auto", "base model: `embedded`, a diffusers folder or a Hub id; auto: by hardware"
+    )
     revision: str | None = setting(None, "Hub branch, tag or commit of the base model")
 
 
@@ -45,23 +49,48 @@ class DataSettings(Section):
     resolution: AutoPixels = setting(
         "auto", "side of the square whose area every bucket has; auto: the base's own", unit="px"
     )
-    buckets: bool = setting(True, "keep aspect ratios by training in buckets; off: crop everything square")
+    buckets: bool = setting(
+        True, "keep aspect ratios by training in buckets; off: crop everything square"
+    )
     max_aspect: float = setting(2.0, "longest bucket side over the shortest", ge=1.0, le=8.0)
-    repeats: int = setting(1, "times each image is seen per epoch; `10_name` folders set their own", ge=1, le=1000)
-    flip: bool = setting(False, "also train mirrored images (bad for text, logos, asymmetric people)")
-    trigger: str | None = setting(None, "word put in front of captions that lack it", min_length=1, max_length=100)
-    caption_extensions: tuple[str, ...] = setting((".txt", ".caption"), "caption files beside the image, first wins")
-    caption_dropout: float = setting(0.0, "share of samples trained with an empty caption", ge=0.0, le=1.0)
+    repeats: int = setting(
+        1, "times each image is seen per epoch; `10_name` folders set their own", ge=1, le=1000
+    )
+    flip: bool = setting(
+        False, "also train mirrored images (bad for text, logos, asymmetric people)"
+    )
+    trigger: str | None = setting(
+        None, "word put in front of captions that lack it", min_length=1, max_length=100
+    )
+    caption_extensions: tuple[str, ...] = setting(
+        (".txt", ".caption"), "caption files beside the image, first wins"
+    )
+    caption_dropout: float = setting(
+        0.0, "share of samples trained with an empty caption", ge=0.0, le=1.0
+    )
     shuffle_tags: bool = setting(False, "shuffle the comma-separated tags of a caption")
     keep_tokens: int = setting(1, "leading tags that shuffling leaves in place", ge=0, le=50)
-    caption_variants: int = setting(4, "shuffled variants encoded per caption when shuffling", ge=1, le=64)
-    validation_fraction: float = setting(
-        0.1, "share of images held out for the validation loss, rounded down; 0: none", ge=0.0, le=0.5
+    caption_variants: int = setting(
+        4, "shuffled variants encoded per caption when shuffling", ge=1, le=64
     )
-    alpha_background: str = setting("white", "colour put behind transparent images: a CSS name or #rrggbb")
-    max_bad_fraction: float = setting(0.1, "share of unusable images above which the run refuses", ge=0.0, le=1.0)
-    max_megapixels: float = setting(100.0, "larger images are refused from their header", unit="MP", gt=0, le=1000)
-    cache_dir: str = setting("auto", "cache of latents and text embeddings; auto: the user's cache folder")
+    validation_fraction: float = setting(
+        0.1,
+        "share of images held out for the validation loss, rounded down; 0: none",
+        ge=0.0,
+        le=0.5,
+    )
+    alpha_background: str = setting(
+        "white", "colour put behind transparent images: a CSS name or #rrggbb"
+    )
+    max_bad_fraction: float = setting(
+        0.1, "share of unusable images above which the run refuses", ge=0.0, le=1.0
+    )
+    max_megapixels: float = setting(
+        100.0, "larger images are refused from their header", unit="MP", gt=0, le=1000
+    )
+    cache_dir: str = setting(
+        "auto", "cache of latents and text embeddings; auto: the user's cache folder"
+    )
     cache_max_gib: float = setting(20.0, "size cap of the cache", unit="GiB", gt=0, le=100_000)
     prefetch_steps: int = setting(4, "optimizer steps prepared ahead of the device", ge=1, le=64)
 
@@ -70,84 +99,126 @@ class AdapterSettings(Section):
     rank: int = setting(16, "width of the update; file size grows with it", ge=1, le=1024)
     alpha: AutoScale = setting("auto", "the update is scaled by alpha / rank; auto: alpha = rank")
     targets: Literal["attention", "transformer", "all"] = setting(
-        "transformer", "layers that get an adapter: attention; + feed-forward and projections; + convolutions"
+        "transformer",
+        "layers that get an adapter: attention; + feed-forward and projections; + convolutions",
     )
 
 
 class TrainSettings(Section):
     steps: AutoCount = setting("auto", "optimizer steps; auto: by number of images")
     batch_size: int = setting(
-        1, "images per optimizer step over all devices and micro-batches", unit="images", ge=1, le=4096
+        1,
+        "images per optimizer step over all devices and micro-batches",
+        unit="images",
+        ge=1,
+        le=4096,
     )
     seed: int = setting(42, "every random draw is a function of it", ge=0, le=2**53 - 1)
     precision: Precision | Auto = setting(
         "auto", "dtype of base weights and activations (the adapter keeps fp32 masters)"
     )
-    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0: never", ge=0.0, le=1e6)
+    max_grad_norm: float = setting(
+        1.0, "gradients are clipped to this norm; 0: never", ge=0.0, le=1e6
+    )
     validate_every_steps: AutoInterval = setting("auto", "steps between validations; 0: never")
-    deterministic: bool = setting(False, "ask CUDA for deterministic kernels (slower; CPUs are deterministic anyway)")
+    deterministic: bool = setting(
+        False, "ask CUDA for deterministic kernels (slower; CPUs are deterministic anyway)"
+    )
 
 
 class ObjectiveSettings(Section):
     min_snr_gamma: float | None = setting(
-        5.0, "loss weight min(SNR, gamma) / SNR (Hang et al. 2023, arXiv 2303.09556); null: none", gt=0, le=100
+        5.0,
+        "loss weight min(SNR, gamma) / SNR (Hang et al. 2023, arXiv 2303.09556); null: none",
+        gt=0,
+        le=100,
     )
-    noise_offset: float = setting(0.0, "strength of per-channel constant noise (0.03-0.1 is usual)", ge=0.0, le=1.0)
-    multires_noise_iterations: int = setting(0, "coarser noise octaves added to the noise; 0: none", ge=0, le=16)
-    multires_noise_discount: float = setting(0.3, "strength of each octave relative to the finer one", ge=0.0, le=1.0)
+    noise_offset: float = setting(
+        0.0, "strength of per-channel constant noise (0.03-0.1 is usual)", ge=0.0, le=1.0
+    )
+    multires_noise_iterations: int = setting(
+        0, "coarser noise octaves added to the noise; 0: none", ge=0, le=16
+    )
+    multires_noise_discount: float = setting(
+        0.3, "strength of each octave relative to the finer one", ge=0.0, le=1.0
+    )
     min_timestep: int = setting(0, "smallest timestep trained", ge=0, le=999)
     max_timestep: int = setting(999, "largest timestep trained", ge=0, le=999)
 
 
 class OptimizerSettings(Section):
-    name: Literal["adamw", "adamw8bit"] = setting("adamw", "AdamW, or bitsandbytes' AdamW with 8-bit state")
+    name: Literal["adamw", "adamw8bit"] = setting(
+        "adamw", "AdamW, or bitsandbytes' AdamW with 8-bit state"
+    )
     learning_rate: float = setting(1e-4, "peak learning rate", gt=0.0, le=10.0)
     beta1: float = setting(0.9, "decay of the first moment", ge=0.0, lt=1.0)
     beta2: float = setting(0.999, "decay of the second moment", ge=0.0, lt=1.0)
     epsilon: float = setting(1e-8, "added to the denominator", gt=0.0, le=1.0)
     weight_decay: float = setting(0.01, "decoupled weight decay", ge=0.0, le=1.0)
-    schedule: Literal["constant", "linear", "cosine"] = setting("cosine", "shape of the learning rate after warm-up")
-    warmup_fraction: float = setting(0.05, "share of the steps in which the learning rate rises", ge=0.0, le=0.9)
+    schedule: Literal["constant", "linear", "cosine"] = setting(
+        "cosine", "shape of the learning rate after warm-up"
+    )
+    warmup_fraction: float = setting(
+        0.05, "share of the steps in which the learning rate rises", ge=0.0, le=0.9
+    )
 
 
 class MemorySettings(Section):
     micro_batch: AutoCount = setting(
-        "auto", "images per forward pass; never changes the result, only memory and speed", unit="images"
+        "auto",
+        "images per forward pass; never changes the result, only memory and speed",
+        unit="images",
     )
-    gradient_checkpointing: bool | Auto = setting("auto", "recompute activations: less memory, about 1.3x the time")
-    attention: Literal["auto", "sdpa", "xformers"] = setting("auto", "attention kernels; auto: SDPA")
+    gradient_checkpointing: bool | Auto = setting(
+        "auto", "recompute activations: less memory, about 1.3x the time"
+    )
+    attention: Literal["auto", "sdpa", "xformers"] = setting(
+        "auto", "attention kernels; auto: SDPA"
+    )
 
 
 class HardwareSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to train")
     threads: AutoCount = setting("auto", "CPU threads; part of what makes a resume bit-exact")
-    vram_limit_gib: float | None = setting(None, "plan as if the card had only this much", unit="GiB", gt=0, le=1024)
+    vram_limit_gib: float | None = setting(
+        None, "plan as if the card had only this much", unit="GiB", gt=0, le=1024
+    )
 
 
 class OutputSettings(Section):
     folder: str = setting("runs", "where run folders are made")
     name: str = setting("auto", "name of the run and its files; auto: the dataset folder's name")
     precision: Precision = setting("fp16", "dtype of exported files")
-    format: Literal["kohya", "diffusers"] = setting("kohya", "key names of exported files; kohya is read everywhere")
+    format: Literal["kohya", "diffusers"] = setting(
+        "kohya", "key names of exported files; kohya is read everywhere"
+    )
     save_every_steps: AutoInterval = setting(
         "auto", "steps between rolling exports and states; 0: only at the end"
     )
-    save_every_epochs: int | None = setting(None, "epochs between rolling exports and states", ge=1, le=100_000)
+    save_every_epochs: int | None = setting(
+        None, "epochs between rolling exports and states", ge=1, le=100_000
+    )
     keep_last: int = setting(3, "rolling exports kept", ge=1, le=10_000)
     keep_states: int = setting(2, "resume states kept", ge=2, le=10_000)
 
 
 class SamplingSettings(Section):
-    prompts: tuple[str, ...] = setting((), "prompts of the sample images; none: taken from the captions")
+    prompts: tuple[str, ...] = setting(
+        (), "prompts of the sample images; none: taken from the captions"
+    )
     negative_prompt: str = setting("", "what samples should not show")
     every_steps: AutoInterval = setting("auto", "steps between sample images; 0: never")
     steps: int = setting(25, "denoising steps per sample", ge=1, le=1000)
     guidance_scale: float = setting(5.0, "classifier-free guidance; 1: none", ge=1.0, le=50.0)
-    seed: int = setting(1234, "seed of the first prompt's image; the next prompt adds 1", ge=0, le=2**53 - 1)
+    seed: int = setting(
+        1234, "seed of the first prompt's image; the next prompt adds 1", ge=0, le=2**53 - 1
+    )
 
 
 class LoggingSettings(Section):
-    trackers: tuple[str, ...] = setting(("tensorboard",), "accelerate trackers; those not installed are reported")
+    trackers: tuple[str, ...] = setting(
+        ("tensorboard",), "accelerate trackers; those not installed are reported"
+    )
 
 
 class Config(Section):
@@ -156,13 +227,21 @@ class Config(Section):
     base: BaseSettings = Field(default_factory=BaseSettings, description="the model to adapt")
     data: DataSettings = Field(default_factory=DataSettings, description="images, captions, caches")
     adapter: AdapterSettings = Field(default_factory=AdapterSettings, description="the LoRA itself")
-    train: TrainSettings = Field(default_factory=TrainSettings, description="length, batch, precision")
-    objective: ObjectiveSettings = Field(default_factory=ObjectiveSettings, description="noise and loss")
-    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings, description="how weights move")
+    train: TrainSettings = Field(
+        default_factory=TrainSettings, description="length, batch, precision"
+    )
+    objective: ObjectiveSettings = Field(
+        default_factory=ObjectiveSettings, description="noise and loss"
+    )
+    optimizer: OptimizerSettings = Field(
+        default_factory=OptimizerSettings, description="how weights move"
+    )
     memory: MemorySettings = Field(default_factory=MemorySettings, description="fitting the device")
     hardware: HardwareSettings = Field(default_factory=HardwareSettings, description="which device")
     output: OutputSettings = Field(default_factory=OutputSettings, description="files written")
-    sampling: SamplingSettings = Field(default_factory=SamplingSettings, description="images on the way")
+    sampling: SamplingSettings = Field(
+        default_factory=SamplingSettings, description="images on the way"
+    )
     logging: LoggingSettings = Field(default_factory=LoggingSettings, description="dashboards")
 
     @model_validator(mode="after")
@@ -208,7 +287,9 @@ def all_settings() -> list[SettingInfo]:
             extra = info.json_schema_extra
             unit = str(extra.get("unit", "")) if isinstance(extra, dict) else ""
             key = f"{section_name}.{name}"
-            found.append(SettingInfo(key=key, default=info.default, unit=unit, doc=info.description or ""))
+            found.append(
+                SettingInfo(key=key, default=info.default, unit=unit, doc=info.description or "")
+            )
     return found
 
 
@@ -220,7 +301,11 @@ def setting_keys() -> tuple[str, ...]:
 def flatten(config: Config) -> dict[str, Any]:
     """Return {"section.name": JSON value} for every setting."""
     sections = config.model_dump(mode="json")
-    return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
+    return {
+        f"{section}.{name}": value
+        for section, values in sections.items()
+        for name, value in values.items()
+    }
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
@@ -239,7 +324,9 @@ def build_config(values: Mapping[str, Any]) -> Config:
 def check_keys(values: Mapping[str, Any]) -> None:
     """Raise RequestError for the keys that are no setting, with the nearest name of each."""
     keys = setting_keys()
-    unknown = [f"unknown setting {key!r}.{did_you_mean(key, keys)}" for key in values if key not in keys]
+    unknown = [
+        f"unknown setting {key!r}.{did_you_mean(key, keys)}" for key in values if key not in keys
+    ]
     if unknown:
         raise RequestError(" ".join(unknown), fix="see `lora-train plan DATASET` for all settings")
 
@@ -259,7 +346,7 @@ def concrete(value: T | Auto) -> T:
     """Return a setting that planning has resolved; meeting `auto` here is a bug, not a user error."""
     if value == "auto":
         raise AssertionError("the planner left a setting at auto")
-    return value  # type: ignore[return-value]  # mypy does not narrow T by the literal
+    return value
 
 
 def _explain(error: ValidationError) -> str:

@@ -45,26 +45,46 @@ class EventStream:
             listener(event)
 
     def problem(
-        self, what: str, *, fix: str, severity: Severity = "warning", file: str | None = None, code: str = ""
+        self,
+        what: str,
+        *,
+        fix: str,
+        severity: Severity = "warning",
+        file: str | None = None,
+        code: str = "",
     ) -> None:
         """Report something skipped, clamped, retried or wrong; `fix` says what the user can do."""
         self.emit("problem", what=what, fix=fix, severity=severity, file=file, code=code)
 
 
-def jsonl_writer(path: Path, kinds: Callable[[str], bool]) -> Listener:
-    """Return a listener that appends events whose kind passes `kinds`, one JSON object a line.
+@dataclass
+class JsonlWriter:
+    """Listener that appends events whose kind passes `kinds`, one JSON object a line.
 
-    The line is written with one `write` call and flushed, so a kill tears at most the last line.
+    A line is one `write` call and flushed, so a kill tears at most the last line. A disk that refuses
+    is one problem, after which the run goes on without this record (FAULTS TRN-05).
     """
-    file = path.open("a", encoding="utf-8")
 
-    def listen(event: Event) -> None:
-        if kinds(event.kind):
-            row = {"event": event.kind, **event.fields, "time": round(event.time_s, 3)}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
+    path: Path
+    kinds: Callable[[str], bool]
+    events: EventStream
+    _refused: bool = field(default=False, init=False)
 
-    return listen
+    def __call__(self, event: Event) -> None:
+        if self._refused or not self.kinds(event.kind):
+            return
+        row = {"event": event.kind, **event.fields, "time": round(event.time_s, 3)}
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        except OSError as error:
+            self._refused = True
+            self.events.problem(
+                f"{self.path.name} is no longer written: {error.strerror or error}",
+                fix="free some space; the training itself goes on",
+                file=self.path.name,
+                code="TRN-05",
+            )
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -72,7 +92,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    # Not splitlines: it also splits at signs that JSON leaves inside a string, such as U+2028.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
         except ValueError:

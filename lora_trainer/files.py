@@ -28,10 +28,12 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
 
     Raises MachineError naming the path and the free bytes when the disk refuses.
     """
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}"[:200])
+    temporary = path.with_name(
+        f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}"[:200]
+    )
     try:
         write_file(temporary, data, durable=durable)
-        os.replace(temporary, path)
+        temporary.replace(path)
         if durable:
             sync_folder(path.parent)
     except OSError as error:
@@ -102,7 +104,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read {path}: {error}", fix="give a readable UTF-8 JSON file") from None
+        raise RequestError(
+            f"cannot read {path}: {error}", fix="give a readable UTF-8 JSON file"
+        ) from None
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
@@ -149,7 +153,7 @@ class HashMemo:
         """Hash `path`, or answer from memory when its stat has not changed; raises OSError."""
         stat = path.stat()
         stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-        key = str(path.resolve())
+        key = os.path.abspath(path)  # noqa: PTH100 - resolve() would stat every parent of every file
         known = self.entries.get(key)
         if isinstance(known, list) and known[:4] == stamp and len(known) == 5:
             return str(known[4])
@@ -161,8 +165,12 @@ class HashMemo:
 
     def save(self) -> None:
         """Write the memo beside the cache it serves; raises MachineError."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.file, json_bytes(self.entries), durable=False)
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise disk_error(self.file, error) from error
+        # Escaped to ASCII: a file name may hold bytes that are not UTF-8.
+        write_atomic(self.file, json.dumps(self.entries).encode(), durable=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +189,9 @@ class CappedFolder:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             if not (self.root / self.marker).exists():
-                write_file(self.root / self.marker, b"lora-train may delete files here\n", durable=False)
+                write_file(
+                    self.root / self.marker, b"lora-train may delete files here\n", durable=False
+                )
         except OSError as error:
             raise disk_error(self.root, error) from error
 
@@ -206,7 +216,9 @@ class CappedFolder:
         if not (self.root / self.marker).exists():
             return 0
         kept = set(keep)
-        entries = sorted(self.files(), key=lambda entry: max(entry[1].st_atime_ns, entry[1].st_mtime_ns))
+        entries = sorted(
+            self.files(), key=lambda entry: max(entry[1].st_atime_ns, entry[1].st_mtime_ns)
+        )
         excess = sum(stat.st_size for _, stat in entries) - self.limit_bytes
         freed = 0
         for path, stat in entries:

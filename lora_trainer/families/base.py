@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lora_trainer.families.costs import SampleCost, Targets, Workload
+
 if TYPE_CHECKING:
     import torch
+    from diffusers import DiffusionPipeline
     from PIL import Image
     from torch import Tensor, nn
 
 Prediction = Literal["epsilon", "v_prediction"]
-Targets = Literal["attention", "transformer", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +128,8 @@ class Family(ABC):
         """Return the files that make the identity of `denoiser`, `vae` and `text_encoder`."""
 
     @abstractmethod
-    def activation_bytes(
-        self, facts: BaseFacts, *, height_px: int, width_px: int, element_bytes: int, checkpointing: bool
-    ) -> tuple[int, int]:
-        """Return (activations saved for backward, largest temporary) of one sample, in bytes."""
+    def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
+        """Return memory and FLOPs of training on one sample, from the architecture alone."""
 
     @abstractmethod
     def adapter_parameters(self, facts: BaseFacts, *, rank: int, targets: Targets) -> int:
@@ -140,7 +140,9 @@ class Family(ABC):
         """Load VAE and text encoder in float32, frozen."""
 
     @abstractmethod
-    def load_denoiser(self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    def load_denoiser(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> nn.Module:
         """Load the denoiser frozen, in `dtype`."""
 
     @abstractmethod
@@ -166,5 +168,11 @@ class Family(ABC):
         """Return the diffusers name of denoiser module `module` (`unet....`)."""
 
     @abstractmethod
-    def build_sampler(self, facts: BaseFacts, *, denoiser: nn.Module, device: torch.device) -> Sampler:
+    def build_sampler(
+        self, facts: BaseFacts, *, denoiser: nn.Module, device: torch.device
+    ) -> Sampler:
         """Return a sampler around a denoiser that is on `device`; the VAE is moved there only for an image."""
+
+    @abstractmethod
+    def plain_pipeline(self, facts: BaseFacts, *, device: torch.device) -> DiffusionPipeline:
+        """Return diffusers' own text-to-image pipeline in float32, untouched, as any other program would load it."""

@@ -38,7 +38,10 @@ class Adapter:
 
     def tensors(self) -> dict[str, LoraPair]:
         """Return the live float32 pairs, detached, on their device."""
-        return {name: LoraPair(down=down.detach(), up=up.detach()) for name, (down, up) in self.pairs.items()}
+        return {
+            name: LoraPair(down=down.detach(), up=up.detach())
+            for name, (down, up) in self.pairs.items()
+        }
 
     def state(self) -> dict[str, Tensor]:
         """Return {"module.down" | "module.up": tensor} for a resume state."""
@@ -75,12 +78,18 @@ class Adapter:
                     parameter.copy_(value)
 
 
-def inject(denoiser: nn.Module, *, modules: Sequence[str], rank: int, alpha: float, seed: int) -> Adapter:
+def inject(
+    denoiser: nn.Module, *, modules: Sequence[str], rank: int, alpha: float, seed: int
+) -> Adapter:
     """Put a LoRA pair on each named module and return the pairs; the update starts at zero."""
     if not modules:
-        raise RequestError("no layer of this base matches adapter.targets", fix="choose other adapter.targets")
+        raise RequestError(
+            "no layer of this base matches adapter.targets", fix="choose other adapter.targets"
+        )
     # init_lora_weights=False leaves peft's own draw from the global generator; ours replaces it below.
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(modules), init_lora_weights=False)  # type: ignore[arg-type]
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=list(modules), init_lora_weights=False
+    )  # type: ignore[arg-type]
     inject_adapter_in_model(config, denoiser, adapter_name=_NAME)
     pairs = {}
     for name in modules:

@@ -45,7 +45,8 @@ def find_local(source: str) -> Path | None:
     looks_like_path = path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1
     if looks_like_path:
         raise InputError(
-            f"base model {source!r} does not exist", fix="give an existing folder, a Hub id (owner/name) or `embedded`"
+            f"base model {source!r} does not exist",
+            fix="give an existing folder, a Hub id (owner/name) or `embedded`",
         )
     return _cached_snapshot(source)
 
@@ -98,17 +99,26 @@ def _cached_snapshot(source: str) -> Path | None:
 
 def _download(source: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=list(DOWNLOAD_PATTERNS)))
+        return Path(
+            snapshot_download(source, revision=revision, allow_patterns=list(DOWNLOAD_PATTERNS))
+        )
     except GatedRepoError:
         raise MachineError(
-            f"base model {source} is gated", fix="accept its licence on the Hub and run `hf auth login`"
+            f"base model {source} is gated",
+            fix="accept its licence on the Hub and run `hf auth login`",
         ) from None
     except RepositoryNotFoundError:
         raise InputError(
-            f"there is no model {source!r} on the Hub that you can read", fix="check the name, or give a local folder"
+            f"there is no model {source!r} on the Hub that you can read",
+            fix="check the name, or give a local folder",
         ) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = type(error).__name__

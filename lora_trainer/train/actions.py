@@ -35,20 +35,29 @@ class ValidateAction:
     events: EventStream
 
     def due(self, progress: Progress) -> bool:
-        return bool(self.batches) and self.every_steps > 0 and (
-            progress.step % self.every_steps == 0 or progress.ending
+        return (
+            bool(self.batches)
+            and self.every_steps > 0
+            and (progress.step % self.every_steps == 0 or progress.ending)
         )
 
     def __call__(self, progress: Progress) -> None:
-        by_timestep = [[batch.step, self._loss(batch, cap=progress.guard.micro_batch)] for batch in self.batches]
+        by_timestep = [
+            [batch.step, self._loss(batch, cap=progress.guard.micro_batch)]
+            for batch in self.batches
+        ]
         mean = sum(loss for _, loss in by_timestep) / len(by_timestep)
         images = len(self.batches[0].samples)
-        self.events.emit("validation", step=progress.step, loss=mean, by_timestep=by_timestep, images=images)
+        self.events.emit(
+            "validation", step=progress.step, loss=mean, by_timestep=by_timestep, images=images
+        )
 
     @torch.no_grad()
     def _loss(self, batch: StepBatch, *, cap: int) -> float:
         groups = micro_batches(batch, cap=cap)
-        return float(torch.stack([self.model.losses(group).sum() for group in groups]).sum()) / len(batch.samples)
+        return float(torch.stack([self.model.losses(group).sum() for group in groups]).sum()) / len(
+            batch.samples
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +112,10 @@ class SaveAction:
     def _ends_epoch(self, progress: Progress) -> bool:
         if self.every_images is None:
             return False
-        return progress.images // self.every_images > (progress.images - self.batch_size) // self.every_images
+        return (
+            progress.images // self.every_images
+            > (progress.images - self.batch_size) // self.every_images
+        )
 
 
 def extras(progress: Progress, scaler: torch.amp.GradScaler, fingerprint: str) -> dict[str, Any]:
@@ -114,7 +126,9 @@ def extras(progress: Progress, scaler: torch.amp.GradScaler, fingerprint: str) -
         "skipped": progress.guard.skipped,
         "skipped_in_row": progress.guard.skipped_in_row,
         "loss_scale": float(scaler.get_scale()) if scaler.is_enabled() else None,
-        "loss_scale_growth": int(scaler.state_dict()["_growth_tracker"]) if scaler.is_enabled() else None,
+        "loss_scale_growth": int(scaler.state_dict()["_growth_tracker"])
+        if scaler.is_enabled()
+        else None,
     }
 
 
@@ -122,5 +136,6 @@ def load_scaler(scaler: torch.amp.GradScaler, values: Mapping[str, Any]) -> None
     """Put the loss scale of a state back; does nothing without fp16."""
     if scaler.is_enabled():
         scaler.load_state_dict(
-            scaler.state_dict() | {"scale": values["loss_scale"], "_growth_tracker": values["loss_scale_growth"]}
+            scaler.state_dict()
+            | {"scale": values["loss_scale"], "_growth_tracker": values["loss_scale_growth"]}
         )

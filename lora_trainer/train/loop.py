@@ -43,8 +43,12 @@ class Model:
         """Return the unweighted loss of each sample (all of one shape), float32 [B], with its graph."""
         batch = to_device(samples, device=self.device, dtype=self.precision)
         noisy = add_noise(batch.latents, batch.noise, batch.signal)
-        predicted = self.predict(self.denoiser, noisy.to(self.precision), batch.timesteps, batch.conditioning)
-        return sample_losses(predicted, target(batch.latents, batch.noise, batch.signal, self.prediction))
+        predicted = self.predict(
+            self.denoiser, noisy.to(self.precision), batch.timesteps, batch.conditioning
+        )
+        return sample_losses(
+            predicted, target(batch.latents, batch.noise, batch.signal, self.prediction)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,9 @@ def run(training: Training, start: Progress) -> Progress:
     lag = CUDA_REPORT_LAG if training.model.device.type == "cuda" else 0
     if start.step == 0:  # a resumed run did these before it was interrupted
         _act(training, progress)
-    with training.feeder.stream(start.step, training.steps, ahead=training.prefetch_steps) as batches:
+    with training.feeder.stream(
+        start.step, training.steps, ahead=training.prefetch_steps
+    ) as batches:
         while progress.step < training.steps:
             # ---- data: prepared ahead, so what is measured here is only the wait for it
             began = training.clock()
@@ -134,7 +140,9 @@ def _act(training: Training, progress: Progress) -> None:
             action(progress)
 
 
-def _gradients_that_fit(training: Training, batch: StepBatch, guard: GuardState) -> tuple[Tensor, GuardState]:
+def _gradients_that_fit(
+    training: Training, batch: StepBatch, guard: GuardState
+) -> tuple[Tensor, GuardState]:
     """Accumulate the step's gradients, halving the micro-batch until the device can hold it.
 
     The whole step is done again: its draws are already made, so nothing is lost or seen twice.
@@ -151,7 +159,11 @@ def _gradients_that_fit(training: Training, batch: StepBatch, guard: GuardState)
         clear_device_cache(garbage_collection=True)
         smaller = after_out_of_memory(guard, images=len(batch.samples))
         training.events.emit(
-            "change", key="memory.micro_batch", old=guard.micro_batch, new=smaller.micro_batch, reason=reason
+            "change",
+            key="memory.micro_batch",
+            old=guard.micro_batch,
+            new=smaller.micro_batch,
+            reason=reason,
         )
         guard = smaller
 
@@ -174,7 +186,9 @@ def _apply_gradients(training: Training) -> Tensor:
     """
     optimizer, scaler = training.optimizer, training.scaler
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(training.parameters, training.max_grad_norm or float("inf"), foreach=True)
+    norm = nn.utils.clip_grad_norm_(
+        training.parameters, training.max_grad_norm or float("inf"), foreach=True
+    )
     if scaler.is_enabled():
         scaler.step(optimizer)
         scaler.update()

@@ -20,7 +20,9 @@ from lora_trainer.errors import MachineError
 LearningRate = Callable[[int], float]
 
 
-def build_optimizer(parameters: Sequence[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+def build_optimizer(
+    parameters: Sequence[nn.Parameter], settings: OptimizerSettings
+) -> torch.optim.Optimizer:
     """Build the optimizer with its state allocated; raises MachineError when its library is missing."""
     shared: dict[str, Any] = {
         "lr": settings.learning_rate,
@@ -42,10 +44,13 @@ def learning_rate(settings: OptimizerSettings, *, steps: int) -> LearningRate:
     warmup = round(settings.warmup_fraction * steps)
     # Constant with a warm-up has a name of its own in diffusers; `constant` ignores warm-up steps.
     name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
-    formula = get_scheduler(name, probe, num_warmup_steps=warmup, num_training_steps=steps).lr_lambdas[0]
-    # diffusers' warm-up begins at exactly zero, a step that would train nothing: ask one step ahead.
-    shift = 1 if warmup else 0
-    return lambda step: settings.learning_rate * float(formula(min(step + shift, steps)))
+    # diffusers' formulas are zero at the first step of a warm-up and after the last step: both would
+    # train nothing, so the formula is stretched by one step at each end and asked one step ahead.
+    scheduler = get_scheduler(
+        name, probe, num_warmup_steps=warmup + 1, num_training_steps=steps + 1
+    )
+    formula = scheduler.lr_lambdas[0]
+    return lambda step: settings.learning_rate * float(formula(step + 1))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -54,7 +59,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def _adamw_8bit(parameters: Sequence[nn.Parameter], shared: dict[str, Any]) -> torch.optim.Optimizer:
+def _adamw_8bit(
+    parameters: Sequence[nn.Parameter], shared: dict[str, Any]
+) -> torch.optim.Optimizer:
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError:

@@ -86,12 +86,18 @@ def cache_latents(vae: AutoencoderKL, tokenizer: CLIPTokenizer, file: Path, seed
             count = SCENES_PER_SHAPE * SHAPES_PX.count(shape)
             parts, ids = [], []
             for first in track(range(0, count, 64), description=f"latents {shape[0]}x{shape[1]}"):
-                drawn = [scene(seed + SCENE_SEED_OFFSET + shape[0], k, *shape) for k in range(first, first + 64)]
+                drawn = [
+                    scene(seed + SCENE_SEED_OFFSET + shape[0], k, *shape)
+                    for k in range(first, first + 64)
+                ]
                 with torch.autocast("cpu", torch.bfloat16):
                     posterior = vae.encode(pixels([one.image for one in drawn])).latent_dist
                 parts.append(posterior.mean.half().contiguous())
                 ids.append(tokenize(tokenizer, [one.caption for one in drawn]).short())
-            tensors |= {f"latents/{shape[0]}x{shape[1]}": torch.cat(parts).contiguous(), f"tokens/{shape[0]}x{shape[1]}": torch.cat(ids)}
+            tensors |= {
+                f"latents/{shape[0]}x{shape[1]}": torch.cat(parts).contiguous(),
+                f"tokens/{shape[0]}x{shape[1]}": torch.cat(ids),
+            }
         save_file(tensors, file)
     tensors = load_file(file)
     shapes = {shape: f"{shape[0]}x{shape[1]}" for shape in dict.fromkeys(SHAPES_PX)}
@@ -146,6 +152,10 @@ def train_denoiser(
     )
     ema = train(stage, folder)
     for name, module in stage.modules.items():
-        own = {key.removeprefix(f"{name}."): value for key, value in ema.items() if key.startswith(f"{name}.")}
+        own = {
+            key.removeprefix(f"{name}."): value
+            for key, value in ema.items()
+            if key.startswith(f"{name}.")
+        }
         module.load_state_dict(own, strict=False)
     return unet.eval(), text_encoder.eval()

@@ -80,7 +80,11 @@ def clutter(seed: int, index: int, width_px: int = 64, height_px: int = 64) -> S
     for _ in range(rng.randint(1, 4)):
         at = (rng.uniform(0.1, 0.9), rng.uniform(0.1, 0.9))
         canvas.shape(
-            rng.choice(SHAPES), at, rng.uniform(0.08, 0.45), _any_colour(rng), rng.uniform(-math.pi, math.pi)
+            rng.choice(SHAPES),
+            at,
+            rng.uniform(0.08, 0.45),
+            _any_colour(rng),
+            rng.uniform(-math.pi, math.pi),
         )
         if rng.random() < 0.4:
             canvas.face(at, rng.uniform(0.1, 0.35), rng)
@@ -111,7 +115,9 @@ def _pair(rng: random.Random, canvas: _Canvas, first: str, second: str) -> str:
     places = ((0.29, 0.5), (0.71, 0.5)) if rng.random() < 0.7 else ((0.5, 0.28), (0.5, 0.72))
     for name, colour, (x, y) in zip(names, (first, second), places, strict=True):
         at = (x + rng.uniform(-0.03, 0.03), y + rng.uniform(-0.06, 0.06))
-        canvas.shape(name, at, rng.uniform(0.14, 0.19), _jitter(rng, COLOURS[colour]), rng.gauss(0, 0.12))
+        canvas.shape(
+            name, at, rng.uniform(0.14, 0.19), _jitter(rng, COLOURS[colour]), rng.gauss(0, 0.12)
+        )
     relation = "left of" if places[0][1] == 0.5 else "above"
     words = f"a {first} {names[0]} {relation} a {second} {names[1]}"
     return words.replace("a orange", "an orange")
@@ -129,7 +135,14 @@ def _small_part(rng: random.Random, canvas: _Canvas) -> None:
         end = (at[0] + rng.uniform(-0.4, 0.4), at[1] + rng.uniform(-0.4, 0.4))
         canvas.line((at, end), rng.uniform(0.012, 0.05), colour)
     elif kind == 3:
-        canvas.arc(at, radius * 1.6, rng.uniform(0, 360), rng.uniform(60, 250), rng.uniform(0.012, 0.04), colour)
+        canvas.arc(
+            at,
+            radius * 1.6,
+            rng.uniform(0, 360),
+            rng.uniform(60, 250),
+            rng.uniform(0.012, 0.04),
+            colour,
+        )
     else:  # an eye: a white disc with a dark one in it
         canvas.shape("circle", at, radius * 0.9, COLOURS["white"], 0.0)
         inner = (at[0] + rng.uniform(-0.3, 0.3) * radius, at[1] + rng.uniform(-0.3, 0.3) * radius)
@@ -137,7 +150,9 @@ def _small_part(rng: random.Random, canvas: _Canvas) -> None:
 
 
 def _jitter(rng: random.Random, colour: RGB, spread: int = 9) -> RGB:
-    red, green, blue = (max(0, min(255, channel + rng.randint(-spread, spread))) for channel in colour)
+    red, green, blue = (
+        max(0, min(255, channel + rng.randint(-spread, spread))) for channel in colour
+    )
     return red, green, blue
 
 
@@ -167,13 +182,19 @@ class _Canvas:
 
     def line(self, points: tuple[Point, ...], width: float, colour: RGB) -> None:
         width_px = max(2, round(width * self.unit_px))
-        self.draw.line([self.at(point) for point in points], fill=colour, width=width_px, joint="curve")
+        self.draw.line(
+            [self.at(point) for point in points], fill=colour, width=width_px, joint="curve"
+        )
 
-    def arc(self, at: Point, radius: float, start: float, sweep: float, width: float, colour: RGB) -> None:
+    def arc(
+        self, at: Point, radius: float, start: float, sweep: float, width: float, colour: RGB
+    ) -> None:
         x, y = self.at(at)
         r = radius * self.unit_px
         width_px = max(2, round(width * self.unit_px))
-        self.draw.arc((x - r, y - r, x + r, y + r), start, start + sweep, fill=colour, width=width_px)
+        self.draw.arc(
+            (x - r, y - r, x + r, y + r), start, start + sweep, fill=colour, width=width_px
+        )
 
     def disc(self, x: float, y: float, rx: float, ry: float, colour: RGB) -> None:
         self.draw.ellipse((x - rx, y - ry, x + rx, y + ry), fill=colour)
@@ -194,7 +215,13 @@ class _Canvas:
         turn = rng.uniform(0, math.pi)
         for k in range(4):
             angle = turn + k * math.pi / 2
-            self.disc(x + r * 0.6 * math.cos(angle), y + r * 0.6 * math.sin(angle), r * 0.2, r * 0.2, colour)
+            self.disc(
+                x + r * 0.6 * math.cos(angle),
+                y + r * 0.6 * math.sin(angle),
+                r * 0.2,
+                r * 0.2,
+                colour,
+            )
 
     def shape(self, name: str, at: Point, radius: float, colour: RGB, turn: float) -> None:
         x, y = self.at(at)
@@ -203,12 +230,18 @@ class _Canvas:
         def polygon(*points: Point, fill: RGB = colour) -> None:
             cos, sin = math.cos(turn), math.sin(turn)
             self.draw.polygon(
-                [(x + r * (px * cos - py * sin), y + r * (px * sin + py * cos)) for px, py in points], fill=fill
+                [
+                    (x + r * (px * cos - py * sin), y + r * (px * sin + py * cos))
+                    for px, py in points
+                ],
+                fill=fill,
             )
 
         def disc(px: float, py: float, rx: float, ry: float, fill: RGB = colour) -> None:
             cos, sin = math.cos(turn), math.sin(turn)
-            self.disc(x + r * (px * cos - py * sin), y + r * (px * sin + py * cos), r * rx, r * ry, fill)
+            self.disc(
+                x + r * (px * cos - py * sin), y + r * (px * sin + py * cos), r * rx, r * ry, fill
+            )
 
         shade: RGB = (colour[0] * 3 // 5, colour[1] * 3 // 5, colour[2] * 3 // 5)
         if name == "circle":
@@ -225,7 +258,20 @@ class _Canvas:
             polygon(*_star(5, 0.45))
         elif name == "cross":
             a, b = 0.33, 0.95
-            polygon((-a, -b), (a, -b), (a, -a), (b, -a), (b, a), (a, a), (a, b), (-a, b), (-a, a), (-b, a), (-b, -a), (-a, -a))
+            polygon(
+                (-a, -b),
+                (a, -b),
+                (a, -a),
+                (b, -a),
+                (b, a),
+                (a, a),
+                (a, b),
+                (-a, b),
+                (-a, a),
+                (-b, a),
+                (-b, -a),
+                (-a, -a),
+            )
         elif name == "ring":
             width_px = max(3, round(r * 0.36))
             self.draw.ellipse((x - r, y - r, x + r, y + r), outline=colour, width=width_px)
@@ -246,7 +292,12 @@ class _Canvas:
             disc(0, -0.25, 0.75, 0.72)
         elif name == "mushroom":
             polygon((-0.25, 0), (0.25, 0), (0.32, 0.9), (-0.32, 0.9), fill=shade)
-            polygon(*[(0.95 * math.cos(a / 12 * math.pi), 0.1 - 0.95 * math.sin(a / 12 * math.pi)) for a in range(13)])
+            polygon(
+                *[
+                    (0.95 * math.cos(a / 12 * math.pi), 0.1 - 0.95 * math.sin(a / 12 * math.pi))
+                    for a in range(13)
+                ]
+            )
         elif name == "fish":
             disc(-0.15, 0, 0.72, 0.5)
             polygon((0.4, 0), (1.0, -0.5), (1.0, 0.5))
@@ -271,7 +322,8 @@ def _heart() -> list[Point]:
     return [
         (
             0.95 * math.sin(t) ** 3,
-            -(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)) / 16.5,
+            -(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t))
+            / 16.5,
         )
         for t in steps
     ]
@@ -279,5 +331,8 @@ def _heart() -> list[Point]:
 
 def _crescent() -> list[Point]:
     outer = [(math.cos(a), math.sin(a)) for a in (0.9 + k / 20 * 4.48 for k in range(21))]
-    inner = [(0.42 + 0.8 * math.cos(a), 0.8 * math.sin(a)) for a in (5.05 - k / 20 * 3.82 for k in range(21))]
+    inner = [
+        (0.42 + 0.8 * math.cos(a), 0.8 * math.sin(a))
+        for a in (5.05 - k / 20 * 3.82 for k in range(21))
+    ]
     return outer + inner

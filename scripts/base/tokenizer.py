@@ -30,16 +30,28 @@ def build_tokenizer(folder: Path, *, seed: int) -> CLIPTokenizer:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    trainer = trainers.BpeTrainer(vocab_size=1200, min_frequency=2, end_of_word_suffix="</w>", show_progress=False)
-    bpe.train_from_iterator((scene(seed, index, 8, 8).caption for index in range(CAPTIONS)), trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=1200, min_frequency=2, end_of_word_suffix="</w>", show_progress=False
+    )
+    bpe.train_from_iterator(
+        (scene(seed, index, 8, 8).caption for index in range(CAPTIONS)), trainer
+    )
     merges = json.loads(bpe.to_str())["model"]["merges"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    entries = [*alphabet, *(f"{sign}</w>" for sign in alphabet), *("".join(pair) for pair in merges), START, END]
+    entries = [
+        *alphabet,
+        *(f"{sign}</w>" for sign in alphabet),
+        *("".join(pair) for pair in merges),
+        START,
+        END,
+    ]
     vocabulary = {token: index for index, token in enumerate(dict.fromkeys(entries))}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
     lines = ["#version: 0.2", *(" ".join(pair) for pair in merges), ""]
     (folder / "merges.txt").write_text("\n".join(lines), encoding="utf-8")
     return CLIPTokenizer(
-        vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"), model_max_length=MAX_TOKENS
+        vocab=str(folder / "vocab.json"),
+        merges=str(folder / "merges.txt"),
+        model_max_length=MAX_TOKENS,
     )

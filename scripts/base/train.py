@@ -22,11 +22,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "base", help="where the resumable state lives")
-    parser.add_argument("--output", type=Path, default=ROOT / "lora_trainer" / "embedded", help="where the model goes")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "base", help="where the resumable state lives"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "lora_trainer" / "embedded",
+        help="where the model goes",
+    )
     parser.add_argument("--vae-steps", type=int, default=7_000)
-    parser.add_argument("--steps", type=int, default=5_500, help="denoiser steps")
-    parser.add_argument("--polish-steps", type=int, default=2_500, help="steps of the decoder alone")
+    parser.add_argument("--steps", type=int, default=3_800, help="denoiser steps")
+    parser.add_argument(
+        "--polish-steps", type=int, default=2_500, help="steps of the decoder alone"
+    )
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -36,7 +45,9 @@ def main() -> None:
     vae = train_vae(options.work, options.vae_steps, options.seed)
     data = cache_latents(vae, tokenizer, options.work / "latents.safetensors", options.seed)
     vae.register_to_config(scaling_factor=data.scaling_factor)
-    unet, text_encoder = train_denoiser(options.work, data, tokenizer, steps=options.steps, seed=options.seed)
+    unet, text_encoder = train_denoiser(
+        options.work, data, tokenizer, steps=options.steps, seed=options.seed
+    )
     vae = polish_decoder(vae, options.work, options.polish_steps, options.seed)
     pipeline = StableDiffusionPipeline(
         vae=vae, text_encoder=text_encoder, tokenizer=tokenizer, unet=unet, scheduler=build_scheduler(),

@@ -41,13 +41,21 @@ def train(stage: Stage, folder: Path) -> dict[str, Tensor]:
     """Train to `stage.steps`, resuming from `folder`; return the EMA weights by parameter name."""
     parameters = dict(stage.modules.named_parameters())
     optimizer = torch.optim.AdamW(
-        parameters.values(), lr=stage.learning_rate, betas=(0.9, 0.99), weight_decay=stage.weight_decay
+        parameters.values(),
+        lr=stage.learning_rate,
+        betas=(0.9, 0.99),
+        weight_decay=stage.weight_decay,
     )
     ema = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     file = folder / f"{stage.name}.safetensors"
     first = _load(file, parameters, ema, optimizer)
     log = (folder / f"{stage.name}.jsonl").open("a", encoding="utf-8")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with log, Progress(*columns) as progress:
         bar = progress.add_task(stage.name, total=stage.steps, completed=first)
         smooth, started = float("nan"), time.monotonic()
@@ -61,7 +69,9 @@ def train(stage: Stage, folder: Path) -> dict[str, Tensor]:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             decay = min(stage.ema_decay, (1 + step) / (10 + step))
-            torch._foreach_lerp_(list(ema.values()), [p.detach() for p in parameters.values()], 1 - decay)
+            torch._foreach_lerp_(
+                list(ema.values()), [p.detach() for p in parameters.values()], 1 - decay
+            )
             smooth = loss.item() if math.isnan(smooth) else 0.99 * smooth + 0.01 * loss.item()
             progress.update(bar, advance=1, description=f"{stage.name} loss {smooth:.4f}")
             if (step + 1) % 50 == 0:
@@ -76,11 +86,17 @@ def train(stage: Stage, folder: Path) -> dict[str, Tensor]:
 def _schedule(step: int, steps: int, warmup_steps: int = 200) -> float:
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / (steps - warmup_steps)))
+    return 0.02 + 0.98 * 0.5 * (
+        1 + math.cos(math.pi * (step - warmup_steps) / (steps - warmup_steps))
+    )
 
 
 def _save(
-    file: Path, step: int, parameters: dict[str, nn.Parameter], ema: dict[str, Tensor], optimizer: torch.optim.AdamW
+    file: Path,
+    step: int,
+    parameters: dict[str, nn.Parameter],
+    ema: dict[str, Tensor],
+    optimizer: torch.optim.AdamW,
 ) -> None:
     tensors = {"step": torch.tensor(step)}
     for name, parameter in parameters.items():
@@ -93,7 +109,10 @@ def _save(
 
 
 def _load(
-    file: Path, parameters: dict[str, nn.Parameter], ema: dict[str, Tensor], optimizer: torch.optim.AdamW
+    file: Path,
+    parameters: dict[str, nn.Parameter],
+    ema: dict[str, Tensor],
+    optimizer: torch.optim.AdamW,
 ) -> int:
     if not file.exists():
         return 0
@@ -102,6 +121,7 @@ def _load(
             parameter.copy_(tensors.get_tensor(f"weight/{name}"))
             ema[name].copy_(tensors.get_tensor(f"ema/{name}"))
             optimizer.state[parameter] = {
-                key: tensors.get_tensor(f"{key}/{name}") for key in ("step", "exp_avg", "exp_avg_sq")
+                key: tensors.get_tensor(f"{key}/{name}")
+                for key in ("step", "exp_avg", "exp_avg_sq")
             }
         return int(tensors.get_tensor("step"))

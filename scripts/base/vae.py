@@ -56,7 +56,12 @@ def train_vae(folder: Path, steps: int, seed: int) -> AutoencoderKL:
         return difference.abs().mean() + 2 * difference.square().mean() + KL_WEIGHT * kl
 
     stage = Stage(
-        name="vae", modules=nn.ModuleDict({"vae": vae}), loss=loss, steps=steps, learning_rate=2e-3, seed=seed
+        name="vae",
+        modules=nn.ModuleDict({"vae": vae}),
+        loss=loss,
+        steps=steps,
+        learning_rate=2e-3,
+        seed=seed,
     )
     ema = train(stage, folder)
     vae.load_state_dict({name.removeprefix("vae."): value for name, value in ema.items()})
@@ -78,7 +83,9 @@ def polish_decoder(vae: AutoencoderKL, folder: Path, steps: int, seed: int) -> A
         return 8 * difference.square().mean() + 0.1 * difference.abs().mean()
 
     modules = nn.ModuleDict({"decoder": vae.decoder, "post_quant_conv": vae.post_quant_conv})
-    stage = Stage(name="decoder", modules=modules, loss=loss, steps=steps, learning_rate=1e-3, seed=seed)
+    stage = Stage(
+        name="decoder", modules=modules, loss=loss, steps=steps, learning_rate=1e-3, seed=seed
+    )
     vae.load_state_dict(train(stage, folder), strict=False)
     return vae.eval().requires_grad_(False)
 
@@ -86,7 +93,9 @@ def polish_decoder(vae: AutoencoderKL, folder: Path, steps: int, seed: int) -> A
 def _batch(seed: int, step: int) -> Tensor:
     width_px, height_px = SHAPES_PX[step % len(SHAPES_PX)]
     draw = [clutter] * (BATCH * 3 // 4) + [scene] * (BATCH // 4)
-    return pixels([one(seed, step * BATCH + k, width_px, height_px).image for k, one in enumerate(draw)])
+    return pixels(
+        [one(seed, step * BATCH + k, width_px, height_px).image for k, one in enumerate(draw)]
+    )
 
 
 @torch.no_grad()

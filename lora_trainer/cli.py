@@ -1,0 +1,292 @@
+"""The command line: `lora-train DATASET` trains; subcommands plan, check, inspect, sample, and look around.
+
+A dozen flags; everything else is `--set section.key=value` or a config file. Nothing here computes,
+and torch is imported only by the commands that need it, so that help, plan and check answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console
+
+from lora_trainer import __version__
+from lora_trainer.config import parse_assignment
+from lora_trainer.errors import LoraTrainError, MachineError, RequestError, exit_code
+from lora_trainer.resolve import Priority
+
+HELP = """Train a diffusion LoRA: `lora-train DATASET` detects the card, picks a preset, caches, trains and exports.
+
+Without a GPU it trains the embedded miniature base model, in about a minute. Everything that has no
+flag is a setting: `--set section.key=value`; `lora-train plan DATASET` lists them all with origins."""
+
+app = App(
+    name="lora-train",
+    help=HELP,
+    version=__version__,
+    help_format="markdown",
+    result_action="return_value",
+)
+out = Console(soft_wrap=True)
+err = Console(stderr=True, soft_wrap=True)
+
+Sets = Annotated[
+    list[str], Parameter(name="--set", negative="", help="section.key=value, repeatable")
+]
+Base = Annotated[
+    str | None, Parameter(help="`embedded`, a diffusers folder or a Hub id [default: by hardware]")
+]
+Preset = Annotated[
+    str, Parameter(help="auto, a tier such as 10-12, or a settings file (JSON, TOML)")
+]
+Priorities = Annotated[Priority, Parameter(help="what to prefer where something must give")]
+ConfigFile = Annotated[
+    Path | None, Parameter(name="--config", help="settings file (JSON, TOML) over the preset")
+]
+Json = Annotated[bool, Parameter(name="--json", negative="", help="machine-readable output")]
+Vram = Annotated[
+    float | None, Parameter(name="--vram", help="answer for a card with this many GiB")
+]
+
+
+@app.default
+def train(
+    dataset: Path,
+    /,
+    *,
+    preset: Preset = "auto",
+    priority: Priorities = "balanced",
+    base: Base = None,
+    output: Annotated[Path | None, Parameter(help="folder for run folders [default: runs]")] = None,
+    name: Annotated[
+        str | None, Parameter(help="name of the run and its files [default: the dataset folder's]")
+    ] = None,
+    steps: Annotated[
+        int | None, Parameter(help="optimizer steps [default: by number of images]")
+    ] = None,
+    seed: Annotated[
+        int | None, Parameter(help="every random draw follows from it [default: 42]")
+    ] = None,
+    config: ConfigFile = None,
+    set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    resume: Annotated[
+        bool, Parameter(negative="", help="go on with the run of this name, to the same bits")
+    ] = False,
+    resume_from: Annotated[Path | None, Parameter(help="go on with the run in this folder")] = None,
+    dry_run: Annotated[
+        bool, Parameter(negative="", help="print the resolved run and stop")
+    ] = False,
+    strict: Annotated[bool, Parameter(negative="", help="refuse a dataset with warnings")] = False,
+) -> None:
+    """Train a LoRA on the images in DATASET; the result is runs/NAME/NAME.safetensors and report.html."""
+    overrides = _overrides(set_, base=base, output=output, name=name, steps=steps, seed=seed)
+    if dry_run:
+        _show_plan(dataset, preset, priority, config, overrides, vram=None, as_json=False)
+        return
+    _refuse_many_processes()
+    _quiet_libraries()
+    from lora_trainer.output.console import ConsoleListener
+    from lora_trainer.prepare import Request
+    from lora_trainer.run import TrainRequest, train
+
+    request = Request(
+        dataset=dataset, preset=preset, priority=priority, config_file=config, overrides=overrides
+    )
+    asked = TrainRequest(
+        request=request,
+        resume=resume,
+        resume_from=resume_from,
+        strict=strict,
+        command=tuple(sys.argv[1:]),
+    )
+    with ConsoleListener(out) as listener:
+        train(asked, listeners=(listener,))
+
+
+@app.command
+def plan(
+    dataset: Path,
+    /,
+    *,
+    preset: Preset = "auto",
+    priority: Priorities = "balanced",
+    base: Base = None,
+    config: ConfigFile = None,
+    set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    vram: Vram = None,
+    json: Json = False,
+) -> None:
+    """Predict memory, time and disk of a training, with every setting and its origin. Needs no GPU."""
+    _show_plan(
+        dataset, preset, priority, config, _overrides(set_, base=base), vram=vram, as_json=json
+    )
+
+
+@app.command
+def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = False) -> None:  # noqa: B006
+    """Report on a dataset: score, buckets, unusable files, captions, duplicates; each with advice."""
+    from lora_trainer.prepare import Request, examine
+    from lora_trainer.show import check_text
+
+    report = examine(Request(dataset=dataset, overrides=_overrides(set_, base=base)))
+    _print(report.to_json() if json else check_text(report), as_json=json)
+
+
+@app.command
+def inspect(file: Path, /, *, json: Json = False) -> None:
+    """Say what a LoRA file is: family, key format, rank, alpha, metadata, problems."""
+    from lora_trainer.output.inspect import inspect_file
+    from lora_trainer.show import inspect_text
+
+    inspection = inspect_file(file)
+    _print(inspection.to_json() if json else inspect_text(inspection), as_json=json)
+
+
+@app.command
+def sample(
+    run: Path,
+    /,
+    *,
+    prompt: Annotated[list[str], Parameter(negative="", help="what to draw, repeatable")],
+    base: Base = None,
+    output: Annotated[Path, Parameter(help="folder for the images")] = Path("samples"),
+    seed: Annotated[int, Parameter(help="seed of the first image")] = 1234,
+    strength: Annotated[float, Parameter(help="how strongly the LoRA is applied")] = 1.0,
+) -> None:
+    """Make images with the LoRA of a run folder or file, through a plain diffusers pipeline."""
+    _quiet_libraries()
+    from lora_trainer.try_out import make_images
+
+    for file in make_images(
+        run, prompts=prompt, base=base, output=output, seed=seed, strength=strength
+    ):
+        out.print(str(file), highlight=False)
+
+
+@app.command
+def presets() -> None:
+    """List every preset cell: what each hardware tier and priority sets."""
+    from lora_trainer.show import presets_text
+
+    out.print(presets_text())
+
+
+@app.command
+def doctor(*, json: Json = False) -> None:
+    """Say what this machine has, each fact with its reason, and what is missing."""
+    from lora_trainer.hardware import detect
+    from lora_trainer.show import doctor_json, doctor_text
+
+    hardware = detect()
+    _print(doctor_json(hardware) if json else doctor_text(hardware), as_json=json)
+
+
+@app.command
+def gui() -> None:
+    """Open the graphical interface (the same as lora-train-gui)."""
+    importlib.import_module("lora_trainer.gui.app").main()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with the code DESIGN gives the outcome."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit code. One line for every error a user can meet."""
+    try:
+        app(arguments, exit_on_error=False, print_error=False, console=out, error_console=err)
+    except CycloptsError as error:
+        err.print(f"error: {error}", style="bold red", markup=False, highlight=False)
+        return RequestError.exit_code
+    except LoraTrainError as error:
+        err.print(f"error: {error}", style="bold red", markup=False, highlight=False)
+        return exit_code(error)
+    except KeyboardInterrupt:
+        err.print(
+            "stopped at once; the last saved state is valid: run again with --resume",
+            style="bold red",
+        )
+        return 130
+    return 0
+
+
+def _overrides(assignments: list[str], **flags: Any) -> dict[str, Any]:
+    """Return the settings typed on this command line; a flag is a short name of its setting."""
+    keys = {
+        "base": "base.model", "output": "output.folder", "name": "output.name", "steps": "train.steps",
+        "seed": "train.seed",
+    }  # fmt: skip
+    typed = {
+        keys[flag]: str(value) if isinstance(value, Path) else value
+        for flag, value in flags.items()
+        if value is not None
+    }
+    for text in assignments:
+        key, value = parse_assignment(text)
+        if key in typed and typed[key] != value:
+            raise RequestError(
+                f"{key} is given twice: {typed[key]} and {value}", fix="give it once"
+            )
+        typed[key] = value
+    return typed
+
+
+def _show_plan(
+    dataset: Path,
+    preset: str,
+    priority: Priority,
+    config: Path | None,
+    overrides: dict[str, Any],
+    *,
+    vram: float | None,
+    as_json: bool,
+) -> None:
+    from lora_trainer.prepare import Request, prepare
+    from lora_trainer.show import plan_json, plan_text
+
+    prepared = prepare(
+        Request(
+            dataset=dataset,
+            preset=preset,
+            priority=priority,
+            config_file=config,
+            overrides=overrides,
+            assumed_vram_gib=vram,
+        )
+    )
+    _print(plan_json(prepared) if as_json else plan_text(prepared), as_json=as_json)
+
+
+def _print(value: Any, *, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    else:
+        out.print(value, highlight=False)
+
+
+def _quiet_libraries() -> None:
+    """Keep advice and progress bars meant for library users off the console; errors still come through."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    from diffusers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
+def _refuse_many_processes() -> None:
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        raise MachineError(
+            f"started as {processes} processes; this version trains in one",
+            fix="start it without a launcher, or with --num_processes 1",
+        )

@@ -1,0 +1,1 @@
+"""The dataset layer: from a folder of pictures to checked records, buckets and cached encodings."""

@@ -1,0 +1,210 @@
+"""Caption text: reading it, putting the trigger in, shuffled variants, and which one a sample gets.
+
+Inputs are bytes of caption files and `metadata.jsonl`; outputs are one-line texts and sentences
+about what had to be guessed or cut. Every random choice is a counter-based draw, so that a
+caption's variants depend on its text and the seed alone, and a sample's choice on its epoch alone.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from lora_trainer.config import DataSettings
+from lora_trainer.randomness import Stream, draw_choice, draw_uniform, shuffled
+
+MAX_CAPTION_BYTES = 16 << 20
+MAX_CAPTION_CHARACTERS = 10_000
+METADATA_KEYS = ("text", "caption", "prompt")
+TRIGGER_PLACEHOLDER = "[trigger]"
+_MAX_LINES_NAMED = 5
+# UTF-32 first: its little-endian mark begins with that of UTF-16.
+_BYTE_ORDER_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+    (codecs.BOM_UTF8, "utf-8"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionText:
+    """One caption as a single line, and what was guessed or cut while reading it."""
+
+    text: str
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metadata:
+    """A `metadata.jsonl`: captions by file name relative to its folder, and what was wrong."""
+
+    captions: Mapping[str, str]
+    problems: tuple[str, ...] = ()
+
+
+def read_caption(data: bytes) -> CaptionText:
+    """Turn the bytes of a caption file into one line of text; never raises.
+
+    UTF-8 with or without mark, UTF-16 and UTF-32 by mark, else Windows-1252 with the byte named.
+    """
+    if len(data) > MAX_CAPTION_BYTES:
+        return CaptionText(
+            text="", problems=(f"is {len(data):,} bytes long, too long for a caption",)
+        )
+    text, problems = _decoded(data)
+    caption = clean(text)
+    if len(caption) > MAX_CAPTION_CHARACTERS:
+        lost = len(caption) - MAX_CAPTION_CHARACTERS
+        problems.append(f"has {len(caption):,} characters; the last {lost:,} are left out")
+    return CaptionText(text=caption[:MAX_CAPTION_CHARACTERS].rstrip(), problems=tuple(problems))
+
+
+def clean(text: str) -> str:
+    """Return `text` on one line, single-spaced, without NUL, byte order marks, lone surrogates."""
+    whole = text.replace("\0", "").replace("\ufeff", "").encode("utf-8", "replace").decode()
+    return " ".join(whole.split())
+
+
+def _decoded(data: bytes) -> tuple[str, list[str]]:
+    found = next((pair for pair in _BYTE_ORDER_MARKS if data.startswith(pair[0])), None)
+    mark, encoding = found or (b"", "utf-8")
+    problems = []
+    try:
+        text = data[len(mark) :].decode(encoding)
+    except UnicodeDecodeError as error:
+        offset = len(mark) + error.start
+        problem = f"byte {offset} (0x{data[offset]:02x}) is not {encoding.upper()}"
+        encoding = encoding if mark else "cp1252"
+        text = data[len(mark) :].decode(encoding, "replace")
+        problems.append(f"{problem}; " + ("shown as \ufffd" if mark else "read as Windows-1252"))
+    if "\0" in text:
+        offset = len(mark) + len(text[: text.index("\0")].encode(encoding, "replace"))
+        problems.append(f"byte {offset} is NUL; {text.count(chr(0))} such characters left out")
+    return text, problems
+
+
+def read_metadata(data: bytes) -> Metadata:
+    """Read lines {"file_name": ..., "text" | "caption" | "prompt": ...}; bad ones are named."""
+    text, problems = _decoded(data)
+    captions: dict[str, str] = {}
+    bad_lines: list[str] = []
+    # Not splitlines(): JSON strings may hold U+2028 and the like.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip(" \t\r\ufeff\0"):
+            problem = _add_metadata_line(line, captions)
+            bad_lines += [f"line {number}: {problem}"] if problem else []
+    if len(bad_lines) > _MAX_LINES_NAMED:
+        rest = len(bad_lines) - _MAX_LINES_NAMED
+        bad_lines = [*bad_lines[:_MAX_LINES_NAMED], f"{rest} more lines like these"]
+    return Metadata(captions=captions, problems=(*problems, *bad_lines))
+
+
+def _add_metadata_line(line: str, captions: dict[str, str]) -> str | None:
+    try:
+        row: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON ({error})"
+    if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
+        return 'no {"file_name": "..."}'
+    key = next((key for key in METADATA_KEYS if key in row), None)
+    if key is None or not isinstance(row[key], str):
+        return f"no text under {', '.join(METADATA_KEYS)}"
+    name = PurePosixPath(row["file_name"].replace("\\", "/")).as_posix()
+    repeated = name in captions
+    captions[name] = clean(row[key])[:MAX_CAPTION_CHARACTERS]
+    return f"{name} occurs again; the last line counts" if repeated else None
+
+
+def same_name(name: str) -> str:
+    """Return the form in which names that differ only in case or Unicode composition are equal."""
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return a file's name without its extension, and that from the dot on, in lower case.
+
+    As `PurePath` does it, which is too slow to ask several times for each of 100,000 files.
+    """
+    stem, dot, extension = name.rpartition(".")
+    return (stem, dot + extension.casefold()) if stem and extension else (name, "")
+
+
+def extension_names(extensions: Iterable[str]) -> tuple[str, ...]:
+    """Return extensions as `split_name` gives them, however they were written."""
+    return tuple(f".{extension.lstrip('.').casefold()}" for extension in extensions)
+
+
+class Sidecars:
+    """The caption files of one folder, found by an image's stem: exactly, else by `same_name`."""
+
+    def __init__(self, names: Iterable[str], *, extensions: Iterable[str]) -> None:
+        self._extensions = extension_names(extensions)
+        self._exact: dict[str, str] = {}
+        self._alike: dict[str, str] = {}
+        for name in sorted(names):
+            stem, extension = split_name(name)
+            self._exact.setdefault(stem + extension, name)
+            self._alike.setdefault(same_name(stem) + extension, name)
+
+    def find(self, stem: str) -> str | None:
+        """Return the caption file of the image with this stem; the first extension wins."""
+        for extension in self._extensions:
+            name = self._exact.get(stem + extension) or self._alike.get(same_name(stem) + extension)
+            if name is not None:
+                return name
+        return None
+
+
+def has_trigger(caption: str, trigger: str) -> bool:
+    """Say whether `trigger` stands in `caption` as a word of its own, in any case."""
+    return (
+        re.search(rf"(?<!\w){re.escape(trigger.strip())}(?!\w)", caption, re.IGNORECASE) is not None
+    )
+
+
+def with_trigger(caption: str, trigger: str | None) -> str:
+    """Put the trigger where the caption says `[trigger]`, else in front unless it has it."""
+    word = "" if trigger is None else trigger.strip()
+    if not word:
+        return caption
+    if TRIGGER_PLACEHOLDER in caption:
+        return caption.replace(TRIGGER_PLACEHOLDER, word)
+    if has_trigger(caption, word):
+        return caption
+    return f"{word}, {caption}" if caption else word
+
+
+def variants(caption: str, *, settings: DataSettings, seed: int) -> tuple[str, ...]:
+    """Return the texts encoded for one caption: itself, then its tag shuffles when shuffling is on.
+
+    The first `data.keep_tokens` tags stay in place. Texts can be equal; they share a cache entry.
+    """
+    if not settings.shuffle_tags:
+        return (caption,)
+    tags = [tag for tag in (part.strip() for part in caption.split(",")) if tag]
+    kept, rest = tags[: settings.keep_tokens], tags[settings.keep_tokens :]
+    if len(rest) < 2:
+        return (caption,) * settings.caption_variants
+    orders = (
+        shuffled(rest, seed, Stream.TAG_SHUFFLE, caption, variant)
+        for variant in range(1, settings.caption_variants)
+    )
+    return (caption, *(", ".join([*kept, *order]) for order in orders))
+
+
+def variant_of(sample_id: str, *, count: int, seed: int, epoch: int) -> int:
+    """Return which of its caption's `count` variants a sample is trained with in `epoch`."""
+    return draw_choice(count, seed, Stream.CAPTION_VARIANT, epoch, sample_id)
+
+
+def is_dropped(sample_id: str, *, fraction: float, seed: int, epoch: int) -> bool:
+    """Say whether a sample is trained with the empty caption in `epoch`."""
+    return draw_uniform(seed, Stream.CAPTION_DROPOUT, epoch, sample_id) < fraction

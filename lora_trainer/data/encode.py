@@ -1,0 +1,189 @@
+"""Fill the caches: every latent and text embedding a run needs, each encoded at most once ever.
+
+Entries are named by content, so this finds what is missing, loads the encoders only if something is,
+encodes one item at a time (the batch an item shares would change its last bits, and with them what a
+restarted caching gives) and drops the encoders before the denoiser is loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lora_trainer.config import DataSettings
+from lora_trainer.data.buckets import Placement, cut
+from lora_trainer.data.cache import Cache, CacheKey, latent_key, text_key
+from lora_trainer.data.captions import variants
+from lora_trainer.data.images import decode
+from lora_trainer.data.loader import Source
+from lora_trainer.data.scan import ImageRecord
+from lora_trainer.errors import InputError
+from lora_trainer.events import EventStream
+from lora_trainer.families.base import BaseFacts, Encoders
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentJob:
+    """One latent to have: the record, where it goes, mirrored or not, and its name in the cache."""
+
+    record: ImageRecord
+    placement: Placement
+    flip: bool
+    key: CacheKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Everything a run reads from the caches: jobs and texts by digest, and the sources of its samples."""
+
+    latents: Mapping[str, LatentJob]
+    texts: Mapping[str, tuple[str, CacheKey]]
+    sources: Mapping[str, Source]
+
+    def keys(self) -> list[CacheKey]:
+        """Return all keys in use."""
+        return [job.key for job in self.latents.values()] + [key for _, key in self.texts.values()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """What filling the caches cost: entries encoded now, and entries found."""
+
+    latents: int
+    texts: int
+    found: int
+
+
+def needs(
+    records: Iterable[ImageRecord],
+    placements: Mapping[str, Placement],
+    *,
+    prompts: Iterable[str],
+    facts: BaseFacts,
+    settings: DataSettings,
+    seed: int,
+) -> Needs:
+    """List the entries for these records and for `prompts` (sampling; the empty text is always in)."""
+    latents: dict[str, LatentJob] = {}
+    texts: dict[str, tuple[str, CacheKey]] = {}
+    sources: dict[str, Source] = {}
+    for record in records:
+        jobs = [
+            _latent_job(record, placements[record.name], flip, facts, settings)
+            for flip in _flips(settings)
+        ]
+        keys = [
+            _text(text, facts) for text in variants(record.caption, settings=settings, seed=seed)
+        ]
+        latents |= {job.key.digest: job for job in jobs}
+        texts |= {key.digest: (text, key) for text, key in keys}
+        source = Source(
+            plain=jobs[0].key,
+            mirrored=jobs[1].key if len(jobs) > 1 else None,
+            texts=tuple(key for _, key in keys),
+        )
+        sources |= dict.fromkeys(record.sample_ids(), source)
+    extra = [_text(text, facts) for text in ("", *prompts)]
+    return Needs(
+        latents=latents,
+        texts=texts | {key.digest: (text, key) for text, key in extra},
+        sources=sources,
+    )
+
+
+def prompt_key(text: str, facts: BaseFacts) -> CacheKey:
+    """Return the key of a text's embedding under this base's text encoder."""
+    return text_key(
+        text=text,
+        encoder_identity=facts.parts["text_encoder"].identity,
+        max_tokens=facts.max_tokens,
+    )
+
+
+def fill(
+    wanted: Needs,
+    cache: Cache,
+    *,
+    settings: DataSettings,
+    load_encoders: Callable[[], Encoders],
+    max_tokens: int,
+    events: EventStream,
+) -> Encoded:
+    """Encode what is missing or damaged; raises InputError for an image that changed or will not encode."""
+    latents = [job for job in wanted.latents.values() if cache.read(job.key) is None]
+    texts = [(text, key) for text, key in wanted.texts.values() if cache.read(key) is None]
+    total = len(latents) + len(texts)
+    found = len(wanted.latents) + len(wanted.texts) - total
+    events.emit(
+        "phase", phase="cache", message=f"{found} cached, {total} to encode", done=0, total=total
+    )
+    if total:
+        encoders = load_encoders()
+        for done, job in enumerate(latents, start=1):
+            cache.write(job.key, _encode_image(job, encoders, settings))
+            events.emit("phase", phase="cache", message=job.record.name, done=done, total=total)
+        for done, (text, key) in enumerate(texts, start=len(latents) + 1):
+            cache.write(key, _encode_text(text, encoders, max_tokens, events))
+            events.emit("phase", phase="cache", message="captions", done=done, total=total)
+        del encoders
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return Encoded(latents=len(latents), texts=len(texts), found=found)
+
+
+def _flips(settings: DataSettings) -> tuple[bool, ...]:
+    return (False, True) if settings.flip else (False,)
+
+
+def _text(text: str, facts: BaseFacts) -> tuple[str, CacheKey]:
+    return text, prompt_key(text, facts)
+
+
+def _latent_job(
+    record: ImageRecord, placement: Placement, flip: bool, facts: BaseFacts, settings: DataSettings
+) -> LatentJob:
+    key = latent_key(
+        content_hash=record.content_hash,
+        encoder_identity=facts.parts["vae"].identity,
+        placement=placement,
+        flip=flip,
+        alpha_background=settings.alpha_background if record.transparent else None,
+    )
+    return LatentJob(record=record, placement=placement, flip=flip, key=key)
+
+
+def _encode_image(
+    job: LatentJob, encoders: Encoders, settings: DataSettings
+) -> dict[str, np.ndarray]:
+    image = cut(
+        decode(job.record.path, settings=settings, content_hash=job.record.content_hash).image,
+        job.placement,
+        flip=job.flip,
+    )
+    pixels = (
+        torch.from_numpy(np.array(image, dtype=np.float32)).permute(2, 0, 1)[None] / 127.5 - 1.0
+    )
+    try:
+        (latent,) = encoders.encode_images(pixels)
+    except InputError as error:
+        raise InputError(f"{job.record.name}: {error.found}", fix=error.fix) from None
+    return {"mean": latent.mean.numpy(), "std": latent.std.numpy()}
+
+
+def _encode_text(
+    text: str, encoders: Encoders, max_tokens: int, events: EventStream
+) -> dict[str, np.ndarray]:
+    room, tokens = max_tokens - 2, encoders.count_tokens(text)
+    if tokens > room:
+        events.problem(
+            f"a caption has {tokens} tokens, {room} are used: {text[:60]!r}...",
+            fix="shorten the caption, most important words first",
+            severity="note",
+            code="CAP-03",
+        )
+    return {name: tensor.numpy() for name, tensor in encoders.encode_prompts([text]).items()}

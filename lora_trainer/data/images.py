@@ -1,0 +1,309 @@
+"""From an image file to upright 8-bit RGB pixels, or one line saying why not.
+
+Reads PNG, JPEG, WebP, GIF, TIFF, BMP and AVIF through Pillow. Size limits are checked from the
+header, only regular files are opened, nothing is repaired silently: each change a picture needed is
+a note. `VerifiedImages` remembers between runs what was found whole, so warm starts open none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import PIL
+from PIL import ExifTags, Image, ImageColor
+
+from lora_trainer.config import DataSettings
+from lora_trainer.data.captions import CaptionText
+from lora_trainer.data.faults import (
+    DECODER_FAULTS,
+    FORMATS,
+    HEAD_BYTES,
+    ImageFault,
+    explain,
+)
+from lora_trainer.data.findings import shown
+from lora_trainer.data.measures import Measures, measure
+from lora_trainer.data.pixels import Rgb, to_rgb
+from lora_trainer.errors import RequestError
+from lora_trainer.files import disk_error, sha256_bytes, write_atomic
+
+IMAGE_EXTENSIONS = frozenset(
+    (".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+    + (".avif", ".heic", ".heif", ".jxl")
+)
+"""Files with these names are meant as pictures; which of them can be read, decoding finds out."""
+MIN_SIDE_PX = 16
+MAX_ASPECT = 20
+# Raise the number when what is kept of a picture changes.
+_MEMO_VERSION = f"1, Pillow {PIL.__version__}"
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# Pillow's size limit and Python's warnings belong to the whole process: calls that depend on either
+# are made one at a time. Decoding proper runs outside the lock.
+_PROCESS_WIDE = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodedImage:
+    """A picture as it is displayed, mode RGB, and what was done for that as "kind: sentence"."""
+
+    image: Image.Image
+    notes: tuple[str, ...]
+
+    @property
+    def transparent(self) -> bool:
+        """Whether some of its pixels come from `data.alpha_background`."""
+        return any(note.startswith("alpha:") for note in self.notes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifiedImage:
+    """What the preflight keeps of a picture that decoded. `background` is "" for an opaque one."""
+
+    width_px: int
+    height_px: int
+    notes: tuple[str, ...]
+    measures: Measures
+    background: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifiedImages:
+    """Pictures known to decode, and texts of caption files, by the SHA-256 of their bytes.
+
+    One file in the cache folder: a checksum, then JSON. A damaged one, or one made with another
+    Pillow, is the same as an empty one, because it only saves time. `file` None: nothing is kept.
+    """
+
+    file: Path | None = None
+    images: dict[str, Any] = field(default_factory=dict)
+    captions: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, file: Path) -> VerifiedImages:
+        """Read the memo; never raises."""
+        try:
+            checksum, _, body = file.read_bytes().partition(b"\n")
+            match json.loads(body) if checksum == sha256_bytes(body).encode() else None:
+                case {"made_with": made_with, "images": dict(images), "captions": dict(captions)}:
+                    if made_with == _MEMO_VERSION:
+                        return cls(file=file, images=images, captions=captions)
+        except (OSError, ValueError, RecursionError):
+            pass
+        return cls(file=file)
+
+    def image(self, content_hash: str, *, settings: DataSettings) -> VerifiedImage | None:
+        """Return what is known of these bytes, if decoding them again would say the same."""
+        match self.images.get(content_hash):
+            case [int(width_px), int(height_px), [*notes], numbers, str(background)]:
+                measures = Measures.from_json(numbers)
+            case _:
+                return None
+        fits = width_px * height_px <= max_pixels(settings)
+        if measures is None or not fits or background not in ("", settings.alpha_background):
+            return None
+        return VerifiedImage(
+            width_px=width_px,
+            height_px=height_px,
+            notes=tuple(str(note) for note in notes),
+            measures=measures,
+            background=background,
+        )
+
+    def add_image(self, content_hash: str, image: VerifiedImage) -> None:
+        """Remember a picture that decoded."""
+        numbers = image.measures.to_json()
+        entry = [image.width_px, image.height_px, list(image.notes), numbers, image.background]
+        self.images[content_hash] = entry
+
+    def caption(self, content_hash: str) -> CaptionText | None:
+        """Return the text of the caption file with these bytes."""
+        match self.captions.get(content_hash):
+            case [str(text), [*problems]]:
+                return CaptionText(text=text, problems=tuple(str(problem) for problem in problems))
+        return None
+
+    def add_caption(self, content_hash: str, caption: CaptionText) -> None:
+        """Remember the text of a caption file."""
+        self.captions[content_hash] = [caption.text, list(caption.problems)]
+
+    def save(self) -> None:
+        """Write the memo; raises MachineError."""
+        if self.file is None:
+            return
+        known = {"made_with": _MEMO_VERSION, "images": self.images, "captions": self.captions}
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise disk_error(self.file, error) from error
+        body = json.dumps(known).encode()
+        write_atomic(self.file, sha256_bytes(body).encode() + b"\n" + body, durable=False)
+
+
+def background_rgb(settings: DataSettings) -> Rgb:
+    """Return the colour put behind transparent pictures; raises RequestError for an unknown one."""
+    try:
+        red, green, blue = ImageColor.getrgb(settings.alpha_background)[:3]
+    except ValueError:
+        raise RequestError(
+            f"data.alpha_background={settings.alpha_background!r} is not a colour",
+            fix="use a CSS name such as white, or #rrggbb",
+        ) from None
+    return red, green, blue
+
+
+def max_pixels(settings: DataSettings) -> int:
+    """Return the number of pixels above which a picture is refused."""
+    return int(settings.max_megapixels * 1_000_000)
+
+
+def verify(path: Path, *, settings: DataSettings, content_hash: str) -> VerifiedImage:
+    """Decode a picture to see that it can be, and keep its numbers; raises ImageFault."""
+    decoded = decode(path, settings=settings, content_hash=content_hash)
+    width_px, height_px = decoded.image.size
+    return VerifiedImage(
+        width_px=width_px,
+        height_px=height_px,
+        notes=decoded.notes,
+        measures=measure(decoded.image),
+        background=settings.alpha_background if decoded.transparent else "",
+    )
+
+
+def decode(path: Path, *, settings: DataSettings, content_hash: str | None = None) -> DecodedImage:
+    """Decode a file to RGB as it is displayed: EXIF orientation applied, transparency put on
+    `data.alpha_background`, first frame of an animation (see `pixels` for the formats).
+
+    Raises ImageFault (an InputError) naming file and reason; also when `content_hash` is given and
+    the file's bytes no longer have that SHA-256.
+    """
+    background = background_rgb(settings)
+    notes: list[str] = []
+    with _opened(path) as file, _faults_named(path, file, settings):
+        if content_hash is not None and _sha256(file) != content_hash:
+            raise ImageFault(path, "changed while in use", code="CAP-05", fix="start the run again")
+        image, raw_mode = _load(path, file, settings, notes)
+        rgb = to_rgb(image, raw_mode=raw_mode, background=background, notes=notes)
+        turn = _upright_turn(image, settings, notes)
+        upright = rgb if turn is None else rgb.transpose(turn)
+    return DecodedImage(image=upright, notes=tuple(notes))
+
+
+def _sha256(file: BufferedReader) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
+    try:
+        # Asked before opening: opening a pipe blocks for ever.
+        is_regular = stat.S_ISREG(path.stat().st_mode)
+        file = path.open("rb") if is_regular else None
+    except OSError as error:
+        reason = f"cannot be opened ({error.strerror or error})"
+        raise ImageFault(path, reason, code="IMG-09", fix="make it readable or remove it") from None
+    if file is None:
+        raise ImageFault(path, "is not a regular file", code="IMG-09", fix="remove it")
+    with file:
+        yield file
+
+
+@contextmanager
+def _faults_named(path: Path, file: BufferedReader, settings: DataSettings) -> Iterator[None]:
+    try:
+        yield
+    except DECODER_FAULTS as error:
+        file.seek(0)
+        head = file.read(HEAD_BYTES)
+        limit = settings.max_megapixels
+        raise explain(path, error, head=head, max_megapixels=limit) from None
+
+
+@contextmanager
+def _process_wide_switches(settings: DataSettings) -> Iterator[list[warnings.WarningMessage]]:
+    """Set Pillow's size limit and collect warnings for the calls inside; restore both after."""
+    with _PROCESS_WIDE, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        usual = Image.MAX_IMAGE_PIXELS
+        # Pillow refuses above twice its limit, before the decoders that do so allocate a canvas.
+        Image.MAX_IMAGE_PIXELS = (max_pixels(settings) + 1) // 2
+        try:
+            yield caught
+        finally:
+            Image.MAX_IMAGE_PIXELS = usual
+
+
+def _load(
+    path: Path, file: BufferedReader, settings: DataSettings, notes: list[str]
+) -> tuple[Image.Image, str]:
+    """Return the loaded first frame and the format of its pixels in the file."""
+    file.seek(0)
+    with _process_wide_switches(settings) as caught:
+        image = Image.open(file, formats=FORMATS)
+        _check_shape(path, image.size)
+        raw_mode = str(image.tile[0].args) if image.tile else ""
+        # The further pictures of an MPO are previews and depth maps of the first.
+        frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+        if image.format == "TIFF":  # checks its size again, and warns, while loading
+            image.load()
+        notes += _metadata_notes(caught)
+    if frames > 1:
+        notes.append(f"animated: only the first of its {frames} frames or pages is used")
+    image.load()
+    return image, raw_mode
+
+
+def _metadata_notes(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [
+        f"exif: {shown(str(warning.message))}"
+        for warning in caught
+        if not issubclass(warning.category, Image.DecompressionBombWarning)
+    ]
+
+
+def _check_shape(path: Path, size: tuple[int, int]) -> None:
+    longer_px, shorter_px = max(size), min(size)
+    text = f"{size[0]}x{size[1]}"
+    if shorter_px < MIN_SIDE_PX:
+        reason = f"is too small: {text}, each side must have {MIN_SIDE_PX} pixels"
+        raise ImageFault(path, reason, code="IMG-07", fix="remove it")
+    if longer_px > MAX_ASPECT * shorter_px:
+        reason = f"is too long: {text}, one side may be {MAX_ASPECT} times the other"
+        raise ImageFault(path, reason, code="IMG-07", fix="crop it or remove it")
+
+
+def _upright_turn(
+    image: Image.Image, settings: DataSettings, notes: list[str]
+) -> Image.Transpose | None:
+    # Asked after loading: PNG has EXIF data at its end, and TIFF is already turned by then.
+    with _process_wide_switches(settings) as caught:
+        try:
+            orientation: Any = image.getexif().get(ExifTags.Base.Orientation, 1)
+        except DECODER_FAULTS as error:
+            notes.append(f"exif: unreadable EXIF data is ignored ({shown(str(error))})")
+            return None
+        notes += _metadata_notes(caught)
+    data = image.info.get("exif", b"").removeprefix(b"Exif\0\0")
+    if data and not data.startswith((b"II", b"MM")):  # JPEG swallows the error while opening
+        notes.append("exif: unreadable EXIF data is ignored")
+    if not isinstance(orientation, int) or not 0 <= orientation <= 8:  # 0 is common for "unknown"
+        notes.append(f"exif: orientation {orientation!r} is ignored, 1 to 8 exist")
+        return None
+    return _UPRIGHT.get(orientation)

@@ -1,0 +1,312 @@
+"""What lies in a dataset folder, from directory entries alone: pictures, their captions, oddities.
+
+The folder itself, `N_name` folders (N repeats, "name" where there is no caption) and plain
+subfolders are read, one level deep. Only regular files are listed, so nothing later can block on a
+pipe; the only files opened here are `metadata.jsonl`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from lora_trainer.config import DataSettings
+from lora_trainer.data.captions import (
+    Metadata,
+    Sidecars,
+    extension_names,
+    read_metadata,
+    same_name,
+    split_name,
+)
+from lora_trainer.data.findings import Finding, named, note, shown, unusable, warning
+from lora_trainer.data.images import IMAGE_EXTENSIONS
+from lora_trainer.errors import InputError
+
+FOLDER_NAME = "folder name"
+MAX_REPEATS = 1000
+METADATA_NAME = "metadata.jsonl"
+_REPEATS_FOLDER = re.compile(r"([0-9]+)_(.+)", re.DOTALL)
+_IGNORED_NAMES = frozenset({"__macosx", "thumbs.db", "desktop.ini"})
+_DOCUMENT_STEMS = frozenset({"readme", "license", "licence"})
+
+Group = Literal["picture", "caption", "metadata", "folder", "other"]
+Entry = os.DirEntry[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenCaption:
+    """A caption from elsewhere than a file of the picture's own; `source` says from where."""
+
+    text: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedPicture:
+    """An image file before it is opened, its caption file, and stand-ins for that, best first."""
+
+    path: Path
+    name: str
+    repeats: int
+    sidecar: Path | None
+    sidecar_name: str | None
+    stand_ins: tuple[GivenCaption, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """The files meant as pictures, by name, and what is odd about the folder."""
+
+    pictures: tuple[ListedPicture, ...]
+    findings: tuple[Finding, ...]
+
+
+def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
+    """List a dataset folder; raises InputError when there is none, or no picture in it."""
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "does not exist"
+        raise InputError(
+            f"dataset {shown(str(root))} {what}", fix="give the folder that holds the pictures"
+        )
+    walk = _Walk(
+        settings=settings,
+        caption_extensions=extension_names(settings.caption_extensions),
+        real_root=os.path.realpath(root),
+    )
+    walk.read_root(root)
+    findings = [*walk.findings, *walk.ignored_files()]
+    if not walk.pictures and not any(finding.severity == "error" for finding in findings):
+        found = "; ".join(f"{finding.file or ''} {finding.what}".strip() for finding in findings)
+        raise InputError(
+            f"no pictures in {shown(str(root))}" + (f" ({found})" if found else ""),
+            fix=f"put in files ending in {', '.join(sorted(IMAGE_EXTENSIONS))}",
+        )
+    pictures = sorted(walk.pictures, key=lambda picture: picture.name)
+    return Listing(
+        pictures=tuple(pictures),
+        findings=(*findings, *walk.shared_captions(), *walk.unused_captions()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Folder:
+    path: Path
+    prefix: str
+    repeats: int
+    caption: str | None = None
+
+
+@dataclass(kw_only=True)
+class _Walk:
+    """One walk over the folder; collects as it goes."""
+
+    settings: DataSettings
+    caption_extensions: tuple[str, ...]
+    real_root: str
+    pictures: list[ListedPicture] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    ignored: Counter[str] = field(default_factory=Counter)
+    users: dict[str, list[str]] = field(default_factory=dict)
+    """Names of the pictures each caption file or described name is used by."""
+    described: dict[str, GivenCaption] = field(default_factory=dict)
+    """What `metadata.jsonl` files say, by the name they give ..."""
+    alike: dict[str, str] = field(default_factory=dict)
+    """... and that name by its `same_name`."""
+
+    def read_root(self, root: Path) -> None:
+        """Read the folder and those in it."""
+        for entry in self._read(_Folder(path=root, prefix="", repeats=self.settings.repeats)):
+            folder = self._subfolder(entry)
+            if entry.is_symlink() and _is_inside(self.real_root, os.path.realpath(entry.path)):
+                what = "is not read, it is a link to the dataset folder itself"
+                self.findings.append(_odd_link(folder.prefix, what, advice="remove it"))
+                continue
+            known = len(self.pictures)
+            for deeper in self._read(folder):
+                what, advice = "is not read, it lies two folders deep", "move its pictures up"
+                name = folder.prefix + _text(deeper.name)
+                self.findings.append(warning("deep-folder", name, what, advice=advice))
+            if count := len(self.pictures) - known:
+                what = f"its pictures ({count}) are seen {folder.repeats} times per epoch"
+                advice = "name a folder N_name for N repeats"
+                self.findings.append(note("subfolder", folder.prefix, what, advice=advice))
+
+    def _subfolder(self, entry: Entry) -> _Folder:
+        match = _REPEATS_FOLDER.fullmatch(entry.name)
+        repeats = int(match[1]) if match else self.settings.repeats
+        if not 1 <= repeats <= MAX_REPEATS:
+            raise InputError(
+                f"folder {shown(entry.name)} means {repeats} repeats, allowed: 1 to {MAX_REPEATS}",
+                fix="rename it; a number and _ at the start of a folder's name mean repeats",
+            )
+        return _Folder(
+            path=Path(entry.path),
+            prefix=f"{_text(entry.name)}/",
+            repeats=repeats,
+            caption=_text(match[2]) if match else None,
+        )
+
+    def _read(self, folder: _Folder) -> list[Entry]:
+        """Add what one folder holds; return its subfolders."""
+        groups: dict[Group, list[Entry]] = defaultdict(list)
+        for entry in _entries(folder.path):
+            group = self._group(entry)
+            if self._is_usable(entry, group, folder.prefix + _text(entry.name)):
+                groups[group].append(entry)
+        self.ignored.update(
+            split_name(entry.name)[1] or "without extension" for entry in groups["other"]
+        )
+        for entry in groups["metadata"]:
+            self._read_metadata(Path(entry.path), folder.prefix)
+        names = [entry.name for entry in groups["caption"]]
+        self.users.update((folder.prefix + _text(name), []) for name in names)
+        sidecars = Sidecars(names, extensions=self.settings.caption_extensions)
+        for entry in groups["picture"]:
+            self._add_picture(entry.name, folder, sidecars)
+        return groups["folder"]
+
+    def _group(self, entry: Entry) -> Group:
+        _, extension = split_name(entry.name)
+        if extension in IMAGE_EXTENSIONS:
+            return "picture"
+        if _answer(entry.is_dir):
+            return "folder"
+        if entry.name == METADATA_NAME:
+            return "metadata"
+        return "caption" if extension in self.caption_extensions else "other"
+
+    def _is_usable(self, entry: Entry, group: Group, name: str) -> bool:
+        """Say whether an entry is what its name says; report if not, or if it lies elsewhere."""
+        if group == "other":
+            return True
+        if group != "folder" and not _answer(entry.is_file):
+            what = f"is {_kind_of(entry)}, not a regular file"
+            if group == "picture":
+                self.findings.append(unusable(name, what, advice="remove it", code="IMG-09"))
+            else:
+                self.findings.append(_odd_link(name, what, advice="remove it"))
+            return False
+        if entry.is_symlink() and not _is_inside(entry.path, self.real_root):
+            what, advice = "is a link out of the dataset folder", "keep its target in place"
+            self.findings.append(note("outside-link", name, what, advice=advice, code="IMG-09"))
+        return True
+
+    def _read_metadata(self, path: Path, prefix: str) -> None:
+        source = prefix + METADATA_NAME
+        try:
+            found = read_metadata(path.read_bytes())
+        except OSError as error:
+            found = Metadata(captions={}, problems=(f"cannot be read ({error.strerror or error})",))
+        for problem in found.problems:
+            advice = 'write one {"file_name": "...", "text": "..."} a line'
+            finding = warning("metadata", source, problem, advice=advice, code="CAP-02")
+            self.findings.append(finding)
+        for name, text in found.captions.items():
+            self.described[prefix + name] = GivenCaption(text=text, source=source)
+            self.alike[same_name(prefix + name)] = prefix + name
+            self.users[prefix + name] = []
+
+    def _add_picture(self, file_name: str, folder: _Folder, sidecars: Sidecars) -> None:
+        name = folder.prefix + _text(file_name)
+        stand_ins = []
+        described = name if name in self.described else self.alike.get(same_name(name))
+        if described is not None:
+            self.users[described].append(name)
+            stand_ins.append(self.described[described])
+        if folder.caption is not None:
+            stand_ins.append(GivenCaption(text=folder.caption, source=FOLDER_NAME))
+        sidecar = sidecars.find(split_name(file_name)[0])
+        sidecar_name = None if sidecar is None else folder.prefix + _text(sidecar)
+        if sidecar_name is not None:
+            self.users[sidecar_name].append(name)
+        self.pictures.append(
+            ListedPicture(
+                path=folder.path / file_name,
+                name=name,
+                repeats=folder.repeats,
+                sidecar=None if sidecar is None else folder.path / sidecar,
+                sidecar_name=sidecar_name,
+                stand_ins=tuple(stand_ins),
+            )
+        )
+
+    def ignored_files(self) -> Iterator[Finding]:
+        """Yield one note that counts the files of no use here."""
+        if self.ignored:
+            counts = ", ".join(
+                f"{count} {suffix}" for suffix, count in sorted(self.ignored.items())
+            )
+            what = f"files that are neither picture nor caption are ignored: {counts}"
+            yield note("ignored-files", None, what, advice="nothing to do")
+
+    def shared_captions(self) -> Iterator[Finding]:
+        """Yield the caption files that stand for several pictures."""
+        advice = "give each picture a name of its own and a caption file of that name"
+        for source, names in self.users.items():
+            if len(names) > 1:
+                what = f"is the caption of {len(names)} pictures: {named(names)}"
+                yield warning("ambiguous-caption", source, what, advice=advice, code="IMG-08")
+
+    def unused_captions(self) -> Iterator[Finding]:
+        """Yield one warning that names caption files and metadata lines without a picture."""
+        stems = {same_name(split_name(picture.name)[0]) for picture in self.pictures}
+        unused = [
+            source
+            for source, names in self.users.items()
+            # A caption file beside another of the same stem is not lost, only second choice.
+            if not names
+            and (source in self.described or same_name(split_name(source)[0]) not in stems)
+        ]
+        if unused:
+            what = f"captions without a picture ({len(unused)}): {named(unused)}"
+            advice = "name them as their pictures, or remove them"
+            yield warning("unused-caption", None, what, advice=advice, code="CAP-01")
+
+
+def _entries(path: Path) -> list[Entry]:
+    try:
+        with os.scandir(path) as found:
+            return sorted(
+                (entry for entry in found if _is_meant(entry.name)), key=lambda entry: entry.name
+            )
+    except OSError as error:
+        what = f"cannot read folder {shown(str(path))} ({error.strerror or error})"
+        raise InputError(what, fix="make it readable or move it away") from None
+
+
+def _is_meant(name: str) -> bool:
+    stem, extension = split_name(name.casefold())
+    is_document = stem in _DOCUMENT_STEMS and extension not in IMAGE_EXTENSIONS
+    return not (name.startswith(".") or name.casefold() in _IGNORED_NAMES or is_document)
+
+
+def _text(name: str) -> str:
+    # File names may hold bytes that are not UTF-8, and those can be written to no JSON file.
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def _answer(question: Callable[[], bool]) -> bool:
+    try:
+        return question()
+    except OSError:  # a loop of links
+        return False
+
+
+def _is_inside(path: str, real_root: str) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(real_root)
+
+
+def _odd_link(name: str, what: str, *, advice: str) -> Finding:
+    return warning("not-a-file", name, what, advice=advice, code="IMG-09")
+
+
+def _kind_of(entry: Entry) -> str:
+    if entry.is_symlink():
+        return "a link to no file"
+    return "a folder" if _answer(entry.is_dir) else "a pipe, socket or device"

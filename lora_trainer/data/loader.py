@@ -1,0 +1,282 @@
+"""What each optimizer step sees: a pure function of its number, prepared ahead by one thread.
+
+Step k takes samples [kB, (k+1)B) of the endless concatenation of shuffled epochs, whatever their
+bucket. Order, flip, caption, dropout, latent draw, timestep and noise of a sample come from (seed,
+stream, epoch, sample), so the split into micro-batches, a resume or another prefetch depth cannot
+change them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lora_trainer.config import DataSettings, ObjectiveSettings
+from lora_trainer.data.cache import Cache, CacheKey
+from lora_trainer.data.captions import is_dropped, variant_of
+from lora_trainer.errors import MachineError
+from lora_trainer.families.base import Prediction
+from lora_trainer.randomness import Stream, draw_choice, draw_seed, draw_uniform, shuffled
+from lora_trainer.train.objective import draw_noise, min_snr_weight
+
+RESIDENT_LIMIT_BYTES = 1 << 30  # entries kept in RAM; a small dataset is read from disk once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a sample's tensors are: its latent as is and mirrored (or None), one text entry per variant."""
+
+    plain: CacheKey
+    mirrored: CacheKey | None
+    texts: tuple[CacheKey, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """One sample ready for the device, all float32: latents and noise [C, H, W], the rest scalars."""
+
+    sample: str
+    latents: Tensor
+    noise: Tensor
+    timestep: int
+    signal: float
+    weight: float
+    conditioning: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """The samples of one optimizer step (0-based `step`) and the epochs finished after it."""
+
+    step: int
+    samples: tuple[Prepared, ...]
+    epoch: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Samples of one shape, stacked on the device: [B, C, H, W] and [B]."""
+
+    latents: Tensor
+    noise: Tensor
+    timesteps: Tensor
+    signal: Tensor
+    conditioning: Mapping[str, Tensor]
+
+
+@dataclass(kw_only=True)
+class Entries:
+    """Cache entries as tensors; the first `limit_bytes` of them stay in RAM."""
+
+    cache: Cache
+    limit_bytes: int = RESIDENT_LIMIT_BYTES
+    used_bytes: int = 0
+    resident: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    def read(self, key: CacheKey) -> Mapping[str, Tensor]:
+        """Return an entry; raises MachineError when it vanished or was damaged after caching."""
+        known = self.resident.get(key.digest)
+        if known is not None:
+            return known
+        arrays = self.cache.read(key)
+        if arrays is None:
+            raise MachineError(
+                f"cache entry {key.digest[:12]} vanished or was damaged during training",
+                fix="run the same command with --resume: it is encoded again",
+            )
+        entry = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if self.used_bytes < self.limit_bytes:
+            self.resident[key.digest] = entry
+            self.used_bytes += sum(tensor.nbytes for tensor in entry.values())
+        return entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feeder:
+    """Prepares steps. `sources` maps sample ids to cache entries, `signal` is alpha-bar per timestep."""
+
+    sources: Mapping[str, Source]
+    empty_text: CacheKey
+    entries: Entries
+    signal: Tensor
+    prediction: Prediction
+    data: DataSettings
+    objective: ObjectiveSettings
+    batch_size: int
+    seed: int
+    _orders: dict[int, list[str]] = field(default_factory=dict)
+
+    def sample_at(self, position: int) -> tuple[int, str]:
+        """Return (epoch, sample id) at a position of the endless stream of shuffled epochs."""
+        epoch, index = divmod(position, len(self.sources))
+        return epoch, self._order(epoch)[index]
+
+    def prepare(self, step: int) -> StepBatch:
+        """Return everything step `step` (0-based) needs, on the CPU."""
+        first = step * self.batch_size
+        places = [self.sample_at(first + k) for k in range(self.batch_size)]
+        samples = tuple(self.prepare_sample(epoch, sample) for epoch, sample in places)
+        return StepBatch(
+            step=step, samples=samples, epoch=(first + self.batch_size) / len(self.sources)
+        )
+
+    def prepare_sample(self, epoch: int, sample: str) -> Prepared:
+        """Draw all of one sample's randomness for one epoch."""
+        source, here = self.sources[sample], (epoch, sample)
+        flipped = source.mirrored is not None and draw_uniform(self.seed, Stream.FLIP, *here) < 0.5
+        entry = self.entries.read(source.mirrored if flipped and source.mirrored else source.plain)
+        mean, std = entry["mean"], entry["std"]
+        latents = mean + std * torch.randn(
+            mean.shape, generator=self._generator(Stream.LATENT, *here)
+        )
+        noise = draw_noise(
+            (mean.shape[0], mean.shape[1], mean.shape[2]),
+            self._generator(Stream.NOISE, *here),
+            offset=self.objective.noise_offset,
+            octaves=self.objective.multires_noise_iterations,
+            discount=self.objective.multires_noise_discount,
+        )
+        low, high = self.objective.min_timestep, self.objective.max_timestep
+        timestep = low + draw_choice(high - low + 1, self.seed, Stream.TIMESTEP, *here)
+        return self._assemble(sample, latents, noise, timestep, self._text(source, epoch, sample))
+
+    def validation(
+        self, keys: Sequence[tuple[str, Source]], timesteps: Sequence[int]
+    ) -> list[StepBatch]:
+        """Return the held-out samples at each timestep, with fixed noise, plain latents and captions."""
+        batches = []
+        for timestep in timesteps:
+            samples = []
+            for sample, source in keys:
+                mean = self.entries.read(source.plain)["mean"]
+                generator = self._generator(Stream.VALIDATION_NOISE, sample, timestep)
+                noise = torch.randn(mean.shape, generator=generator)
+                samples.append(
+                    self._assemble(
+                        sample, mean, noise, timestep, self.entries.read(source.texts[0])
+                    )
+                )
+            batches.append(StepBatch(step=timestep, samples=tuple(samples), epoch=0.0))
+        return batches
+
+    @contextmanager
+    def stream(self, first: int, last: int, *, ahead: int) -> Iterator[Iterator[StepBatch]]:
+        """Yield an iterator over steps first..last-1, prepared by a thread at most `ahead` steps early."""
+        ready: queue.Queue[StepBatch | Exception] = queue.Queue(maxsize=ahead)
+        stopping = threading.Event()
+
+        def put(item: StepBatch | Exception) -> bool:
+            while not stopping.is_set():
+                try:
+                    ready.put(item, timeout=0.1)
+                except queue.Full:
+                    continue
+                return True
+            return False
+
+        def work() -> None:
+            try:
+                for step in range(first, last):
+                    if not put(self.prepare(step)):
+                        return
+            except Exception as error:  # noqa: BLE001 - handed to the consumer, which raises it
+                put(error)
+
+        thread = threading.Thread(target=work, name="lora-train-feeder", daemon=True)
+        thread.start()
+        try:
+            yield self._consume(ready, last - first)
+        finally:
+            stopping.set()
+            thread.join()
+
+    @staticmethod
+    def _consume(ready: queue.Queue[StepBatch | Exception], count: int) -> Iterator[StepBatch]:
+        for _ in range(count):
+            item = ready.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    def _assemble(
+        self,
+        sample: str,
+        latents: Tensor,
+        noise: Tensor,
+        timestep: int,
+        conditioning: Mapping[str, Tensor],
+    ) -> Prepared:
+        signal = self.signal[timestep]
+        weight = min_snr_weight(
+            signal, gamma=self.objective.min_snr_gamma, prediction=self.prediction
+        )
+        return Prepared(
+            sample=sample,
+            latents=latents,
+            noise=noise,
+            timestep=timestep,
+            signal=float(signal),
+            weight=float(weight),
+            conditioning=conditioning,
+        )
+
+    def _text(self, source: Source, epoch: int, sample: str) -> Mapping[str, Tensor]:
+        if is_dropped(sample, fraction=self.data.caption_dropout, seed=self.seed, epoch=epoch):
+            return self.entries.read(self.empty_text)
+        return self.entries.read(
+            source.texts[variant_of(sample, count=len(source.texts), seed=self.seed, epoch=epoch)]
+        )
+
+    def _order(self, epoch: int) -> list[str]:
+        order = self._orders.get(epoch)
+        if order is None:
+            order = shuffled(self.sources, self.seed, Stream.ORDER, epoch)
+            if len(self._orders) > 2:  # old epochs are never asked for again
+                self._orders.clear()
+            self._orders[epoch] = order
+        return order
+
+    def _generator(self, stream: Stream, *counters: int | str) -> torch.Generator:
+        return torch.Generator().manual_seed(draw_seed(self.seed, stream, *counters))
+
+
+def micro_batches(batch: StepBatch, *, cap: int) -> list[tuple[Prepared, ...]]:
+    """Split a step's samples by shape, then into groups of at most `cap`; order within a shape is kept."""
+    by_shape: dict[torch.Size, list[Prepared]] = {}
+    for sample in batch.samples:
+        by_shape.setdefault(sample.latents.shape, []).append(sample)
+    return [
+        tuple(group[first : first + cap])
+        for group in by_shape.values()
+        for first in range(0, len(group), cap)
+    ]
+
+
+def to_device(
+    samples: Sequence[Prepared], *, device: torch.device, dtype: torch.dtype
+) -> MicroBatch:
+    """Stack samples of one shape on the device; conditioning in `dtype`, the rest float32."""
+
+    def move(tensors: Sequence[Tensor]) -> Tensor:
+        stacked = torch.stack(list(tensors))
+        if device.type == "cuda":
+            stacked = stacked.pin_memory()
+        return stacked.to(device, non_blocking=True)
+
+    names = samples[0].conditioning
+    return MicroBatch(
+        latents=move([sample.latents for sample in samples]),
+        noise=move([sample.noise for sample in samples]),
+        timesteps=torch.tensor([sample.timestep for sample in samples], device=device),
+        signal=torch.tensor([sample.signal for sample in samples], device=device),
+        conditioning={
+            name: move([sample.conditioning[name][0] for sample in samples]).to(dtype)
+            for name in names
+        },
+    )

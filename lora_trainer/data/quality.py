@@ -1,0 +1,215 @@
+"""How good a dataset is for training: a score in [0, 1] from named parts, and advice per picture.
+
+Works on the numbers the preflight took (`measures`), so it opens no file. Each part is a mean over
+pictures of a documented formula; the score is their weighted mean. Nothing here changes a run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lora_trainer.config import DataSettings
+from lora_trainer.data.buckets import Placement
+from lora_trainer.data.captions import has_trigger
+from lora_trainer.data.findings import Finding, by_severity, note, warning
+from lora_trainer.data.listing import FOLDER_NAME
+from lora_trainer.data.measures import PRINT_LENGTH_BITS, Measures, same_picture
+from lora_trainer.data.scan import Dataset, ImageRecord
+
+WEIGHTS: Mapping[str, float] = {
+    "resolution": 0.25,
+    "sharpness": 0.2,
+    "near_duplicates": 0.2,
+    "captions": 0.15,
+    "exposure": 0.1,
+    "aspect": 0.05,
+    "trigger": 0.05,
+}
+"""Share of each part in the score; they add up to 1."""
+UPSCALED_ADVISED = 1.25
+CROPPED_ADVISED = 0.25
+CRISP_FROM, CRISP_FULL, CRISP_ADVISED = 0.3, 0.6, 0.4
+DARK_BELOW, BRIGHT_ABOVE, CONTRAST_BELOW = 0.25, 0.85, 0.12
+PRINT_BITS, PRINT_COLOUR = 8, 12.0
+_BAND_BITS = -(-PRINT_LENGTH_BITS // (PRINT_BITS + 1))
+# A band shared by more pictures than this (a plain background, say) tells none from another.
+_BAND_CROWD = 32
+_COMMON_WORDS = frozenset(("a", "an", "and", "at", "by", "for", "in", "of", "on", "the", "with"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetReport:
+    """What `check` prints: pictures, score and its parts in [0, 1], findings, images per bucket."""
+
+    images: int
+    score: float
+    parts: Mapping[str, float]
+    findings: tuple[Finding, ...]
+    buckets: Mapping[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for `check --json` and run.json."""
+        return {
+            "images": self.images,
+            "score": round(self.score, 4),
+            "parts": {name: round(value, 4) for name, value in self.parts.items()},
+            "findings": [asdict(finding) for finding in self.findings],
+            "buckets": dict(self.buckets),
+        }
+
+
+def inspect_images(
+    dataset: Dataset, *, placements: Mapping[str, Placement], settings: DataSettings
+) -> DatasetReport:
+    """Score a dataset for the buckets it is placed in (by record name).
+
+    `resolution`: 1 over the enlargement needed, at most 1. `sharpness`: crispness at the trained
+    size, 0.3 counting as 0 and 0.6 as 1. `exposure`: share of pictures neither dark, washed out nor
+    flat. `near_duplicates`: distinct pictures over pictures. `aspect`: share of area kept by the
+    crop. `captions`: share with a caption of their own, a folder's name counting half. `trigger`:
+    share of captions with the trigger, or without one with the commonest word. `buckets` counts
+    repeats.
+    """
+    records = dataset.records
+    twins = near_duplicates(records)
+    parts = {
+        "resolution": _mean(1 / _enlargement(record, placements) for record in records),
+        "sharpness": _mean(_sharpness(record, placements) for record in records),
+        "near_duplicates": 1 - len(twins) / len(records),
+        "captions": _mean(_captioned(record) for record in records),
+        "exposure": _mean(exposure_fault(record.measures) is None for record in records),
+        "aspect": _mean(1 - placements[record.name].cropped_fraction for record in records),
+        "trigger": _trigger_share(records, settings.trigger),
+    }
+    buckets: Counter[str] = Counter()
+    for record in records:
+        buckets[str(placements[record.name].bucket)] += record.repeats
+    findings = [*dataset.findings, *_twin_findings(twins, records)]
+    for record in records:
+        findings += _picture_findings(record, placements)
+    return DatasetReport(
+        images=len(records),
+        score=sum(WEIGHTS[name] * value for name, value in parts.items()),
+        parts=parts,
+        findings=by_severity(findings),
+        buckets=dict(sorted(buckets.items())),
+    )
+
+
+def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
+    """Return, for each record that looks like an earlier one, the earlier one's name.
+
+    Prints that differ in at most n bits agree in one of n + 1 bands, so only those are compared.
+    """
+    measured = [(record.name, record.measures) for record in records if record.measures]
+    bands: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    twins: dict[str, str] = {}
+    for index, (name, measures) in enumerate(measured):
+        keys = _bands(measures.structure)
+        candidates = sorted({other for key in keys for other in bands[key]})
+        for other in candidates:
+            if same_picture(
+                measured[other][1], measures, max_bits=PRINT_BITS, max_colour=PRINT_COLOUR
+            ):
+                twins[name] = measured[other][0]
+                break
+        else:  # a twin's own twins are found through the first
+            for key in keys:
+                if len(bands[key]) < _BAND_CROWD:
+                    bands[key].append(index)
+    return twins
+
+
+def exposure_fault(measures: Measures | None) -> str | None:
+    """Return "is nearly black", "is washed out" or "has hardly any contrast", else None."""
+    if measures is None:
+        return None
+    if measures.brightest < DARK_BELOW:
+        return "is nearly black"
+    if measures.darkest > BRIGHT_ABOVE:
+        return "is washed out"
+    if measures.brightest - measures.darkest < CONTRAST_BELOW:
+        return "has hardly any contrast"
+    return None
+
+
+def _bands(structure: int) -> list[tuple[int, int]]:
+    mask = (1 << _BAND_BITS) - 1
+    starts = range(0, PRINT_LENGTH_BITS, _BAND_BITS)
+    return [(start, structure >> start & mask) for start in starts]
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def _enlargement(record: ImageRecord, placements: Mapping[str, Placement]) -> float:
+    """Return how many times larger a picture is trained than it is, at least 1."""
+    bucket = placements[record.name].bucket
+    return max(1.0, bucket.width_px / record.width_px, bucket.height_px / record.height_px)
+
+
+def _crispness(record: ImageRecord, placements: Mapping[str, Placement]) -> float:
+    bucket = placements[record.name].bucket
+    trained_side_px = math.sqrt(bucket.width_px * bucket.height_px)
+    return 1.0 if record.measures is None else record.measures.crispness_at(trained_side_px)
+
+
+def _sharpness(record: ImageRecord, placements: Mapping[str, Placement]) -> float:
+    share = (_crispness(record, placements) - CRISP_FROM) / (CRISP_FULL - CRISP_FROM)
+    return min(1.0, max(0.0, share))
+
+
+def _captioned(record: ImageRecord) -> float:
+    if record.caption_source == FOLDER_NAME:
+        return 0.5
+    return 0.0 if record.caption_source is None else 1.0
+
+
+def _trigger_share(records: Sequence[ImageRecord], trigger: str | None) -> float:
+    if trigger is not None:
+        return _mean(has_trigger(record.caption, trigger) for record in records)
+    words = Counter(
+        word
+        for record in records
+        for word in set(re.findall(r"\w+", record.caption.casefold())) - _COMMON_WORDS
+    )
+    return max(words.values(), default=0) / len(records)
+
+
+def _picture_findings(
+    record: ImageRecord, placements: Mapping[str, Placement]
+) -> Iterator[Finding]:
+    placement = placements[record.name]
+    size = f"{record.width_px}x{record.height_px}"
+    enlargement = _enlargement(record, placements)
+    if enlargement > UPSCALED_ADVISED:
+        what = f"is {size}, enlarged {enlargement:.1f} times to {placement.bucket}"
+        advice = "use a larger original, or lower data.resolution"
+        yield warning("low-resolution", record.name, what, advice=advice)
+    fault = exposure_fault(record.measures)
+    if fault is not None:
+        yield warning("exposure", record.name, fault, advice="correct or remove it")
+    elif _crispness(record, placements) < CRISP_ADVISED:
+        what = "looks blurred at the size it is trained"
+        yield warning("blurred", record.name, what, advice="use a sharper picture")
+    if placement.cropped_fraction > CROPPED_ADVISED:
+        what = (
+            f"loses {placement.cropped_fraction:.0%} of its area to the crop to {placement.bucket}"
+        )
+        advice = "crop it yourself, or raise data.max_aspect"
+        yield note("cropped", record.name, what, advice=advice)
+
+
+def _twin_findings(twins: Mapping[str, str], records: Sequence[ImageRecord]) -> Iterator[Finding]:
+    contents = {record.name: record.content_hash for record in records}
+    for name, original in twins.items():
+        if contents[name] != contents[original]:  # identical files are reported by the scan
+            what = f"looks the same as {original}"
+            yield warning("near-duplicate", name, what, advice="keep the better one")

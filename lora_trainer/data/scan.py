@@ -1,0 +1,275 @@
+"""The preflight: from a dataset folder to checked records, with everything odd about it named.
+
+Every picture is decoded once, unless its bytes were before; captions are read and the trigger is
+put in. The folder is never written to. The output is a `Dataset`, the same whatever the file order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+from lora_trainer.config import DataSettings
+from lora_trainer.data.captions import (
+    MAX_CAPTION_BYTES,
+    TRIGGER_PLACEHOLDER,
+    CaptionText,
+    read_caption,
+    with_trigger,
+)
+from lora_trainer.data.faults import ImageFault
+from lora_trainer.data.findings import (
+    MAX_FILES_NAMED,
+    Severity,
+    by_severity,
+    named,
+    shown,
+    unusable,
+    warning,
+)
+from lora_trainer.data.findings import Finding as Finding
+from lora_trainer.data.images import VerifiedImage, VerifiedImages, background_rgb, verify
+from lora_trainer.data.listing import FOLDER_NAME, MAX_REPEATS, ListedPicture, list_dataset
+from lora_trainer.data.measures import Measures
+from lora_trainer.errors import InputError
+from lora_trainer.files import HashMemo, json_bytes, sha256_bytes
+
+# What decoding had to do to a picture: severity, case in FAULTS, advice.
+_NOTES: Mapping[str, tuple[Severity, str, str]] = {
+    "alpha": ("note", "IMG-04", "set data.alpha_background if another colour suits the subject"),
+    "animated": ("warning", "IMG-06", "export the frames you want as single pictures"),
+    "cmyk": ("note", "IMG-05", "nothing to do"),
+    "cmyk-profile": ("warning", "IMG-05", "compare the colours, or save it as RGB"),
+    "depth": ("note", "IMG-05", "nothing to do"),
+    "exif": ("note", "IMG-03", "check that it stands upright"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRecord:
+    """One usable picture with its final caption: the trigger is in it, variants are not yet drawn.
+
+    `copy_index` numbers files with identical bytes by name, so that (content_hash, copy_index,
+    repeat) names a sample. `transparent`: its pixels depend on `data.alpha_background`.
+    """
+
+    path: Path
+    name: str
+    content_hash: str
+    width_px: int
+    height_px: int
+    caption: str
+    caption_source: str | None
+    repeats: int
+    copy_index: int
+    transparent: bool = False
+    measures: Measures | None = None
+
+    def sample_ids(self) -> list[str]:
+        """Return one id per repeat, unique in the dataset and independent of file order."""
+        first = self.copy_index * MAX_REPEATS
+        return [f"{self.content_hash[:32]}-{first + repeat}" for repeat in range(self.repeats)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """The usable pictures of a folder by name, what is odd, and a hash of what is trained."""
+
+    folder: Path
+    records: tuple[ImageRecord, ...]
+    findings: tuple[Finding, ...]
+    fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Examined:
+    picture: ListedPicture
+    content_hash: str
+    image: VerifiedImage
+    sidecar: CaptionText | None
+
+
+def scan(
+    folder: Path, *, settings: DataSettings, memo: HashMemo, verified: VerifiedImages | None = None
+) -> Dataset:
+    """Read and check the dataset in `folder`; the caller saves `memo` and `verified`.
+
+    Raises InputError when the folder is missing, holds no pictures, or more than
+    `data.max_bad_fraction` of them are unusable (the message names up to five with the reason).
+    """
+    background_rgb(settings)
+    listing = list_dataset(folder, settings=settings)
+    known = VerifiedImages() if verified is None else verified
+    work = partial(_examine, settings=settings, memo=memo, verified=known)
+    # Hashing and decoding release the GIL; only a few pictures at a time, to bound the memory.
+    with ThreadPool(min(4, os.cpu_count() or 1)) as pool:
+        results = pool.map(work, listing.pictures, chunksize=4)
+    examined = [result for result in results if isinstance(result, _Examined)]
+    findings = [*listing.findings, *(result for result in results if isinstance(result, Finding))]
+    _refuse_too_many_bad(folder, findings, good=len(examined), settings=settings)
+    records = tuple(_records(examined, settings))
+    findings += _image_findings(examined)
+    findings += _caption_findings(examined, settings)
+    findings += _duplicates(records)
+    findings += _without_caption(records)
+    return Dataset(
+        folder=folder,
+        records=records,
+        findings=by_severity(findings),
+        fingerprint=_fingerprint(records),
+    )
+
+
+def _examine(
+    picture: ListedPicture, *, settings: DataSettings, memo: HashMemo, verified: VerifiedImages
+) -> _Examined | Finding:
+    """Hash and, unless these bytes are known, decode one picture; read its caption file."""
+    try:
+        content_hash = memo.sha256(picture.path)
+        image = verified.image(content_hash, settings=settings)
+        if image is None:
+            image = verify(picture.path, settings=settings, content_hash=content_hash)
+            verified.add_image(content_hash, image)
+    except ImageFault as fault:
+        return unusable(picture.name, fault.reason, advice=fault.fix, code=fault.code)
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror or error})"
+        return unusable(picture.name, reason, advice="make it readable", code="IMG-09")
+    sidecar = None if picture.sidecar is None else _sidecar(picture.sidecar, memo, verified)
+    return _Examined(picture=picture, content_hash=content_hash, image=image, sidecar=sidecar)
+
+
+def _sidecar(path: Path, memo: HashMemo, verified: VerifiedImages) -> CaptionText:
+    try:
+        known = verified.caption(memo.sha256(path))
+        if known is not None:
+            return known
+        with path.open("rb") as file:
+            data = file.read(MAX_CAPTION_BYTES + 1)
+    except OSError as error:
+        return CaptionText(text="", problems=(f"cannot be read ({error.strerror or error})",))
+    caption = read_caption(data)
+    # Under the hash of what was read: the file may have changed since the memo looked.
+    verified.add_caption(sha256_bytes(data), caption)
+    return caption
+
+
+def _refuse_too_many_bad(
+    folder: Path, findings: Sequence[Finding], *, good: int, settings: DataSettings
+) -> None:
+    bad = [finding for finding in findings if finding.severity == "error"]
+    total = good + len(bad)
+    allowed = int(settings.max_bad_fraction * total + 1e-9)  # 0.29 * 100 is 28.999...
+    if good and len(bad) <= allowed:
+        return
+    reasons = [f"{shown(finding.file or '')} {finding.what}" for finding in bad]
+    rest = len(bad) - MAX_FILES_NAMED
+    limit = f"data.max_bad_fraction={settings.max_bad_fraction:g} allows {allowed}"
+    raise InputError(
+        f"{len(bad)} of {total} pictures in {shown(str(folder))} cannot be used, {limit}: "
+        + "; ".join(reasons[:MAX_FILES_NAMED])
+        + (f"; and {rest} more" if rest > 0 else ""),
+        fix="replace or remove them, or raise data.max_bad_fraction to go on without them",
+    )
+
+
+def _records(examined: Sequence[_Examined], settings: DataSettings) -> Iterator[ImageRecord]:
+    copies: Counter[str] = Counter()
+    for item in examined:  # sorted by name, so copies are numbered by name
+        caption, source = _caption(item)
+        yield ImageRecord(
+            path=item.picture.path,
+            name=item.picture.name,
+            content_hash=item.content_hash,
+            width_px=item.image.width_px,
+            height_px=item.image.height_px,
+            caption=with_trigger(caption, settings.trigger),
+            caption_source=source,
+            repeats=item.picture.repeats,
+            copy_index=copies[item.content_hash],
+            transparent=bool(item.image.background),
+            measures=item.image.measures,
+        )
+        copies[item.content_hash] += 1
+
+
+def _caption(item: _Examined) -> tuple[str, str | None]:
+    """Return the text and its source: the caption file, else metadata, else the folder's name."""
+    if item.sidecar is not None and item.sidecar.text:
+        return item.sidecar.text, item.picture.sidecar_name
+    given = next((given for given in item.picture.stand_ins if given.text), None)
+    return (given.text, given.source) if given else ("", None)
+
+
+def _image_findings(examined: Sequence[_Examined]) -> Iterator[Finding]:
+    for item in examined:
+        for note in item.image.notes:
+            kind, _, what = note.partition(": ")
+            severity, code, advice = _NOTES[kind]
+            yield Finding(
+                kind=kind,
+                severity=severity,
+                file=item.picture.name,
+                what=what,
+                advice=advice,
+                code=code,
+            )
+
+
+def _caption_findings(examined: Sequence[_Examined], settings: DataSettings) -> Iterator[Finding]:
+    for item in examined:
+        name, sidecar_name = item.picture.name, item.picture.sidecar_name
+        for problem in item.sidecar.problems if item.sidecar else ():
+            advice = "save it as readable UTF-8 text of moderate length"
+            yield warning("caption-text", sidecar_name, problem, advice=advice, code="CAP-02")
+        caption, source = _caption(item)
+        if TRIGGER_PLACEHOLDER in caption and settings.trigger is None:
+            what = f"is captioned with {TRIGGER_PLACEHOLDER}, and there is no trigger"
+            yield warning("no-trigger", name, what, advice="--set data.trigger=WORD")
+        unused = [given for given in item.picture.stand_ins if given.source != FOLDER_NAME]
+        if source == sidecar_name and any(given.text != caption for given in unused):
+            what = f"has two captions; {source} is used, {unused[0].source} is not"
+            yield warning("two-captions", name, what, advice="keep one of them")
+
+
+def _duplicates(records: Sequence[ImageRecord]) -> Iterator[Finding]:
+    first: dict[str, str] = {}
+    for record in records:
+        original = first.setdefault(record.content_hash, record.name)
+        if original != record.name:
+            what = f"is the same file as {original}"
+            advice = "remove one; for more weight use an N_name folder"
+            yield warning("duplicate", record.name, what, advice=advice, code="IMG-08")
+
+
+def _without_caption(records: Sequence[ImageRecord]) -> Iterator[Finding]:
+    for source, severity, what in _NO_CAPTION:
+        names = [record.name for record in records if record.caption_source == source]
+        if names:
+            yield Finding(
+                kind="no-caption",
+                severity=severity,
+                file=None,
+                what=f"{len(names)} of {len(records)} pictures {what}: {named(names)}",
+                advice="write a .txt file of the same name beside each",
+                code="CAP-01",
+            )
+
+
+_NO_CAPTION: tuple[tuple[str | None, Severity, str], ...] = (
+    (FOLDER_NAME, "note", "have no caption but their folder's name"),
+    (None, "warning", "have no caption but the trigger, if one is set"),
+)
+
+
+def _fingerprint(records: Sequence[ImageRecord]) -> str:
+    rows = sorted(
+        (record.content_hash, record.copy_index, record.caption, record.repeats)
+        for record in records
+    )
+    return sha256_bytes(json_bytes(rows))

@@ -1,0 +1,241 @@
+"""What one sample costs: a symbolic forward pass that knows what autograd keeps.
+
+A family writes its network as calls on a `Tape`: no torch, no weights, nothing but sizes. The
+tape knows which tensors each operation keeps for its gradient, that the base is frozen, and how
+an adapter runs beside a layer: on an fp32 copy of its input, because its weights are fp32.
+`liveness.py` turns the recorded operations into the bytes, FLOPs and kernels of one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+ADAPTER_BYTES = 4
+"""Bytes per element of adapter weights, of their inputs and of their outputs."""
+
+Targets = Literal["attention", "transformer", "all"]
+Group = Literal["attention", "feed_forward", "projection", "convolution", "norm", "other"]
+TARGET_GROUPS: Mapping[Targets, frozenset[Group]] = {
+    "attention": frozenset({"attention"}),
+    "transformer": frozenset({"attention", "feed_forward", "projection"}),
+    "all": frozenset({"attention", "feed_forward", "projection", "convolution"}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """How one sample is trained; `element_bytes` is the size of the base's dtype."""
+
+    height_px: int
+    width_px: int
+    element_bytes: int
+    rank: int
+    targets: Targets
+    checkpointing: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCost:
+    """Cost of training on one sample; everything but `kernels` scales with the micro-batch.
+
+    `saved_bytes` are alive between forward and backward; `adapter_saved_bytes` of them are fp32
+    copies for the adapter. `temporary_bytes` is what the step's peak needs beyond them,
+    `forward_bytes` the peak of a pass without gradients, `conditioning_bytes` one prompt's text
+    embedding in fp32.
+    """
+
+    saved_bytes: int
+    adapter_saved_bytes: int
+    temporary_bytes: int
+    forward_bytes: int
+    conditioning_bytes: int
+    forward_flops: int
+    step_flops: int
+    kernels: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One module with weights; its adapter has rank x (fan_in + out) parameters.
+
+    `fan_in` counts the kernel: 9 x input channels for a 3x3 convolution.
+    """
+
+    name: str
+    group: Group
+    fan_in: int
+    out: int
+    parameters: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Array:
+    """A storage of one sample, compared by identity; two views of a storage are the same Array."""
+
+    elements: int
+    element_bytes: int
+    requires_grad: bool = False
+    of_adapter: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.element_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One kernel: reads `inputs`, makes `output`.
+
+    Autograd keeps `keeps`; local variables keep `holds` alive until here, read or not.
+    """
+
+    inputs: tuple[Array, ...]
+    output: Array
+    keeps: tuple[Array, ...]
+    holds: tuple[Array, ...]
+    flops: int
+    backward_flops: int
+    segment: int | None
+
+
+@dataclass(kw_only=True)
+class Tape:
+    """Records a network's forward pass; rank 0 means no adapter."""
+
+    element_bytes: int
+    rank: int = 0
+    targets: Targets = "attention"
+    ops: list[Op] = field(default_factory=list)
+    layers: list[Layer] = field(default_factory=list)
+    _segments: int = 0
+    _segment: int | None = None
+
+    def array(self, elements: int) -> Array:
+        """Return an input of the network; it needs no gradient."""
+        return Array(elements, self.element_bytes)
+
+    @contextmanager
+    def segment(self) -> Iterator[None]:
+        """Record what gradient checkpointing, when on, recomputes as one piece."""
+        self._segment, self._segments = self._segments, self._segments + 1
+        yield
+        self._segment = None
+
+    def linear(self, x: Array, layer: Layer) -> Array:
+        """A frozen linear layer keeps nothing; its adapter keeps an fp32 input and the middle."""
+        rows = x.elements // layer.fan_in
+        self.layers.append(layer)
+        flops = 2 * rows * layer.fan_in * layer.out
+        y = self._record((x,), _like(x, rows * layer.out), flops=flops, backward_flops=flops)
+        return self._adapted(x, y, layer, rows=rows)
+
+    def conv(self, x: Array, layer: Layer, *, positions: int) -> Array:
+        """A convolution keeps its input even when frozen: one call makes all its gradients."""
+        self.layers.append(layer)
+        flops = 2 * positions * layer.fan_in * layer.out
+        y = self._record(
+            (x,), _like(x, positions * layer.out), keeps=(x,), flops=flops, backward_flops=flops
+        )
+        return self._adapted(x, y, layer, rows=positions)
+
+    def norm(self, x: Array, layer: Layer, *, groups: int) -> Array:
+        """Keeps its input, and the mean and inverse deviation of each group in fp32."""
+        self.layers.append(layer)
+        return self._record((x,), _like(x), keeps=(x, Array(2 * groups, 4)))
+
+    def activation(self, x: Array, elements: int | None = None) -> Array:
+        """Keeps its input, of which it may read only a part."""
+        return self._record((x,), _like(x, elements), keeps=(x,))
+
+    def product(self, a: Array, b: Array) -> Array:
+        """Elementwise product as wide as `b`; keeps both factors."""
+        return self._record((a, b), _like(a, b.elements), keeps=(a, b))
+
+    def add(self, a: Array, b: Array) -> Array:
+        """A sum shaped like `a`, in the wider dtype; keeps nothing."""
+        wider = max(a.element_bytes, b.element_bytes)
+        return self._record((a, b), Array(a.elements, wider, a.requires_grad or b.requires_grad))
+
+    def copy(
+        self, x: Array, *, elements: int | None = None, element_bytes: int | None = None
+    ) -> Array:
+        """A cast, a change of layout, a resize or a scaling: a new storage, nothing kept."""
+        return self._record((x,), _like(x, elements, element_bytes))
+
+    def concat(self, a: Array, b: Array) -> Array:
+        """Keeps nothing."""
+        output = Array(a.elements + b.elements, a.element_bytes, a.requires_grad or b.requires_grad)
+        return self._record((a, b), output)
+
+    def attention(self, q: Array, k: Array, v: Array, *, heads: int, channels: int) -> Array:
+        """Fused attention keeps q, k, v, output and an fp32 log-sum per query and head."""
+        queries, keys = q.elements // channels, k.elements // channels
+        needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
+        output = Array(q.elements, q.element_bytes, needs_grad)
+        flops = 4 * queries * keys * channels
+        keeps = (q, k, v, output, Array(heads * queries, 4))
+        return self._record(
+            (q, k, v), output, keeps=keeps, flops=flops, backward_flops=flops * 5 // 2
+        )
+
+    def hold(self, *arrays: Array) -> None:
+        """Keep `arrays` alive up to the last recorded operation, as a module's variables do."""
+        last = self.ops[-1]
+        self.ops[-1] = replace(last, holds=(*last.holds, *arrays))
+
+    def _adapted(self, x: Array, y: Array, layer: Layer, *, rows: int) -> Array:
+        """Record peft's path: cast the input up, down to rank, up again, scale, add, cast back."""
+        if not self.rank or layer.group not in TARGET_GROUPS[self.targets]:
+            return y
+        flops = 2 * rows * self.rank
+        wide = x
+        if x.element_bytes != ADAPTER_BYTES:
+            wide = self._record((x,), Array(x.elements, ADAPTER_BYTES, x.requires_grad, True))
+        middle = self._record(
+            (wide,),
+            Array(rows * self.rank, ADAPTER_BYTES, True, True),
+            keeps=(wide,),
+            flops=flops * layer.fan_in,
+            backward_flops=2 * flops * layer.fan_in,
+        )
+        update = self._record(
+            (middle,),
+            Array(y.elements, ADAPTER_BYTES, True),
+            keeps=(middle,),
+            flops=flops * layer.out,
+            backward_flops=2 * flops * layer.out,
+        )
+        total = self.add(y, self.copy(update))
+        return (
+            total
+            if y.element_bytes == ADAPTER_BYTES
+            else self.copy(total, element_bytes=y.element_bytes)
+        )
+
+    def _record(
+        self,
+        inputs: tuple[Array, ...],
+        output: Array,
+        *,
+        keeps: tuple[Array, ...] = (),
+        flops: int = 0,
+        backward_flops: int = 0,
+    ) -> Array:
+        op = Op(
+            inputs=inputs,
+            output=output,
+            keeps=keeps if output.requires_grad else (),
+            holds=(),
+            flops=flops,
+            backward_flops=backward_flops if output.requires_grad else 0,
+            segment=self._segment,
+        )
+        self.ops.append(op)
+        return output
+
+
+def _like(x: Array, elements: int | None = None, element_bytes: int | None = None) -> Array:
+    return Array(elements or x.elements, element_bytes or x.element_bytes, x.requires_grad)

@@ -1,0 +1,151 @@
+"""What a `UNet2DConditionModel` costs, from its configuration alone.
+
+Parameters by kind, adapter parameters, bytes and FLOPs of one sample: the planner's source for the
+families built on this network. Input is the configuration as diffusers writes it, a plain mapping;
+nothing here needs torch or weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lora_trainer.errors import InputError
+from lora_trainer.families.costs import (
+    TARGET_GROUPS,
+    Group,
+    Layer,
+    SampleCost,
+    Tape,
+    Targets,
+    Workload,
+)
+from lora_trainer.families.liveness import cost_of
+from lora_trainer.families.unet_walk import Shape, UNet, walk
+
+# diffusers leaves keys out of old configurations; these are its own defaults.
+DEFAULTS: Mapping[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+    "block_out_channels": (320, 640, 1280, 1280),
+    "layers_per_block": 2,
+    "transformer_layers_per_block": 1,
+    "cross_attention_dim": 1280,
+    "attention_head_dim": 8,
+    "norm_num_groups": 32,
+    "use_linear_projection": False,
+    "time_embedding_dim": None,
+    "conv_in_kernel": 3,
+    "conv_out_kernel": 3,
+}
+# Any other value in these keys changes the network in a way the walk does not know.
+REQUIRED: Mapping[str, Any] = {
+    "mid_block_type": "UNetMidBlock2DCrossAttn",
+    "only_cross_attention": False,
+    "dual_cross_attention": False,
+    "num_attention_heads": None,
+    "encoder_hid_dim_type": None,
+    "class_embed_type": None,
+    "num_class_embeds": None,
+    "addition_embed_type": None,
+    "resnet_time_scale_shift": "default",
+    "time_embedding_type": "positional",
+    "time_cond_proj_dim": None,
+    "reverse_transformer_layers_per_block": None,
+    "attention_type": "default",
+    "cross_attention_norm": None,
+}
+WITH_ATTENTION = {
+    "CrossAttnDownBlock2D": True,
+    "DownBlock2D": False,
+    "CrossAttnUpBlock2D": True,
+    "UpBlock2D": False,
+}
+CONDITIONING_BYTES = 4
+
+
+def layers(architecture: Mapping[str, Any]) -> tuple[Layer, ...]:
+    """Return every module that has weights, named as in diffusers, in the order they run."""
+    tape = Tape(element_bytes=4)
+    side = 2 ** len(_read(architecture).channels)
+    walk(_read(architecture), tape, sample=Shape(side, side), text_tokens=1)
+    return tuple(tape.layers)
+
+
+def parameters(architecture: Mapping[str, Any]) -> dict[Group, int]:
+    """Return how many parameters each kind of layer has; their sum is the model's."""
+    counts: dict[Group, int] = {}
+    for layer in layers(architecture):
+        counts[layer.group] = counts.get(layer.group, 0) + layer.parameters
+    return counts
+
+
+def adapter_layers(architecture: Mapping[str, Any], *, targets: Targets) -> tuple[Layer, ...]:
+    """Return the layers that get an adapter, in the order they run."""
+    return tuple(layer for layer in layers(architecture) if layer.group in TARGET_GROUPS[targets])
+
+
+def adapter_parameters(architecture: Mapping[str, Any], *, rank: int, targets: Targets) -> int:
+    """Return how many parameters an adapter of this rank has."""
+    adapted = adapter_layers(architecture, targets=targets)
+    return sum(rank * (layer.fan_in + layer.out) for layer in adapted)
+
+
+def sample_cost(
+    architecture: Mapping[str, Any], workload: Workload, *, vae_factor: int, text_tokens: int
+) -> SampleCost:
+    """Return what one sample costs with this network frozen and an fp32 adapter beside it.
+
+    Raises InputError for a network the walk does not know.
+    """
+    unet = _read(architecture)
+    tape = Tape(element_bytes=workload.element_bytes, rank=workload.rank, targets=workload.targets)
+    sample = Shape(workload.height_px // vae_factor, workload.width_px // vae_factor)
+    walk(unet, tape, sample=sample, text_tokens=text_tokens)
+    return cost_of(
+        tape,
+        checkpointing=workload.checkpointing,
+        conditioning_bytes=text_tokens * unet.text_width * CONDITIONING_BYTES,
+    )
+
+
+def _read(architecture: Mapping[str, Any]) -> UNet:
+    config = {**DEFAULTS, **architecture}
+    wrong = [
+        f"{key}={config[key]!r}"
+        for key in REQUIRED
+        if key in config and config[key] != REQUIRED[key]
+    ]
+    blocks = dict.fromkeys([*config["down_block_types"], *config["up_block_types"]])
+    wrong += [f"block type {name}" for name in blocks if name not in WITH_ATTENTION]
+    if wrong:
+        raise InputError(
+            f"the U-Net has {', '.join(wrong)}, which is not known here",
+            fix="use a base model of a supported family",
+        )
+    channels = tuple(int(width) for width in config["block_out_channels"])
+    levels = len(channels)
+    return UNet(
+        in_channels=int(config["in_channels"]),
+        out_channels=int(config["out_channels"]),
+        channels=channels,
+        resnets=_per_level(config["layers_per_block"], levels),
+        transformers=_per_level(config["transformer_layers_per_block"], levels),
+        # diffusers calls the number of heads attention_head_dim
+        heads=_per_level(config["attention_head_dim"], levels),
+        down_attention=tuple(WITH_ATTENTION[name] for name in config["down_block_types"]),
+        up_attention=tuple(WITH_ATTENTION[name] for name in config["up_block_types"]),
+        text_width=_per_level(config["cross_attention_dim"], levels)[0],
+        norm_groups=int(config["norm_num_groups"]),
+        linear_projection=bool(config["use_linear_projection"]),
+        time_width=int(config["time_embedding_dim"] or 4 * channels[0]),
+        kernel_in=int(config["conv_in_kernel"]),
+        kernel_out=int(config["conv_out_kernel"]),
+    )
+
+
+def _per_level(value: Any, levels: int) -> tuple[int, ...]:
+    """diffusers writes one number for all levels, or a list with one per level."""
+    return tuple(map(int, value)) if isinstance(value, list | tuple) else (int(value),) * levels

@@ -1,0 +1,180 @@
+"""NVIDIA GPUs as NVML sees them, without torch and without ever failing.
+
+Every call of NVML may fail by itself (no driver, broken driver, card lost, not supported): such a
+failure becomes a reason. CUDA's view is kept: CUDA_VISIBLE_DEVICES picks and orders the cards, and
+a card split by MIG is shown as its slices, because a program can only use those.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+_INIT_FAILURES = {
+    "Shared Library Not Found": "no NVIDIA driver (libnvidia-ml.so.1 not found)",
+    "Driver Not Loaded": "the NVIDIA driver is installed but not loaded",
+    "mismatch": "the NVIDIA driver was updated but the old one still runs: restart the machine",
+}
+
+
+class Nvml(Protocol):
+    """The part of the `pynvml` module that is used; a handle is whatever NVML gives."""
+
+    NVMLError: type[Exception]
+
+    def nvmlInit(self) -> None: ...
+    def nvmlShutdown(self) -> None: ...
+    def nvmlSystemGetDriverVersion(self) -> str: ...
+    def nvmlDeviceGetCount(self) -> int: ...
+    def nvmlDeviceGetHandleByIndex(self, index: int, /) -> Any: ...
+    def nvmlDeviceGetName(self, handle: Any, /) -> str: ...
+    def nvmlDeviceGetUUID(self, handle: Any, /) -> str: ...
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, /) -> Any: ...
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any, /) -> tuple[int, int]: ...
+    def nvmlDeviceGetMigMode(self, handle: Any, /) -> list[int]: ...
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any, /) -> int: ...
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One card, or one MIG slice. `index` counts as CUDA does; an unknown capability is None."""
+
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+    compute_capability: tuple[int, int] | None
+    driver: str
+    uuid: str = ""
+    assumed: bool = False
+
+
+def find_gpus(nvml: Nvml | None, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
+    """Return the GPUs CUDA would see and one sentence on how, or why there is none."""
+    if nvml is None:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return (), "the package nvidia-ml-py is not installed, so NVIDIA GPUs cannot be seen"
+    try:
+        nvml.nvmlInit()
+    except (nvml.NVMLError, OSError) as error:
+        return (), _init_failure(str(error))
+    try:
+        return _find(nvml, environment)
+    finally:
+        _Asker(nvml).ask(nvml.nvmlShutdown)
+
+
+def _init_failure(message: str) -> str:
+    for part, reason in _INIT_FAILURES.items():
+        if part in message:
+            return reason
+    return f"NVML failed to start: {message}"
+
+
+def _find(nvml: Nvml, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
+    asker = _Asker(nvml)
+    count = asker.ask(nvml.nvmlDeviceGetCount) or 0
+    driver = _text(asker.ask(nvml.nvmlSystemGetDriverVersion))
+    cards = [gpu for index in range(count) for gpu in _cards(asker, index, driver)]
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    chosen = cards if visible is None else list(_visible(cards, visible))
+    gpus = tuple(replace(gpu, index=index) for index, gpu in enumerate(chosen))
+    said = [f"{len(gpus)} of {len(cards)} NVIDIA GPUs usable" if cards else "no NVIDIA GPU found"]
+    if driver:
+        said.append(f"driver {driver}")
+    if visible is not None and len(chosen) < len(cards):
+        said.append(f"CUDA_VISIBLE_DEVICES={visible!r} hides the others")
+    if len({gpu.name for gpu in gpus}) > 1 and "CUDA_DEVICE_ORDER" not in environment:
+        said.append(
+            "cards differ and CUDA may order them otherwise: set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        )
+    return gpus, "; ".join([*said, *asker.failures])
+
+
+class _Asker:
+    """Makes NVML calls and collects what failed, each failure once."""
+
+    def __init__(self, nvml: Nvml) -> None:
+        self.nvml = nvml
+        self.failures: list[str] = []
+
+    def ask(self, call: Callable[..., Any], *arguments: Any, about: str = "NVML") -> Any:
+        """Return the answer, or None when NVML refuses."""
+        try:
+            return call(*arguments)
+        except (self.nvml.NVMLError, OSError) as error:
+            failure = f"{about}: {call.__name__} said {str(error) or type(error).__name__}"
+            self.failures += [failure] if failure not in self.failures else []
+            return None
+
+    def ask_quietly(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the answer or None, where refusing is normal."""
+        known = list(self.failures)
+        answer = self.ask(call, *arguments)
+        self.failures = known
+        return answer
+
+
+def _cards(asker: _Asker, index: int, driver: str) -> Iterator[Gpu]:
+    """Yield card `index`, or its MIG slices; nothing if its memory is unknown."""
+    nvml = asker.nvml
+    about = f"GPU {index}"
+    handle = asker.ask(nvml.nvmlDeviceGetHandleByIndex, index, about=about)
+    if handle is None:
+        return
+    capability = asker.ask(nvml.nvmlDeviceGetCudaComputeCapability, handle, about=about)
+    for device in _slices(asker, handle, about):
+        memory = asker.ask(nvml.nvmlDeviceGetMemoryInfo, device, about=about)
+        if memory is None:
+            continue
+        yield Gpu(
+            index=index,
+            name=_text(asker.ask(nvml.nvmlDeviceGetName, device, about=about)) or "NVIDIA GPU",
+            total_bytes=int(memory.total),
+            free_bytes=int(memory.free),
+            compute_capability=(int(capability[0]), int(capability[1])) if capability else None,
+            driver=driver,
+            uuid=_text(asker.ask_quietly(nvml.nvmlDeviceGetUUID, device)),
+        )
+
+
+def _slices(asker: _Asker, handle: Any, about: str) -> list[Any]:
+    """Return the MIG slices of a card, or the card itself where MIG is off or unknown."""
+    nvml = asker.nvml
+    mode = asker.ask_quietly(nvml.nvmlDeviceGetMigMode, handle)
+    if not mode or not mode[0]:
+        return [handle]
+    count = asker.ask(nvml.nvmlDeviceGetMaxMigDeviceCount, handle, about=about) or 0
+    found = (
+        asker.ask_quietly(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
+        for index in range(count)
+    )
+    slices = [device for device in found if device is not None]
+    if not slices:
+        asker.failures.append(f"{about} is in MIG mode and has no slices to compute on")
+    return slices
+
+
+def _visible(cards: list[Gpu], wanted: str) -> Iterator[Gpu]:
+    """Pick as CUDA does: numbers or beginnings of UUIDs, up to the first that fits nothing."""
+    for token in (part.strip() for part in wanted.split(",")):
+        matches = [gpu for gpu in cards if _is_meant(gpu, token)]
+        if not matches:
+            return
+        yield matches[0]
+
+
+def _is_meant(gpu: Gpu, token: str) -> bool:
+    if token.isdigit():
+        return gpu.index == int(token)
+    return token.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(token)
+
+
+def _text(value: Any) -> str:
+    """Old versions of pynvml answer in bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")

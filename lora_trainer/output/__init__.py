@@ -1,0 +1,1 @@
+"""What a run leaves behind: exported adapters, resume states, samples, trackers, the report."""

@@ -1,0 +1,91 @@
+"""Sample images on the way: the same prompts and seeds at every stage, step 0 being the untouched base.
+
+Images are made with the adapter rounded to the export's precision, so that what is seen is what the
+file does: a plain diffusers pipeline with the file of that step gives the same image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL.PngImagePlugin import PngInfo
+from torch import Tensor
+
+from lora_trainer.config import SamplingSettings
+from lora_trainer.data.cache import CacheKey
+from lora_trainer.data.loader import Entries
+from lora_trainer.errors import MachineError
+from lora_trainer.events import EventStream
+from lora_trainer.families.base import Sampler
+from lora_trainer.model.adapters import Adapter
+from lora_trainer.train.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleAction:
+    """Writes samples/step-XXXXXXXX/NN.png every `every_steps`, at step 0, at the end, and when `asked()`."""
+
+    sampler: Sampler
+    adapter: Adapter
+    precision: torch.dtype
+    entries: Entries
+    prompts: Sequence[tuple[str, CacheKey]]
+    negative: CacheKey
+    settings: SamplingSettings
+    every_steps: int
+    size_px: tuple[int, int]
+    folder: Path
+    events: EventStream
+    asked: Callable[[], bool]
+
+    def due(self, progress: Progress) -> bool:
+        regular = self.every_steps > 0 and (
+            progress.step % self.every_steps == 0 or progress.ending
+        )
+        return regular or self.asked()
+
+    def __call__(self, progress: Progress) -> None:
+        """Make the images; a failure is a problem of the samples, never of the training (TRN-03)."""
+        self.events.emit(
+            "phase", phase="sample", message="sample images", done=0, total=len(self.prompts)
+        )
+        target = self.folder / f"step-{progress.step:08d}"
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            with self.adapter.rounded(self.precision):
+                images = [self._write(target, index) for index in range(len(self.prompts))]
+        except (OSError, RuntimeError, MachineError) as error:
+            self.events.problem(
+                f"no sample images at step {progress.step}: {str(error).splitlines()[0]}",
+                fix="free memory or disk, or use --set sampling.every_steps=0",
+                code="TRN-03",
+            )
+        else:
+            self.events.emit("sample", step=progress.step, images=images)
+
+    def _write(self, target: Path, index: int) -> Mapping[str, str | int]:
+        prompt, key = self.prompts[index]
+        seed, file = self.settings.seed + index, target / f"{index:02d}.png"
+        image = self.sampler.image(
+            self._text(key),
+            self._text(self.negative),
+            seed=seed,
+            size_px=self.size_px,
+            steps=self.settings.steps,
+            guidance_scale=self.settings.guidance_scale,
+        )
+        info = PngInfo()
+        width, height = image.size
+        info.add_text(
+            "parameters",
+            f"{prompt}\nNegative prompt: {self.settings.negative_prompt}\nSteps: {self.settings.steps}, "
+            f"CFG scale: {self.settings.guidance_scale:g}, Seed: {seed}, Size: {width}x{height}",
+        )
+        image.save(file, pnginfo=info)
+        return {"prompt": prompt, "seed": seed, "file": f"samples/{target.name}/{file.name}"}
+
+    def _text(self, key: CacheKey) -> Mapping[str, Tensor]:
+        return self.entries.read(key)

@@ -1,0 +1,98 @@
+"""Nested Python values with tensors as JSON plus named tensors, and back, bit for bit; no pickle.
+
+Input is what optimizers and loops call a state dict, output what JSON and safetensors can hold.
+Floats are written in hex (NaN and -0.0 survive), integers as text (JSON readers round large ones),
+and every object in the JSON has exactly one key that says what it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A JSON value and the tensors, on the CPU, that it names."""
+
+    tree: Any
+    tensors: Mapping[str, Tensor]
+
+
+def pack(value: Any) -> Packed:
+    """Take None, bool, int, float, str, list, tuple, dict and Tensor apart, however nested.
+
+    A tensor that occurs twice is stored once and shared again after `unpack`. Raises TypeError
+    naming the place of anything else.
+    """
+    packer = _Packer(tensors={}, names={})
+    return Packed(tree=packer.pack(value, where=""), tensors=packer.tensors)
+
+
+def unpack(packed: Packed) -> Any:
+    """Return the value that was packed; raises ValueError or KeyError for a damaged one."""
+    tree = packed.tree
+    if tree is None or isinstance(tree, (bool, str)):
+        return tree
+    if isinstance(tree, list):
+        return [unpack(Packed(tree=item, tensors=packed.tensors)) for item in tree]
+    if not isinstance(tree, dict) or len(tree) != 1:
+        raise ValueError(f"a packed value cannot be {tree!r:.80}")
+    ((kind, content),) = tree.items()
+    match kind:
+        case "int":
+            return int(content)
+        case "float":
+            return float.fromhex(content)
+        case "tensor":
+            return packed.tensors[content]
+        case "tuple":
+            return tuple(unpack(Packed(tree=content, tensors=packed.tensors)))
+        case "dict":
+            return dict(unpack(Packed(tree=pair, tensors=packed.tensors)) for pair in content)
+    raise ValueError(f"a packed value cannot be of kind {kind!r}")
+
+
+def snapshot(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy on the CPU that later training cannot change."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Packer:
+    tensors: dict[str, Tensor]
+    names: dict[int, str]
+
+    def pack(self, value: Any, *, where: str) -> Any:
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        if isinstance(value, int):
+            return {"int": str(value)}
+        if isinstance(value, float):
+            return {"float": value.hex()}
+        if isinstance(value, Tensor):
+            return {"tensor": self._name(value, where=where)}
+        if isinstance(value, Mapping):
+            pairs = value.items()
+            return {"dict": [[self._key(k), self.pack(v, where=f"{where}.{k}")] for k, v in pairs]}
+        if isinstance(value, (list, tuple)):
+            items = [self.pack(item, where=f"{where}.{i}") for i, item in enumerate(value)]
+            return {"tuple": items} if isinstance(value, tuple) else items
+        raise TypeError(f"cannot save a {type(value).__name__} at {where.removeprefix('.')}")
+
+    def _key(self, key: Any) -> Any:
+        if not isinstance(key, (str, int)):
+            raise TypeError(f"cannot save the key {key!r}")
+        return self.pack(key, where="")
+
+    def _name(self, tensor: Tensor, *, where: str) -> str:
+        if id(tensor) not in self.names:
+            name = where.removeprefix(".") or "value"
+            while name in self.tensors:  # {1: ...} beside {"1": ...}
+                name += "'"
+            self.names[id(tensor)] = name
+            self.tensors[name] = snapshot(tensor)
+        return self.names[id(tensor)]

@@ -1,0 +1,313 @@
+"""The planner: every `auto` becomes a value with a reason, and the run fits or is refused.
+
+It never changes the batch size and never raises what somebody set; it may only lower the memory a
+given value takes, and says so. Micro-batch and checkpointing change memory and speed, not results.
+No torch: input is facts and settings, output a `Plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lora_trainer.config import Config, Precision, build_config, concrete, flatten
+from lora_trainer.errors import MachineError, RequestError
+from lora_trainer.estimates import (
+    DiskUse,
+    StepTime,
+    cpu_step_time,
+    disk_bytes,
+    gpu_step_time,
+    run_length,
+)
+from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.costs import SampleCost
+from lora_trainer.fitting import Fit, Limit, fit, gib
+from lora_trainer.hardware import GIB, Gpu, Hardware
+from lora_trainer.memory import CostModel, Load, Prediction, RememberedCosts, predict
+from lora_trainer.resolve import Origin, Resolved
+
+PLANNER = "planner"
+BF16_CAPABILITY = (8, 0)
+SAVES_PER_RUN = 5
+VALIDATIONS_PER_RUN = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInput:
+    """What a plan is made from: `images` are the different pictures trained on.
+
+    `samples_per_epoch` counts repeats; `buckets` are the (width, height) in use, in pixels.
+    """
+
+    resolved: Resolved
+    facts: BaseFacts
+    family: CostModel
+    hardware: Hardware
+    images: int
+    samples_per_epoch: int
+    buckets: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """One value the planner set; `bytes` is the predicted peak it was decided by, 0 if none was."""
+
+    key: str
+    value: Any
+    reason: str
+    bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A configuration without `auto` (but names and folders), its costs, and every decision."""
+
+    config: Config
+    origins: Mapping[str, Origin]
+    memory: Prediction
+    steps: int
+    epochs: float
+    seconds_per_step: tuple[float, float] | None
+    time_note: str
+    disk_bytes: Mapping[str, int]
+    decisions: tuple[Decision, ...]
+
+
+def plan(given: PlanInput) -> Plan:
+    """Resolve every `auto` and fit the run into memory.
+
+    Raises MachineError naming the nearest setting that fits when nothing does, and RequestError for
+    settings this base or card cannot have.
+    """
+    planner = _Planner(given=given, values=flatten(given.resolved.config))
+    planner.decide_device()
+    planner.decide_numbers()
+    planner.decide_packages()
+    planner.decide_length()
+    return planner.finish(planner.decide_memory())
+
+
+@dataclass(kw_only=True)
+class _Planner:
+    given: PlanInput
+    values: dict[str, Any]
+    decisions: list[Decision] = field(default_factory=list)
+    gpu: Gpu | None = None
+
+    def __post_init__(self) -> None:
+        self.costs = RememberedCosts(family=self.given.family)
+
+    def decide(self, key: str, value: Any, reason: str, *, peak_bytes: int = 0) -> None:
+        self.values[key] = value
+        self.decisions.append(Decision(key=key, value=value, reason=reason, bytes=peak_bytes))
+
+    def decide_auto(self, key: str, value: Any, reason: str) -> None:
+        if self.values[key] == "auto":
+            self.decide(key, value, reason)
+
+    def decide_device(self) -> None:
+        hardware = self.given.hardware
+        found = hardware.accelerator()
+        if self.values["hardware.device"] == "cuda" and found.value is None:
+            raise MachineError(
+                f"hardware.device=cuda, but there is no GPU to use: {found.reason}",
+                fix="use --set hardware.device=cpu",
+            )
+        self.decide_auto("hardware.device", "cuda" if found.value else "cpu", found.reason)
+        self.gpu = found.value if self.values["hardware.device"] == "cuda" else None
+        self.decide_auto(
+            "hardware.threads", hardware.cpu_threads, hardware.reasons.get("cpu_threads", "")
+        )
+
+    def decide_numbers(self) -> None:
+        facts = self.given.facts
+        self.decide_auto("train.precision", *self._best_precision())
+        if self.values["train.precision"] == "bf16" and self.gpu and not _has_bf16(self.gpu):
+            raise RequestError(
+                f"train.precision=bf16, but {self.gpu.name} has {_capability(self.gpu)}, "
+                "and bf16 needs 8.0",
+                fix="use --set train.precision=fp16",
+            )
+        reason = f"the size {facts.source} was trained on"
+        self.decide_auto("data.resolution", facts.resolution_px, reason)
+        _check_resolution(int(self.values["data.resolution"]), facts)
+        rank = float(self.values["adapter.rank"])
+        self.decide_auto("adapter.alpha", rank, "alpha = rank: the update is not scaled")
+
+    def _best_precision(self) -> tuple[Precision, str]:
+        if self.gpu is None:
+            return "fp32", "16 bits save no time on a processor"
+        if _has_bf16(self.gpu):
+            return "bf16", f"{_capability(self.gpu)} has bf16"
+        return "fp16", f"{_capability(self.gpu)}: not known to have bf16"
+
+    def decide_packages(self) -> None:
+        """Settle what needs an optional package; a preset's wish gives way, a typed one may not."""
+        packages, key = self.given.hardware.packages, "optimizer.name"
+        if self.values[key] == "adamw8bit" and packages.get("bitsandbytes") is None:
+            if not self._is_preset(key):
+                raise MachineError(
+                    "optimizer.name=adamw8bit needs bitsandbytes, which is not installed",
+                    fix="pip install bitsandbytes, or use --set optimizer.name=adamw",
+                )
+            reason = "adamw8bit is preset, but bitsandbytes is missing (pip install bitsandbytes)"
+            self.decide(key, "adamw", reason)
+        key = "memory.attention"
+        if self.values[key] == "xformers" and not (self.gpu and packages.get("xformers")):
+            why = "is missing (pip install xformers)" if self.gpu else "needs a GPU"
+            self.decide(key, "sdpa", f"xformers was asked for, but {why}")
+        self.decide_auto(key, "sdpa", "PyTorch's own attention, always there")
+
+    def _is_preset(self, key: str) -> bool:
+        layer = self.given.resolved.origins[key].layer
+        return layer.split()[0] in ("family", "preset", "priority", "cell")
+
+    def decide_length(self) -> None:
+        length = run_length(
+            images=self.given.images,
+            batch_size=self.values["train.batch_size"],
+            priority=self.given.resolved.priority,
+        )
+        self.decide_auto("train.steps", length.steps, length.reason)
+        steps = int(self.values["train.steps"])
+        fifth, reason = max(1, steps // SAVES_PER_RUN), f"a fifth of {steps} steps"
+        if self.values["output.save_every_epochs"] is None:
+            self.decide_auto("output.save_every_steps", fifth, reason)
+        else:
+            self.decide_auto("output.save_every_steps", 0, "output.save_every_epochs says when")
+        if self.values["output.save_every_steps"]:
+            fifth, reason = self.values["output.save_every_steps"], "as often as it is saved"
+        self.decide_auto("sampling.every_steps", fifth, reason)
+        tenth = max(1, steps // VALIDATIONS_PER_RUN)
+        self.decide_auto("train.validate_every_steps", tenth, f"a tenth of {steps} steps")
+
+    def decide_memory(self) -> Fit:
+        """Choose micro-batch, checkpointing and sampling so that the peak stays under the limit."""
+        limit, asked = self._limit(), self.values["memory.gradient_checkpointing"]
+        found = fit(
+            self._wanted(),
+            checkpointing=(True,) if asked is True else (False, True),
+            limit=limit,
+            step_px=self.given.facts.bucket_step_px,
+            predict=lambda load: self._predict(load, limit),
+        )
+        peak_bytes = found.prediction.peak_bytes
+        against = f"{gib(peak_bytes)} predicted, {limit}"
+        for key, value in (
+            ("memory.micro_batch", found.load.micro_batch),
+            ("memory.gradient_checkpointing", found.load.checkpointing),
+        ):
+            before = self.values[key]
+            if before != value:
+                refused = "" if before == "auto" else f"{before} does not fit: "
+                self.decide(key, value, f"{refused}{against}", peak_bytes=peak_bytes)
+        if found.sampling_bytes:
+            reason = f"sample images would take {gib(found.sampling_bytes)}, {limit}"
+            self.decide("sampling.every_steps", 0, reason, peak_bytes=found.sampling_bytes)
+        return found
+
+    def _wanted(self) -> Load:
+        values, side_px = self.values, int(self.values["data.resolution"])
+        micro_batch, batch_size = values["memory.micro_batch"], values["train.batch_size"]
+        return Load(
+            device="cuda" if self.gpu else "cpu",
+            precision=values["train.precision"],
+            rank=values["adapter.rank"],
+            targets=values["adapter.targets"],
+            optimizer=values["optimizer.name"],
+            micro_batch=batch_size if micro_batch == "auto" else micro_batch,
+            checkpointing=values["memory.gradient_checkpointing"] is True,
+            bucket_px=max(
+                self.given.buckets, key=lambda size: size[0] * size[1], default=(side_px, side_px)
+            ),
+            samples=bool(values["sampling.every_steps"]),
+            sample_side_px=side_px,
+            prepared_samples=values["data.prefetch_steps"] * batch_size,
+        )
+
+    def _predict(self, load: Load, limit: Limit) -> Prediction:
+        return predict(load, facts=self.given.facts, family=self.costs, limit_bytes=limit.bytes)
+
+    def _limit(self) -> Limit:
+        if self.gpu is None:
+            return Limit(bytes=self.given.hardware.ram_free_bytes, reason="of memory free")
+        asked_gib = self.values["hardware.vram_limit_gib"]
+        if asked_gib is not None and asked_gib * GIB < self.gpu.free_bytes:
+            return Limit(bytes=int(asked_gib * GIB), reason="allowed by hardware.vram_limit_gib")
+        return Limit(bytes=self.gpu.free_bytes, reason=f"free on {self.gpu.name}")
+
+    def finish(self, fitted: Fit) -> Plan:
+        given, config = self.given, build_config(self.values)
+        cost = self.costs.sample_cost(given.facts, fitted.load.workload())
+        steps, time = concrete(config.train.steps), self._step_time(config, cost)
+        made = {
+            choice.key: Origin(layer=PLANNER, reason=choice.reason) for choice in self.decisions
+        }
+        return Plan(
+            config=config,
+            origins={**given.resolved.origins, **made},
+            memory=fitted.prediction,
+            steps=steps,
+            epochs=steps * config.train.batch_size / given.samples_per_epoch,
+            seconds_per_step=time.seconds,
+            time_note=time.note,
+            disk_bytes=self._disk(config, fitted.load, cost),
+            decisions=tuple(self.decisions),
+        )
+
+    def _step_time(self, config: Config, cost: SampleCost) -> StepTime:
+        batch_size, threads = config.train.batch_size, concrete(config.hardware.threads)
+        if self.gpu is None:
+            return cpu_step_time(cost, threads=threads, batch_size=batch_size)
+        return gpu_step_time(
+            cost,
+            card=self.gpu.name,
+            precision=concrete(config.train.precision),
+            batch_size=batch_size,
+            micro_batch=concrete(config.memory.micro_batch),
+        )
+
+    def _disk(self, config: Config, load: Load, cost: SampleCost) -> dict[str, int]:
+        facts, (width_px, height_px) = self.given.facts, load.bucket_px
+        latent_px = (width_px // facts.vae_factor) * (height_px // facts.vae_factor)
+        use = DiskUse(
+            images=self.given.images,
+            flip=config.data.flip,
+            captions_per_image=config.data.caption_variants if config.data.shuffle_tags else 1,
+            latent_elements=facts.latent_channels * latent_px,
+            conditioning_bytes=cost.conditioning_bytes,
+            adapter_parameters=self.costs.adapter_parameters(
+                facts, rank=load.rank, targets=load.targets
+            ),
+            optimizer=load.optimizer,
+            export_precision=config.output.precision,
+            keep_states=config.output.keep_states,
+            keep_exports=config.output.keep_last,
+        )
+        return disk_bytes(use)
+
+
+def _check_resolution(resolution_px: int, facts: BaseFacts) -> None:
+    step_px = facts.bucket_step_px
+    if resolution_px % step_px:
+        below = resolution_px // step_px * step_px
+        allowed = " or ".join(str(side) for side in (below, below + step_px) if side)
+        raise RequestError(
+            f"data.resolution={resolution_px} is not a multiple of {step_px} ({facts.family})",
+            fix=f"use {allowed}",
+        )
+
+
+def _has_bf16(gpu: Gpu) -> bool:
+    return gpu.compute_capability is not None and gpu.compute_capability >= BF16_CAPABILITY
+
+
+def _capability(gpu: Gpu) -> str:
+    found = gpu.compute_capability
+    return (
+        "an unknown compute capability"
+        if found is None
+        else f"compute capability {found[0]}.{found[1]}"
+    )

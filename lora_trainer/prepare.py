@@ -1,0 +1,212 @@
+"""From a request to a resolved, checked and planned run, without torch: what `plan` and `--dry-run` show.
+
+Order: hardware -> base and its family -> settings by layers -> dataset -> plan. Nothing is written
+but the memo files of the cache folder, which only save time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lora_trainer import families
+from lora_trainer.config import Config, build_config, flatten
+from lora_trainer.data.buckets import Placement, buckets_for, place
+from lora_trainer.data.images import VerifiedImages
+from lora_trainer.data.quality import DatasetReport, inspect_images
+from lora_trainer.data.scan import Dataset, ImageRecord, scan
+from lora_trainer.data.split import hold_out
+from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.files import HashMemo
+from lora_trainer.hardware import Hardware, assume_card, detect, tier
+from lora_trainer.model.load import EMBEDDED, describe
+from lora_trainer.plan import Plan, PlanInput, plan
+from lora_trainer.resolve import Origin, Priority, Resolved, resolve
+from lora_trainer.settings_file import read_settings_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked, flattened: `overrides` are the settings typed on this command line."""
+
+    dataset: Path
+    preset: str = "auto"
+    priority: Priority = "balanced"
+    config_file: Path | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    run_settings: Mapping[str, Any] | None = None
+    assumed_vram_gib: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run that could start: its plan, base, data and where its caches are."""
+
+    config: Config
+    resolved: Resolved
+    plan: Plan
+    facts: BaseFacts
+    family: Family
+    hardware: Hardware
+    dataset: Dataset
+    report: DatasetReport
+    trained: tuple[ImageRecord, ...]
+    held_out: tuple[ImageRecord, ...]
+    placements: Mapping[str, Placement]
+    cache_root: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Basis:
+    """What the dataset is looked at with: the hardware, the base's facts and the layered settings."""
+
+    hardware: Hardware
+    facts: BaseFacts
+    family: Family
+    resolved: Resolved
+
+
+def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
+    """Resolve, scan and plan; raises RequestError, InputError or MachineError."""
+    basis = _basis(request, hardware)
+    settings, cache_root = basis.resolved.config, cache_folder(basis.resolved.config)
+    dataset = scan_with_memo(request.dataset, settings, cache_root)
+    trained, held_out = hold_out(
+        dataset.records, fraction=settings.data.validation_fraction, seed=settings.train.seed
+    )
+    placements = place_all(dataset, settings, basis.facts)
+    chosen = plan(
+        PlanInput(
+            resolved=basis.resolved,
+            facts=basis.facts,
+            family=basis.family,
+            hardware=basis.hardware,
+            images=len(trained),
+            samples_per_epoch=sum(record.repeats for record in trained),
+            buckets=[(p.bucket.width_px, p.bucket.height_px) for p in placements.values()],
+        )
+    )
+    chosen = _with_base(chosen, basis)
+    return Prepared(
+        config=chosen.config,
+        resolved=basis.resolved,
+        plan=chosen,
+        facts=basis.facts,
+        family=basis.family,
+        hardware=basis.hardware,
+        dataset=dataset,
+        report=inspect_images(dataset, placements=placements, settings=settings.data),
+        trained=trained,
+        held_out=held_out,
+        placements=placements,
+        cache_root=cache_root,
+    )
+
+
+def examine(request: Request, *, hardware: Hardware | None = None) -> DatasetReport:
+    """Return the dataset report alone (`check`); raises RequestError, InputError or MachineError."""
+    basis = _basis(request, hardware)
+    settings = basis.resolved.config
+    dataset = scan_with_memo(request.dataset, settings, cache_folder(settings))
+    placements = place_all(dataset, settings, basis.facts)
+    return inspect_images(dataset, placements=placements, settings=settings.data)
+
+
+def _basis(request: Request, hardware: Hardware | None) -> Basis:
+    hardware = hardware or detect()
+    if request.assumed_vram_gib is not None:
+        hardware = assume_card(hardware, vram_gib=request.assumed_vram_gib)
+    card = None if _asked(request, "hardware.device") == "cpu" else hardware.accelerator().value
+    source = _asked(request, "base.model")
+    if source in (None, "auto"):
+        source = families.family(families.DEFAULT_FAMILY).default_source if card else EMBEDDED
+    facts = describe(source)
+    family = families.family(facts.family)
+    resolved = resolve(
+        family=family.name,
+        tier=tier(card.total_bytes if card else None),
+        priority=request.priority,
+        preset=request.preset,
+        config_file=request.config_file,
+        overrides=request.overrides,
+        run_settings=request.run_settings,
+    )
+    return Basis(hardware=hardware, facts=facts, family=family, resolved=resolved)
+
+
+def _with_base(chosen: Plan, basis: Basis) -> Plan:
+    """Return the plan with the base named, so that a resume cannot meet another one."""
+    if chosen.config.base.model != "auto":
+        return chosen
+    reason = (
+        "no base was named and there is no GPU"
+        if basis.facts.source == EMBEDDED
+        else "the default on a GPU"
+    )
+    config = build_config(flatten(chosen.config) | {"base.model": basis.facts.source})
+    origins = {**chosen.origins, "base.model": Origin(layer="planner", reason=reason)}
+    return replace(chosen, config=config, origins=origins)
+
+
+def cache_folder(config: Config) -> Path:
+    """Return the cache root: the setting, or the platform's folder for caches."""
+    if config.data.cache_dir != "auto":
+        return Path(config.data.cache_dir).expanduser()
+    if sys.platform == "win32":
+        return (
+            Path(os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local")))
+            / "lora-train"
+            / "cache"
+        )
+    return Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "lora-train"
+
+
+def scan_with_memo(folder: Path, config: Config, cache_root: Path) -> Dataset:
+    """Scan a dataset with the hashes and verified pictures remembered in the cache folder."""
+    memo = HashMemo.load(cache_root / ".hashes.json")
+    verified = VerifiedImages.load(cache_root / ".verified.json")
+    dataset = scan(folder, settings=config.data, memo=memo, verified=verified)
+    memo.save()
+    verified.save()
+    return dataset
+
+
+def place_all(dataset: Dataset, config: Config, facts: BaseFacts) -> dict[str, Placement]:
+    """Return where each record goes, by record name."""
+    resolution = config.data.resolution
+    resolution_px = facts.resolution_px if resolution == "auto" else resolution
+    buckets = buckets_for(
+        resolution_px=resolution_px,
+        step_px=facts.bucket_step_px,
+        max_aspect=config.data.max_aspect if config.data.buckets else 1.0,
+    )
+    return {
+        record.name: place(record.width_px, record.height_px, buckets=buckets)
+        for record in dataset.records
+    }
+
+
+def bucket_counts(
+    records: tuple[ImageRecord, ...], placements: Mapping[str, Placement]
+) -> dict[str, int]:
+    """Return images per epoch, repeats included, by "WIDTHxHEIGHT"."""
+    counts: Counter[str] = Counter()
+    for record in records:
+        counts[str(placements[record.name].bucket)] += record.repeats
+    return dict(sorted(counts.items()))
+
+
+def _asked(request: Request, key: str) -> Any:
+    """Return a setting needed before layering: command line, then config file, then the resumed run."""
+    if key in request.overrides:
+        return request.overrides[key]
+    if request.config_file is not None:
+        from_file = read_settings_file(request.config_file).values
+        if key in from_file:
+            return from_file[key]
+    return (request.run_settings or {}).get(key)

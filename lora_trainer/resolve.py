@@ -1,0 +1,244 @@
+"""Settings in layers, each with its origin: family, tier, priority, cell, files, command line.
+
+Input is what the user asked for and what hardware was found; output is one `Config` and, for every
+setting, which layer set it last. `auto` values stay: the planner replaces them. Presets are JSON in
+the package `lora_trainer.presets`, one file per family; their JSON Schema comes from `Config`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lora_trainer.config import Config, build_config, setting_keys
+from lora_trainer.errors import RequestError, did_you_mean
+from lora_trainer.settings_file import read_settings_file
+
+Priority = Literal["speed", "balanced", "quality"]
+PRIORITIES: tuple[Priority, ...] = get_args(Priority)
+TIERS = ("cpu", "6-8", "10-12", "16-24")
+RESUMED = "resumed run"
+_FILE_SUFFIXES = (".json", ".toml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Which layer set a value, and why where there is more to say."""
+
+    layer: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """One configuration, and for each `section.key` where its value comes from."""
+
+    config: Config
+    origins: Mapping[str, Origin]
+    family: str
+    tier: str
+    priority: str
+    preset: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyPresets:
+    """One file of `presets/`: values by tier, by priority and for single cells `tier/priority`."""
+
+    family: str
+    title: str
+    base: Mapping[str, Any]
+    tiers: Mapping[str, Mapping[str, Any]]
+    priorities: Mapping[str, Mapping[str, Any]]
+    cells: Mapping[str, Mapping[str, Any]]
+
+    def unsupported(self, tier: str, priority: str) -> str:
+        """Return why this pair cannot work, or the empty string."""
+        cell = self.cells.get(f"{tier}/{priority}", {})
+        return str(cell["unsupported"]) if "unsupported" in cell else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    values: Mapping[str, Any]
+    name: str
+    places: Mapping[str, str] | None = None
+
+    def origin(self, key: str) -> Origin:
+        return Origin(layer=self.name, reason=self.places[key] if self.places else "")
+
+
+def resolve(
+    *,
+    family: str,
+    tier: str,
+    priority: Priority,
+    preset: str,
+    config_file: Path | None,
+    overrides: Mapping[str, Any],
+    run_settings: Mapping[str, Any] | None = None,
+) -> Resolved:
+    """Merge all layers, later wins; raises RequestError naming what is wrong and where it was set.
+
+    `preset` is `auto`, a tier, `family/tier` or a settings file. With `run_settings`, the settings
+    of the run being resumed, no preset applies: only what this command names overrides them.
+    """
+    named_tier, preset_file = _parse_preset(preset, family)
+    tier = named_tier or tier
+    name = str(preset_file) if preset_file else f"{family}/{tier}"
+    if run_settings is not None:
+        layers = [_Layer(values=run_settings, name=RESUMED)]
+    else:
+        layers = _preset_layers(family, tier, priority)
+        layers += [_file_layer(preset_file, "preset", family)] if preset_file else []
+    layers += [_file_layer(config_file, "config", family)] if config_file else []
+    layers.append(_Layer(values=overrides, name="command line"))
+    origins = {key: Origin(layer="default") for key in setting_keys()}
+    values: dict[str, Any] = {}
+    for layer in layers:
+        values.update(layer.values)
+        origins.update({key: layer.origin(key) for key in layer.values})
+    return Resolved(
+        config=_build(values, origins),
+        origins=origins,
+        family=family,
+        tier=tier,
+        priority=priority,
+        preset=name,
+    )
+
+
+def _build(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> Config:
+    try:
+        return build_config(values)
+    except RequestError as error:
+        blamed = {key: origins[key] for key in values if f"{key}=" in error.found}
+        where = [
+            f"{key} is from {origin.reason or origin.layer}"
+            for key, origin in blamed.items()
+            if origin.layer != "command line"
+        ]
+        raise RequestError("; ".join([error.found.rstrip("."), *where]), fix=error.fix) from None
+
+
+def preset_names() -> tuple[str, ...]:
+    """Return all `family/tier` names."""
+    return tuple(f"{family}/{tier}" for family in preset_families() for tier in TIERS)
+
+
+def preset_families() -> tuple[str, ...]:
+    """Return the families that have presets."""
+    folder = resources.files("lora_trainer.presets")
+    names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".json"))
+    return tuple(name.removesuffix(".json") for name in names if name != "schema.json")
+
+
+def load_presets(family: str) -> FamilyPresets:
+    """Read the presets of a family; raises RequestError for a family that has none."""
+    if family not in preset_families():
+        raise RequestError(
+            f"there are no presets for {family!r}, only for {', '.join(preset_families())}",
+            fix="use a base model of one of these families",
+        )
+    text = resources.files("lora_trainer.presets").joinpath(f"{family}.json").read_text("utf-8")
+    data = json.loads(text)
+    return FamilyPresets(**{key: value for key, value in data.items() if key != "$schema"})
+
+
+def _preset_layers(family: str, tier: str, priority: Priority) -> list[_Layer]:
+    presets = load_presets(family)
+    if reason := presets.unsupported(tier, priority):
+        raise RequestError(
+            f"preset {family}/{tier} with priority {priority} is unsupported: {reason}",
+            fix="choose another priority or tier",
+        )
+    cell = f"{tier}/{priority}"
+    return [
+        _Layer(values=presets.base, name=f"family {family}"),
+        _Layer(values=presets.tiers[tier], name=f"preset {tier}"),
+        _Layer(values=presets.priorities[priority], name=f"priority {priority}"),
+        _Layer(values=presets.cells.get(cell, {}), name=f"cell {cell}"),
+    ]
+
+
+def _file_layer(file: Path, kind: str, family: str) -> _Layer:
+    read = read_settings_file(file)
+    if read.family not in (None, family):
+        raise RequestError(
+            f"{kind} {file} is for {read.family}, the base model is {family}",
+            fix=f"use a {kind} made for {family} or remove its family",
+        )
+    return _Layer(values=read.values, name=f"{kind} {file}", places=read.places)
+
+
+def _parse_preset(preset: str, family: str) -> tuple[str | None, Path | None]:
+    """Return the tier or the file that `preset` names; raises RequestError listing the names."""
+    if preset == "auto":
+        return None, None
+    if preset in TIERS:
+        return preset, None
+    if preset in preset_names():
+        named_family, _, tier = preset.partition("/")
+        if named_family != family:
+            raise RequestError(
+                f"preset {preset} is for {named_family}, the base model is {family}",
+                fix=f"use --preset {family}/{tier} or another base model",
+            )
+        return tier, None
+    if Path(preset).suffix.lower() in _FILE_SUFFIXES:
+        return None, Path(preset)
+    names = ("auto", *TIERS, *preset_names())
+    raise RequestError(
+        f"unknown preset {preset!r}.{did_you_mean(preset, names)} Presets are {', '.join(names)}",
+        fix="name one of these or a .json file with settings",
+    )
+
+
+def preset_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the files in `presets/`, made from `Config`."""
+    settings = {"$ref": "#/$defs/settings"}
+    reason = {"type": "string", "minLength": 1, "description": "why this pair cannot work"}
+    unsupported = _object({"unsupported": reason}, required=["unsupported"])
+    pairs = f"^({'|'.join(TIERS)})/({'|'.join(PRIORITIES)})$"
+    parts = {
+        "$schema": {"type": "string"},
+        "family": {"type": "string", "description": "the model family, as the file is named"},
+        "title": {"type": "string"},
+        "base": {**settings, "description": "for every tier and priority of the family"},
+        "tiers": _object(dict.fromkeys(TIERS, settings), required=list(TIERS)),
+        "priorities": _object(dict.fromkeys(PRIORITIES, settings), required=list(PRIORITIES)),
+        "cells": {
+            "type": "object",
+            "patternProperties": {pairs: {"anyOf": [settings, unsupported]}},
+            "additionalProperties": False,
+        },
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Presets of one model family; later wins: base, tier, priority, cell",
+        **_object(parts, required=[name for name in parts if name != "$schema"]),
+        "$defs": {"settings": _object(_setting_schemas(), required=[])},
+    }
+
+
+def _object(properties: Mapping[str, Any], *, required: list[str]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": dict(properties),
+        "required": required,
+        "additionalProperties": False,
+    }
+
+
+def _setting_schemas() -> dict[str, Any]:
+    schema = Config.model_json_schema()
+    found: dict[str, Any] = {}
+    for section, reference in schema["properties"].items():
+        name = reference["$ref"].rpartition("/")[2]
+        for key, value in schema["$defs"][name]["properties"].items():
+            found[f"{section}.{key}"] = {part: v for part, v in value.items() if part != "title"}
+    return found

@@ -1,0 +1,289 @@
+"""The composition root of a training: prepare -> run folder -> train -> report, with signals and records.
+
+Everything below receives plain values; this module is where they meet. It imports torch, so the
+command line imports it only to train.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lora_trainer import __version__
+from lora_trainer.config import concrete, flatten
+from lora_trainer.errors import InputError, LoraTrainError, exit_code
+from lora_trainer.events import EventStream, JsonlWriter, Listener, read_jsonl
+from lora_trainer.files import HashMemo
+from lora_trainer.model.load import identified, locate
+from lora_trainer.output.report import write_report
+from lora_trainer.output.status import Control, StatusWriter
+from lora_trainer.output.trackers import start_trackers, usable_trackers
+from lora_trainer.prepare import Prepared, Request, bucket_counts, prepare
+from lora_trainer.run_folder import (
+    EVENTS_FILE,
+    PROBLEMS_FILE,
+    RunFolder,
+    compare,
+    create,
+    open_existing,
+    read_run,
+    write_run,
+)
+from lora_trainer.session import Job, sample_prompts, setup_torch, train_job
+from lora_trainer.show import doctor_json, plan_json
+
+SAMPLE_PROMPTS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest:
+    """What to prepare, whether to go on with a run, how strict to be, and the words typed (for run.json)."""
+
+    request: Request
+    resume: bool = False
+    resume_from: Path | None = None
+    strict: bool = False
+    command: tuple[str, ...] = ()
+
+
+@dataclass
+class StopFlag:
+    """Remembers a signal, or a control/stop file, until the loop asks; the third signal quits at once."""
+
+    control: Control
+    number: int | None = None
+    received: int = 0
+    last_s: float = float("-inf")
+    clock: Callable[[], float] = time.monotonic
+
+    def __call__(self) -> int | None:
+        if self.number is None and "stop" in self.control.pending():
+            self.control.done("stop")
+            self.number = int(signal.SIGTERM)
+        return self.number
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        """Take a signal; those within one second (launchers forward them) count once."""
+        now_s = self.clock()
+        if now_s - self.last_s >= 1.0:
+            self.received += 1
+            self.last_s = now_s
+        self.number = number
+        if self.received >= 3:
+            raise KeyboardInterrupt
+
+
+def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
+    """Train as asked and return the exported file.
+
+    Raises LoraTrainError; once there is a run folder, its events, status and report say so too.
+    """
+    previous = _previous(asked)
+    before = read_run(previous) if previous is not None else None
+    request = replace(asked.request, run_settings=before["settings"] if before else None)
+    prepared = _with_base(prepare(request))
+    if asked.strict:
+        _refuse_problems(prepared)
+    environment = setup_torch(prepared)
+    folder = open_existing(previous) if previous is not None else create(*_place(prepared))
+    with folder.lock, _recorded(folder, prepared, listeners) as (events, stop):
+        started_at_s = before["started_at_s"] if before else time.time()
+        prompts = sample_prompts(prepared, count=SAMPLE_PROMPTS)
+        job = Job(
+            prepared=prepared,
+            folder=folder,
+            prompts=prompts,
+            events=events,
+            stop=stop,
+            started_at_s=started_at_s,
+        )
+        _announce(job, before, environment)
+        write_run(folder, _run_record(job, asked, environment))
+        try:
+            file = train_job(job)
+        except LoraTrainError as error:
+            step = max(
+                (
+                    row["step"]
+                    for row in read_jsonl(folder.path / EVENTS_FILE)
+                    if row["event"] == "step"
+                ),
+                default=0,
+            )
+            events.emit("stopped", reason=str(error), exit_code=exit_code(error), step=step)
+            write_report(folder.path)
+            raise
+        events.emit("phase", phase="report", message="report.html", done=0, total=0)
+        write_report(folder.path)
+        return file
+
+
+def _previous(asked: TrainRequest) -> Path | None:
+    """Return the run to resume: --resume-from, or with --resume the run of this name."""
+    if asked.resume_from is not None:
+        return asked.resume_from
+    if not asked.resume:
+        return None
+    overrides = asked.request.overrides
+    name = (
+        overrides["output.name"]
+        if "output.name" in overrides
+        else asked.request.dataset.resolve().name
+    )
+    parent = Path(overrides["output.folder"] if "output.folder" in overrides else "runs")
+    return parent / str(name)
+
+
+def _place(prepared: Prepared) -> tuple[Path, str]:
+    output = prepared.config.output
+    name = prepared.dataset.folder.resolve().name if output.name == "auto" else output.name
+    return Path(output.folder), name
+
+
+def _with_base(prepared: Prepared) -> Prepared:
+    """Return `prepared` with the base on this machine and its parts identified by content."""
+    path = locate(prepared.facts.source, revision=prepared.config.base.revision)
+    facts = prepared.facts
+    if facts.path is None:
+        facts = prepared.family.facts(path, source=facts.source, identities={})
+    memo = HashMemo.load(prepared.cache_root / ".hashes.json")
+    facts = identified(facts, memo)
+    memo.save()
+    return replace(prepared, facts=facts)
+
+
+def _refuse_problems(prepared: Prepared) -> None:
+    problems = [finding for finding in prepared.report.findings if finding.severity != "note"]
+    if problems:
+        first = problems[0]
+        raise InputError(
+            f"--strict: the dataset has {len(problems)} problems, the first: {first.file or 'dataset'}: {first.what}",
+            fix=f"{first.advice}, see `lora-train check`, or leave --strict out",
+        )
+
+
+@contextmanager
+def _recorded(
+    folder: RunFolder, prepared: Prepared, listeners: tuple[Listener, ...]
+) -> Iterator[tuple[EventStream, StopFlag]]:
+    """Open the run's records and take over Ctrl-C and SIGTERM while the block runs."""
+    events = EventStream()
+    for listener in listeners:
+        events.subscribe(listener)
+    silent = {"phase", "problem"}
+    events.subscribe(
+        JsonlWriter(folder.path / EVENTS_FILE, lambda kind: kind not in silent, events)
+    )
+    events.subscribe(
+        JsonlWriter(folder.path / PROBLEMS_FILE, lambda kind: kind == "problem", events)
+    )
+    events.subscribe(StatusWriter(folder.path, events))
+    control = Control(folder.path)
+    stop = StopFlag(control=control)
+    previous = {
+        number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        usable, problems = usable_trackers(
+            prepared.config.logging.trackers, packages=prepared.hardware.packages
+        )
+        for problem in problems:
+            events.problem(problem.what, fix=problem.fix, severity="note")
+        start_trackers(
+            usable, run_folder=folder.path, settings=flatten(prepared.config), events=events
+        )
+        yield events, stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _announce(job: Job, before: dict[str, Any] | None, environment: dict[str, Any]) -> None:
+    """Say what starts, or how exactly it goes on; report the dataset's and the planner's remarks."""
+    prepared, config = job.prepared, job.prepared.config
+    steps = concrete(config.train.steps)
+    resumed = None
+    if before is not None:
+        exactness, differences = compare(
+            before["settings"],
+            flatten(config),
+            environment=before["environment"]["exactness"],
+            environment_now=environment,
+        )
+        if before["dataset"]["fingerprint"] != prepared.dataset.fingerprint:
+            exactness, differences = (
+                "CHANGED",
+                [*differences, "dataset: images or captions changed"],
+            )
+        resumed = max(
+            (
+                row["step"]
+                for row in read_jsonl(job.folder.path / EVENTS_FILE)
+                if row["event"] == "saved"
+            ),
+            default=0,
+        )
+        job.events.emit("resumed", step=resumed, exactness=exactness, differences=differences)
+    job.events.emit(
+        "run_started",
+        name=job.folder.name,
+        family=prepared.family.name,
+        base=prepared.facts.source,
+        steps=steps,
+        batch_size=config.train.batch_size,
+        device=config.hardware.device,
+        tier=prepared.resolved.tier,
+        priority=prepared.resolved.priority,
+        preset=prepared.resolved.preset,
+        images=len(prepared.trained),
+        validation_images=len(prepared.held_out),
+        resumed_from=resumed,
+    )
+    for finding in prepared.report.findings:
+        if finding.severity != "note":
+            job.events.problem(
+                finding.what,
+                fix=finding.advice,
+                severity=finding.severity,
+                file=finding.file,
+                code=finding.code,
+            )
+
+
+def _run_record(job: Job, asked: TrainRequest, environment: dict[str, Any]) -> dict[str, Any]:
+    prepared = job.prepared
+    return {
+        "name": job.folder.name,
+        "version": __version__,
+        "command": list(asked.command),
+        "started_at_s": job.started_at_s,
+        "settings": flatten(prepared.config),
+        "origins": {key: asdict(origin) for key, origin in prepared.plan.origins.items()},
+        "base": {
+            "family": prepared.family.name,
+            "source": prepared.facts.source,
+            "path": prepared.facts.path.name if prepared.facts.path else None,
+            "identities": {name: part.identity for name, part in prepared.facts.parts.items()},
+        },
+        "plan": {key: value for key, value in plan_json(prepared).items() if key != "settings"},
+        "environment": {
+            "exactness": environment,
+            "python": sys.version.split()[0],
+            **doctor_json(prepared.hardware),
+        },
+        "dataset": {
+            **prepared.report.to_json(),
+            "name": prepared.dataset.folder.resolve().name,
+            "images": len(prepared.dataset.records),
+            "fingerprint": prepared.dataset.fingerprint,
+            "buckets": bucket_counts(prepared.trained, prepared.placements),
+            "held_out": [record.name for record in prepared.held_out],
+        },
+    }

@@ -1,0 +1,141 @@
+"""The run folder: naming, claiming and finding it, run.json, and what a resume may not change silently."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from lora_trainer.errors import MachineError, RequestError
+from lora_trainer.events import read_jsonl
+from lora_trainer.files import disk_error, json_bytes, read_json_object, write_atomic
+
+RUN_FILE = "run.json"
+EVENTS_FILE = "events.jsonl"
+PROBLEMS_FILE = "problems.jsonl"
+STATES = "states"
+# Settings that say where and how much, not what is computed: a resume may change them and stay exact.
+FREE_SETTINGS = frozenset(
+    {
+        "output.folder", "output.name", "output.keep_last", "output.keep_states", "output.save_every_steps",
+        "output.save_every_epochs", "output.precision", "output.format", "sampling.prompts",
+        "sampling.negative_prompt", "sampling.every_steps", "sampling.steps", "sampling.guidance_scale",
+        "sampling.seed", "logging.trackers", "data.cache_dir", "data.cache_max_gib", "data.prefetch_steps",
+        "data.max_bad_fraction", "data.max_megapixels", "train.validate_every_steps", "hardware.vram_limit_gib",
+    }
+)  # fmt: skip
+FORBIDDEN_SETTINGS = ("adapter.rank", "adapter.alpha", "adapter.targets", "optimizer.name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """A claimed run folder; the lock is held until the process ends."""
+
+    path: Path
+    lock: FileLock
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def states(self) -> Path:
+        return self.path / STATES
+
+
+def create(parent: Path, name: str) -> RunFolder:
+    """Make and claim a new folder `name`, or `name-002`, `-003`, ... when that exists already."""
+    number = 1
+    while True:
+        path = parent / (name if number == 1 else f"{name}-{number:03d}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            continue
+        except OSError as error:
+            raise disk_error(path, error) from error
+        return _claimed(path)
+
+
+def open_existing(path: Path) -> RunFolder:
+    """Claim the folder of a run to resume; raises RequestError when there is none, MachineError when in use."""
+    if not (path / RUN_FILE).is_file():
+        others = sorted(entry.parent.name for entry in path.parent.glob(f"*/{RUN_FILE}"))
+        raise RequestError(
+            f"there is no run in {path} to resume; runs there: {', '.join(others) or 'none'}",
+            fix="name one with --name or --resume-from FOLDER, or start without --resume",
+        )
+    return _claimed(path)
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """Return run.json of a run folder; raises RequestError."""
+    return read_json_object(path / RUN_FILE)
+
+
+def write_run(folder: RunFolder, content: Mapping[str, Any]) -> None:
+    """Write run.json atomically; raises MachineError."""
+    write_atomic(folder.path / RUN_FILE, json_bytes(dict(content)))
+
+
+def cut_events(folder: RunFolder, *, step: int) -> None:
+    """Drop events of steps after `step`: a resumed run does them again, with the same numbers."""
+    for name in (EVENTS_FILE, PROBLEMS_FILE):
+        file = folder.path / name
+        if not file.exists():
+            continue
+        kept = []
+        for row in read_jsonl(file):
+            if row["event"] in ("finished", "stopped") or row.get("step", 0) > step:
+                continue
+            kept.append(json.dumps(row, ensure_ascii=False))
+        write_atomic(file, "".join(f"{line}\n" for line in kept).encode())
+
+
+def compare(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    environment: Mapping[str, Any],
+    environment_now: Mapping[str, Any],
+) -> tuple[str, list[str]]:
+    """Return ("EXACT" | "SAME-STREAM" | "CHANGED", differences) of a resume; raises RequestError.
+
+    Settings in FORBIDDEN_SETTINGS cannot change; others make it CHANGED; another environment (torch,
+    threads, processor, device) keeps every draw but not every bit.
+    """
+    changed = [key for key in now if before.get(key) != now[key] and key not in FREE_SETTINGS]
+    refused = [
+        f"{key} {before.get(key)} -> {now[key]}" for key in changed if key in FORBIDDEN_SETTINGS
+    ]
+    if refused:
+        raise RequestError(
+            f"a resume cannot change {', '.join(refused)}",
+            fix="leave it as it was, or start a new run",
+        )
+    lines = [f"{key}: {before.get(key)} -> {now[key]}" for key in changed]
+    if lines:
+        return "CHANGED", lines
+    moved = [
+        f"{key}: {environment.get(key)} -> {value}"
+        for key, value in environment_now.items()
+        if environment.get(key) != value
+    ]
+    return ("SAME-STREAM", moved) if moved else ("EXACT", [])
+
+
+def _claimed(path: Path) -> RunFolder:
+    lock = FileLock(path / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise MachineError(
+            f"the run in {path} is being trained by another process",
+            fix="wait for it, or stop it first",
+        ) from None
+    return RunFolder(path=path, lock=lock)

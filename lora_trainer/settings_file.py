@@ -1,0 +1,144 @@
+"""Settings files that users write: JSON or TOML, nested sections or flat `section.key` names.
+
+Input is a path; output is {"section.key": value} with the place of each key. Every mistake is a
+RequestError that names file, line and column, and for an unknown key the nearest setting. A file
+may also hold its settings under `settings`, as `plan --json`, run.json and shared presets do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config import Config, setting_keys
+from lora_trainer.errors import RequestError, did_you_mean
+from lora_trainer.files import read_json_object
+
+WRAPPER = "settings"
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
+_TOML_HEADER = re.compile(r"^\s*\[([^\[\]]+)\]")
+_TOML_KEY = re.compile(r"""^\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"))*)\s*=""")
+_TOML_PLACE = re.compile(r"\(at line (\d+), column (\d+)\)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingsFile:
+    """What a file sets; `places` has file:line:column of each key, `family` the family it names."""
+
+    values: Mapping[str, Any]
+    places: Mapping[str, str]
+    family: str | None = None
+
+
+def read_settings_file(file: Path) -> SettingsFile:
+    """Read a settings file; raises RequestError for anything that is not a setting."""
+    is_toml = file.suffix.lower() == ".toml"
+    data = _read_toml(file) if is_toml else read_json_object(file)
+    text = file.read_text(encoding="utf-8-sig")
+    places = {
+        key.removeprefix(f"{WRAPPER}."): f"{file}:{_line_and_column(text, offset)}"
+        for key, offset in (_toml_keys(text) if is_toml else _json_keys(text))
+    }
+    family = data.get("family")
+    wrapped = data.get(WRAPPER)
+    if isinstance(wrapped, dict):
+        settings = {key: _unwrapped(value) for key, value in wrapped.items()}
+    else:
+        settings = {key: value for key, value in data.items() if key not in ("$schema", "family")}
+    values = _flat(settings, places, file)
+    return SettingsFile(
+        values=values,
+        places={key: places.get(key, str(file)) for key in values},
+        family=family if isinstance(family, str) else None,
+    )
+
+
+def _unwrapped(value: Any) -> Any:
+    """`plan --json` writes {"value": ..., "origin": ...}; no setting is an object itself."""
+    return value["value"] if isinstance(value, dict) and "value" in value else value
+
+
+def _flat(settings: Mapping[str, Any], places: Mapping[str, str], file: Path) -> dict[str, Any]:
+    """Return {"section.key": value}; raises RequestError naming all that is wrong at once."""
+    known, values, wrong = setting_keys(), dict[str, Any](), list[str]()
+    for key, value in _pairs(settings):
+        place = places.get(key, str(file))
+        if key not in known:
+            wrong.append(f"{place}: unknown setting {key!r}.{did_you_mean(key, known)}")
+        elif key in values:
+            wrong.append(f"{place}: {key!r} is set twice.")
+        values[key] = value
+    if wrong:
+        raise RequestError(" ".join(wrong), fix="see `lora-train plan DATASET` for all settings")
+    return values
+
+
+def _pairs(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if key in Config.model_fields and isinstance(value, dict):
+            yield from ((f"{key}.{name}", _unwrapped(inner)) for name, inner in value.items())
+        else:
+            yield key, value
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(
+            f"cannot read {file}: {error}", fix="give a readable UTF-8 file"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        found = _TOML_PLACE.search(str(error))
+        place = f"{file}:{found[1]}:{found[2]}" if found else str(file)
+        message = _TOML_PLACE.sub("", str(error)).strip()
+        raise RequestError(f"{place}: not TOML: {message}", fix="correct that line") from None
+    except RecursionError:
+        raise RequestError(f"{file}: nested too deeply", fix="correct the file") from None
+
+
+def _json_keys(text: str) -> Iterator[tuple[str, int]]:
+    """Yield each key's dotted path and offset in a text that is known to be valid JSON."""
+    path: list[str] = []
+    kinds: list[str] = []
+    awaits_key = False
+    for token in _JSON_TOKEN.finditer(text):
+        mark = token[0]
+        if mark in "{[":
+            kinds.append(mark)
+            path.append("")
+            awaits_key = mark == "{"
+        elif mark in "}]":
+            kinds.pop()
+            path.pop()
+        elif mark == ",":
+            awaits_key = kinds[-1] == "{"
+        elif mark != ":" and awaits_key:
+            path[-1] = json.loads(mark)
+            awaits_key = False
+            yield ".".join(part for part in path if part), token.start()
+
+
+def _toml_keys(text: str) -> Iterator[tuple[str, int]]:
+    """Yield dotted keys and offsets line by line; a line that only looks like one does no harm."""
+    section, offset = "", 0
+    for line in text.splitlines(keepends=True):
+        if header := _TOML_HEADER.match(line):
+            section = f"{_plain(header[1])}."
+        elif key := _TOML_KEY.match(line):
+            yield section + _plain(key[1]), offset + key.start(1)
+        offset += len(line)
+
+
+def _plain(key: str) -> str:
+    return re.sub(r"[\s\"']", "", key)
+
+
+def _line_and_column(text: str, offset: int) -> str:
+    line = text.count("\n", 0, offset) + 1
+    return f"{line}:{offset - (text.rfind(chr(10), 0, offset) + 1) + 1}"

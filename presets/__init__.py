@@ -1,0 +1,1 @@
+"""Preset settings as data: one JSON file per model family, and schema.json that they follow."""

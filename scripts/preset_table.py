@@ -1,0 +1,91 @@
+"""Write the preset table of README.md from presets/*.json: `python scripts/preset_table.py`.
+
+One row for each tier and priority, resolved as a run would resolve it; one column for each setting
+that is not the same in all rows. tests/test_readme.py fails when README.md holds another table.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config import flatten, setting_keys
+from lora_trainer.resolve import (
+    PRIORITIES,
+    TIERS,
+    Priority,
+    load_presets,
+    preset_families,
+    resolve,
+)
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+BEGIN, END = "<!-- presets:begin -->\n", "<!-- presets:end -->\n"
+
+
+def preset_tables() -> str:
+    """Return the table of every family that has presets, as Markdown."""
+    return "\n".join(_table(family) for family in preset_families())
+
+
+def with_preset_tables(readme: str) -> str:
+    """Return the text of README.md with new tables between its two markers."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"README.md lacks {BEGIN.strip()} or, after it, {END.strip()}")
+    return before + begin + preset_tables() + end + after
+
+
+def _table(family: str) -> str:
+    presets = load_presets(family)
+    rows = [(tier, priority) for tier in TIERS for priority in PRIORITIES]
+    settings = {row: _settings(family, *row) for row in rows if not presets.unsupported(*row)}
+    layers = (presets.tiers, presets.priorities, presets.cells, {"base": presets.base})
+    preset = {key for layer in layers for values in layer.values() for key in values}
+    keys = [key for key in setting_keys() if key in preset]
+    shown = {key: {row: _shown(values[key]) for row, values in settings.items()} for key in keys}
+    varying = [key for key in keys if len(set(shown[key].values())) > 1]
+    same = [f"`{key}` {min(shown[key].values())}" for key in keys if key not in varying]
+    lines = [
+        f"**{presets.title}** (`presets/{family}.json`)",
+        "",
+        _line(["GB", "priority", *(f"`{key}`" for key in varying)]),
+        _line(["---", "---", *("---:" for _ in varying)]),
+    ]
+    for row in rows:
+        values = [shown[key][row] for key in varying] if row in settings else ["unsupported"]
+        lines.append(_line([*row, *values]))
+    for cell in (row for row in rows if row not in settings):
+        lines += ["", f"{'/'.join(cell)} is unsupported: {presets.unsupported(*cell)}."]
+    return "\n".join([*lines, "", f"In all rows: {', '.join(same)}.", ""])
+
+
+def _settings(family: str, tier: str, priority: Priority) -> Mapping[str, Any]:
+    resolved = resolve(
+        family=family, tier=tier, priority=priority, preset="auto", config_file=None, overrides={}
+    )
+    return flatten(resolved.config)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _line(values: Iterable[str]) -> str:
+    return f"| {' | '.join(values)} |"
+
+
+def main() -> None:
+    """Rewrite the table in README.md."""
+    README.write_text(with_preset_tables(README.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.stderr.write(f"wrote the preset table of {README.name}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""What every test runs under: no network, no file outside temporary folders, no user settings.
+
+Set before any test module is imported, because libraries read these variables once; the processes
+that tests start inherit them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.configuration import set_hypothesis_home_dir
+
+# A loaded machine is no failure; CI tries the same examples every time, people get new ones.
+settings.register_profile(
+    "project",
+    max_examples=50,
+    deadline=None,
+    database=None,
+    derandomize="CI" in os.environ,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("project")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give this test run a home folder of its own and take the network away."""
+    home = tempfile.TemporaryDirectory(prefix="lora-train-tests-", ignore_cleanup_errors=True)
+    patch = pytest.MonkeyPatch()
+    config.add_cleanup(home.cleanup)
+    config.add_cleanup(patch.undo)
+    for name in [name for name in os.environ if name.startswith(("HF_", "LORA_TRAIN", "WANDB_"))]:
+        patch.delenv(name)
+    patch.setenv("HOME", home.name)
+    patch.setenv("XDG_CACHE_HOME", f"{home.name}/.cache")
+    patch.setenv("HF_HOME", f"{home.name}/huggingface")
+    patch.setenv("HF_HUB_OFFLINE", "1")
+    set_hypothesis_home_dir(f"{home.name}/hypothesis")  # else `.hypothesis/` in the checkout
+    patch.setenv("TOKENIZERS_PARALLELISM", "false")  # else a warning in every forked child

@@ -1,0 +1,141 @@
+"""Bucket sizes, where a picture is placed, and what is cut from it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from lora_trainer.data.buckets import Bucket, buckets_for, cut, place
+from lora_trainer.errors import RequestError
+
+SD15 = buckets_for(resolution_px=512, step_px=64, max_aspect=2.0)
+sides = st.integers(16, 5000)
+
+
+def test_the_table_of_sd15() -> None:
+    assert [str(bucket) for bucket in SD15] == [
+        "384x640",
+        "448x576",
+        "512x512",
+        "576x448",
+        "640x384",
+    ]
+
+
+@given(
+    st.integers(1, 20).flatmap(
+        lambda step: st.tuples(st.just(8 * step), st.integers(8 * step, 1200))
+    ),
+    st.floats(1.0, 8.0),
+)
+def test_rules_every_bucket_keeps(sizes: tuple[int, int], max_aspect: float) -> None:
+    step_px, resolution_px = sizes
+    buckets = buckets_for(resolution_px=resolution_px, step_px=step_px, max_aspect=max_aspect)
+    side_px = resolution_px // step_px * step_px
+    assert Bucket(side_px, side_px) in buckets
+    assert len(set(buckets)) == len(buckets)
+    for bucket in buckets:
+        width_px, height_px = bucket.width_px, bucket.height_px
+        assert width_px % step_px == height_px % step_px == 0
+        assert 0 < width_px * height_px <= resolution_px**2
+        assert max(width_px, height_px) <= max_aspect * min(width_px, height_px)
+        assert Bucket(height_px, width_px) in buckets
+        taller_fits = width_px * (height_px + step_px) <= resolution_px**2
+        wider_fits = (width_px + step_px) * height_px <= resolution_px**2
+        assert not (taller_fits and wider_fits) or width_px == height_px == side_px
+
+
+def test_without_aspect_only_the_square() -> None:
+    assert buckets_for(resolution_px=512, step_px=64, max_aspect=1.0) == (Bucket(512, 512),)
+
+
+def test_a_resolution_below_one_step_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"data\.resolution=63 .* 64 px"):
+        buckets_for(resolution_px=63, step_px=64, max_aspect=2.0)
+
+
+@pytest.mark.parametrize(
+    ("width_px", "height_px", "bucket", "scaled", "corner", "upscaled"),
+    [
+        (512, 512, "512x512", (512, 512), (0, 0), False),
+        (3024, 4032, "448x576", (448, 597), (0, 10), False),
+        (4032, 3024, "576x448", (597, 448), (10, 0), False),
+        (100, 100, "512x512", (512, 512), (0, 0), True),
+        (5000, 1000, "640x384", (1920, 384), (640, 0), False),
+        (1280, 768, "640x384", (640, 384), (0, 0), False),
+        (1000, 192, "640x384", (2000, 384), (680, 0), True),
+        (383, 4000, "384x640", (384, 4010), (0, 1685), True),
+    ],
+)
+def test_placements(
+    width_px: int,
+    height_px: int,
+    bucket: str,
+    scaled: tuple[int, int],
+    corner: tuple[int, int],
+    upscaled: bool,
+) -> None:
+    placement = place(width_px, height_px, buckets=SD15)
+    assert str(placement.bucket) == bucket
+    assert (placement.scaled_width_px, placement.scaled_height_px) == scaled
+    assert (placement.left_px, placement.top_px) == corner
+    area = placement.bucket.width_px * placement.bucket.height_px
+    assert placement.cropped_fraction == pytest.approx(1 - area / (scaled[0] * scaled[1]))
+    assert placement.upscaled == upscaled
+
+
+@given(sides, sides)
+def test_a_picture_covers_its_bucket_undistorted_and_centred(width_px: int, height_px: int) -> None:
+    placement = place(width_px, height_px, buckets=SD15)
+    bucket = placement.bucket
+    over_width = placement.scaled_width_px - bucket.width_px
+    over_height = placement.scaled_height_px - bucket.height_px
+    assert min(over_width, over_height) == 0
+    assert placement.left_px == over_width // 2
+    assert placement.top_px == over_height // 2
+    scale = max(bucket.width_px / width_px, bucket.height_px / height_px)
+    assert abs(placement.scaled_width_px - width_px * scale) <= 0.5001
+    assert abs(placement.scaled_height_px - height_px * scale) <= 0.5001
+    assert 0 <= placement.cropped_fraction < 1
+
+
+@given(sides, sides)
+def test_the_nearest_aspect_ratio_is_chosen(width_px: int, height_px: int) -> None:
+    def distance(bucket: Bucket) -> float:
+        return abs(math.log(bucket.width_px / bucket.height_px) - math.log(width_px / height_px))
+
+    chosen = place(width_px, height_px, buckets=SD15).bucket
+    assert distance(chosen) == pytest.approx(min(distance(bucket) for bucket in SD15), abs=1e-9)
+
+
+def test_of_equally_near_buckets_the_larger_is_chosen() -> None:
+    small_first = (Bucket(64, 64), Bucket(128, 128))
+    assert place(50, 50, buckets=small_first).bucket == Bucket(128, 128)
+    assert place(100, 100, buckets=(Bucket(120, 60), Bucket(90, 180))).bucket == Bucket(90, 180)
+
+
+def test_cut_takes_the_middle_and_mirrors_it() -> None:
+    # Left third red, middle green, right third blue with a white top right corner of the middle.
+    image = Image.new("RGB", (300, 100), "green")
+    image.paste("red", (0, 0, 100, 100))
+    image.paste("blue", (200, 0, 300, 100))
+    image.paste("white", (150, 0, 200, 50))
+    placement = place(300, 100, buckets=(Bucket(100, 100),))
+    plain = cut(image, placement, flip=False)
+    assert plain.size == (100, 100)
+    assert plain.tobytes() == image.crop((100, 0, 200, 100)).tobytes()
+    mirrored = np.asarray(cut(image, placement, flip=True))
+    assert (mirrored == np.asarray(plain)[:, ::-1]).all()
+    assert not (mirrored == np.asarray(plain)).all()
+
+
+@pytest.mark.parametrize("size", [(40, 33), (1000, 700), (64, 64), (17, 300)])
+def test_cut_gives_the_buckets_size(size: tuple[int, int]) -> None:
+    placement = place(*size, buckets=SD15)
+    cut_size = cut(Image.new("RGB", size), placement, flip=False).size
+    assert cut_size == (placement.bucket.width_px, placement.bucket.height_px)

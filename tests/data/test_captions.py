@@ -1,0 +1,241 @@
+"""Caption text: encodings, cleaning, trigger, metadata.jsonl, sidecars, variants and draws."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.config import DataSettings
+from lora_trainer.data.captions import (
+    MAX_CAPTION_BYTES,
+    MAX_CAPTION_CHARACTERS,
+    Sidecars,
+    clean,
+    has_trigger,
+    is_dropped,
+    read_caption,
+    read_metadata,
+    variant_of,
+    variants,
+    with_trigger,
+)
+
+# Named rather than all of Unicode, whose tables take hypothesis seconds to build.
+letters = st.text(
+    alphabet="abz ,.*()[]%\n\t\u00a0\u00e9e\u0301\u2028\u202e\u732b\U0001f600", max_size=60
+)
+SHUFFLING = DataSettings(shuffle_tags=True, keep_tokens=1, caption_variants=6)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"a cat\r\n", "a cat"),
+        (b"\xef\xbb\xbfa cat", "a cat"),
+        ("ein K\u00e4tzchen".encode(), "ein K\u00e4tzchen"),
+        ("a \u732b".encode("utf-16"), "a \u732b"),
+        (b"\xfe\xff" + "a \u732b".encode("utf-16-be"), "a \u732b"),
+        ("a \u732b".encode("utf-32"), "a \u732b"),
+        (b"line one,\n\n  line\ttwo ", "line one, line two"),
+        (b"", ""),
+        (b" \r\n\t ", ""),
+        (b"\xef\xbb\xbf", ""),
+        (b"\xff\xfe", ""),
+    ],
+)
+def test_well_formed_captions_are_read_without_complaint(data: bytes, text: str) -> None:
+    found = read_caption(data)
+    assert (found.text, found.problems) == (text, ())
+
+
+@pytest.mark.parametrize(
+    ("data", "text", "named"),
+    [
+        (b"it\x92s a cat", "it\u2019s a cat", "byte 2 (0x92) is not UTF-8; read as Windows-1252"),
+        ("\u4e2d\u56fd cat".encode("gbk"), None, "byte 0 (0xd6) is not UTF-8"),
+        ("\u732b cat".encode("shift-jis"), None, "byte 0 (0x94) is not UTF-8"),
+        (b"a\x81b", "a\ufffdb", "byte 1 (0x81) is not UTF-8"),
+        (b"\xff\xfea\x00b", "a\ufffd", "byte 4 (0x62) is not UTF-16-LE"),
+        (b"ca\x00t", "cat", "byte 2 is NUL; 1 such characters left out"),
+        ("cat".encode("utf-16-le"), "cat", "byte 1 is NUL; 3 such characters left out"),
+        (b"\xef\xbb\xbf\xc3\xa9\x00", "\u00e9", "byte 5 is NUL"),
+    ],
+)
+def test_odd_bytes_are_named_and_survived(data: bytes, text: str | None, named: str) -> None:
+    found = read_caption(data)
+    assert len(found.problems) == 1
+    assert named in found.problems[0]
+    assert text is None or found.text == text
+    assert found.text.endswith("cat") or text is not None
+
+
+def test_a_long_caption_is_cut_with_the_count_of_what_is_lost() -> None:
+    found = read_caption(b"x" * (MAX_CAPTION_CHARACTERS + 7))
+    assert found.text == "x" * MAX_CAPTION_CHARACTERS
+    assert found.problems == ("has 10,007 characters; the last 7 are left out",)
+    assert read_caption(b"x" * MAX_CAPTION_CHARACTERS).problems == ()
+
+
+def test_a_huge_file_is_no_caption() -> None:
+    found = read_caption(b"x" * (MAX_CAPTION_BYTES + 1))
+    assert found.text == ""
+    assert "too long for a caption" in found.problems[0]
+
+
+@pytest.mark.parametrize("text", ["<script>", "{a|b} %s", "\x1b[31mred\x1b[0m", "\u202eabc"])
+def test_markup_and_escapes_stay_as_they_are(text: str) -> None:
+    assert read_caption(text.encode()).text == text
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_give_one_clean_line(data: bytes) -> None:
+    text = read_caption(data).text
+    assert text == " ".join(text.split())
+    assert "\0" not in text
+    text.encode("utf-8")
+
+
+@given(letters, st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32"]))
+def test_what_was_written_is_read(text: str, encoding: str) -> None:
+    wanted = clean(text)
+    found = read_caption(wanted.encode(encoding))
+    assert (found.text, found.problems) == (wanted, ())
+
+
+@pytest.mark.parametrize(
+    ("caption", "trigger", "wanted"),
+    [
+        ("a cat", None, "a cat"),
+        ("a cat", "zibbo", "zibbo, a cat"),
+        ("", "zibbo", "zibbo"),
+        ("Zibbo, a cat", "zibbo", "Zibbo, a cat"),
+        ("a zibbo!", "zibbo", "a zibbo!"),
+        ("zibbos in a row", "zibbo", "zibbo, zibbos in a row"),
+        ("prezibbo", "zibbo", "zibbo, prezibbo"),
+        ("[trigger] in a tree, [trigger]", "zibbo", "zibbo in a tree, zibbo"),
+        ("[trigger] here", None, "[trigger] here"),
+        ("a cat", "c.t", "c.t, a cat"),
+        ("a cat", " ", "a cat"),
+        ("a cat by ohwx man", "ohwx man", "a cat by ohwx man"),
+    ],
+)
+def test_trigger(caption: str, trigger: str | None, wanted: str) -> None:
+    assert with_trigger(caption, trigger) == wanted
+
+
+@given(letters, st.text(alphabet="abz .*(", min_size=1, max_size=8))
+def test_the_trigger_is_put_in_once(caption: str, trigger: str) -> None:
+    once = with_trigger(caption, trigger)
+    assert not trigger.strip() or has_trigger(once, trigger)
+    assert with_trigger(once, trigger) == once
+
+
+def test_metadata_lines() -> None:
+    rows = [
+        {"file_name": "a.png", "text": "one\ntwo"},
+        {"file_name": "sub\\b.png", "caption": "three"},
+        {"file_name": "./c.png", "prompt": "four\u2028five"},
+        {"file_name": "d.png", "prompt": "no", "caption": "no", "text": "first key wins"},
+    ]
+    data = "\ufeff" + "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n"
+    found = read_metadata(data.encode())
+    assert found.problems == ()
+    assert found.captions == {
+        "a.png": "one two",
+        "sub/b.png": "three",
+        "c.png": "four five",
+        "d.png": "first key wins",
+    }
+
+
+def test_bad_metadata_lines_are_named_and_the_others_used() -> None:
+    lines = [
+        '{"file_name": "a.png", "text": "a"}',
+        '{"file_name": "a.png", "text": "b"}',
+        "{nonsense",
+        '["a.png"]',
+        '{"file_name": 3, "text": "x"}',
+        '{"file_name": "b.png", "text": 3}',
+        "[" * 100_000,
+        '{"file_name": "s.png", "text": "\\ud800"}',
+    ]
+    found = read_metadata("\n".join(lines).encode())
+    assert found.captions == {"a.png": "b", "s.png": "?"}
+    assert [problem.split(":")[0] for problem in found.problems] == [
+        *(f"line {number}" for number in (2, 3, 4, 5, 6)),
+        "1 more lines like these",
+    ]
+
+
+def test_sidecars_prefer_the_exact_name_and_the_first_extension() -> None:
+    names = ["a.caption", "a.txt", "A.TXT", "b.caption", "caf\u00e9.txt"]
+    found = Sidecars(names, extensions=("txt", ".caption"))
+    assert [found.find(stem) for stem in ("a", "A", "b", "B", "none")] == [
+        "a.txt",
+        "A.TXT",
+        "b.caption",
+        "b.caption",
+        None,
+    ]
+    assert found.find("cafe\u0301") == "caf\u00e9.txt"
+
+
+def test_without_shuffling_there_is_one_variant() -> None:
+    settings = DataSettings(shuffle_tags=False, caption_variants=4)
+    assert variants("a, b, c", settings=settings, seed=1) == ("a, b, c",)
+
+
+def test_variants_shuffle_all_but_the_kept_tags() -> None:
+    caption = "zibbo, one, two, three, four"
+    found = variants(caption, settings=SHUFFLING, seed=1)
+    assert len(found) == 6
+    assert found[0] == caption
+    assert len(set(found)) > 2
+    for text in found:
+        tags = text.split(", ")
+        assert tags[0] == "zibbo"
+        assert sorted(tags) == sorted(caption.split(", "))
+    kept = variants(caption, settings=SHUFFLING.model_copy(update={"keep_tokens": 3}), seed=1)
+    assert {tuple(text.split(", ")[:3]) for text in kept} == {("zibbo", "one", "two")}
+    assert len(set(kept)) == 2
+
+
+def test_variants_depend_on_text_and_seed_alone() -> None:
+    first = variants("k, a, b, c, d, e", settings=SHUFFLING, seed=1)
+    assert first == variants("k, a, b, c, d, e", settings=SHUFFLING, seed=1)
+    assert first != variants("k, a, b, c, d, e", settings=SHUFFLING, seed=2)
+    other = variants("x, a, b, c, d, e", settings=SHUFFLING, seed=1)
+    assert [text[1:] for text in other] != [text[1:] for text in first]
+    more = SHUFFLING.model_copy(update={"caption_variants": 9})
+    assert variants("k, a, b, c, d, e", settings=more, seed=1)[:6] == first
+
+
+@pytest.mark.parametrize("caption", ["", "one tag", "two, tags", "k,  "])
+def test_captions_with_nothing_to_shuffle_stay_as_they_are(caption: str) -> None:
+    assert variants(caption, settings=SHUFFLING, seed=1) == (caption,) * 6
+
+
+def test_repeated_tags_are_kept() -> None:
+    for text in variants("k, a, a, b", settings=SHUFFLING, seed=1):
+        assert Counter(text.split(", ")) == Counter({"a": 2, "b": 1, "k": 1})
+
+
+def test_each_sample_and_epoch_chooses_its_own_variant() -> None:
+    draws = [variant_of(f"s{i}", count=4, seed=7, epoch=e) for i in range(40) for e in range(10)]
+    assert set(draws) == {0, 1, 2, 3}
+    assert max(Counter(draws).values()) < 140
+    assert draws[0] == variant_of("s0", count=4, seed=7, epoch=0)
+
+
+def test_dropout_hits_its_share_of_samples() -> None:
+    def share(fraction: float) -> float:
+        draws = [is_dropped(f"s{i}", fraction=fraction, seed=3, epoch=i % 5) for i in range(2000)]
+        return sum(draws) / len(draws)
+
+    assert share(0.0) == 0.0
+    assert share(1.0) == 1.0
+    assert share(0.25) == pytest.approx(0.25, abs=0.04)

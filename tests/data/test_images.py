@@ -1,0 +1,723 @@
+"""Decoding: every odd picture of FAULTS IMG-01..09, and what is remembered of a good one."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import struct
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms
+
+from lora_trainer.config import DataSettings
+from lora_trainer.data.captions import CaptionText
+from lora_trainer.data.faults import ImageFault
+from lora_trainer.data.images import (
+    DecodedImage,
+    VerifiedImages,
+    background_rgb,
+    decode,
+    verify,
+)
+from lora_trainer.data.measures import Measures, measure
+from lora_trainer.errors import InputError, MachineError, RequestError
+from lora_trainer.files import sha256_bytes
+
+SETTINGS = DataSettings()
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    """Nothing here may block: a pipe that is opened would, for ever."""
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+
+
+def picture(width_px: int = 48, height_px: int = 32) -> Image.Image:
+    """An RGB picture without symmetry: smooth colours and a red top left corner."""
+    x, y = np.meshgrid(np.linspace(40, 200, width_px), np.linspace(20, 180, height_px))
+    image = Image.fromarray(np.stack([y * 0 + 60, x, y], axis=-1).astype(np.uint8))
+    image.paste("red", (0, 0, 8, 4))
+    return image
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def decoded(
+    folder: Path, data: bytes, settings: DataSettings = SETTINGS, name: str = "a.png"
+) -> DecodedImage:
+    path = folder / name
+    path.write_bytes(data)
+    found = decode(path, settings=settings)
+    assert found.image.mode == "RGB"
+    return found
+
+
+def fault(
+    folder: Path, data: bytes, settings: DataSettings = SETTINGS, name: str = "a.png"
+) -> ImageFault:
+    with pytest.raises(ImageFault) as caught:
+        decoded(folder, data, settings, name)
+    assert str(folder / name) in caught.value.found
+    assert caught.value.fix
+    assert isinstance(caught.value, InputError)
+    return caught.value
+
+
+def png(
+    width_px: int, height_px: int, depth: int, colour: int, rows: bytes, *chunks: bytes
+) -> bytes:
+    """A PNG made by hand, for what Pillow does not write."""
+    header = struct.pack(">IIBBBBB", width_px, height_px, depth, colour, 0, 0, 0)
+    parts = [chunk(b"IHDR", header), *chunks, chunk(b"IDAT", zlib.compress(rows))]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts) + chunk(b"IEND", b"")
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+# --- ordinary files
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "GIF", "JPEG", "WEBP", "AVIF"])
+def test_ordinary_files_need_no_note(tmp_path: Path, kind: str) -> None:
+    found = decoded(tmp_path, encoded(picture(), kind), name=f"a.{kind.lower()}")
+    assert found.notes == ()
+    assert not found.transparent
+    difference = np.asarray(found.image, dtype=int) - np.asarray(picture(), dtype=int)
+    lossless = kind in ("PNG", "BMP", "TIFF")
+    assert np.abs(difference).max() == 0 if lossless else np.abs(difference).mean() < 12
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "P"])
+def test_gray_bitmaps_and_palettes_become_rgb(tmp_path: Path, mode: str) -> None:
+    source = picture().convert(mode)
+    found = decoded(tmp_path, encoded(source))
+    assert found.image.tobytes() == source.convert("RGB").tobytes()
+    assert found.notes == ()
+
+
+def test_the_name_does_not_decide_the_format(tmp_path: Path) -> None:
+    assert decoded(tmp_path, encoded(picture(), "WEBP"), name="a.jpg").image.size == (48, 32)
+
+
+# --- IMG-01, IMG-02: cut and damaged files
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encoded(picture(200, 150), "JPEG")[:-400],
+        encoded(picture(200, 150), "JPEG", progressive=True)[:-400],
+        encoded(picture(200, 150))[:-40],
+        encoded(picture(200, 150), "WEBP")[:-40],
+        encoded(picture(200, 150), "GIF")[:-200],
+        encoded(picture(200, 150), "BMP")[:-200],
+        encoded(picture(200, 150), "TIFF", compression="tiff_lzw")[:-200],
+    ],
+)
+def test_a_cut_file_is_named(tmp_path: Path, data: bytes) -> None:
+    assert fault(tmp_path, data).code in ("IMG-01", "IMG-02")
+
+
+def test_a_cut_jpeg_ends_early(tmp_path: Path) -> None:
+    found = fault(tmp_path, encoded(picture(200, 150), "JPEG")[:-400], name="a.jpg")
+    assert found.code == "IMG-01"
+    assert found.reason.startswith("ends early")
+    assert fault(tmp_path, encoded(picture(), "JPEG")[:30]).code in ("IMG-01", "IMG-02")
+
+
+def test_a_flipped_byte_in_a_png_is_found(tmp_path: Path) -> None:
+    data = bytearray(encoded(picture()))
+    data[data.index(b"IDAT") + 20] ^= 0x10
+    found = fault(tmp_path, bytes(data))
+    assert (found.code, found.reason[:10]) == ("IMG-02", "is damaged")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "is empty (0 bytes)"),
+        (b"<!DOCTYPE html><html>404</html>", "is not an image (looks like HTML)"),
+        (b"\n  <html><body>", "is not an image (looks like HTML)"),
+        (b'<?xml version="1.0"?><svg/>', "is not a bitmap (looks like SVG or XML)"),
+        (b"version https://git-lfs.github.com/spec/v1\noid", "is a Git LFS pointer"),
+        (b"just some words\n", "is not an image (looks like text)"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "is a HEIC picture"),
+        (b"\0\0\0\x20ftypisom\0\0\2\0", "is a video"),
+        (b"\0\0\0\x0cJXL \r\n\x87\n", "is a JPEG XL picture"),
+        (b"%PDF-1.7\n%\xff", "is not an image (looks like PDF)"),
+        (b"PK\x03\x04\x14\0", "is not an image (looks like an archive)"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n\0", "is not an image of a known"),
+        (bytes(1000), "is not an image of a known kind"),
+    ],
+)
+def test_what_is_no_picture_is_told_by_its_first_bytes(
+    tmp_path: Path, data: bytes, reason: str
+) -> None:
+    found = fault(tmp_path, data, name="a.jpg")
+    assert found.reason.startswith(reason)
+    assert found.code == "IMG-02"
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "AVIF"])
+def test_any_damage_is_a_fault_or_a_picture_never_a_crash(tmp_path: Path, kind: str) -> None:
+    image = picture(24, 20)
+    exif = Image.Exif()
+    exif[274] = 6
+    options: dict[str, Any] = {} if kind in ("GIF", "BMP") else {"exif": exif.tobytes()}
+    data = encoded(image, kind, **options)
+    rng = random.Random(kind)
+    survived = 0
+    for _ in range(60):
+        mutated = bytearray(data)
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            mutated[rng.randrange(min(len(mutated), rng.choice((64, 4000))))] = rng.randrange(256)
+        try:
+            decoded(tmp_path, bytes(mutated))
+            survived += 1
+        except ImageFault as found:
+            assert "\n" not in str(found)
+    assert survived < 60
+
+
+# --- IMG-03: orientation
+
+
+def stored_for(orientation: int, upright: Image.Image) -> Image.Image:
+    """How a camera stores `upright` under an EXIF orientation (the inverse of showing it)."""
+    turn = Image.Transpose
+    inverse = {
+        1: None,
+        2: turn.FLIP_LEFT_RIGHT,
+        3: turn.ROTATE_180,
+        4: turn.FLIP_TOP_BOTTOM,
+        5: turn.TRANSPOSE,
+        6: turn.ROTATE_90,
+        7: turn.TRANSVERSE,
+        8: turn.ROTATE_270,
+    }[orientation]
+    return upright if inverse is None else upright.transpose(inverse)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "JPEG", "WEBP"])
+def test_pictures_are_upright(tmp_path: Path, kind: str, orientation: int) -> None:
+    upright = picture()
+    exif = Image.Exif()
+    exif[274] = orientation
+    options: dict[str, Any] = {"lossless": True} if kind == "WEBP" else {}
+    if kind == "JPEG":
+        options = {"quality": 100, "subsampling": 0}
+    found = decoded(tmp_path, encoded(stored_for(orientation, upright), kind, exif=exif, **options))
+    assert found.image.size == upright.size
+    difference = np.asarray(found.image, dtype=int) - np.asarray(upright, dtype=int)
+    assert np.abs(difference).max() <= (12 if kind == "JPEG" else 0)
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("orientation", [0, 99])
+def test_an_orientation_that_does_not_exist_is_ignored(tmp_path: Path, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[274] = orientation
+    found = decoded(tmp_path, encoded(picture(), exif=exif))
+    assert found.image.tobytes() == picture().tobytes()
+    wanted = ("exif: orientation 99 is ignored, 1 to 8 exist",) if orientation else ()
+    assert found.notes == wanted
+
+
+def test_garbage_exif_is_ignored_with_a_note(tmp_path: Path) -> None:
+    garbage = b"Exif\0\0" + random.Random(1).randbytes(60)
+    for kind in ("JPEG", "PNG", "WEBP"):
+        found = decoded(tmp_path, encoded(picture(), kind, exif=garbage))
+        assert found.image.size == (48, 32)
+        (note,) = found.notes
+        assert note.startswith("exif: unreadable EXIF data is ignored")
+
+
+def test_a_warning_of_pillow_becomes_a_note(tmp_path: Path) -> None:
+    cut_off = b"Exif\0\0II*\0\x08\0\0\0\x01\0\x0e\x01\x02\0\xff\0\0\0\x1a\0\0\0"
+    found = decoded(tmp_path, encoded(picture(), "JPEG", exif=cut_off), name="a.jpg")
+    assert found.notes
+    assert all(note.startswith("exif: ") for note in found.notes)
+
+
+# --- IMG-04: transparency
+
+
+def half_transparent() -> Image.Image:
+    image = picture().convert("RGBA")
+    image.putalpha(Image.new("L", image.size, 0))
+    image.paste((10, 20, 30, 255), (0, 0, 24, 32))
+    image.paste((0, 0, 0, 128), (40, 0, 48, 32))
+    return image
+
+
+@pytest.mark.parametrize(
+    ("background", "rgb"), [("white", (255, 255, 255)), ("#102030", (16, 32, 48))]
+)
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
+def test_transparency_is_put_on_the_background(
+    tmp_path: Path, kind: str, background: str, rgb: tuple[int, int, int]
+) -> None:
+    settings = DataSettings(alpha_background=background)
+    options: dict[str, Any] = {"lossless": True} if kind == "WEBP" else {}
+    found = decoded(tmp_path, encoded(half_transparent(), kind, **options), settings)
+    assert found.transparent
+    assert found.notes[0].startswith("alpha: ")
+    assert found.image.getpixel((5, 5)) == (10, 20, 30)
+    assert found.image.getpixel((30, 5)) == rgb
+    blended = np.asarray(found.image.getpixel((44, 5)))
+    assert np.abs(blended - np.asarray(rgb) * 127 / 255).max() <= 1
+
+
+def test_an_opaque_alpha_channel_needs_no_background(tmp_path: Path) -> None:
+    found = decoded(tmp_path, encoded(picture().convert("RGBA")))
+    assert found.image.tobytes() == picture().tobytes()
+    assert not found.transparent
+    assert found.notes == ()
+
+
+def test_gray_with_alpha(tmp_path: Path) -> None:
+    image = Image.new("LA", (20, 20), (100, 0))
+    image.paste((50, 255), (0, 0, 10, 20))
+    found = decoded(tmp_path, encoded(image))
+    assert found.image.getpixel((2, 2)) == (50, 50, 50)
+    assert found.image.getpixel((15, 2)) == (255, 255, 255)
+    assert found.transparent
+
+
+@pytest.mark.parametrize("transparency", [1, bytes([255, 0])])
+def test_palettes_with_a_transparent_colour(tmp_path: Path, transparency: Any) -> None:
+    image = Image.new("P", (20, 20), 0)
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.paste(1, (0, 0, 10, 20))
+    found = decoded(tmp_path, encoded(image, transparency=transparency))
+    assert found.image.getpixel((2, 2)) == (255, 255, 255)
+    assert found.image.getpixel((15, 2)) == (10, 20, 30)
+    assert found.transparent
+
+
+def test_a_transparent_colour_in_other_bit_depths(tmp_path: Path) -> None:
+    """Pillow leaves the colour in the file's depth, where no 8-bit pixel matches it."""
+    colours = np.zeros((16, 16, 3), ">u2")
+    colours[:8], colours[8:] = (0x8001, 0x1234, 0xFFF0), (0x4001, 0x1234, 0xFFF0)
+    grays = np.zeros((16, 16), ">u2")
+    grays[:8], grays[8:] = 0x8001, 0x8100
+    rows_16 = [b"".join(b"\0" + row.tobytes() for row in part) for part in (colours, grays)]
+    rows_4 = (b"\0" + b"\x22" * 8) * 8 + (b"\0" + b"\x33" * 8) * 8
+    rows_2 = (b"\0" + b"\xaa" * 4) * 8 + (b"\0" + b"\xff" * 4) * 8
+    cases = {
+        "rgb 16": png(16, 16, 16, 2, rows_16[0], chunk(b"tRNS", b"\x80\x01\x12\x34\xff\xf0")),
+        "gray 16": png(16, 16, 16, 0, rows_16[1], chunk(b"tRNS", b"\x80\x01")),
+        "gray 4": png(16, 16, 4, 0, rows_4, chunk(b"tRNS", b"\0\x02")),
+        "gray 2": png(16, 16, 2, 0, rows_2, chunk(b"tRNS", b"\0\x02")),
+    }
+    black = DataSettings(alpha_background="black")
+    for name, data in cases.items():
+        found = decoded(tmp_path, data, black)
+        assert found.transparent, name
+        assert found.image.getpixel((3, 3)) == (0, 0, 0), name
+        assert found.image.getpixel((3, 12)) != (0, 0, 0), name
+
+
+def test_a_background_that_is_no_colour_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"data\.alpha_background='whit'"):
+        decoded(tmp_path, encoded(picture()), DataSettings(alpha_background="whit"))
+    assert background_rgb(DataSettings(alpha_background="#ff000080")) == (255, 0, 0)
+
+
+# --- IMG-05: other pixel formats
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_16_bit_gray_is_scaled_not_clipped(tmp_path: Path, kind: str) -> None:
+    values = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
+    found = decoded(tmp_path, encoded(Image.fromarray(values), kind))
+    assert found.notes == ("depth: 16 bits per channel are scaled to 8",)
+    gray = np.asarray(found.image)[..., 0]
+    assert (gray == np.round(values / 257)).all()
+
+
+def test_big_endian_16_bit_tiff(tmp_path: Path) -> None:
+    values = np.full((16, 16), 0x1234, ">u2")
+    tags = [(256, 16), (257, 16), (258, 16), (259, 1), (262, 1), (273, 110), (277, 1), (279, 512)]
+    body = b"".join(struct.pack(">HHII", tag, 4, 1, value) for tag, value in tags)
+    header = b"MM\0*\0\0\0\x08" + struct.pack(">H", len(tags)) + body + bytes(4)
+    found = decoded(tmp_path, header.ljust(110, b"\0") + values.tobytes())
+    assert found.image.getpixel((3, 3)) == (round(0x1234 / 257),) * 3
+
+
+def test_16_bit_rgb(tmp_path: Path) -> None:
+    values = np.full((16, 16, 3), 0x8080, ">u2")
+    rows = b"".join(b"\0" + row.tobytes() for row in values)
+    found = decoded(tmp_path, png(16, 16, 16, 2, rows))
+    assert found.image.getpixel((0, 0)) == (0x80, 0x80, 0x80)
+    assert found.notes == ("depth: 16 bits per channel are scaled to 8",)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(np.float32, "floating-point"), (np.int32, "32-bit integer")]
+)
+def test_pixels_without_a_known_range_are_refused(tmp_path: Path, dtype: Any, name: str) -> None:
+    found = fault(tmp_path, encoded(Image.fromarray(np.ones((20, 20), dtype)), "TIFF"))
+    assert found.code == "IMG-05"
+    assert found.reason == f"has {name} pixels"
+
+
+def test_cmyk_without_a_profile(tmp_path: Path) -> None:
+    source = Image.new("CMYK", (20, 20), (255, 0, 0, 0))
+    found = decoded(tmp_path, encoded(source, "TIFF"))
+    assert found.image.getpixel((5, 5)) == source.convert("RGB").getpixel((0, 0))
+    assert found.notes[0].startswith("cmyk-profile: CMYK without a colour profile")
+
+
+def cmyk_profile(cyan: tuple[int, int, int]) -> bytes:
+    """A CMYK profile that shows cyan ink as this Lab colour, any other mixture as gray."""
+    white, gray, black = (255, 128, 128), (128, 128, 128), (0, 128, 128)
+    inks = {0b0000: white, 0b1000: cyan, 0b1111: black}
+    table = b"".join(bytes(inks.get(mixture, gray)) for mixture in range(16))
+    identity = bytes(range(256))
+    matrix = struct.pack(">9i", 65536, 0, 0, 0, 65536, 0, 0, 0, 65536)
+    lut = b"mft1" + bytes(4) + bytes([4, 3, 2, 0]) + matrix + identity * 4 + table + identity * 3
+    point = b"XYZ " + bytes(4) + struct.pack(">3i", 63190, 65536, 54061)
+    text = b"text" + bytes(4) + b"x\0\0\0"
+    parts = [(b"A2B0", lut), (b"wtpt", point), (b"desc", text), (b"cprt", text)]
+    offset = 128 + 4 + 12 * len(parts)
+    directory, body = struct.pack(">I", len(parts)), b""
+    for kind, data in parts:
+        padded = data.ljust(-(-len(data) // 4) * 4, b"\0")
+        directory += kind + struct.pack(">II", offset + len(body), len(data))
+        body += padded
+    header = struct.pack(
+        ">I4sI4s4s4s12s4s4sIIIQI3iI",
+        offset + len(body), b"lcms", 0x02400000, b"prtr", b"CMYK", b"Lab ", bytes(12),
+        b"acsp", b"APPL", 0, 0, 0, 0, 0, 63190, 65536, 54061, 0,
+    )  # fmt: skip
+    return header.ljust(128, b"\0") + directory + body
+
+
+def test_cmyk_goes_through_its_profile(tmp_path: Path) -> None:
+    source = Image.new("CMYK", (20, 20), (255, 0, 0, 0))
+    profile = cmyk_profile((136, 208, 195))  # about sRGB red
+    assert ImageCms.ImageCmsProfile(io.BytesIO(profile)).profile.xcolor_space.strip() == "CMYK"
+    found = decoded(tmp_path, encoded(source, "TIFF", icc_profile=profile))
+    assert found.notes == ("cmyk: converted from CMYK through its colour profile",)
+    red, green, blue = np.asarray(found.image)[5, 5].tolist()
+    assert red > 200
+    assert max(green, blue) < 60
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [b"no profile", ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()],
+)
+def test_a_broken_or_wrong_profile_is_ignored_with_a_note(tmp_path: Path, profile: bytes) -> None:
+    source = Image.new("CMYK", (20, 20), (255, 0, 0, 0))
+    found = decoded(tmp_path, encoded(source, "JPEG", icc_profile=profile), name="a.jpg")
+    assert found.notes[0].startswith("cmyk-profile: broken CMYK profile ignored")
+    red, _, blue = np.asarray(found.image)[5, 5].tolist()
+    assert red < 20 < 230 < blue
+
+
+# --- IMG-06: animations
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
+def test_the_first_frame_of_an_animation_is_used(tmp_path: Path, kind: str) -> None:
+    frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "lime", "blue")]
+    options = {"save_all": True, "append_images": frames[1:]}
+    found = decoded(tmp_path, encoded(frames[0], kind, **options))
+    assert found.notes == ("animated: only the first of its 3 frames or pages is used",)
+    red, green, blue = np.asarray(found.image)[5, 5].tolist()
+    assert red > 240
+    assert max(green, blue) < 20
+
+
+def test_the_previews_in_a_camera_jpeg_are_no_animation(tmp_path: Path) -> None:
+    data = encoded(picture(), "MPO", save_all=True, append_images=[picture(24, 16)])
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.format == "MPO"
+        assert getattr(image, "n_frames", 1) == 2
+    found = decoded(tmp_path, data, name="a.jpg")
+    assert found.notes == ()
+    assert found.image.size == (48, 32)
+
+
+# --- IMG-07: sizes
+
+
+def header_only(width_px: int, height_px: int) -> bytes:
+    return png(width_px, height_px, 8, 2, b"\0")
+
+
+@pytest.mark.parametrize("size", [(25_000, 25_000), (13_500, 13_000), (10_001, 10_000)])
+def test_too_many_pixels_are_refused_from_the_header(
+    tmp_path: Path, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("pixels were allocated")
+
+    monkeypatch.setattr("PIL.Image.core.new", refuse)
+    monkeypatch.setattr("PIL.Image.core.fill", refuse)
+    found = fault(tmp_path, header_only(*size))
+    assert found.code == "IMG-07"
+    assert "data.max_megapixels=100 are allowed" in found.reason
+    assert f"claims {size[0] * size[1]:,} pixels" in found.reason
+
+
+def test_the_limit_is_the_setting_in_both_directions(tmp_path: Path) -> None:
+    low = DataSettings(max_megapixels=0.001)
+    assert fault(tmp_path, encoded(picture()), low).code == "IMG-07"
+    exact = DataSettings(max_megapixels=48 * 32 / 1e6)
+    assert decoded(tmp_path, encoded(picture()), exact).image.size == (48, 32)
+    # Above Pillow's own limit of 179 megapixels the picture is tried, and found cut.
+    high = DataSettings(max_megapixels=700)
+    assert fault(tmp_path, header_only(25_000, 25_000), high).code in ("IMG-01", "IMG-02")
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "TIFF", "GIF", "BMP", "JPEG", "AVIF"])
+def test_every_format_is_limited(tmp_path: Path, kind: str) -> None:
+    settings = DataSettings(max_megapixels=0.001)
+    assert fault(tmp_path, encoded(picture(), kind), settings).code == "IMG-07"
+
+
+def test_pillows_limit_and_pythons_warnings_are_left_as_they_were(tmp_path: Path) -> None:
+    before = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
+    decoded(tmp_path, encoded(picture()))
+    fault(tmp_path, header_only(25_000, 25_000))
+    assert (Image.MAX_IMAGE_PIXELS, list(warnings.filters)) == before
+
+
+def test_an_inflating_text_chunk_is_refused(tmp_path: Path) -> None:
+    bomb = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(64 << 20), 9))
+    data = png(16, 16, 8, 0, (b"\0" + bytes(16)) * 16, bomb)
+    assert len(data) < 1 << 20
+    assert fault(tmp_path, data).code == "IMG-02"
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [((1, 1), "too small"), ((1, 4000), "too small"), ((15, 40), "too small"), ((321, 16), "long")],
+)
+def test_too_small_and_too_long_pictures_are_named(
+    tmp_path: Path, size: tuple[int, int], reason: str
+) -> None:
+    found = fault(tmp_path, encoded(Image.new("RGB", size)))
+    assert found.code == "IMG-07"
+    assert reason in found.reason
+    assert f"{size[0]}x{size[1]}" in found.reason
+
+
+def test_the_smallest_and_longest_pictures_that_are_used(tmp_path: Path) -> None:
+    assert decoded(tmp_path, encoded(Image.new("RGB", (16, 320)))).image.size == (16, 320)
+
+
+# --- IMG-09 and files that change
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to(path)])
+def test_only_regular_files_are_opened(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    path = tmp_path / "a.png"
+    make(path)
+    with pytest.raises(ImageFault) as caught:
+        decode(path, settings=SETTINGS)
+    assert caught.value.code == "IMG-09"
+
+
+def test_a_missing_and_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImageFault, match="cannot be opened"):
+        decode(tmp_path / "none.png", settings=SETTINGS)
+    path = tmp_path / "a.png"
+    path.write_bytes(encoded(picture()))
+
+    def refuse(self: Path, mode: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ImageFault, match=r"cannot be opened \(Permission denied\)"):
+        decode(path, settings=SETTINGS)
+
+
+def test_a_file_that_changed_since_it_was_hashed_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    data = encoded(picture())
+    path.write_bytes(data)
+    decode(path, settings=SETTINGS, content_hash=sha256_bytes(data))
+    path.write_bytes(encoded(picture(40, 40)))
+    with pytest.raises(ImageFault, match="changed while in use") as caught:
+        decode(path, settings=SETTINGS, content_hash=sha256_bytes(data))
+    assert caught.value.code == "CAP-05"
+
+
+def test_control_characters_of_a_name_are_escaped_in_messages(tmp_path: Path) -> None:
+    with pytest.raises(ImageFault) as caught:
+        decode(tmp_path / "a\x1b[31m\n.png", settings=SETTINGS)
+    assert "a\\x1b[31m\\n.png" in str(caught.value)
+
+
+def test_many_threads_decode_at_once(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[274] = 99
+    paths = []
+    for index in range(40):
+        path = tmp_path / f"{index}.png"
+        path.write_bytes(encoded(Image.new("RGB", (20, 20), (index, 0, 0)), exif=exif))
+        paths.append(path)
+    barrier = threading.Barrier(8)
+
+    def work(path: Path) -> DecodedImage:
+        if int(path.stem) < 8:
+            barrier.wait()
+        return decode(path, settings=SETTINGS)
+
+    before = list(warnings.filters)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(work, paths))
+    assert [one.image.getpixel((0, 0)) for one in found] == [(i, 0, 0) for i in range(40)]
+    assert all(len(one.notes) == 1 for one in found)
+    assert list(warnings.filters) == before
+
+
+def test_what_is_process_wide_is_used_by_one_thread_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.png").write_bytes(encoded(picture()))
+    inside, most = [0], [0]
+    usual = Image.open
+
+    def slow(*args: Any, **options: Any) -> Any:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        threading.Event().wait(0.02)  # time for another thread to come in
+        inside[0] -= 1
+        return usual(*args, **options)
+
+    monkeypatch.setattr(Image, "open", slow)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: decode(tmp_path / "a.png", settings=SETTINGS), range(8)))
+    assert most == [1]
+
+
+# --- what is remembered
+
+
+def remembered(folder: Path, data: bytes, settings: DataSettings = SETTINGS) -> VerifiedImages:
+    path = folder / "a.png"
+    path.write_bytes(data)
+    memo = VerifiedImages(file=folder / "cache" / "verified.json")
+    image = verify(path, settings=settings, content_hash=sha256_bytes(data))
+    memo.add_image(sha256_bytes(data), image)
+    assert memo.image(sha256_bytes(data), settings=settings) == image
+    memo.add_caption("hash", CaptionText(text="a cat", problems=("odd",)))
+    memo.save()
+    return memo
+
+
+def test_the_memo_gives_back_what_it_was_given(tmp_path: Path) -> None:
+    data = encoded(half_transparent())
+    memo = remembered(tmp_path, data)
+    assert memo.file is not None
+    loaded = VerifiedImages.load(memo.file)
+    image = loaded.image(sha256_bytes(data), settings=SETTINGS)
+    assert image == memo.image(sha256_bytes(data), settings=SETTINGS)
+    assert image is not None
+    assert (image.width_px, image.height_px) == (48, 32)
+    assert image.background == "white"
+    assert image.measures == measure(decode(tmp_path / "a.png", settings=SETTINGS).image)
+    assert loaded.caption("hash") == CaptionText(text="a cat", problems=("odd",))
+    assert loaded.caption("other") is None
+    assert loaded.image("other", settings=SETTINGS) is None
+
+
+def test_what_depends_on_settings_is_not_taken_from_the_memo(tmp_path: Path) -> None:
+    seen = remembered(tmp_path, encoded(half_transparent()))
+    (key,) = seen.images
+    assert seen.image(key, settings=DataSettings(alpha_background="black")) is None
+    assert seen.image(key, settings=DataSettings(max_megapixels=0.001)) is None
+    opaque = remembered(tmp_path, encoded(picture()))
+    (key,) = opaque.images
+    assert opaque.image(key, settings=DataSettings(alpha_background="black")) is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"made_with": 3, "images": {}, "captions": {}}', "[" * 100_000],
+)
+def test_a_damaged_memo_is_an_empty_one(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "verified.json"
+    file.write_text(text)
+    assert VerifiedImages.load(file).images == {}
+    file.write_text(f"{sha256_bytes(text.encode())}\n{text}")
+    assert VerifiedImages.load(file).images == {}
+    assert VerifiedImages.load(tmp_path / "none.json").captions == {}
+
+
+def test_a_memo_of_another_pillow_is_an_empty_one(tmp_path: Path) -> None:
+    memo = remembered(tmp_path, encoded(picture()))
+    assert memo.file is not None
+    _, _, body = memo.file.read_text().partition("\n")
+    for made_with, count in (("Pillow", 1), ("Willow", 0)):
+        changed = body.replace("Pillow", made_with)
+        memo.file.write_text(f"{sha256_bytes(changed.encode())}\n{changed}")
+        assert len(VerifiedImages.load(memo.file).images) == count
+
+
+def test_no_flipped_bit_in_the_memo_gives_a_wrong_size(tmp_path: Path) -> None:
+    memo = remembered(tmp_path, encoded(picture()))
+    assert memo.file is not None
+    data = memo.file.read_bytes()
+    for index in range(0, len(data), 5):
+        flipped = bytearray(data)
+        flipped[index] ^= 1
+        memo.file.write_bytes(flipped)
+        assert VerifiedImages.load(memo.file).images == {}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None,
+        3,
+        [],
+        [48, 32],
+        [48, "32", [], [], ""],
+        [48, 32, [], [[], 0, 1, "0", "0" * 96], ""],
+        [48, 32, [], [[[0, 1.0]], 0, 1, "0", "0" * 96], ""],
+        [48, 32, [], [[[64, 1.0]], 0, 1, "zz", "0" * 96], ""],
+        [48, 32, [], [[[64, 1.0]], 0, 1, "0", "00"], ""],
+    ],
+)
+def test_a_damaged_memo_entry_is_no_entry(entry: Any) -> None:
+    memo = VerifiedImages(images={"hash": entry}, captions={"hash": entry})
+    assert memo.image("hash", settings=SETTINGS) is None
+    assert memo.caption("hash") is None
+
+
+def test_a_memo_that_cannot_be_written_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    with pytest.raises(MachineError, match="cannot write"):
+        VerifiedImages(file=tmp_path / "cache" / "verified.json").save()
+    VerifiedImages().save()
+
+
+def test_measures_survive_json() -> None:
+    measures = measure(picture(300, 200))
+    assert Measures.from_json(json.loads(json.dumps(measures.to_json()))) == measures

@@ -1,0 +1,348 @@
+"""The dataset report: its score and parts, advice per picture, copies found by look."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFilter
+
+from lora_trainer.config import DataSettings
+from lora_trainer.data.buckets import Placement, buckets_for, place
+from lora_trainer.data.measures import Measures, crispness_of, measure
+from lora_trainer.data.quality import (
+    WEIGHTS,
+    DatasetReport,
+    exposure_fault,
+    inspect_images,
+    near_duplicates,
+)
+from lora_trainer.data.scan import Dataset, ImageRecord, scan
+from lora_trainer.files import HashMemo
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "example"
+PLAIN = DataSettings()
+
+
+def photo(seed: int, size: tuple[int, int] = (256, 256)) -> Image.Image:
+    """A picture with detail at every scale, as photographs have (1/f spectrum), in some colour."""
+    rng = np.random.default_rng(seed)
+    width_px, height_px = size
+    waves = np.fft.fft2(rng.standard_normal((height_px, width_px)))
+    distance = np.hypot(*np.meshgrid(np.fft.fftfreq(width_px), np.fft.fftfreq(height_px)))
+    distance[0, 0] = np.inf
+    values = np.fft.ifft2(waves / distance).real
+    values = (values - values.min()) / np.ptp(values)
+    colour = rng.uniform(120, 255, 3)
+    return Image.fromarray((values[..., None] * colour).astype(np.uint8))
+
+
+def record(image: Image.Image, name: str = "a.png", **changes: Any) -> ImageRecord:
+    plain = ImageRecord(
+        path=Path(name),
+        name=name,
+        content_hash=f"hash of {name}",
+        width_px=image.width,
+        height_px=image.height,
+        caption="a cat",
+        caption_source="a.txt",
+        repeats=1,
+        copy_index=0,
+        measures=measure(image),
+    )
+    return replace(plain, **changes)
+
+
+def report(
+    records: Sequence[ImageRecord], *, side_px: int = 256, settings: DataSettings = PLAIN
+) -> DatasetReport:
+    dataset = Dataset(folder=Path(), records=tuple(records), findings=(), fingerprint="")
+    return inspect_images(dataset, placements=placed(records, side_px), settings=settings)
+
+
+def placed(records: Sequence[ImageRecord], side_px: int) -> dict[str, Placement]:
+    buckets = buckets_for(resolution_px=side_px, step_px=side_px // 8, max_aspect=2.0)
+    return {one.name: place(one.width_px, one.height_px, buckets=buckets) for one in records}
+
+
+def kinds(found: DatasetReport) -> list[tuple[str, str | None]]:
+    return [(finding.kind, finding.file) for finding in found.findings]
+
+
+def scanned(folder: Path, settings: DataSettings, side_px: int) -> DatasetReport:
+    dataset = scan(folder, settings=settings, memo=HashMemo(file=Path("x"), entries={}))
+    placements = placed(dataset.records, side_px)
+    return inspect_images(dataset, placements=placements, settings=settings)
+
+
+# --- the score
+
+
+def test_a_clean_dataset_scores_high(tmp_path: Path) -> None:
+    for index in range(8):
+        photo(index, (300, 256) if index % 2 else (256, 320)).save(tmp_path / f"{index}.png")
+        (tmp_path / f"{index}.txt").write_text(f"zibbo, picture {index}")
+    found = scanned(tmp_path, PLAIN, 256)
+    assert found.score > 0.9
+    assert found.findings == ()
+    assert found.images == 8
+
+
+def test_tiny_blurred_copies_without_captions_score_low(tmp_path: Path) -> None:
+    image = photo(1, (64, 64)).filter(ImageFilter.GaussianBlur(6))
+    for index in range(8):
+        image.save(tmp_path / f"{index}.jpg", quality=95 - index)
+    found = scanned(tmp_path, PLAIN, 512)
+    assert found.score < 0.4
+    named = {kind for kind, _ in kinds(found)}
+    assert named >= {"blurred", "low-resolution", "near-duplicate", "no-caption"}
+
+
+def test_the_example_dataset_scores_high() -> None:
+    found = scanned(EXAMPLE, DataSettings(trigger="zibbo"), 64)
+    assert found.score > 0.9
+    assert found.findings == ()
+
+
+def test_the_score_is_the_weighted_mean_of_parts_between_0_and_1() -> None:
+    assert sum(WEIGHTS.values()) == pytest.approx(1)
+    rng = random.Random(0)
+    records = [
+        record(
+            photo(index, (rng.randrange(16, 300), rng.randrange(16, 300))),
+            f"{index}.png",
+            caption_source=rng.choice((None, "folder name", "a.txt")),
+            caption=rng.choice(("", "a cat")),
+        )
+        for index in range(12)
+    ]
+    found = report(records)
+    assert set(found.parts) == set(WEIGHTS)
+    assert all(0 <= value <= 1 for value in found.parts.values())
+    total = sum(WEIGHTS[name] * value for name, value in found.parts.items())
+    assert found.score == pytest.approx(total)
+
+
+def test_json(tmp_path: Path) -> None:
+    records = [record(photo(1), "a.png", repeats=3), record(photo(2, (400, 260)), "b.png")]
+    records.append(record(Image.new("RGB", (256, 256)), "black.png"))
+    rows = json.loads(json.dumps(report(records).to_json()))
+    assert set(rows) == {"images", "score", "parts", "findings", "buckets"}
+    assert rows["images"] == 3
+    assert rows["buckets"] == {"256x256": 4, "320x192": 1}
+    assert rows["findings"] == [
+        {
+            "kind": "exposure",
+            "severity": "warning",
+            "file": "black.png",
+            "what": "is nearly black",
+            "advice": "correct or remove it",
+            "code": "",
+        }
+    ]
+
+
+# --- its parts
+
+
+@pytest.mark.parametrize(
+    ("size", "part", "advised"),
+    [((256, 256), 1.0, False), ((512, 512), 1.0, False), ((220, 220), 220 / 256, False),
+     ((128, 128), 0.5, True), ((32, 32), 0.125, True)],
+)  # fmt: skip
+def test_resolution_is_how_little_a_picture_is_enlarged(
+    size: tuple[int, int], part: float, advised: bool
+) -> None:
+    found = report([record(photo(1, size))])
+    assert found.parts["resolution"] == pytest.approx(part)
+    assert (("low-resolution", "a.png") in kinds(found)) == advised
+
+
+def test_the_advice_names_size_and_enlargement() -> None:
+    (finding,) = report([record(photo(1, (128, 128)))]).findings
+    assert finding.what == "is 128x128, enlarged 2.0 times to 256x256"
+
+
+@pytest.mark.parametrize(("blur_px", "sharp", "advised"), [(0, True, False), (4, False, True)])
+def test_sharpness_is_judged_at_the_trained_size(blur_px: int, sharp: bool, advised: bool) -> None:
+    image = photo(3, (512, 512)).filter(ImageFilter.GaussianBlur(blur_px))
+    found = report([record(image)], side_px=512)
+    assert (found.parts["sharpness"] == 1) == sharp
+    assert (("blurred", "a.png") in kinds(found)) == advised
+    small = report([record(image)], side_px=64)
+    assert small.parts["sharpness"] == 1
+    assert small.findings == ()
+
+
+def test_crispness_falls_with_blur_and_knows_flat_art() -> None:
+    flat_art = Image.new("L", (200, 200), 200)
+    flat_art.paste(40, (50, 60, 150, 160))
+    for image in (photo(4).convert("L"), flat_art):
+        values = [
+            crispness_of(
+                np.asarray(image.filter(ImageFilter.GaussianBlur(blur_px)), dtype=np.float32)
+            )
+            for blur_px in (0, 1, 2, 4)
+        ]
+        assert values == sorted(values, reverse=True)
+        assert values[0] > 0.65
+        assert values[3] < 0.3
+    assert crispness_of(np.full((50, 50), 7, dtype=np.float32)) == 0
+    assert crispness_of(np.zeros((5, 5), dtype=np.float32)) == 0
+
+
+def test_motion_blur_in_one_direction_is_blur() -> None:
+    gray = np.asarray(photo(5).convert("L"), dtype=np.float32)
+    moved = np.mean([np.roll(gray, shift, axis=1) for shift in range(14)], axis=0)
+    assert crispness_of(moved.astype(np.float32)) < 0.45 < 0.6 < crispness_of(gray)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "fault"),
+    [
+        (0, 255, None),
+        (0, 60, "is nearly black"),
+        (225, 255, "is washed out"),
+        (120, 140, "has hardly any contrast"),
+        (30, 120, None),
+        (120, 250, None),
+    ],
+)
+def test_exposure(low: int, high: int, fault: str | None) -> None:
+    values = np.linspace(low, high, 100 * 100).reshape(100, 100).astype(np.uint8)
+    image = Image.fromarray(values).convert("RGB")
+    assert exposure_fault(measure(image)) == fault
+    found = report([record(image), record(photo(1), "b.png")])
+    assert found.parts["exposure"] == (1 if fault is None else 0.5)
+    assert [finding.what for finding in found.findings if finding.kind == "exposure"] == (
+        [fault] if fault else []
+    )
+
+
+def test_line_art_on_white_is_not_washed_out() -> None:
+    image = Image.new("RGB", (200, 200), "white")
+    for x in range(20, 180, 20):
+        image.paste("black", (x, 20, x + 2, 180))
+    assert exposure_fault(measure(image)) is None
+
+
+def test_cropping_lowers_the_aspect_part() -> None:
+    found = report([record(photo(1, (800, 200)))])
+    cropped = placed([record(photo(1, (800, 200)))], 256)["a.png"].cropped_fraction
+    assert 0.25 < cropped < 0.6
+    assert found.parts["aspect"] == pytest.approx(1 - cropped)
+    (finding,) = (finding for finding in found.findings if finding.kind == "cropped")
+    assert f"{cropped:.0%}" in finding.what
+
+
+def test_captions_of_their_own_count() -> None:
+    sources = ("a.txt", "metadata.jsonl", "folder name", None)
+    records = [
+        record(photo(index), f"{index}.png", caption_source=source)
+        for index, source in enumerate(sources)
+    ]
+    assert report(records).parts["captions"] == pytest.approx(2.5 / 4)
+
+
+def test_the_trigger_part() -> None:
+    texts = ("zibbo in a tree", "a zibbo, waving", "the dog in a tree", "")
+    records = [
+        record(photo(index), f"{index}.png", caption=text) for index, text in enumerate(texts)
+    ]
+    assert report(records).parts["trigger"] == 0.5
+    asked = DataSettings(trigger="dog")
+    assert report(records, settings=asked).parts["trigger"] == 0.25
+    assert report(records[3:]).parts["trigger"] == 0
+
+
+# --- copies
+
+
+def recoded(image: Image.Image, quality: int) -> Image.Image:
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=quality)
+    return Image.open(buffer).convert("RGB")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_resized_and_recompressed_copies_are_found(seed: int) -> None:
+    image = photo(seed, (320, 240))
+    copies = [
+        image.resize((200, 150), Image.Resampling.LANCZOS),
+        image.resize((640, 480), Image.Resampling.BICUBIC),
+        recoded(image, 40),
+        image.filter(ImageFilter.GaussianBlur(1)),
+    ]
+    for copy in copies:
+        found = near_duplicates([record(image), record(copy, "b.png")])
+        assert found == {"b.png": "a.png"}
+
+
+def test_different_pictures_are_not_taken_for_copies() -> None:
+    records = [record(photo(seed), f"{seed}.png") for seed in range(30)]
+    one = photo(1)
+    records += [
+        record(one.transpose(Image.Transpose.FLIP_LEFT_RIGHT), "mirrored.png"),
+        record(one.point(lambda value: value // 3), "dark.png"),
+        *(record(Image.new("RGB", (64, 64), colour), colour) for colour in ("red", "blue")),
+    ]
+    assert near_duplicates(records) == {}
+
+
+def test_a_group_of_copies_counts_once() -> None:
+    records = [record(photo(1), f"{index}.png") for index in range(4)]
+    records.append(record(photo(2), "other.png"))
+    found = report(records)
+    assert near_duplicates(records) == {f"{index}.png": "0.png" for index in (1, 2, 3)}
+    assert found.parts["near_duplicates"] == pytest.approx(2 / 5)
+    files = [finding.file for finding in found.findings if finding.kind == "near-duplicate"]
+    assert files == ["1.png", "2.png", "3.png"]
+    identical = [replace(one, content_hash="same") for one in records[:2]]
+    assert report(identical).findings == ()  # the scan has named them
+
+
+def test_every_pair_within_the_limit_is_found_by_its_bands() -> None:
+    rng = random.Random(2)
+    plain = measure(photo(1))
+    for _ in range(200):
+        structure = rng.getrandbits(128)
+        for flips, expected in ((8, True), (9, False)):
+            other = structure
+            for bit in rng.sample(range(128), flips):
+                other ^= 1 << bit
+            pair = [
+                record_of(replace(plain, structure=bits), str(index))
+                for index, bits in enumerate((structure, other))
+            ]
+            assert bool(near_duplicates(pair)) == expected
+
+
+def record_of(measures: Measures, name: str) -> ImageRecord:
+    return record(Image.new("RGB", (16, 16)), name, measures=measures)
+
+
+def test_thousands_of_plain_pictures_take_no_time() -> None:
+    plain = measure(Image.new("RGB", (64, 64), "white"))
+    rng = random.Random(3)
+    base = record_of(plain, "x")
+    records = [
+        replace(base, name=str(i), measures=replace(plain, colours=rng.randbytes(48)))
+        for i in range(3000)
+    ]
+    start = time.process_time()
+    assert near_duplicates(records) == {}
+    assert time.process_time() - start < 3
+
+
+def test_pictures_without_measures_are_not_judged() -> None:
+    found = report([record(photo(1), measures=None)])
+    assert found.parts["sharpness"] == found.parts["exposure"] == 1
+    assert found.findings == ()

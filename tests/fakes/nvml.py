@@ -1,0 +1,94 @@
+"""A stand-in for the `pynvml` module: cards described as plain data, and failures call by call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+GIB = 2**30
+
+
+class FakeNvmlError(Exception):
+    """What the fake raises where pynvml would raise NVMLError."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeCard:
+    """A card or a MIG slice. `refuses` names the NVML calls that fail on it, with what they say."""
+
+    name: str = "NVIDIA GeForce RTX 3060"
+    total_bytes: int = 12 * GIB
+    free_bytes: int = 11 * GIB
+    capability: tuple[int, int] = (8, 6)
+    uuid: str = "GPU-aaaa"
+    mig_slices: tuple[FakeCard, ...] | None = None
+    refuses: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class FakeNvml:
+    """Answers like the driver for `cards`; `refuses` makes calls without a handle fail."""
+
+    cards: tuple[FakeCard, ...] = ()
+    driver: str = "570.86.15"
+    refuses: dict[str, str] = field(default_factory=dict)
+    NVMLError: type[Exception] = FakeNvmlError
+    sessions: int = 0
+
+    def nvmlInit(self) -> None:
+        self._check("nvmlInit")
+        self.sessions += 1
+
+    def nvmlShutdown(self) -> None:
+        self._check("nvmlShutdown")
+        self.sessions -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        self._check("nvmlSystemGetDriverVersion")
+        return self.driver
+
+    def nvmlDeviceGetCount(self) -> int:
+        self._check("nvmlDeviceGetCount")
+        return len(self.cards)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int, /) -> FakeCard:
+        self._check("nvmlDeviceGetHandleByIndex", self.cards[index])
+        return self.cards[index]
+
+    def nvmlDeviceGetName(self, handle: FakeCard, /) -> str:
+        self._check("nvmlDeviceGetName", handle)
+        return handle.name
+
+    def nvmlDeviceGetUUID(self, handle: FakeCard, /) -> str:
+        self._check("nvmlDeviceGetUUID", handle)
+        return handle.uuid
+
+    def nvmlDeviceGetMemoryInfo(self, handle: FakeCard, /) -> Any:
+        self._check("nvmlDeviceGetMemoryInfo", handle)
+        return SimpleNamespace(total=handle.total_bytes, free=handle.free_bytes)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: FakeCard, /) -> tuple[int, int]:
+        self._check("nvmlDeviceGetCudaComputeCapability", handle)
+        return handle.capability
+
+    def nvmlDeviceGetMigMode(self, handle: FakeCard, /) -> list[int]:
+        self._check("nvmlDeviceGetMigMode", handle)
+        if handle.mig_slices is None:
+            raise FakeNvmlError("Not Supported")
+        return [1, 1]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: FakeCard, /) -> int:
+        self._check("nvmlDeviceGetMaxMigDeviceCount", handle)
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: FakeCard, index: int, /) -> FakeCard:
+        slices = handle.mig_slices or ()
+        if index >= len(slices):
+            raise FakeNvmlError("Not Found")
+        return slices[index]
+
+    def _check(self, call: str, card: FakeCard | None = None) -> None:
+        refusals = {**self.refuses, **(card.refuses if card else {})}
+        if call in refusals:
+            raise FakeNvmlError(refusals[call])

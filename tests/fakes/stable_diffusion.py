@@ -1,0 +1,89 @@
+"""Facts and costs of Stable Diffusion 1.5 and of a miniature, without the family module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lora_trainer.families.base import BaseFacts, PartFacts
+from lora_trainer.families.costs import SampleCost, Targets, Workload
+from lora_trainer.families.unet_costs import adapter_parameters, parameters, sample_cost
+
+SD15_UNET: Mapping[str, Any] = {
+    "sample_size": 64,
+    "in_channels": 4,
+    "out_channels": 4,
+    "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
+    "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
+    "block_out_channels": [320, 640, 1280, 1280],
+    "layers_per_block": 2,
+    "cross_attention_dim": 768,
+    "attention_head_dim": 8,
+}
+MINI_UNET: Mapping[str, Any] = {
+    "sample_size": 16,
+    "down_block_types": ["CrossAttnDownBlock2D"] * 2,
+    "up_block_types": ["CrossAttnUpBlock2D"] * 2,
+    "block_out_channels": [64, 128],
+    "layers_per_block": 1,
+    "cross_attention_dim": 128,
+    "attention_head_dim": [2, 4],
+    "norm_num_groups": 16,
+}
+
+
+class UNetCosts:
+    """The cost side of a family built on UNet2DConditionModel."""
+
+    def adapter_parameters(self, facts: BaseFacts, *, rank: int, targets: Targets) -> int:
+        return adapter_parameters(facts.architecture, rank=rank, targets=targets)
+
+    def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
+        return sample_cost(
+            facts.architecture,
+            workload,
+            vae_factor=facts.vae_factor,
+            text_tokens=facts.max_tokens,
+        )
+
+
+def sd15_facts() -> BaseFacts:
+    """Return the facts of the public v1.5 release."""
+    return BaseFacts(
+        family="sd15",
+        source="stable-diffusion-v1-5",
+        path=None,
+        resolution_px=512,
+        bucket_step_px=64,
+        latent_channels=4,
+        vae_factor=8,
+        max_tokens=77,
+        prediction="epsilon",
+        parts={
+            "denoiser": PartFacts(parameters=859_520_964),
+            "vae": PartFacts(parameters=83_653_863),
+            "text_encoder": PartFacts(parameters=123_060_480),
+        },
+        architecture=SD15_UNET,
+    )
+
+
+def mini_facts() -> BaseFacts:
+    """Return the facts of a base like the embedded one: 64 px, VAE 4x down."""
+    return BaseFacts(
+        family="sd15",
+        source="embedded",
+        path=None,
+        resolution_px=64,
+        bucket_step_px=8,
+        latent_channels=4,
+        vae_factor=4,
+        max_tokens=32,
+        prediction="epsilon",
+        parts={
+            "denoiser": PartFacts(parameters=sum(parameters(MINI_UNET).values())),
+            "vae": PartFacts(parameters=770_000),
+            "text_encoder": PartFacts(parameters=300_000),
+        },
+        architecture=MINI_UNET,
+    )

@@ -1,0 +1,234 @@
+"""Cost formulas against the real network: parameters exactly, memory by counting live tensors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from peft import LoraConfig
+from torch import Tensor
+
+from lora_trainer.errors import InputError
+from lora_trainer.families import family
+from lora_trainer.families.costs import SampleCost, Targets, Workload
+from lora_trainer.families.unet_costs import (
+    adapter_layers,
+    adapter_parameters,
+    layers,
+    parameters,
+    sample_cost,
+)
+from tests.fakes.live_bytes import LiveBytes
+from tests.fakes.stable_diffusion import MINI_UNET, SD15_UNET
+
+SMALL_UNET = {
+    "block_out_channels": [32, 64],
+    "layers_per_block": 1,
+    "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+    "cross_attention_dim": 48,
+    "attention_head_dim": 4,
+    "norm_num_groups": 8,
+    "sample_size": 16,
+    "use_linear_projection": True,
+}
+MID_UNET = {
+    **SD15_UNET,
+    "block_out_channels": [32, 64, 96, 96],
+    "layers_per_block": [1, 2, 1, 1],
+    "cross_attention_dim": 40,
+    "attention_head_dim": 4,
+    "norm_num_groups": 8,
+    "transformer_layers_per_block": [1, 2, 1, 1],
+}
+UNETS: Mapping[str, Mapping[str, Any]] = {"small": SMALL_UNET, "mini": MINI_UNET, "mid": MID_UNET}
+WORKLOAD = Workload(
+    height_px=512, width_px=512, element_bytes=2, rank=16, targets="attention", checkpointing=False
+)
+RANK, TOKENS, BATCH, VAE_FACTOR = 4, 24, 2, 8
+
+
+def sd15_cost(**changes: Any) -> SampleCost:
+    return sample_cost(SD15_UNET, replace(WORKLOAD, **changes), vae_factor=8, text_tokens=77)
+
+
+@pytest.mark.parametrize("config", [SD15_UNET, *UNETS.values()], ids=["sd15", *UNETS])
+def test_parameters_are_those_of_the_real_network_module_by_module(
+    config: Mapping[str, Any],
+) -> None:
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**config)
+    real = {
+        name: sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        for name, module in unet.named_modules()
+        if list(module.parameters(recurse=False))
+    }
+    assert {layer.name: layer.parameters for layer in layers(config)} == real
+
+
+def test_sd15_has_its_published_parameter_count() -> None:
+    assert sum(parameters(SD15_UNET).values()) == 859_520_964
+
+
+@pytest.mark.parametrize("targets", ["attention", "transformer", "all"])
+def test_adapter_parameters_are_those_of_peft(targets: Targets) -> None:
+    adapted = adapter_layers(MID_UNET, targets=targets)
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**MID_UNET)
+        unet.add_adapter(LoraConfig(r=8, target_modules=[layer.name for layer in adapted]))
+    real = sum(p.numel() for name, p in unet.named_parameters() if "lora_" in name)
+    assert adapter_parameters(MID_UNET, rank=8, targets=targets) == real
+
+
+@pytest.mark.parametrize("targets", ["attention", "transformer", "all"])
+@pytest.mark.parametrize("config", [SD15_UNET, *UNETS.values()], ids=["sd15", *UNETS])
+def test_the_layers_counted_are_those_that_get_an_adapter(
+    config: Mapping[str, Any], targets: Targets
+) -> None:
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**config)
+    counted = {layer.name for layer in adapter_layers(config, targets=targets)}
+    assert set(family("sd15").lora_targets(unet, targets)) == counted
+
+
+def test_targets_grow_and_all_is_everything_but_norms_time_and_the_ends() -> None:
+    names = {
+        targets: {layer.name for layer in adapter_layers(SD15_UNET, targets=targets)}
+        for targets in ("attention", "transformer", "all")
+    }
+    assert names["attention"] < names["transformer"] < names["all"]
+    left = {layer.name for layer in layers(SD15_UNET) if layer.group != "norm"} - names["all"]
+    assert left == {"conv_in", "conv_out", "time_embedding.linear_1", "time_embedding.linear_2"}
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny tensors on several threads are slower, many times so beside another training."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Bytes per sample counted on the running network."""
+
+    saved_bytes: float
+    peak_bytes: float
+    forward_bytes: float
+
+
+def measure(config: Mapping[str, Any], workload: Workload) -> Measured:
+    dtype = torch.float32 if workload.element_bytes == 4 else torch.bfloat16
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**config).requires_grad_(False).to(dtype).train()
+    unet.to_empty(device="cpu")
+    names = [layer.name for layer in adapter_layers(config, targets=workload.targets)]
+    unet.add_adapter(LoraConfig(r=workload.rank, target_modules=names))
+    for parameter in unet.parameters():
+        parameter.data.zero_()
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+            parameter.grad = torch.zeros_like(parameter)
+    if workload.checkpointing:
+        unet.enable_gradient_checkpointing()
+    height, width = workload.height_px // VAE_FACTOR, workload.width_px // VAE_FACTOR
+    inputs = (
+        torch.randn(BATCH, 4, height, width, dtype=dtype),
+        torch.randint(0, 999, (BATCH,)),
+        torch.randn(BATCH, TOKENS, config["cross_attention_dim"], dtype=dtype),
+    )
+    weights = list(unet.parameters())
+    ignored: list[Tensor] = [*weights, *inputs, *(p.grad for p in weights if p.grad is not None)]
+    with LiveBytes(ignored) as training:
+        prediction = unet(*inputs).sample
+        saved = training.now_bytes
+        prediction.float().square().mean().backward()
+    with LiveBytes(ignored) as sampling, torch.no_grad():
+        unet(*inputs)
+    return Measured(
+        saved_bytes=saved / BATCH,
+        peak_bytes=training.peak_bytes / BATCH,
+        forward_bytes=sampling.peak_bytes / BATCH,
+    )
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("name", "targets", "element_bytes", "size"),
+    [
+        ("small", "attention", 4, (128, 128)),
+        ("small", "all", 2, (128, 192)),
+        ("mini", "transformer", 4, (128, 128)),
+        ("mid", "transformer", 2, (128, 128)),
+        ("mid", "all", 4, (72, 104)),  # 9 x 13 latents: halving rounds up, the way up matches
+    ],
+)
+def test_memory_is_what_autograd_really_keeps(
+    name: str, targets: Targets, element_bytes: int, size: tuple[int, int], checkpointing: bool
+) -> None:
+    workload = Workload(
+        height_px=size[0],
+        width_px=size[1],
+        element_bytes=element_bytes,
+        rank=RANK,
+        targets=targets,
+        checkpointing=checkpointing,
+    )
+    real = measure(UNETS[name], workload)
+    cost = sample_cost(UNETS[name], workload, vae_factor=VAE_FACTOR, text_tokens=TOKENS)
+    assert cost.saved_bytes == pytest.approx(real.saved_bytes, rel=0.01)
+    assert cost.saved_bytes + cost.temporary_bytes == pytest.approx(real.peak_bytes, rel=0.1)
+    assert cost.forward_bytes == pytest.approx(real.forward_bytes, rel=0.1)
+
+
+def test_nothing_is_kept_without_an_adapter() -> None:
+    assert sd15_cost(rank=0).saved_bytes == 0
+    assert sd15_cost(rank=0).step_flops == sd15_cost(rank=0).forward_flops
+
+
+def test_fp32_copies_for_the_adapter_exist_only_beside_a_16_bit_base() -> None:
+    half, full = sd15_cost(), sd15_cost(element_bytes=4)
+    tokens, middles = 4096 + 1024 + 256 + 64, 4 * 16
+    assert half.adapter_saved_bytes > 10 * full.adapter_saved_bytes > 0
+    assert full.adapter_saved_bytes > tokens * middles
+
+
+def test_flops_agree_with_those_counted_on_the_real_network() -> None:
+    """Traced with torch's FlopCounterMode at 512 px: 0.81 forward, 1.80 for the whole step."""
+    cost = sd15_cost()
+    assert cost.forward_flops / 1e12 == pytest.approx(0.81, rel=0.02)
+    assert cost.step_flops / 1e12 == pytest.approx(1.80, rel=0.02)
+    assert 2.4 < sd15_cost(checkpointing=True).step_flops / 1e12 < 2.65
+
+
+def test_everything_grows_with_the_picture_and_the_text() -> None:
+    small, large = sd15_cost(height_px=256), sd15_cost()
+    assert small.saved_bytes < large.saved_bytes
+    assert small.forward_flops < large.forward_flops
+    assert large.conditioning_bytes == 77 * 768 * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"class_embed_type": "timestep"}, "class_embed_type='timestep'"),
+        ({"down_block_types": ["DownBlock2D", "AttnDownBlock2D"]}, "AttnDownBlock2D"),
+    ],
+)
+def test_a_network_it_does_not_know_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        parameters({**SMALL_UNET, **change})
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, lora_trainer.families.unet_costs; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

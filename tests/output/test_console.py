@@ -1,0 +1,253 @@
+"""What is said while a run goes: how often, in how many lines, nothing that texts can forge."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from lora_trainer.events import EventStream
+from lora_trainer.output.console import ConsoleListener
+from lora_trainer.output.running import Pace, Smoothed
+from lora_trainer.output.wording import (
+    against_base,
+    bytes_text,
+    clock_text,
+    duration_text,
+    loss_text,
+    one_line,
+    rate_text,
+)
+from tests.fakes.run_folder import fake_run, relay
+
+STEP = {
+    "images": 8,
+    "lr": 2e-3,
+    "grad_norm": 0.5,
+    "seconds": 0.2,
+    "data_wait_s": 0.0,
+    "vram_bytes": 0,
+    "epoch": 0.1,
+}
+
+
+def still() -> float:
+    return 0.0
+
+
+def plain(*, clock: Callable[[], float] = still) -> tuple[ConsoleListener, io.StringIO]:
+    out = io.StringIO()
+    return ConsoleListener(Console(file=out, force_terminal=False, width=60), clock=clock), out
+
+
+def emit_steps(events: EventStream, count: int, *, total: int, **changed: Any) -> None:
+    events.emit(
+        "run_started", name="n", family="f", base="b", steps=total, batch_size=1, device="cpu",
+        tier="cpu", priority="balanced", preset="p", images=3, validation_images=0,
+        resumed_from=None,
+    )  # fmt: skip
+    for step in range(1, count + 1):
+        events.emit("step", **{**STEP, "step": step, "loss": 0.1, **changed})
+
+
+def test_a_whole_run_in_plain_lines(tmp_path: Path) -> None:
+    show, out = plain()
+    with show:
+        relay(fake_run(tmp_path), EventStream(listeners=[show]))
+    lines = out.getvalue().splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == [f"{30 * n}/300" for n in range(1, 11)]
+    assert lines[0].startswith("zorble: 300 steps of batch 8 on 16 images, 2 of them held out")
+    assert "encoding 16/16 (100 %)" in lines
+    for kind, count in {"samples ": 4, "saved at": 3, "validation": 11, "changed": 1}.items():
+        assert len([line for line in lines if line.startswith(kind)]) == count, kind
+    assert lines[-2].startswith("finished 300 steps in 1 min")
+    assert lines[-2].endswith("validation loss 0.0555, 58 % below the base's")
+    assert lines[-1] == "4 problems on the way: see problems.jsonl and the report"
+
+
+def test_a_problem_is_one_line_with_its_fix(tmp_path: Path) -> None:
+    show, out = plain()
+    relay(fake_run(tmp_path, steps=3), EventStream(listeners=[show]))
+    assert (
+        "warning: broken/owl <b>17</b>.jpg: image is cut off after 81,220 bytes and was left out."
+        " Fix: export it again." in out.getvalue().splitlines()
+    )
+
+
+def test_validation_says_how_it_compares(tmp_path: Path) -> None:
+    show, out = plain()
+    relay(fake_run(tmp_path), EventStream(listeners=[show]))
+    assert "validation of the base: loss 0.1337, 2 held-out images" in out.getvalue()
+    assert "validation at step 300: loss 0.0555, 58 % below the base's" in out.getvalue()
+
+
+def test_slow_runs_speak_every_half_minute() -> None:
+    seconds = itertools.count(step=12.0)
+    show, out = plain(clock=lambda: next(seconds))
+    emit_steps(EventStream(listeners=[show]), 31, total=10_000)
+    steps = [int(number) for number in re.findall(r"^step (\d+)/", out.getvalue(), re.MULTILINE)]
+    assert steps == list(range(4, 32, 3))
+
+
+def test_quick_runs_do_not_flood() -> None:
+    show, out = plain()
+    emit_steps(EventStream(listeners=[show]), 5000, total=5000)
+    assert len(out.getvalue().splitlines()) == 11
+
+
+@given(st.text())
+def test_no_text_breaks_a_line_or_moves_the_cursor(hostile: str) -> None:
+    show, out = plain()
+    EventStream(listeners=[show]).problem(f"x{hostile}", fix=hostile, file=hostile)
+    said = out.getvalue()
+    assert said.count("\n") == 1 and said.endswith("\n")
+    assert said[:-1].isprintable() and said.startswith("warning: ")
+
+
+def test_markup_of_rich_is_text() -> None:
+    show, out = plain()
+    EventStream(listeners=[show]).problem("[red]a[/red] [link=x]y[/link]", fix="none")
+    assert "[red]a[/red] [link=x]y[/link]" in out.getvalue()
+
+
+def test_terminals_without_unicode_do_not_raise() -> None:
+    buffer = io.BytesIO()
+    out = io.TextIOWrapper(buffer, encoding="ascii", errors="strict", write_through=True)
+    show = ConsoleListener(Console(file=out, force_terminal=False))
+    EventStream(listeners=[show]).problem("ゾーブル", fix="rename it")
+    assert buffer.getvalue() == b"warning: ????. Fix: rename it.\n"
+
+
+def test_a_loss_that_is_no_number_is_passed_over() -> None:
+    show, out = plain()
+    events = EventStream(listeners=[show])
+    emit_steps(events, 1, total=4)
+    events.emit("step", **{**STEP, "step": 2, "loss": None, "grad_norm": None})
+    assert "step 2/4 (50 %): loss 0.1000" in out.getvalue()
+
+
+def test_vram_is_shown_where_there_is_any() -> None:
+    show, out = plain()
+    emit_steps(EventStream(listeners=[show]), 1, total=1, vram_bytes=9 << 30)
+    assert out.getvalue().splitlines()[-1].endswith("VRAM 9.0 GiB")
+
+
+def terminal() -> tuple[ConsoleListener, io.StringIO]:
+    out = io.StringIO()
+    return ConsoleListener(Console(file=out, force_terminal=True, width=110), clock=still), out
+
+
+def test_live_line_ends_with_the_last_figures(tmp_path: Path) -> None:
+    show, out = terminal()
+    run = fake_run(tmp_path)
+    with show:
+        relay(run, EventStream(listeners=[show]))
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert "300/300" not in shown  # the last phase is the export, not the steps
+    assert "exporting" in shown and "finished 300 steps" in shown
+    assert not [line for line in shown.splitlines() if line.startswith("step ")]
+    assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")
+
+
+def test_live_line_shows_training(tmp_path: Path) -> None:
+    show, out = terminal()
+    with show:
+        emit_steps(EventStream(listeners=[show]), 7, total=20)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    last = [line for line in shown.splitlines() if "training" in line][-1]
+    for words in ("7/20", "loss 0.1000", "lr 2e-3", "0.20 s/it", "ETA 0:0"):
+        assert words in last
+
+
+def test_live_line_ends_when_the_run_raises() -> None:
+    show, out = terminal()
+    with pytest.raises(ZeroDivisionError), show:
+        emit_steps(EventStream(listeners=[show]), 1, total=2)
+        raise ZeroDivisionError
+    assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")
+
+
+def test_stop_says_where_and_why_and_nothing_follows() -> None:
+    show, out = plain()
+    events = EventStream(listeners=[show])
+    emit_steps(events, 1, total=4)
+    events.emit("stopped", reason="asked to stop. Fix: use --resume.", exit_code=130, step=1)
+    events.emit("phase", phase="report", message="report.html", done=0, total=0)
+    assert out.getvalue().endswith("stopped at step 1 of 4: asked to stop. Fix: use --resume.\n")
+
+
+def test_time_left_is_the_median_plus_side_costs() -> None:
+    pace, now_s = Pace(), 0.0
+    for step in range(1, 101):
+        now_s += 1.0 if step != 95 else 61.0  # one hiccup must not count in the median
+        pace.add(1.0 if step != 95 else 61.0, at_s=now_s)
+        if step % 10 == 0 and step < 100:
+            now_s += 5.0
+    assert pace.step_s == 1.0
+    assert math.isclose(pace.side_s, 45 / 99)
+    assert math.isclose(pace.remaining_s(198), 198 + 90)
+
+
+def test_late_losses_in_bunches_cost_nothing() -> None:
+    pace = Pace()
+    for step in range(1, 41):
+        pace.add(1.0, at_s=4.0 * math.ceil(step / 4))
+    assert pace.side_s < 0.03 and math.isnan(Pace().remaining_s(3))
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1), st.floats(1, 100))
+def test_smoothing_stays_within_what_it_saw(values: list[float], span: float) -> None:
+    average = Smoothed(span_steps=span)
+    for value in values:
+        average.add(value)
+    average.add(math.nan)
+    assert min(values) * (1 - 1e-9) <= average.value <= max(values) * (1 + 1e-9)
+
+
+def test_smoothing_follows_recent_values() -> None:
+    average = Smoothed(span_steps=9)
+    for value in [1.0] * 50 + [0.0] * 9:
+        average.add(value)
+    assert 0.05 < average.value < 0.2
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (duration_text(8.44), "8.4 s"),
+        (duration_text(59.97), "1 min 00 s"),
+        (duration_text(252), "4 min 12 s"),
+        (duration_text(7500), "2 h 05 min"),
+        (duration_text(math.nan), "unknown"),
+        (clock_text(38.4), "0:38"),
+        (clock_text(7509), "2:05:09"),
+        (bytes_text(812), "812 B"),
+        (bytes_text(3_288_000), "3.1 MiB"),
+        (bytes_text(1024**3 - 1), "1.0 GiB"),
+        (bytes_text(3 << 40), "3072.0 GiB"),
+        (loss_text(0.05551), "0.0555"),
+        (loss_text(0.00004), "4.0e-05"),
+        (loss_text(0.0), "0.0000"),
+        (loss_text(math.inf), "not a number"),
+        (rate_text(1.9e-4), "1.9e-4"),
+        (rate_text(2e-3), "2e-3"),
+        (rate_text(0.0), "0"),
+        (against_base(0.06, 0.1), "40 % below the base's"),
+        (against_base(0.1034, 0.1), "3.4 % above the base's"),
+        (against_base(0.10001, 0.1), "the same as the base's"),
+        (against_base(0.1, 0.0), "not comparable with the base's"),
+        (one_line("a\nb\x1b[31m\tc"), "a b?[31m c"),
+    ],
+)
+def test_wording(said: str, expected: str) -> None:
+    assert said == expected

@@ -1,0 +1,172 @@
+"""Dashboards: the tags they get, and that none of their failures reaches a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.events import Event, EventStream
+from lora_trainer.output.trackers import (
+    PACKAGES,
+    TrackerListener,
+    start_trackers,
+    usable_trackers,
+)
+from tests.fakes.run_folder import fake_run, relay
+
+STEP: dict[str, Any] = {
+    "step": 3,
+    "images": 8,
+    "loss": 0.5,
+    "lr": 2e-3,
+    "grad_norm": 0.7,
+    "seconds": 0.2,
+    "data_wait_s": 0.01,
+    "vram_bytes": 3 << 30,
+    "epoch": 0.1,
+}
+
+
+class FakeTracker:
+    """Keeps what it is given; raises from the call numbered `fails_at` on."""
+
+    def __init__(self, *, fails_at: int | None = None) -> None:
+        self.calls: list[tuple[dict[str, float], int | None]] = []
+        self.fails_at = fails_at
+        self.closed = 0
+
+    def log(self, values: dict[str, float], step: int | None) -> None:
+        self.calls.append((values, step))
+        if self.fails_at is not None and len(self.calls) >= self.fails_at:
+            raise ConnectionError("the dashboard\nis down")
+
+    def finish(self) -> None:
+        self.closed += 1
+
+
+def listening(tracker: FakeTracker) -> tuple[EventStream, list[Event]]:
+    events, problems = EventStream(), []
+    events.subscribe(TrackerListener(tracker, events, name="fake", close=tracker.finish))
+    events.subscribe(lambda event: problems.append(event) if event.kind == "problem" else None)
+    return events, problems
+
+
+def test_tags_of_a_step_and_a_validation() -> None:
+    tracker = FakeTracker()
+    events, _ = listening(tracker)
+    events.emit("step", **STEP)
+    events.emit("step", **{**STEP, "step": 4, "loss": 0.3})
+    events.emit("validation", step=4, loss=0.25, by_timestep=[], images=2)
+    assert tracker.calls[0] == (
+        {
+            "loss/current": 0.5,
+            "loss/average": 0.5,
+            "lr/unet": 2e-3,
+            "norm/grad_norm": 0.7,
+            "time/step_s": 0.2,
+            "time/data_wait_s": 0.01,
+            "sys/vram_gib": 3.0,
+        },
+        3,
+    )
+    assert 0.3 < tracker.calls[1][0]["loss/average"] < 0.5
+    assert tracker.calls[2] == ({"loss/validation": 0.25}, 4)
+
+
+def test_figures_that_are_not_there_are_left_out() -> None:
+    tracker = FakeTracker()
+    events, _ = listening(tracker)
+    events.emit("step", **{**STEP, "vram_bytes": 0, "grad_norm": None})
+    events.emit("step", **{**STEP, "loss": None})
+    assert not {"sys/vram_gib", "norm/grad_norm"} & set(tracker.calls[0][0])
+    assert "loss/current" not in tracker.calls[1][0]
+    assert tracker.calls[1][0]["loss/average"] == 0.5
+
+
+def test_other_events_are_not_logged() -> None:
+    tracker = FakeTracker()
+    events, _ = listening(tracker)
+    events.emit("phase", phase="load", message="", done=0, total=0)
+    events.problem("x", fix="y")
+    assert tracker.calls == []
+
+
+def test_a_failing_tracker_is_one_problem_and_training_goes_on(tmp_path: Path) -> None:
+    tracker, healthy = FakeTracker(fails_at=5), FakeTracker()
+    events, problems = listening(tracker)
+    events.subscribe(TrackerListener(healthy, events))
+    run = fake_run(tmp_path, steps=20)
+    run.events = [event for event in run.events if event["event"] != "problem"]
+    relay(run, events)
+    (problem,) = problems
+    assert problem.fields["what"] == (
+        "tracker fake stopped logging: ConnectionError: the dashboard is down"
+    )
+    assert problem.fields["code"] == "TRN-05"
+    assert len(tracker.calls) == 5 and len(healthy.calls) == 20 + 11
+
+
+def test_closed_once_at_the_end() -> None:
+    tracker = FakeTracker()
+    events, problems = listening(tracker)
+    events.emit("stopped", step=1, reason="r", exit_code=130)
+    events.emit("finished", step=1)
+    events.emit("step", **STEP)
+    assert tracker.closed == 1 and not tracker.calls and not problems
+
+
+def test_an_interrupt_is_not_swallowed() -> None:
+    class Interrupted(FakeTracker):
+        def log(self, values: dict[str, float], step: int | None) -> None:
+            raise KeyboardInterrupt
+
+    events, _ = listening(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        events.emit("step", **STEP)
+
+
+def test_usable_trackers() -> None:
+    names = ("tensorboard", "wandb", "tensorbord", "tensorboard", "aim")
+    packages = {"tensorboard": "2.21.0", "wandb": None}
+    usable, problems = usable_trackers(names, packages=packages)
+    assert usable == ("tensorboard",)
+    assert [problem.what.split(" ")[1] for problem in problems] == ["wandb", "names", "aim"]
+    assert "pip install wandb" in problems[0].fix
+    assert problems[1].what.endswith("Did you mean 'tensorboard'?")
+
+
+def test_no_trackers_start_nothing(tmp_path: Path) -> None:
+    events = EventStream()
+    start_trackers((), run_folder=tmp_path, settings={}, events=events)
+    assert events.listeners == [] and not list(tmp_path.iterdir())
+
+
+def test_every_tracker_of_accelerate_is_known() -> None:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    assert set(PACKAGES) == set(LOGGER_TYPE_TO_CLASS)
+
+
+def test_tensorboard_gets_the_run(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing import event_accumulator as reader  # type: ignore[import-untyped]
+
+    events = EventStream()
+    start_trackers(
+        ("tensorboard",), run_folder=tmp_path, settings={"train.steps": 6}, events=events
+    )
+    relay(fake_run(tmp_path / "other", steps=6), events)
+    written = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    losses = written.Scalars("loss/validation")
+    assert [entry.step for entry in losses] == list(range(7))
+    assert len(written.Scalars("loss/current")) == 6
+    assert not [path for path in (tmp_path / "tensorboard").iterdir() if path.is_dir()]
+
+
+def test_unwritable_folder_is_one_problem(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    events, problems = EventStream(), []
+    events.subscribe(lambda event: problems.append(event) if event.kind == "problem" else None)
+    start_trackers(("tensorboard",), run_folder=tmp_path, settings={}, events=events)
+    assert len(problems) == 1 and len(events.listeners) == 1

@@ -1,0 +1,137 @@
+"""The rules of the house that a tool can check: layers, cycles, start-up, docstrings, the seam."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import grimp
+import pytest
+
+from lora_trainer import families
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("lora_trainer", "gui", "presets")
+MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+PROGRAMS = sorted([*(ROOT / "scripts").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
+# These work on tensors; everything else under data/ has to start without torch.
+ON_TENSORS = {"lora_trainer.data.encode", "lora_trainer.data.loader"}
+# Seconds of import each; none may be paid for by --help, plan, check, presets or inspect.
+HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft", "bitsandbytes", "gradio")
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@pytest.fixture(scope="module")
+def imports() -> grimp.ImportGraph:
+    return grimp.build_graph(*PACKAGES, cache_dir=None)
+
+
+def test_import_contracts_of_pyproject_are_kept() -> None:
+    program = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    command = [sys.executable, "-c", program, "--no-logo", "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 broken" in done.stdout
+
+
+def test_every_module_has_a_layer() -> None:
+    """A module in no layer escapes the contract. Families have contracts of their own."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    (layers,) = (c["layers"] for c in settings["importlinter"]["contracts"] if c["id"] == "layers")
+    placed = {f"lora_trainer.{name.strip()}" for layer in layers for name in layer.split(":")}
+    modules = {module_name(path) for path in (ROOT / "lora_trainer").rglob("*.py")}
+    packages = {name for name in modules if any(other.startswith(f"{name}.") for other in modules)}
+    unplaced = {
+        name
+        for name in modules - packages - placed
+        if not name.startswith("lora_trainer.families.")
+    }
+    assert not unplaced, f"put into a layer in pyproject.toml: {', '.join(sorted(unplaced))}"
+
+
+def test_no_module_imports_itself_by_way_of_others(imports: grimp.ImportGraph) -> None:
+    """Layers allow neighbours to import each other; this keeps them from doing so in a circle."""
+    graph = {name: imports.find_modules_directly_imported_by(name) for name in imports.modules}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError naming the circle
+
+
+def test_packages_are_empty_rooms(imports: grimp.ImportGraph) -> None:
+    """An `__init__` that imports makes `import lora_trainer.data.scan` pay for its neighbours."""
+    rooms = {module_name(path) for path in MODULES if path.name == "__init__.py"}
+    for name in rooms - {"lora_trainer.families"}:
+        assert not imports.find_modules_directly_imported_by(name), name
+
+
+def test_training_knows_nothing_of_the_gui() -> None:
+    """By text: in a checkout `lora_trainer.gui` is a name that import graphs can not follow."""
+    statement = re.compile(r"^\s*(from|import) (lora_trainer\.)?gui\b", re.MULTILINE)
+    importing = [path for path in MODULES if statement.search(path.read_text(encoding="utf-8"))]
+    assert not [path for path in importing if path.is_relative_to(ROOT / "lora_trainer")]
+
+
+@pytest.mark.parametrize(
+    "path", MODULES + PROGRAMS, ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_module_says_what_it_is_for(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert docstring and len(docstring) > 20
+
+
+def light_modules() -> list[str]:
+    """Return the modules behind the commands that must answer at once."""
+    names = ["cli", "config", "hardware", "memory", "output.inspect", "plan", "prepare", "resolve"]
+    found = [f"lora_trainer.{name}" for name in [*names, "show"]]
+    for folder in ("data", "families"):
+        found += [
+            module_name(path) for path in MODULES if path.parent == ROOT / "lora_trainer" / folder
+        ]
+    return [name for name in found if name not in ON_TENSORS]
+
+
+IMPORT_EACH = """
+import importlib, json, sys
+loaded = {}
+for name in json.loads(sys.argv[1]):
+    before = set(sys.modules)
+    importlib.import_module(name)
+    loaded[name] = sorted(set(sys.modules) - before)
+print(json.dumps(loaded))
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded_by() -> dict[str, list[str]]:
+    """Import the light modules in turn in a new interpreter; return what each one brought in."""
+    command = [sys.executable, "-c", IMPORT_EACH, json.dumps(light_modules())]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded: dict[str, list[str]] = json.loads(done.stdout)
+    return loaded
+
+
+@pytest.mark.parametrize("name", light_modules())
+def test_module_starts_without_torch(name: str, loaded_by: dict[str, list[str]]) -> None:
+    assert not set(HEAVY) & set(loaded_by[name])
+
+
+@pytest.mark.parametrize("family", families.MODULES)
+def test_only_the_families_package_names_a_family(family: str) -> None:
+    """A family is one module, one registry line and its presets; nothing else may know its name."""
+    naming = [
+        path.relative_to(ROOT).as_posix()
+        for path in MODULES + PROGRAMS
+        if path.parent != ROOT / "lora_trainer" / "families"
+        and family in path.read_text(encoding="utf-8")
+    ]
+    assert not naming
+    registry = (ROOT / "lora_trainer" / "families" / "__init__.py").read_text(encoding="utf-8")
+    assert registry.count(f"families.{family}") == 1

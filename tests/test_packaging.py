@@ -1,0 +1,138 @@
+"""What is installed is what is in the tree: the wheel, made by way of the sdist, is compared.
+
+An editable install finds a new sub-package that pyproject.toml does not list; a wheel lacks it. The
+sources are built from a copy, because setuptools keeps stale files in `build/`.
+"""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("lora_trainer", "gui", "presets", "pyproject.toml", "README.md", "LICENSE")
+# Folder in the tree -> folder in the wheel.
+INSTALLED_AS = {
+    "lora_trainer": "lora_trainer",
+    "gui": "lora_trainer/gui",
+    "presets": "lora_trainer/presets",
+}
+REQUIRED = {
+    "gui/app.py",
+    "lora_trainer/cli.py",
+    "lora_trainer/embedded/LICENSE",
+    "lora_trainer/embedded/README.md",
+    "lora_trainer/embedded/model_index.json",
+    "presets/schema.json",
+}
+PACKAGE_OF = {"PIL": "pillow", "pynvml": "nvidia_ml_py"}
+OWN = {"lora_trainer", "gui", "presets"}
+SHIPPED_DATA = ("lora_trainer/embedded/**/*", "presets/**/*.json", "gui/assets/**/*")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Build sdist, and the wheel from it, with the tools of this environment."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(ROOT / name, copy / name)
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (path,) = out.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    expected = {
+        path.relative_to(ROOT).as_posix()
+        for pattern in [*(f"{folder}/**/*.py" for folder in INSTALLED_AS), *SHIPPED_DATA]
+        for path in ROOT.glob(pattern)
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert expected >= REQUIRED
+    found = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert found == {_installed(name) for name in expected}
+
+
+def test_shipped_files_are_whole(wheel: zipfile.ZipFile) -> None:
+    weights = [name for name in wheel.namelist() if name.endswith(".safetensors")]
+    assert len(weights) == 3, "text encoder, denoiser and autoencoder of the embedded base"
+    for name in weights:
+        assert wheel.read(name) == (ROOT / name).read_bytes()
+
+
+def test_console_scripts_lead_to_functions(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
+    entry_points = configparser.ConfigParser()
+    entry_points.read_string(wheel.read(name).decode())
+    scripts = dict(entry_points["console_scripts"])
+    assert set(scripts) == {"lora-train", "lora-train-gui"}
+    for target in scripts.values():
+        module, _, function = target.partition(":")
+        source = wheel.read(module.replace(".", "/") + ".py").decode()
+        defined = {
+            node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)
+        }
+        assert function in defined, target
+
+
+def test_licence_and_version_are_stated(wheel: zipfile.ZipFile) -> None:
+    from lora_trainer import __version__
+
+    info = f"lora_train-{__version__}.dist-info"
+    metadata = wheel.read(f"{info}/METADATA").decode()
+    assert f"\nVersion: {__version__}\n" in metadata
+    assert "\nLicense-Expression: Apache-2.0\n" in metadata
+    assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+
+
+def test_every_imported_package_is_declared() -> None:
+    """What this environment happens to hold must not hide a missing dependency."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    optional = project["optional-dependencies"]
+    lines = [*project["dependencies"], *optional["cuda"], *optional["gui"], *optional["log"]]
+    declared = {re.split(r"[^\w.-]", line)[0].replace("-", "_").lower() for line in lines}
+    missing = {
+        name
+        for name in third_party_imports() - OWN
+        if PACKAGE_OF.get(name, name).lower() not in declared
+    }
+    assert not missing
+
+
+def third_party_imports() -> set[str]:
+    """Return the top-level names that the shipped modules import, at any depth."""
+    found: set[str] = set()
+    for folder in INSTALLED_AS:
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("folder", ["datasets", "tests"])
+def test_folder_is_no_package(folder: str) -> None:
+    """An `__init__.py` in datasets/ would win over the Hugging Face package of that name."""
+    assert not list((ROOT / folder).rglob("__init__.py"))
+
+
+def _installed(name: str) -> str:
+    folder, _, rest = name.partition("/")
+    return f"{INSTALLED_AS[folder]}/{rest}"
