@@ -21,9 +21,10 @@ from lora_trainer.data.images import VerifiedImages
 from lora_trainer.data.quality import DatasetReport, inspect_images
 from lora_trainer.data.scan import Dataset, ImageRecord, scan
 from lora_trainer.data.split import hold_out
+from lora_trainer.errors import InputError
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.files import HashMemo
-from lora_trainer.hardware import Hardware, assume_card, detect, tier
+from lora_trainer.hardware import Gpu, Hardware, Tier, assume_card, detect, tier
 from lora_trainer.model.load import EMBEDDED, describe
 from lora_trainer.plan import Plan, PlanInput, plan
 from lora_trainer.resolve import Origin, Priority, Resolved, resolve
@@ -79,6 +80,11 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     trained, held_out = hold_out(
         dataset.records, fraction=settings.data.validation_fraction, seed=settings.train.seed
     )
+    if not trained:
+        raise InputError(
+            f"{request.dataset} leaves no image to train on after {len(held_out)} are held out",
+            fix="add images or use --set data.validation_fraction=0",
+        )
     placements = place_all(dataset, settings, basis.facts)
     chosen = plan(
         PlanInput(
@@ -129,7 +135,7 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
     family = families.family(facts.family)
     resolved = resolve(
         family=family.name,
-        tier=tier(card.total_bytes if card else None),
+        tier=_tier(source, card),
         priority=request.priority,
         preset=request.preset,
         config_file=request.config_file,
@@ -137,6 +143,16 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
         run_settings=request.run_settings,
     )
     return Basis(hardware=hardware, facts=facts, family=family, resolved=resolved)
+
+
+def _tier(source: str, card: Gpu | None) -> Tier:
+    """Return the preset tier; `cpu` is the recipe of the embedded base, wherever that is trained.
+
+    A real base on a processor takes the smallest card's recipe: slow, but right.
+    """
+    if source == EMBEDDED:
+        return "cpu"
+    return tier(card.total_bytes) if card else "6-8"
 
 
 def _with_base(chosen: Plan, basis: Basis) -> Plan:

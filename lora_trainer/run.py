@@ -17,11 +17,14 @@ from types import FrameType
 from typing import Any
 
 from lora_trainer import __version__
-from lora_trainer.config import concrete, flatten
-from lora_trainer.errors import InputError, LoraTrainError, exit_code
-from lora_trainer.events import EventStream, JsonlWriter, Listener, read_jsonl
+from lora_trainer.config import Config, concrete, flatten
+from lora_trainer.errors import InputError, LoraTrainError, MachineError, exit_code
+from lora_trainer.events import EventStream, JsonlWriter, Listener
 from lora_trainer.files import HashMemo
+from lora_trainer.fitting import gib
+from lora_trainer.hardware import tier_problem
 from lora_trainer.model.load import identified, locate
+from lora_trainer.output.checkpoints import TrainingState, load_newest
 from lora_trainer.output.report import write_report
 from lora_trainer.output.status import Control, StatusWriter
 from lora_trainer.output.trackers import start_trackers, usable_trackers
@@ -32,6 +35,8 @@ from lora_trainer.run_folder import (
     RunFolder,
     compare,
     create,
+    cut_events,
+    last_step,
     open_existing,
     read_run,
     write_run,
@@ -64,7 +69,11 @@ class StopFlag:
     clock: Callable[[], float] = time.monotonic
 
     def __call__(self) -> int | None:
-        if self.number is None and "stop" in self.control.pending():
+        pending = self.control.pending()
+        if "stop_now" in pending:
+            self.control.done("stop_now")
+            raise KeyboardInterrupt
+        if self.number is None and "stop" in pending:
             self.control.done("stop")
             self.number = int(signal.SIGTERM)
         return self.number
@@ -91,32 +100,25 @@ def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
     prepared = _with_base(prepare(request))
     if asked.strict:
         _refuse_problems(prepared)
+    _refuse_small_disk(prepared)
     environment = setup_torch(prepared)
     folder = open_existing(previous) if previous is not None else create(*_place(prepared))
     with folder.lock, _recorded(folder, prepared, listeners) as (events, stop):
-        started_at_s = before["started_at_s"] if before else time.time()
-        prompts = sample_prompts(prepared, count=SAMPLE_PROMPTS)
         job = Job(
             prepared=prepared,
             folder=folder,
-            prompts=prompts,
+            prompts=sample_prompts(prepared, count=SAMPLE_PROMPTS),
+            state=_newest_state(folder, events) if before else None,
             events=events,
             stop=stop,
-            started_at_s=started_at_s,
+            started_at_s=before["started_at_s"] if before else time.time(),
         )
         _announce(job, before, environment)
         write_run(folder, _run_record(job, asked, environment))
         try:
             file = train_job(job)
         except LoraTrainError as error:
-            step = max(
-                (
-                    row["step"]
-                    for row in read_jsonl(folder.path / EVENTS_FILE)
-                    if row["event"] == "step"
-                ),
-                default=0,
-            )
+            step = last_step(folder)
             events.emit("stopped", reason=str(error), exit_code=exit_code(error), step=step)
             write_report(folder.path)
             raise
@@ -137,7 +139,7 @@ def _previous(asked: TrainRequest) -> Path | None:
         if "output.name" in overrides
         else asked.request.dataset.resolve().name
     )
-    parent = Path(overrides["output.folder"] if "output.folder" in overrides else "runs")
+    parent = Path(overrides.get("output.folder", Config().output.folder))
     return parent / str(name)
 
 
@@ -167,6 +169,36 @@ def _refuse_problems(prepared: Prepared) -> None:
             f"--strict: the dataset has {len(problems)} problems, the first: {first.file or 'dataset'}: {first.what}",
             fix=f"{first.advice}, see `lora-train check`, or leave --strict out",
         )
+
+
+def _refuse_small_disk(prepared: Prepared) -> None:
+    """Raise MachineError when caches, states and exports are predicted not to fit (FAULTS CKP-06)."""
+    disk = prepared.plan.disk_bytes
+    output = Path(prepared.config.output.folder)
+    for folder, names in ((prepared.cache_root, ("cache",)), (output, ("states", "exports"))):
+        needed = sum(disk[name] for name in names)
+        free = prepared.hardware.disk_free_bytes(folder)
+        if needed > free:
+            raise MachineError(
+                f"{folder} has {gib(free)} free, the run needs {gib(needed)} for {' and '.join(names)}",
+                fix="free some space, or choose other folders with --output and --set data.cache_dir=FOLDER",
+            )
+
+
+def _newest_state(folder: RunFolder, events: EventStream) -> TrainingState | None:
+    """Return the state to go on from and drop what was logged after it; None: nothing was saved yet.
+
+    Raises MachineError when there were states and none is valid: starting over must be asked for.
+    """
+    state = load_newest(folder.states, events=events)
+    damaged = sorted(path.name for path in folder.states.glob("bad-*"))
+    if state is None and damaged:
+        raise MachineError(
+            f"no state of {folder.path} is valid; damaged: {', '.join(damaged)}",
+            fix="check the disk, then start a new run without --resume",
+        )
+    cut_events(folder, step=state.step if state else -1)
+    return state
 
 
 @contextmanager
@@ -222,14 +254,7 @@ def _announce(job: Job, before: dict[str, Any] | None, environment: dict[str, An
                 "CHANGED",
                 [*differences, "dataset: images or captions changed"],
             )
-        resumed = max(
-            (
-                row["step"]
-                for row in read_jsonl(job.folder.path / EVENTS_FILE)
-                if row["event"] == "saved"
-            ),
-            default=0,
-        )
+        resumed = job.state.step if job.state else 0
         job.events.emit("resumed", step=resumed, exactness=exactness, differences=differences)
     job.events.emit(
         "run_started",
@@ -246,6 +271,12 @@ def _announce(job: Job, before: dict[str, Any] | None, environment: dict[str, An
         validation_images=len(prepared.held_out),
         resumed_from=resumed,
     )
+    card = prepared.hardware.accelerator().value
+    too_small = tier_problem(card.total_bytes if card else None)
+    if too_small:
+        job.events.problem(
+            too_small, fix="lower data.resolution or adapter.rank if it does not fit"
+        )
     for finding in prepared.report.findings:
         if finding.severity != "note":
             job.events.problem(

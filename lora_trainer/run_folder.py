@@ -91,10 +91,16 @@ def cut_events(folder: RunFolder, *, step: int) -> None:
             continue
         kept = []
         for row in read_jsonl(file):
-            if row["event"] in ("finished", "stopped") or row.get("step", 0) > step:
+            if row["event"] in ("finished", "stopped") or row.get("step", -1) > step:
                 continue
             kept.append(json.dumps(row, ensure_ascii=False))
         write_atomic(file, "".join(f"{line}\n" for line in kept).encode())
+
+
+def last_step(folder: RunFolder) -> int:
+    """Return the last optimizer step that was logged, 0 when there is none."""
+    rows = read_jsonl(folder.path / EVENTS_FILE)
+    return max((int(row["step"]) for row in rows if row["event"] == "step"), default=0)
 
 
 def compare(

@@ -21,7 +21,7 @@ from lora_trainer.files import CappedFolder
 from lora_trainer.hardware import GIB
 from lora_trainer.model.adapters import Adapter, inject
 from lora_trainer.model.attention import apply_attention
-from lora_trainer.output.checkpoints import TrainingState, load_newest
+from lora_trainer.output.checkpoints import TrainingState
 from lora_trainer.output.export import (
     ExportInfo,
     SubsetSummary,
@@ -33,7 +33,7 @@ from lora_trainer.output.export import (
 from lora_trainer.output.samples import SampleAction
 from lora_trainer.output.status import Control
 from lora_trainer.prepare import Prepared, bucket_counts
-from lora_trainer.run_folder import EVENTS_FILE, RunFolder, cut_events
+from lora_trainer.run_folder import EVENTS_FILE, RunFolder
 from lora_trainer.train.actions import SaveAction, ValidateAction, load_scaler
 from lora_trainer.train.guards import GuardState
 from lora_trainer.train.loop import Model, Training, run
@@ -46,11 +46,15 @@ VALIDATION_QUANTILES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a training needs besides its plan: where it writes, what it tells, when it should stop."""
+    """What a training needs besides its plan: where it writes, what it tells, when it should stop.
+
+    `state` is what a resumed run goes on from, None at the start of one.
+    """
 
     prepared: Prepared
     folder: RunFolder
     prompts: Sequence[str]
+    state: TrainingState | None
     events: EventStream
     stop: Callable[[], int | None]
     started_at_s: float
@@ -81,9 +85,6 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
 def train_job(job: Job) -> Path:
     """Cache, train, export; return the exported file. Raises LoraTrainError."""
     prepared, config, events = job.prepared, job.prepared.config, job.events
-    state = load_newest(job.folder.states, events=events)
-    if state is not None:
-        cut_events(job.folder, step=state.step)
 
     # ---- caches: encoders are loaded only if something is missing, and dropped before the denoiser
     cache = _cache(prepared, events)
@@ -102,7 +103,7 @@ def train_job(job: Job) -> Path:
     optimizer = build_optimizer(adapter.parameters(), config.optimizer)
     scaler = torch.amp.GradScaler(model.device.type, enabled=config.train.precision == "fp16")
     start = _restore(
-        state, adapter, optimizer, scaler, micro_batch=concrete(config.memory.micro_batch)
+        job.state, adapter, optimizer, scaler, micro_batch=concrete(config.memory.micro_batch)
     )
 
     # ---- train

@@ -370,7 +370,7 @@ FAMILY = StableDiffusion1()
 
 
 def _prediction(scheduler: Mapping[str, Any], folder: Path) -> Prediction:
-    found = scheduler["prediction_type"] if "prediction_type" in scheduler else "epsilon"
+    found = scheduler.get("prediction_type", "epsilon")  # absent in the oldest releases
     if found == "epsilon":
         return "epsilon"
     if found == "v_prediction":

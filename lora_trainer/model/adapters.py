@@ -88,8 +88,11 @@ def inject(
         )
     # init_lora_weights=False leaves peft's own draw from the global generator; ours replaces it below.
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=list(modules), init_lora_weights=False
-    )  # type: ignore[arg-type]
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # annotated int, used as a float
+        target_modules=list(modules),
+        init_lora_weights=False,
+    )
     inject_adapter_in_model(config, denoiser, adapter_name=_NAME)
     pairs = {}
     for name in modules:

@@ -24,7 +24,7 @@ def apply_attention(denoiser: nn.Module, kind: Literal["sdpa", "xformers"]) -> N
             f"memory.attention=xformers cannot be used: {str(error).splitlines()[0]}",
             fix="use --set memory.attention=sdpa",
         ) from None
-    processors = {type(processor).__name__ for processor in denoiser.attn_processors.values()}  # type: ignore[union-attr, operator]
+    processors = {type(processor).__name__ for processor in denoiser.attn_processors.values()}  # type: ignore[operator]
     if not all("XFormers" in name for name in processors):
         raise MachineError(
             f"memory.attention=xformers was accepted but {sorted(processors)} are in use",

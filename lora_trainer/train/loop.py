@@ -93,7 +93,9 @@ def run(training: Training, start: Progress) -> Progress:
     progress, pending = start, deque[_Report]()
     lag = CUDA_REPORT_LAG if training.model.device.type == "cuda" else 0
     if start.step == 0:  # a resumed run did these before it was interrupted
-        _act(training, progress)
+        for action in training.actions:
+            if action.due(progress):
+                action(progress)
     with training.feeder.stream(
         start.step, training.steps, ahead=training.prefetch_steps
     ) as batches:
@@ -121,10 +123,11 @@ def run(training: Training, start: Progress) -> Progress:
             # ---- save, sample, validate, stop
             signal_number = training.stop() if step < training.steps else None
             progress = replace(progress, ending=step == training.steps or signal_number is not None)
-            if any(action.due(progress) for action in training.actions):
-                while pending:
-                    progress = _report(training, pending.popleft(), progress)
-                _act(training, progress)
+            due = [action for action in training.actions if action.due(progress)]
+            while due and pending:
+                progress = _report(training, pending.popleft(), progress)
+            for action in due:
+                action(progress)
             if signal_number is not None:
                 raise StoppedBySignal(
                     signal_number,
@@ -132,12 +135,6 @@ def run(training: Training, start: Progress) -> Progress:
                     fix="run the same command with --resume to go on",
                 )
     return progress
-
-
-def _act(training: Training, progress: Progress) -> None:
-    for action in training.actions:
-        if action.due(progress):
-            action(progress)
 
 
 def _gradients_that_fit(

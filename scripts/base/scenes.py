@@ -58,10 +58,8 @@ def scene(seed: int, index: int, width_px: int = 64, height_px: int = 64) -> Sce
     background = rng.choice(list(COLOURS))
     canvas = _Canvas(width_px, height_px, _jitter(rng, COLOURS[background]))
     first, second, *_ = rng.sample([name for name in COLOURS if name != background], 2)
-    if rng.random() < 0.7:
-        caption = _single(rng, canvas, first)
-    else:
-        caption = _pair(rng, canvas, first, second)
+    alone = rng.random() < 0.7
+    caption = _single(rng, canvas, first) if alone else _pair(rng, canvas, first, second)
     article = "an" if background == "orange" else "a"
     caption = f"{caption} on {article} {background} background"
     if rng.random() < 0.1:  # words without a meaning, so that an unknown word does no harm

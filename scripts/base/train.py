@@ -54,6 +54,10 @@ def main() -> None:
         safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
     pipeline.to(torch.float16).save_pretrained(options.output, safe_serialization=True)
+    # transformers loads in the dtype its config names, diffusers in float32: make both agree for
+    # whoever loads the folder without saying a dtype.
+    config = options.output / "text_encoder" / "config.json"
+    config.write_text(config.read_text().replace('"dtype": "float16"', '"dtype": "float32"'))
 
 
 if __name__ == "__main__":
