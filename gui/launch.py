@@ -68,6 +68,11 @@ def resume_argv(run: Path, *, dataset: str) -> Argv:
     Raises RequestError or InputError.
     """
     recorded = recorded_dataset(run)
+    if recorded is None and not dataset.strip():
+        raise InputError(
+            f"the run {run.name} does not say where its images are",
+            fix="type their folder under Images and press Resume again",
+        )
     folder = str(recorded) if recorded is not None else _folder(dataset)
     return (*TRAINER, folder, f"--resume-from={run.resolve()}")
 

@@ -20,7 +20,7 @@ from .launch import Launcher
 
 TICK_S = 1.0
 _PLOT: dict[str, Any] = {
-    "label": "Loss",
+    "label": "Loss: training (blue), validation (orange)",
     "height": 360,
     "color_title": "",
     "color_map": {state.SERIES_TRAIN: "#2f6690", state.SERIES_VALIDATION: "#c2571a"},

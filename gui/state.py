@@ -157,7 +157,7 @@ def sentence(status: RunStatus, history: History) -> str:
     if status.state == "finished":
         return f"Finished after {status.step:,} steps{_result(history)}."
     if status.state == "stopped":
-        return f"Stopped at {where}; Resume goes on from there. {status.message}".strip()
+        return f"Stopped at {where}, its state saved; Resume goes on from there."
     if status.state == "failed":
         return f"Failed at {where} (exit code {status.exit_code}): {status.message}"
     return (
@@ -254,7 +254,9 @@ def _head(name: str, status: RunStatus, said: str, *, waiting: Iterable[str]) ->
 def _files(folder: Path, history: History) -> Html:
     """Return download links to the report and the newest exported file, where they exist."""
     exports = [mark.fields.get("export") for mark in history.marks if mark.kind == "saved"]
-    names = [name for name in ["report.html", *exports[-1:]] if isinstance(name, str)]
+    exports.append(history.end.get("export") if history.end is not None else None)
+    written = [name for name in exports if isinstance(name, str)]
+    names = ["report.html", *written[-1:]]
     # A name with a separator would lead out of the folder.
     present = [folder / name for name in names if Path(name).name == name]
     links = [_link(path) for path in present if path.is_file() and not path.is_symlink()]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lora_trainer.events import Severity
+from lora_trainer.families.recognise import adapter_family, stated_family
 from lora_trainer.output.adapter_file import AdapterFile, read_adapter, refuse
 
 KeyFormat = Literal["kohya", "diffusers", "peft", "comfyui", "mixed", "unknown"]
@@ -24,16 +25,6 @@ _FORMATS: tuple[tuple[KeyFormat, re.Pattern[str]], ...] = (
     ("comfyui", re.compile(r"(?:diffusion_model|text_encoders)\..+")),
     ("peft", re.compile(r"base_model\.model\..+")),
     ("diffusers", re.compile(r"(?:unet|transformer|text_encoder(?:_\d)?)\..+")),
-)
-# Families this program cannot train are named too, because "this file is for SDXL" is what helps.
-_TEXT_WIDTHS = {768: "sd15", 1024: "sd2", 2048: "sdxl"}
-_FAMILY_MODULES = (
-    ("flux", re.compile(r"double_blocks|single_blocks|single_transformer_blocks")),
-    ("sdxl", re.compile(r"lora_te2_|text_encoder_2|(?<!single_)transformer_blocks_[1-9]")),
-)
-_FAMILY_VERSIONS = {"sdxl": "sdxl", "sd_v1": "sd15", "sd_v2": "sd2", "flux1": "flux"}
-_UNET_ATTENTION = re.compile(
-    r"(?:(?:down|up)_blocks_\d+|mid_block)_attentions_\d+_transformer_blocks_0_attn2"
 )
 
 
@@ -124,37 +115,8 @@ def _format(modules: list[str]) -> KeyFormat:
 
 
 def _family(contents: AdapterFile) -> str:
-    """Name the model family by the width of its text embeddings, module names or metadata."""
-    names = {module: module.replace(".", "_") for module in contents.modules}
-    cross = [
-        module
-        for module, name in names.items()
-        if re.search(r"attn2(?:_processor)?_to_[kv]$", name)
-    ]
-    widths = {
-        contents.down[module].shape[1] for module in cross if len(contents.down[module].shape) > 1
-    }
-    known = {_TEXT_WIDTHS[width] for width in widths & _TEXT_WIDTHS.keys()}
-    if len(known) == 1:
-        return known.pop()
-    for family, pattern in _FAMILY_MODULES:
-        if any(pattern.search(name) for name in names.values()):
-            return family
-    if stated := _stated_family(contents.metadata):
-        return stated
-    # Small bases with the architecture of Stable Diffusion 1 have text embeddings of any width.
-    return (
-        "sd15"
-        if widths and any(_UNET_ATTENTION.search(name) for name in names.values())
-        else "unknown"
-    )
-
-
-def _stated_family(metadata: Mapping[str, str]) -> str | None:
-    version = metadata.get("ss_base_model_version", "")
-    return next(
-        (family for start, family in _FAMILY_VERSIONS.items() if version.startswith(start)), None
-    )
+    shapes = {module: contents.down[module].shape for module in contents.modules}
+    return adapter_family(shapes, metadata=contents.metadata)
 
 
 def _peft_alphas(metadata: Mapping[str, str]) -> list[float]:
@@ -286,9 +248,9 @@ def _metadata_problems(contents: AdapterFile) -> Iterator[Problem]:
                 what=f"{key} says {stated:g}, the tensors say {_listed(found)}",
                 advice="readers use the tensors",
             )
-    stated_family, family = _stated_family(contents.metadata), _family(contents)
-    if stated_family and stated_family != family:
-        what = f"ss_base_model_version says {stated_family}, the tensors say {family}"
+    stated, family = stated_family(contents.metadata), _family(contents)
+    if stated and stated != family:
+        what = f"ss_base_model_version says {stated}, the tensors say {family}"
         yield Problem(
             kind="metadata-disagrees",
             severity="warning",

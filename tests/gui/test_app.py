@@ -92,7 +92,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_the_page_builds_without_torch(served: dict[str, Any]) -> None:
     assert served["loaded"] == []
-    assert {"Runs", "Images", "Base model", "Priority", "Name", "Loss"} <= set(served["labels"])
+    assert {"Runs", "Images", "Base model", "Priority", "Name"} <= set(served["labels"])
 
 
 def test_only_this_machine_is_answered(served: dict[str, Any]) -> None:

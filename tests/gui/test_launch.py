@@ -154,7 +154,7 @@ def test_resume_of_a_run_from_elsewhere_takes_the_folder_of_the_form(
 ) -> None:
     run = write_run(tmp_path / "x", command=["not/here", str(tmp_path)], dataset=images.name)
     assert launch.resume_argv(run, dataset=str(images))[3] == str(images)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="where its images are"):
         launch.resume_argv(run, dataset="")
 
 

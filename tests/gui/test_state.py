@@ -196,7 +196,11 @@ def test_samples_and_links_stay_inside_the_run(root: Path) -> None:
 
 
 def test_links_lead_to_the_export_with_its_name_quoted(root: Path) -> None:
-    folder = fake_run(root / "a #b?", steps=3).write()
+    run = fake_run(root / "a #b?", steps=3)
+    for row in run.events:
+        if row["event"] == "saved":
+            row["export"] = None  # as when a last save writes a state only
+    folder = run.write()
     write_status(folder)
     assert (
         f"/gradio_api/file={root.as_posix()}/a%20%23b%3F/zorble.safetensors" in shown(folder).files

@@ -1,0 +1,248 @@
+"""Check a finished run on the example dataset: is it our character that the LoRA draws?
+
+Usage: python scripts/base/evaluate_lora.py runs/example [--seeds 32] [--plain-check] [--json FILE]
+
+For fixed seeds, with the LoRA and with the bare base: the nearest neighbour of the sample, by the
+distance of VAE latents (posterior means), among the run's training images and 100 drawings of other
+characters. Beside it the run's validation loss, and on request whether diffusers' plain pipeline
+with the exported file gives the trainer's own last samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from characters import ZIBBO, draw, other_character, random_pose
+from diffusers import StableDiffusionPipeline
+from evaluate import (
+    RESOLUTION_PX,
+    ROOT,
+    generate,
+    load_pipeline,
+    share,
+    write_json,
+    write_sheet,
+)
+from PIL import Image
+from scenes import COLOURS
+from torch import Tensor
+from vae import pixels
+
+sys.path.insert(0, str(ROOT))
+
+from lora_trainer.config import build_config  # noqa: E402
+from lora_trainer.data.buckets import buckets_for, cut, place  # noqa: E402
+from lora_trainer.data.images import decode  # noqa: E402
+from lora_trainer.data.scan import scan  # noqa: E402
+from lora_trainer.events import read_jsonl  # noqa: E402
+from lora_trainer.files import HashMemo  # noqa: E402
+from lora_trainer.model.load import locate  # noqa: E402
+from lora_trainer.output.export import final_export_name  # noqa: E402
+from lora_trainer.run_folder import EVENTS_FILE, read_run  # noqa: E402
+
+OTHERS = 100
+FIRST_SEED = 40_000
+BACKGROUNDS = ("yellow", "red", "purple", "white", "pink", "blue", "brown", "gray")
+PROMPT = "zibbo, {words}, on a {background} background"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nearest:
+    """The nearest drawing to a sample: its name, and whether it is one of the training images."""
+
+    seed: int
+    background: str
+    name: str
+    ours: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run: its folder, what run.json says, its events and where its base is."""
+
+    folder: Path
+    record: dict[str, Any]
+    events: list[dict[str, Any]]
+    base: Path
+
+    @property
+    def adapter(self) -> str:
+        return final_export_name(str(self.record["name"]))
+
+    def setting(self, key: str) -> Any:
+        return self.record["settings"][key]
+
+    def pipeline(self, *, adapted: bool) -> StableDiffusionPipeline:
+        """Load the plain pipeline, with the exported file if `adapted`."""
+        pipeline = load_pipeline(self.base)
+        if adapted:
+            pipeline.load_lora_weights(str(self.folder), weight_name=self.adapter)
+        return pipeline
+
+
+def open_run(folder: Path, *, base: Path | None) -> Run:
+    """Read a run folder; its own base unless another is named."""
+    record = read_run(folder)
+    source = locate(record["base"]["source"], revision=record["settings"]["base.revision"])
+    events = read_jsonl(folder / EVENTS_FILE)
+    return Run(folder=folder, record=record, events=events, base=base or source)
+
+
+def training_images(run: Run, dataset: Path) -> dict[str, Image.Image]:
+    """Return the images the run was trained on, none of those held out, cut to squares."""
+    settings = build_config(run.record["settings"]).data
+    held_out = set(run.record["dataset"]["held_out"])
+    square = buckets_for(resolution_px=RESOLUTION_PX, step_px=8, max_aspect=1.0)
+    found = {}
+    for record in scan(dataset, settings=settings, memo=HashMemo(file=None)).records:
+        if record.name not in held_out:
+            image = decode(record.path, settings=settings).image
+            found[record.name] = cut(image, place(*image.size, buckets=square), flip=False)
+    return found
+
+
+def other_images() -> dict[str, Image.Image]:
+    """Return drawings of other characters in random poses on random palette backgrounds."""
+    rng = random.Random("evaluate/others")
+    found = {}
+    for index in range(OTHERS):
+        character = other_character(index)
+        background = rng.choice([name for name in COLOURS if name != character.colour])
+        found[f"other {index}: {character.words}, {background}"] = draw(
+            character,
+            random_pose(rng),
+            width_px=RESOLUTION_PX,
+            height_px=RESOLUTION_PX,
+            background=COLOURS[background],
+        )
+    return found
+
+
+@torch.no_grad()
+def latents(pipeline: StableDiffusionPipeline, images: Sequence[Image.Image]) -> Tensor:
+    """Return posterior means as float32 [N, D]."""
+    return pipeline.vae.encode(pixels(list(images))).latent_dist.mean.flatten(1)
+
+
+def neighbours(
+    pipeline: StableDiffusionPipeline,
+    samples: Sequence[Image.Image],
+    drawings: dict[str, Image.Image],
+    *,
+    ours: set[str],
+) -> list[Nearest]:
+    """Return the nearest drawing of each sample."""
+    distances = torch.cdist(
+        latents(pipeline, samples), latents(pipeline, list(drawings.values()))
+    )
+    names = list(drawings)
+    found = []
+    for index, nearest in enumerate(distances.argmin(dim=1).tolist()):
+        name, background = names[nearest], BACKGROUNDS[index % len(BACKGROUNDS)]
+        seed = FIRST_SEED + index
+        found.append(Nearest(seed=seed, background=background, name=name, ours=name in ours))
+    return found
+
+
+def validation(run: Run) -> dict[str, float]:
+    """Return the validation loss of the base and the last one, and the gain as a share of the first."""
+    rows = [row for row in run.events if row["event"] == "validation"]
+    if not rows or rows[0]["step"] != 0:
+        raise SystemExit(f"{run.folder} has no validation loss of the base in {EVENTS_FILE}")
+    base, final = float(rows[0]["loss"]), float(rows[-1]["loss"])
+    return {"base": base, "final": final, "gain": 1 - final / base}
+
+
+def plain_check(run: Run) -> list[dict[str, Any]]:
+    """Make the trainer's last samples again with the plain pipeline; return the differences, 0..255."""
+    last = [row for row in run.events if row["event"] == "sample"][-1]
+    pipeline = run.pipeline(adapted=True)
+    rows = []
+    for sample in last["images"]:
+        own = Image.open(run.folder / sample["file"])
+        plain = pipeline(
+            sample["prompt"],
+            negative_prompt=run.setting("sampling.negative_prompt"),
+            generator=torch.Generator().manual_seed(sample["seed"]),
+            num_inference_steps=run.setting("sampling.steps"),
+            guidance_scale=run.setting("sampling.guidance_scale"),
+            width=own.width,
+            height=own.height,
+        ).images[0]
+        difference = np.abs(np.asarray(plain, dtype=int) - np.asarray(own.convert("RGB")))
+        rows.append({"file": sample["file"], "max_difference": int(difference.max())})
+    return rows
+
+
+def print_plain_check(rows: Sequence[dict[str, Any]], precision: str) -> None:
+    """Print the differences; a bfloat16 training samples in bfloat16, so these are then larger."""
+    for row in rows:
+        print(f"plain pipeline, {row['file']}: max difference {row['max_difference']}/255")
+    worst = max(row["max_difference"] for row in rows)
+    print(f"plain pipeline: worst {worst}/255, allowed 2 (trained in {precision}, checked in fp32)")
+
+
+def main() -> None:
+    """Read the command line, generate, compare, report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="the folder of a finished run")
+    parser.add_argument("--dataset", type=Path, default=ROOT / "datasets" / "example")
+    parser.add_argument("--base", type=Path, help="another base than the run's own")
+    parser.add_argument("--seeds", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=16, help="images made at a time")
+    parser.add_argument("--plain-check", action="store_true", help="repeat the last samples")
+    parser.add_argument("--sheet", type=Path, default=ROOT / "build" / "base" / "lora_sheet.png")
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    options = parser.parse_args()
+    run = open_run(options.run, base=options.base)
+    loss = validation(run)
+    print(f"validation loss {loss['base']:.4f} -> {loss['final']:.4f}: {loss['gain']:.1%} lower")
+    content: dict[str, Any] = {"validation_loss": loss}
+    if options.plain_check:
+        content["plain_check"] = plain_check(run)
+        print_plain_check(content["plain_check"], run.setting("train.precision"))
+    if options.seeds:
+        content |= compare(run, options)
+    write_json(options.json, content)
+
+
+def compare(run: Run, options: argparse.Namespace) -> dict[str, Any]:
+    """Look for the nearest neighbours of LoRA and base samples; print and return the shares."""
+    trained = training_images(run, options.dataset)
+    drawings = {**trained, **other_images()}
+    chance = len(trained) / len(drawings)
+    texts = [
+        PROMPT.format(words=ZIBBO.words, background=BACKGROUNDS[index % len(BACKGROUNDS)])
+        for index in range(options.seeds)
+    ]
+    content: dict[str, Any] = {"ours": len(trained), "others": OTHERS, "chance": chance}
+    tiles: list[tuple[Image.Image, str, bool]] = []
+    for kind in ("lora", "base"):
+        pipeline = run.pipeline(adapted=kind == "lora")
+        samples = list(
+            generate(pipeline, texts, first_seed=FIRST_SEED, batch=options.batch)
+        )
+        pipeline.unload_lora_weights()
+        found = neighbours(pipeline, samples, drawings, ours=set(trained))
+        rate = share([one.ours for one in found])
+        print(f"{kind}: nearest is ours for {rate:.1%} of {len(found)} seeds (chance {chance:.1%})")
+        content[kind] = {"share": rate, "nearest": [asdict(one) for one in found]}
+        tiles += [
+            (image, f"{kind} {one.seed}\n{one.background}", one.ours)
+            for image, one in zip(samples, found, strict=True)
+        ]
+    write_sheet(options.sheet, tiles, columns=options.seeds)
+    print(f"contact sheet: {options.sheet}")
+    return content
+
+
+if __name__ == "__main__":
+    main()

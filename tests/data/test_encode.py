@@ -1,0 +1,299 @@
+"""Filling the caches with real encoders: each thing once, again only if what it depends on changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from lora_trainer import families
+from lora_trainer.config import DataSettings
+from lora_trainer.data.buckets import buckets_for, cut, place
+from lora_trainer.data.cache import Cache
+from lora_trainer.data.encode import Encoded, Needs, fill, needs, prompt_key
+from lora_trainer.data.scan import scan
+from lora_trainer.errors import InputError
+from lora_trainer.events import Event, EventStream
+from lora_trainer.families.base import BaseFacts, Encoders, Latents
+from lora_trainer.files import CappedFolder, HashMemo
+from lora_trainer.model.load import identified
+from tests.fakes.tiny_base import copy_base
+from tests.fakes.training import CPU, tiny_base
+
+SIZES = ((20, 20), (40, 20), (20, 34))
+PROMPT = "a prompt for the samples"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountingEncoders(Encoders):
+    """Real encoders that remember what they were given."""
+
+    real: Encoders
+    images: list[Tensor] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    def encode_images(self, pixels: Tensor) -> list[Latents]:
+        self.images.extend(pixels)
+        return self.real.encode_images(pixels)
+
+    def encode_prompts(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        self.texts.extend(prompts)
+        return self.real.encode_prompts(prompts)
+
+    def count_tokens(self, prompt: str) -> int:
+        return self.real.count_tokens(prompt)
+
+
+@dataclass(kw_only=True)
+class Studio:
+    """A dataset folder, a base and a cache; `encode` is what a run does with them."""
+
+    folder: Path
+    cache: Cache
+    base: Path
+    settings: DataSettings = field(default_factory=DataSettings)
+    resolution_px: int = 16
+    events: list[Event] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+
+    def facts(self) -> BaseFacts:
+        found = families.detect(self.base).facts(self.base, source="tiny", identities={})
+        return identified(found, HashMemo(file=self.folder / "memo.json", entries={}))
+
+    def needs(self) -> Needs:
+        memo = HashMemo(file=Path("unused.json"), entries={})
+        records = scan(self.folder, settings=self.settings, memo=memo).records
+        facts = self.facts()
+        buckets = buckets_for(
+            resolution_px=self.resolution_px, step_px=facts.bucket_step_px, max_aspect=2.0
+        )
+        return needs(
+            records,
+            {r.name: place(r.width_px, r.height_px, buckets=buckets) for r in records},
+            prompts=[PROMPT],
+            facts=facts,
+            settings=self.settings,
+            seed=1,
+        )
+
+    def encode(self, wanted: Needs | None = None) -> tuple[Encoded, CountingEncoders | None]:
+        """Fill the cache; return what it says it did and the encoders, if they were loaded."""
+        facts, loaded = self.facts(), []
+
+        def load() -> Encoders:
+            real = families.detect(self.base).load_encoders(facts, device=CPU)
+            loaded.append(CountingEncoders(real=real))
+            return loaded[0]
+
+        stream = EventStream()
+        stream.subscribe(self.events.append)
+        done = fill(
+            wanted or self.needs(),
+            self.cache,
+            settings=self.settings,
+            load_encoders=load,
+            max_tokens=facts.max_tokens,
+            events=stream,
+        )
+        assert len(loaded) <= 1
+        return done, loaded[0] if loaded else None
+
+    def work(self) -> tuple[int, list[str]]:
+        """Fill the cache; return how many images and which texts the encoders really saw."""
+        done, encoders = self.encode()
+        images, texts = (len(encoders.images), encoders.texts) if encoders else (0, [])
+        assert (done.latents, done.texts) == (images, len(texts))
+        return images, sorted(texts)
+
+    def problems(self) -> list[Mapping[str, Any]]:
+        return [event.fields for event in self.events if event.kind == "problem"]
+
+
+@pytest.fixture
+def studio(tmp_path: Path) -> Studio:
+    """Three pictures of three shapes with captions, nothing cached."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for index, size in enumerate(SIZES):
+        draw(folder / f"p{index}.png", seed=index, size=size)
+        (folder / f"p{index}.txt").write_text(f"picture number {index}")
+    cache_folder = CappedFolder(root=tmp_path / "cache", limit_bytes=1 << 30)
+    cache_folder.create()
+    damage: list[str] = []
+    return Studio(
+        folder=folder,
+        base=tiny_base(),
+        cache=Cache(folder=cache_folder, on_problem=lambda what, **_: damage.append(what)),
+        damage=damage,
+    )
+
+
+def draw(path: Path, *, seed: int, size: tuple[int, int] = (20, 20)) -> None:
+    noise = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+
+
+TEXTS = ["", PROMPT, *(f"picture number {index}" for index in range(3))]
+
+
+def test_a_cold_run_encodes_each_once_and_a_warm_one_nothing(studio: Studio) -> None:
+    assert studio.work() == (3, sorted(TEXTS))
+    done, encoders = studio.encode()
+    assert encoders is None, "a warm run loads no encoder"
+    assert done == Encoded(latents=0, texts=0, found=8)
+
+
+def test_equal_pictures_and_equal_captions_are_encoded_once(studio: Studio) -> None:
+    (studio.folder / "copy.png").write_bytes((studio.folder / "p0.png").read_bytes())
+    (studio.folder / "copy.txt").write_text("picture number 2")
+    assert studio.work() == (3, sorted(TEXTS))
+
+
+def test_an_edited_caption_encodes_one_text(studio: Studio) -> None:
+    studio.encode()
+    (studio.folder / "p1.txt").write_text("something else")
+    assert studio.work() == (0, ["something else"])
+
+
+def test_a_replaced_picture_encodes_one_latent(studio: Studio) -> None:
+    studio.encode()
+    draw(studio.folder / "p0.png", seed=77)
+    assert studio.work() == (1, [])
+
+
+def test_a_renamed_picture_encodes_nothing(studio: Studio) -> None:
+    studio.encode()
+    for suffix in (".png", ".txt"):
+        (studio.folder / f"p0{suffix}").rename(studio.folder / f"new{suffix}")
+    assert studio.work() == (0, [])
+
+
+def test_another_resolution_encodes_all_latents_and_no_text(studio: Studio) -> None:
+    studio.encode()
+    studio.resolution_px = 24
+    assert studio.work() == (3, [])
+
+
+@pytest.mark.parametrize(
+    ("part", "file", "images", "texts"),
+    [
+        ("vae", "diffusion_pytorch_model.safetensors", 3, []),
+        ("text_encoder", "model.safetensors", 0, TEXTS),
+        ("unet", "diffusion_pytorch_model.safetensors", 0, []),
+    ],
+)
+def test_other_weights_encode_what_they_made(
+    studio: Studio, tmp_path: Path, part: str, file: str, images: int, texts: list[str]
+) -> None:
+    studio.encode()
+    studio.base = copy_base(studio.base, tmp_path / "other base")
+    weights = load_file(studio.base / part / file)
+    next(iter(weights.values())).view(-1)[0] += 0.5
+    save_file(weights, studio.base / part / file, metadata={"format": "pt"})
+    assert studio.work() == (images, sorted(texts))
+
+
+def test_a_damaged_entry_is_encoded_again_and_no_other(studio: Studio) -> None:
+    studio.encode()
+    wanted = studio.needs()
+    key = next(iter(wanted.latents.values())).key
+    before = studio.cache.read(key)
+    data = bytearray(studio.cache.path(key).read_bytes())
+    data[-3] ^= 1
+    studio.cache.path(key).write_bytes(data)
+    assert studio.work() == (1, [])
+    after = studio.cache.read(key)
+    assert before is not None and after is not None
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    (problem,) = studio.damage
+    assert "damaged" in problem
+
+
+def test_an_entry_holds_what_the_vae_of_diffusers_gives(studio: Studio) -> None:
+    """Plain, mirrored and cut; scaled for the denoiser."""
+    studio.settings = DataSettings(flip=True)
+    wanted = studio.needs()
+    assert studio.encode(wanted)[0].latents == 6
+    vae = AutoencoderKL.from_pretrained(studio.base, subfolder="vae")
+    for job in wanted.latents.values():
+        picture = Image.open(job.record.path).convert("RGB")
+        pixels = np.asarray(cut(picture, job.placement, flip=False), dtype=np.float32)
+        pixels = pixels[:, ::-1] if job.flip else pixels
+        tensor = torch.tensor(pixels.copy()).permute(2, 0, 1)[None] / 255 * 2 - 1
+        with torch.no_grad():
+            posterior = vae.encode(tensor).latent_dist
+        entry = studio.cache.read(job.key)
+        assert entry is not None
+        for name, value in (("mean", posterior.mean), ("std", posterior.std)):
+            expected = (value[0] * 0.5).numpy()
+            np.testing.assert_allclose(entry[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_entry_holds_what_the_text_encoder_gives(studio: Studio) -> None:
+    studio.encode()
+    tokenizer = CLIPTokenizer.from_pretrained(studio.base, subfolder="tokenizer")
+    encoder = CLIPTextModel.from_pretrained(studio.base, subfolder="text_encoder")
+    ids = tokenizer(PROMPT, padding="max_length", max_length=77, return_tensors="pt").input_ids
+    with torch.no_grad():
+        expected = encoder(ids)[0].numpy()
+    entry = studio.cache.read(prompt_key(PROMPT, studio.facts()))
+    assert entry is not None and entry["text"].shape == (1, 77, 16)
+    np.testing.assert_allclose(entry["text"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_sources_name_what_a_sample_needs(studio: Studio) -> None:
+    studio.settings = DataSettings(flip=True, repeats=2, shuffle_tags=True, caption_variants=3)
+    (studio.folder / "p0.txt").write_text("a, b, c, d")
+    wanted = studio.needs()
+    assert len(wanted.sources) == 3 * 2
+    used = wanted.keys()
+    keys = {key.digest for key in used}
+    for source in wanted.sources.values():
+        assert source.mirrored is not None and source.mirrored != source.plain
+        assert len(source.texts) == 3
+        digests = {source.plain.digest, source.mirrored.digest, *(k.digest for k in source.texts)}
+        assert digests <= keys
+        assert wanted.latents[source.plain.digest].flip is False
+        assert wanted.latents[source.mirrored.digest].flip is True
+
+
+def test_a_long_caption_is_a_note(studio: Studio) -> None:
+    (studio.folder / "p1.txt").write_text("word " * 200)
+    studio.encode()
+    (problem,) = studio.problems()
+    assert (problem["severity"], problem["code"]) == ("note", "CAP-03")
+    assert "75 are used" in problem["what"]
+    assert studio.work() == (0, [])
+
+
+def test_progress_is_told_item_by_item(studio: Studio) -> None:
+    studio.encode()
+    phases = [event.fields for event in studio.events if event.kind == "phase"]
+    assert [phase["done"] for phase in phases] == list(range(9))
+    assert {phase["total"] for phase in phases} == {8}
+
+
+def test_a_picture_that_changed_after_the_scan_is_refused(studio: Studio) -> None:
+    wanted = studio.needs()
+    draw(studio.folder / "p2.png", seed=5)
+    with pytest.raises(InputError, match="p2.png.*changed while in use"):
+        studio.encode(wanted)
+
+
+def test_latents_that_are_not_finite_name_the_picture(studio: Studio, tmp_path: Path) -> None:
+    studio.base = copy_base(studio.base, tmp_path / "broken base")
+    file = studio.base / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = {name: torch.full_like(value, torch.nan) for name, value in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"p\d.png: .*not finite"):
+        studio.encode()

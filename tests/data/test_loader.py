@@ -1,0 +1,360 @@
+"""What a step sees is a function of its number: order, draws, epochs, groups, and the thread ahead."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_trainer.config import DataSettings, ObjectiveSettings
+from lora_trainer.data.cache import Cache, CacheKey
+from lora_trainer.data.loader import (
+    Entries,
+    Feeder,
+    Prepared,
+    StepBatch,
+    micro_batches,
+    to_device,
+)
+from lora_trainer.errors import MachineError
+from lora_trainer.events import EventStream
+from lora_trainer.files import CappedFolder
+from tests.fakes.training import CPU, EMPTY_TEXT, MIXED, SQUARE, TALL, WIDE, build_feeder
+
+EVERYTHING = DataSettings(flip=True, caption_dropout=0.3)
+NOISY = ObjectiveSettings(noise_offset=0.1, multires_noise_iterations=2)
+
+
+def rich_feeder(batch_size: int = 4, *, seed: int = 5) -> Feeder:
+    """Every kind of draw is on."""
+    return build_feeder(batch_size=batch_size, seed=seed, data=EVERYTHING, objective=NOISY, texts=3)
+
+
+def same(one: Prepared, other: Prepared) -> bool:
+    return (
+        (one.sample, one.timestep, one.signal, one.weight)
+        == (other.sample, other.timestep, other.signal, other.weight)
+        and torch.equal(one.latents, other.latents)
+        and torch.equal(one.noise, other.noise)
+        and all(torch.equal(one.conditioning[k], other.conditioning[k]) for k in one.conditioning)
+    )
+
+
+def all_same(one: StepBatch, other: StepBatch) -> bool:
+    return (one.step, one.epoch) == (other.step, other.epoch) and all(
+        same(a, b) for a, b in zip(one.samples, other.samples, strict=True)
+    )
+
+
+def names(feeder: Feeder, steps: int) -> list[str]:
+    return [sample.sample for step in range(steps) for sample in feeder.prepare(step).samples]
+
+
+# ---- steps
+
+
+def test_a_step_does_not_depend_on_what_was_prepared_before() -> None:
+    feeder = rich_feeder()
+    forward = [feeder.prepare(step) for step in range(12)]
+    fresh = rich_feeder()
+    assert all(all_same(fresh.prepare(step), forward[step]) for step in reversed(range(12)))
+    assert all(all_same(feeder.prepare(step), forward[step]) for step in (11, 0, 5, 5))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 14])
+def test_a_sample_is_drawn_the_same_in_any_batch(batch_size: int) -> None:
+    """The stream of samples, with all their draws, is cut differently and nothing else."""
+    whole = chain.from_iterable(rich_feeder(4).prepare(step).samples for step in range(7))
+    other = chain.from_iterable(rich_feeder(batch_size).prepare(step).samples for step in range(28))
+    assert all(same(a, b) for a, b in zip(whole, other, strict=False))
+
+
+def test_neither_global_randomness_nor_the_order_of_sources_matters() -> None:
+    feeder = rich_feeder()
+    wanted = feeder.prepare(3)
+    torch.manual_seed(123)
+    backwards = dict(reversed(feeder.sources.items()))
+    other = Feeder(**{**vars(feeder), "sources": backwards, "_orders": {}})
+    assert all_same(other.prepare(3), wanted)
+
+
+def test_another_seed_draws_everything_anew() -> None:
+    one = {s.sample: s for s in rich_feeder(7).prepare(0).samples}
+    other = {s.sample: s for s in rich_feeder(7, seed=6).prepare(0).samples}
+    assert list(one) != list(other)
+    assert not any(torch.equal(one[name].noise, other[name].noise) for name in one)
+    assert not any(torch.equal(one[name].latents, other[name].latents) for name in one)
+
+
+@settings(max_examples=20)
+@given(count=st.integers(1, 9), batch_size=st.integers(1, 6))
+def test_every_sample_once_per_epoch_and_steps_cross_epochs(count: int, batch_size: int) -> None:
+    feeder = build_feeder([SQUARE] * count, batch_size=batch_size)
+    stream = [feeder.sample_at(position) for position in range(3 * count)]
+    for epoch in range(3):
+        part = stream[epoch * count : (epoch + 1) * count]
+        assert {place[0] for place in part} == {epoch}
+        assert Counter(name for _, name in part) == Counter(feeder.sources.keys())
+    steps = 3 * count // batch_size
+    assert names(feeder, steps) == [name for _, name in stream[: steps * batch_size]]
+
+
+def test_epochs_are_shuffled_differently() -> None:
+    feeder = build_feeder([SQUARE] * 9, batch_size=9)
+    orders = [tuple(names_of(feeder.prepare(step))) for step in range(5)]
+    assert len(set(orders)) == 5
+
+
+def names_of(batch: StepBatch) -> list[str]:
+    return [sample.sample for sample in batch.samples]
+
+
+def test_a_sample_is_drawn_anew_in_each_epoch() -> None:
+    feeder = build_feeder([SQUARE], batch_size=1)
+    drawn = [feeder.prepare(step).samples[0] for step in range(4)]
+    assert len({tuple(sample.noise.flatten().tolist()) for sample in drawn}) == 4
+    assert len({tuple(sample.latents.flatten().tolist()) for sample in drawn}) == 4
+    assert len({sample.timestep for sample in drawn}) > 1
+    assert [feeder.prepare(step).epoch for step in range(3)] == [1.0, 2.0, 3.0]
+
+
+def test_latents_are_draws_from_the_posterior() -> None:
+    feeder = build_feeder([SQUARE], batch_size=64)
+    mean = feeder.entries.read(feeder.sources["s0"].plain)["mean"]
+    drawn = torch.stack([sample.latents - mean for sample in feeder.prepare(0).samples])
+    assert float(drawn.std()) == pytest.approx(0.1, rel=0.03)
+    assert float(drawn.mean()) == pytest.approx(0.0, abs=0.003)
+
+
+def test_latents_and_noise_share_no_numbers() -> None:
+    sample = build_feeder([SQUARE], batch_size=1).prepare(0).samples[0]
+    stacked = torch.stack([sample.latents.flatten(), sample.noise.flatten()])
+    assert abs(float(torch.corrcoef(stacked)[0, 1])) < 0.4
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 999), (0, 0), (999, 999), (100, 102)])
+def test_timesteps_are_in_the_range_both_ends_included(low: int, high: int) -> None:
+    objective = ObjectiveSettings(min_timestep=low, max_timestep=high)
+    feeder = build_feeder([SQUARE], batch_size=300, objective=objective)
+    found = {sample.timestep for sample in feeder.prepare(0).samples}
+    assert low <= min(found) and max(found) <= high
+    if high - low < 3:
+        assert found == set(range(low, high + 1))
+    else:
+        assert min(found) < 50 and max(found) > 950
+
+
+def test_signal_and_weight_belong_to_the_timestep() -> None:
+    feeder = build_feeder(batch_size=7)
+    for sample in feeder.prepare(0).samples:
+        signal = float(feeder.signal[sample.timestep])
+        snr = signal / (1 - signal)
+        assert sample.signal == pytest.approx(signal)
+        assert sample.weight == pytest.approx(min(snr, 5.0) / snr)
+
+
+# ---- flips, dropout, variants
+
+
+def stream_of(data: DataSettings, *, texts: int = 1, count: int = 400) -> list[Prepared]:
+    return list(build_feeder([SQUARE], batch_size=count, data=data, texts=texts).prepare(0).samples)
+
+
+def nearest(sample: Prepared, feeder: Feeder) -> str:
+    source = feeder.sources[sample.sample]
+    assert source.mirrored is not None
+    plain = feeder.entries.read(source.plain)["mean"]
+    mirrored = feeder.entries.read(source.mirrored)["mean"]
+    closer = (sample.latents - plain).norm() < (sample.latents - mirrored).norm()
+    return "plain" if closer else "mirrored"
+
+
+def test_half_of_the_samples_are_mirrored_when_entries_are_there() -> None:
+    feeder = build_feeder([SQUARE], data=EVERYTHING)
+    flips = Counter(nearest(sample, feeder) for sample in stream_of(EVERYTHING))
+    assert 160 < flips["mirrored"] < 240
+
+
+def test_without_a_mirrored_entry_the_plain_one_is_used() -> None:
+    feeder = build_feeder([SQUARE], batch_size=20, data=EVERYTHING)
+    plain_only = {
+        name: type(source)(plain=source.plain, mirrored=None, texts=source.texts)
+        for name, source in feeder.sources.items()
+    }
+    other = Feeder(**{**vars(feeder), "sources": plain_only, "_orders": {}})
+    assert {nearest(sample, feeder) for sample in other.prepare(0).samples} == {"plain"}
+
+
+@pytest.mark.parametrize(
+    ("fraction", "low", "high"), [(0.0, 0, 0), (0.3, 85, 155), (1.0, 400, 400)]
+)
+def test_captions_are_dropped_in_that_share(fraction: float, low: int, high: int) -> None:
+    empty = build_feeder([SQUARE]).entries.read(EMPTY_TEXT)["text"]
+    samples = stream_of(DataSettings(caption_dropout=fraction))
+    dropped = sum(torch.equal(sample.conditioning["text"], empty) for sample in samples)
+    assert low <= dropped <= high
+
+
+def test_all_variants_of_a_caption_are_used_about_equally() -> None:
+    feeder = build_feeder([SQUARE], texts=3)
+    texts = [feeder.entries.read(key)["text"] for key in feeder.sources["s0"].texts]
+    found = Counter(
+        next(k for k, text in enumerate(texts) if torch.equal(sample.conditioning["text"], text))
+        for sample in stream_of(DataSettings(), texts=3)
+    )
+    assert set(found) == {0, 1, 2} and min(found.values()) > 90
+
+
+# ---- validation
+
+
+def test_validation_is_fixed_and_unaugmented() -> None:
+    feeder = rich_feeder()
+    keys = list(feeder.sources.items())[:2]
+    batches, again = feeder.validation(keys, [10, 900]), rich_feeder().validation(keys, [10, 900])
+    assert all(all_same(one, other) for one, other in zip(batches, again, strict=True))
+    assert [batch.step for batch in batches] == [10, 900]
+    for batch in batches:
+        for sample, (name, source) in zip(batch.samples, keys, strict=True):
+            assert sample.sample == name and sample.timestep == batch.step
+            assert torch.equal(sample.latents, feeder.entries.read(source.plain)["mean"])
+            text = feeder.entries.read(source.texts[0])["text"]
+            assert torch.equal(sample.conditioning["text"], text)
+    first, second = (batch.samples[0].noise for batch in batches)
+    assert not torch.equal(first, second)
+
+
+# ---- groups
+
+
+def batch_of(shapes: list[tuple[int, int, int]]) -> StepBatch:
+    zero = torch.zeros(())
+    samples = tuple(
+        Prepared(
+            sample=str(index),
+            latents=zero.expand(shape),
+            noise=zero.expand(shape),
+            timestep=0,
+            signal=1.0,
+            weight=1.0,
+            conditioning={},
+        )
+        for index, shape in enumerate(shapes)
+    )
+    return StepBatch(step=0, samples=samples, epoch=0.0)
+
+
+@given(shapes=st.lists(st.sampled_from([SQUARE, WIDE, TALL]), max_size=20), cap=st.integers(1, 9))
+def test_groups_hold_every_sample_once_by_shape_within_the_cap(
+    shapes: list[tuple[int, int, int]], cap: int
+) -> None:
+    batch = batch_of(shapes)
+    groups = micro_batches(batch, cap=cap)
+    assert Counter(s.sample for group in groups for s in group) == Counter(names_of(batch))
+    assert all(1 <= len(group) <= cap for group in groups)
+    assert all(len({sample.latents.shape for sample in group}) == 1 for group in groups)
+    fewest = sum(-(-count // cap) for count in Counter(shapes).values())
+    assert len(groups) == fewest, "no more passes than needed"
+
+
+def test_a_group_is_stacked_in_order() -> None:
+    samples = build_feeder([SQUARE] * 3, batch_size=3).prepare(0).samples
+    stacked = to_device(samples, device=CPU, dtype=torch.bfloat16)
+    assert stacked.latents.shape == stacked.noise.shape == (3, *SQUARE)
+    assert stacked.latents.dtype == stacked.noise.dtype == torch.float32
+    assert stacked.conditioning["text"].dtype == torch.bfloat16
+    assert stacked.conditioning["text"].shape == (3, 77, 16)
+    for index, sample in enumerate(samples):
+        assert torch.equal(stacked.latents[index], sample.latents)
+        assert torch.equal(stacked.noise[index], sample.noise)
+        text = sample.conditioning["text"][0].bfloat16()
+        assert torch.equal(stacked.conditioning["text"][index], text)
+    assert stacked.timesteps.tolist() == [sample.timestep for sample in samples]
+    assert stacked.timesteps.dtype == torch.int64
+    assert stacked.signal.tolist() == pytest.approx([sample.signal for sample in samples])
+
+
+# ---- entries
+
+
+def cache_in(folder: Path) -> Cache:
+    return Cache(
+        folder=CappedFolder(root=folder, limit_bytes=1 << 30), on_problem=EventStream().problem
+    )
+
+
+def test_entries_are_read_once_up_to_the_limit(tmp_path: Path) -> None:
+    cache = cache_in(tmp_path)
+    keys = [CacheKey(kind="text", fields={"text": name}) for name in "abc"]
+    for value, key in enumerate(keys):
+        cache.write(key, {"text": torch.full((1, 4), float(value)).numpy()})
+    entries = Entries(cache=cache, limit_bytes=20)
+    read = [entries.read(key)["text"][0, 0].item() for key in keys * 2]
+    assert read == [0, 1, 2] * 2
+    for key in keys:
+        cache.path(key).unlink()
+    assert [entries.read(key)["text"][0, 0].item() for key in keys[:2]] == [0, 1]
+    with pytest.raises(MachineError, match="vanished or was damaged"):
+        entries.read(keys[2])
+
+
+# ---- the thread
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    left = [thread for thread in threading.enumerate() if thread.name == "lora-train-feeder"]
+    assert left == []
+
+
+@pytest.mark.parametrize("ahead", [1, 3, 64])
+def test_the_stream_gives_what_prepare_gives(ahead: int) -> None:
+    with rich_feeder().stream(2, 9, ahead=ahead) as batches:
+        streamed = list(batches)
+    feeder = rich_feeder()
+    wanted = [feeder.prepare(step) for step in range(2, 9)]
+    assert len(streamed) == 7
+    assert all(all_same(one, other) for one, other in zip(streamed, wanted, strict=True))
+
+
+def test_leaving_early_stops_the_thread() -> None:
+    with rich_feeder().stream(0, 10_000, ahead=2) as batches:
+        assert next(batches).step == 0
+    with pytest.raises(KeyError), rich_feeder().stream(0, 10_000, ahead=2):
+        raise KeyError
+
+
+def test_it_is_never_more_than_asked_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    feeder, begun, enough = build_feeder([SQUARE]), [], threading.Event()
+    usual = Feeder.prepare
+
+    def prepare(self: Feeder, step: int) -> StepBatch:
+        begun.append(step)
+        if step == 3:
+            enough.set()
+        return usual(self, step)
+
+    monkeypatch.setattr(Feeder, "prepare", prepare)
+    with feeder.stream(0, 100, ahead=2) as batches:
+        next(batches)
+        assert enough.wait(timeout=20), "one taken, two ready, one being put"
+        assert max(begun) <= 4
+
+
+def test_an_error_of_the_thread_reaches_the_consumer(tmp_path: Path) -> None:
+    feeder = build_feeder(MIXED)
+    lost = next(name for name in names(feeder, 3) if name not in names(feeder, 1))
+    whole = feeder.entries.resident
+    del whole[feeder.sources[lost].plain.digest]
+    with feeder.stream(0, 10, ahead=4) as batches:
+        assert next(batches).step == 0
+        with pytest.raises(MachineError, match="vanished or was damaged"):
+            list(batches)

@@ -1,0 +1,209 @@
+"""Real trainings on the tiny base: a feeder over entries in memory, the real denoiser, adapter and loop.
+
+Everything is a function of the arguments. The base is written once per test process, into the home
+folder that `conftest.py` gives it and removes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lora_trainer import families
+from lora_trainer.config import DataSettings, ObjectiveSettings, OptimizerSettings
+from lora_trainer.data.cache import Cache, CacheKey
+from lora_trainer.data.loader import Entries, Feeder, Source
+from lora_trainer.events import Event, EventStream
+from lora_trainer.families.base import BaseFacts, Prediction
+from lora_trainer.families.costs import Targets
+from lora_trainer.files import CappedFolder
+from lora_trainer.model.adapters import Adapter, inject
+from lora_trainer.train.guards import GuardState
+from lora_trainer.train.loop import Model, Training
+from lora_trainer.train.optim import build_optimizer, learning_rate
+from lora_trainer.train.progress import Action, Progress
+from tests.fakes.tiny_base import write_tiny_base
+
+CPU = torch.device("cpu")
+SQUARE, WIDE, TALL = (4, 8, 8), (4, 6, 10), (4, 10, 6)
+MIXED = (SQUARE, WIDE, TALL, SQUARE, WIDE, SQUARE, TALL)
+"""Latent shapes of three buckets; seven samples, so that steps of four cross epochs."""
+EMPTY_TEXT = CacheKey(kind="text", fields={"text": ""})
+TOKENS, TEXT_WIDTH = 77, 16
+
+
+@cache
+def tiny_base() -> Path:
+    """Return the tiny base, written on the first call of the process."""
+    return write_tiny_base(Path.home() / "tiny-base")
+
+
+@cache
+def tiny_facts() -> BaseFacts:
+    """Return the facts of the tiny base."""
+    return families.detect(tiny_base()).facts(tiny_base(), source="tiny", identities={})
+
+
+@cache
+def tiny_signal() -> Tensor:
+    """Return alpha-bar of the tiny base's timesteps."""
+    return families.detect(tiny_base()).alphas_cumprod(tiny_facts())
+
+
+def build_feeder(
+    shapes: Sequence[tuple[int, int, int]] = MIXED,
+    *,
+    batch_size: int = 4,
+    seed: int = 5,
+    data: DataSettings = DataSettings(),  # noqa: B008 - frozen
+    objective: ObjectiveSettings = ObjectiveSettings(),  # noqa: B008 - frozen
+    signal: Tensor | None = None,
+    prediction: Prediction = "epsilon",
+    texts: int = 1,
+) -> Feeder:
+    """Return a feeder over samples s0, s1, ... of these latent shapes, all entries in memory."""
+    resident: dict[str, Mapping[str, Tensor]] = {}
+    generator = torch.Generator().manual_seed(99)
+
+    def put(key: CacheKey, entry: Mapping[str, Tensor]) -> CacheKey:
+        resident[key.digest] = entry
+        return key
+
+    def text(name: str) -> CacheKey:
+        embedding = torch.randn(1, TOKENS, TEXT_WIDTH, generator=generator)
+        return put(CacheKey(kind="text", fields={"text": name}), {"text": embedding})
+
+    def latent(name: str, shape: tuple[int, int, int]) -> CacheKey:
+        mean = torch.randn(shape, generator=generator)
+        entry = {"mean": mean, "std": torch.full(shape, 0.1)}
+        return put(CacheKey(kind="latents", fields={"image": name}), entry)
+
+    text("")
+    sources = {
+        f"s{index}": Source(
+            plain=latent(f"s{index}", shape),
+            mirrored=latent(f"s{index} mirrored", shape) if data.flip else None,
+            texts=tuple(text(f"s{index} variant {variant}") for variant in range(texts)),
+        )
+        for index, shape in enumerate(shapes)
+    }
+    nowhere = CappedFolder(root=Path.home() / "no-cache-here", limit_bytes=0)
+    return Feeder(
+        sources=sources,
+        empty_text=EMPTY_TEXT,
+        entries=Entries(
+            cache=Cache(folder=nowhere, on_problem=EventStream().problem), resident=resident
+        ),
+        signal=tiny_signal() if signal is None else signal,
+        prediction=prediction,
+        data=data,
+        objective=objective,
+        batch_size=batch_size,
+        seed=seed,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyTraining:
+    """A training, its adapter, and the events it emitted so far."""
+
+    training: Training
+    adapter: Adapter
+    events: list[Event] = field(default_factory=list)
+
+    def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
+        """Return the fields of the events of one kind."""
+        return [event.fields for event in self.events if event.kind == kind]
+
+    @property
+    def losses(self) -> list[float]:
+        """Return the logged loss of each step so far."""
+        return [fields["loss"] for fields in self.of_kind("step")]
+
+
+def build_training(
+    feeder: Feeder,
+    *,
+    steps: int,
+    optimizer: OptimizerSettings | None = None,
+    precision: torch.dtype = torch.float32,
+    targets: Targets = "all",
+    rank: int = 4,
+    checkpointing: bool = False,
+    max_grad_norm: float = 1.0,
+    actions: Sequence[Action] = (),
+    stop: Callable[[], int | None] = lambda: None,
+    adapt: Callable[[Model], Model] = lambda model: model,
+) -> TinyTraining:
+    """Return a training on the tiny base; `adapt` may exchange the model for one that misbehaves."""
+    family = families.detect(tiny_base())
+    denoiser = family.load_denoiser(tiny_facts(), dtype=precision, device=CPU)
+    if checkpointing:
+        denoiser.enable_gradient_checkpointing()
+    adapter = inject(
+        denoiser,
+        modules=family.lora_targets(denoiser, targets),
+        rank=rank,
+        alpha=float(rank),
+        seed=3,
+    )
+    settings = optimizer or OptimizerSettings(learning_rate=1e-3)
+    events = EventStream()
+    seen: list[Event] = []
+    events.subscribe(seen.append)
+    model = Model(
+        denoiser=denoiser,
+        predict=family.predict,
+        prediction=feeder.prediction,
+        precision=precision,
+        device=CPU,
+    )
+    training = Training(
+        model=adapt(model),
+        parameters=adapter.parameters(),
+        optimizer=build_optimizer(adapter.parameters(), settings),
+        learning_rate=learning_rate(settings, steps=steps),
+        scaler=torch.amp.GradScaler("cpu", enabled=precision == torch.float16),
+        feeder=feeder,
+        steps=steps,
+        batch_size=feeder.batch_size,
+        prefetch_steps=2,
+        max_grad_norm=max_grad_norm,
+        events=events,
+        actions=actions,
+        stop=stop,
+    )
+    return TinyTraining(training=training, adapter=adapter, events=seen)
+
+
+def at_start(*, micro_batch: int) -> Progress:
+    """Return the progress of a run that has not begun."""
+    return Progress(step=0, images=0, guard=GuardState(micro_batch=micro_batch))
+
+
+def awaken(adapter: Adapter) -> None:
+    """Give the up matrices values, as in mid-training: while they are zero, down has no gradient."""
+    generator = torch.Generator().manual_seed(17)
+    with torch.no_grad():
+        for _, up in adapter.pairs.values():
+            up.copy_(0.05 * torch.randn(up.shape, generator=generator))
+
+
+def gradients(adapter: Adapter) -> list[Tensor]:
+    """Return a copy of the gradients of all parameters."""
+    found = [parameter.grad for parameter in adapter.parameters()]
+    return [gradient.clone() for gradient in found if gradient is not None]
+
+
+def distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """Return the L2 norm of the difference over that of `other`, all tensors taken together."""
+    difference = sum(
+        float((a - b).double().square().sum()) for a, b in zip(one, other, strict=True)
+    )
+    return (difference / sum(float(b.double().square().sum()) for b in other)) ** 0.5

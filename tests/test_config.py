@@ -1,0 +1,142 @@
+"""The settings model: strict, documented, all errors at once, and the same after a round trip."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from lora_trainer.config import (
+    Config,
+    all_settings,
+    build_config,
+    concrete,
+    flatten,
+    parse_assignment,
+    setting_keys,
+)
+from lora_trainer.errors import RequestError
+
+
+def test_every_setting_is_documented_in_one_line() -> None:
+    for info in all_settings():
+        assert info.doc and "\n" not in info.doc and len(info.doc) <= 100, info.key
+        assert not info.doc.endswith("."), info.key
+
+
+def test_keys_are_those_of_a_flat_config() -> None:
+    keys = setting_keys()
+    assert list(flatten(Config())) == list(keys)
+    assert len(set(keys)) == len(keys)
+    assert all(key.count(".") == 1 for key in keys)
+
+
+def test_defaults_are_what_the_table_says() -> None:
+    defaults = flatten(Config())
+    for info in all_settings():
+        assert defaults[info.key] == json.loads(json.dumps(info.default)), info.key
+
+
+def test_a_flat_config_builds_the_same_config() -> None:
+    config = build_config(
+        {
+            "train.steps": 7,
+            "objective.min_snr_gamma": None,
+            "sampling.prompts": ["a", "b"],
+            "adapter.alpha": 2.5,
+            "memory.gradient_checkpointing": False,
+        }
+    )
+    flat = json.loads(json.dumps(flatten(config)))
+    assert build_config(flat) == config
+    assert config.sampling.prompts == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"train.step": 3}, "unknown setting 'train.step'. Did you mean 'train.steps'?"),
+        ({"steps": 3}, "unknown setting 'steps'"),
+        ({"train": {"steps": 3}}, "unknown setting 'train'"),
+        ({"train.steps": 0}, "train.steps=0"),
+        ({"train.steps": "many"}, "train.steps='many'"),
+        ({"optimizer.learning_rate": float("nan")}, "optimizer.learning_rate=nan"),
+        ({"optimizer.learning_rate": float("inf")}, "optimizer.learning_rate=inf"),
+        ({"adapter.rank": 0}, "adapter.rank=0"),
+        ({"train.precision": "fp8"}, "train.precision='fp8'"),
+        (
+            {"objective.min_timestep": 9, "objective.max_timestep": 3},
+            "min_timestep=9 is above objective.max_timestep=3",
+        ),
+        ({"adapter.alpha": 500, "adapter.rank": 4}, "over 100 times adapter.rank=4"),
+        (
+            {"train.steps": 10, "output.save_every_steps": 11},
+            "save_every_steps=11 is above train.steps=10",
+        ),
+        (
+            {"memory.micro_batch": 4, "train.batch_size": 2},
+            "micro_batch=4 is above train.batch_size=2",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        build_config(values)
+    assert message in caught.value.found
+
+
+def test_all_errors_are_named_at_once() -> None:
+    with pytest.raises(RequestError) as caught:
+        build_config({"train.steps": -1, "adapter.rank": 0, "data.flip": "perhaps"})
+    assert all(name in caught.value.found for name in ("train.steps", "adapter.rank", "data.flip"))
+    with pytest.raises(RequestError) as caught:
+        build_config({"train.stepz": 1, "adapter.rnak": 1})
+    assert all(name in caught.value.found for name in ("train.stepz", "adapter.rnak"))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"objective.min_timestep": 3, "objective.max_timestep": 3},
+        {"adapter.alpha": 400, "adapter.rank": 4},
+        {"train.steps": 10, "output.save_every_steps": 10},
+        {"memory.micro_batch": 2, "train.batch_size": 2},
+    ],
+)
+def test_limits_themselves_are_allowed(values: dict[str, Any]) -> None:
+    build_config(values)
+
+
+def test_a_config_cannot_change() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().train.batch_size = 9  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("train.steps=100", "train.steps", 100),
+        ("optimizer.learning_rate=1e-4", "optimizer.learning_rate", 1e-4),
+        ("data.flip=true", "data.flip", True),
+        ("data.trigger=zorble = thing", "data.trigger", "zorble = thing"),
+        ("objective.min_snr_gamma=null", "objective.min_snr_gamma", None),
+        ('sampling.prompts=["a, b"]', "sampling.prompts", ["a, b"]),
+        (" train.precision =bf16", "train.precision", "bf16"),
+        ("data.trigger=", "data.trigger", ""),
+    ],
+)
+def test_assignments_are_json_where_they_can_be(text: str, key: str, value: Any) -> None:
+    assert parse_assignment(text) == (key, value)
+
+
+def test_an_assignment_needs_an_equals_sign() -> None:
+    with pytest.raises(RequestError, match="has no '='"):
+        parse_assignment("train.steps")
+
+
+def test_meeting_auto_after_planning_is_a_bug() -> None:
+    assert concrete(3) == 3
+    with pytest.raises(AssertionError, match="auto"):
+        concrete("auto")

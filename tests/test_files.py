@@ -1,0 +1,285 @@
+"""Files that are whole or absent: atomic writes, hashing, strict JSON, the memo, capped folders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer import files
+from lora_trainer.errors import MachineError, RequestError
+from lora_trainer.files import (
+    CappedFolder,
+    HashMemo,
+    json_bytes,
+    read_json_object,
+    sha256_bytes,
+    sha256_file,
+    write_atomic,
+    write_file,
+)
+
+LONG_AGO_NS = 1_600_000_000 * 10**9
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def written(path: Path, data: bytes = b"x", *, age_s: float = 100.0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    moment_ns = time.time_ns() - int(age_s * 1e9)
+    os.utime(path, ns=(moment_ns, moment_ns))
+    return path
+
+
+# ---- writing
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_write_replaces_the_whole_file(tmp_path: Path, durable: bool) -> None:
+    file = tmp_path / "a.bin"
+    for data in (b"long" * 1_000_000, b"", b"short"):
+        write_atomic(file, data, durable=durable)
+        assert file.read_bytes() == data
+    assert names(tmp_path) == ["a.bin"]
+
+
+@pytest.mark.parametrize("step", ["write", "fsync", "replace"])
+def test_a_refused_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    file = tmp_path / "a.bin"
+    write_atomic(file, b"old")
+
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path if step == "replace" else os, step, refuse)
+    with pytest.raises(MachineError, match=r"a.bin: No space left on device \([\d,]+ bytes free\)"):
+        write_atomic(file, b"new")
+    monkeypatch.undo()
+    assert file.read_bytes() == b"old" and names(tmp_path) == ["a.bin"]
+
+
+def test_a_durable_write_flushes_file_then_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder after the rename, or a power cut could lose the name."""
+    order: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def watched_fsync(descriptor: int) -> None:
+        folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        order.append("folder" if folder else "file")
+        fsync(descriptor)
+
+    def watched_replace(self: Path, target: Path) -> Path:
+        order.append("rename")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(Path, "replace", watched_replace)
+    write_atomic(tmp_path / "a", b"x")
+    assert order == ["file", "rename", "folder"]
+    order.clear()
+    write_atomic(tmp_path / "a", b"x", durable=False)
+    assert order == ["rename"]
+
+
+def test_a_very_long_name_can_be_written(tmp_path: Path) -> None:
+    file = tmp_path / ("n" * 250)
+    write_atomic(file, b"x", durable=False)
+    assert names(tmp_path) == [file.name]
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: usual(descriptor, data[:7]))
+    write_file(tmp_path / "a", bytes(range(100)), durable=False)
+    assert (tmp_path / "a").read_bytes() == bytes(range(100))
+
+
+def test_a_missing_folder_is_an_error_with_the_path(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="nowhere"):
+        write_atomic(tmp_path / "nowhere" / "a", b"x")
+
+
+# ---- hashing and JSON
+
+
+def test_hashes_are_sha256(tmp_path: Path) -> None:
+    data = b"abc" * 1_000_000
+    (tmp_path / "a").write_bytes(data)
+    wanted = hashlib.sha256(data).hexdigest()
+    assert sha256_bytes(data) == sha256_file(tmp_path / "a") == wanted
+
+
+def test_json_is_readable_and_refuses_what_json_has_not() -> None:
+    assert json_bytes({"a": "é"}) == '{\n  "a": "é"\n}\n'.encode()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        json_bytes({"a": float("nan")})
+
+
+def test_a_json_object_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"a": [1, {"b": null}]}')
+    assert read_json_object(file) == {"a": [1, {"b": None}]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{\n "a": 1,\n}', r"a.json:3:1: not JSON|a.json:2:8: not JSON"),
+        (b'{"a": 1, "b": {"c": 2, "c": 3}}', "'c' occurs twice"),
+        (b'{"a": NaN}', "NaN is not a number"),
+        (b'{"a": -Infinity}', "-Infinity is not a number"),
+        (b"[1]", "holds a list"),
+        (b"", "not JSON"),
+        (b"\xff\xfe{", "cannot read"),
+        (b"[" * 200_000, "a.json"),
+    ],
+)
+def test_other_files_are_refused_with_the_place(tmp_path: Path, text: bytes, message: str) -> None:
+    file = tmp_path / "a.json"
+    file.write_bytes(text)
+    with pytest.raises(RequestError, match=message):
+        read_json_object(file)
+
+
+def test_a_missing_json_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="cannot read"):
+        read_json_object(tmp_path / "none.json")
+
+
+# ---- the memo
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Collects the files that are really read."""
+    read: list[Path] = []
+
+    def count(path: Path) -> str:
+        read.append(path)
+        return sha256_file(path)
+
+    monkeypatch.setattr(files, "sha256_file", count)
+    return read
+
+
+def test_a_file_is_hashed_once_also_over_processes(tmp_path: Path, hashed: list[Path]) -> None:
+    file, store = written(tmp_path / "a"), tmp_path / "memo" / "hashes.json"
+    memo = HashMemo.load(store)
+    assert memo.sha256(file) == memo.sha256(file) == sha256_bytes(b"x")
+    memo.save()
+    assert HashMemo.load(store).sha256(file) == sha256_bytes(b"x")
+    assert hashed == [file]
+
+
+def test_changed_content_is_hashed_again_even_with_its_old_time(
+    tmp_path: Path, hashed: list[Path]
+) -> None:
+    """Same size and mtime: the change time gives it away."""
+    file, memo = written(tmp_path / "a"), HashMemo.load(tmp_path / "none")
+    old = file.stat()
+    memo.sha256(file)
+    file.write_bytes(b"y")
+    os.utime(file, ns=(old.st_atime_ns, old.st_mtime_ns))
+    assert memo.sha256(file) == sha256_bytes(b"y")
+
+
+def test_a_file_written_just_now_is_not_remembered(tmp_path: Path, hashed: list[Path]) -> None:
+    file, memo = written(tmp_path / "a", age_s=0), HashMemo.load(tmp_path / "none")
+    memo.sha256(file)
+    memo.sha256(file)
+    assert hashed == [file, file]
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"%s": 5}', b'{"%s": [1, 2]}', b"\xff"])
+def test_a_damaged_memo_is_an_empty_one(tmp_path: Path, text: bytes) -> None:
+    file, store = written(tmp_path / "a"), tmp_path / "memo.json"
+    store.write_bytes(text.replace(b"%s", str(file).encode()))
+    assert HashMemo.load(store).sha256(file) == sha256_bytes(b"x")
+
+
+def test_names_that_are_not_utf8_can_be_remembered(tmp_path: Path) -> None:
+    file = written(Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.png")))
+    memo = HashMemo.load(tmp_path / "memo.json")
+    memo.sha256(file)
+    memo.save()
+    assert HashMemo.load(tmp_path / "memo.json").entries == memo.entries != {}
+
+
+# ---- capped folders
+
+
+def capped(root: Path, limit_bytes: int = 250) -> CappedFolder:
+    folder = CappedFolder(root=root, limit_bytes=limit_bytes)
+    folder.create()
+    return folder
+
+
+def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
+    folder = capped(tmp_path / "cache")
+    made = {name: written(folder.root / "k" / name, bytes(100), age_s=age) for name, age in AGES}
+    assert folder.used_bytes() == 400
+    assert folder.prune(keep=[]) == 200
+    assert names(folder.root / "k") == ["new", "newer"]
+    assert folder.prune(keep=[]) == 0
+    assert made["new"].exists()
+
+
+AGES = [("new", 20.0), ("older", 30.0), ("oldest", 40.0), ("newer", 10.0)]
+
+
+def test_what_is_in_use_stays_even_over_the_limit(tmp_path: Path) -> None:
+    folder = capped(tmp_path / "cache", limit_bytes=0)
+    made = {name: written(folder.root / name, bytes(100), age_s=age) for name, age in AGES}
+    assert folder.prune(keep=[made["oldest"]]) == 300
+    assert [path.name for path, _ in folder.files()] == ["oldest"]
+
+
+def test_reading_counts_as_use(tmp_path: Path) -> None:
+    folder = capped(tmp_path / "cache", limit_bytes=100)
+    read, unread = (
+        written(folder.root / n, bytes(100), age_s=a) for n, a in (("r", 50), ("u", 40))
+    )
+    os.utime(read, ns=(time.time_ns(), read.stat().st_mtime_ns))
+    folder.prune(keep=[])
+    assert read.exists() and not unread.exists()
+
+
+def test_a_folder_without_our_marker_is_never_touched(tmp_path: Path) -> None:
+    file = written(tmp_path / "precious")
+    assert CappedFolder(root=tmp_path, limit_bytes=0).prune(keep=[]) == 0
+    assert file.exists()
+
+
+def test_marker_and_temporary_files_are_no_entries(tmp_path: Path) -> None:
+    folder = capped(tmp_path, limit_bytes=0)
+    written(tmp_path / ".tmp-1-a")
+    folder.create()
+    assert folder.used_bytes() == 0
+    assert folder.prune(keep=[]) == 0
+    assert names(tmp_path) == [".lora-train-cache", ".tmp-1-a"]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    written(tmp_path / "file")
+    with pytest.raises(MachineError, match="cannot write"):
+        CappedFolder(root=tmp_path / "file" / "cache", limit_bytes=0).create()
+    with pytest.raises(MachineError, match="cannot write"):
+        HashMemo(file=tmp_path / "file" / "memo.json", entries={}).save()
+
+
+def test_a_memo_is_plain_json(tmp_path: Path) -> None:
+    HashMemo(file=tmp_path / "memo.json", entries={"a": [1, 2, 3, 4, "h"]}).save()
+    assert json.loads((tmp_path / "memo.json").read_text()) == {"a": [1, 2, 3, 4, "h"]}

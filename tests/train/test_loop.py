@@ -1,0 +1,453 @@
+"""The loop on a real, tiny model: splits change nothing, accidents are survived, resumes are exact."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.config import OptimizerSettings
+from lora_trainer.data.loader import micro_batches
+from lora_trainer.errors import StoppedBySignal, TrainingStopped, exit_code
+from lora_trainer.output.checkpoints import load_newest
+from lora_trainer.train.actions import SaveAction, load_scaler
+from lora_trainer.train.guards import GuardState
+from lora_trainer.train.loop import Model, _gradients, run
+from lora_trainer.train.progress import Progress
+from tests.fakes.training import (
+    MIXED,
+    SQUARE,
+    WIDE,
+    TinyTraining,
+    at_start,
+    awaken,
+    build_feeder,
+    build_training,
+    distance,
+    gradients,
+)
+
+
+def first_gradients(cap: int) -> list[Tensor]:
+    tiny = build_training(build_feeder(), steps=1)
+    awaken(tiny.adapter)
+    _gradients(tiny.training, tiny.training.feeder.prepare(0), cap=cap)
+    return gradients(tiny.adapter)
+
+
+def trained(steps: int, *, micro_batch: int = 4, **options: Any) -> TinyTraining:
+    tiny = build_training(build_feeder(), steps=steps, **options)
+    run(tiny.training, at_start(micro_batch=micro_batch))
+    return tiny
+
+
+def values(tiny: TinyTraining) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in tiny.adapter.parameters()]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# ---- splits
+
+
+def test_the_first_gradients_do_not_depend_on_the_split() -> None:
+    whole = first_gradients(4)
+    assert len(whole) == len(build_training(build_feeder(), steps=1).adapter.parameters())
+    assert all(float(gradient.abs().max()) > 0 for gradient in whole)
+    for cap in (2, 1):
+        assert distance(first_gradients(cap), whole) < 1e-5
+
+
+def test_twenty_steps_do_not_depend_on_the_split() -> None:
+    whole = values(trained(20))
+    for cap in (2, 1):
+        split = values(trained(20, micro_batch=cap))
+        assert distance(split, whole) < 5e-5
+        assert max(distance([a], [b]) for a, b in zip(split, whole, strict=True)) < 1e-3
+
+
+def test_the_gradient_comparison_would_see_a_mean_of_means() -> None:
+    """The usual mistake: each micro-batch averaged by itself, so odd ones weigh more."""
+    tiny = build_training(build_feeder(), steps=1)
+    awaken(tiny.adapter)
+    groups = micro_batches(tiny.training.feeder.prepare(0), cap=2)
+    assert len({len(group) for group in groups}) > 1, "the step must hold unequal micro-batches"
+    for group in groups:
+        weights = torch.tensor([sample.weight for sample in group])
+        ((tiny.training.model.losses(group) * weights).mean() / len(groups)).backward()
+    assert distance(gradients(tiny.adapter), first_gradients(2)) > 0.05
+
+
+def test_the_logged_loss_is_the_weighted_mean_over_the_batch() -> None:
+    tiny = build_training(build_feeder(), steps=1)
+    samples = tiny.training.feeder.prepare(0).samples
+    with torch.no_grad():
+        losses = [float(tiny.training.model.losses([sample])) for sample in samples]
+    run(tiny.training, at_start(micro_batch=4))
+    wanted = sum(loss * sample.weight for loss, sample in zip(losses, samples, strict=True)) / 4
+    assert tiny.losses == pytest.approx([wanted], rel=1e-5)
+    assert min(sample.weight for sample in samples) < 0.9, "else the weights are not tested"
+
+
+# ---- what a step reports and does
+
+
+def test_every_step_reports_what_happened() -> None:
+    tiny = trained(5)
+    steps = tiny.of_kind("step")
+    assert [fields["step"] for fields in steps] == [1, 2, 3, 4, 5]
+    assert [fields["images"] for fields in steps] == [4, 8, 12, 16, 20]
+    assert [fields["epoch"] for fields in steps] == pytest.approx([4 * k / 7 for k in range(1, 6)])
+    rate = tiny.training.learning_rate
+    assert [fields["lr"] for fields in steps] == [rate(step) for step in range(5)]
+    assert all(0 < fields["grad_norm"] < math.inf for fields in steps)
+
+
+def test_gradients_are_clipped_to_the_norm() -> None:
+    """Measured with plain gradient descent, whose step is the gradient."""
+
+    def moved(max_grad_norm: float) -> tuple[float, float]:
+        tiny = build_training(build_feeder(), steps=1, max_grad_norm=max_grad_norm)
+        awaken(tiny.adapter)
+        before = values(tiny)
+        descent = torch.optim.SGD(tiny.adapter.parameters(), lr=1.0)
+        training = replace(tiny.training, optimizer=descent, learning_rate=lambda step: 1.0)
+        run(training, at_start(micro_batch=4))
+        squares = [float((a - b).square().sum()) for a, b in zip(values(tiny), before, strict=True)]
+        return sum(squares) ** 0.5, tiny.of_kind("step")[0]["grad_norm"]
+
+    free, norm = moved(0.0)
+    assert free == pytest.approx(norm, rel=1e-3)
+    clipped, logged = moved(norm / 10)
+    assert clipped == pytest.approx(norm / 10, rel=1e-3)
+    assert logged == pytest.approx(norm), "the norm is reported as it was before clipping"
+
+
+def test_loss_falls_on_one_picture() -> None:
+    feeder = build_feeder([SQUARE], batch_size=2)
+    rate = OptimizerSettings(learning_rate=2e-2, schedule="constant")
+    tiny = build_training(feeder, steps=30, optimizer=rate)
+    before = probe(tiny)
+    run(tiny.training, at_start(micro_batch=2))
+    assert probe(tiny) < 0.9 * before
+
+
+def probe(tiny: TinyTraining) -> float:
+    """Return the mean loss over eight timesteps with noise that never changes."""
+    feeder = tiny.training.feeder
+    batches = feeder.validation(list(feeder.sources.items())[:1], range(50, 1000, 125))
+    with torch.no_grad():
+        return sum(float(tiny.training.model.losses(batch.samples)) for batch in batches) / 8
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_half_precision_trains(precision: torch.dtype) -> None:
+    feeder = build_feeder([SQUARE], batch_size=2)
+    rate = OptimizerSettings(learning_rate=2e-2, schedule="constant")
+    tiny = build_training(feeder, steps=30, optimizer=rate, precision=precision)
+    before = probe(tiny)
+    end = run(tiny.training, at_start(micro_batch=2))
+    assert probe(tiny) < 0.93 * before
+    assert all(value.isfinite().all() for value in values(tiny))
+    assert all(value.dtype == torch.float32 for value in values(tiny))
+    assert end.guard.skipped <= 3
+
+
+def test_gradient_checkpointing_changes_memory_only() -> None:
+    found = {}
+    for checkpointing in (False, True):
+        tiny = build_training(build_feeder(), steps=1, checkpointing=checkpointing)
+        awaken(tiny.adapter)
+        saved = SavedBytes()
+        with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+            loss = _gradients(tiny.training, tiny.training.feeder.prepare(0), cap=4)
+        found[checkpointing] = (float(loss), gradients(tiny.adapter), saved.first_bytes)
+    assert found[True][0] == pytest.approx(found[False][0], rel=1e-6)
+    assert distance(found[True][1], found[False][1]) < 1e-6
+    assert found[True][2] < 0.9 * found[False][2], "checkpointing was not on"
+
+
+@dataclass
+class SavedBytes:
+    """Counts the bytes autograd keeps outside of checkpointed blocks."""
+
+    first_bytes: int = 0
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        self.first_bytes += tensor.nbytes
+        return tensor
+
+
+# ---- out of memory
+
+
+def out_of_memory_above(images: int) -> Callable[[Model], Model]:
+    """Return how a model changes on a device that holds this many images."""
+
+    def adapt(model: Model) -> Model:
+        def predict(denoiser: nn.Module, noisy: Tensor, *rest: Any) -> Tensor:
+            if len(noisy) > images:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
+            return model.predict(denoiser, noisy, *rest)
+
+        return replace(model, predict=predict)
+
+    return adapt
+
+
+UNEVEN = (SQUARE, WIDE, WIDE, WIDE)
+"""One micro-batch of one and one of three: the second fails after the first left its gradients."""
+
+
+def test_out_of_memory_changes_nothing_but_the_micro_batch() -> None:
+    feeder = build_feeder(UNEVEN)
+    assert [len(group) for group in micro_batches(feeder.prepare(1), cap=4)] in ([1, 3], [3, 1])
+    tiny = build_training(feeder, steps=4, adapt=out_of_memory_above(2))
+    end = run(tiny.training, at_start(micro_batch=4))
+    assert tiny.of_kind("change") == [
+        {
+            "key": "memory.micro_batch",
+            "old": 4,
+            "new": 2,
+            "reason": "CUDA out of memory. Tried to allocate 2.00 GiB",
+        }
+    ]
+    assert end == Progress(step=4, images=16, guard=GuardState(micro_batch=2), ending=True)
+    other = build_training(build_feeder(UNEVEN), steps=4)
+    run(other.training, at_start(micro_batch=2))
+    assert equal(values(tiny), values(other))
+    assert tiny.losses == other.losses
+
+
+def test_out_of_memory_halves_until_it_fits() -> None:
+    tiny = build_training(build_feeder([SQUARE]), steps=2, adapt=out_of_memory_above(1))
+    run(tiny.training, at_start(micro_batch=4))
+    assert [(change["old"], change["new"]) for change in tiny.of_kind("change")] == [(4, 2), (2, 1)]
+    assert len(tiny.losses) == 2
+
+
+def test_out_of_memory_with_one_image_stops_with_the_weights_untouched() -> None:
+    tiny = build_training(build_feeder(), steps=2, adapt=out_of_memory_above(0))
+    before = values(tiny)
+    with pytest.raises(TrainingStopped, match="one image at a time"):
+        run(tiny.training, at_start(micro_batch=4))
+    assert equal(values(tiny), before)
+    assert tiny.losses == []
+
+
+def test_other_errors_of_the_model_are_not_taken_for_memory() -> None:
+    def adapt(model: Model) -> Model:
+        def predict(*_: Any) -> Tensor:
+            raise RuntimeError("shapes do not match")
+
+        return replace(model, predict=predict)
+
+    tiny = build_training(build_feeder(), steps=2, adapt=adapt)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        run(tiny.training, at_start(micro_batch=4))
+    assert tiny.of_kind("change") == []
+
+
+# ---- not-a-number
+
+
+@dataclass
+class Recorder:
+    """An action that is always due and remembers what it saw."""
+
+    look: Callable[[], Any] = lambda: None
+    progress: list[Progress] = field(default_factory=list)
+    looks: list[Any] = field(default_factory=list)
+
+    def due(self, progress: Progress) -> bool:
+        return True
+
+    def __call__(self, progress: Progress) -> None:
+        self.progress.append(progress)
+        self.looks.append(self.look())
+
+
+def poisoned(tiny: TinyTraining, *samples: str) -> None:
+    """Put a NaN into the latents of these samples."""
+    entries = tiny.training.feeder.entries
+    for sample in samples:
+        entries.read(tiny.training.feeder.sources[sample].plain)["mean"][0, 0, 0] = torch.nan
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_alone(name: str) -> None:
+    recorder = Recorder()
+    rate = OptimizerSettings.model_validate({"name": name, "learning_rate": 1e-3})
+    feeder = build_feeder([SQUARE] * 4, batch_size=2)
+    tiny = build_training(feeder, steps=6, optimizer=rate, actions=[recorder])
+    recorder.look = lambda: (values(tiny), counters(tiny))
+    poisoned(tiny, "s1")
+    end = run(tiny.training, at_start(micro_batch=2))
+    bad = ["s1" in [sample.sample for sample in feeder.prepare(k).samples] for k in range(6)]
+    assert bad.count(True) == 3, "once per epoch of two steps"
+    for step, is_bad in enumerate(bad):
+        (before, steps_before), (after, steps_after) = recorder.looks[step : step + 2]
+        assert equal(before, after) == is_bad
+        assert set(steps_after) == {max(steps_before) + (not is_bad)}
+    wrong = [step + 1 for step, is_bad in enumerate(bad) if is_bad]
+    problems = tiny.of_kind("problem")
+    assert [problem["what"].split(" was")[0] for problem in problems] == [
+        f"step {step}" for step in wrong
+    ]
+    assert all(problem["code"] == "TRN-01" for problem in problems)
+    logged = {fields["step"]: fields for fields in tiny.of_kind("step")}
+    assert [step for step in logged if logged[step]["loss"] is None] == wrong
+    assert [step for step in logged if logged[step]["grad_norm"] is None] == wrong
+    assert (end.guard.skipped, end.guard.skipped_in_row) == (3, int(bad[-1]))
+
+
+def counters(tiny: TinyTraining) -> list[float]:
+    return [float(state["step"]) for state in tiny.training.optimizer.state.values()]
+
+
+def test_five_in_a_row_stop_with_the_last_good_values() -> None:
+    tiny = build_training(build_feeder([SQUARE]), steps=9)
+    poisoned(tiny, "s0")
+    before = values(tiny)
+    with pytest.raises(TrainingStopped, match="5 steps in a row, up to step 5"):
+        run(tiny.training, at_start(micro_batch=4))
+    assert equal(values(tiny), before)
+    assert len(tiny.of_kind("problem")) == 5
+
+
+# ---- stopping and resuming
+
+
+def test_actions_see_the_start_each_step_and_the_end() -> None:
+    recorder = Recorder()
+    trained(3, actions=[recorder])
+    assert [(seen.step, seen.images, seen.ending) for seen in recorder.progress] == [
+        (0, 0, False),
+        (1, 4, False),
+        (2, 8, False),
+        (3, 12, True),
+    ]
+
+
+def test_a_signal_ends_the_run_after_the_actions_saw_it() -> None:
+    recorder = Recorder()
+    asked = iter([None, signal.SIGTERM])
+    tiny = build_training(build_feeder(), steps=9, actions=[recorder], stop=lambda: next(asked))
+    with pytest.raises(StoppedBySignal, match="stopped after step 2 of 9") as caught:
+        run(tiny.training, at_start(micro_batch=4))
+    assert exit_code(caught.value) == 143
+    assert [(seen.step, seen.ending) for seen in recorder.progress] == [
+        (0, False),
+        (1, False),
+        (2, True),
+    ]
+
+
+def test_a_signal_after_the_last_step_changes_nothing() -> None:
+    tiny = build_training(build_feeder(), steps=2, stop=stop_at(2, lambda: tiny))
+    assert run(tiny.training, at_start(micro_batch=4)).step == 2
+
+
+def stop_at(step: int, tiny: Callable[[], TinyTraining]) -> Callable[[], int | None]:
+    return lambda: signal.SIGINT if len(tiny().losses) >= step else None
+
+
+def test_a_resumed_run_does_not_repeat_the_actions_of_its_start() -> None:
+    recorder = Recorder()
+    tiny = build_training(build_feeder(), steps=3, actions=[recorder])
+    run(tiny.training, replace(at_start(micro_batch=4), step=1, images=4))
+    assert [seen.step for seen in recorder.progress] == [2, 3]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_a_resume_is_exact_to_the_bit(name: str, tmp_path: Path) -> None:
+    """Rank 32, so that some tensors are large enough for 8-bit state."""
+    settings = OptimizerSettings.model_validate({"name": name, "learning_rate": 1e-3})
+    options: Mapping[str, Any] = {"steps": 12, "optimizer": settings, "rank": 32}
+    straight = build_training(build_feeder(batch_size=2), **options)
+    run(straight.training, at_start(micro_batch=2))
+
+    first = build_training(build_feeder(batch_size=2), **options)
+    stopping = replace(
+        first.training, actions=[saving(first, tmp_path)], stop=stop_at(7, lambda: first)
+    )
+    with pytest.raises(StoppedBySignal):
+        run(stopping, at_start(micro_batch=2))
+
+    second = build_training(build_feeder(batch_size=2), **options)
+    run(second.training, restored(second, tmp_path))
+    assert first.losses + second.losses == straight.losses
+    assert equal(values(second), values(straight))
+    assert same_state(second.training.optimizer, straight.training.optimizer)
+    dtypes = {
+        value.dtype
+        for state in straight.training.optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    }
+    assert (torch.uint8 in dtypes) == (name == "adamw8bit")
+
+
+def test_the_loss_scale_survives_a_resume(tmp_path: Path) -> None:
+    feeder = build_feeder([SQUARE], batch_size=2)
+    first = build_training(feeder, steps=5, precision=torch.float16)
+    scaler = first.training.scaler
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 512.0, "_growth_tracker": 3})
+    training = replace(first.training, actions=[saving(first, tmp_path)])
+    run(training, at_start(micro_batch=2))
+    second = build_training(feeder, steps=9, precision=torch.float16)
+    assert restored(second, tmp_path).step == 5
+    assert second.training.scaler.state_dict() == first.training.scaler.state_dict()
+    assert second.training.scaler.get_scale() == 512.0
+    assert second.training.scaler.state_dict()["_growth_tracker"] == 8
+
+
+def saving(tiny: TinyTraining, folder: Path) -> SaveAction:
+    return SaveAction(
+        folder=folder,
+        adapter=tiny.adapter,
+        optimizer=tiny.training.optimizer,
+        scaler=tiny.training.scaler,
+        export=lambda progress: "none",
+        last_step=tiny.training.steps,
+        every_steps=0,
+        every_images=None,
+        batch_size=tiny.training.batch_size,
+        keep_states=2,
+        fingerprint="f",
+        events=tiny.training.events,
+        asked=lambda: False,
+    )
+
+
+def restored(tiny: TinyTraining, folder: Path) -> Progress:
+    state = load_newest(folder, events=None)
+    assert state is not None
+    tiny.adapter.load_state(state.adapter)
+    tiny.training.optimizer.load_state_dict(dict(state.optimizer))
+    load_scaler(tiny.training.scaler, state.extras)
+    names = ("micro_batch", "skipped", "skipped_in_row")
+    guard = GuardState(**{name: state.extras[name] for name in names})
+    return Progress(step=state.step, images=state.images_seen, guard=guard)
+
+
+def same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    pairs = zip(one.state.values(), other.state.values(), strict=True)
+    return all(
+        a.keys() == b.keys()
+        and all(torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a)
+        for a, b in pairs
+    )
+
+
+def test_the_mixed_samples_are_three_buckets() -> None:
+    assert len(set(MIXED)) >= 3

@@ -1,0 +1,138 @@
+"""The formulas of the objective against diffusers and against the papers' formulas written anew."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from diffusers import DDPMScheduler
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.train.objective import (
+    add_noise,
+    draw_noise,
+    min_snr_weight,
+    sample_losses,
+    target,
+)
+
+SCHEDULER = DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
+TIMESTEPS = torch.tensor([0, 1, 250, 600, 999])
+SIGNAL = SCHEDULER.alphas_cumprod[TIMESTEPS]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def pair() -> tuple[torch.Tensor, torch.Tensor]:
+    source = generator()
+    return torch.randn(5, 4, 6, 8, generator=source), torch.randn(5, 4, 6, 8, generator=source)
+
+
+def noise(seed: int = 0, *, offset: float = 0.0, octaves: int = 0, px: int = 64) -> torch.Tensor:
+    return draw_noise((4, px, px), generator(seed), offset=offset, octaves=octaves, discount=0.6)
+
+
+def test_add_noise_is_that_of_the_scheduler() -> None:
+    latents, drawn = pair()
+    wanted = SCHEDULER.add_noise(latents, drawn, TIMESTEPS)
+    torch.testing.assert_close(add_noise(latents, drawn, SIGNAL), wanted)
+
+
+def test_the_v_target_is_that_of_the_scheduler() -> None:
+    latents, drawn = pair()
+    wanted = SCHEDULER.get_velocity(latents, drawn, TIMESTEPS)
+    torch.testing.assert_close(target(latents, drawn, SIGNAL, "v_prediction"), wanted)
+
+
+def test_the_epsilon_target_is_the_noise() -> None:
+    latents, drawn = pair()
+    assert torch.equal(target(latents, drawn, SIGNAL, "epsilon"), drawn)
+
+
+@given(signal=st.floats(1e-4, 0.9999), gamma=st.floats(0.1, 100.0))
+def test_min_snr_weights_are_those_of_the_paper(signal: float, gamma: float) -> None:
+    level = torch.tensor([signal], dtype=torch.float64)
+    snr = signal / (1 - signal)
+    epsilon = min_snr_weight(level, gamma=gamma, prediction="epsilon")
+    velocity = min_snr_weight(level, gamma=gamma, prediction="v_prediction")
+    assert float(epsilon) == pytest.approx(min(snr, gamma) / snr, rel=1e-9)
+    assert float(velocity) == pytest.approx(min(snr, gamma) / (snr + 1), rel=1e-9)
+
+
+def test_min_snr_at_zero_terminal_snr_is_a_number() -> None:
+    """0/0 for epsilon, whose limit is 1; v has weight 0 where there is no signal."""
+    ends = torch.tensor([0.0, 0.5], dtype=torch.float64)
+    assert min_snr_weight(ends, gamma=5.0, prediction="epsilon").tolist() == [1.0, 1.0]
+    assert min_snr_weight(ends, gamma=5.0, prediction="v_prediction").tolist() == [0.0, 0.5]
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_without_gamma_every_sample_weighs_one(prediction: str) -> None:
+    weights = min_snr_weight(SIGNAL, gamma=None, prediction=prediction)  # type: ignore[arg-type]
+    assert weights.tolist() == [1.0] * 5
+
+
+def test_plain_noise_is_one_draw_of_randn() -> None:
+    assert torch.equal(noise(3), torch.randn((4, 64, 64), generator=generator(3)))
+
+
+@pytest.mark.parametrize("octaves", [1, 3, 16])
+def test_multires_noise_has_unit_variance_and_is_coarser(octaves: int) -> None:
+    plain, coarse = noise(), noise(octaves=octaves)
+    assert float(coarse.std()) == pytest.approx(1.0, abs=1e-5)
+    assert neighbour_correlation(plain) == pytest.approx(0.0, abs=0.03)
+    assert neighbour_correlation(coarse) > 0.06
+
+
+def neighbour_correlation(drawn: torch.Tensor) -> float:
+    return float((drawn[:, :, 1:] * drawn[:, :, :-1]).mean() / drawn.square().mean())
+
+
+def test_octaves_are_added_to_the_plain_noise() -> None:
+    """The first draw is the plain noise; what is added is constant over no more than its octave."""
+    one, plain = noise(octaves=1), noise()
+    coarse = torch.randn((1, 4, 32, 32), generator=after_plain())
+    wide = torch.nn.functional.interpolate(coarse, size=(64, 64), mode="bilinear")[0]
+    mixed = plain + 0.6 * wide
+    torch.testing.assert_close(one, mixed / mixed.std())
+
+
+def after_plain() -> torch.Generator:
+    source = generator()
+    torch.randn((4, 64, 64), generator=source)
+    return source
+
+
+def test_noise_offset_shifts_each_channel_by_its_own_constant() -> None:
+    shift = noise(offset=0.1) - noise()
+    assert float(shift.std(dim=(1, 2)).max()) < 1e-6
+    constants = shift[:, 0, 0]
+    torch.testing.assert_close(
+        constants, 0.1 * torch.randn(4, 1, 1, generator=after_plain())[:, 0, 0]
+    )
+    assert len(set(constants.tolist())) == 4
+
+
+def test_the_offset_variance_is_its_square() -> None:
+    shifts = torch.stack(
+        [(noise(seed, offset=0.5, px=2) - noise(seed, px=2)) for seed in range(400)]
+    )
+    assert float(shifts.std()) == pytest.approx(0.5, rel=0.05)
+
+
+def test_losses_are_per_sample_means_in_float32() -> None:
+    predicted = torch.zeros(2, 4, 2, 2, dtype=torch.bfloat16)
+    wanted = torch.stack([torch.full((4, 2, 2), 1.0), torch.full((4, 2, 2), 3.0)])
+    wanted[0, 0, 0, 0] = 5.0
+    losses = sample_losses(predicted, wanted)
+    assert losses.dtype == torch.float32
+    assert losses.tolist() == [(15 * 1 + 25) / 16, 9.0]
+
+
+def test_half_precision_losses_do_not_overflow() -> None:
+    wide = torch.full((1, 1, 4, 4), 300.0, dtype=torch.float16)
+    assert math.isclose(float(sample_losses(wide, torch.zeros_like(wide))), 90_000.0)

@@ -1,0 +1,141 @@
+"""Optimizer state before the first step, and the learning rate as a formula of the step."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+
+from lora_trainer.config import OptimizerSettings
+from lora_trainer.errors import MachineError
+from lora_trainer.train.optim import build_optimizer, learning_rate, set_learning_rate
+
+SCHEDULES = st.sampled_from(["constant", "linear", "cosine"])
+NAMES = pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+
+
+def settings(name: str = "adamw") -> OptimizerSettings:
+    return OptimizerSettings.model_validate(
+        {"name": name, "learning_rate": 1e-2, "beta1": 0.8, "beta2": 0.9, "weight_decay": 0.2}
+    )
+
+
+def parameters() -> list[nn.Parameter]:
+    """One tensor that 8-bit optimizers keep in 8 bits (4096 elements or more) and a small one."""
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(n, 16, generator=generator)) for n in (256, 3)]
+
+
+def give_gradients(own: list[nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in own:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+@NAMES
+def test_state_is_there_before_the_first_step_and_nothing_moved(name: str) -> None:
+    own, untouched = parameters(), parameters()
+    optimizer = build_optimizer(own, settings(name))
+    assert all(torch.equal(a, b) for a, b in zip(own, untouched, strict=True))
+    assert all(parameter.grad is None for parameter in own)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2]
+    for parameter in own:
+        state = optimizer.state[parameter]
+        assert float(state["step"]) == 0
+        assert len([value for value in state.values() if torch.is_tensor(value)]) >= 2
+
+
+@NAMES
+def test_real_steps_equal_those_of_a_fresh_optimizer(name: str) -> None:
+    """Also proves the settings arrive: every one of them moves the second step."""
+    from bitsandbytes.optim import AdamW8bit
+
+    own, reference = parameters(), parameters()
+    make = torch.optim.AdamW if name == "adamw" else AdamW8bit
+    fresh = make(reference, lr=1e-2, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.2)
+    optimizer = build_optimizer(own, settings(name))
+    for seed in (7, 8):
+        give_gradients(own, seed)
+        give_gradients(reference, seed)
+        optimizer.step()
+        fresh.step()
+        for mine, other in zip(own, reference, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+
+
+def test_the_8_bit_optimizer_keeps_8_bits() -> None:
+    own = parameters()
+    optimizer = build_optimizer(own, settings("adamw8bit"))
+    assert optimizer.state[own[0]]["state1"].dtype == torch.uint8
+
+
+def test_a_missing_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(MachineError, match="adamw8bit needs bitsandbytes"):
+        build_optimizer(parameters(), settings("adamw8bit"))
+
+
+def test_set_learning_rate_reaches_every_group() -> None:
+    first, second = parameters()
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 3.0}], lr=1.0)
+    set_learning_rate(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+def rates(schedule: str, steps: int, warmup: float, rate: float = 2e-4) -> list[float]:
+    chosen = OptimizerSettings.model_validate(
+        {"learning_rate": rate, "schedule": schedule, "warmup_fraction": warmup}
+    )
+    formula = learning_rate(chosen, steps=steps)
+    return [formula(step) for step in range(steps)]
+
+
+@example(schedule="cosine", steps=1, warmup=0.9, rate=1.0)
+@example(schedule="linear", steps=4, warmup=0.9, rate=1.0)
+@given(
+    schedule=SCHEDULES,
+    steps=st.integers(1, 400),
+    warmup=st.floats(0.0, 0.9),
+    rate=st.floats(1e-6, 1.0),
+)
+def test_every_step_trains_and_the_peak_is_the_setting(
+    schedule: str, steps: int, warmup: float, rate: float
+) -> None:
+    found = rates(schedule, steps, warmup, rate)
+    peak = found.index(max(found))
+    assert min(found) > 0
+    assert max(found) == pytest.approx(rate, rel=1e-9)
+    assert all(a < b for a, b in pairwise(found[: peak + 1])), "it rises to the peak"
+    assert all(a >= b for a, b in pairwise(found[peak:])), "and never again after it"
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_decaying_schedules_end_near_zero(schedule: str) -> None:
+    found = rates(schedule, 200, 0.1)
+    assert found[20] == pytest.approx(2e-4) and found[-1] < 0.02 * 2e-4
+    middle = found[20 + 90] / 2e-4
+    assert middle == pytest.approx(0.5, abs=0.01)
+
+
+def test_constant_stays_after_its_warm_up() -> None:
+    found = rates("constant", 100, 0.1)
+    assert found[:10] == pytest.approx([2e-4 * (step + 1) / 11 for step in range(10)])
+    assert found[10:] == pytest.approx([2e-4] * 90)
+
+
+def test_linear_and_cosine_differ() -> None:
+    linear, cosine = rates("linear", 100, 0.0), rates("cosine", 100, 0.0)
+    assert cosine[25] > 1.1 * linear[25] and cosine[75] < 0.7 * linear[75]
+
+
+def test_the_rate_is_a_pure_function_of_the_step() -> None:
+    """A resumed run asks for step k without having asked for the steps before."""
+    formula = learning_rate(OptimizerSettings(), steps=50)
+    forward = [formula(step) for step in range(50)]
+    assert [formula(step) for step in reversed(range(50))] == forward[::-1]
+    assert learning_rate(OptimizerSettings(), steps=50)(31) == forward[31]
