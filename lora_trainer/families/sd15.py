@@ -7,6 +7,7 @@ sizes are read from the base's own configs, none is assumed.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ class StableDiffusion1(Family):
         return (
             "unet" in components
             and one_encoder
-            and _read_json(folder / "unet" / "config.json")["in_channels"] == 4
+            and _read_json(folder / "unet" / "config.json").get("in_channels", 4) == 4
         )
 
     def facts(self, folder: Path, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
@@ -434,21 +435,18 @@ def _count_parameters(file: Path) -> int:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
-    except (OSError, ValueError, struct.error, MemoryError, OverflowError) as error:
+        entries = [entry for name, entry in header.items() if name != "__metadata__"]
+        end = max((int(entry["data_offsets"][1]) for entry in entries), default=0)
+        parameters = int(sum(math.prod(entry["shape"]) for entry in entries))
+    except (
+        OSError, ValueError, struct.error, MemoryError, OverflowError, AttributeError, KeyError, TypeError, IndexError,
+    ) as error:  # fmt: skip
         raise InputError(
             f"{file} is not a whole safetensors file ({error})", fix="download the base model again"
         ) from None
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     if file.stat().st_size != 8 + length + end:
         raise InputError(
             f"{file} has {file.stat().st_size:,} bytes, its header says {8 + length + end:,}",
             fix="download the base model again",
         )
-    total = 0
-    for entry in tensors.values():
-        size = 1
-        for side in entry["shape"]:
-            size *= side
-        total += size
-    return total
+    return parameters

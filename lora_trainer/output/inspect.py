@@ -248,9 +248,9 @@ def _metadata_problems(contents: AdapterFile) -> Iterator[Problem]:
                 what=f"{key} says {stated:g}, the tensors say {_listed(found)}",
                 advice="readers use the tensors",
             )
-    stated, family = stated_family(contents.metadata), _family(contents)
-    if stated and stated != family:
-        what = f"ss_base_model_version says {stated}, the tensors say {family}"
+    named, family = stated_family(contents.metadata), _family(contents)
+    if named and named != family:
+        what = f"ss_base_model_version says {named}, the tensors say {family}"
         yield Problem(
             kind="metadata-disagrees",
             severity="warning",

@@ -44,4 +44,4 @@ def after_out_of_memory(state: GuardState, *, images: int) -> GuardState:
             "the device ran out of memory with one image at a time",
             fix="use --set memory.gradient_checkpointing=true, a lower data.resolution or a smaller adapter.rank",
         )
-    return replace(state, micro_batch=largest // 2)
+    return replace(state, micro_batch=(largest + 1) // 2)

@@ -148,13 +148,14 @@ def _gradients_that_fit(
         try:
             return _gradients(training, batch, cap=guard.micro_batch), guard
         except RuntimeError as error:
-            if not should_reduce_batch_size(error):
+            if not _is_out_of_memory(error):
                 raise
             reason = str(error).splitlines()[0]
         # Outside the except block: its traceback would keep the tensors alive that must go.
         training.optimizer.zero_grad(set_to_none=True)
         clear_device_cache(garbage_collection=True)
-        smaller = after_out_of_memory(guard, images=len(batch.samples))
+        largest = max(len(group) for group in micro_batches(batch, cap=guard.micro_batch))
+        smaller = after_out_of_memory(guard, images=largest)
         training.events.emit(
             "change",
             key="memory.micro_batch",
@@ -163,6 +164,16 @@ def _gradients_that_fit(
             reason=reason,
         )
         guard = smaller
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """accelerate knows the allocators' messages; the CUDA runtime and cuBLAS have others."""
+    text = str(error)
+    return (
+        bool(should_reduce_batch_size(error))
+        or "CUDA error: out of memory" in text
+        or "CUBLAS_STATUS_ALLOC_FAILED" in text
+    )
 
 
 def _gradients(training: Training, batch: StepBatch, *, cap: int) -> Tensor:
@@ -205,6 +216,12 @@ def _report(training: Training, report: _Report, progress: Progress) -> Progress
     vram_bytes = torch.cuda.max_memory_allocated() if training.model.device.type == "cuda" else 0
     values = {"loss": loss if loss - loss == 0.0 else None, "grad_norm": norm if finite else None}
     training.events.emit("step", **report.fields, **values, vram_bytes=vram_bytes)
+    if not finite and _is_searching(training.scaler):
+        scale = training.scaler.get_scale()
+        training.events.emit(
+            "change", key="loss scale", old=2 * scale, new=scale, reason="fp16 gradients overflowed"
+        )
+        return progress
     if not finite:
         training.events.problem(
             f"step {report.fields['step']} was skipped: its gradients were not finite numbers",
@@ -213,3 +230,8 @@ def _report(training: Training, report: _Report, progress: Progress) -> Progress
         )
     guard = after_step(progress.guard, finite=finite, step=report.fields["step"])
     return replace(progress, guard=guard)
+
+
+def _is_searching(scaler: torch.amp.GradScaler) -> bool:
+    """Say whether an overflow only means that the fp16 loss scale is being lowered, as it should be."""
+    return bool(scaler.is_enabled() and scaler.get_scale() >= 1.0)

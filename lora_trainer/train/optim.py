@@ -41,7 +41,7 @@ def build_optimizer(
 def learning_rate(settings: OptimizerSettings, *, steps: int) -> LearningRate:
     """Return step (0-based) -> learning rate, by diffusers' formula of that name."""
     probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
-    warmup = round(settings.warmup_fraction * steps)
+    warmup = min(round(settings.warmup_fraction * steps), steps - 1)
     # Constant with a warm-up has a name of its own in diffusers; `constant` ignores warm-up steps.
     name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
     # diffusers' formulas are zero at the first step of a warm-up and after the last step: both would

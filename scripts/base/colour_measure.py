@@ -59,7 +59,8 @@ _PALETTE_LAB = lab(np.array(list(COLOURS.values())))
 def nearest(colours_lab: Floats) -> NDArray[np.intp]:
     """Return the index into `NAMES` of the palette colour nearest to each Lab value [..., 3]."""
     differences: Floats = colours_lab[..., None, :] - _PALETTE_LAB
-    return np.linalg.norm(differences, axis=-1).argmin(axis=-1)
+    indices: NDArray[np.intp] = np.linalg.norm(differences, axis=-1).argmin(axis=-1)
+    return indices
 
 
 def look(image: Image.Image) -> Seen:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from characters import ZIBBO, draw, other_character, random_pose
+from colour_measure import look
 from diffusers import StableDiffusionPipeline
 from evaluate import (
     RESOLUTION_PX,
@@ -44,7 +45,7 @@ from lora_trainer.data.images import decode  # noqa: E402
 from lora_trainer.data.scan import scan  # noqa: E402
 from lora_trainer.events import read_jsonl  # noqa: E402
 from lora_trainer.files import HashMemo  # noqa: E402
-from lora_trainer.model.load import locate  # noqa: E402
+from lora_trainer.model.load import describe, identified, locate  # noqa: E402
 from lora_trainer.output.export import final_export_name  # noqa: E402
 from lora_trainer.run_folder import EVENTS_FILE, read_run  # noqa: E402
 
@@ -89,9 +90,15 @@ class Run:
 
 
 def open_run(folder: Path, *, base: Path | None) -> Run:
-    """Read a run folder; its own base unless another is named."""
+    """Read a run folder; its own base unless another is named. Exits when the base is not the same."""
     record = read_run(folder)
     source = locate(record["base"]["source"], revision=record["settings"]["base.revision"])
+    if base is None:
+        parts = identified(describe(str(source)), HashMemo(file=Path(), entries={})).parts
+        trained_on = record["base"]["identities"]
+        changed = [name for name, part in parts.items() if part.identity != trained_on[name]]
+        if changed:
+            sys.exit(f"{source} has another {', '.join(changed)} than {folder} was trained on")
     events = read_jsonl(folder / EVENTS_FILE)
     return Run(folder=folder, record=record, events=events, base=base or source)
 
@@ -102,7 +109,7 @@ def training_images(run: Run, dataset: Path) -> dict[str, Image.Image]:
     held_out = set(run.record["dataset"]["held_out"])
     square = buckets_for(resolution_px=RESOLUTION_PX, step_px=8, max_aspect=1.0)
     found = {}
-    for record in scan(dataset, settings=settings, memo=HashMemo(file=None)).records:
+    for record in scan(dataset, settings=settings, memo=HashMemo(file=Path(), entries={})).records:
         if record.name not in held_out:
             image = decode(record.path, settings=settings).image
             found[record.name] = cut(image, place(*image.size, buckets=square), flip=False)
@@ -129,7 +136,8 @@ def other_images() -> dict[str, Image.Image]:
 @torch.no_grad()
 def latents(pipeline: StableDiffusionPipeline, images: Sequence[Image.Image]) -> Tensor:
     """Return posterior means as float32 [N, D]."""
-    return pipeline.vae.encode(pixels(list(images))).latent_dist.mean.flatten(1)
+    means: Tensor = pipeline.vae.encode(pixels(list(images))).latent_dist.mean
+    return means.flatten(1)
 
 
 def neighbours(
@@ -140,9 +148,7 @@ def neighbours(
     ours: set[str],
 ) -> list[Nearest]:
     """Return the nearest drawing of each sample."""
-    distances = torch.cdist(
-        latents(pipeline, samples), latents(pipeline, list(drawings.values()))
-    )
+    distances = torch.cdist(latents(pipeline, samples), latents(pipeline, list(drawings.values())))
     names = list(drawings)
     found = []
     for index, nearest in enumerate(distances.argmin(dim=1).tolist()):
@@ -227,14 +233,22 @@ def compare(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     tiles: list[tuple[Image.Image, str, bool]] = []
     for kind in ("lora", "base"):
         pipeline = run.pipeline(adapted=kind == "lora")
-        samples = list(
-            generate(pipeline, texts, first_seed=FIRST_SEED, batch=options.batch)
-        )
-        pipeline.unload_lora_weights()
+        samples = list(generate(pipeline, texts, first_seed=FIRST_SEED, batch=options.batch))
         found = neighbours(pipeline, samples, drawings, ours=set(trained))
         rate = share([one.ours for one in found])
         print(f"{kind}: nearest is ours for {rate:.1%} of {len(found)} seeds (chance {chance:.1%})")
-        content[kind] = {"share": rate, "nearest": [asdict(one) for one in found]}
+        obeyed = share(
+            [
+                look(image).background_colour == one.background
+                for image, one in zip(samples, found, strict=True)
+            ]
+        )
+        print(f"{kind}: background as prompted for {obeyed:.1%}")
+        content[kind] = {
+            "share": rate,
+            "background_as_prompted": obeyed,
+            "nearest": [asdict(one) for one in found],
+        }
         tiles += [
             (image, f"{kind} {one.seed}\n{one.background}", one.ours)
             for image, one in zip(samples, found, strict=True)

@@ -185,7 +185,7 @@ def test_samples_and_links_stay_inside_the_run(root: Path) -> None:
     for row in run.events:
         if row["event"] == "sample":
             row["images"] = [{"prompt": "p", "seed": 1, "file": "../secret.png"}]
-        if row["event"] == "saved":
+        if row["event"] in ("saved", "finished"):
             row["export"] = "../secret.png"
     lines = "".join(json.dumps(row) + "\n" for row in run.events)
     (run.folder / "events.jsonl").write_text(lines, encoding="utf-8")

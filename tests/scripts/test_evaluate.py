@@ -28,7 +28,9 @@ def scripts() -> Iterator[dict[str, ModuleType]]:
 
 def test_the_colours_of_drawn_scenes_are_recognised(scripts: dict[str, ModuleType]) -> None:
     drawn = [scripts["scenes"].scene(5, index) for index in range(300)]
-    single = [one for one in drawn if " left of " not in one.caption and " above " not in one.caption]
+    single = [
+        one for one in drawn if " left of " not in one.caption and " above " not in one.caption
+    ]
     seen = [scripts["colour_measure"].look(one.image) for one in single]
     pairs = list(zip(seen, single, strict=True))
     assert len(pairs) > 150

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.config import OptimizerSettings
-from lora_trainer.data.loader import micro_batches
+from lora_trainer.data.loader import StepBatch, micro_batches
 from lora_trainer.errors import StoppedBySignal, TrainingStopped, exit_code
 from lora_trainer.output.checkpoints import load_newest
 from lora_trainer.train.actions import SaveAction, load_scaler
@@ -35,10 +35,16 @@ from tests.fakes.training import (
 )
 
 
+def splittable(tiny: TinyTraining) -> StepBatch:
+    """Return the first step with three samples of one shape: every cap from 4 to 1 splits it anew."""
+    steps = map(tiny.training.feeder.prepare, range(20))
+    return next(batch for batch in steps if max(map(len, micro_batches(batch, cap=4))) == 3)
+
+
 def first_gradients(cap: int) -> list[Tensor]:
     tiny = build_training(build_feeder(), steps=1)
     awaken(tiny.adapter)
-    _gradients(tiny.training, tiny.training.feeder.prepare(0), cap=cap)
+    _gradients(tiny.training, splittable(tiny), cap=cap)
     return gradients(tiny.adapter)
 
 
@@ -79,7 +85,7 @@ def test_the_gradient_comparison_would_see_a_mean_of_means() -> None:
     """The usual mistake: each micro-batch averaged by itself, so odd ones weigh more."""
     tiny = build_training(build_feeder(), steps=1)
     awaken(tiny.adapter)
-    groups = micro_batches(tiny.training.feeder.prepare(0), cap=2)
+    groups = micro_batches(splittable(tiny), cap=2)
     assert len({len(group) for group in groups}) > 1, "the step must hold unequal micro-batches"
     for group in groups:
         weights = torch.tensor([sample.weight for sample in group])
@@ -153,7 +159,7 @@ def probe(tiny: TinyTraining) -> float:
 def test_half_precision_trains(precision: torch.dtype) -> None:
     feeder = build_feeder([SQUARE], batch_size=2)
     rate = OptimizerSettings(learning_rate=2e-2, schedule="constant")
-    tiny = build_training(feeder, steps=30, optimizer=rate, precision=precision)
+    tiny = build_training(feeder, steps=20, optimizer=rate, precision=precision)
     before = probe(tiny)
     end = run(tiny.training, at_start(micro_batch=2))
     assert probe(tiny) < 0.93 * before
@@ -372,7 +378,12 @@ def test_a_resumed_run_does_not_repeat_the_actions_of_its_start() -> None:
 def test_a_resume_is_exact_to_the_bit(name: str, tmp_path: Path) -> None:
     """Rank 32, so that some tensors are large enough for 8-bit state."""
     settings = OptimizerSettings.model_validate({"name": name, "learning_rate": 1e-3})
-    options: Mapping[str, Any] = {"steps": 12, "optimizer": settings, "rank": 32}
+    options: Mapping[str, Any] = {
+        "steps": 12,
+        "optimizer": settings,
+        "rank": 32,
+        "targets": "transformer",
+    }
     straight = build_training(build_feeder(batch_size=2), **options)
     run(straight.training, at_start(micro_batch=2))
 

@@ -1,0 +1,202 @@
+"""Whole runs on a tiny base: a generated dataset in three shapes, the command line, what a run left.
+
+A run of six steps takes about a second. `Toy` is a place with a dataset, a base, a cache and runs;
+runs happen in this process or in another one, always through the command line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from lora_trainer import cli
+from lora_trainer.events import read_jsonl
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES_PX = ((40, 40), (48, 32), (32, 48))
+STEPS = 6
+SETTINGS: Mapping[str, Any] = {
+    "data.resolution": 16,
+    "data.validation_fraction": 0.2,  # one of six
+    "hardware.threads": 1,
+    "output.save_every_steps": 2,
+    "sampling.every_steps": 3,
+    "sampling.prompts": ["a toy"],
+    "sampling.steps": 2,
+    "train.validate_every_steps": 3,
+}
+MEASURES = ("step", "loss", "lr", "grad_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy:
+    """Where the runs of a test are; `base` is missing until `with_base` writes it."""
+
+    folder: Path
+
+    @property
+    def dataset(self) -> Path:
+        return self.folder / "toy"
+
+    @property
+    def base(self) -> Path:
+        return self.folder / "base"
+
+    @property
+    def cache(self) -> Path:
+        return self.folder / "cache"
+
+    @property
+    def runs(self) -> Path:
+        return self.folder / "runs"
+
+    @property
+    def run(self) -> Path:
+        """The folder of the first run."""
+        return self.runs / "toy"
+
+    def arguments(self, *more: str, steps: int | None = STEPS, **settings: Any) -> list[str]:
+        """Return a training's command line; `settings` are written section__name."""
+        chosen = {**SETTINGS, "data.cache_dir": str(self.cache)}
+        chosen |= {key.replace("__", "."): value for key, value in settings.items()}
+        line = [str(self.dataset), "--base", str(self.base), "--output", str(self.runs)]
+        line += [] if steps is None else ["--steps", str(steps)]
+        for key, value in chosen.items():
+            line += ["--set", f"{key}={json.dumps(value)}"]
+        return [*line, *more]
+
+    def train(self, *more: str, steps: int | None = STEPS, **settings: Any) -> int:
+        """Train in this process; return the exit code."""
+        return run_cli(self.arguments(*more, steps=steps, **settings))
+
+    def copy(self, folder: Path) -> Toy:
+        """Return this place with other runs: a copy, for a test that goes on with one."""
+        shutil.copytree(self.runs, folder)
+        return _OtherRuns(folder=self.folder, other=folder)
+
+    def with_base(self, *, seed: int = 0) -> Toy:
+        """Write the base, which imports torch; return self."""
+        from tests.fakes.tiny_base import write_tiny_base
+
+        shutil.rmtree(self.base, ignore_errors=True)
+        write_tiny_base(self.base, seed=seed)
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OtherRuns(Toy):
+    """The same dataset, base and cache (their paths are part of what a resume compares)."""
+
+    other: Path
+
+    @property
+    def runs(self) -> Path:
+        return self.other
+
+
+def toy(folder: Path, *, images: int = 6) -> Toy:
+    """Write a dataset of captioned pictures into `folder`/toy."""
+    place = Toy(folder=folder)
+    write_dataset(place.dataset, images=images)
+    return place
+
+
+def write_dataset(folder: Path, *, images: int) -> None:
+    """Write sharp, distinct pictures of three shapes with captions."""
+    folder.mkdir(parents=True)
+    for index in range(images):
+        width, height = SIZES_PX[index % len(SIZES_PX)]
+        noise = random.Random(index).randbytes(width * height * 3)
+        Image.frombytes("RGB", (width, height), noise).save(folder / f"p{index}.png")
+        (folder / f"p{index}.txt").write_text(f"a toy with {index} legs", encoding="utf-8")
+
+
+def run_cli(arguments: list[str]) -> int:
+    """Run the command line in this process and leave the process as it was."""
+    import torch
+
+    threads = torch.get_num_threads()
+    with _same_environment():
+        try:
+            return cli.run(arguments)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Start `python -m lora_trainer` as a person would."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "lora_trainer", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a new process that finds lora_trainer."""
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the events of one kind."""
+    return [row for row in read_jsonl(run / "events.jsonl") if row["event"] == kind]
+
+
+def trajectory(run: Path) -> list[tuple[Any, ...]]:
+    """Return what each logged step measured, in the order of the file."""
+    return [tuple(row[name] for name in MEASURES) for row in events(run, "step")]
+
+
+def last_state(run: Path) -> Path:
+    """Return the folder of the newest state."""
+    return max((run / "states").glob("step-*"))
+
+
+def listing(folder: Path, *, without: Iterable[str] = ()) -> dict[str, tuple[int, int, str]]:
+    """Return mode, mtime and content hash of everything in a folder, and of itself."""
+    found = {}
+    for path in (folder, *sorted(folder.rglob("*"))):
+        name = path.relative_to(folder).as_posix()
+        if path.name in without:
+            continue
+        stat = path.stat()
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        found[name] = (stat.st_mode, stat.st_mtime_ns, digest)
+    return found
+
+
+def contents(folder: Path, *, without: Iterable[str] = ()) -> dict[str, str]:
+    """Return the content hash of every file in a folder."""
+    rows = listing(folder, without=without).items()
+    return {name: digest for name, (_, _, digest) in rows if digest}
+
+
+@contextmanager
+def _same_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,207 @@
+"""From a request to a run that could start: base, preset and data are chosen as documented, torch-free."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer import families
+from lora_trainer import prepare as prepare_module
+from lora_trainer.config import Config, build_config
+from lora_trainer.errors import InputError
+from lora_trainer.families.base import BaseFacts
+from lora_trainer.hardware import Hardware, assume_card
+from lora_trainer.prepare import (
+    Prepared,
+    Request,
+    bucket_counts,
+    cache_folder,
+    examine,
+    place_all,
+    prepare,
+)
+from tests.fakes.runs import Toy, listing, toy
+
+PROCESSOR = Hardware(
+    gpus=(),
+    gpu_reason="none in this test",
+    cpu_name="a processor",
+    cpu_threads=3,
+    ram_total_bytes=16 << 30,
+    ram_free_bytes=8 << 30,
+    packages={},
+    reasons={"cpu_threads": "given"},
+)
+CARD = assume_card(PROCESSOR, vram_gib=12)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return toy(tmp_path_factory.mktemp("prepare"))
+
+
+@pytest.fixture
+def request_of(place: Toy) -> Request:
+    return asked(place)
+
+
+def asked(place: Toy, **overrides: Any) -> Request:
+    return Request(
+        dataset=place.dataset,
+        overrides={"data.cache_dir": str(place.cache)}
+        | {key.replace("__", "."): value for key, value in overrides.items()},
+    )
+
+
+def names(prepared: Prepared) -> tuple[set[str], set[str]]:
+    trained = {record.name for record in prepared.trained}
+    return trained, {record.name for record in prepared.held_out}
+
+
+# ---- the base and its preset
+
+
+def test_without_a_card_the_embedded_base_is_trained_by_its_recipe(request_of: Request) -> None:
+    prepared = prepare(request_of, hardware=PROCESSOR)
+    assert (prepared.facts.source, prepared.resolved.tier) == ("embedded", "cpu")
+    assert prepared.config.base.model == "embedded", "named, so that a resume meets the same"
+    assert prepared.plan.origins["base.model"].layer == "planner"
+    assert prepared.config.hardware.device == "cpu"
+
+
+def test_with_a_card_the_family_s_default_base_is_trained(request_of: Request) -> None:
+    prepared = prepare(request_of, hardware=CARD)
+    default = families.family(families.DEFAULT_FAMILY).default_source
+    assert (prepared.config.base.model, prepared.resolved.tier) == (default, "10-12")
+    assert prepared.config.hardware.device == "cuda"
+
+
+def test_an_assumed_card_stands_in_for_the_machine(request_of: Request) -> None:
+    prepared = prepare(replace(request_of, assumed_vram_gib=24.0), hardware=PROCESSOR)
+    assert prepared.resolved.tier == "16-24"
+
+
+def test_a_card_that_shall_not_be_used_does_not_choose_the_base(place: Toy) -> None:
+    prepared = prepare(asked(place, hardware__device="cpu"), hardware=CARD)
+    assert (prepared.facts.source, prepared.config.hardware.device) == ("embedded", "cpu")
+
+
+def test_the_embedded_base_has_its_recipe_on_a_card_too(place: Toy) -> None:
+    prepared = prepare(asked(place, base__model="embedded"), hardware=CARD)
+    assert prepared.resolved.tier == "cpu"
+
+
+def test_a_real_base_on_a_processor_takes_the_smallest_card_s_recipe(place: Toy) -> None:
+    default = families.family(families.DEFAULT_FAMILY).default_source
+    prepared = prepare(asked(place, base__model=default), hardware=PROCESSOR)
+    assert (prepared.facts.source, prepared.resolved.tier) == (default, "6-8")
+
+
+def test_the_base_comes_from_the_highest_layer_that_names_one(place: Toy, tmp_path: Path) -> None:
+    default = families.family(families.DEFAULT_FAMILY).default_source
+    config = tmp_path / "mine.toml"
+    config.write_text('[base]\nmodel = "embedded"\n')
+    with_file = replace(asked(place), config_file=config)
+    resumed = replace(asked(place), run_settings={"base.model": "embedded"})
+    typed = replace(with_file, overrides={**with_file.overrides, "base.model": default})
+    chosen = [
+        prepare(request, hardware=CARD).facts.source for request in (with_file, resumed, typed)
+    ]
+    assert chosen == ["embedded", "embedded", default]
+
+
+def test_a_resumed_run_keeps_its_settings_but_those_typed_now(place: Toy) -> None:
+    before = {"train.steps": 77, "train.seed": 5, "base.model": "embedded"}
+    request = replace(asked(place, train__seed=6), run_settings=before)
+    config = prepare(request, hardware=PROCESSOR).config
+    assert (config.train.steps, config.train.seed) == (77, 6)
+
+
+# ---- the data
+
+
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.0, 0), (0.16, 0), (0.17, 1), (0.5, 3)])
+def test_the_share_held_out_is_rounded_down(fraction: float, held_out: int, place: Toy) -> None:
+    prepared = prepare(asked(place, data__validation_fraction=fraction), hardware=PROCESSOR)
+    trained, aside = names(prepared)
+    assert len(aside) == held_out
+    assert trained | aside == {f"p{index}.png" for index in range(6)}
+    assert not trained & aside
+
+
+def test_copies_of_one_picture_leave_something_to_train_on(tmp_path: Path) -> None:
+    place = toy(tmp_path, images=2)
+    prepared = prepare(asked(place, data__validation_fraction=0.5), hardware=PROCESSOR)
+    assert [len(part) for part in names(prepared)] == [1, 1]
+
+
+def test_nothing_left_to_train_on_is_refused(place: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "hold_out", lambda records, **_: ((), tuple(records)))
+    with pytest.raises(InputError, match="no image to train on after 6"):
+        prepare(asked(place), hardware=PROCESSOR)
+
+
+def test_the_plan_counts_what_is_trained(place: Toy) -> None:
+    wanted = asked(place, data__validation_fraction=0.5, data__repeats=2, train__steps=12)
+    prepared = prepare(wanted, hardware=PROCESSOR)
+    assert prepared.plan.epochs == pytest.approx(12 / (3 * 2))
+
+
+def test_buckets_count_repeats_of_what_is_asked_for(place: Toy) -> None:
+    prepared = prepare(asked(place, data__repeats=3), hardware=PROCESSOR)
+    counts = bucket_counts(prepared.dataset.records, prepared.placements)
+    assert len(counts) == 3
+    assert sum(counts.values()) == 18
+    assert list(counts) == sorted(counts)
+    assert sum(bucket_counts(prepared.held_out, prepared.placements).values()) == 3 * len(
+        prepared.held_out
+    )
+
+
+def test_without_buckets_everything_is_square(place: Toy) -> None:
+    prepared = prepare(asked(place, data__buckets=False), hardware=PROCESSOR)
+    sides = {(p.bucket.width_px, p.bucket.height_px) for p in prepared.placements.values()}
+    assert all(width == height for width, height in sides)
+
+
+def test_the_resolution_is_the_base_s_own_unless_given(place: Toy) -> None:
+    prepared = prepare(asked(place), hardware=PROCESSOR)
+    facts: BaseFacts = prepared.facts
+    config = Config()
+    own = place_all(prepared.dataset, config, facts)["p0.png"].bucket
+    given = build_config({"data.resolution": facts.resolution_px * 2})
+    larger = place_all(prepared.dataset, given, facts)["p0.png"].bucket
+    assert (own.width_px, larger.width_px) == (facts.resolution_px, facts.resolution_px * 2)
+
+
+def test_check_says_what_plan_says_of_the_dataset(place: Toy) -> None:
+    request = asked(place, data__resolution=16)
+    assert examine(request, hardware=PROCESSOR) == prepare(request, hardware=PROCESSOR).report
+
+
+def test_preparing_writes_nothing_but_memos_in_the_cache(tmp_path: Path) -> None:
+    place = toy(tmp_path)
+    before = listing(place.dataset)
+    prepare(asked(place), hardware=PROCESSOR)
+    assert listing(place.dataset) == before
+    assert {path.name for path in place.folder.iterdir()} == {"toy", "cache"}
+    assert {path.name for path in place.cache.iterdir()} == {".hashes.json", ".verified.json"}
+
+
+# ---- the cache folder
+
+
+def test_the_cache_folder_is_the_setting_or_the_user_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder(build_config({"data.cache_dir": "~/mine"})) == tmp_path / "mine"
+    if sys.platform != "win32":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+        assert cache_folder(Config()) == tmp_path / "xdg" / "lora-train"
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        assert cache_folder(Config()) == tmp_path / ".cache" / "lora-train"

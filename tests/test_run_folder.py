@@ -1,0 +1,164 @@
+"""Naming, claiming and finding run folders; what a resume may change, and what it drops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.config import setting_keys
+from lora_trainer.errors import MachineError, RequestError
+from lora_trainer.events import read_jsonl
+from lora_trainer.run_folder import (
+    FORBIDDEN_SETTINGS,
+    FREE_SETTINGS,
+    RunFolder,
+    compare,
+    create,
+    cut_events,
+    last_step,
+    open_existing,
+    read_run,
+    write_run,
+)
+
+BEFORE = {key: "before" for key in setting_keys()}
+OTHERS = sorted(set(setting_keys()) - FREE_SETTINGS - set(FORBIDDEN_SETTINGS))
+MACHINE = {"torch": "2.13.0", "threads": 1}
+
+
+def compared(
+    changes: dict[str, Any], machine: dict[str, Any] | None = None
+) -> tuple[str, list[str]]:
+    return compare(
+        BEFORE, BEFORE | changes, environment=MACHINE, environment_now=MACHINE | (machine or {})
+    )
+
+
+def lines(file: Path, *rows: dict[str, Any]) -> None:
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def test_a_name_that_exists_gets_the_next_number(tmp_path: Path) -> None:
+    made = [create(tmp_path / "runs", "toy") for _ in range(3)]
+    assert [folder.name for folder in made] == ["toy", "toy-002", "toy-003"]
+    assert all(folder.path.is_dir() for folder in made)
+
+
+def test_a_folder_that_cannot_be_made_is_the_machines_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(MachineError, match="file"):
+        create(tmp_path / "file", "toy")
+
+
+def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
+    folder = create(tmp_path, "toy")
+    write_run(folder, {})
+    with folder.lock, pytest.raises(MachineError, match="another process"):
+        open_existing(folder.path)
+    folder.lock.release(force=True)
+    assert open_existing(folder.path).path == folder.path
+
+
+def test_a_run_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
+    for name in ("zebra", "apple"):
+        write_run(create(tmp_path, name), {})
+    (tmp_path / "not-a-run").mkdir()
+    with pytest.raises(RequestError, match="runs there: apple, zebra"):
+        open_existing(tmp_path / "toy")
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    folder = create(tmp_path, "toy")
+    write_run(folder, {"name": "toy", "settings": {"train.steps": 6}})
+    assert read_run(folder.path) == {"name": "toy", "settings": {"train.steps": 6}}
+
+
+# ---- what a resume may change
+
+
+def test_every_setting_named_is_one() -> None:
+    assert FREE_SETTINGS | set(FORBIDDEN_SETTINGS) <= set(setting_keys())
+    assert not FREE_SETTINGS & set(FORBIDDEN_SETTINGS)
+
+
+def test_the_same_settings_on_the_same_machine_are_exact() -> None:
+    assert compared({}) == ("EXACT", [])
+
+
+@given(st.sets(st.sampled_from(sorted(FREE_SETTINGS)), min_size=1))
+def test_where_and_how_much_may_change(keys: set[str]) -> None:
+    assert compared(dict.fromkeys(keys, "now")) == ("EXACT", [])
+
+
+@given(st.sets(st.sampled_from(OTHERS), min_size=1), st.booleans())
+def test_what_is_computed_may_change_and_is_said(keys: set[str], moved: bool) -> None:
+    exactness, differences = compared(dict.fromkeys(keys, "now"), {"threads": 2} if moved else None)
+    assert exactness == "CHANGED"
+    assert sorted(differences) == sorted(f"{key}: before -> now" for key in keys)
+
+
+@pytest.mark.parametrize("key", FORBIDDEN_SETTINGS)
+def test_what_has_another_shape_may_not_change(key: str) -> None:
+    with pytest.raises(RequestError, match=rf"{key} before -> now"):
+        compared({key: "now", "train.seed": "now"})
+
+
+@pytest.mark.parametrize(("key", "value"), [("torch", "2.14.0"), ("threads", 2)])
+def test_another_machine_keeps_the_stream_but_not_the_bits(key: str, value: Any) -> None:
+    expected = ("SAME-STREAM", [f"{key}: {MACHINE[key]} -> {value}"])
+    assert compared({}, {key: value}) == expected
+
+
+# ---- what it drops
+
+
+def test_what_came_after_the_state_is_dropped(tmp_path: Path) -> None:
+    folder = create(tmp_path, "toy")
+    kept = [
+        {"event": "run_started"},
+        {"event": "validation", "step": 0},
+        {"event": "step", "step": 1},
+        {"event": "step", "step": 2},
+        {"event": "saved", "step": 2},
+        {"event": "change", "reason": "  "},
+    ]
+    dropped = [
+        {"event": "step", "step": 3},
+        {"event": "stopped", "step": 2},
+        {"event": "finished", "step": 2},
+    ]
+    lines(folder.path / "events.jsonl", *kept, *dropped)
+    lines(folder.path / "problems.jsonl", {"event": "problem", "what": "x"})
+    cut_events(folder, step=2)
+    assert read_jsonl(folder.path / "events.jsonl") == kept
+    assert len(read_jsonl(folder.path / "problems.jsonl")) == 1
+
+
+def test_without_a_state_no_step_stays(tmp_path: Path) -> None:
+    folder = create(tmp_path, "toy")
+    rows = [{"event": "validation", "step": 0}, {"event": "step", "step": 1}]
+    lines(folder.path / "events.jsonl", *rows)
+    cut_events(folder, step=-1)
+    assert read_jsonl(folder.path / "events.jsonl") == []
+
+
+def test_a_line_that_a_kill_tore_is_dropped(tmp_path: Path) -> None:
+    folder = create(tmp_path, "toy")
+    events = folder.path / "events.jsonl"
+    lines(events, {"event": "step", "step": 1})
+    events.write_text(events.read_text() + '{"event": "st')
+    cut_events(folder, step=1)
+    assert events.read_text() == '{"event": "step", "step": 1}\n'
+
+
+def test_the_last_step_is_the_highest_logged(tmp_path: Path) -> None:
+    folder: RunFolder = create(tmp_path, "toy")
+    assert last_step(folder) == 0
+    rows = [{"event": "step", "step": step} for step in (1, 2)]
+    lines(folder.path / "events.jsonl", *rows, {"event": "saved", "step": 9})
+    assert last_step(folder) == 2

@@ -1,0 +1,173 @@
+"""What plan, check, presets, inspect and doctor say: complete, and never broken by odd texts."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+
+from lora_trainer.config import setting_keys
+from lora_trainer.data.findings import Finding
+from lora_trainer.output.inspect import Inspection, Problem, Spread
+from lora_trainer.prepare import Prepared, Request, prepare
+from lora_trainer.resolve import PRIORITIES, TIERS, Origin, preset_families
+from lora_trainer.show import (
+    check_text,
+    doctor_json,
+    doctor_text,
+    inspect_text,
+    plan_json,
+    plan_text,
+    presets_text,
+)
+from tests.fakes.runs import toy
+
+ODD = "[bold]odd[/] [/red] \\[x"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    place = toy(tmp_path_factory.mktemp("show"))
+    overrides = {"data.cache_dir": str(place.cache), "sampling.prompts": [ODD], "train.steps": 12}
+    return prepare(Request(dataset=place.dataset, overrides=overrides))
+
+
+def text(shown: RenderableType) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=400).print(shown, highlight=False)
+    return stream.getvalue()
+
+
+def row(shown: str, start: str) -> str:
+    return next(line for line in shown.splitlines() if line.startswith(start))
+
+
+def test_plan_shows_every_setting_with_value_origin_and_reason(prepared: Prepared) -> None:
+    shown = text(plan_text(prepared))
+    for key in setting_keys():
+        origin = prepared.plan.origins[key]
+        line = row(shown, f"{key} ")
+        assert origin.layer in line
+        assert origin.reason in line
+    assert "12" in row(shown, "train.steps ")
+    assert "px" in row(shown, "data.resolution ")
+
+
+def test_plan_shows_every_item_of_the_peak(prepared: Prepared) -> None:
+    shown = text(plan_text(prepared))
+    assert all(row(shown, item.name) for item in prepared.plan.memory.items)
+    assert row(shown, "predicted peak")
+
+
+def test_plan_tells_what_is_held_out_and_how_long_it_is(prepared: Prepared) -> None:
+    shown = text(plan_text(prepared))
+    assert f"{len(prepared.trained)} images trained" in row(shown, "data")
+    assert "12 steps of 1" in row(shown, "length")
+
+
+def test_texts_of_the_user_are_shown_as_they_are(prepared: Prepared) -> None:
+    assert ODD in text(plan_text(prepared)).replace("\\\\", "\\")
+
+
+def test_a_base_or_a_reason_with_brackets_is_shown_as_it_is(prepared: Prepared) -> None:
+    odd = "bases/[bold]mine[/] [/red]"
+    origin = Origin(layer="planner", reason=odd)
+    plan = replace(prepared.plan, origins={**prepared.plan.origins, "hardware.device": origin})
+    changed = replace(prepared, facts=replace(prepared.facts, source=odd), plan=plan)
+    shown = text(plan_text(changed))
+    assert odd in row(shown, "base")
+    assert odd in row(shown, "device")
+
+
+def test_a_download_is_announced(prepared: Prepared) -> None:
+    assert "to download" not in text(plan_text(prepared))
+    facts = replace(prepared.facts, path=None)
+    assert "to download" in row(text(plan_text(replace(prepared, facts=facts))), "base")
+
+
+def test_the_machine_readable_plan_says_the_same(prepared: Prepared) -> None:
+    plan = plan_json(prepared)
+    assert plan["settings"]["train.steps"]["value"] == 12
+    assert plan["time"]["steps"] == 12
+    assert plan["memory"]["peak_bytes"] == prepared.plan.memory.peak_bytes
+    assert [item["name"] for item in plan["memory"]["items"]] == [
+        item.name for item in prepared.plan.memory.items
+    ]
+
+
+def test_check_shows_score_buckets_and_every_finding(prepared: Prepared) -> None:
+    finding = Finding(
+        kind="odd", severity="warning", file=f"{ODD}.png", what="is odd", advice="look at it"
+    )
+    whole = replace(finding, file=None, what="the dataset is odd")
+    report = replace(prepared.report, findings=(finding, whole))
+    shown = text(check_text(report))
+    assert f"{report.score:.2f} of 1" in shown
+    assert all(f"{name} x{count}" in shown for name, count in report.buckets.items())
+    assert f"warning: {ODD}.png: is odd. look at it" in shown
+    assert "warning: the dataset is odd. look at it" in shown
+    assert "nothing to remark" not in shown
+    assert "nothing to remark" in text(check_text(replace(report, findings=())))
+
+
+def test_presets_shows_every_cell() -> None:
+    shown = text(presets_text()).splitlines()[1:]
+    expected = [
+        [family, tier, priority]
+        for family in preset_families()
+        for tier in TIERS
+        for priority in PRIORITIES
+    ]
+    assert [line.split()[:3] for line in shown] == expected
+    assert all("=" in line or "unsupported: " in line for line in shown)
+
+
+def test_inspect_shows_what_the_file_says_and_its_problems() -> None:
+    inspection = Inspection(
+        family="sd15",
+        format="kohya",
+        rank=Spread(low=4, high=8),
+        alpha=None,
+        modules=12,
+        metadata={"title": ODD, "long": "x" * 101, "fits": "y" * 100},
+        problems=(Problem(kind="k", severity="warning", what=f"bad {ODD}", advice="do"),),
+    )
+    shown = text(inspect_text(inspection))
+    assert ODD in row(shown, "title")
+    assert row(shown, "long").split()[1] == "x" * 97 + "..."
+    assert row(shown, "fits").split()[1] == "y" * 100
+    assert "12" in row(shown, "modules")
+    assert f"bad {ODD}" in shown
+
+
+def test_a_problem_of_a_file_reads_as_a_sentence() -> None:
+    inspection = Inspection(
+        family="sd15",
+        format="kohya",
+        rank=Spread(low=4, high=4),
+        alpha=None,
+        modules=1,
+        metadata={},
+        problems=(Problem(kind="k", severity="warning", what="no alpha", advice="add it"),),
+    )
+    shown = text(inspect_text(inspection))
+    assert "no alpha" in shown
+    assert "add it" in shown
+    assert "{" not in shown, "a Python value is no sentence"
+
+
+def test_doctor_says_the_same_to_people_and_scripts(prepared: Prepared) -> None:
+    found, shown = doctor_json(prepared.hardware), text(doctor_text(prepared.hardware))
+    assert found["accelerator"] in shown
+    for name in prepared.hardware.reasons:
+        assert found[name].keys() == {"value", "reason"}
+        assert found[name]["reason"] in row(shown, name)
+    missing = replace(prepared.hardware, packages={"nothing-such": None})
+    assert "pip install nothing-such" in text(doctor_text(missing))
+
+
+def test_no_output_of_these_needs_a_terminal(prepared: Prepared, tmp_path: Path) -> None:
+    assert "\x1b" not in text(plan_text(prepared)) + text(check_text(prepared.report))
