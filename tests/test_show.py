@@ -25,7 +25,7 @@ from lora_trainer.show import (
 )
 from tests.fakes.runs import toy
 
-ODD = "[bold]odd[/] [/red] \\[x"
+ODD = "[bold]odd[/] [/red]"
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +65,11 @@ def test_plan_shows_every_item_of_the_peak(prepared: Prepared) -> None:
 def test_plan_tells_what_is_held_out_and_how_long_it_is(prepared: Prepared) -> None:
     shown = text(plan_text(prepared))
     assert f"{len(prepared.trained)} images trained" in row(shown, "data")
-    assert "12 steps of 1" in row(shown, "length")
+    assert f"12 steps of {prepared.config.train.batch_size}" in row(shown, "length")
 
 
 def test_texts_of_the_user_are_shown_as_they_are(prepared: Prepared) -> None:
-    assert ODD in text(plan_text(prepared)).replace("\\\\", "\\")
+    assert ODD in text(plan_text(prepared))
 
 
 def test_a_base_or_a_reason_with_brackets_is_shown_as_it_is(prepared: Prepared) -> None:

@@ -6,7 +6,7 @@ caption in ten dropped for classifier-free guidance (Ho & Salimans 2022), EMA we
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -123,16 +123,64 @@ def train_denoiser(
     """Train (or resume) and return the denoiser and the text model with their EMA weights."""
     torch.manual_seed(seed)
     unet, text_encoder = build_unet(), build_text_encoder(tokenizer)
+    stage = _stage("denoiser", unet, text_encoder, data, tokenizer, unfamiliar=0.0)
+    return _trained(replace(stage, steps=steps, learning_rate=1e-3, seed=seed), folder)
+
+
+def widen_captions(
+    folder: Path,
+    unet: UNet2DConditionModel,
+    text_encoder: CLIPTextModel,
+    data: LatentSet,
+    tokenizer: CLIPTokenizer,
+    *,
+    steps: int,
+    seed: int,
+) -> tuple[UNet2DConditionModel, CLIPTextModel]:
+    """Go on with captions that hold words the base does not know, as a user's captions will.
+
+    Scene captions are short and of few words; without this, anything before "on a red background"
+    that the base has not read makes it forget the background.
+    """
+    stage = _stage("captions", unet.train(), text_encoder.train(), data, tokenizer, unfamiliar=0.6)
+    return _trained(replace(stage, steps=steps, learning_rate=4e-4, seed=seed + 1), folder)
+
+
+def _trained(stage: Stage, folder: Path) -> tuple[UNet2DConditionModel, CLIPTextModel]:
+    ema = train(stage, folder)
+    for name, module in stage.modules.items():
+        start = f"{name}."
+        own = {
+            key.removeprefix(start): value for key, value in ema.items() if key.startswith(start)
+        }
+        module.load_state_dict(own, strict=False)
+    return stage.modules["unet"].eval(), stage.modules["text_encoder"].eval()
+
+
+def _stage(
+    name: str,
+    unet: UNet2DConditionModel,
+    text_encoder: CLIPTextModel,
+    data: LatentSet,
+    tokenizer: CLIPTokenizer,
+    *,
+    unfamiliar: float,
+) -> Stage:
+    """Return the stage whose loss draws its own scenes, timesteps and noise; a share has unfamiliar words."""
     scheduler = build_scheduler()
     snr_table = compute_snr(scheduler, torch.arange(1000))
     empty = tokenize(tokenizer, [""])
+    letters = _letter_tokens(tokenizer)
 
     def loss(step: int) -> Tensor:
         shape = SHAPES_PX[step % len(SHAPES_PX)]
         rows = torch.randint(len(data.latents[shape]), (BATCH,))
         clean = data.latents[shape][rows].float() * data.scaling_factor
         dropped = torch.rand(BATCH, 1) < CAPTION_DROPOUT
-        tokens = torch.where(dropped, empty, data.tokens[shape][rows].long())
+        captions = data.tokens[shape][rows].long()
+        if unfamiliar:
+            captions = with_unfamiliar_words(captions, letters, share=unfamiliar)
+        tokens = torch.where(dropped, empty, captions)
         timesteps, noise = torch.randint(1000, (BATCH,)), torch.randn_like(clean)
         noisy = scheduler.add_noise(clean, noise, timesteps)
         with torch.autocast("cpu", torch.bfloat16):
@@ -142,20 +190,33 @@ def train_denoiser(
         weight = snr.clamp(max=MIN_SNR_GAMMA) / snr
         return (weight * (prediction.float() - noise).square().mean(dim=(1, 2, 3))).mean()
 
-    stage = Stage(
-        name="denoiser",
-        modules=nn.ModuleDict({"unet": unet, "text_encoder": text_encoder}),
-        loss=loss,
-        steps=steps,
-        learning_rate=1e-3,
-        seed=seed,
-    )
-    ema = train(stage, folder)
-    for name, module in stage.modules.items():
-        own = {
-            key.removeprefix(f"{name}."): value
-            for key, value in ema.items()
-            if key.startswith(f"{name}.")
-        }
-        module.load_state_dict(own, strict=False)
-    return unet.eval(), text_encoder.eval()
+    modules = nn.ModuleDict({"unet": unet, "text_encoder": text_encoder})
+    return Stage(name=name, modules=modules, loss=loss, steps=0, learning_rate=0.0, seed=0)
+
+
+def with_unfamiliar_words(captions: Tensor, letters: Tensor, *, share: float) -> Tensor:
+    """Put 1 to 28 random letter tokens into a share of the captions, int64 [B, 77].
+
+    They go to the front, before the last four words ("on a red background"), or in place of all that
+    comes before those.
+    """
+    result = captions.clone()
+    for row, tokens in enumerate(captions.tolist()):
+        if float(torch.rand(())) >= share:
+            continue
+        count, where = int(torch.randint(1, 29, ())), int(torch.randint(3, ()))
+        words = letters[torch.randint(len(letters), (count,))].tolist()
+        end = tokens.index(tokens[-1])  # padding is the end token
+        head, tail = tokens[1 : end - 4], tokens[end - 4 : end]
+        body = {0: [*words, *head, *tail], 1: [*head, *words, *tail], 2: [*words, *tail]}[where]
+        line = [tokens[0], *body, *([tokens[-1]] * len(tokens))]
+        result[row] = torch.tensor(line[: len(tokens)])
+    return result
+
+
+def _letter_tokens(tokenizer: CLIPTokenizer) -> Tensor:
+    """Return the ids of single letters, inside a word and at its end, and of the comma."""
+    vocabulary = tokenizer.get_vocab()
+    alphabet = "abcdefghijklmnopqrstuvwxyz"
+    names = [*alphabet, *(f"{letter}</w>" for letter in alphabet), *([",</w>"] * 6)]
+    return torch.tensor([vocabulary[name] for name in names])

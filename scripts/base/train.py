@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from denoiser import build_scheduler, cache_latents, train_denoiser
+from denoiser import build_scheduler, cache_latents, train_denoiser, widen_captions
 from diffusers import StableDiffusionPipeline
 from tokenizer import build_tokenizer
 from vae import polish_decoder, train_vae
@@ -34,7 +34,10 @@ def main() -> None:
     parser.add_argument("--vae-steps", type=int, default=7_000)
     parser.add_argument("--steps", type=int, default=3_800, help="denoiser steps")
     parser.add_argument(
-        "--polish-steps", type=int, default=2_500, help="steps of the decoder alone"
+        "--polish-steps", type=int, default=1_500, help="steps of the decoder alone"
+    )
+    parser.add_argument(
+        "--caption-steps", type=int, default=700, help="steps with unfamiliar words in captions"
     )
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
@@ -47,6 +50,15 @@ def main() -> None:
     vae.register_to_config(scaling_factor=data.scaling_factor)
     unet, text_encoder = train_denoiser(
         options.work, data, tokenizer, steps=options.steps, seed=options.seed
+    )
+    unet, text_encoder = widen_captions(
+        options.work,
+        unet,
+        text_encoder,
+        data,
+        tokenizer,
+        steps=options.caption_steps,
+        seed=options.seed,
     )
     vae = polish_decoder(vae, options.work, options.polish_steps, options.seed)
     pipeline = StableDiffusionPipeline(

@@ -1,0 +1,160 @@
+"""Promise 2: SIGKILL at any instant, then the same command with --resume, gives the same bits.
+
+The killed runs happen in another process, which loads everything once and forks for each of them;
+it kills itself at the k-th call of a function. They are resumed here, by the same command.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from lora_trainer.output.export import final_export_name
+from tests.fakes.runs import Toy, contents, events, last_state, python, run_cli, toy, trajectory
+
+DRIVER = """
+import importlib, json, os, signal, sys
+import lora_trainer.run  # all that is slow to import
+from lora_trainer.cli import run
+
+
+def kill_at(module, name, call, after):
+    owner = importlib.import_module(module)
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    real, calls = getattr(owner, last), 0
+
+    def killing(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*args, **kwargs)
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, last, killing)
+
+
+for arguments, where in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        kill_at(*where)
+        os._exit(run(arguments))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr)
+"""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Where a run is killed: before (or after) the k-th call; `left` is the newest state then."""
+
+    where: str
+    call: int
+    left: int | None
+    after: bool = False
+
+    @property
+    def point(self) -> tuple[str, str, int, bool]:
+        module, _, name = self.where.partition(":")
+        return f"lora_trainer.{module}", name, self.call, self.after
+
+
+# A run saves at steps 2, 4 and 6; a state is five files, a rename, a line of the log, and a prune.
+KILLS = {
+    "while caching": Kill("data.cache:Cache.write", 5, None),
+    "before the first save": Kill("train.loop:_report", 1, None, after=True),
+    "between saves": Kill("train.loop:_report", 3, 2, after=True),
+    "in the first state": Kill("output.state_files:write_file", 4, None),
+    "in a state's files": Kill("output.state_files:write_file", 8, 2),
+    "before a state's rename": Kill("output.checkpoints:rename_durably", 2, 2),
+    "after a state's rename": Kill("output.checkpoints:append_durably", 2, 4),
+    "before pruning": Kill("output.checkpoints:_prune", 3, 6),
+    "in pruning": Kill("output.checkpoints:remove_tree", 5, 6, after=True),
+    "before the final export": Kill("session:write_export", 3, 6),
+    "in the report": Kill("run:write_report", 1, 6),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """The uninterrupted run."""
+    place = toy(tmp_path_factory.mktemp("kill")).with_base()
+    assert place.train() == 0
+    return place
+
+
+def command(place: Toy, name: str) -> list[str]:
+    """Return the command of a run of that name; the one killed while caching has its own cache."""
+    cache = place.folder / "cache of its own" if name == "while caching" else place.cache
+    return place.arguments("--name", name.replace(" ", "-"), data__cache_dir=str(cache))
+
+
+@pytest.fixture(scope="module")
+def killed(place: Toy) -> Toy:
+    """All killed runs, each in the folder of its name."""
+    work = [(command(place, name), kill.point) for name, kill in KILLS.items()]
+    done = python(DRIVER, json.dumps(work))
+    codes = [line for line in done.stderr.split() if line.lstrip("-").isdigit()]
+    assert (done.returncode, codes) == (0, ["-9"] * len(KILLS)), done.stderr[-2000:]
+    return place
+
+
+def published(run: Path) -> list[int]:
+    states = run / "states"
+    return sorted(int(path.name[5:]) for path in states.glob("step-*")) if states.is_dir() else []
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_killed_run_goes_on_to_the_same_bits(name: str, place: Toy, killed: Toy) -> None:
+    run, whole = killed.runs / name.replace(" ", "-"), place.run
+    left = KILLS[name].left
+    assert max(published(run), default=None) == left, "the kill came when it should"
+    assert not (run / final_export_name(run.name)).exists() or name == "in the report"
+
+    assert run_cli([*command(place, name), "--resume"]) == 0
+
+    (resumed,) = events(run, "resumed")
+    assert (resumed["exactness"], resumed["step"]) == ("EXACT", left or 0), resumed["differences"]
+    state, expected = last_state(run), last_state(whole)
+    assert state.name == expected.name
+    for file in ("adapter.safetensors", "optim.safetensors", "optim.json", "state.json"):
+        assert (state / file).read_bytes() == (expected / file).read_bytes()
+    assert trajectory(run) == trajectory(whole)
+    assert validations(run) == validations(whole)
+    assert contents(run / "samples") == contents(whole / "samples")
+    assert [row["step"] for row in events(run, "sample")] == [0, 3, 6]
+    assert_same_tensors(run / f"{run.name}.safetensors", whole / "toy.safetensors")
+    assert len(published(run)) in (2, 3), "one more where the kill came before pruning"
+    assert not list((run / "states").glob(".*")), "leftovers are cleaned up"
+    assert len(events(run, "finished")) == 1
+
+
+def test_a_kill_in_a_resumed_run_is_survived_too(place: Toy) -> None:
+    name = "twice"
+    line = command(place, name)
+    between, inside = KILLS["between saves"].point, KILLS["before a state's rename"].point
+    done = python(DRIVER, json.dumps([(line, between), ([*line, "--resume"], inside)]))
+    assert done.stderr.split()[-2:] == ["-9", "-9"], done.stderr[-2000:]
+    assert run_cli([*line, "--resume"]) == 0
+    run = place.runs / name
+    assert [row["exactness"] for row in events(run, "resumed")] == ["EXACT", "EXACT"]
+    assert trajectory(run) == trajectory(place.run)
+    state, expected = last_state(run), last_state(place.run)
+    assert contents(state, without=()) == contents(expected, without=())
+
+
+def validations(run: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in events(run, "validation")]
+
+
+def assert_same_tensors(file: Path, expected: Path) -> None:
+    found, wanted = load_file(file), load_file(expected)
+    assert found.keys() == wanted.keys()
+    assert all((found[key] == wanted[key]).all() for key in wanted)

@@ -1,0 +1,462 @@
+"""A whole training through the command line: what it leaves, goes on with, refuses, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file
+
+from lora_trainer import run as run_module
+from lora_trainer import session
+from lora_trainer.config import setting_keys
+from lora_trainer.errors import MachineError, StoppedBySignal
+from lora_trainer.events import Event, read_jsonl
+from lora_trainer.hardware import Hardware
+from lora_trainer.output.checkpoints import load_newest
+from lora_trainer.output.status import Control, read_status
+from lora_trainer.prepare import Request
+from lora_trainer.run import StopFlag, TrainRequest, train
+from tests.fakes.runs import (
+    SETTINGS,
+    Toy,
+    contents,
+    events,
+    last_state,
+    listing,
+    run_cli,
+    start,
+    toy,
+    trajectory,
+)
+
+QUIET: dict[str, Any] = {
+    "sampling__every_steps": 0,
+    "train__validate_every_steps": 0,
+    "logging__trackers": [],
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """One run of six steps; tests that go on with it take a copy."""
+    place = toy(tmp_path_factory.mktemp("run")).with_base()
+    before = listing(place.dataset)
+    assert place.train(output__keep_last=1) == 0
+    assert listing(place.dataset) == before, "a training only reads its dataset"
+    return place
+
+
+@pytest.fixture
+def copied(place: Toy, tmp_path: Path) -> Toy:
+    return place.copy(tmp_path / "runs")
+
+
+def resume(place: Toy, *more: str, steps: int | None = None, **settings: Any) -> int:
+    """Go on as a person would: the same command, which names the settings again."""
+    return place.train("--resume", *more, steps=steps, output__keep_last=1, **settings)
+
+
+# ---- what a run leaves
+
+
+def test_a_run_leaves_what_design_names(place: Toy) -> None:
+    found = {path.name for path in place.run.iterdir()} - {".lock", "control", "problems.jsonl"}
+    assert found == {
+        "run.json", "events.jsonl", "status.json", "report.html", "samples",
+        "states", "tensorboard", "toy.safetensors", "toy-step00000004.safetensors",
+    }  # fmt: skip
+    assert any((place.run / "tensorboard").rglob("*tfevents*"))
+    assert "<script src" not in (place.run / "report.html").read_text(encoding="utf-8")
+    assert len(load_file(place.run / "toy.safetensors")) > 0
+
+
+def test_run_json_tells_all_about_the_run(place: Toy) -> None:
+    run = json.loads((place.run / "run.json").read_bytes())
+    assert run.keys() >= {"settings", "origins", "base", "plan", "environment", "dataset"}
+    assert run["name"] == "toy"
+    assert run["settings"].keys() == run["origins"].keys() == set(setting_keys())
+    assert "auto" not in [run["settings"][key] for key in ("train.precision", "adapter.alpha")]
+    assert run["settings"]["train.steps"] == 6
+    assert run["origins"]["train.steps"]["layer"] == "command line"
+    assert run["base"].keys() == {"family", "source", "path", "identities"}
+    assert run["base"]["path"] == "base", "the name only: a full path says who trained it"
+    assert all(len(identity) == 64 for identity in run["base"]["identities"].values())
+    assert run["dataset"].keys() >= {
+        "name", "images", "fingerprint", "buckets", "findings", "score", "parts", "held_out",
+    }  # fmt: skip
+    assert (run["dataset"]["images"], len(run["dataset"]["held_out"])) == (6, 1)
+    assert sum(run["dataset"]["buckets"].values()) == 5
+    assert isinstance(run["command"], list)
+
+
+def test_every_step_is_one_line(place: Toy) -> None:
+    steps = events(place.run, "step")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert [row["images"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    for row in steps:
+        assert row.keys() == {
+            "event", "step", "images", "loss", "lr", "grad_norm", "seconds", "data_wait_s",
+            "vram_bytes", "epoch", "time",
+        }  # fmt: skip
+    assert steps[4]["epoch"] == pytest.approx(1, abs=0.21)
+
+
+def test_the_base_is_measured_before_the_first_step(place: Toy) -> None:
+    rows = read_jsonl(place.run / "events.jsonl")
+    kinds = [(row["event"], row["step"]) for row in rows if "step" in row]
+    assert kinds[:3] == [("validation", 0), ("sample", 0), ("step", 1)]
+    assert [row["step"] for row in events(place.run, "validation")] == [0, 3, 6]
+    assert [row["step"] for row in events(place.run, "sample")] == [0, 3, 6]
+    assert [row["step"] for row in events(place.run, "saved")] == [2, 4, 6]
+    finished = events(place.run, "finished")[0]
+    validations = [row["loss"] for row in events(place.run, "validation")]
+    assert finished["base_validation_loss"] == validations[0]
+    assert finished["validation_loss"] == validations[-1]
+    assert (finished["step"], finished["export"]) == (6, "toy.safetensors")
+
+
+def test_samples_are_images_of_the_trained_size(place: Toy) -> None:
+    for row in events(place.run, "sample"):
+        (image,) = row["images"]
+        assert (image["prompt"], image["seed"]) == ("a toy", 1234)
+        assert image["file"] == f"samples/step-{row['step']:08d}/00.png"
+        with Image.open(place.run / image["file"]) as picture:
+            assert picture.size == (16, 16)
+
+
+def test_rolling_files_are_pruned_but_two_states_stay(place: Toy) -> None:
+    assert sorted(path.name for path in (place.run / "states").glob("step-*")) == [
+        "step-00000004",
+        "step-00000006",
+    ]
+    assert [row["export"] for row in events(place.run, "saved")] == [
+        "toy-step00000002.safetensors",
+        "toy-step00000004.safetensors",
+        None,
+    ]
+
+
+def test_the_status_says_finished(place: Toy) -> None:
+    status = read_status(place.run)
+    assert (status.state, status.step, status.steps, status.exit_code) == ("finished", 6, 6, 0)
+
+
+def test_a_second_run_of_the_name_gets_a_number_and_the_same_result(copied: Toy) -> None:
+    first = contents(copied.run)
+    assert copied.train(steps=2, logging__trackers=[]) == 0
+    second = copied.runs / "toy-002"
+    assert (second / "toy-002.safetensors").is_file()
+    assert trajectory(second)[0][:2] == trajectory(copied.run)[0][:2]
+    assert contents(copied.run) == first, "the first is left alone"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere; see `place`")
+def test_a_dataset_that_cannot_be_written_is_trained(tmp_path: Path, place: Toy) -> None:
+    other = toy(tmp_path)
+    line = other.arguments(steps=2, **QUIET)
+    line[line.index("--base") + 1] = str(place.base)
+    for path in (*other.dataset.iterdir(), other.dataset):
+        path.chmod(0o555)
+    try:
+        assert run_cli(line) == 0
+    finally:
+        other.dataset.chmod(0o755)
+
+
+def test_the_seed_decides(copied: Toy) -> None:
+    assert copied.train("--seed", "7", steps=2, **QUIET) == 0
+    other, first = trajectory(copied.runs / "toy-002")[0], trajectory(copied.run)[0]
+    assert other[1] != first[1]
+
+
+# ---- going on
+
+
+def test_going_on_with_a_finished_run_changes_nothing(copied: Toy) -> None:
+    state = contents(last_state(copied.run))
+    rows, tensors = trajectory(copied.run), load_file(copied.run / "toy.safetensors")
+    assert resume(copied) == 0
+    assert contents(last_state(copied.run)) == state
+    assert trajectory(copied.run) == rows
+    again = load_file(copied.run / "toy.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all((again[key] == tensors[key]).all() for key in tensors)
+    assert len(events(copied.run, "finished")) == 1
+    assert events(copied.run, "resumed")[0]["exactness"] == "EXACT"
+    assert read_status(copied.run).state == "finished"
+    assert [path.name for path in copied.runs.iterdir()] == ["toy"], "no second run"
+
+
+def test_a_resume_does_not_repeat_the_problems_of_the_dataset(copied: Toy, tmp_path: Path) -> None:
+    blurred = tmp_path / "blurred" / "toy"
+    blurred.mkdir(parents=True)
+    for index in range(3):
+        Image.new("RGB", (40, 40), (index, 90, 200)).save(blurred / f"flat{index}.png")
+    line = [str(blurred), *copied.arguments(**QUIET, data__validation_fraction=0)[1:]]
+    assert run_cli([*line, "--name", "flat"]) == 0
+    run = copied.runs / "flat"
+    before = [row["what"] for row in read_jsonl(run / "problems.jsonl")]
+    assert before
+    assert run_cli([*line, "--name", "flat", "--resume"]) == 0
+    assert [row["what"] for row in read_jsonl(run / "problems.jsonl")] == before
+
+
+def test_going_on_for_longer_says_what_changed(copied: Toy) -> None:
+    before = trajectory(copied.run)
+    learning_rate = "optimizer.learning_rate=0.5"
+    assert resume(copied, "--set", learning_rate, steps=8) == 0
+    rows = trajectory(copied.run)
+    assert rows[:6] == before
+    assert [row[0] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
+    (resumed,) = events(copied.run, "resumed")
+    assert (resumed["step"], resumed["exactness"]) == (6, "CHANGED")
+    assert any(line.startswith("train.steps: 6 -> 8") for line in resumed["differences"])
+    assert any(line.startswith("optimizer.learning_rate: ") for line in resumed["differences"])
+    assert rows[7][2] > 0.001
+    run = json.loads((copied.run / "run.json").read_bytes())
+    assert (run["settings"]["train.steps"], run["settings"]["optimizer.learning_rate"]) == (8, 0.5)
+    assert events(copied.run, "finished")[-1]["step"] == 8
+    assert last_state(copied.run).name == "step-00000008"
+
+
+def test_a_resume_keeps_the_run_s_own_settings(copied: Toy) -> None:
+    """Only the dataset, the folder and --resume are typed; the rest is in run.json."""
+    typed = [str(copied.dataset), "--resume-from", str(copied.run), "--steps", "7"]
+    assert run_cli(typed) == 0
+    (resumed,) = events(copied.run, "resumed")
+    assert resumed["differences"] == ["train.steps: 6 -> 7"]
+    run = json.loads((copied.run / "run.json").read_bytes())
+    assert {key: run["settings"][key] for key in SETTINGS} == SETTINGS
+
+
+def test_another_rank_is_refused_and_nothing_is_touched(
+    copied: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(copied.run, without=(".lock",))
+    capsys.readouterr()
+    assert resume(copied, adapter__rank=3) == 2
+    error = capsys.readouterr().err
+    assert "adapter.rank" in error
+    assert error.count("\n") == 1
+    assert contents(copied.run, without=(".lock",)) == before
+
+
+def test_another_base_under_the_same_name_is_not_the_same(place: Toy, tmp_path: Path) -> None:
+    other = toy(tmp_path / "place").with_base()
+    assert other.train(**QUIET) == 0
+    other.with_base(seed=1)
+    assert other.train("--resume", **QUIET) in (0, 2)
+    resumed = events(other.run, "resumed")
+    assert [row["exactness"] for row in resumed] in ([], ["CHANGED"])
+
+
+def test_another_caption_is_not_the_same_dataset(tmp_path: Path, place: Toy) -> None:
+    other = toy(tmp_path)
+    line = other.arguments(**QUIET)
+    line[line.index("--base") + 1] = str(place.base)
+    assert run_cli(line) == 0
+    (other.dataset / "p0.txt").write_text("another caption")
+    assert run_cli([*line, "--resume"]) == 0
+    (resumed,) = events(other.run, "resumed")
+    assert resumed["exactness"] == "CHANGED"
+    assert any("caption" in line for line in resumed["differences"])
+
+
+def test_a_run_that_is_not_there_cannot_be_resumed(
+    place: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert place.train("--resume", "--name", "tpy", **QUIET) == 2
+    error = capsys.readouterr().err
+    assert "runs there: toy" in error
+    assert not (place.runs / "tpy").exists()
+
+
+def test_no_valid_state_is_not_started_over_silently(
+    copied: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for state in (copied.run / "states").glob("step-*"):
+        (state / "adapter.safetensors").write_bytes(b"torn")
+    capsys.readouterr()
+    assert resume(copied) == 4
+    assert "bad-step-00000006" in capsys.readouterr().err
+
+
+# ---- refusals before anything is written
+
+
+def test_strict_refuses_a_dataset_with_warnings(
+    place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = place.copy(tmp_path / "runs")
+    capsys.readouterr()
+    assert copied.train("--strict", "--name", "strict", **QUIET, data__resolution=512) == 3
+    assert "--strict" in capsys.readouterr().err
+    assert not (copied.runs / "strict").exists()
+
+
+def test_a_disk_that_is_too_small_is_refused(
+    place: Toy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Hardware, "disk_free_bytes", lambda self, path: 10)
+    capsys.readouterr()
+    line = place.arguments(**QUIET)
+    line[line.index("--output") + 1] = str(tmp_path / "none")
+    assert run_cli(line) == 4
+    assert "free" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_export_that_fails_ends_the_run_with_its_records(
+    copied: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> float:
+        raise MachineError("the disk is full", fix="free some space")
+
+    monkeypatch.setattr(session, "write_export", full)
+    assert copied.train("--name", "full", **QUIET) == 4
+    run = copied.runs / "full"
+    (stopped,) = events(run, "stopped")
+    assert (stopped["exit_code"], stopped["step"]) == (4, 2)
+    assert "the disk is full" in stopped["reason"]
+    assert read_status(run).state == "failed"
+    assert (run / "report.html").is_file()
+    monkeypatch.undo()
+    assert copied.train("--name", "full", "--resume", **QUIET) == 0
+    assert [row[0] for row in trajectory(run)] == [1, 2, 3, 4, 5, 6]
+
+
+# ---- stopping
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_ends_with_its_code(
+    number: int, code: int, place: Toy, tmp_path: Path
+) -> None:
+    copied = place.copy(tmp_path / "runs")
+    name = f"stopped-by-{number}"
+    settings = {**QUIET, "output__save_every_steps": 0}
+    process = start(*copied.arguments("--name", name, steps=100_000, **settings))
+    run = copied.runs / name
+    try:
+        _wait(process, until=lambda: (run / "events.jsonl").exists() and trajectory(run) != [])
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == code
+    assert "Traceback" not in error
+    assert "--resume" in error
+    (stopped,) = events(run, "stopped")
+    assert stopped["exit_code"] == code
+    state = load_newest(run / "states", events=None)
+    assert state is not None
+    assert state.step == stopped["step"] == trajectory(run)[-1][0]
+    assert list(run.glob(f"{name}-step*.safetensors")), "and it can be tried out"
+    assert (read_status(run).state, read_status(run).exit_code) == ("stopped", code)
+
+
+def _wait(process: subprocess.Popen[str], *, until: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not until():
+        assert time.monotonic() < deadline_s, "no step in a minute"
+        try:
+            process.wait(timeout=0.05)
+        except subprocess.TimeoutExpired:
+            continue
+        raise AssertionError(f"it ended by itself: {process.communicate()[1]}")
+
+
+def asks(run: Path, *, step: int, request: str) -> Callable[[Event], None]:
+    """Return a listener that puts a request into control/ once `step` is logged."""
+
+    def listener(event: Event) -> None:
+        if event.kind == "step" and event.fields["step"] == step:
+            (run / "control").mkdir(exist_ok=True)
+            (run / "control" / request).touch()
+
+    return listener
+
+
+def train_asking(place: Toy, name: str, **requests: int) -> Path:
+    overrides = {key: value for key, value in SETTINGS.items() if key != "sampling.prompts"}
+    overrides |= {
+        "base.model": str(place.base),
+        "data.cache_dir": str(place.cache),
+        "output.folder": str(place.runs),
+        "output.name": name,
+        "output.save_every_steps": 0,
+        "sampling.every_steps": 0,
+        "sampling.prompts": ("a toy",),
+        "train.steps": 6,
+        "train.validate_every_steps": 0,
+        "logging.trackers": (),
+    }
+    asked = TrainRequest(request=Request(dataset=place.dataset, overrides=overrides))
+    run = place.runs / name
+    listeners = [asks(run, step=step, request=name) for name, step in requests.items()]
+    train(asked, listeners=tuple(listeners))
+    return run
+
+
+def test_control_files_are_obeyed_once_and_removed(copied: Toy) -> None:
+    run = train_asking(copied, "asked", save=2, sample=3)
+    assert [row["step"] for row in events(run, "saved")] == [2, 6]
+    assert [row["step"] for row in events(run, "sample")] == [3]
+    assert list((run / "control").iterdir()) == []
+
+
+def test_a_stop_file_stops_as_sigterm_does(copied: Toy) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(StoppedBySignal) as stopped:
+        train_asking(copied, "asked", stop=3)
+    assert stopped.value.signal_exit_code == 143
+    run = copied.runs / "asked"
+    assert last_state(run).name == "step-00000003"
+    assert list((run / "control").iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_stop_now_file_stops_without_saving(copied: Toy) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train_asking(copied, "asked", stop_now=3)
+    assert not (copied.runs / "asked" / "states").exists()
+
+
+def test_the_third_signal_quits_at_once_but_a_launcher_s_copies_do_not(tmp_path: Path) -> None:
+    now_s = [0.0]
+    stop = StopFlag(control=Control(tmp_path), clock=lambda: now_s[0])
+    assert stop() is None
+    for _ in range(5):
+        stop.handle(signal.SIGTERM, None)
+    assert (stop(), stop.received) == (signal.SIGTERM, 1)
+    now_s[0] = 1.0
+    stop.handle(signal.SIGINT, None)
+    now_s[0] = 2.0
+    with pytest.raises(KeyboardInterrupt):
+        stop.handle(signal.SIGINT, None)
+
+
+def test_stopping_at_once_is_exit_code_130_and_one_line(
+    copied: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "train_job", interrupted)
+    capsys.readouterr()
+    assert copied.train("--name", "quit", **QUIET) == 130
+    assert capsys.readouterr().err.count("\n") == 1
