@@ -33,9 +33,11 @@ app = App(
     version=__version__,
     help_format="markdown",
     result_action="return_value",
+    suppress_keyboard_interrupt=False,
 )
-out = Console(soft_wrap=True)
-err = Console(stderr=True, soft_wrap=True)
+# No markup: names and captions are shown as they are, brackets included.
+out = Console(soft_wrap=True, markup=False)
+err = Console(stderr=True, soft_wrap=True, markup=False)
 
 Sets = Annotated[
     list[str], Parameter(name="--set", negative="", help="section.key=value, repeatable")
@@ -251,6 +253,11 @@ def _show_plan(
 ) -> None:
     from lora_trainer.prepare import Request, prepare
     from lora_trainer.show import plan_json, plan_text
+
+    if vram is not None and not 0 < vram <= 1024:
+        raise RequestError(
+            f"--vram {vram:g} is no size of a card", fix="give its memory in GiB, such as --vram 12"
+        )
 
     prepared = prepare(
         Request(

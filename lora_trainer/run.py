@@ -33,11 +33,11 @@ from lora_trainer.run_folder import (
     EVENTS_FILE,
     PROBLEMS_FILE,
     RunFolder,
+    claim,
     compare,
     create,
     cut_events,
     last_step,
-    open_existing,
     read_run,
     write_run,
 )
@@ -102,7 +102,8 @@ def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
         _refuse_problems(prepared)
     _refuse_small_disk(prepared)
     environment = setup_torch(prepared)
-    folder = open_existing(previous) if previous is not None else create(*_place(prepared))
+    resumption = _resumption(before, prepared, environment) if before else None
+    folder = claim(previous) if previous is not None else create(*_place(prepared))
     with folder.lock, _recorded(folder, prepared, listeners) as (events, stop):
         job = Job(
             prepared=prepared,
@@ -113,7 +114,7 @@ def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
             stop=stop,
             started_at_s=before["started_at_s"] if before else time.time(),
         )
-        _announce(job, before, environment)
+        _announce(job, resumption)
         write_run(folder, _run_record(job, asked, environment))
         try:
             file = train_job(job)
@@ -237,25 +238,48 @@ def _recorded(
             signal.signal(number, handler)
 
 
-def _announce(job: Job, before: dict[str, Any] | None, environment: dict[str, Any]) -> None:
-    """Say what starts, or how exactly it goes on; report the dataset's and the planner's remarks."""
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """How exactly a run goes on, and what is not as it was."""
+
+    exactness: str
+    differences: tuple[str, ...]
+
+
+def _resumption(
+    before: dict[str, Any], prepared: Prepared, environment: dict[str, Any]
+) -> Resumption:
+    """Compare a run with what is asked now; raises RequestError, before anything is touched."""
+    exactness, differences = compare(
+        before["settings"],
+        flatten(prepared.config),
+        environment=before["environment"]["exactness"],
+        environment_now=environment,
+    )
+    changed = []
+    if before["dataset"]["fingerprint"] != prepared.dataset.fingerprint:
+        changed.append("dataset: images or captions changed")
+    for name, part in prepared.facts.parts.items():
+        if before["base"]["identities"][name] != part.identity:
+            changed.append(f"base: the {name} has other weights")
+    return Resumption(
+        exactness="CHANGED" if changed else exactness, differences=(*differences, *changed)
+    )
+
+
+def _announce(job: Job, resumption: Resumption | None) -> None:
+    """Say what starts, or how exactly it goes on; at the start, what is odd about data and card."""
     prepared, config = job.prepared, job.prepared.config
     steps = concrete(config.train.steps)
     resumed = None
-    if before is not None:
-        exactness, differences = compare(
-            before["settings"],
-            flatten(config),
-            environment=before["environment"]["exactness"],
-            environment_now=environment,
-        )
-        if before["dataset"]["fingerprint"] != prepared.dataset.fingerprint:
-            exactness, differences = (
-                "CHANGED",
-                [*differences, "dataset: images or captions changed"],
-            )
+    if resumption is not None:
         resumed = job.state.step if job.state else 0
-        job.events.emit("resumed", step=resumed, exactness=exactness, differences=differences)
+        job.events.emit(
+            "resumed",
+            step=resumed,
+            exactness=resumption.exactness,
+            differences=list(resumption.differences),
+        )
     job.events.emit(
         "run_started",
         name=job.folder.name,
@@ -271,6 +295,8 @@ def _announce(job: Job, before: dict[str, Any] | None, environment: dict[str, An
         validation_images=len(prepared.held_out),
         resumed_from=resumed,
     )
+    if resumption is not None:
+        return
     card = prepared.hardware.accelerator().value
     too_small = tier_problem(card.total_bytes if card else None)
     if too_small:

@@ -59,22 +59,12 @@ def create(parent: Path, name: str) -> RunFolder:
             continue
         except OSError as error:
             raise disk_error(path, error) from error
-        return _claimed(path)
-
-
-def open_existing(path: Path) -> RunFolder:
-    """Claim the folder of a run to resume; raises RequestError when there is none, MachineError when in use."""
-    if not (path / RUN_FILE).is_file():
-        others = sorted(entry.parent.name for entry in path.parent.glob(f"*/{RUN_FILE}"))
-        raise RequestError(
-            f"there is no run in {path} to resume; runs there: {', '.join(others) or 'none'}",
-            fix="name one with --name or --resume-from FOLDER, or start without --resume",
-        )
-    return _claimed(path)
+        return claim(path)
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """Return run.json of a run folder; raises RequestError."""
+    """Return run.json of a run folder; raises RequestError when there is none."""
+    _require_run(path)
     return read_json_object(path / RUN_FILE)
 
 
@@ -135,7 +125,18 @@ def compare(
     return ("SAME-STREAM", moved) if moved else ("EXACT", [])
 
 
-def _claimed(path: Path) -> RunFolder:
+def _require_run(path: Path) -> None:
+    if (path / RUN_FILE).is_file():
+        return
+    others = sorted(entry.parent.name for entry in path.parent.glob(f"*/{RUN_FILE}"))
+    raise RequestError(
+        f"there is no run in {path} to resume; runs there: {', '.join(others) or 'none'}",
+        fix="name one with --name or --resume-from FOLDER, or start without --resume",
+    )
+
+
+def claim(path: Path) -> RunFolder:
+    """Take the lock of a run folder; raises MachineError when another process trains in it."""
     lock = FileLock(path / ".lock")
     try:
         lock.acquire(timeout=0)

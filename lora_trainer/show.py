@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -66,37 +65,37 @@ def plan_text(prepared: Prepared) -> RenderableType:
     plan, config = prepared.plan, prepared.config
     buckets = ", ".join(f"{name} x{count}" for name, count in prepared.report.buckets.items())
     facts = _table("")
-    facts.add_row("base", f"{prepared.facts.source} ({prepared.family.name}){_download(prepared)}")
-    facts.add_row("device", f"{config.hardware.device}: {plan.origins['hardware.device'].reason}")
-    facts.add_row("preset", f"{prepared.resolved.preset}, priority {prepared.resolved.priority}")
-    facts.add_row(
+    _row(facts, "base", f"{prepared.facts.source} ({prepared.family.name}){_download(prepared)}")
+    _row(facts, "device", f"{config.hardware.device}: {plan.origins['hardware.device'].reason}")
+    _row(facts, "preset", f"{prepared.resolved.preset}, priority {prepared.resolved.priority}")
+    _row(
+        facts,
         "data",
         f"{len(prepared.trained)} images trained, {len(prepared.held_out)} held out; {buckets}",
     )
-    facts.add_row(
-        "length", f"{plan.steps:,} steps of {config.train.batch_size} = {plan.epochs:.1f} epochs"
+    _row(
+        facts,
+        "length",
+        f"{plan.steps:,} steps of {config.train.batch_size} = {plan.epochs:.1f} epochs",
     )
-    facts.add_row("time", _time_text(prepared))
-    facts.add_row(
-        "disk", ", ".join(f"{name} {gib(size)}" for name, size in plan.disk_bytes.items())
-    )
+    _row(facts, "time", _time_text(prepared))
+    _row(facts, "disk", ", ".join(f"{name} {gib(size)}" for name, size in plan.disk_bytes.items()))
     memory = Table("memory at the peak", "size", "", box=None, pad_edge=False)
     for item in plan.memory.items:
-        memory.add_row(
-            item.name, Text(gib(item.bytes), justify="right"), escape(item.note), style="dim"
-        )
+        _row(memory, item.name, Text(gib(item.bytes), justify="right"), item.note, style="dim")
     limit = f"of {gib(plan.memory.limit_bytes)}" if plan.memory.limit_bytes else "no limit known"
-    memory.add_row("predicted peak", Text(gib(plan.memory.peak_bytes), justify="right"), limit)
+    _row(memory, "predicted peak", Text(gib(plan.memory.peak_bytes), justify="right"), limit)
     settings = Table("setting", "value", "origin", "reason", box=None, pad_edge=False)
     units = {info.key: info.unit for info in all_settings()}
     for key, value in flatten(config).items():
         origin = plan.origins[key]
         shown = f"{value} {units[key]}".rstrip()
-        settings.add_row(
+        _row(
+            settings,
             key,
-            escape(shown),
+            shown,
             origin.layer,
-            escape(origin.reason),
+            origin.reason,
             style="dim" if origin.layer == "default" else "",
         )
     return Group(facts, "", memory, "", settings)
@@ -107,9 +106,9 @@ def check_text(report: DatasetReport) -> RenderableType:
     parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
     buckets = ", ".join(f"{name} x{count}" for name, count in report.buckets.items())
     head = _table("")
-    head.add_row("images", str(report.images))
-    head.add_row("score", f"{report.score:.2f} of 1 ({parts})")
-    head.add_row("buckets", buckets)
+    _row(head, "images", str(report.images))
+    _row(head, "score", f"{report.score:.2f} of 1 ({parts})")
+    _row(head, "buckets", buckets)
     lines: list[RenderableType] = [head]
     for finding in report.findings:
         where = f"{finding.file}: " if finding.file else ""
@@ -129,11 +128,16 @@ def inspect_text(inspection: Inspection) -> RenderableType:
     table = _table("")
     values = inspection.to_json()
     for key in ("family", "format", "rank", "alpha"):
-        table.add_row(key, escape(str(values[key])))
-    table.add_row("modules", str(_count(values["modules"])))
+        _row(table, key, str(values[key]))
+    _row(table, "modules", str(_count(values["modules"])))
     for key, value in values["metadata"].items():
-        table.add_row(key, escape(value if len(value) <= 100 else value[:97] + "..."))
-    problems = [Text(f"problem: {problem}", style="yellow") for problem in values["problems"]]
+        _row(table, key, value if len(value) <= 100 else value[:97] + "...")
+    problems = [
+        Text(
+            f"{problem.severity}: {problem.what}. {problem.advice}", style=STYLES[problem.severity]
+        )
+        for problem in inspection.problems
+    ]
     return Group(table, *problems)
 
 
@@ -152,7 +156,7 @@ def presets_text() -> RenderableType:
                     if reason
                     else ", ".join(f"{k}={v}" for k, v in values.items())
                 )
-                table.add_row(family, tier, priority, escape(text))
+                _row(table, family, tier, priority, text)
     return table
 
 
@@ -182,17 +186,24 @@ def doctor_text(hardware: Hardware) -> RenderableType:
     """Return the same for people."""
     table = _table("")
     for gpu in hardware.gpus:
-        table.add_row(
+        _row(
+            table,
             "GPU",
             f"{gpu.name}, {gib(gpu.free_bytes)} free of {gib(gpu.total_bytes)}, driver {gpu.driver}",
         )
-    table.add_row("trains on", escape(hardware.accelerator().reason))
+    _row(table, "trains on", hardware.accelerator().reason)
     for name, fact in hardware.facts().items():
         shown = gib(fact.value) if name.endswith("_bytes") else str(fact.value)
-        table.add_row(name, escape(f"{shown} ({fact.reason})"))
+        _row(table, name, f"{shown} ({fact.reason})")
     for name, version in hardware.packages.items():
-        table.add_row(name, version or f"not installed: pip install {name}")
+        _row(table, name, version or f"not installed: pip install {name}")
     return table
+
+
+def _row(table: Table, *cells: str | Text, style: str = "") -> None:
+    """Add cells as they are: brackets in a name or caption are no markup, `:cat:` is no picture."""
+    texts = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
+    table.add_row(*texts, style=style or None)
 
 
 def _table(title: str) -> Table:

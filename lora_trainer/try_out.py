@@ -38,7 +38,13 @@ def make_images(
         raise RequestError(
             f"{file.name} does not say which base it was trained on", fix="name it with --base"
         )
-    locate(source, revision=config.base.revision if config else None)
+    try:
+        locate(source, revision=config.base.revision if config else None)
+    except InputError as error:
+        if base is not None:
+            raise
+        # The file names its base without the folder, which is nobody else's business.
+        raise InputError(error.found, fix="say where it is with --base") from None
     facts = describe(source)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pipeline = families.family(facts.family).plain_pipeline(facts, device=device)

@@ -146,7 +146,9 @@ def test_nothing_left_to_train_on_is_refused(place: Toy, monkeypatch: pytest.Mon
 
 
 def test_the_plan_counts_what_is_trained(place: Toy) -> None:
-    wanted = asked(place, data__validation_fraction=0.5, data__repeats=2, train__steps=12, train__batch_size=1)
+    wanted = asked(
+        place, data__validation_fraction=0.5, data__repeats=2, train__steps=12, train__batch_size=1
+    )
     prepared = prepare(wanted, hardware=PROCESSOR)
     assert prepared.plan.epochs == pytest.approx(12 / (3 * 2))
 

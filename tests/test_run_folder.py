@@ -17,11 +17,11 @@ from lora_trainer.run_folder import (
     FORBIDDEN_SETTINGS,
     FREE_SETTINGS,
     RunFolder,
+    claim,
     compare,
     create,
     cut_events,
     last_step,
-    open_existing,
     read_run,
     write_run,
 )
@@ -59,9 +59,9 @@ def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
     folder = create(tmp_path, "toy")
     write_run(folder, {})
     with folder.lock, pytest.raises(MachineError, match="another process"):
-        open_existing(folder.path)
+        claim(folder.path)
     folder.lock.release(force=True)
-    assert open_existing(folder.path).path == folder.path
+    assert claim(folder.path).path == folder.path
 
 
 def test_a_run_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_run_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
         write_run(create(tmp_path, name), {})
     (tmp_path / "not-a-run").mkdir()
     with pytest.raises(RequestError, match="runs there: apple, zebra"):
-        open_existing(tmp_path / "toy")
+        read_run(tmp_path / "toy")
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_another_machine_keeps_the_stream_but_not_the_bits(key: str, value: Any)
 
 def test_what_came_after_the_state_is_dropped(tmp_path: Path) -> None:
     folder = create(tmp_path, "toy")
-    kept = [
+    kept: list[dict[str, Any]] = [
         {"event": "run_started"},
         {"event": "validation", "step": 0},
         {"event": "step", "step": 1},
@@ -127,7 +127,7 @@ def test_what_came_after_the_state_is_dropped(tmp_path: Path) -> None:
         {"event": "saved", "step": 2},
         {"event": "change", "reason": "  "},
     ]
-    dropped = [
+    dropped: list[dict[str, Any]] = [
         {"event": "step", "step": 3},
         {"event": "stopped", "step": 2},
         {"event": "finished", "step": 2},

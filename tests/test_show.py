@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from lora_trainer.show import (
 )
 from tests.fakes.runs import toy
 
-ODD = "[bold]odd[/] [/red]"
+ODD = "[bold]odd[/] [/red] :cat:"
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +35,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 
 def text(shown: RenderableType) -> str:
-    stream = io.StringIO()
-    Console(file=stream, width=400).print(shown, highlight=False)
-    return stream.getvalue()
+    console = Console(width=400)
+    with console.capture() as captured:
+        console.print(shown, highlight=False)
+    return captured.get()
 
 
 def row(shown: str, start: str) -> str:
@@ -73,7 +73,7 @@ def test_texts_of_the_user_are_shown_as_they_are(prepared: Prepared) -> None:
 
 
 def test_a_base_or_a_reason_with_brackets_is_shown_as_it_is(prepared: Prepared) -> None:
-    odd = "bases/[bold]mine[/] [/red]"
+    odd = f"bases/{ODD}"
     origin = Origin(layer="planner", reason=odd)
     plan = replace(prepared.plan, origins={**prepared.plan.origins, "hardware.device": origin})
     changed = replace(prepared, facts=replace(prepared.facts, source=odd), plan=plan)

@@ -146,7 +146,9 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def python(
+    script: str, *arguments: str, timeout_s: float = 110
+) -> subprocess.CompletedProcess[str]:
     """Run a script in a new process that finds lora_trainer."""
     return subprocess.run(
         [sys.executable, "-c", script, *arguments],
@@ -154,7 +156,7 @@ def python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=timeout_s,
     )
 
 
