@@ -36,8 +36,8 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 # No markup: names and captions are shown as they are, brackets included.
-out = Console(soft_wrap=True, markup=False)
-err = Console(stderr=True, soft_wrap=True, markup=False)
+out = Console(soft_wrap=True, markup=False, emoji=False)
+err = Console(stderr=True, soft_wrap=True, markup=False, emoji=False)
 
 Sets = Annotated[
     list[str], Parameter(name="--set", negative="", help="section.key=value, repeatable")
@@ -291,8 +291,8 @@ def _quiet_libraries() -> None:
 
 
 def _refuse_many_processes() -> None:
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1:
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1":
         raise MachineError(
             f"started as {processes} processes; this version trains in one",
             fix="start it without a launcher, or with --num_processes 1",

@@ -244,6 +244,7 @@ class Resumption:
 
     exactness: str
     differences: tuple[str, ...]
+    same_data: bool
 
 
 def _resumption(
@@ -257,13 +258,16 @@ def _resumption(
         environment_now=environment,
     )
     changed = []
-    if before["dataset"]["fingerprint"] != prepared.dataset.fingerprint:
+    same_data = before["dataset"]["fingerprint"] == prepared.dataset.fingerprint
+    if not same_data:
         changed.append("dataset: images or captions changed")
     for name, part in prepared.facts.parts.items():
         if before["base"]["identities"][name] != part.identity:
             changed.append(f"base: the {name} has other weights")
     return Resumption(
-        exactness="CHANGED" if changed else exactness, differences=(*differences, *changed)
+        exactness="CHANGED" if changed else exactness,
+        differences=(*differences, *changed),
+        same_data=same_data,
     )
 
 
@@ -295,8 +299,8 @@ def _announce(job: Job, resumption: Resumption | None) -> None:
         validation_images=len(prepared.held_out),
         resumed_from=resumed,
     )
-    if resumption is not None:
-        return
+    if resumption is not None and resumption.same_data:
+        return  # said when the run began
     card = prepared.hardware.accelerator().value
     too_small = tier_problem(card.total_bytes if card else None)
     if too_small:
