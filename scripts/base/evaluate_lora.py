@@ -2,9 +2,10 @@
 
 Usage: python scripts/base/evaluate_lora.py runs/example [--seeds 32] [--plain-check] [--json FILE]
 
-For fixed seeds, with the LoRA and with the bare base: the nearest neighbour of the sample, by the
-distance of VAE latents (posterior means), among the run's training images and 100 drawings of other
-characters. Beside it the run's validation loss, and on request whether diffusers' plain pipeline
+For fixed seeds, with the LoRA and with the bare base: a training caption is sampled at the size it was
+trained in, and its nearest neighbour, by the distance of VAE latents (posterior means), is looked for
+among all training images and 100 drawings of other characters cut and drawn at that size.
+Beside it the run's validation loss, and on request whether diffusers' plain pipeline
 with the exported file gives the trainer's own last samples.
 """
 
@@ -13,20 +14,19 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from characters import ZIBBO, draw, other_character, random_pose
+from characters import draw, other_character, random_pose
 from colour_measure import look
 from diffusers import StableDiffusionPipeline
 from evaluate import (
     RESOLUTION_PX,
     ROOT,
-    generate,
     load_pipeline,
     share,
     write_json,
@@ -40,7 +40,7 @@ from vae import pixels
 sys.path.insert(0, str(ROOT))
 
 from lora_trainer.config import build_config  # noqa: E402
-from lora_trainer.data.buckets import buckets_for, cut, place  # noqa: E402
+from lora_trainer.data.buckets import Bucket, buckets_for, cut, place  # noqa: E402
 from lora_trainer.data.images import decode  # noqa: E402
 from lora_trainer.data.scan import scan  # noqa: E402
 from lora_trainer.events import read_jsonl  # noqa: E402
@@ -51,8 +51,6 @@ from lora_trainer.run_folder import EVENTS_FILE, read_run  # noqa: E402
 
 OTHERS = 100
 FIRST_SEED = 40_000
-BACKGROUNDS = ("yellow", "red", "purple", "white", "pink", "blue", "brown", "gray")
-PROMPT = "zibbo, {words}, on a {background} background"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,31 +101,44 @@ def open_run(folder: Path, *, base: Path | None) -> Run:
     return Run(folder=folder, record=record, events=events, base=base or source)
 
 
-def training_images(run: Run, dataset: Path) -> dict[str, Image.Image]:
-    """Return the images the run was trained on, none of those held out, cut to squares."""
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A training image as decoded, its caption, and the bucket it was trained in."""
+
+    image: Image.Image
+    caption: str
+    bucket: Bucket
+
+
+def training_images(run: Run, dataset: Path) -> dict[str, Trained]:
+    """Return the images the run was trained on by name, none of those held out."""
     settings = build_config(run.record["settings"]).data
     held_out = set(run.record["dataset"]["held_out"])
-    square = buckets_for(resolution_px=RESOLUTION_PX, step_px=8, max_aspect=1.0)
+    buckets = buckets_for(resolution_px=RESOLUTION_PX, step_px=8, max_aspect=settings.max_aspect)
     found = {}
     for record in scan(dataset, settings=settings, memo=HashMemo(file=Path(), entries={})).records:
         if record.name not in held_out:
             image = decode(record.path, settings=settings).image
-            found[record.name] = cut(image, place(*image.size, buckets=square), flip=False)
+            bucket = place(*image.size, buckets=buckets).bucket
+            found[record.name] = Trained(image=image, caption=record.caption, bucket=bucket)
     return found
 
 
-def other_images() -> dict[str, Image.Image]:
-    """Return drawings of other characters in random poses on random palette backgrounds."""
+def drawings_at(bucket: Bucket, trained: Mapping[str, Trained]) -> dict[str, Image.Image]:
+    """Return all training images and 100 other characters, in random poses on random backgrounds, at one size."""
     rng = random.Random("evaluate/others")
-    found = {}
+    found = {
+        name: cut(one.image, place(*one.image.size, buckets=(bucket,)), flip=False)
+        for name, one in trained.items()
+    }
     for index in range(OTHERS):
         character = other_character(index)
         background = rng.choice([name for name in COLOURS if name != character.colour])
         found[f"other {index}: {character.words}, {background}"] = draw(
             character,
             random_pose(rng),
-            width_px=RESOLUTION_PX,
-            height_px=RESOLUTION_PX,
+            width_px=bucket.width_px,
+            height_px=bucket.height_px,
             background=COLOURS[background],
         )
     return found
@@ -140,22 +151,36 @@ def latents(pipeline: StableDiffusionPipeline, images: Sequence[Image.Image]) ->
     return means.flatten(1)
 
 
-def neighbours(
-    pipeline: StableDiffusionPipeline,
-    samples: Sequence[Image.Image],
-    drawings: dict[str, Image.Image],
-    *,
-    ours: set[str],
-) -> list[Nearest]:
-    """Return the nearest drawing of each sample."""
-    distances = torch.cdist(latents(pipeline, samples), latents(pipeline, list(drawings.values())))
-    names = list(drawings)
-    found = []
-    for index, nearest in enumerate(distances.argmin(dim=1).tolist()):
-        name, background = names[nearest], BACKGROUNDS[index % len(BACKGROUNDS)]
-        seed = FIRST_SEED + index
-        found.append(Nearest(seed=seed, background=background, name=name, ours=name in ours))
-    return found
+def nearest_drawings(
+    run: Run, trained: Mapping[str, Trained], *, adapted: bool, seeds: int
+) -> list[tuple[Image.Image, Nearest]]:
+    """Sample each training caption in turn at the size it was trained in; return sample and nearest drawing."""
+    pipeline = run.pipeline(adapted=adapted)
+    names = list(trained)
+    wanted = [(FIRST_SEED + k, trained[names[k % len(names)]]) for k in range(seeds)]
+    found: dict[int, tuple[Image.Image, Nearest]] = {}
+    for bucket in dict.fromkeys(one.bucket for _, one in wanted):
+        group = [(seed, one.caption) for seed, one in wanted if one.bucket == bucket]
+        samples = pipeline(
+            [caption for _, caption in group],
+            generator=[torch.Generator().manual_seed(seed) for seed, _ in group],
+            num_inference_steps=run.setting("sampling.steps"),
+            guidance_scale=run.setting("sampling.guidance_scale"),
+            width=bucket.width_px,
+            height=bucket.height_px,
+        ).images
+        drawings = drawings_at(bucket, trained)
+        distances = torch.cdist(
+            latents(pipeline, samples), latents(pipeline, list(drawings.values()))
+        )
+        for (seed, caption), sample, index in zip(
+            group, samples, distances.argmin(dim=1).tolist(), strict=True
+        ):
+            name = list(drawings)[index]
+            background = caption.split()[-2]
+            nearest = Nearest(seed=seed, background=background, name=name, ours=name in trained)
+            found[seed] = (sample, nearest)
+    return [found[seed] for seed in sorted(found)]
 
 
 def validation(run: Run) -> dict[str, float]:
@@ -203,7 +228,6 @@ def main() -> None:
     parser.add_argument("--dataset", type=Path, default=ROOT / "datasets" / "example")
     parser.add_argument("--base", type=Path, help="another base than the run's own")
     parser.add_argument("--seeds", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=16, help="images made at a time")
     parser.add_argument("--plain-check", action="store_true", help="repeat the last samples")
     parser.add_argument("--sheet", type=Path, default=ROOT / "build" / "base" / "lora_sheet.png")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
@@ -223,37 +247,29 @@ def main() -> None:
 def compare(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     """Look for the nearest neighbours of LoRA and base samples; print and return the shares."""
     trained = training_images(run, options.dataset)
-    drawings = {**trained, **other_images()}
-    chance = len(trained) / len(drawings)
-    texts = [
-        PROMPT.format(words=ZIBBO.words, background=BACKGROUNDS[index % len(BACKGROUNDS)])
-        for index in range(options.seeds)
-    ]
+    chance = len(trained) / (len(trained) + OTHERS)
     content: dict[str, Any] = {"ours": len(trained), "others": OTHERS, "chance": chance}
     tiles: list[tuple[Image.Image, str, bool]] = []
     for kind in ("lora", "base"):
-        pipeline = run.pipeline(adapted=kind == "lora")
-        samples = list(generate(pipeline, texts, first_seed=FIRST_SEED, batch=options.batch))
-        found = neighbours(pipeline, samples, drawings, ours=set(trained))
-        rate = share([one.ours for one in found])
+        found = nearest_drawings(run, trained, adapted=kind == "lora", seeds=options.seeds)
+        rate = share([one.ours for _, one in found])
         print(f"{kind}: nearest is ours for {rate:.1%} of {len(found)} seeds (chance {chance:.1%})")
-        obeyed = share(
-            [
-                look(image).background_colour == one.background
-                for image, one in zip(samples, found, strict=True)
-            ]
-        )
+        obeyed = share([look(image).background_colour == one.background for image, one in found])
         print(f"{kind}: background as prompted for {obeyed:.1%}")
         content[kind] = {
             "share": rate,
             "background_as_prompted": obeyed,
-            "nearest": [asdict(one) for one in found],
+            "nearest": [asdict(one) for _, one in found],
         }
         tiles += [
-            (image, f"{kind} {one.seed}\n{one.background}", one.ours)
-            for image, one in zip(samples, found, strict=True)
+            (
+                image.resize((RESOLUTION_PX, RESOLUTION_PX)),
+                f"{kind} {one.seed}\n{one.background}",
+                one.ours,
+            )
+            for image, one in found
         ]
-    write_sheet(options.sheet, tiles, columns=options.seeds)
+    write_sheet(options.sheet, tiles, columns=16)
     print(f"contact sheet: {options.sheet}")
     return content
 
