@@ -60,6 +60,19 @@ def names(feeder: Feeder, steps: int) -> list[str]:
 # ---- steps
 
 
+def test_no_two_draws_share_their_noise() -> None:
+    """Samples of an epoch, epochs of a sample, and the noise and latent streams are all different draws."""
+    feeder = build_feeder(batch_size=1, seed=5, data=DataSettings(), objective=ObjectiveSettings())
+    sample, other, *_ = feeder.sources
+    drawn = [feeder.prepare_sample(epoch, name) for epoch in (0, 1) for name in (sample, other)]
+    mean = feeder.entries.read(feeder.sources[sample].plain)["mean"]
+    std = feeder.entries.read(feeder.sources[sample].plain)["std"]
+    noises = [one.noise.flatten()[:16] for one in drawn]
+    noises.append(((drawn[0].latents - mean) / std).flatten()[:16])
+    for index, one in enumerate(noises):
+        assert all(not torch.allclose(one, later, atol=1e-3) for later in noises[index + 1 :])
+
+
 def test_a_step_does_not_depend_on_what_was_prepared_before() -> None:
     feeder = rich_feeder()
     forward = [feeder.prepare(step) for step in range(12)]
