@@ -34,7 +34,11 @@ class Section(BaseModel):
     """Base of all sections: immutable, no unknown keys, defaults are validated too."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,  # `--set data.trigger=123` is a word, not a number
     )
 
 

@@ -49,6 +49,8 @@ def make_images(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pipeline = families.family(facts.family).plain_pipeline(facts, device=device)
     pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
+    trained_px = config.data.resolution if config else "auto"
+    side_px = facts.resolution_px if trained_px == "auto" else trained_px
     output.mkdir(parents=True, exist_ok=True)
     written = []
     for index, prompt in enumerate(prompts):
@@ -58,8 +60,8 @@ def make_images(
             num_inference_steps=config.sampling.steps if config else 25,
             guidance_scale=config.sampling.guidance_scale if config else 7.0,
             cross_attention_kwargs={"scale": strength},
-            width=facts.resolution_px,
-            height=facts.resolution_px,
+            width=side_px,
+            height=side_px,
         ).images[0]
         target = output / f"{file.stem}-{seed + index}.png"
         image.save(target)

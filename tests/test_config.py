@@ -140,3 +140,9 @@ def test_meeting_auto_after_planning_is_a_bug() -> None:
     assert concrete(3) == 3
     with pytest.raises(AssertionError, match="auto"):
         concrete("auto")
+
+
+def test_a_word_of_digits_is_a_word() -> None:
+    key, value = parse_assignment("data.trigger=123")
+    assert build_config({key: value}).data.trigger == "123"
+    assert build_config({"train.steps": 12}).train.steps == 12
