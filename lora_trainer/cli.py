@@ -132,7 +132,7 @@ def plan(
 
 
 @app.command
-def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = False) -> None:  # noqa: B006
+def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = False) -> None:  # noqa: B006 - as above
     """Report on a dataset: score, buckets, unusable files, captions, duplicates; each with advice."""
     from lora_trainer.prepare import Request, examine
     from lora_trainer.show import check_text

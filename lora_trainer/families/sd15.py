@@ -180,17 +180,10 @@ class StableDiffusion1(Family):
 
     def load_encoders(self, facts: BaseFacts, *, device: torch.device) -> Encoders:
         import torch
-        from diffusers import AutoencoderKL
         from transformers import CLIPTextModel, CLIPTokenizer
 
         folder = _folder(facts)
-        vae = AutoencoderKL.from_pretrained(
-            folder,
-            subfolder="vae",
-            dtype=torch.float32,
-            variant=_variant(folder / "vae"),
-            use_safetensors=True,
-        )
+        vae = _load_vae(folder)
         text_encoder = CLIPTextModel.from_pretrained(
             folder,
             subfolder="text_encoder",
@@ -252,17 +245,10 @@ class StableDiffusion1(Family):
     def build_sampler(
         self, facts: BaseFacts, *, denoiser: nn.Module, device: torch.device
     ) -> Sampler:
-        import torch
-        from diffusers import AutoencoderKL, StableDiffusionPipeline
+        from diffusers import StableDiffusionPipeline
 
         folder = _folder(facts)
-        vae = AutoencoderKL.from_pretrained(
-            folder,
-            subfolder="vae",
-            dtype=torch.float32,
-            variant=_variant(folder / "vae"),
-            use_safetensors=True,
-        )
+        vae = _load_vae(folder)
         pipeline = StableDiffusionPipeline.from_pretrained(
             folder,
             unet=denoiser,
@@ -386,6 +372,20 @@ def _folder(facts: BaseFacts) -> Path:
     if facts.path is None:
         raise AssertionError(f"{facts.source} is known by name only; locate it before loading")
     return facts.path
+
+
+def _load_vae(folder: Path) -> AutoencoderKL:
+    """Load the VAE in float32, whatever the denoiser's dtype: in fp16 some overflow."""
+    import torch
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL.from_pretrained(
+        folder,
+        subfolder="vae",
+        dtype=torch.float32,
+        variant=_variant(folder / "vae"),
+        use_safetensors=True,
+    )
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -61,8 +61,8 @@ def build_feeder(
     *,
     batch_size: int = 4,
     seed: int = 5,
-    data: DataSettings = DataSettings(),  # noqa: B008 - frozen
-    objective: ObjectiveSettings = ObjectiveSettings(),  # noqa: B008 - frozen
+    data: DataSettings = DataSettings(),  # noqa: B008 - frozen, so sharing is safe
+    objective: ObjectiveSettings = ObjectiveSettings(),  # noqa: B008 - frozen, so sharing is safe
     signal: Tensor | None = None,
     prediction: Prediction = "epsilon",
     texts: int = 1,

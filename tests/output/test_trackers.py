@@ -150,7 +150,7 @@ def test_every_tracker_of_accelerate_is_known() -> None:
 
 
 def test_tensorboard_gets_the_run(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing import event_accumulator as reader  # type: ignore[import-untyped]
+    from tensorboard.backend.event_processing import event_accumulator as reader  # type: ignore[import-untyped]  # ships no types
 
     events = EventStream()
     start_trackers(
