@@ -43,7 +43,8 @@ class Inputs:
     latents: Tensor
     noise: Tensor
     timesteps: Tensor
-    signal: Tensor
+    alpha: Tensor
+    sigma: Tensor
     weights: Tensor
     text: Tensor
 
@@ -87,7 +88,7 @@ def build_feeder(folder: Path, config: Config, events: EventStream, *, batch: in
     def normal(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         return rng.standard_normal(shape, dtype=np.float32)
 
-    empty = text_key(text="", encoder_identity="none", max_tokens=TEXT_TOKENS)
+    empty = text_key(text="", encoder_identity="none", max_tokens=TEXT_TOKENS, content="fp32")
     cache.write(empty, {"text": normal(1, TEXT_TOKENS, TEXT_WIDTH)})
     sources = {}
     for index in range(IMAGES):
@@ -100,16 +101,19 @@ def build_feeder(folder: Path, config: Config, events: EventStream, *, batch: in
         )
         shape = (4, LATENT_SIDE, LATENT_SIDE)
         cache.write(plain, {"mean": normal(*shape), "std": np.full(shape, 0.1, np.float32)})
-        text = text_key(text=str(index), encoder_identity="none", max_tokens=TEXT_TOKENS)
+        text = text_key(text=str(index), encoder_identity="none", max_tokens=TEXT_TOKENS, content="fp32")
         cache.write(text, {"text": normal(1, TEXT_TOKENS, TEXT_WIDTH)})
-        sources[str(index)] = Source(plain=plain, mirrored=None, texts=(text,))
+        sources[str(index)] = Source(
+            plain=plain, mirrored=None, texts=(text,), size_px=(side_px, side_px), geometry={}
+        )
     schedule = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
     return Feeder(
         sources=sources,
         empty_text=empty,
         entries=Entries(cache=cache),
-        signal=schedule.alphas_cumprod.double(),
+        levels=table_levels(schedule.alphas_cumprod.double().tolist(), config.objective),
         prediction="epsilon",
+        told={},
         data=config.data,
         objective=config.objective,
         batch_size=batch,
@@ -128,7 +132,8 @@ def inputs_of(feeder: Feeder, *, steps: int) -> list[Inputs]:
                 latents=stacked.latents,
                 noise=stacked.noise,
                 timesteps=stacked.timesteps,
-                signal=stacked.signal,
+                alpha=stacked.alpha,
+                sigma=stacked.sigma,
                 weights=torch.tensor([sample.weight for sample in samples]),
                 text=stacked.conditioning["text"],
             )

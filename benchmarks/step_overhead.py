@@ -58,8 +58,8 @@ class Bare:
     seconds: list[float] = field(default_factory=list)
 
     def loss(self, step: Inputs) -> Tensor:
-        level = step.signal.view(-1, 1, 1, 1)
-        noisy = level.sqrt() * step.latents + (1 - level).sqrt() * step.noise
+        alpha, sigma = step.alpha.view(-1, 1, 1, 1), step.sigma.view(-1, 1, 1, 1)
+        noisy = alpha * step.latents + sigma * step.noise
         predicted = self.denoiser(
             noisy, step.timesteps, encoder_hidden_states=step.text, return_dict=False
         )[0]
@@ -147,6 +147,7 @@ def build_training(
         model=Model(
             denoiser=denoiser,
             predict=FAMILY.predict,
+            embed=lambda conditioning: conditioning,
             prediction="epsilon",
             precision=torch.float32,
             device=CPU,

@@ -8,6 +8,7 @@ the planner replaces it and says why. Unknown keys are errors that name the near
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -47,6 +48,19 @@ class BaseSettings(Section):
         "auto", "base model: `embedded`, a diffusers folder or a Hub id; auto: by hardware"
     )
     revision: str | None = setting(None, "Hub branch, tag or commit of the base model")
+    vae: str | None = setting(None, "another VAE: a .safetensors file or a folder with config.json")
+    companion: str = setting(
+        "auto",
+        "diffusers folder or Hub id that gives a single-file checkpoint its configs, tokenizers and "
+        "missing parts; auto: the family's own release",
+    )
+    prediction: Literal["auto", "epsilon", "v_prediction", "flow"] = setting(
+        "auto", "what the base predicts; auto: what its files say"
+    )
+    assistant: str | None = setting(
+        None,
+        "LoRA file that undoes a base's distillation while training; neither sampled nor exported",
+    )
 
 
 class DataSettings(Section):
@@ -100,8 +114,39 @@ class DataSettings(Section):
 
 
 class AdapterSettings(Section):
-    rank: int = setting(16, "width of the update; file size grows with it", ge=1, le=1024)
+    kind: Literal["lora", "loha", "lokr", "oft"] = setting(
+        "lora",
+        "LoRA; LoHa, LoKr (Yeh et al. 2023, arXiv 2309.14859); OFT (Qiu et al. 2023, arXiv 2306.07280)",
+    )
+    rank: int = setting(
+        16, "width of the update; file size grows with it; of OFT: the size of a block", ge=1, le=1024
+    )
     alpha: AutoScale = setting("auto", "the update is scaled by alpha / rank; auto: alpha = rank")
+    conv_rank: int | None = setting(
+        None, "rank of convolutions larger than 1x1 (LoCon); none: as the others", ge=1, le=1024
+    )
+    conv_alpha: float | None = setting(
+        None, "alpha of these convolutions; none: as the others", gt=0, le=4096
+    )
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=1024)]] = setting(
+        {}, "rank by regular expression on the module name, first match wins"
+    )
+    dora: bool = setting(
+        False, "learn the norm of each output apart (Liu et al. 2024, arXiv 2402.09353); LoRA only"
+    )
+    rslora: bool = setting(
+        False, "scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); LoRA only"
+    )
+    init: Literal["default", "pissa"] = setting(
+        "default",
+        "start at zero, or at the main singular vectors (Meng et al. 2024, arXiv 2404.02948); LoRA only",
+    )
+    lokr_factor: int = setting(
+        -1, "size of LoKr's left factor; -1: the most even split", ge=-1, le=1024
+    )
+    text_encoder: bool = setting(
+        False, "train the text encoders too; their outputs are then not cached"
+    )
     targets: Literal["attention", "transformer", "all"] = setting(
         "transformer",
         "layers that get an adapter: attention; + feed-forward and projections; + convolutions",
@@ -118,6 +163,9 @@ class TrainSettings(Section):
         le=4096,
     )
     seed: int = setting(42, "every random draw is a function of it", ge=0, le=2**53 - 1)
+    init_from: str | None = setting(
+        None, "adapter file to go on from instead of zero; kind and rank must be the same"
+    )
     precision: Precision | Auto = setting(
         "auto", "dtype of base weights and activations (the adapter keeps fp32 masters)"
     )
@@ -146,6 +194,25 @@ class ObjectiveSettings(Section):
     multires_noise_discount: float = setting(
         0.3, "strength of each octave relative to the finer one", ge=0.0, le=1.0
     )
+    timestep_sampling: Literal["uniform", "logit_normal", "sigmoid"] = setting(
+        "uniform",
+        "how flow matching draws timesteps: evenly, as a sigmoid of a normal with logit_mean and "
+        "logit_std (Esser et al. 2024, arXiv 2403.03206), or of the standard normal",
+    )
+    logit_mean: float = setting(0.0, "mean of logit_normal; above 0: noisier", ge=-10.0, le=10.0)
+    logit_std: float = setting(1.0, "deviation of logit_normal", gt=0.0, le=10.0)
+    flow_shift: Annotated[float, Field(gt=0, le=100)] | Literal["resolution"] = setting(
+        1.0,
+        "flow timesteps are shifted to s t / (1 + (s - 1) t); resolution: the s that the base's own "
+        "sampler uses for the size of the image",
+    )
+    guidance_scale: float = setting(
+        1.0, "guidance that bases with a guidance embedding are told in training", ge=0.0, le=50.0
+    )
+    zero_terminal_snr: Literal["auto"] | bool = setting(
+        "auto",
+        "make the last timestep pure noise (Lin et al. 2023, arXiv 2305.08891); auto: as the base",
+    )
     min_timestep: int = setting(0, "smallest timestep trained", ge=0, le=999)
     max_timestep: int = setting(999, "largest timestep trained", ge=0, le=999)
 
@@ -155,6 +222,16 @@ class OptimizerSettings(Section):
         "adamw", "AdamW, or bitsandbytes' AdamW with 8-bit state"
     )
     learning_rate: float = setting(1e-4, "peak learning rate", gt=0.0, le=10.0)
+    text_encoder_learning_rate: float | None = setting(
+        None, "peak learning rate of the text encoders; none: half of learning_rate", gt=0.0, le=10.0
+    )
+    learning_rate_pattern: dict[str, Annotated[float, Field(ge=0, le=1000)]] = setting(
+        {},
+        "factor on the learning rate by regular expression on the module name, first match wins; 0: frozen",
+    )
+    lora_plus_ratio: float = setting(
+        1.0, "learning rate of `up` over that of `down` (Hayou et al. 2024, arXiv 2402.12354)", ge=1.0, le=1000.0
+    )
     beta1: float = setting(0.9, "decay of the first moment", ge=0.0, lt=1.0)
     beta2: float = setting(0.999, "decay of the second moment", ge=0.0, lt=1.0)
     epsilon: float = setting(1e-8, "added to the denominator", gt=0.0, le=1.0)
@@ -179,6 +256,9 @@ class MemorySettings(Section):
     attention: Literal["auto", "sdpa", "xformers"] = setting(
         "auto", "attention kernels; auto: SDPA"
     )
+    text_encoder_precision: Precision | Auto = setting(
+        "auto", "dtype of the text encoders while caching; auto: fp32, above 2 billion parameters bf16"
+    )
 
 
 class HardwareSettings(Section):
@@ -193,9 +273,16 @@ class OutputSettings(Section):
     folder: str = setting("runs", "where run folders are made")
     name: str = setting("auto", "name of the run and its files; auto: the dataset folder's name")
     precision: Precision = setting("fp16", "dtype of exported files")
-    format: Literal["kohya", "diffusers"] = setting(
-        "kohya", "key names of exported files; kohya is read everywhere"
+    format: Literal["auto", "kohya", "diffusers", "comfyui"] = setting(
+        "auto", "key names of exported files; auto: what most programs read for this family"
     )
+    description: str = setting("", "a sentence about the adapter, written into exported files")
+    author: str = setting("", "who made it, written into exported files")
+    license: str = setting("", "its licence, written into exported files")
+    hub_repo: str | None = setting(
+        None, "Hub repository (owner/name) that the result is uploaded to, with a model card"
+    )
+    hub_private: bool = setting(True, "make that repository private when it is created")
     save_every_steps: AutoInterval = setting(
         "auto", "steps between rolling exports and states; 0: only at the end"
     )
@@ -263,12 +350,50 @@ def _contradictions(config: Config) -> Iterator[str]:
     alpha, rank = config.adapter.alpha, config.adapter.rank
     if alpha != "auto" and alpha > rank * 100:
         yield f"adapter.alpha={alpha:g} is over 100 times adapter.rank={rank}: use at most {rank * 100}."
+    for pattern in config.optimizer.learning_rate_pattern:
+        yield from _pattern_problem("optimizer.learning_rate_pattern", pattern)
     steps, every = config.train.steps, config.output.save_every_steps
     if steps != "auto" and every != "auto" and every > steps:
         yield f"output.save_every_steps={every} is above train.steps={steps}: lower it, or 0 for only at the end."
+    yield from _adapter_contradictions(config.adapter)
+    if config.adapter.init == "pissa" and config.train.init_from is not None:
+        yield "adapter.init=pissa and train.init_from both say where to begin: choose one."
+    if config.optimizer.lora_plus_ratio != 1.0 and config.adapter.kind != "lora":
+        yield f"optimizer.lora_plus_ratio is for adapter.kind=lora, not {config.adapter.kind}."
+    if config.optimizer.text_encoder_learning_rate is not None and not config.adapter.text_encoder:
+        yield "optimizer.text_encoder_learning_rate needs adapter.text_encoder=true."
     micro, batch = config.memory.micro_batch, config.train.batch_size
     if micro != "auto" and micro > batch:
         yield f"memory.micro_batch={micro} is above train.batch_size={batch}: at most {batch}."
+
+
+def _adapter_contradictions(adapter: AdapterSettings) -> Iterator[str]:
+    only_lora = {
+        "dora": adapter.dora,
+        "rslora": adapter.rslora,
+        "init=pissa": adapter.init == "pissa",
+    }
+    for name, asked in only_lora.items():
+        if asked and adapter.kind != "lora":
+            yield f"adapter.{name} is for adapter.kind=lora, not {adapter.kind}: choose one."
+    if adapter.dora and adapter.init == "pissa":
+        yield "adapter.dora and adapter.init=pissa cannot be combined: choose one."
+    if adapter.kind == "oft" and (adapter.alpha != "auto" or adapter.conv_alpha is not None):
+        yield "adapter.kind=oft is a rotation, which has no alpha: leave adapter.alpha and conv_alpha out."
+    if adapter.lokr_factor == 0 or (adapter.lokr_factor != -1 and adapter.kind != "lokr"):
+        yield "adapter.lokr_factor is -1 or at least 1, and for adapter.kind=lokr only."
+    convolutions = adapter.conv_rank is not None or adapter.conv_alpha is not None
+    if convolutions and adapter.targets != "all":
+        yield "adapter.conv_rank and conv_alpha are for convolutions: set adapter.targets=all."
+    for pattern in adapter.rank_pattern:
+        yield from _pattern_problem("adapter.rank_pattern", pattern)
+
+
+def _pattern_problem(key: str, pattern: str) -> Iterator[str]:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        yield f"{key} has {pattern!r}, which is no regular expression ({error})."
 
 
 @dataclass(frozen=True, kw_only=True)

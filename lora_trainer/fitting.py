@@ -89,8 +89,9 @@ def _smaller(least: Load, *, step_px: int) -> Iterator[tuple[str, Load]]:
     if least.optimizer == "adamw":
         yield "optimizer.name=adamw8bit", replace(least, optimizer="adamw8bit")
     for rank in (128, 64, 32, 16, 8, 4):
-        if rank < least.rank:
-            yield f"adapter.rank={rank}", replace(least, rank=rank)
+        if rank < least.adapter.rank:
+            smaller = least.adapter.model_copy(update={"rank": rank})
+            yield f"adapter.rank={rank}", replace(least, adapter=smaller)
     for side_px in range(least.sample_side_px - step_px, step_px - 1, -step_px):
         shrunk = replace(least, bucket_px=(side_px, side_px), sample_side_px=side_px)
         yield f"data.resolution={side_px}", shrunk

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from lora_trainer.config import Precision
+from lora_trainer.adapter_size import adapter_parameters, rebuilt_elements
+from lora_trainer.config import AdapterSettings, Precision
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.costs import SampleCost, Targets, Workload
 
@@ -28,6 +29,11 @@ SLACK = 0.05
 # encoding and 6 at that of decoding (counted on the network with diffusers 0.42).
 VAE_ENCODE_ELEMENTS_PER_PX = 5 * 128
 VAE_DECODE_ELEMENTS_PER_PX = 6 * 128
+# A CLIP text encoder's kept activations of one prompt of 77 tokens, over its weights' bytes: 34
+# hidden-sized tensors a layer against 12 hidden^2 weights, and adapters' fp32 copies beside them.
+TEXT_KEPT_SHARE = 0.5
+REBUILT_PIECES = 8
+"""Pieces a checkpointed network has at least, by the weights in them; the largest is kept whole."""
 Phase = Literal["caching", "training", "sampling"]
 
 
@@ -57,8 +63,10 @@ class Prediction:
 class CostModel(Protocol):
     """The part of a family that prediction needs."""
 
-    def adapter_parameters(self, facts: BaseFacts, *, rank: int, targets: Targets) -> int:
-        """Return how many parameters the adapter has."""
+    def adapter_shapes(
+        self, facts: BaseFacts, *, targets: Targets
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Return (fan_in, out) of each module of the denoiser that gets an adapter."""
 
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         """Return the cost of training on one sample."""
@@ -70,9 +78,15 @@ class RememberedCosts:
 
     family: CostModel
     costs: dict[Workload, SampleCost] = field(default_factory=dict)
+    shapes: dict[Targets, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
 
-    def adapter_parameters(self, facts: BaseFacts, *, rank: int, targets: Targets) -> int:
-        return self.family.adapter_parameters(facts, rank=rank, targets=targets)
+    def adapter_shapes(
+        self, facts: BaseFacts, *, targets: Targets
+    ) -> Mapping[str, tuple[int, ...]]:
+        """All calls must be about the same base."""
+        if targets not in self.shapes:
+            self.shapes[targets] = self.family.adapter_shapes(facts, targets=targets)
+        return self.shapes[targets]
 
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         """All calls must be about the same base."""
@@ -87,9 +101,9 @@ class Load:
 
     device: Literal["cpu", "cuda"]
     precision: Precision
-    rank: int
-    targets: Targets
+    adapter: AdapterSettings
     optimizer: str
+    text_precision: Precision
     micro_batch: int
     checkpointing: bool
     bucket_px: tuple[int, int]
@@ -103,10 +117,15 @@ class Load:
             height_px=height_px,
             width_px=width_px,
             element_bytes=ELEMENT_BYTES[self.precision],
-            rank=self.rank,
-            targets=self.targets,
+            rank=self.adapter.rank,
+            targets=self.adapter.targets,
             checkpointing=self.checkpointing,
         )
+
+    def adapter_parameters(self, facts: BaseFacts, family: CostModel) -> int:
+        """Return how many parameters the denoiser's adapter has."""
+        shapes = family.adapter_shapes(facts, targets=self.adapter.targets)
+        return adapter_parameters(shapes, self.adapter)
 
 
 def predict(
@@ -134,9 +153,10 @@ def predict(
 def _resident(load: Load, facts: BaseFacts, family: CostModel) -> list[MemoryItem]:
     """What stays on the device from the first step to the last."""
     weights = facts.parts["denoiser"].parameters * ELEMENT_BYTES[load.precision]
-    adapter = family.adapter_parameters(facts, rank=load.rank, targets=load.targets)
+    adapter = load.adapter_parameters(facts, family)
     return [
         MemoryItem(name="denoiser weights", bytes=weights, note=f"frozen, {load.precision}"),
+        *_trained_text(load, facts),
         MemoryItem(
             name="adapter weights",
             bytes=adapter * MASTER_BYTES,
@@ -157,6 +177,7 @@ def _training(load: Load, facts: BaseFacts, family: CostModel) -> list[MemoryIte
     each = f"{count} x {width_px}x{height_px} px"
     kept = "inputs of recomputed pieces" if load.checkpointing else "kept for backward"
     return [
+        *_rebuilt(load, facts, family),
         MemoryItem(
             name="activations",
             bytes=count * (cost.saved_bytes - cost.adapter_saved_bytes),
@@ -180,6 +201,21 @@ def _training(load: Load, facts: BaseFacts, family: CostModel) -> list[MemoryIte
     ]
 
 
+def _rebuilt(load: Load, facts: BaseFacts, family: CostModel) -> list[MemoryItem]:
+    """LoHa and LoKr build the change of every weight, and autograd keeps it; PiSSA keeps its start."""
+    shapes = family.adapter_shapes(facts, targets=load.adapter.targets)
+    found = []
+    if load.adapter.init == "pissa":
+        start = MASTER_BYTES * load.adapter_parameters(facts, family)
+        found.append(MemoryItem(name="adapter's start", bytes=start, note="PiSSA, fp32"))
+    if elements := rebuilt_elements(shapes, load.adapter):
+        # A checkpointed pass keeps those of the piece it is in: one of at least this many.
+        share = 1 / REBUILT_PIECES if load.checkpointing else 1.0
+        size = int(MASTER_BYTES * elements * share)
+        found.append(MemoryItem(name="rebuilt weights", bytes=size, note=f"{load.adapter.kind}, fp32"))
+    return found
+
+
 def _prepared_bytes(load: Load, facts: BaseFacts, cost: SampleCost) -> int:
     width_px, height_px = load.bucket_px
     latent = (
@@ -188,21 +224,37 @@ def _prepared_bytes(load: Load, facts: BaseFacts, cost: SampleCost) -> int:
     return 3 * 4 * latent + cost.conditioning_bytes
 
 
-def _caching(load: Load, facts: BaseFacts) -> list[MemoryItem]:
-    width_px, height_px = load.bucket_px
+def _trained_text(load: Load, facts: BaseFacts) -> list[MemoryItem]:
+    """Text encoders that are trained along stay, with what one prompt leaves for backward."""
+    if not load.adapter.text_encoder:
+        return []
+    weights = facts.parts["text_encoder"].parameters * ELEMENT_BYTES[load.precision]
+    kept = int(load.micro_batch * TEXT_KEPT_SHARE * weights)
     return [
+        MemoryItem(name="text encoder weights", bytes=weights, note="trained along"),
+        MemoryItem(name="text encoder activations", bytes=kept, note="estimate"),
+    ]
+
+
+def _caching(load: Load, facts: BaseFacts) -> list[MemoryItem]:
+    """VAE and text encoders are never loaded together: the larger of the two."""
+    width_px, height_px = load.bucket_px
+    images = [
         MemoryItem(name="VAE weights", bytes=4 * facts.parts["vae"].parameters, note="fp32"),
-        MemoryItem(
-            name="text encoder weights",
-            bytes=4 * facts.parts["text_encoder"].parameters,
-            note="fp32",
-        ),
         MemoryItem(
             name="image encoding",
             bytes=4 * VAE_ENCODE_ELEMENTS_PER_PX * width_px * height_px,
             note=f"one image of {width_px}x{height_px} px, fp32",
         ),
     ]
+    texts = [
+        MemoryItem(
+            name="text encoder weights",
+            bytes=facts.parts["text_encoder"].parameters * ELEMENT_BYTES[load.text_precision],
+            note=load.text_precision,
+        )
+    ]
+    return max(images, texts, key=lambda items: sum(item.bytes for item in items))
 
 
 def _sampling(load: Load, facts: BaseFacts, family: CostModel) -> list[MemoryItem]:

@@ -32,6 +32,8 @@ PLANNER = "planner"
 BF16_CAPABILITY = (8, 0)
 SAVES_PER_RUN = 5
 VALIDATIONS_PER_RUN = 10
+LARGE_TEXT_ENCODER = 2_000_000_000
+"""Parameters above which a text encoder runs in bf16: in fp32 it would set the peak of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,7 @@ def plan(given: PlanInput) -> Plan:
     planner = _Planner(given=given, values=flatten(given.resolved.config))
     planner.decide_device()
     planner.decide_numbers()
+    planner.decide_objective()
     planner.decide_packages()
     planner.decide_length()
     return planner.finish(planner.decide_memory())
@@ -133,8 +136,32 @@ class _Planner:
         reason = f"the size {facts.source} was trained on"
         self.decide_auto("data.resolution", facts.resolution_px, reason)
         _check_resolution(int(self.values["data.resolution"]), facts)
-        rank = float(self.values["adapter.rank"])
-        self.decide_auto("adapter.alpha", rank, "alpha = rank: the update is not scaled")
+        if self.values["adapter.kind"] != "oft":
+            rank = float(self.values["adapter.rank"])
+            self.decide_auto("adapter.alpha", rank, "alpha = rank: the update is not scaled")
+        self.decide_auto("memory.text_encoder_precision", *self._text_precision())
+
+    def decide_objective(self) -> None:
+        """Settle what only some kinds of bases have; a preset's wish gives way, a typed one may not."""
+        facts = self.given.facts
+        key = "objective.min_snr_gamma"
+        if facts.prediction == "flow" and self.values[key] is not None:
+            if not self._is_preset(key) and self._layer(key) != "default":
+                raise RequestError(
+                    f"{key} weighs bases that predict noise or v, {facts.source} is trained by flow matching",
+                    fix=f"leave it out, or use --set {key}=null",
+                )
+            self.decide(key, None, "flow matching has no signal-to-noise weights")
+        self.decide_auto(
+            "objective.zero_terminal_snr", facts.zero_terminal_snr, "as the base was trained"
+        )
+        self.decide_auto("base.prediction", facts.prediction, "what the base's files say")
+
+    def _text_precision(self) -> tuple[Precision, str]:
+        count = self.given.facts.parts["text_encoder"].parameters
+        if count <= LARGE_TEXT_ENCODER or self.values["train.precision"] == "fp32":
+            return "fp32", f"{count / 1e6:,.0f} million parameters"
+        return "bf16", f"{count / 1e9:.1f} billion parameters"
 
     def _best_precision(self) -> tuple[Precision, str]:
         if self.gpu is None:
@@ -161,8 +188,10 @@ class _Planner:
         self.decide_auto(key, "sdpa", "PyTorch's own attention, always there")
 
     def _is_preset(self, key: str) -> bool:
-        layer = self.given.resolved.origins[key].layer
-        return layer.split()[0] in ("family", "preset", "priority", "cell")
+        return self._layer(key).split()[0] in ("family", "preset", "priority", "cell")
+
+    def _layer(self, key: str) -> str:
+        return self.given.resolved.origins[key].layer
 
     def decide_length(self) -> None:
         length = run_length(
@@ -214,9 +243,9 @@ class _Planner:
         return Load(
             device="cuda" if self.gpu else "cpu",
             precision=values["train.precision"],
-            rank=values["adapter.rank"],
-            targets=values["adapter.targets"],
+            adapter=build_config(values).adapter,
             optimizer=values["optimizer.name"],
+            text_precision=values["memory.text_encoder_precision"],
             micro_batch=batch_size if micro_batch == "auto" else micro_batch,
             checkpointing=values["memory.gradient_checkpointing"] is True,
             bucket_px=max(
@@ -278,9 +307,7 @@ class _Planner:
             captions_per_image=config.data.caption_variants if config.data.shuffle_tags else 1,
             latent_elements=facts.latent_channels * latent_px,
             conditioning_bytes=cost.conditioning_bytes,
-            adapter_parameters=self.costs.adapter_parameters(
-                facts, rank=load.rank, targets=load.targets
-            ),
+            adapter_parameters=load.adapter_parameters(facts, self.costs),
             optimizer=load.optimizer,
             export_precision=config.output.precision,
             keep_states=config.output.keep_states,

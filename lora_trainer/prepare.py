@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer import families
-from lora_trainer.config import Config, build_config, flatten
+from lora_trainer.config import BaseSettings, Config, build_config, flatten
 from lora_trainer.data.buckets import Placement, buckets_for, place
 from lora_trainer.data.images import VerifiedImages
 from lora_trainer.data.quality import DatasetReport, inspect_images
 from lora_trainer.data.scan import Dataset, ImageRecord, scan
 from lora_trainer.data.split import hold_out
-from lora_trainer.errors import InputError
+from lora_trainer.errors import InputError, RequestError
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.files import HashMemo
+from lora_trainer.formats import resolve_format
 from lora_trainer.hardware import Gpu, Hardware, Tier, assume_card, detect, tier
-from lora_trainer.model.load import EMBEDDED, describe
+from lora_trainer.model.load import EMBEDDED, describe, with_choices
 from lora_trainer.plan import Plan, PlanInput, plan
 from lora_trainer.resolve import Origin, Priority, Resolved, resolve
 from lora_trainer.settings_file import read_settings_file
@@ -76,6 +77,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     """Resolve, scan and plan; raises RequestError, InputError or MachineError."""
     basis = _basis(request, hardware)
     settings, cache_root = basis.resolved.config, cache_folder(basis.resolved.config)
+    _refuse_impossible(settings, basis)
     dataset = scan_with_memo(request.dataset, settings, cache_root)
     trained, held_out = hold_out(
         dataset.records, fraction=settings.data.validation_fraction, seed=settings.train.seed
@@ -97,7 +99,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             buckets=[(p.bucket.width_px, p.bucket.height_px) for p in placements.values()],
         )
     )
-    chosen = _with_base(chosen, basis)
+    chosen = _with_base(_with_format(chosen, basis), basis)
     return Prepared(
         config=chosen.config,
         resolved=basis.resolved,
@@ -131,28 +133,63 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
     source = _asked(request, "base.model")
     if source in (None, "auto"):
         source = families.family(families.DEFAULT_FAMILY).default_source if card else EMBEDDED
-    facts = describe(source)
+    asked = {f"base.{name}": _asked(request, f"base.{name}") for name in BaseSettings.model_fields}
+    given = {key: value for key, value in asked.items() if value is not None}
+    facts = describe(build_config(given | {"base.model": source}).base)
     family = families.family(facts.family)
     resolved = resolve(
         family=family.name,
-        tier=_tier(source, card),
+        tier=_tier(source, family, card),
         priority=request.priority,
         preset=request.preset,
         config_file=request.config_file,
         overrides=request.overrides,
         run_settings=request.run_settings,
     )
+    zero = resolved.config.objective.zero_terminal_snr
+    facts = with_choices(
+        facts, resolved.config.base, zero_terminal_snr=None if zero == "auto" else zero
+    )
     return Basis(hardware=hardware, facts=facts, family=family, resolved=resolved)
 
 
-def _tier(source: str, card: Gpu | None) -> Tier:
-    """Return the preset tier; `cpu` is the recipe of the embedded base, wherever that is trained.
+def _refuse_impossible(settings: Config, basis: Basis) -> None:
+    """Raise RequestError for what this family cannot do, before the dataset is read."""
+    if settings.adapter.text_encoder and not basis.family.trainable_text:
+        raise RequestError(
+            f"adapter.text_encoder=true, but the text encoders of {basis.facts.source} "
+            f"(family {basis.family.name}) are not trained",
+            fix="leave adapter.text_encoder out",
+        )
+    resolve_format(basis.family, settings.output.format, adapter=settings.adapter)
 
-    A real base on a processor takes the smallest card's recipe: slow, but right.
+
+def _with_format(chosen: Plan, basis: Basis) -> Plan:
+    """Return the plan with the key format named."""
+    config = chosen.config
+    if config.output.format != "auto":
+        return chosen
+    found = resolve_format(basis.family, "auto", adapter=config.adapter)
+    reason = f"what most programs read for {basis.family.name}"
+    return _with_setting(chosen, "output.format", found, reason)
+
+
+def _with_setting(chosen: Plan, key: str, value: str, reason: str) -> Plan:
+    config = build_config(flatten(chosen.config) | {key: value})
+    origins = {**chosen.origins, key: Origin(layer="planner", reason=reason)}
+    return replace(chosen, config=config, origins=origins)
+
+
+def _tier(source: str, family: Family, card: Gpu | None) -> Tier:
+    """Return the preset tier; in the default family `cpu` is the recipe of the embedded base.
+
+    A real base of that family on a processor takes the smallest card's: slow, but right.
     """
     if source == EMBEDDED:
         return "cpu"
-    return tier(card.total_bytes) if card else "6-8"
+    if card is None:
+        return "6-8" if family.name == families.DEFAULT_FAMILY else "cpu"
+    return tier(card.total_bytes)
 
 
 def _with_base(chosen: Plan, basis: Basis) -> Plan:
@@ -164,9 +201,7 @@ def _with_base(chosen: Plan, basis: Basis) -> Plan:
         if basis.facts.source == EMBEDDED
         else "the default on a GPU"
     )
-    config = build_config(flatten(chosen.config) | {"base.model": basis.facts.source})
-    origins = {**chosen.origins, "base.model": Origin(layer="planner", reason=reason)}
-    return replace(chosen, config=config, origins=origins)
+    return _with_setting(chosen, "base.model", basis.facts.source, reason)
 
 
 def cache_folder(config: Config) -> Path:

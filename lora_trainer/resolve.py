@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -54,7 +54,7 @@ class FamilyPresets:
     base: Mapping[str, Any]
     tiers: Mapping[str, Mapping[str, Any]]
     priorities: Mapping[str, Mapping[str, Any]]
-    cells: Mapping[str, Mapping[str, Any]]
+    cells: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def unsupported(self, tier: str, priority: str) -> str:
         """Return why this pair cannot work, or the empty string."""
@@ -220,7 +220,7 @@ def preset_schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Presets of one model family; later wins: base, tier, priority, cell",
-        **_object(parts, required=[name for name in parts if name != "$schema"]),
+        **_object(parts, required=[name for name in parts if name not in ("$schema", "cells")]),
         "$defs": {"settings": _object(_setting_schemas(), required=[])},
     }
 

@@ -20,10 +20,12 @@ from lora_trainer import __version__
 from lora_trainer.config import Config, concrete, flatten
 from lora_trainer.errors import InputError, LoraTrainError, MachineError, exit_code
 from lora_trainer.events import EventStream, JsonlWriter, Listener
+from lora_trainer.exporting import Job
+from lora_trainer.families.base import Layout
 from lora_trainer.files import HashMemo
 from lora_trainer.fitting import gib
 from lora_trainer.hardware import tier_problem
-from lora_trainer.model.load import identified, locate
+from lora_trainer.model.load import identified, locate, with_choices
 from lora_trainer.output.checkpoints import TrainingState, load_newest
 from lora_trainer.output.report import write_report
 from lora_trainer.output.status import Control, StatusWriter
@@ -41,7 +43,7 @@ from lora_trainer.run_folder import (
     read_run,
     write_run,
 )
-from lora_trainer.session import Job, sample_prompts, setup_torch, train_job
+from lora_trainer.session import sample_prompts, setup_torch, train_job
 from lora_trainer.show import doctor_json, plan_json
 
 SAMPLE_PROMPTS = 4
@@ -152,10 +154,10 @@ def _place(prepared: Prepared) -> tuple[Path, str]:
 
 def _with_base(prepared: Prepared) -> Prepared:
     """Return `prepared` with the base on this machine and its parts identified by content."""
-    path = locate(prepared.facts.source, revision=prepared.config.base.revision)
-    facts = prepared.facts
-    if facts.path is None:
-        facts = prepared.family.facts(path, source=facts.source, identities={})
+    config = prepared.config
+    facts = with_choices(
+        locate(config.base), config.base, zero_terminal_snr=prepared.facts.zero_terminal_snr
+    )
     memo = HashMemo.load(prepared.cache_root / ".hashes.json")
     facts = identified(facts, memo)
     memo.save()
@@ -301,6 +303,11 @@ def _announce(job: Job, resumption: Resumption | None) -> None:
     )
     if resumption is not None and resumption.same_data:
         return  # said when the run began
+    if prepared.facts.distilled and config.base.assistant is None:
+        job.events.problem(
+            f"{prepared.facts.source} is distilled: training wears off its ability to draw in few steps",
+            fix="train on the undistilled release, or give an assistant adapter with --set base.assistant=FILE",
+        )
     card = prepared.hardware.accelerator().value
     too_small = tier_problem(card.total_bytes if card else None)
     if too_small:
@@ -330,7 +337,7 @@ def _run_record(job: Job, asked: TrainRequest, environment: dict[str, Any]) -> d
         "base": {
             "family": prepared.family.name,
             "source": prepared.facts.source,
-            "path": prepared.facts.path.name if prepared.facts.path else None,
+            "path": _shown_path(prepared.facts.located),
             "identities": {name: part.identity for name, part in prepared.facts.parts.items()},
         },
         "plan": {key: value for key, value in plan_json(prepared).items() if key != "settings"},
@@ -348,3 +355,8 @@ def _run_record(job: Job, asked: TrainRequest, environment: dict[str, Any]) -> d
             "held_out": [record.name for record in prepared.held_out],
         },
     }
+
+
+def _shown_path(layout: Layout) -> str:
+    """Return the last name of where a base lies; folders of this machine are nobody's business."""
+    return layout.files["denoiser"].name if "denoiser" in layout.files else layout.folder.name

@@ -10,6 +10,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from lora_trainer.config import AdapterSettings
 from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.events import read_jsonl
 from lora_trainer.files import disk_error, json_bytes, read_json_object, write_atomic
@@ -26,9 +27,20 @@ FREE_SETTINGS = frozenset(
         "sampling.negative_prompt", "sampling.every_steps", "sampling.steps", "sampling.guidance_scale",
         "sampling.seed", "logging.trackers", "data.cache_dir", "data.cache_max_gib", "data.prefetch_steps",
         "data.max_bad_fraction", "data.max_megapixels", "train.validate_every_steps", "hardware.vram_limit_gib",
+        "output.description", "output.author", "output.license", "output.hub_repo", "output.hub_private",
     }
 )  # fmt: skip
-FORBIDDEN_SETTINGS = ("adapter.rank", "adapter.alpha", "adapter.targets", "optimizer.name")
+# What decides the shapes of the adapter and of the optimizer's state, and where both began.
+FORBIDDEN_SETTINGS = frozenset(
+    {
+        *(f"adapter.{name}" for name in AdapterSettings.model_fields),
+        "optimizer.name",
+        "optimizer.learning_rate_pattern",
+        "optimizer.lora_plus_ratio",
+        "optimizer.text_encoder_learning_rate",
+        "train.init_from",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)

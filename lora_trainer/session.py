@@ -3,61 +3,46 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from lora_trainer.config import concrete, flatten
+from lora_trainer.config import Config, concrete
 from lora_trainer.data.cache import Cache
-from lora_trainer.data.encode import Needs, fill, needs, prompt_key
+from lora_trainer.data.encode import Needs, TextEntries, fill, needs
 from lora_trainer.data.loader import Entries, Feeder
 from lora_trainer.errors import MachineError
 from lora_trainer.events import EventStream, read_jsonl
+from lora_trainer.exporting import Job, export
+from lora_trainer.families.base import DENOISER, Conditioning, TextEncoder
 from lora_trainer.files import CappedFolder
 from lora_trainer.hardware import GIB
-from lora_trainer.model.adapters import Adapter, inject
+from lora_trainer.model.adapters import Adapter, inject, layer_names
+from lora_trainer.model.assistant import Assistant, attach
 from lora_trainer.model.attention import apply_attention
+from lora_trainer.output.adapter_names import file_names
+from lora_trainer.output.adapter_read import read_tensors
 from lora_trainer.output.checkpoints import TrainingState
-from lora_trainer.output.export import (
-    ExportInfo,
-    SubsetSummary,
-    final_export_name,
-    prune_exports,
-    step_export_name,
-    write_export,
-)
+from lora_trainer.output.export import final_export_name, prune_exports, step_export_name
 from lora_trainer.output.samples import SampleAction
 from lora_trainer.output.status import Control
-from lora_trainer.prepare import Prepared, bucket_counts
+from lora_trainer.prepare import Prepared
 from lora_trainer.run_folder import EVENTS_FILE, RunFolder
 from lora_trainer.train.actions import SaveAction, ValidateAction, load_scaler
 from lora_trainer.train.guards import GuardState
+from lora_trainer.train.levels import Levels, flow_levels, table_levels
 from lora_trainer.train.loop import Model, Training, run
 from lora_trainer.train.optim import build_optimizer, learning_rate
 from lora_trainer.train.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VALIDATION_QUANTILES = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What a training needs besides its plan: where it writes, what it tells, when it should stop.
-
-    `state` is what a resumed run goes on from, None at the start of one.
-    """
-
-    prepared: Prepared
-    folder: RunFolder
-    prompts: Sequence[str]
-    state: TrainingState | None
-    events: EventStream
-    stop: Callable[[], int | None]
-    started_at_s: float
 
 
 def setup_torch(prepared: Prepared) -> dict[str, Any]:
@@ -92,15 +77,11 @@ def train_job(job: Job) -> Path:
 
     # ---- model, adapter, optimizer
     events.emit("phase", phase="load", message=prepared.facts.source, done=0, total=0)
-    model = _load_model(prepared)
-    adapter = inject(
-        model.denoiser,
-        modules=prepared.family.lora_targets(model.denoiser, config.adapter.targets),
-        rank=config.adapter.rank,
-        alpha=concrete(config.adapter.alpha),
-        seed=config.train.seed,
-    )
-    optimizer = build_optimizer(adapter.parameters(), config.optimizer)
+    networks = _load_networks(prepared)
+    adapter = _inject(prepared, networks, job.state)
+    model = _model(prepared, networks)
+    groups = adapter.groups(config.optimizer)
+    optimizer = build_optimizer(groups, config.optimizer)
     scaler = torch.amp.GradScaler(model.device.type, enabled=config.train.precision == "fp16")
     start = _restore(
         job.state, adapter, optimizer, scaler, micro_batch=concrete(config.memory.micro_batch)
@@ -110,7 +91,7 @@ def train_job(job: Job) -> Path:
     feeder = _feeder(prepared, wanted, cache)
     training = Training(
         model=model,
-        parameters=adapter.parameters(),
+        parameters=[parameter for group in groups for parameter in group["params"]],
         optimizer=optimizer,
         learning_rate=learning_rate(config.optimizer, steps=concrete(config.train.steps)),
         scaler=scaler,
@@ -122,7 +103,7 @@ def train_job(job: Job) -> Path:
         events=events,
         actions=[
             _validation(job, wanted, feeder, model),
-            _samples(job, feeder.entries, model, adapter),
+            _samples(job, feeder.entries, model, networks, adapter),
             _saves(job, adapter, optimizer, scaler),
         ],
         stop=job.stop,
@@ -134,7 +115,7 @@ def train_job(job: Job) -> Path:
     # ---- export
     file = job.folder.path / final_export_name(job.folder.name)
     events.emit("phase", phase="export", message=file.name, done=0, total=0)
-    _export(job, adapter, file, end)
+    export(job, adapter, file, end)
     base_loss, last_loss = _validation_losses(job.folder)
     events.emit(
         "finished",
@@ -184,23 +165,28 @@ def _cache(prepared: Prepared, events: EventStream) -> Cache:
 
 
 def _fill_caches(job: Job, cache: Cache) -> Needs:
-    prepared, config = job.prepared, job.prepared.config
+    prepared, config, family = job.prepared, job.prepared.config, job.prepared.family
+    texts_as, device = _texts_as(prepared), _device(prepared)
     wanted = needs(
         (*prepared.trained, *prepared.held_out),
         prepared.placements,
         prompts=(*job.prompts, config.sampling.negative_prompt),
         facts=prepared.facts,
+        texts_as=texts_as,
+        geometry=partial(family.geometry_conditioning, prepared.facts),
         settings=config.data,
         seed=config.train.seed,
     )
+    text_dtype = DTYPES[concrete(config.memory.text_encoder_precision)]
     done = fill(
         wanted,
         cache,
         settings=config.data,
-        load_encoders=partial(
-            prepared.family.load_encoders, prepared.facts, device=_device(prepared)
+        load_image_encoder=partial(family.load_image_encoder, prepared.facts, device=device),
+        load_text_encoder=partial(
+            family.load_text_encoder, prepared.facts, dtype=text_dtype, device=device
         ),
-        max_tokens=prepared.facts.max_tokens,
+        texts_as=texts_as,
         events=job.events,
     )
     job.events.emit("cached", latents=done.latents, texts=done.texts, found=done.found)
@@ -208,20 +194,100 @@ def _fill_caches(job: Job, cache: Cache) -> Needs:
     return wanted
 
 
-def _load_model(prepared: Prepared) -> Model:
-    config, device = prepared.config, _device(prepared)
+def _texts_as(prepared: Prepared) -> TextEntries:
+    return TextEntries(
+        encoder_identity=prepared.facts.parts["text_encoder"].identity,
+        max_tokens=prepared.facts.max_tokens,
+        precision=concrete(prepared.config.memory.text_encoder_precision),
+        tokens_only=prepared.config.adapter.text_encoder,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Networks:
+    """What is on the device while training: the denoiser, text encoders trained along, an assistant."""
+
+    denoiser: nn.Module
+    text: TextEncoder | None
+    assistant: Assistant | None
+
+
+def _load_networks(prepared: Prepared) -> Networks:
+    config, device, family = prepared.config, _device(prepared), prepared.family
     precision = DTYPES[concrete(config.train.precision)]
-    denoiser = prepared.family.load_denoiser(prepared.facts, dtype=precision, device=device)
+    denoiser = family.load_denoiser(prepared.facts, dtype=precision, device=device)
     apply_attention(denoiser, concrete(config.memory.attention))
     if concrete(config.memory.gradient_checkpointing):
         denoiser.enable_gradient_checkpointing()  # type: ignore[operator]
-    return Model(
-        denoiser=denoiser,
-        predict=prepared.family.predict,
-        prediction=prepared.facts.prediction,
-        precision=precision,
-        device=device,
+    text = None
+    if config.adapter.text_encoder:
+        text = family.load_text_encoder(prepared.facts, dtype=precision, device=device)
+    return Networks(
+        denoiser=denoiser, text=text, assistant=_assistant(prepared, denoiser)
     )
+
+
+def _assistant(prepared: Prepared, denoiser: nn.Module) -> Assistant | None:
+    file = prepared.config.base.assistant
+    if file is None:
+        return None
+    names = file_names(prepared.family, {DENOISER: layer_names(denoiser)})
+    return attach(denoiser, read_tensors(Path(file).expanduser(), names=names))
+
+
+def _inject(prepared: Prepared, networks: Networks, state: TrainingState | None) -> Adapter:
+    config, family = prepared.config, prepared.family
+    inside: dict[str, nn.Module] = {DENOISER: networks.denoiser}
+    modules = {DENOISER: family.lora_targets(networks.denoiser, config.adapter.targets)}
+    if networks.text is not None:
+        inside |= networks.text.networks
+        modules |= {
+            name: family.text_targets(network) for name, network in networks.text.networks.items()
+        }
+    adapter = inject(
+        inside,
+        modules=modules,
+        settings=config.adapter,
+        alpha=_alpha(config),
+        seed=config.train.seed,
+        initial=state.adapter if state is not None else None,
+    )
+    if config.train.init_from is not None and state is None:
+        names = file_names(family, modules)
+        file = Path(config.train.init_from).expanduser()
+        adapter.load_tensors(read_tensors(file, names=names))
+    return adapter
+
+
+def _alpha(config: Config) -> float:
+    """Return alpha; OFT has none, which leaves its setting at auto."""
+    alpha = config.adapter.alpha
+    return float(config.adapter.rank) if alpha == "auto" else alpha
+
+
+def _model(prepared: Prepared, networks: Networks) -> Model:
+    return Model(
+        denoiser=networks.denoiser,
+        predict=prepared.family.predict,
+        embed=_embedding(networks.text),
+        prediction=prepared.facts.prediction,
+        precision=DTYPES[concrete(prepared.config.train.precision)],
+        device=_device(prepared),
+    )
+
+
+def _embedding(text: TextEncoder | None) -> Callable[[Conditioning], Conditioning]:
+    """Return what turns a batch's texts into conditioning: cached outputs as they are, tokens by running."""
+    if text is None:
+        return lambda conditioning: conditioning
+    names = frozenset(text.tokenize([""]))
+
+    def embed(conditioning: Conditioning) -> Conditioning:
+        tokens = {name: conditioning[name] for name in names}
+        told = {name: value for name, value in conditioning.items() if name not in names}
+        return {**text.embed(tokens), **told}
+
+    return embed
 
 
 def _restore(
@@ -250,10 +316,13 @@ def _feeder(prepared: Prepared, wanted: Needs, cache: Cache) -> Feeder:
     samples = [sample for record in prepared.trained for sample in record.sample_ids()]
     return Feeder(
         sources={sample: wanted.sources[sample] for sample in samples},
-        empty_text=prompt_key("", prepared.facts),
+        empty_text=_texts_as(prepared).key(""),
         entries=Entries(cache=cache),
-        signal=prepared.family.alphas_cumprod(prepared.facts),
+        levels=_levels(prepared),
         prediction=prepared.facts.prediction,
+        told=prepared.family.guidance_conditioning(
+            prepared.facts, guidance_scale=config.objective.guidance_scale
+        ),
         data=config.data,
         objective=config.objective,
         batch_size=config.train.batch_size,
@@ -261,31 +330,43 @@ def _feeder(prepared: Prepared, wanted: Needs, cache: Cache) -> Feeder:
     )
 
 
+def _levels(prepared: Prepared) -> Levels:
+    family, facts, settings = prepared.family, prepared.facts, prepared.config.objective
+    if facts.prediction != "flow":
+        return table_levels(family.alphas_cumprod(facts).tolist(), settings)
+    return flow_levels(
+        settings,
+        base_shift=lambda size: family.flow_shift(facts, width_px=size[0], height_px=size[1]),
+    )
+
+
 def _validation(job: Job, wanted: Needs, feeder: Feeder, model: Model) -> ValidateAction:
-    held_out = [(record.sample_ids()[0], wanted) for record in job.prepared.held_out]
-    last = len(feeder.signal)
-    timesteps = [int((k + 0.5) / VALIDATION_QUANTILES * last) for k in range(VALIDATION_QUANTILES)]
-    keys = [(sample, source.sources[sample]) for sample, source in held_out]
+    held_out = [record.sample_ids()[0] for record in job.prepared.held_out]
+    keys = [(sample, wanted.sources[sample]) for sample in held_out]
     return ValidateAction(
-        batches=feeder.validation(keys, timesteps) if keys else (),
+        batches=feeder.validation(keys, quantiles=VALIDATION_QUANTILES) if keys else (),
         model=model,
         every_steps=concrete(job.prepared.config.train.validate_every_steps),
         events=job.events,
     )
 
 
-def _samples(job: Job, entries: Entries, model: Model, adapter: Adapter) -> SampleAction:
+def _samples(
+    job: Job, entries: Entries, model: Model, networks: Networks, adapter: Adapter
+) -> SampleAction:
     prepared, config = job.prepared, job.prepared.config
-    side = concrete(config.data.resolution)
+    side, key = concrete(config.data.resolution), _texts_as(prepared).key
     return SampleAction(
         sampler=prepared.family.build_sampler(
             prepared.facts, denoiser=model.denoiser, device=model.device
         ),
         adapter=adapter,
+        without=networks.assistant.off if networks.assistant else nullcontext,
+        embed=model.embed,
         precision=DTYPES[config.output.precision],
         entries=entries,
-        prompts=[(prompt, prompt_key(prompt, prepared.facts)) for prompt in job.prompts],
-        negative=prompt_key(config.sampling.negative_prompt, prepared.facts),
+        prompts=[(prompt, key(prompt)) for prompt in job.prompts],
+        negative=key(config.sampling.negative_prompt),
         settings=config.sampling,
         every_steps=concrete(config.sampling.every_steps),
         size_px=(side, side),
@@ -302,9 +383,9 @@ def _saves(
     per_epoch = sum(record.repeats for record in job.prepared.trained)
     every_epochs = config.output.save_every_epochs
 
-    def export(progress: Progress) -> str:
+    def export_step(progress: Progress) -> str:
         file = job.folder.path / step_export_name(job.folder.name, step=progress.step)
-        _export(job, adapter, file, progress)
+        export(job, adapter, file, progress)
         prune_exports(job.folder.path, name=job.folder.name, keep_last=config.output.keep_last)
         return file.name
 
@@ -313,7 +394,7 @@ def _saves(
         adapter=adapter,
         optimizer=optimizer,
         scaler=scaler,
-        export=export,
+        export=export_step,
         last_step=concrete(config.train.steps),
         every_steps=concrete(config.output.save_every_steps),
         every_images=None if every_epochs is None else every_epochs * per_epoch,
@@ -336,49 +417,3 @@ def _asked(job: Job, name: str) -> Callable[[], bool]:
         return True
 
     return asked
-
-
-def _export(job: Job, adapter: Adapter, file: Path, progress: Progress) -> None:
-    config = job.prepared.config
-    write_export(
-        file,
-        adapter.tensors(),
-        family=job.prepared.family,
-        info=_export_info(job, adapter, progress),
-        format=config.output.format,
-        precision=config.output.precision,
-    )
-
-
-def _export_info(job: Job, adapter: Adapter, progress: Progress) -> ExportInfo:
-    prepared = job.prepared
-    settings: Mapping[str, Any] = flatten(prepared.config)
-    by_repeats: dict[int, list[str]] = {}
-    for record in prepared.trained:
-        by_repeats.setdefault(record.repeats, []).append(record.caption)
-    name = prepared.dataset.folder.resolve().name
-    return ExportInfo(
-        title=job.folder.name,
-        rank=adapter.rank,
-        alpha=adapter.alpha,
-        base_name=Path(prepared.facts.source).name,
-        base_identity=prepared.facts.parts["denoiser"].identity,
-        base_model_version=prepared.family.base_model_version,
-        architecture=prepared.family.modelspec_architecture,
-        prediction=prepared.facts.prediction,
-        settings=settings,
-        subsets=tuple(
-            SubsetSummary(
-                folder=name if len(by_repeats) == 1 else f"{repeats}_{name}",
-                repeats=repeats,
-                captions=tuple(captions),
-            )
-            for repeats, captions in by_repeats.items()
-        ),
-        buckets=bucket_counts(prepared.trained, prepared.placements),
-        step=progress.step,
-        images_seen=progress.images,
-        started_at_s=job.started_at_s,
-        saved_at_s=time.time(),
-        trigger=prepared.config.data.trigger,
-    )

@@ -215,7 +215,7 @@ def _table(title: str) -> Table:
 
 def _download(prepared: Prepared) -> str:
     facts = prepared.facts
-    if facts.path is not None:
+    if facts.layout is not None:
         return ""
     return f", not on this machine: {gib(facts.download_bytes)} to download"
 

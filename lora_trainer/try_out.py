@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from lora_trainer import families
-from lora_trainer.config import build_config
+from lora_trainer.config import BaseSettings, Config, SamplingSettings, build_config
 from lora_trainer.errors import InputError, RequestError
-from lora_trainer.model.load import describe, locate
+from lora_trainer.model.load import locate, with_choices
 from lora_trainer.output.adapter_file import read_adapter
 from lora_trainer.output.export import final_export_name
 from lora_trainer.run_folder import RUN_FILE, read_run
@@ -38,28 +38,35 @@ def make_images(
         raise RequestError(
             f"{file.name} does not say which base it was trained on", fix="name it with --base"
         )
+    settings = _base_settings(config, source)
     try:
-        locate(source, revision=config.base.revision if config else None)
+        facts = locate(settings)
     except InputError as error:
         if base is not None:
             raise
         # The file names its base without the folder, which is nobody else's business.
         raise InputError(error.found, fix="say where it is with --base") from None
-    facts = describe(source)
+    if config is not None:
+        zero = config.objective.zero_terminal_snr
+        facts = with_choices(facts, settings, zero_terminal_snr=None if zero == "auto" else zero)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    pipeline = families.family(facts.family).plain_pipeline(facts, device=device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    family = families.family(facts.family)
+    pipeline = family.plain_pipeline(facts, dtype=dtype, device=device)
     pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
+    pipeline.set_adapters(pipeline.get_active_adapters(), adapter_weights=strength)
+    sampling = config.sampling if config else SamplingSettings()
     trained_px = config.data.resolution if config else "auto"
     side_px = facts.resolution_px if trained_px == "auto" else trained_px
     output.mkdir(parents=True, exist_ok=True)
     written = []
     for index, prompt in enumerate(prompts):
         image = pipeline(
-            prompt,
+            **family.prompt_arguments(
+                prompt, sampling.negative_prompt, guidance_scale=sampling.guidance_scale
+            ),
             generator=torch.Generator().manual_seed(seed + index),
-            num_inference_steps=config.sampling.steps if config else 25,
-            guidance_scale=config.sampling.guidance_scale if config else 7.0,
-            cross_attention_kwargs={"scale": strength},
+            num_inference_steps=sampling.steps,
             width=side_px,
             height=side_px,
         ).images[0]
@@ -67,6 +74,12 @@ def make_images(
         image.save(target)
         written.append(target)
     return written
+
+
+def _base_settings(config: Config | None, source: str) -> BaseSettings:
+    """Return how the base is found: as the adapter's settings say, but for where it is."""
+    base = config.base if config is not None else BaseSettings()
+    return base.model_copy(update={"model": source, "vae": None, "companion": "auto"})
 
 
 def _adapter_of(run: Path) -> Path:

@@ -82,7 +82,7 @@ KILLS = {
     "after a state's rename": Kill("output.checkpoints:append_durably", 2, 4),
     "before pruning": Kill("output.checkpoints:_prune", 3, 6),
     "in pruning": Kill("output.checkpoints:remove_tree", 5, 6, after=True),
-    "before the final export": Kill("session:write_export", 3, 6),
+    "before the final export": Kill("exporting:write_export", 3, 6),
     "in the report": Kill("run:write_report", 1, 6),
 }
 

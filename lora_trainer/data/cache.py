@@ -35,7 +35,9 @@ from lora_trainer.files import (
     write_atomic,
 )
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+DTYPES = (np.float32, np.int64)
+"""Numbers of the encoders, and tokens and masks."""
 """Part of every key: raise it when decoding, cutting or the layout of entries changes."""
 DAMAGED_FOLDER = "damaged"
 # One metadata key holding JSON: safetensors writes several keys in random order, and equal entries
@@ -90,11 +92,15 @@ def latent_key(
     return CacheKey(kind="latents", fields=fields)
 
 
-def text_key(*, text: str, encoder_identity: str, max_tokens: int) -> CacheKey:
-    """Return the key of one text's embeddings."""
-    return CacheKey(
-        kind="text", fields={"text": text, "encoder": encoder_identity, "max_tokens": max_tokens}
-    )
+def text_key(*, text: str, encoder_identity: str, max_tokens: int, content: str) -> CacheKey:
+    """Return the key of one text's entry; `content` is "tokens", or the dtype that embedded it."""
+    fields: dict[str, str | int] = {
+        "text": text,
+        "encoder": encoder_identity,
+        "max_tokens": max_tokens,
+        "content": content,
+    }
+    return CacheKey(kind="text", fields=fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +138,8 @@ class Cache:
         """Say whether the entry is there and whole; a damaged one is treated as by `read`."""
         return self.read(key) is not None
 
-    def write(self, key: CacheKey, arrays: Mapping[str, NDArray[np.float32]]) -> None:
-        """Store float32 arrays under `key`; raises MachineError, TypeError for another dtype."""
+    def write(self, key: CacheKey, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Store float32 and int64 arrays; raises MachineError, TypeError for another dtype."""
         data = _build(key, arrays)
         path = self.path(key)
         if not path.parent.is_dir():
@@ -214,10 +220,10 @@ def _canonical(value: Any) -> str:
     )
 
 
-def _build(key: CacheKey, arrays: Mapping[str, NDArray[np.float32]]) -> bytes:
-    wrong = {name: str(array.dtype) for name, array in arrays.items() if array.dtype != np.float32}
+def _build(key: CacheKey, arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    wrong = {name: str(array.dtype) for name, array in arrays.items() if array.dtype not in DTYPES}
     if wrong or not arrays:
-        raise TypeError(f"cache entries are float32 arrays, got {wrong or 'none'}")
+        raise TypeError(f"cache entries are float32 or int64 arrays, got {wrong or 'none'}")
     # safetensors reads the memory behind a transposed array as if it were in order.
     ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     header = {

@@ -1,8 +1,9 @@
 """Fill the caches: every latent and text embedding a run needs, each encoded at most once ever.
 
-Entries are named by content, so this finds what is missing, loads the encoders only if something is,
-encodes one item at a time (the batch an item shares would change its last bits, and with them what a
-restarted caching gives) and drops the encoders before the denoiser is loaded.
+Entries are named by content, so this finds what is missing, loads an encoder only if something of
+its kind is, encodes one item at a time (the batch an item shares would change its last bits, and with
+them what a restarted caching gives) and drops it before the next network is loaded. Where the text
+encoders are trained along, a text's entry is its tokens.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from lora_trainer.config import DataSettings
+from lora_trainer.config import DataSettings, Precision
 from lora_trainer.data.buckets import Placement, cut
 from lora_trainer.data.cache import Cache, CacheKey, latent_key, text_key
 from lora_trainer.data.captions import variants
@@ -23,7 +25,13 @@ from lora_trainer.data.loader import Source
 from lora_trainer.data.scan import ImageRecord
 from lora_trainer.errors import InputError
 from lora_trainer.events import EventStream
-from lora_trainer.families.base import BaseFacts, Encoders
+from lora_trainer.families.base import (
+    BaseFacts,
+    Conditioning,
+    Geometry,
+    ImageEncoder,
+    TextEncoder,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +58,30 @@ class Needs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextEntries:
+    """What an entry of a text holds: embeddings made in a dtype, or tokens where encoders are trained."""
+
+    encoder_identity: str
+    max_tokens: int
+    precision: Precision
+    tokens_only: bool
+
+    def key(self, text: str) -> CacheKey:
+        """Return the name of a text's entry."""
+        return text_key(
+            text=text,
+            encoder_identity=self.encoder_identity,
+            max_tokens=self.max_tokens,
+            content="tokens" if self.tokens_only else self.precision,
+        )
+
+    def encode(self, text: str, encoder: TextEncoder) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the entry of a text."""
+        found = encoder.tokenize([text]) if self.tokens_only else encoder.encode_prompts([text])
+        return {name: tensor.numpy() for name, tensor in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Encoded:
     """What filling the caches cost: entries encoded now, and entries found."""
 
@@ -64,43 +96,40 @@ def needs(
     *,
     prompts: Iterable[str],
     facts: BaseFacts,
+    texts_as: TextEntries,
+    geometry: Callable[[Geometry], Conditioning],
     settings: DataSettings,
     seed: int,
 ) -> Needs:
-    """List the entries for these records and for `prompts` (sampling; the empty text is always in)."""
+    """List the entries for these records and for `prompts` (sampling; the empty text is always in).
+
+    `geometry` gives what the denoiser is told about an image's crop.
+    """
     latents: dict[str, LatentJob] = {}
     texts: dict[str, tuple[str, CacheKey]] = {}
     sources: dict[str, Source] = {}
     for record in records:
+        placement = placements[record.name]
         jobs = [
-            _latent_job(record, placements[record.name], flip, facts, settings)
-            for flip in _flips(settings)
+            _latent_job(record, placement, flip, facts, settings) for flip in _flips(settings)
         ]
-        keys = [
-            _text(text, facts) for text in variants(record.caption, settings=settings, seed=seed)
-        ]
+        written = variants(record.caption, settings=settings, seed=seed)
+        keys = [(text, texts_as.key(text)) for text in written]
         latents |= {job.key.digest: job for job in jobs}
         texts |= {key.digest: (text, key) for text, key in keys}
         source = Source(
             plain=jobs[0].key,
             mirrored=jobs[1].key if len(jobs) > 1 else None,
             texts=tuple(key for _, key in keys),
+            size_px=(placement.bucket.width_px, placement.bucket.height_px),
+            geometry=geometry(_geometry(record, placement)),
         )
         sources |= dict.fromkeys(record.sample_ids(), source)
-    extra = [_text(text, facts) for text in ("", *prompts)]
+    extra = [(text, texts_as.key(text)) for text in ("", *prompts)]
     return Needs(
         latents=latents,
         texts=texts | {key.digest: (text, key) for text, key in extra},
         sources=sources,
-    )
-
-
-def prompt_key(text: str, facts: BaseFacts) -> CacheKey:
-    """Return the key of a text's embedding under this base's text encoder."""
-    return text_key(
-        text=text,
-        encoder_identity=facts.parts["text_encoder"].identity,
-        max_tokens=facts.max_tokens,
     )
 
 
@@ -109,8 +138,9 @@ def fill(
     cache: Cache,
     *,
     settings: DataSettings,
-    load_encoders: Callable[[], Encoders],
-    max_tokens: int,
+    load_image_encoder: Callable[[], ImageEncoder],
+    load_text_encoder: Callable[[], TextEncoder],
+    texts_as: TextEntries,
     events: EventStream,
 ) -> Encoded:
     """Encode what is missing or damaged; raises InputError for an image that changed or will not encode."""
@@ -121,27 +151,40 @@ def fill(
     events.emit(
         "phase", phase="cache", message=f"{found} cached, {total} to encode", done=0, total=total
     )
-    if total:
-        encoders = load_encoders()
+    if latents:
+        image_encoder = load_image_encoder()
         for done, job in enumerate(latents, start=1):
-            cache.write(job.key, _encode_image(job, encoders, settings))
+            cache.write(job.key, _encode_image(job, image_encoder, settings))
             events.emit("phase", phase="cache", message=job.record.name, done=done, total=total)
+        del image_encoder
+        _free_device_memory()
+    if texts:
+        text_encoder = load_text_encoder()
         for done, (text, key) in enumerate(texts, start=len(latents) + 1):
-            cache.write(key, _encode_text(text, encoders, max_tokens, events))
+            _say_if_cut(text, text_encoder, texts_as, events)
+            cache.write(key, texts_as.encode(text, text_encoder))
             events.emit("phase", phase="cache", message="captions", done=done, total=total)
-        del encoders
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        del text_encoder
+        _free_device_memory()
     return Encoded(latents=len(latents), texts=len(texts), found=found)
+
+
+def _free_device_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _flips(settings: DataSettings) -> tuple[bool, ...]:
     return (False, True) if settings.flip else (False,)
 
 
-def _text(text: str, facts: BaseFacts) -> tuple[str, CacheKey]:
-    return text, prompt_key(text, facts)
+def _geometry(record: ImageRecord, placement: Placement) -> Geometry:
+    return Geometry(
+        original_px=(record.width_px, record.height_px),
+        corner_px=(placement.left_px, placement.top_px),
+        target_px=(placement.bucket.width_px, placement.bucket.height_px),
+    )
 
 
 def _latent_job(
@@ -158,8 +201,8 @@ def _latent_job(
 
 
 def _encode_image(
-    job: LatentJob, encoders: Encoders, settings: DataSettings
-) -> dict[str, np.ndarray]:
+    job: LatentJob, encoder: ImageEncoder, settings: DataSettings
+) -> dict[str, np.ndarray[Any, Any]]:
     image = cut(
         decode(job.record.path, settings=settings, content_hash=job.record.content_hash).image,
         job.placement,
@@ -169,16 +212,16 @@ def _encode_image(
         torch.from_numpy(np.array(image, dtype=np.float32)).permute(2, 0, 1)[None] / 127.5 - 1.0
     )
     try:
-        (latent,) = encoders.encode_images(pixels)
+        (latent,) = encoder.encode_images(pixels)
     except InputError as error:
         raise InputError(f"{job.record.name}: {error.found}", fix=error.fix) from None
     return {"mean": latent.mean.numpy(), "std": latent.std.numpy()}
 
 
-def _encode_text(
-    text: str, encoders: Encoders, max_tokens: int, events: EventStream
-) -> dict[str, np.ndarray]:
-    room, tokens = max_tokens - 2, encoders.count_tokens(text)
+def _say_if_cut(
+    text: str, encoder: TextEncoder, texts_as: TextEntries, events: EventStream
+) -> None:
+    room, tokens = texts_as.max_tokens - 2, encoder.count_tokens(text)
     if tokens > room:
         events.problem(
             f"a caption has {tokens} tokens, {room} are used: {text[:60]!r}...",
@@ -186,4 +229,3 @@ def _encode_text(
             severity="note",
             code="CAP-03",
         )
-    return {name: tensor.numpy() for name, tensor in encoders.encode_prompts([text]).items()}

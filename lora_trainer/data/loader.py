@@ -21,8 +21,9 @@ from lora_trainer.config import DataSettings, ObjectiveSettings
 from lora_trainer.data.cache import Cache, CacheKey
 from lora_trainer.data.captions import is_dropped, variant_of
 from lora_trainer.errors import MachineError
-from lora_trainer.families.base import Prediction
-from lora_trainer.randomness import Stream, draw_choice, draw_seed, draw_uniform, shuffled
+from lora_trainer.families.base import Conditioning, Prediction
+from lora_trainer.randomness import Stream, draw_seed, draw_uniform, shuffled
+from lora_trainer.train.levels import Level, Levels
 from lora_trainer.train.objective import draw_noise, min_snr_weight
 
 RESIDENT_LIMIT_BYTES = 1 << 30  # entries kept in RAM; a small dataset is read from disk once
@@ -30,24 +31,28 @@ RESIDENT_LIMIT_BYTES = 1 << 30  # entries kept in RAM; a small dataset is read f
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a sample's tensors are: its latent as is and mirrored (or None), one text entry per variant."""
+    """Where a sample's tensors are: its latent as is and mirrored (or None), one text entry per variant.
+
+    `size_px` is (width, height) of its bucket, `geometry` what the denoiser is told about its crop.
+    """
 
     plain: CacheKey
     mirrored: CacheKey | None
     texts: tuple[CacheKey, ...]
+    size_px: tuple[int, int]
+    geometry: Conditioning
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """One sample ready for the device, all float32: latents and noise [C, H, W], the rest scalars."""
+    """One sample ready for the device: latents and noise float32 [C, H, W], conditioning of batch 1."""
 
     sample: str
     latents: Tensor
     noise: Tensor
-    timestep: int
-    signal: float
+    level: Level
     weight: float
-    conditioning: Mapping[str, Tensor]
+    conditioning: Conditioning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +71,9 @@ class MicroBatch:
     latents: Tensor
     noise: Tensor
     timesteps: Tensor
-    signal: Tensor
-    conditioning: Mapping[str, Tensor]
+    alpha: Tensor
+    sigma: Tensor
+    conditioning: Conditioning
 
 
 @dataclass(kw_only=True)
@@ -99,13 +105,14 @@ class Entries:
 
 @dataclass(frozen=True, kw_only=True)
 class Feeder:
-    """Prepares steps. `sources` maps sample ids to cache entries, `signal` is alpha-bar per timestep."""
+    """Prepares steps. `sources` maps sample ids to cache entries; `told` is conditioning all samples share."""
 
     sources: Mapping[str, Source]
     empty_text: CacheKey
     entries: Entries
-    signal: Tensor
+    levels: Levels
     prediction: Prediction
+    told: Conditioning
     data: DataSettings
     objective: ObjectiveSettings
     batch_size: int
@@ -142,27 +149,30 @@ class Feeder:
             octaves=self.objective.multires_noise_iterations,
             discount=self.objective.multires_noise_discount,
         )
-        low, high = self.objective.min_timestep, self.objective.max_timestep
-        timestep = low + draw_choice(high - low + 1, self.seed, Stream.TIMESTEP, *here)
-        return self._assemble(sample, latents, noise, timestep, self._text(source, epoch, sample))
+        uniform = draw_uniform(self.seed, Stream.TIMESTEP, *here)
+        level = self.levels.draw(uniform, size_px=source.size_px)
+        return self._assemble(sample, source, latents, noise, level, self._text(source, *here))
 
     def validation(
-        self, keys: Sequence[tuple[str, Source]], timesteps: Sequence[int]
+        self, keys: Sequence[tuple[str, Source]], *, quantiles: int
     ) -> list[StepBatch]:
-        """Return the held-out samples at each timestep, with fixed noise, plain latents and captions."""
+        """Return the held-out samples at each quantile of the timesteps, with fixed noise and captions."""
         batches = []
-        for timestep in timesteps:
+        for quantile in range(quantiles):
+            fraction = (quantile + 0.5) / quantiles
             samples = []
             for sample, source in keys:
                 mean = self.entries.read(source.plain)["mean"]
-                generator = self._generator(Stream.VALIDATION_NOISE, sample, timestep)
-                noise = torch.randn(mean.shape, generator=generator)
-                samples.append(
-                    self._assemble(
-                        sample, mean, noise, timestep, self.entries.read(source.texts[0])
-                    )
+                level = self.levels.at(fraction, size_px=source.size_px)
+                name = (sample, int(level.timestep))
+                noise = torch.randn(
+                    mean.shape, generator=self._generator(Stream.VALIDATION_NOISE, *name)
                 )
-            batches.append(StepBatch(step=timestep, samples=tuple(samples), epoch=0.0))
+                text = self.entries.read(source.texts[0])
+                samples.append(self._assemble(sample, source, mean, noise, level, text))
+            batches.append(
+                StepBatch(step=int(samples[0].level.timestep), samples=tuple(samples), epoch=0.0)
+            )
         return batches
 
     @contextmanager
@@ -207,26 +217,29 @@ class Feeder:
     def _assemble(
         self,
         sample: str,
+        source: Source,
         latents: Tensor,
         noise: Tensor,
-        timestep: int,
-        conditioning: Mapping[str, Tensor],
+        level: Level,
+        text: Conditioning,
     ) -> Prepared:
-        signal = self.signal[timestep]
-        weight = min_snr_weight(
-            signal, gamma=self.objective.min_snr_gamma, prediction=self.prediction
-        )
         return Prepared(
             sample=sample,
             latents=latents,
             noise=noise,
-            timestep=timestep,
-            signal=float(signal),
-            weight=float(weight),
-            conditioning=conditioning,
+            level=level,
+            weight=self._weight(level),
+            conditioning={**text, **source.geometry, **self.told},
         )
 
-    def _text(self, source: Source, epoch: int, sample: str) -> Mapping[str, Tensor]:
+    def _weight(self, level: Level) -> float:
+        if level.signal is None:
+            return 1.0
+        signal = torch.tensor(level.signal, dtype=torch.float64)
+        gamma = self.objective.min_snr_gamma
+        return float(min_snr_weight(signal, gamma=gamma, prediction=self.prediction))
+
+    def _text(self, source: Source, epoch: int, sample: str) -> Conditioning:
         if is_dropped(sample, fraction=self.data.caption_dropout, seed=self.seed, epoch=epoch):
             return self.entries.read(self.empty_text)
         return self.entries.read(
@@ -261,22 +274,42 @@ def micro_batches(batch: StepBatch, *, cap: int) -> list[tuple[Prepared, ...]]:
 def to_device(
     samples: Sequence[Prepared], *, device: torch.device, dtype: torch.dtype
 ) -> MicroBatch:
-    """Stack samples of one shape on the device; conditioning in `dtype`, the rest float32."""
+    """Stack samples of one shape on the device; floating conditioning in `dtype`, the rest as it is."""
 
-    def move(tensors: Sequence[Tensor]) -> Tensor:
-        stacked = torch.stack(list(tensors))
+    def move(stacked: Tensor) -> Tensor:
         if device.type == "cuda":
             stacked = stacked.pin_memory()
         return stacked.to(device, non_blocking=True)
 
-    names = samples[0].conditioning
+    def scalars(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, device=device)
+
+    levels = [sample.level for sample in samples]
+    stacked = {
+        name: move(_padded([sample.conditioning[name] for sample in samples]))
+        for name in samples[0].conditioning
+    }
     return MicroBatch(
-        latents=move([sample.latents for sample in samples]),
-        noise=move([sample.noise for sample in samples]),
-        timesteps=torch.tensor([sample.timestep for sample in samples], device=device),
-        signal=torch.tensor([sample.signal for sample in samples], device=device),
+        latents=move(torch.stack([sample.latents for sample in samples])),
+        noise=move(torch.stack([sample.noise for sample in samples])),
+        timesteps=scalars([level.timestep for level in levels]),
+        alpha=scalars([level.alpha for level in levels]),
+        sigma=scalars([level.sigma for level in levels]),
         conditioning={
-            name: move([sample.conditioning[name][0] for sample in samples]).to(dtype)
-            for name in names
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in stacked.items()
         },
     )
+
+
+def _padded(tensors: Sequence[Tensor]) -> Tensor:
+    """Join tensors of batch 1; texts of several lengths get zeros on dimension 1, as their masks do."""
+    longest = max(tensor.shape[1] for tensor in tensors) if tensors[0].dim() > 1 else 0
+    return torch.cat([_lengthened(tensor, longest) for tensor in tensors])
+
+
+def _lengthened(tensor: Tensor, length: int) -> Tensor:
+    if tensor.dim() < 2 or tensor.shape[1] == length:
+        return tensor
+    padding = tensor.new_zeros(1, length - tensor.shape[1], *tensor.shape[2:])
+    return torch.cat([tensor, padding], dim=1)

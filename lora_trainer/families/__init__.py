@@ -6,10 +6,18 @@ import importlib
 from pathlib import Path
 
 from lora_trainer.errors import InputError
-from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.families.base import BaseFacts, Family, Header, Part
 
 MODULES = {
     "sd15": "lora_trainer.families.sd15",
+    "sd2": "lora_trainer.families.sd2",
+    "sdxl": "lora_trainer.families.sdxl",
+    "sd3": "lora_trainer.families.sd3",
+    "flux": "lora_trainer.families.flux",
+    "flux2": "lora_trainer.families.flux2",
+    "chroma": "lora_trainer.families.chroma",
+    "zimage": "lora_trainer.families.zimage",
+    "qwen": "lora_trainer.families.qwen",
 }
 DEFAULT_FAMILY = "sd15"
 
@@ -34,5 +42,14 @@ def detect(folder: Path) -> Family:
     inside = sorted(path.name for path in folder.iterdir())[:8] if folder.is_dir() else []
     raise InputError(
         f"{folder} is not a base model of a supported family ({', '.join(MODULES)}); it holds {inside or 'nothing'}",
-        fix="give a diffusers folder (model_index.json, unet/, vae/, text_encoder/, tokenizer/, scheduler/)",
+        fix="give a diffusers folder (with model_index.json) or a .safetensors checkpoint",
     )
+
+
+def detect_file(header: Header) -> tuple[Family, frozenset[Part]] | None:
+    """Return the family of a single-file checkpoint with a denoiser, and the parts it holds."""
+    for name in MODULES:
+        parts = family(name).detect_file(header)
+        if "denoiser" in parts:
+            return family(name), parts
+    return None

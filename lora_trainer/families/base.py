@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,12 +21,43 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor, nn
 
-Prediction = Literal["epsilon", "v_prediction"]
+Prediction = Literal["epsilon", "v_prediction", "flow"]
+Part = Literal["denoiser", "vae", "text_encoder"]
+PARTS: tuple[Part, ...] = ("denoiser", "vae", "text_encoder")
+"""`text_encoder` is everything that turns a prompt into conditioning: all encoders and tokenizers."""
+FileFormat = Literal["kohya", "diffusers", "comfyui"]
+DENOISER = "denoiser"
+"""Component name of the denoiser in adapter keys; text encoders are `text_encoder`, `text_encoder_2`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """One tensor of a safetensors header: dtype as written there (`F16`, `BF16`, ...) and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Header = Mapping[str, TensorInfo]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where the parts of a base lie on this machine.
+
+    `folder` is a diffusers folder: configs, tokenizers, scheduler, and the weights of every part that
+    has no entry in `files`. `files` names a `.safetensors` checkpoint (all parts or one), or a folder
+    with a part's own config.json and weights, that is used instead: a checkpoint from ComfyUI, a
+    separate VAE.
+    """
+
+    folder: Path
+    files: Mapping[Part, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartFacts:
-    """One network of a base model: parameter count, and the hash of weights and config ("" if not on disk)."""
+    """One part of a base model: parameter count, and the hash of weights and config ("" if not on disk)."""
 
     parameters: int
     identity: str = ""
@@ -36,14 +67,16 @@ class PartFacts:
 class BaseFacts:
     """What is known about a base model without loading a weight.
 
-    `source` is what the user wrote, `path` the local diffusers folder (None: known by name only,
-    not downloaded). `parts` holds `denoiser`, `vae` and `text_encoder`; `architecture` is the
-    denoiser's configuration as diffusers writes it.
+    `source` is what the user wrote, `layout` where it is (None: known by name only, not downloaded).
+    `parts` has an entry per `PARTS`; `architecture` is the denoiser's configuration as diffusers
+    writes it, `scheduler` the scheduler's. `variant` names the release within the family where
+    that matters ("medium", "schnell"); `distilled` bases lose their few-step ability in training.
+    `zero_terminal_snr` says that the last training timestep is pure noise.
     """
 
     family: str
     source: str
-    path: Path | None
+    layout: Layout | None
     resolution_px: int
     bucket_step_px: int
     latent_channels: int
@@ -52,7 +85,30 @@ class BaseFacts:
     prediction: Prediction
     parts: Mapping[str, PartFacts]
     architecture: Mapping[str, Any]
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    variant: str = ""
+    distilled: bool = False
+    zero_terminal_snr: bool = False
     download_bytes: int = 0
+
+    @property
+    def located(self) -> Layout:
+        """The layout of a base that is on this machine; a base known by name only is a bug here."""
+        if self.layout is None:
+            raise AssertionError(f"{self.source} is known by name only; locate it before loading")
+        return self.layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """How an image became its bucket, in pixels: size as scaled, crop corner in that, size trained.
+
+    `original_px` is (width, height) before scaling; `corner_px` (left, top); `target_px` the bucket.
+    """
+
+    original_px: tuple[int, int]
+    corner_px: tuple[int, int]
+    target_px: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,23 +120,49 @@ class Latents:
 
 
 Conditioning = Mapping[str, "Tensor"]
-"""Named text-encoder outputs; each tensor's first dimension is the batch."""
+"""Named tensors beside the noisy latents; each tensor's first dimension is the batch.
+
+A family with texts of varying length returns them unpadded for a single prompt, with a
+`text_mask` of ones [1, length]; batches are padded with zeros on dimension 1 to the longest.
+"""
 
 
-class Encoders(ABC):
-    """The parts that are needed while caching only, on one device; dropped before the denoiser loads."""
+class ImageEncoder(ABC):
+    """The VAE, needed while caching only."""
 
     @abstractmethod
     def encode_images(self, pixels: Tensor) -> list[Latents]:
         """Encode float32 [B, 3, H, W] in [-1, 1]; raises InputError when a latent is not finite."""
 
+
+class TextEncoder(ABC):
+    """Tokenizers and text networks on one device, needed while caching, or trained along."""
+
+    networks: Mapping[str, nn.Module]
+    """Component name ("text_encoder", "text_encoder_2") -> network, in the family's order."""
+
     @abstractmethod
-    def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
-        """Encode texts to float32 tensors whose first dimension is len(prompts)."""
+    def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return what the networks read, int64 [B, ...] by name, on the CPU; truncated to their limits."""
+
+    @abstractmethod
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        """Run the networks on what `tokenize` gave, with gradients where they are enabled; on the device."""
 
     @abstractmethod
     def count_tokens(self, prompt: str) -> int:
         """Return the tokens of `prompt` before truncation, special tokens excepted."""
+
+    def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
+        """Encode texts to float32 (masks: int64) tensors on the CPU, without gradients."""
+        import torch
+
+        with torch.no_grad():
+            found = self.embed(self.tokenize(prompts))
+        return {
+            name: (tensor.float() if tensor.is_floating_point() else tensor).cpu()
+            for name, tensor in found.items()
+        }
 
 
 class Sampler(ABC):
@@ -105,11 +187,15 @@ class Family(ABC):
 
     name: str
     default_source: str
-    """Hub id offered on a GPU when no base is named."""
-    base_model_version: str
-    """kohya's `ss_base_model_version`, which A1111 and Forge read."""
-    modelspec_architecture: str
-    """`modelspec.architecture` of an adapter (ModelSpec 1.0.1)."""
+    """Hub id offered on a GPU when no base is named, and the companion of single-file checkpoints."""
+    file_formats: tuple[FileFormat, ...]
+    """Key formats its adapters can be written in, the most widely read first (`output.format=auto`)."""
+    refused_formats: Mapping[FileFormat, str]
+    """Why each other format is refused: who could not read it, and what to use."""
+    trainable_text: bool = False
+    """Whether its text encoders can be trained along."""
+
+    # ---- facts, without torch
 
     @abstractmethod
     def known(self, source: str) -> BaseFacts | None:
@@ -120,24 +206,49 @@ class Family(ABC):
         """Say whether a diffusers folder is of this family, from its JSON files alone."""
 
     @abstractmethod
-    def facts(self, folder: Path, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
+    def detect_file(self, header: Header) -> frozenset[Part]:
+        """Return the parts a single-file checkpoint of this family holds; empty: not of this family."""
+
+    @abstractmethod
+    def facts(
+        self, layout: Layout, *, source: str, identities: Mapping[str, str]
+    ) -> BaseFacts:
         """Read facts from configs and safetensors headers; raises InputError naming a missing part."""
 
     @abstractmethod
-    def parts(self, folder: Path) -> Mapping[str, tuple[Path, ...]]:
-        """Return the files that make the identity of `denoiser`, `vae` and `text_encoder`."""
+    def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
+        """Return the files that make the identity of each of `PARTS`."""
 
     @abstractmethod
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         """Return memory and FLOPs of training on one sample, from the architecture alone."""
 
     @abstractmethod
-    def adapter_parameters(self, facts: BaseFacts, *, rank: int, targets: Targets) -> int:
-        """Return how many parameters an adapter of this rank has."""
+    def adapter_shapes(self, facts: BaseFacts, *, targets: Targets) -> Mapping[str, tuple[int, ...]]:
+        """Return (fan_in, out) of each denoiser module that gets an adapter, in module order.
+
+        `fan_in` counts the kernel; where that has more than one element, its size comes third.
+        """
 
     @abstractmethod
-    def load_encoders(self, facts: BaseFacts, *, device: torch.device) -> Encoders:
-        """Load VAE and text encoder in float32, frozen."""
+    def base_model_version(self, facts: BaseFacts) -> str:
+        """Return kohya's `ss_base_model_version`, which A1111, Forge and model managers read."""
+
+    @abstractmethod
+    def modelspec_architecture(self, facts: BaseFacts) -> str:
+        """Return `modelspec.architecture` of an adapter (ModelSpec 1.0.1)."""
+
+    # ---- networks
+
+    @abstractmethod
+    def load_image_encoder(self, facts: BaseFacts, *, device: torch.device) -> ImageEncoder:
+        """Load the VAE in float32, frozen; in fp16 some overflow."""
+
+    @abstractmethod
+    def load_text_encoder(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> TextEncoder:
+        """Load tokenizers and text networks in `dtype`, frozen."""
 
     @abstractmethod
     def load_denoiser(
@@ -146,26 +257,55 @@ class Family(ABC):
         """Load the denoiser frozen, in `dtype`."""
 
     @abstractmethod
+    def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
+        """Build the denoiser from its configuration, weights undefined; call under a `meta` device."""
+
+    # ---- training
+
     def alphas_cumprod(self, facts: BaseFacts) -> Tensor:
         """Return the cumulative signal level of every training timestep, float64 [timesteps]."""
+        raise AssertionError(f"{self.name} is trained by flow matching: it has no such levels")
+
+    def flow_shift(self, facts: BaseFacts, *, width_px: int, height_px: int) -> float:
+        """Return s of sigma' = s sigma / (1 + (s - 1) sigma) that the base's own sampler uses at this size."""
+        raise AssertionError(f"{self.name} is no flow-matching family")
+
+    def geometry_conditioning(self, facts: BaseFacts, geometry: Geometry) -> Conditioning:
+        """Return what the denoiser is told about the image's geometry, batch 1; most are told nothing."""
+        return {}
+
+    def guidance_conditioning(self, facts: BaseFacts, *, guidance_scale: float) -> Conditioning:
+        """Return the guidance embedding's input where the base has one, batch 1 (float32 [1])."""
+        return {}
 
     @abstractmethod
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """One forward pass: [B, C, H, W] and int64 [B] -> prediction of the same shape."""
+        """One forward pass: [B, C, H, W] -> prediction of the same shape.
+
+        `timesteps` is int64 [B] in [0, 999] for epsilon and v, float32 [B] = 1000 sigma for flow.
+        """
 
     @abstractmethod
     def lora_targets(self, denoiser: nn.Module, targets: Targets) -> list[str]:
         """Return the full module names that get an adapter, in module order."""
 
-    @abstractmethod
-    def kohya_module(self, module: str) -> str:
-        """Return the kohya/ComfyUI name of denoiser module `module` (`lora_unet_...`)."""
+    def text_targets(self, network: nn.Module) -> list[str]:
+        """Return the module names of a text network that get an adapter, in module order."""
+        raise AssertionError(f"{self.name} does not train its text encoders")
+
+    # ---- files
 
     @abstractmethod
-    def diffusers_module(self, module: str) -> str:
-        """Return the diffusers name of denoiser module `module` (`unet....`)."""
+    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+        """Return the name of a module in a file of that format, of `file_formats`.
+
+        `component` is `denoiser`, `text_encoder`, ...; `module` the name in the network that
+        `load_denoiser` or `load_text_encoder` gives.
+        """
+
+    # ---- images
 
     @abstractmethod
     def build_sampler(
@@ -173,6 +313,14 @@ class Family(ABC):
     ) -> Sampler:
         """Return a sampler around a denoiser that is on `device`; the VAE is moved there only for an image."""
 
+    def prompt_arguments(
+        self, prompt: str, negative: str, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        """Return the plain pipeline's arguments with which it draws what the sampler draws."""
+        return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": guidance_scale}
+
     @abstractmethod
-    def plain_pipeline(self, facts: BaseFacts, *, device: torch.device) -> DiffusionPipeline:
-        """Return diffusers' own text-to-image pipeline in float32, untouched, as any other program would load it."""
+    def plain_pipeline(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> DiffusionPipeline:
+        """Return diffusers' own text-to-image pipeline in `dtype` (VAE float32), as any other program would load it."""

@@ -27,7 +27,10 @@ TARGET_GROUPS: Mapping[Targets, frozenset[Group]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """How one sample is trained; `element_bytes` is the size of the base's dtype."""
+    """How one sample is trained; `element_bytes` is the size of the base's dtype.
+
+    `micro_batch` samples go through the network together: some views of one sample are copies of several.
+    """
 
     height_px: int
     width_px: int
@@ -35,11 +38,12 @@ class Workload:
     rank: int
     targets: Targets
     checkpointing: bool
+    micro_batch: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCost:
-    """Cost of training on one sample; everything but `kernels` scales with the micro-batch.
+    """Cost of training on one sample; everything but `kernels` is to be multiplied by the micro-batch.
 
     `saved_bytes` are alive between forward and backward; `adapter_saved_bytes` of them are fp32
     copies for the adapter. `temporary_bytes` is what the step's peak needs beyond them,

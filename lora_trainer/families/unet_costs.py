@@ -39,6 +39,7 @@ DEFAULTS: Mapping[str, Any] = {
     "time_embedding_dim": None,
     "conv_in_kernel": 3,
     "conv_out_kernel": 3,
+    "addition_embed_type": None,
 }
 # Any other value in these keys changes the network in a way the walk does not know.
 REQUIRED: Mapping[str, Any] = {
@@ -49,7 +50,6 @@ REQUIRED: Mapping[str, Any] = {
     "encoder_hid_dim_type": None,
     "class_embed_type": None,
     "num_class_embeds": None,
-    "addition_embed_type": None,
     "resnet_time_scale_shift": "default",
     "time_embedding_type": "positional",
     "time_cond_proj_dim": None,
@@ -63,14 +63,16 @@ WITH_ATTENTION = {
     "CrossAttnUpBlock2D": True,
     "UpBlock2D": False,
 }
+TIME_IDS = 6
+"""Numbers beside the text that `text_time` embeds: original size, crop corner, target size."""
 CONDITIONING_BYTES = 4
 
 
 def layers(architecture: Mapping[str, Any]) -> tuple[Layer, ...]:
     """Return every module that has weights, named as in diffusers, in the order they run."""
     tape = Tape(element_bytes=4)
-    side = 2 ** len(_read(architecture).channels)
-    walk(_read(architecture), tape, sample=Shape(side, side), text_tokens=1)
+    side = 2 ** len(read_unet(architecture).channels)
+    walk(read_unet(architecture), tape, sample=Shape(side, side), text_tokens=1)
     return tuple(tape.layers)
 
 
@@ -100,18 +102,19 @@ def sample_cost(
 
     Raises InputError for a network the walk does not know.
     """
-    unet = _read(architecture)
+    unet = read_unet(architecture)
     tape = Tape(element_bytes=workload.element_bytes, rank=workload.rank, targets=workload.targets)
     sample = Shape(workload.height_px // vae_factor, workload.width_px // vae_factor)
     walk(unet, tape, sample=sample, text_tokens=text_tokens)
     return cost_of(
         tape,
         checkpointing=workload.checkpointing,
-        conditioning_bytes=text_tokens * unet.text_width * CONDITIONING_BYTES,
+        conditioning_bytes=(text_tokens * unet.text_width + unet.pooled_width) * CONDITIONING_BYTES,
     )
 
 
-def _read(architecture: Mapping[str, Any]) -> UNet:
+def read_unet(architecture: Mapping[str, Any]) -> UNet:
+    """Return the numbers that fix the network; raises InputError for one the walk does not know."""
     config = {**DEFAULTS, **architecture}
     wrong = [
         f"{key}={config[key]!r}"
@@ -120,6 +123,8 @@ def _read(architecture: Mapping[str, Any]) -> UNet:
     ]
     blocks = dict.fromkeys([*config["down_block_types"], *config["up_block_types"]])
     wrong += [f"block type {name}" for name in blocks if name not in WITH_ATTENTION]
+    if config["addition_embed_type"] not in (None, "text_time"):
+        wrong.append(f"addition_embed_type={config['addition_embed_type']!r}")
     if wrong:
         raise InputError(
             f"the U-Net has {', '.join(wrong)}, which is not known here",
@@ -127,6 +132,7 @@ def _read(architecture: Mapping[str, Any]) -> UNet:
         )
     channels = tuple(int(width) for width in config["block_out_channels"])
     levels = len(channels)
+    added_width, pooled_width = _added(config)
     return UNet(
         in_channels=int(config["in_channels"]),
         out_channels=int(config["out_channels"]),
@@ -141,9 +147,19 @@ def _read(architecture: Mapping[str, Any]) -> UNet:
         norm_groups=int(config["norm_num_groups"]),
         linear_projection=bool(config["use_linear_projection"]),
         time_width=int(config["time_embedding_dim"] or 4 * channels[0]),
+        added_width=added_width,
+        pooled_width=pooled_width,
         kernel_in=int(config["conv_in_kernel"]),
         kernel_out=int(config["conv_out_kernel"]),
     )
+
+
+def _added(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the width of what `text_time` embeds beside the timestep, and of the pooled text in it."""
+    if config["addition_embed_type"] is None:
+        return 0, 0
+    width = int(config["projection_class_embeddings_input_dim"])
+    return width, width - TIME_IDS * int(config["addition_time_embed_dim"])
 
 
 def _per_level(value: Any, levels: int) -> tuple[int, ...]:

@@ -27,6 +27,9 @@ class UNet:
     norm_groups: int
     linear_projection: bool
     time_width: int
+    added_width: int
+    """Width of what is embedded beside the timestep, 0 where nothing is; `pooled_width` of it is text."""
+    pooled_width: int
     kernel_in: int
     kernel_out: int
 
@@ -81,10 +84,20 @@ class _Walk:
         self._conv("conv_out", x, unet.out_channels, kernel=unet.kernel_out, group="other")
 
     def _time_embedding(self) -> Array:
-        width = self.unet.time_width
         waves = self.tape.array(self.unet.channels[0])
-        hidden = self._linear("time_embedding.linear_1", waves, self.unet.channels[0], width)
-        return self._linear("time_embedding.linear_2", self.tape.activation(hidden), width, width)
+        time = self._embedding("time_embedding", waves, self.unet.channels[0])
+        if not (added := self.unet.added_width):
+            return time
+        joined = self.tape.concat(
+            self.tape.array(self.unet.pooled_width),
+            self.tape.array(added - self.unet.pooled_width),
+        )
+        return self.tape.add(time, self._embedding("add_embedding", joined, added))
+
+    def _embedding(self, name: str, x: Array, fan_in: int) -> Array:
+        width = self.unet.time_width
+        hidden = self._linear(f"{name}.linear_1", x, fan_in, width)
+        return self._linear(f"{name}.linear_2", self.tape.activation(hidden), width, width)
 
     def _down_block(self, x: _Map, time: Array, skips: list[_Map], *, level: int) -> _Map:
         name, channels = f"down_blocks.{level}", self.unet.channels[level]

@@ -1,55 +1,103 @@
-"""The LoRA (Hu et al. 2021, arXiv 2106.09685) on a frozen denoiser, behind a seam of named tensor pairs.
+"""The adapter of a run: all adapted layers of the denoiser and the text encoders, as one thing.
 
-peft does the injection and the forward pass; nothing outside this module knows that. Masters are
-float32 whatever the base's dtype. Each pair is initialised from its own counter-based generator, so
-the adapter depends on (seed, module name) and not on what else is adapted.
+`inject` puts it into frozen networks; `Adapter` gives its parameters to the optimizer, its tensors to
+exports, its state to a resume. What kind it is, only `injection` knows.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from lora_trainer.adapter_size import first_match
+from lora_trainer.config import AdapterSettings, OptimizerSettings
 from lora_trainer.errors import RequestError
-from lora_trainer.output.export import LoraPair
-from lora_trainer.randomness import Stream, draw_seed
+from lora_trainer.families.base import DENOISER
+from lora_trainer.model.injection import AdaptedLayer, adapt
+from lora_trainer.output.adapter_tensors import (
+    AdapterTensors,
+    ModuleTensors,
+    comfyui_magnitude,
+    split_key,
+)
 
-_NAME = "default"
+_INITIAL = "initial."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """The trainable pairs by module name; `alpha / rank` scales the update."""
+    """The adapted layers by "component.module"; `rank` and `alpha` are those of the settings."""
 
-    pairs: Mapping[str, tuple[nn.Parameter, nn.Parameter]]
+    layers: Mapping[str, AdaptedLayer]
     rank: int
     alpha: float
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return down, up of every module in module order: the optimizer's order."""
-        return [parameter for pair in self.pairs.values() for parameter in pair]
+        """Return what is trained, in module order; `groups` freezes some."""
+        return [
+            parameter
+            for layer in self.layers.values()
+            for parameter in layer.parameters.values()
+            if parameter.requires_grad
+        ]
 
-    def tensors(self) -> dict[str, LoraPair]:
-        """Return the live float32 pairs, detached, on their device."""
+    def groups(self, settings: OptimizerSettings) -> list[dict[str, Any]]:
+        """Return the optimizer's groups: "params", and "lr_scale", a factor on the learning rate.
+
+        Freezes the layers whose pattern says 0. LoRA+ (Hayou et al. 2024, arXiv 2402.12354) raises the
+        factor of `up`. Raises RequestError when nothing is left to train.
+        """
+        groups: dict[float, list[nn.Parameter]] = {}
+        for key, layer in self.layers.items():
+            scale = _learning_rate_scale(key, settings)
+            for name, parameter in layer.parameters.items():
+                parameter.requires_grad_(scale > 0)
+                if scale > 0:
+                    ratio = settings.lora_plus_ratio if name == "up" else 1.0
+                    groups.setdefault(scale * ratio, []).append(parameter)
+        if not groups:
+            raise RequestError(
+                "optimizer.learning_rate_pattern freezes every layer",
+                fix="give at least one layer a factor above 0",
+            )
+        return [{"params": own, "lr_scale": scale} for scale, own in groups.items()]
+
+    def tensors(self) -> AdapterTensors:
+        """Return the live float32 tensors, detached, on their device.
+
+        PiSSA is a LoRA of twice the rank, against the base as it was loaded.
+        """
+        return {key: layer.tensors() for key, layer in self.layers.items()}
+
+    def comfyui_magnitudes(self) -> dict[str, Tensor]:
+        """Return the `dora_scale` [out] of each layer for ComfyUI and Forge; empty without DoRA."""
         return {
-            name: LoraPair(down=down.detach(), up=up.detach())
-            for name, (down, up) in self.pairs.items()
+            key: comfyui_magnitude(layer.tensors(), layer.weight)
+            for key, layer in self.layers.items()
+            if "magnitude" in layer.parameters
         }
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"module.down" | "module.up": tensor} for a resume state."""
-        return {
-            f"{name}.{side}": parameter.detach()
-            for name, pair in self.pairs.items()
-            for side, parameter in zip(("down", "up"), pair, strict=True)
+        """Return {"component.module.tensor": value} for a resume, and PiSSA's start as "initial....".
+
+        `inject` takes the latter back, so that a resumed run starts at the same bits.
+        """
+        live = {
+            f"{key}.{name}": parameter.detach()
+            for key, layer in self.layers.items()
+            for name, parameter in layer.parameters.items()
         }
+        start = {
+            f"{_INITIAL}{key}.{name}": tensor.detach()
+            for key, layer in self.layers.items()
+            for name, tensor in layer.initial.items()
+        }
+        return live | start
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copy a resume state in; raises RequestError when it belongs to another adapter."""
@@ -62,53 +110,148 @@ class Adapter:
         for name, tensor in own.items():
             tensor.copy_(state[name])
 
+    def load_tensors(self, tensors: AdapterTensors) -> None:
+        """Go on from an adapter file; where its alpha was another, its tensors are scaled to ours.
+
+        Raises RequestError when kind, layers or ranks differ, before anything is changed.
+        """
+        _refuse_others(self.layers, tensors)
+        for key, layer in self.layers.items():
+            values = _rescaled(tensors[key], layer.width.scale)
+            with torch.no_grad():
+                for name, parameter in layer.parameters.items():
+                    parameter.copy_(values[name].reshape(parameter.shape))
+
     @contextmanager
     def rounded(self, dtype: torch.dtype) -> Iterator[None]:
         """Hold the values an export in `dtype` holds while the block runs, then the exact ones again."""
-        parameters = self.parameters()
-        exact = [parameter.detach().clone() for parameter in parameters]
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter.copy_(parameter.to(dtype))
+        held = list(self.state().values())
+        exact = [tensor.clone() for tensor in held]
+        for tensor in held:
+            tensor.copy_(tensor.to(dtype))
         try:
             yield
         finally:
-            with torch.no_grad():
-                for parameter, value in zip(parameters, exact, strict=True):
-                    parameter.copy_(value)
+            for tensor, value in zip(held, exact, strict=True):
+                tensor.copy_(value)
 
 
 def inject(
-    denoiser: nn.Module, *, modules: Sequence[str], rank: int, alpha: float, seed: int
+    networks: Mapping[str, nn.Module],
+    *,
+    modules: Mapping[str, Sequence[str]],
+    settings: AdapterSettings,
+    alpha: float,
+    seed: int,
+    initial: Mapping[str, Tensor] | None = None,
 ) -> Adapter:
-    """Put a LoRA pair on each named module and return the pairs; the update starts at zero."""
-    if not modules:
-        raise RequestError(
-            "no layer of this base matches adapter.targets", fix="choose other adapter.targets"
+    """Put an adapter on the named modules of frozen networks, both by component; updates start at zero.
+
+    `alpha` is `settings.alpha` without `auto`. `initial` is the state of the run that is resumed:
+    PiSSA starts at the factors in it instead of decomposing the weights again. Raises RequestError
+    when no layer or a layer of another sort is named.
+    """
+    starts = initial and {
+        name.removeprefix(_INITIAL): tensor
+        for name, tensor in initial.items()
+        if name.startswith(_INITIAL)
+    }
+    layers: dict[str, AdaptedLayer] = {}
+    for component, names in modules.items():
+        if not names:
+            raise RequestError(
+                f"no layer of the {component.replace('_', ' ')} matches adapter.targets",
+                fix="choose other adapter.targets",
+            )
+        layers |= adapt(
+            networks[component],
+            names,
+            component=component,
+            settings=settings,
+            alpha=alpha,
+            seed=seed,
+            initial=starts,
         )
-    # init_lora_weights=False leaves peft's own draw from the global generator; ours replaces it below.
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # annotated int, used as a float
-        target_modules=list(modules),
-        init_lora_weights=False,
-    )
-    inject_adapter_in_model(config, denoiser, adapter_name=_NAME)
-    pairs = {}
-    for name in modules:
-        layer = denoiser.get_submodule(name)
-        assert isinstance(layer, LoraLayer), f"peft did not adapt {name}"
-        down, up = layer.lora_A[_NAME].float().weight, layer.lora_B[_NAME].float().weight
-        assert isinstance(down, nn.Parameter) and isinstance(up, nn.Parameter)
-        _initialise(name, down, up, seed)
-        pairs[name] = (down, up)
-    return Adapter(pairs=pairs, rank=rank, alpha=alpha)
+    return Adapter(layers=layers, rank=settings.rank, alpha=alpha)
 
 
-def _initialise(name: str, down: nn.Parameter, up: nn.Parameter, seed: int) -> None:
-    generator = torch.Generator().manual_seed(draw_seed(seed, Stream.ADAPTER_INIT, name))
-    with torch.no_grad():
-        values = torch.empty(down.shape, dtype=torch.float32)
-        nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-        down.copy_(values)
-        up.zero_()
+def layer_names(network: nn.Module) -> list[str]:
+    """Return the names of all layers that could have an adapter, in module order."""
+    return [
+        name
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d)
+    ]
+
+
+def _learning_rate_scale(key: str, settings: OptimizerSettings) -> float:
+    """Return the factor on `optimizer.learning_rate` of one layer; 0: frozen."""
+    scale = 1.0
+    if split_key(key)[0] != DENOISER:
+        own = settings.text_encoder_learning_rate
+        scale = 0.5 if own is None else own / settings.learning_rate
+    patterns = settings.learning_rate_pattern
+    pattern = first_match(key, patterns, setting="optimizer.learning_rate_pattern")
+    return scale if pattern is None else scale * patterns[pattern]
+
+
+def _rescaled(module: ModuleTensors, scale: float) -> dict[str, Tensor]:
+    """Return float32 tensors that give at `scale` the update they gave at their own."""
+    values = {name: tensor.float() for name, tensor in module.tensors.items()}
+    if module.kind != "oft" and module.scale != scale:
+        outer = {"lora": "up", "loha": "w1_a", "lokr": "w1"}[module.kind]
+        values[outer] = values[outer] * (module.scale / scale)
+    return values
+
+
+def _refuse_others(layers: Mapping[str, AdaptedLayer], tensors: AdapterTensors) -> None:
+    """Raise RequestError naming the first thing in which an adapter file differs, and the setting for it."""
+    own, other = _kind(layers), _kind(tensors)
+    if own != other:
+        raise RequestError(
+            f"train.init_from holds a {' '.join(other)} adapter, this run trains {' '.join(own)}",
+            fix=f"--set adapter.kind={other[0]} --set adapter.dora={str('dora' in other).lower()}",
+        )
+    if any(layer.initial for layer in layers.values()):
+        raise RequestError(
+            "adapter.init=pissa starts at the base's singular vectors, not at train.init_from",
+            fix="--set adapter.init=default",
+        )
+    if tensors.keys() != layers.keys():
+        extra, missing = sorted(tensors.keys() - layers.keys()), sorted(layers.keys() - tensors)
+        example = f", such as {(extra or missing)[0]}"
+        text = bool({split_key(key)[0] for key in extra + missing} - {DENOISER})
+        setting = "adapter.targets and adapter.text_encoder" if text else "adapter.targets"
+        raise RequestError(
+            f"train.init_from changes {len(extra)} layers that this run does not train, and lacks "
+            f"{len(missing)} that it trains{example}",
+            fix=f"set {setting} as they were when the file was trained",
+        )
+    for key, layer in layers.items():
+        for name, parameter in layer.parameters.items():
+            found = tensors[key].tensors.get(name)
+            if found is None or _flat_shape(found) != _flat_shape(parameter, name):
+                raise RequestError(
+                    f"train.init_from has rank {tensors[key].rank} in {key}, this run has "
+                    f"{layer.width.rank}, or the base model is another",
+                    fix="set adapter.rank, conv_rank, rank_pattern and lokr_factor as they were "
+                    "when the file was trained",
+                )
+
+
+def _kind(layers: Mapping[str, AdaptedLayer] | AdapterTensors) -> tuple[str, ...]:
+    """Return what kinds there are, such as ("lora", "dora")."""
+    found = [
+        layer.tensors() if isinstance(layer, AdaptedLayer) else layer for layer in layers.values()
+    ]
+    kinds = sorted({module.kind for module in found})
+    return (*kinds, "dora") if any(module.dora for module in found) else tuple(kinds)
+
+
+def _flat_shape(tensor: Tensor, name: str = "") -> tuple[int, ...]:
+    """A 1x1 convolution may have been written as a linear layer; norms have one dimension in files."""
+    if name == "magnitude" or tensor.dim() == 1:
+        return (tensor.numel(),)
+    if name == "blocks" or tensor.dim() == 3:
+        return tuple(tensor.shape)
+    return (tensor.shape[0], tensor.numel() // tensor.shape[0])

@@ -6,223 +6,188 @@ believed, the tensors are read once in file order, and nothing in the file is us
 
 from __future__ import annotations
 
-import json
-import math
-import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any
 
 import numpy as np
 
-from lora_trainer.errors import InputError
+from lora_trainer.output.adapter_names import Kind, Role, parse_key
+from lora_trainer.output.adapter_norms import Norms
+from lora_trainer.output.checked_header import Entry, Opened, open_checked, refuse
 
-MAX_HEADER_BYTES = 100_000_000
-MAX_TENSORS = 100_000
-_ELEMENT_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
-    **dict.fromkeys(("I32", "U32", "F32"), 4),
-    **dict.fromkeys(("I64", "U64", "F64"), 8),
+_NUMPY = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8"}
+_NEEDED: Mapping[Kind, tuple[tuple[Role, ...], ...]] = {
+    "lora": (("down", "up"),),
+    "loha": (("w1_a", "w1_b", "w2_a", "w2_b"),),
+    "lokr": (
+        ("w1", "w2"),
+        ("w1", "w2_a", "w2_b"),
+        ("w1_a", "w1_b", "w2"),
+        ("w1_a", "w1_b", "w2_a", "w2_b"),
+    ),
+    "oft": (("blocks",),),
 }
-_SCALARS = {"F16": "<e", "F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
-_NUMPY = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
-_KEY = re.compile(
-    r"(?P<module>.+?)(?:"
-    r"\.(?P<alpha>alpha)|"
-    r"(?:\.lora_down|\.lora_A(?:\.\w+)?|[._]lora\.down|\.lora_linear_layer\.down)(?P<down>\.weight)|"
-    r"(?:\.lora_up|\.lora_B(?:\.\w+)?|[._]lora\.up|\.lora_linear_layer\.up)(?P<up>\.weight)|"
-    r"\.(?P<dora>dora_scale|lora_magnitude_vector)(?:\.\w+)*)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One tensor as the header describes it; `begin` and `end` count from the first tensor byte."""
+class Part:
+    """All tensors of one module by role; `kind` is None where there are no factors at all."""
 
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+    kind: Kind | None
+    entries: Mapping[Role, Entry]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the factors of its kind are all there, and no others."""
+        have = self.entries.keys() - {"alpha", "magnitude", "mid"}
+        return self.kind is not None and any(have == set(roles) for roles in _NEEDED[self.kind])
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks that factors state, one where they agree; of an OFT, the size of a block.
+
+        A LoKr of two whole factors has none.
+        """
+        pairs: tuple[tuple[Role, int], ...] = (
+            ("up", 1), ("down", 0), ("w1_a", 1), ("w1_b", 0), ("w2_a", 1), ("w2_b", 0), ("blocks", -1),
+        )  # fmt: skip
+        return frozenset(
+            self.entries[role].shape[place]
+            for role, place in pairs
+            if role in self.entries and len(self.entries[role].shape) > 1
+        )
+
+    @property
+    def down_shape(self) -> tuple[int, ...]:
+        """Shape [rank, in, ...] of the factor at the input, as far as it can be told."""
+        shapes = {role: entry.shape for role, entry in self.entries.items()}
+        if self.kind == "lokr":
+            left, right = shapes.get("w1", shapes.get("w1_b")), shapes.get("w2", shapes.get("w2_b"))
+            if not left or not right or len(left) < 2 or len(right) < 2:
+                return ()
+            return (max(self.ranks, default=1), left[1] * right[1])
+        return shapes.get("down", shapes.get("w1_b", ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What the header says: metadata, the modules as spelt there, and the keys of no adapter."""
+
+    metadata: Mapping[str, str]
+    parts: Mapping[str, Part]
+    unknown: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterFile:
     """Tensors by module and role, and what one pass over the bytes showed.
 
-    `alphas` are values by module, `dora` the modules with DoRA scales, `unknown` the keys of no
-    LoRA, `not_finite` the keys with NaN or infinity, `body_sha256` the hash of all tensor bytes.
+    `alphas` are values by module and `norms` the Frobenius norm of what each module's factors make
+    at strength 1; `not_finite` has the keys with NaN or infinity, `body_sha256` the hash
+    of all tensor bytes.
     """
 
     metadata: Mapping[str, str]
-    down: Mapping[str, Entry]
-    up: Mapping[str, Entry]
-    alphas: Mapping[str, float]
-    dora: frozenset[str]
+    parts: Mapping[str, Part]
     unknown: tuple[str, ...]
+    alphas: Mapping[str, float]
+    norms: Mapping[str, float]
     not_finite: tuple[str, ...]
     body_sha256: str
 
     @property
-    def modules(self) -> list[str]:
-        """Names of the modules that have both factors."""
-        return sorted(self.down.keys() & self.up.keys())
+    def whole(self) -> Mapping[str, Part]:
+        """The modules whose tensors are all there, by name."""
+        return {name: part for name, part in sorted(self.parts.items()) if part.complete}
 
 
 def read_adapter(path: Path) -> AdapterFile:
-    """Read and check a safetensors file; raises InputError saying what is wrong with it."""
-    try:
-        if not path.is_file():
-            refuse(
-                path,
-                "is no file" if path.exists() else "does not exist",
-                fix="give the path of an adapter file",
-            )
-        with path.open("rb") as file:
-            return _read(file, path)
-    except OSError as error:
-        raise InputError(
-            f"cannot read {path}: {error.strerror or error}", fix="give the path of an adapter file"
-        ) from None
+    """Read and check a safetensors file, bytes and all; raises InputError saying what is wrong."""
+    with open_checked(path) as opened:
+        return _read_tensors(opened, _contents(opened))
 
 
-def _read(file: BinaryIO, path: Path) -> AdapterFile:
-    size = path.stat().st_size
-    header, start = _read_header(file, path, size_bytes=size)
-    entries = _checked_entries(header, path, body_bytes=size - start)
-    roles: dict[str, dict[str, Entry]] = {"down": {}, "up": {}, "alpha": {}, "dora": {}}
+def read_contents(source: Path | bytes) -> Contents:
+    """Check a file's header and return what it lists, no tensor read; raises InputError."""
+    with open_checked(source) as opened:
+        return _contents(opened)
+
+
+def _contents(opened: Opened) -> Contents:
+    found: dict[str, dict[Role, Entry]] = {}
+    kinds: dict[str, set[Kind]] = {}
     unknown = []
-    for entry in entries:
-        match = _KEY.fullmatch(entry.key)
-        if match is None:
+    for entry in opened.entries:
+        parsed = parse_key(entry.key)
+        if parsed is None:
             unknown.append(entry.key)
-        else:
-            role = next(name for name in roles if match[name])
-            roles[role][match["module"]] = entry
-    alphas, not_finite, digest = _read_tensors(file, entries, alpha_modules=roles["alpha"])
+            continue
+        module, kind, role = parsed
+        if role in found.setdefault(module, {}):
+            refuse(
+                opened.path, f"has two tensors for the {role} of {module!r}, one is {entry.key!r}"
+            )
+        found[module][role] = entry
+        if kind is not None:
+            kinds.setdefault(module, set()).add(kind)
+    # The magnitude of a LoKr with DoRA is no factor of a LoRA.
+    parts = {
+        module: Part(kind=_kind(kinds.get(module, set()), roles), entries=roles)
+        for module, roles in found.items()
+    }
+    return Contents(metadata=opened.metadata, parts=parts, unknown=tuple(unknown))
+
+
+def _kind(kinds: set[Kind], roles: Mapping[Role, Entry]) -> Kind | None:
+    others = sorted(kinds - {"lora"})
+    if others and not {"down", "up", "mid"} & roles.keys():
+        return others[0]
+    return "lora" if kinds else None
+
+
+def _read_tensors(opened: Opened, contents: Contents) -> AdapterFile:
+    """Read every tensor once, in file order."""
+    places = {
+        entry.key: (module, part.kind, role)
+        for module, part in contents.parts.items()
+        for role, entry in part.entries.items()
+    }
+    digest, norms, alphas, not_finite = sha256(), Norms(), {}, []
+    for entry in opened.entries:
+        data = opened.file.read(entry.end - entry.begin)
+        digest.update(data)
+        values = _values(data, entry)
+        if values is not None and not np.isfinite(values).all():
+            not_finite.append(entry.key)
+            continue
+        module, kind, role = places.get(entry.key, ("", None, None))
+        if role == "alpha" and values is not None and values.size == 1:
+            alphas[module] = float(values.reshape(()))
+        elif role is not None and kind is not None and values is not None:
+            norms.add(module, kind, role, values.astype(np.float64))
+    found = {
+        module: norms.of(module, part.kind)
+        for module, part in contents.parts.items()
+        if part.kind is not None and "mid" not in part.entries
+    }
     return AdapterFile(
-        metadata=_checked_metadata(header, path),
-        down={module: entry for module, entry in roles["down"].items() if entry.shape},
-        up=roles["up"],
+        metadata=contents.metadata,
+        parts=contents.parts,
+        unknown=contents.unknown,
         alphas=alphas,
-        dora=frozenset(roles["dora"]),
-        unknown=tuple(unknown),
-        not_finite=not_finite,
-        body_sha256=digest,
+        norms={module: norm for module, norm in found.items() if norm is not None},
+        not_finite=tuple(not_finite),
+        body_sha256=digest.hexdigest(),
     )
 
 
-def _read_header(file: BinaryIO, path: Path, *, size_bytes: int) -> tuple[dict[str, Any], int]:
-    """Return the header object and the offset of the first tensor byte."""
-    first = file.read(8)
-    length = int.from_bytes(first, "little")
-    if len(first) < 8 or not 2 <= length <= MAX_HEADER_BYTES:
-        if first.startswith((b"PK", b"\x80")):
-            what = "is a pickle, which can run code when opened"
-            refuse(path, what, fix="convert it to safetensors where it was made")
-        refuse(path, "is not a safetensors file")
-    text = file.read(length)
-    if len(text) < length:
-        refuse(
-            path,
-            f"is cut off or not a safetensors file: a header of {length:,} bytes in {size_bytes:,}",
-        )
-    try:
-        header = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        refuse(path, f"is not a safetensors file: its header is not JSON ({error})")
-    if not isinstance(header, dict):
-        refuse(path, "is not a safetensors file: its header is no JSON object")
-    if len(header) > MAX_TENSORS:
-        refuse(
-            path, f"names {len(header):,} tensors, more than the {MAX_TENSORS:,} any adapter has"
-        )
-    return header, 8 + length
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return dict(pairs)
-
-
-def _checked_metadata(header: Mapping[str, Any], path: Path) -> dict[str, str]:
-    entries = header.get("__metadata__", {})
-    if not isinstance(entries, dict) or not all(
-        isinstance(value, str) for value in entries.values()
-    ):
-        refuse(path, "has metadata that is not text by name")
-    return entries
-
-
-def _checked_entries(header: Mapping[str, Any], path: Path, *, body_bytes: int) -> list[Entry]:
-    """Return the tensors in file order; they must cover the body without holes or overlaps."""
-    entries = [
-        _checked_entry(key, value, path) for key, value in header.items() if key != "__metadata__"
-    ]
-    entries.sort(key=lambda entry: (entry.begin, entry.end))
-    expected = 0
-    for entry in entries:
-        if entry.begin != expected:
-            refuse(path, f"has a hole or an overlap before tensor {entry.key!r}")
-        expected = entry.end
-    if expected > body_bytes:
-        refuse(path, f"is cut off: its tensors take {expected:,} bytes, {body_bytes:,} are there")
-    if expected < body_bytes:
-        refuse(path, f"has {body_bytes - expected:,} bytes too many at its end")
-    return entries
-
-
-def _checked_entry(key: str, value: Any, path: Path) -> Entry:
-    try:
-        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        wrong = not all(type(number) is int and number >= 0 for number in (*shape, begin, end))
-        if wrong or end - begin != math.prod(shape) * _ELEMENT_BYTES[dtype]:
-            refuse(path, f"describes tensor {key!r} wrongly")
-    except (KeyError, TypeError, ValueError):
-        refuse(path, f"describes tensor {key!r} wrongly")
-    return Entry(key=key, dtype=dtype, shape=shape, begin=begin, end=end)
-
-
-def _read_tensors(
-    file: BinaryIO, entries: list[Entry], *, alpha_modules: Mapping[str, Entry]
-) -> tuple[dict[str, float], tuple[str, ...], str]:
-    """Return alphas by module, keys with NaN or infinity, and the SHA-256 of all tensor bytes."""
-    module_of = {entry.key: module for module, entry in alpha_modules.items()}
-    digest, alphas, not_finite = sha256(), {}, []
-    for entry in entries:
-        data = file.read(entry.end - entry.begin)
-        digest.update(data)
-        if not _all_finite(data, entry.dtype):
-            not_finite.append(entry.key)
-        if entry.key in module_of and (value := _scalar(data, entry.dtype)) is not None:
-            alphas[module_of[entry.key]] = value
-    return alphas, tuple(not_finite), digest.hexdigest()
-
-
-def _scalar(data: bytes, dtype: str) -> float | None:
-    if dtype == "BF16" and len(data) == 2:
-        return float(struct.unpack("<f", b"\0\0" + data)[0])
-    layout = _SCALARS.get(dtype)
-    if layout is None or len(data) != struct.calcsize(layout):
-        return None
-    return float(struct.unpack(layout, data)[0])
-
-
-def _all_finite(data: bytes, dtype: str) -> bool:
-    if dtype in _NUMPY:
-        return bool(np.isfinite(np.frombuffer(data, _NUMPY[dtype])).all())
-    if dtype == "BF16":  # numpy has no bfloat16; all exponent bits set means infinity or NaN
-        return bool(((np.frombuffer(data, "<u2") & 0x7F80) != 0x7F80).all())
-    return True
-
-
-def refuse(
-    path: Path, what: str, *, fix: str = "give a LoRA in a whole .safetensors file"
-) -> NoReturn:
-    """Raise InputError about the file."""
-    raise InputError(f"{path} {what}", fix=fix)
+def _values(data: bytes, entry: Entry) -> np.ndarray[Any, Any] | None:
+    """Return the numbers of a tensor, None for dtypes that no adapter has."""
+    if entry.dtype == "BF16":  # numpy has none: the upper half of a float32
+        wide = np.frombuffer(data, "<u2").astype("<u4") << 16
+        return wide.view("<f4").reshape(entry.shape)
+    layout = _NUMPY.get(entry.dtype)
+    return None if layout is None else np.frombuffer(data, layout).reshape(entry.shape)

@@ -1,9 +1,14 @@
-"""An adapter as plain tensors: what training hands to exports, and the dtypes files may have."""
+"""An adapter as plain tensors, whatever its kind: what training hands to exports and tools read from files.
+
+Names are those of LyCORIS (Yeh et al. 2023, arXiv 2309.14859), which ComfyUI and Forge read, without
+their prefixes. All maths of what an adapter does to a weight is `update`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,25 +20,144 @@ DTYPES: Mapping[Precision, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-PEFT_METADATA = "lora_adapter_metadata"
-"""Header entry from which diffusers takes the strength; it refuses `.alpha` tensors beside it."""
+AdapterKind = Literal["lora", "loha", "lokr", "oft"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraPair:
-    """The fp32 masters of one module; its update is up @ down * alpha / rank.
+class ModuleTensors:
+    """The tensors that change one module.
 
-    Linear: down [r, in], up [out, r]. Conv2d: down [r, in, kh, kw], up [out, r, 1, 1].
+    lora: `down` [r, in, ...], `up` [out, r(, 1, 1)], with DoRA also `magnitude` [out].
+    loha: `w1_a` [out, r], `w1_b` [r, in x kernel], `w2_a`, `w2_b`.
+    lokr: `w1` or `w1_a` and `w1_b`, `w2` [b, d, ...] or `w2_a` and `w2_b` [r, d x kernel].
+    oft: `blocks` [count, size, size], the rotation of groups of output channels.
+    `scale` multiplies the update: alpha / rank, or alpha / sqrt(rank) for rsLoRA; oft ignores it, and
+    it is 1 for a lokr whose factors are both full, as readers ignore the alpha of those.
     """
 
-    down: Tensor
-    up: Tensor
+    kind: AdapterKind
+    tensors: Mapping[str, Tensor]
+    rank: int
+    scale: float
 
     @property
-    def rank(self) -> int:
-        """Width of the update."""
-        return self.down.shape[0]
+    def dora(self) -> bool:
+        """Whether the norm of each output is learned apart (Liu et al. 2024, arXiv 2402.09353)."""
+        return "magnitude" in self.tensors
 
 
-AdapterTensors = Mapping[str, LoraPair]
-"""Pairs by the denoiser's module name, such as "mid_block.attentions.0.proj_in"."""
+AdapterTensors = Mapping[str, ModuleTensors]
+"""By "component.module", such as "denoiser.mid_block.attentions.0.proj_in" or "text_encoder.encoder...."."""
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Return (component, module) of a key of `AdapterTensors`."""
+    component, _, module = key.partition(".")
+    return component, module
+
+
+def needs_weight(module: ModuleTensors) -> bool:
+    """Say whether the update depends on the weight it changes: DoRA and OFT."""
+    return module.dora or module.kind == "oft"
+
+
+def update(module: ModuleTensors, weight: Tensor | None = None) -> Tensor:
+    """Return what the module adds to a weight, [out, in, ...], float32 or float64 if a tensor is.
+
+    Without `weight` the kernel of a convolution may come out flattened ([out, in x kernel]). Raises
+    ValueError when the update needs the weight and none is given.
+    """
+    if needs_weight(module) and weight is None:
+        raise ValueError(f"the update of {module.kind} depends on the weight it changes")
+    dtype = _dtype(*module.tensors.values(), *(() if weight is None else (weight,)))
+    tensors = {name: tensor.to(dtype) for name, tensor in module.tensors.items()}
+    weight = None if weight is None else weight.to(dtype)
+    match module.kind:
+        case "lora":
+            change = low_rank(tensors["down"], tensors["up"]) * module.scale
+        case "loha":
+            first = tensors["w1_a"] @ tensors["w1_b"]
+            change = first * (tensors["w2_a"] @ tensors["w2_b"]) * module.scale
+        case "lokr":
+            change = kronecker(_factor(tensors, "w1"), _factor(tensors, "w2")) * module.scale
+        case "oft":
+            assert weight is not None
+            return rotate(rotation(tensors["blocks"]), weight) - weight
+    change = change if weight is None else change.reshape(weight.shape)
+    if not module.dora:
+        return change
+    assert weight is not None
+    changed = weight + change
+    return per_output(tensors["magnitude"] / row_norms(changed), changed) * changed - weight
+
+
+def low_rank(down: Tensor, up: Tensor) -> Tensor:
+    """Return up x down, [out, in, ...], of `down` [r, in, ...] and `up` [out, r(, 1, 1)]."""
+    return (up.flatten(1) @ down.flatten(1)).reshape(up.shape[0], *down.shape[1:])
+
+
+def kronecker(left: Tensor, right: Tensor) -> Tensor:
+    """Return the Kronecker product of `left` [a, c] and `right` [b, d, ...]: [a b, c d, ...]."""
+    return torch.kron(left.reshape(*left.shape, *(1,) * (right.dim() - 2)), right.contiguous())
+
+
+def rotation(blocks: Tensor) -> Tensor:
+    """Return the Cayley transform (I + Q) (I - Q)^-1, Q = blocks - blocks^T; zero blocks: exactly I.
+
+    Qiu et al. 2023, arXiv 2306.07280, section 3.4; [count, size, size].
+    """
+    skew = blocks - blocks.mT
+    identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
+    turned: Tensor = torch.linalg.solve(identity - skew, identity + skew)  # the factors commute
+    return turned
+
+
+def rotate(matrices: Tensor, weight: Tensor) -> Tensor:
+    """Multiply each group of output channels of `weight` [out, ...] by the transpose of its matrix.
+
+    The transpose is how LyCORIS and ComfyUI read `oft_blocks`.
+    """
+    count, size, _ = matrices.shape
+    grouped = weight.reshape(count, size, -1)
+    return (matrices.mT @ grouped).reshape(weight.shape)
+
+
+def row_norms(weight: Tensor) -> Tensor:
+    """Return the L2 norm of the weights of each output, [out]."""
+    norms: Tensor = torch.linalg.vector_norm(weight.flatten(1), dim=1)
+    return norms
+
+
+def per_output(values: Tensor, like: Tensor) -> Tensor:
+    """Shape [out] so that it multiplies the outputs of a weight [out, in, ...]."""
+    return values.reshape(-1, *(1,) * (like.dim() - 1))
+
+
+def comfyui_magnitude(module: ModuleTensors, weight: Tensor) -> Tensor:
+    """Return the `dora_scale` [out] with which ComfyUI and Forge compute this DoRA's update.
+
+    They divide by the norms of the weight without the update; the paper, peft and LyCORIS by those
+    with it.
+    """
+    plain = ModuleTensors(
+        kind="lora",
+        tensors={name: module.tensors[name] for name in ("down", "up")},
+        rank=module.rank,
+        scale=module.scale,
+    )
+    change = update(plain, weight)
+    before = row_norms(weight.to(change.dtype))
+    return module.tensors["magnitude"] * before / row_norms(weight + change)
+
+
+def _factor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return a factor of a lokr, full or as the product of two."""
+    if name in tensors:
+        return tensors[name]
+    return tensors[f"{name}_a"] @ tensors[f"{name}_b"]
+
+
+def _dtype(*tensors: Tensor) -> torch.dtype:
+    """float32 at least: half precision would round the update itself."""
+    double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if double else torch.float32

@@ -1,8 +1,8 @@
 """Adapter files that work elsewhere: key names, header, read-back, rolling names.
 
-Input is the live adapter as LoraPairs keyed by denoiser module, output is a safetensors file with
-the names of kohya (read by ComfyUI, Forge, A1111, InvokeAI and diffusers) or of diffusers. A file
-is compared with the live adapter before it is published. The same input gives the same bytes.
+Input is the live adapter, output a safetensors file in the names of kohya, of diffusers or of
+ComfyUI. A file is read back as a stranger's would be and compared with the live adapter before it
+is published. The same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -20,70 +20,94 @@ from torch import Tensor
 
 from lora_trainer.config import Precision
 from lora_trainer.errors import MachineError, TrainingStopped
-from lora_trainer.families.base import Family
+from lora_trainer.families.base import Family, FileFormat
 from lora_trainer.files import disk_error, sha256_bytes, sha256_file, write_atomic
-from lora_trainer.output.adapter_tensors import DTYPES, PEFT_METADATA, AdapterTensors, LoraPair
-from lora_trainer.output.fidelity import explained_by_rounding, matches
+from lora_trainer.formats import Contents, resolve_format
+from lora_trainer.output.adapter_names import ALPHA, Role, file_endings
+from lora_trainer.output.adapter_strength import DIFFUSERS_METADATA, FOLDED
+from lora_trainer.output.adapter_tensors import (
+    DTYPES,
+    AdapterTensors,
+    ModuleTensors,
+    split_key,
+)
+from lora_trainer.output.fidelity import matches
 from lora_trainer.output.metadata import ExportInfo, SubsetSummary, metadata
 
 __all__ = [
     "AdapterTensors",
     "ExportInfo",
-    "Format",
-    "LoraPair",
+    "ModuleTensors",
     "SubsetSummary",
+    "contents_of",
     "export_bytes",
     "final_export_name",
     "metadata",
     "prune_exports",
+    "publish",
     "read_back",
+    "resolve_format",
     "step_export_name",
     "write_export",
 ]
 
-Format = Literal["kohya", "diffusers"]
 _LEGACY_HASH_START, _LEGACY_HASH_END = 0x100000, 0x110000
+_STRONG: frozenset[Role] = frozenset({"up", "w1", "w1_a"})
+"""The factor that takes what of the strength the file does not state: each kind has one of these."""
+_FLAT: frozenset[Role] = frozenset({"w1_b", "w2_b"})
+"""Factors that readers multiply as matrices: a convolution's kernel is flattened into the rows."""
+
+
+def contents_of(tensors: AdapterTensors) -> Contents:
+    """Return what an adapter holds as far as formats care."""
+    return Contents(
+        kinds=frozenset(module.kind for module in tensors.values()),
+        dora=any(module.dora for module in tensors.values()),
+        text=any(split_key(key)[0].startswith("text_encoder") for key in tensors),
+    )
 
 
 def export_bytes(
     tensors: AdapterTensors,
     *,
-    alpha: float,
     family: Family,
-    format: Format,
+    format: FileFormat,
     precision: Precision,
     metadata: Mapping[str, str],
 ) -> bytes:
-    """Return the safetensors file of an adapter whose updates are up @ down * alpha / rank.
+    """Return the safetensors file of an adapter; `format` is one that `formats.resolve_format` allows.
 
-    The header gets `metadata`, hashes of the tensor bytes and, for diffusers, the strength.
-    Raises TrainingStopped when a value is not finite or does not fit `precision`.
+    kohya files state the strength as `alpha`, one for all modules, as diffusers 0.42 gives attention
+    layers the most frequent one; what a module's own differs by is multiplied into `up`. In the
+    other formats all of it is, as their readers disagree about where it is written. The header gets
+    `metadata` and hashes of the tensor bytes. Raises TrainingStopped when a value is not finite or
+    does not fit `precision`.
     """
-    if PEFT_METADATA in metadata:
-        raise ValueError(f"{PEFT_METADATA} is written here and only into diffusers files")
-    rounded = {
-        module: LoraPair(
-            down=_rounded(pair.down, module=module, precision=precision),
-            up=_rounded(pair.up, module=module, precision=precision),
+    if DIFFUSERS_METADATA in metadata:
+        raise ValueError(f"{DIFFUSERS_METADATA} would be a second strength beside the tensors'")
+    named: list[tuple[str, Tensor]] = []
+    alpha = _common_alpha(tensors)
+    for key, module in tensors.items():
+        name = family.file_module(format, *split_key(key))
+        named += (
+            (f"{name}{ending}", tensor)
+            for ending, tensor in _file_tensors(
+                module, key=key, format=format, precision=precision, lora_alpha=alpha
+            )
         )
-        for module, pair in tensors.items()
-    }
-    if format == "kohya":
-        return _sealed(_kohya_tensors(rounded, alpha=alpha, family=family), metadata)
-    strength = {PEFT_METADATA: _peft_metadata(tensors, alpha=alpha, family=family)}
-    return _sealed(_diffusers_tensors(rounded, family=family), {**metadata, **strength})
+    folded = any(
+        _alpha(module, format=format, lora_alpha=alpha) is None for module in tensors.values()
+    )
+    return _sealed(named, {**metadata, FOLDED: "multiplied in"} if folded else metadata)
 
 
-def read_back(
-    data: bytes | Path, tensors: AdapterTensors, *, alpha: float, family: Family
-) -> float:
+def read_back(data: bytes | Path, tensors: AdapterTensors, *, family: Family) -> float:
     """Read an exported file as a loader would; return the largest relative error of an update.
 
     The error is |read - live| / |live| in Frobenius norm, infinite where the live update is zero
     and the file's is not. Raises TrainingStopped when modules are missing, unknown or misshapen.
     """
-    content = data.read_bytes() if isinstance(data, Path) else data
-    found = matches(content, tensors, alpha=alpha, family=family)
+    found = matches(data, tensors, family=family, precision="fp32")
     return max((match.relative_error for match in found), default=0.0)
 
 
@@ -93,31 +117,48 @@ def write_export(
     *,
     family: Family,
     info: ExportInfo,
-    format: Format,
+    format: FileFormat,
     precision: Precision,
 ) -> float:
-    """Publish an adapter at `path` once it reads back right; return the largest relative error.
+    """Publish a trained adapter at `path` once it reads back right; return the largest relative error.
+
+    Raises as `publish` does.
+    """
+    return publish(
+        path,
+        tensors,
+        family=family,
+        entries=metadata(info),
+        format=format,
+        precision=precision,
+    )
+
+
+def publish(
+    path: Path,
+    tensors: AdapterTensors,
+    *,
+    family: Family,
+    entries: Mapping[str, str],
+    format: FileFormat,
+    precision: Precision,
+) -> float:
+    """Write an adapter with these header entries; return the largest relative error of an update.
 
     Raises TrainingStopped when a module differs by more than rounding to `precision` explains, and
     MachineError when the disk refuses or gives other bytes back.
     """
     data = export_bytes(
-        tensors,
-        alpha=info.alpha,
-        family=family,
-        format=format,
-        precision=precision,
-        metadata=metadata(info),
+        tensors, family=family, format=format, precision=precision, metadata=entries
     )
     worst = 0.0
-    for match in matches(data, tensors, alpha=info.alpha, family=family):
-        pair, error = tensors[match.module], match.relative_error
-        if match.error > explained_by_rounding(pair, scale=match.scale, precision=precision):
+    for match in matches(data, tensors, family=family, precision=precision):
+        if not match.explained:
             raise TrainingStopped(
-                f"{path.name} would differ from the adapter in {match.module} by {error:.1e}",
+                f"{path.name} would differ from the adapter in {match.key} by {match.relative_error:.1e}",
                 fix="report this as a bug; the saved states are unharmed",
             )
-        worst = max(worst, error)
+        worst = max(worst, match.relative_error)
     write_atomic(path, data)
     if sha256_file(path) != sha256_bytes(data):
         raise MachineError(
@@ -156,64 +197,97 @@ def prune_exports(folder: Path, *, name: str, keep_last: int) -> list[Path]:
     return removed
 
 
-def _rounded(tensor: Tensor, *, module: str, precision: Precision) -> Tensor:
-    exact = tensor.detach().to(device="cpu", dtype=torch.float32)
-    if not exact.isfinite().all():
+def _common_alpha(tensors: AdapterTensors) -> float:
+    """Return the most frequent alpha of LoRA modules."""
+    alphas = Counter(
+        module.scale * module.rank for module in tensors.values() if module.kind == "lora"
+    )
+    return alphas.most_common(1)[0][0] if alphas else 1.0
+
+
+def _file_tensors(
+    module: ModuleTensors,
+    *,
+    key: str,
+    format: FileFormat,
+    precision: Precision,
+    lora_alpha: float,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (end of the key, tensor) of one module."""
+    alpha = _alpha(module, format=format, lora_alpha=lora_alpha)
+    factor = _folded(module, alpha)
+    endings = file_endings(format, module.kind, component=split_key(key)[0])
+    for role, ending in endings.items():
+        if role not in module.tensors:
+            continue
+        tensor = module.tensors[role].detach().to(device="cpu", dtype=torch.float64)
+        if role in _STRONG:
+            tensor = tensor * factor
+        if role in _FLAT:
+            tensor = tensor.flatten(1)
+        if role == "magnitude":
+            yield ending, _magnitude(tensor, module, key=key, format=format, precision=precision)
+        else:
+            yield ending, _rounded(tensor, key=key, precision=precision)
+    if alpha is not None:
+        yield ALPHA, torch.tensor(alpha, dtype=torch.float32)
+
+
+def _alpha(module: ModuleTensors, *, format: FileFormat, lora_alpha: float) -> float | None:
+    """Return the alpha that the file states, kept in fp32: readers take it with .item().
+
+    The alpha of an OFT is a limit on its rotations; 0 is none. Readers of ComfyUI's names take an
+    alpha for all kinds, but diffusers not for a LoRA's.
+    """
+    if format == "diffusers" or (format == "comfyui" and module.kind == "lora"):
+        return None
+    if module.kind == "oft":
+        return 0.0
+    return lora_alpha if module.kind == "lora" else module.scale * module.rank
+
+
+def _folded(module: ModuleTensors, alpha: float | None) -> float:
+    """Return what one of the factors takes of the strength."""
+    if module.kind == "oft" or module.scale * module.rank == alpha:
+        return 1.0
+    return module.scale if alpha is None else module.scale * module.rank / alpha
+
+
+def _magnitude(
+    tensor: Tensor, module: ModuleTensors, *, key: str, format: FileFormat, precision: Precision
+) -> Tensor:
+    """Round a magnitude as little as its readers allow: it scales the base's weight, not the update.
+
+    diffusers looks at the first tensor to tell a file's format, and files begin with the widest
+    dtype: that must stay a factor's.
+    """
+    if format == "diffusers":
+        closest: Precision = "fp32" if precision == "fp32" else "fp16"
+        return _rounded(_as_peft(tensor, module), key=key, precision=closest)
+    column = tensor.reshape(-1, *(1,) * (module.tensors["down"].ndim - 1))
+    return _rounded(column, key=key, precision="fp32")
+
+
+def _as_peft(tensor: Tensor, module: ModuleTensors) -> Tensor:
+    """Return [out] for a linear layer, [1, out, 1, ...] for a convolution."""
+    kernel = module.tensors["down"].ndim - 2
+    return tensor.reshape(1, -1, *(1,) * kernel) if kernel else tensor
+
+
+def _rounded(tensor: Tensor, *, key: str, precision: Precision) -> Tensor:
+    if not tensor.isfinite().all():
         raise TrainingStopped(
-            f"the adapter of {module} holds values that are not finite numbers",
+            f"the adapter of {key} holds values that are not finite numbers",
             fix="resume from an earlier state with a lower optimizer.learning_rate",
         )
-    rounded = exact.to(DTYPES[precision]).contiguous()
+    rounded = tensor.to(DTYPES[precision]).contiguous()
     if not rounded.isfinite().all():
-        largest, limit = exact.abs().max(), torch.finfo(rounded.dtype).max
+        largest, limit = tensor.abs().max(), torch.finfo(rounded.dtype).max
         raise TrainingStopped(
-            f"the adapter of {module} reaches {largest:.3g}, {precision} ends at {limit:.3g}",
+            f"the adapter of {key} reaches {largest:.3g}, {precision} ends at {limit:.3g}",
             fix="export with --set output.precision=fp32",
         )
     return rounded
-
-
-def _kohya_tensors(
-    tensors: AdapterTensors, *, alpha: float, family: Family
-) -> list[tuple[str, Tensor]]:
-    named = []
-    for module, pair in tensors.items():
-        name = family.kohya_module(module)
-        # Alpha stays fp32, where it is exact; readers take it with .item().
-        named.append((f"{name}.alpha", torch.tensor(alpha, dtype=torch.float32)))
-        named.append((f"{name}.lora_down.weight", pair.down))
-        named.append((f"{name}.lora_up.weight", pair.up))
-    return named
-
-
-def _diffusers_tensors(tensors: AdapterTensors, *, family: Family) -> list[tuple[str, Tensor]]:
-    named = []
-    for module, pair in tensors.items():
-        name = family.diffusers_module(module)
-        named.append((f"{name}.lora_A.weight", pair.down))
-        named.append((f"{name}.lora_B.weight", pair.up))
-    return named
-
-
-def _peft_metadata(tensors: AdapterTensors, *, alpha: float, family: Family) -> str:
-    """Return arguments of peft's LoraConfig, each under the component's name ("unet.r")."""
-    names = {module: family.diffusers_module(module).partition(".") for module in tensors}
-    ranks = {names[module][2]: pair.rank for module, pair in tensors.items()}
-    rank = Counter(ranks.values()).most_common(1)[0][0] if ranks else 1
-    others = {f"^{re.escape(name)}": r for name, r in sorted(ranks.items()) if r != rank}
-    config = {
-        "r": rank,
-        "lora_alpha": alpha,
-        "target_modules": sorted(ranks),
-        "rank_pattern": others,
-        "alpha_pattern": {},
-        "lora_bias": False,
-        "use_dora": False,
-    }
-    components = sorted({component for component, _, _ in names.values()})
-    return json.dumps(
-        {f"{part}.{key}": value for part in components for key, value in config.items()}
-    )
 
 
 def _sealed(named: list[tuple[str, Tensor]], entries: Mapping[str, str]) -> bytes:

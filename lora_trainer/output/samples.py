@@ -7,29 +7,35 @@ file does: a plain diffusers pipeline with the file of that step gives the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from PIL.PngImagePlugin import PngInfo
-from torch import Tensor
 
 from lora_trainer.config import SamplingSettings
 from lora_trainer.data.cache import CacheKey
 from lora_trainer.data.loader import Entries
 from lora_trainer.errors import MachineError
 from lora_trainer.events import EventStream
-from lora_trainer.families.base import Sampler
+from lora_trainer.families.base import Conditioning, Sampler
 from lora_trainer.model.adapters import Adapter
 from lora_trainer.train.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAction:
-    """Writes samples/step-XXXXXXXX/NN.png every `every_steps`, at step 0, at the end, and when `asked()`."""
+    """Writes samples/step-XXXXXXXX/NN.png every `every_steps`, at step 0, at the end, and when `asked()`.
+
+    `without()` takes away what only training needs; `embed` is the model's: text encoders that are
+    trained along run on the prompts' tokens with the adapter of the moment.
+    """
 
     sampler: Sampler
     adapter: Adapter
+    without: Callable[[], AbstractContextManager[None]]
+    embed: Callable[[Conditioning], Conditioning]
     precision: torch.dtype
     entries: Entries
     prompts: Sequence[tuple[str, CacheKey]]
@@ -55,7 +61,7 @@ class SampleAction:
         target = self.folder / f"step-{progress.step:08d}"
         try:
             target.mkdir(parents=True, exist_ok=True)
-            with self.adapter.rounded(self.precision):
+            with self.adapter.rounded(self.precision), self.without(), torch.no_grad():
                 images = [self._write(target, index) for index in range(len(self.prompts))]
         except (OSError, RuntimeError, MachineError) as error:
             self.events.problem(
@@ -87,5 +93,5 @@ class SampleAction:
         image.save(file, pnginfo=info)
         return {"prompt": prompt, "seed": seed, "file": f"samples/{target.name}/{file.name}"}
 
-    def _text(self, key: CacheKey) -> Mapping[str, Tensor]:
-        return self.entries.read(key)
+    def _text(self, key: CacheKey) -> Conditioning:
+        return self.embed(self.entries.read(key))

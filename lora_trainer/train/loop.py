@@ -31,10 +31,15 @@ CUDA_REPORT_LAG = 2  # steps; reading a loss at once would make the host wait fo
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The frozen denoiser with its adapter, and how it is asked for a prediction, in which dtype, where."""
+    """The frozen denoiser with its adapter, and how it is asked for a prediction, in which dtype, where.
+
+    `embed` turns what is cached of a prompt into conditioning: nothing is left to do, unless the text
+    encoders are trained along and run in every step.
+    """
 
     denoiser: nn.Module
     predict: Callable[[nn.Module, Tensor, Tensor, Conditioning], Tensor]
+    embed: Callable[[Conditioning], Conditioning]
     prediction: Prediction
     precision: torch.dtype
     device: torch.device
@@ -42,12 +47,16 @@ class Model:
     def losses(self, samples: Sequence[Prepared]) -> Tensor:
         """Return the unweighted loss of each sample (all of one shape), float32 [B], with its graph."""
         batch = to_device(samples, device=self.device, dtype=self.precision)
-        noisy = add_noise(batch.latents, batch.noise, batch.signal)
+        level = (batch.alpha, batch.sigma)
+        noisy = add_noise(batch.latents, batch.noise, *level)
         predicted = self.predict(
-            self.denoiser, noisy.to(self.precision), batch.timesteps, batch.conditioning
+            self.denoiser,
+            noisy.to(self.precision),
+            batch.timesteps,
+            self.embed(batch.conditioning),
         )
         return sample_losses(
-            predicted, target(batch.latents, batch.noise, batch.signal, self.prediction)
+            predicted, target(batch.latents, batch.noise, *level, self.prediction)
         )
 
 

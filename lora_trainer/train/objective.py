@@ -1,7 +1,8 @@
 """Noise, targets and loss weights of diffusion training as pure functions, each with its paper.
 
-Notation: `signal` is alpha-bar of Ho et al. 2020 (arXiv 2006.11239), the cumulative signal level in
-(0, 1]; latents and noise are [B, C, H, W]; per-sample quantities are [B].
+Notation: noisy = alpha latents + sigma noise; `signal` is alpha-bar of Ho et al. 2020 (arXiv
+2006.11239), the cumulative signal level alpha^2 in [0, 1]; latents and noise are [B, C, H, W];
+per-sample quantities are [B].
 """
 
 from __future__ import annotations
@@ -15,18 +16,24 @@ from torch import Tensor
 from lora_trainer.families.base import Prediction
 
 
-def add_noise(latents: Tensor, noise: Tensor, signal: Tensor) -> Tensor:
-    """Return sqrt(signal) latents + sqrt(1 - signal) noise (Ho et al. 2020, equation 4)."""
-    level = signal.view(-1, 1, 1, 1)
-    return level.sqrt() * latents + (1 - level).sqrt() * noise
+def add_noise(latents: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+    """Return alpha latents + sigma noise (Ho et al. 2020, equation 4; alpha = 1 - sigma in flow matching)."""
+    return _per_sample(alpha, latents) * latents + _per_sample(sigma, latents) * noise
 
 
-def target(latents: Tensor, noise: Tensor, signal: Tensor, prediction: Prediction) -> Tensor:
-    """Return what the denoiser should say: the noise, or v (Salimans & Ho 2022, arXiv 2202.00512)."""
+def target(
+    latents: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, prediction: Prediction
+) -> Tensor:
+    """Return what the denoiser should say.
+
+    epsilon: the noise; v: alpha noise - sigma latents (Salimans & Ho 2022, arXiv 2202.00512); flow: the
+    velocity noise - latents (Lipman et al. 2022, arXiv 2210.02747, from data to noise).
+    """
     if prediction == "epsilon":
         return noise
-    level = signal.view(-1, 1, 1, 1)
-    return level.sqrt() * noise - (1 - level).sqrt() * latents
+    if prediction == "flow":
+        return noise - latents
+    return _per_sample(alpha, latents) * noise - _per_sample(sigma, latents) * latents
 
 
 def min_snr_weight(signal: Tensor, *, gamma: float | None, prediction: Prediction) -> Tensor:
@@ -76,3 +83,7 @@ def sample_losses(predicted: Tensor, wanted: Tensor) -> Tensor:
     """Return the float32 mean squared error of each sample over its own elements, [B]."""
     difference = predicted.float() - wanted.float()
     return difference.square().mean(dim=tuple(range(1, difference.dim())))
+
+
+def _per_sample(value: Tensor, like: Tensor) -> Tensor:
+    return value.view(-1, *[1] * (like.dim() - 1))

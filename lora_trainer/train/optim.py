@@ -1,13 +1,14 @@
 """Optimizers and the learning rate as a formula of the step, both from libraries.
 
-The learning rate is a pure function of the step (diffusers' schedule formulas), so a resume needs no
-scheduler state. Optimizer state is allocated before step 1: an optimizer step cannot run out of
-memory half-way.
+Parameters come in groups with a factor on the learning rate (`lr_scale`): text encoders, patterns,
+LoRA+. The learning rate is a pure function of the step (diffusers' schedule formulas), so a resume
+needs no scheduler state. Optimizer state is allocated before step 1: an optimizer step cannot run
+out of memory half-way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from lora_trainer.config import OptimizerSettings
 from lora_trainer.errors import MachineError
 
 LearningRate = Callable[[int], float]
+Group = Mapping[str, Any]
+"""`params`, a list of parameters, and `lr_scale`, the factor on the learning rate."""
 
 
-def build_optimizer(
-    parameters: Sequence[nn.Parameter], settings: OptimizerSettings
-) -> torch.optim.Optimizer:
+def build_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Build the optimizer with its state allocated; raises MachineError when its library is missing."""
+    rated = [{**group, "lr": settings.learning_rate * group["lr_scale"]} for group in groups]
     shared: dict[str, Any] = {
         "lr": settings.learning_rate,
         "betas": (settings.beta1, settings.beta2),
@@ -31,10 +33,10 @@ def build_optimizer(
         "weight_decay": settings.weight_decay,
     }
     if settings.name == "adamw":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, fused=True, **shared)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(rated, fused=True, **shared)
     else:
-        optimizer = _adamw_8bit(parameters, shared)
-    _allocate(optimizer, parameters)
+        optimizer = _adamw_8bit(rated, shared)
+    _allocate(optimizer)
     return optimizer
 
 
@@ -54,14 +56,12 @@ def learning_rate(settings: OptimizerSettings, *, steps: int) -> LearningRate:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Set the learning rate of every parameter group."""
+    """Set the learning rate of every parameter group: `value` times the group's factor."""
     for group in optimizer.param_groups:
-        group["lr"] = value
+        group["lr"] = value * group["lr_scale"]
 
 
-def _adamw_8bit(
-    parameters: Sequence[nn.Parameter], shared: dict[str, Any]
-) -> torch.optim.Optimizer:
+def _adamw_8bit(groups: Sequence[Group], shared: dict[str, Any]) -> torch.optim.Optimizer:
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError:
@@ -69,16 +69,17 @@ def _adamw_8bit(
             "optimizer.name=adamw8bit needs bitsandbytes, which is not installed",
             fix="pip install bitsandbytes, or use --set optimizer.name=adamw",
         ) from None
-    optimizer: torch.optim.Optimizer = AdamW8bit(parameters, **shared)
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, **shared)
     return optimizer
 
 
-def _allocate(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+def _allocate(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer create its state by a step that changes nothing: no gradient, rate zero."""
     rates = [group["lr"] for group in optimizer.param_groups]
     set_learning_rate(optimizer, 0.0)
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

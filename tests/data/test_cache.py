@@ -26,10 +26,11 @@ from lora_trainer.events import EventStream
 from lora_trainer.files import CappedFolder
 
 PLACEMENT = Placement(Bucket(64, 48), 70, 48, 3, 0, 0.1, False)
-KEY = text_key(text="a cat", encoder_identity="encoder", max_tokens=77)
+KEY = text_key(text="a cat", encoder_identity="encoder", max_tokens=77, content="fp32")
 ARRAYS: Arrays = {
     "mean": np.arange(24, dtype=np.float32).reshape(2, 3, 4),
     "std": np.full((2, 3, 4), 0.5, dtype=np.float32),
+    "mask": np.array([[1, 1, 0]], dtype=np.int64),
 }
 
 
@@ -78,6 +79,7 @@ def all_keys(**changes: Any) -> dict[str, str]:
         "caption": "a cat",
         "text_encoder": "text 1",
         "max_tokens": 77,
+        "content": "fp32",
     } | changes
     keys = {
         f"latents flip={flip}": latent_key(
@@ -95,6 +97,7 @@ def all_keys(**changes: Any) -> dict[str, str]:
             text=text,
             encoder_identity=given_values["text_encoder"],
             max_tokens=given_values["max_tokens"],
+            content=given_values["content"],
         )
     return {name: key.digest for name, key in keys.items()}
 
@@ -118,6 +121,8 @@ TEXTS = {"text empty", "text caption"}
         ({"caption": "a dog"}, {"text caption"}),
         ({"text_encoder": "text 2"}, TEXTS),
         ({"max_tokens": 150}, TEXTS),
+        ({"content": "bf16"}, TEXTS),
+        ({"content": "tokens"}, TEXTS),
     ],
 )
 def test_a_change_gives_exactly_the_affected_entries_new_names(
@@ -143,12 +148,13 @@ def test_digests_are_the_same_in_every_process() -> None:
     assert (
         KEY.digest == CacheKey(kind="text", fields=dict(reversed(list(KEY.fields.items())))).digest
     )
-    assert KEY.digest.startswith("58b9799121dbac53")
+    assert KEY.digest.startswith("ac6753db35f622c6")
 
 
 def test_keys_can_be_counted() -> None:
-    again = text_key(text="a cat", encoder_identity="encoder", max_tokens=77)
-    assert len({KEY, again, text_key(text="b", encoder_identity="encoder", max_tokens=77)}) == 2
+    again = text_key(text="a cat", encoder_identity="encoder", max_tokens=77, content="fp32")
+    other = text_key(text="b", encoder_identity="encoder", max_tokens=77, content="fp32")
+    assert len({KEY, again, other}) == 2
 
 
 # --- whole entries
@@ -187,7 +193,12 @@ def test_the_header_says_what_the_entry_is(tmp_path: Path) -> None:
     with safetensors.safe_open(cache.path(KEY), framework="numpy") as file:
         (header,) = file.metadata().values()
     header = json.loads(header)
-    assert header["fields"] == {"text": "a cat", "encoder": "encoder", "max_tokens": 77}
+    assert header["fields"] == {
+        "text": "a cat",
+        "encoder": "encoder",
+        "max_tokens": 77,
+        "content": "fp32",
+    }
     assert header["key"] == KEY.digest
     assert header["format_version"] == cache_module.FORMAT_VERSION
     assert len(header["sha256"]) == 64
@@ -212,7 +223,7 @@ def test_arrays_are_written_in_their_own_order_whatever_their_memory(tmp_path: P
 
 
 @pytest.mark.parametrize("arrays", [{}, {"x": np.zeros(3)}, {"x": np.zeros(3, np.float16)}])
-def test_only_float32_is_stored(tmp_path: Path, arrays: Any) -> None:
+def test_nothing_but_numbers_and_tokens_is_stored(tmp_path: Path, arrays: Any) -> None:
     cache, _ = make_cache(tmp_path)
     with pytest.raises(TypeError, match="float32"):
         cache.write(KEY, arrays)
@@ -327,7 +338,7 @@ def test_names_shapes_and_types_are_part_of_the_checksum(
 
 def test_an_entry_swapped_with_its_neighbour_is_caught(tmp_path: Path) -> None:
     cache, problems = make_cache(tmp_path)
-    other = text_key(text="a dog", encoder_identity="encoder", max_tokens=77)
+    other = text_key(text="a dog", encoder_identity="encoder", max_tokens=77, content="fp32")
     cache.write(KEY, ARRAYS)
     cache.write(other, {name: array + 1 for name, array in ARRAYS.items()})
     here, there = cache.path(KEY).read_bytes(), cache.path(other).read_bytes()
@@ -442,7 +453,7 @@ def test_a_cache_deleted_in_use_is_made_again(tmp_path: Path) -> None:
 
 def test_pruning_removes_the_oldest_but_nothing_in_use(tmp_path: Path) -> None:
     cache, _ = make_cache(tmp_path, limit_bytes=2500)
-    keys = [text_key(text=str(i), encoder_identity="e", max_tokens=77) for i in range(5)]
+    keys = [text_key(text=str(i), encoder_identity="e", max_tokens=77, content="fp32") for i in range(5)]
     now = time.time()
     for age, key in enumerate(keys):
         cache.write(key, ARRAYS)

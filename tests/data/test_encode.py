@@ -17,14 +17,22 @@ from torch import Tensor
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from lora_trainer import families
-from lora_trainer.config import DataSettings
+from lora_trainer.config import DataSettings, Precision
 from lora_trainer.data.buckets import buckets_for, cut, place
 from lora_trainer.data.cache import Cache
-from lora_trainer.data.encode import Encoded, Needs, fill, needs, prompt_key
+from lora_trainer.data.encode import Encoded, Needs, TextEntries, fill, needs
 from lora_trainer.data.scan import scan
 from lora_trainer.errors import InputError
 from lora_trainer.events import Event, EventStream
-from lora_trainer.families.base import BaseFacts, Encoders, Latents
+from lora_trainer.families.base import (
+    BaseFacts,
+    Conditioning,
+    Geometry,
+    ImageEncoder,
+    Latents,
+    Layout,
+    TextEncoder,
+)
 from lora_trainer.files import CappedFolder, HashMemo
 from lora_trainer.model.load import identified
 from tests.fakes.tiny_base import copy_base
@@ -35,20 +43,32 @@ PROMPT = "a prompt for the samples"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CountingEncoders(Encoders):
-    """Real encoders that remember what they were given."""
+class CountingImages(ImageEncoder):
+    """A real VAE that remembers what it was given."""
 
-    real: Encoders
-    images: list[Tensor] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
+    real: ImageEncoder
+    seen: list[Tensor] = field(default_factory=list)
 
     def encode_images(self, pixels: Tensor) -> list[Latents]:
-        self.images.extend(pixels)
+        self.seen.extend(pixels)
         return self.real.encode_images(pixels)
 
-    def encode_prompts(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        self.texts.extend(prompts)
-        return self.real.encode_prompts(prompts)
+
+@dataclass(kw_only=True)
+class CountingTexts(TextEncoder):
+    """Real text encoders that remember which texts were tokenized and how many ran the networks."""
+
+    real: TextEncoder
+    seen: list[str] = field(default_factory=list)
+    embedded: int = 0
+
+    def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        self.seen.extend(prompts)
+        return self.real.tokenize(prompts)
+
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        self.embedded += 1
+        return self.real.embed(tokens)
 
     def count_tokens(self, prompt: str) -> int:
         return self.real.count_tokens(prompt)
@@ -63,11 +83,14 @@ class Studio:
     base: Path
     settings: DataSettings = field(default_factory=DataSettings)
     resolution_px: int = 16
+    precision: Precision = "fp32"
+    tokens_only: bool = False
     events: list[Event] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
 
     def facts(self) -> BaseFacts:
-        found = families.detect(self.base).facts(self.base, source="tiny", identities={})
+        layout = Layout(folder=self.base)
+        found = families.detect(self.base).facts(layout, source="tiny", identities={})
         return identified(found, HashMemo(file=self.folder / "memo.json", entries={}))
 
     def needs(self) -> Needs:
@@ -82,18 +105,40 @@ class Studio:
             {r.name: place(r.width_px, r.height_px, buckets=buckets) for r in records},
             prompts=[PROMPT],
             facts=facts,
+            texts_as=self.texts_as(),
+            geometry=self.told,
             settings=self.settings,
             seed=1,
         )
 
-    def encode(self, wanted: Needs | None = None) -> tuple[Encoded, CountingEncoders | None]:
-        """Fill the cache; return what it says it did and the encoders, if they were loaded."""
-        facts, loaded = self.facts(), []
+    def told(self, geometry: Geometry) -> Conditioning:
+        return {"corner": torch.tensor([geometry.corner_px])}
 
-        def load() -> Encoders:
-            real = families.detect(self.base).load_encoders(facts, device=CPU)
-            loaded.append(CountingEncoders(real=real))
-            return loaded[0]
+    def texts_as(self) -> TextEntries:
+        facts = self.facts()
+        return TextEntries(
+            encoder_identity=facts.parts["text_encoder"].identity,
+            max_tokens=facts.max_tokens,
+            precision=self.precision,
+            tokens_only=self.tokens_only,
+        )
+
+    def encode(
+        self, wanted: Needs | None = None
+    ) -> tuple[Encoded, CountingImages | None, CountingTexts | None]:
+        """Fill the cache; return what it says it did and the encoders that were loaded."""
+        facts, family = self.facts(), families.detect(self.base)
+        images: list[CountingImages] = []
+        texts: list[CountingTexts] = []
+
+        def load_images() -> ImageEncoder:
+            images.append(CountingImages(real=family.load_image_encoder(facts, device=CPU)))
+            return images[0]
+
+        def load_texts() -> TextEncoder:
+            real = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+            texts.append(CountingTexts(real=real))
+            return texts[0]
 
         stream = EventStream()
         stream.subscribe(self.events.append)
@@ -101,17 +146,19 @@ class Studio:
             wanted or self.needs(),
             self.cache,
             settings=self.settings,
-            load_encoders=load,
-            max_tokens=facts.max_tokens,
+            load_image_encoder=load_images,
+            load_text_encoder=load_texts,
+            texts_as=self.texts_as(),
             events=stream,
         )
-        assert len(loaded) <= 1
-        return done, loaded[0] if loaded else None
+        assert len(images) <= 1 and len(texts) <= 1
+        return done, images[0] if images else None, texts[0] if texts else None
 
     def work(self) -> tuple[int, list[str]]:
         """Fill the cache; return how many images and which texts the encoders really saw."""
-        done, encoders = self.encode()
-        images, texts = (len(encoders.images), encoders.texts) if encoders else (0, [])
+        done, image_encoder, text_encoder = self.encode()
+        images = len(image_encoder.seen) if image_encoder else 0
+        texts = text_encoder.seen if text_encoder else []
         assert (done.latents, done.texts) == (images, len(texts))
         return images, sorted(texts)
 
@@ -148,8 +195,8 @@ TEXTS = ["", PROMPT, *(f"picture number {index}" for index in range(3))]
 
 def test_a_cold_run_encodes_each_once_and_a_warm_one_nothing(studio: Studio) -> None:
     assert studio.work() == (3, sorted(TEXTS))
-    done, encoders = studio.encode()
-    assert encoders is None, "a warm run loads no encoder"
+    done, *encoders = studio.encode()
+    assert encoders == [None, None], "a warm run loads no encoder"
     assert done == Encoded(latents=0, texts=0, found=8)
 
 
@@ -246,9 +293,30 @@ def test_an_entry_holds_what_the_text_encoder_gives(studio: Studio) -> None:
     ids = tokenizer(PROMPT, padding="max_length", max_length=77, return_tensors="pt").input_ids
     with torch.no_grad():
         expected = encoder(ids)[0].numpy()
-    entry = studio.cache.read(prompt_key(PROMPT, studio.facts()))
+    entry = studio.cache.read(studio.texts_as().key(PROMPT))
     assert entry is not None and entry["text"].shape == (1, 77, 16)
     np.testing.assert_allclose(entry["text"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_another_precision_of_the_text_encoder_encodes_the_texts_again(studio: Studio) -> None:
+    studio.encode()
+    studio.precision = "bf16"
+    assert studio.work() == (0, sorted(TEXTS))
+
+
+def test_texts_of_a_trained_encoder_are_kept_as_tokens(studio: Studio) -> None:
+    studio.encode()
+    studio.tokens_only = True
+    done, _, encoder = studio.encode()
+    assert encoder is not None and (done.texts, encoder.embedded) == (5, 0)
+    entry = studio.cache.read(studio.texts_as().key(PROMPT))
+    assert entry is not None
+    tokens = {name: torch.from_numpy(array) for name, array in entry.items()}
+    assert {tensor.dtype for tensor in tokens.values()} == {torch.int64}
+    with torch.no_grad():
+        run = encoder.embed(tokens)
+    for name, tensor in encoder.encode_prompts([PROMPT]).items():
+        torch.testing.assert_close(run[name], tensor)
 
 
 def test_sources_name_what_a_sample_needs(studio: Studio) -> None:
@@ -265,6 +333,9 @@ def test_sources_name_what_a_sample_needs(studio: Studio) -> None:
         assert digests <= keys
         assert wanted.latents[source.plain.digest].flip is False
         assert wanted.latents[source.mirrored.digest].flip is True
+        bucket = wanted.latents[source.plain.digest].placement.bucket
+        assert source.size_px == (bucket.width_px, bucket.height_px)
+        assert source.geometry["corner"].shape == (1, 2)
 
 
 def test_a_long_caption_is_a_note(studio: Studio) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -26,7 +27,17 @@ from lora_trainer.data.loader import (
 from lora_trainer.errors import MachineError
 from lora_trainer.events import EventStream
 from lora_trainer.files import CappedFolder
-from tests.fakes.training import CPU, EMPTY_TEXT, MIXED, SQUARE, TALL, WIDE, build_feeder
+from lora_trainer.train.levels import Level, flow_levels
+from tests.fakes.training import (
+    CPU,
+    EMPTY_TEXT,
+    MIXED,
+    SQUARE,
+    TALL,
+    WIDE,
+    build_feeder,
+    tiny_signal,
+)
 
 EVERYTHING = DataSettings(flip=True, caption_dropout=0.3)
 NOISY = ObjectiveSettings(noise_offset=0.1, multires_noise_iterations=2)
@@ -39,8 +50,7 @@ def rich_feeder(batch_size: int = 4, *, seed: int = 5) -> Feeder:
 
 def same(one: Prepared, other: Prepared) -> bool:
     return (
-        (one.sample, one.timestep, one.signal, one.weight)
-        == (other.sample, other.timestep, other.signal, other.weight)
+        (one.sample, one.level, one.weight) == (other.sample, other.level, other.weight)
         and torch.equal(one.latents, other.latents)
         and torch.equal(one.noise, other.noise)
         and all(torch.equal(one.conditioning[k], other.conditioning[k]) for k in one.conditioning)
@@ -134,7 +144,7 @@ def test_a_sample_is_drawn_anew_in_each_epoch() -> None:
     drawn = [feeder.prepare(step).samples[0] for step in range(4)]
     assert len({tuple(sample.noise.flatten().tolist()) for sample in drawn}) == 4
     assert len({tuple(sample.latents.flatten().tolist()) for sample in drawn}) == 4
-    assert len({sample.timestep for sample in drawn}) > 1
+    assert len({sample.level.timestep for sample in drawn}) > 1
     assert [feeder.prepare(step).epoch for step in range(3)] == [1.0, 2.0, 3.0]
 
 
@@ -156,7 +166,7 @@ def test_latents_and_noise_share_no_numbers() -> None:
 def test_timesteps_are_in_the_range_both_ends_included(low: int, high: int) -> None:
     objective = ObjectiveSettings(min_timestep=low, max_timestep=high)
     feeder = build_feeder([SQUARE], batch_size=300, objective=objective)
-    found = {sample.timestep for sample in feeder.prepare(0).samples}
+    found = {sample.level.timestep for sample in feeder.prepare(0).samples}
     assert low <= min(found) and max(found) <= high
     if high - low < 3:
         assert found == set(range(low, high + 1))
@@ -167,9 +177,11 @@ def test_timesteps_are_in_the_range_both_ends_included(low: int, high: int) -> N
 def test_signal_and_weight_belong_to_the_timestep() -> None:
     feeder = build_feeder(batch_size=7)
     for sample in feeder.prepare(0).samples:
-        signal = float(feeder.signal[sample.timestep])
+        signal = float(tiny_signal()[int(sample.level.timestep)])
         snr = signal / (1 - signal)
-        assert sample.signal == pytest.approx(signal)
+        assert sample.level.signal == pytest.approx(signal)
+        assert sample.level.alpha == pytest.approx(signal**0.5)
+        assert sample.level.sigma == pytest.approx((1 - signal) ** 0.5)
         assert sample.weight == pytest.approx(min(snr, 5.0) / snr)
 
 
@@ -198,7 +210,7 @@ def test_half_of_the_samples_are_mirrored_when_entries_are_there() -> None:
 def test_without_a_mirrored_entry_the_plain_one_is_used() -> None:
     feeder = build_feeder([SQUARE], batch_size=20, data=EVERYTHING)
     plain_only = {
-        name: type(source)(plain=source.plain, mirrored=None, texts=source.texts)
+        name: replace(source, mirrored=None)
         for name, source in feeder.sources.items()
     }
     other = Feeder(**{**vars(feeder), "sources": plain_only, "_orders": {}})
@@ -231,12 +243,12 @@ def test_all_variants_of_a_caption_are_used_about_equally() -> None:
 def test_validation_is_fixed_and_unaugmented() -> None:
     feeder = rich_feeder()
     keys = list(feeder.sources.items())[:2]
-    batches, again = feeder.validation(keys, [10, 900]), rich_feeder().validation(keys, [10, 900])
+    batches, again = (one.validation(keys, quantiles=2) for one in (feeder, rich_feeder()))
     assert all(all_same(one, other) for one, other in zip(batches, again, strict=True))
-    assert [batch.step for batch in batches] == [10, 900]
+    assert [batch.step for batch in batches] == [250, 750]
     for batch in batches:
         for sample, (name, source) in zip(batch.samples, keys, strict=True):
-            assert sample.sample == name and sample.timestep == batch.step
+            assert sample.sample == name and sample.level.timestep == batch.step
             assert torch.equal(sample.latents, feeder.entries.read(source.plain)["mean"])
             text = feeder.entries.read(source.texts[0])["text"]
             assert torch.equal(sample.conditioning["text"], text)
@@ -254,8 +266,7 @@ def batch_of(shapes: list[tuple[int, int, int]]) -> StepBatch:
             sample=str(index),
             latents=zero.expand(shape),
             noise=zero.expand(shape),
-            timestep=0,
-            signal=1.0,
+            level=Level(timestep=0, alpha=1.0, sigma=0.0, signal=1.0),
             weight=1.0,
             conditioning={},
         )
@@ -289,9 +300,42 @@ def test_a_group_is_stacked_in_order() -> None:
         assert torch.equal(stacked.noise[index], sample.noise)
         text = sample.conditioning["text"][0].bfloat16()
         assert torch.equal(stacked.conditioning["text"][index], text)
-    assert stacked.timesteps.tolist() == [sample.timestep for sample in samples]
+    assert stacked.timesteps.tolist() == [sample.level.timestep for sample in samples]
     assert stacked.timesteps.dtype == torch.int64
-    assert stacked.signal.tolist() == pytest.approx([sample.signal for sample in samples])
+    assert stacked.alpha.tolist() == pytest.approx([sample.level.alpha for sample in samples])
+    assert stacked.sigma.tolist() == pytest.approx([sample.level.sigma for sample in samples])
+
+
+def test_texts_of_several_lengths_are_padded_with_their_masks() -> None:
+    def sample(length: int) -> Prepared:
+        text = torch.full((1, length, 3), float(length))
+        (one,) = batch_of([SQUARE]).samples
+        mask = torch.ones(1, length, dtype=torch.int64)
+        told = {"text": text, "text_mask": mask, "guidance": torch.tensor([float(length)])}
+        return replace(one, conditioning=told)
+
+    stacked = to_device([sample(2), sample(5)], device=CPU, dtype=torch.bfloat16).conditioning
+    assert stacked["text"].shape == (2, 5, 3) and stacked["text"].dtype == torch.bfloat16
+    assert stacked["text"][0, :, 0].tolist() == [2, 2, 0, 0, 0]
+    assert stacked["text_mask"].dtype == torch.int64
+    assert stacked["text_mask"].tolist() == [[1, 1, 0, 0, 0], [1] * 5]
+    assert stacked["guidance"].tolist() == [2, 5]
+
+
+def test_flow_levels_carry_no_signal_weight_and_what_is_told_reaches_the_sample() -> None:
+    levels = flow_levels(ObjectiveSettings(), base_shift=lambda size: 1.0)
+    feeder = build_feeder(batch_size=7, levels=levels, prediction="flow")
+    told = {"guidance": torch.tensor([2.5])}
+    sized = {
+        name: replace(source, geometry={"time_ids": torch.tensor([[float(source.size_px[0])]])})
+        for name, source in feeder.sources.items()
+    }
+    feeder = Feeder(**{**vars(feeder), "told": told, "sources": sized, "_orders": {}})
+    for sample in feeder.prepare(0).samples:
+        assert sample.weight == 1.0 and sample.level.alpha == 1.0 - sample.level.sigma
+        assert sample.conditioning["guidance"].tolist() == [2.5]
+        width = feeder.sources[sample.sample].size_px[0]
+        assert sample.conditioning["time_ids"].tolist() == [[width]]
 
 
 # ---- entries

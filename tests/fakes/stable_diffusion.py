@@ -7,7 +7,7 @@ from typing import Any
 
 from lora_trainer.families.base import BaseFacts, PartFacts
 from lora_trainer.families.costs import SampleCost, Targets, Workload
-from lora_trainer.families.unet_costs import adapter_parameters, parameters, sample_cost
+from lora_trainer.families.unet_costs import adapter_layers, parameters, sample_cost
 
 SD15_UNET: Mapping[str, Any] = {
     "sample_size": 64,
@@ -35,8 +35,11 @@ MINI_UNET: Mapping[str, Any] = {
 class UNetCosts:
     """The cost side of a family built on UNet2DConditionModel."""
 
-    def adapter_parameters(self, facts: BaseFacts, *, rank: int, targets: Targets) -> int:
-        return adapter_parameters(facts.architecture, rank=rank, targets=targets)
+    def adapter_shapes(
+        self, facts: BaseFacts, *, targets: Targets
+    ) -> Mapping[str, tuple[int, int]]:
+        found = adapter_layers(facts.architecture, targets=targets)
+        return {layer.name: (layer.fan_in, layer.out) for layer in found}
 
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         return sample_cost(
@@ -52,7 +55,7 @@ def sd15_facts() -> BaseFacts:
     return BaseFacts(
         family="sd15",
         source="stable-diffusion-v1-5",
-        path=None,
+        layout=None,
         resolution_px=512,
         bucket_step_px=64,
         latent_channels=4,
@@ -73,7 +76,7 @@ def mini_facts() -> BaseFacts:
     return BaseFacts(
         family="sd15",
         source="embedded",
-        path=None,
+        layout=None,
         resolution_px=64,
         bucket_step_px=8,
         latent_channels=4,

@@ -16,15 +16,21 @@ import torch
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.config import DataSettings, ObjectiveSettings, OptimizerSettings
+from lora_trainer.config import (
+    AdapterSettings,
+    DataSettings,
+    ObjectiveSettings,
+    OptimizerSettings,
+)
 from lora_trainer.data.cache import Cache, CacheKey
 from lora_trainer.data.loader import Entries, Feeder, Source
 from lora_trainer.events import Event, EventStream
-from lora_trainer.families.base import BaseFacts, Prediction
+from lora_trainer.families.base import DENOISER, BaseFacts, Layout, Prediction
 from lora_trainer.families.costs import Targets
 from lora_trainer.files import CappedFolder
 from lora_trainer.model.adapters import Adapter, inject
 from lora_trainer.train.guards import GuardState
+from lora_trainer.train.levels import Levels, table_levels
 from lora_trainer.train.loop import Model, Training
 from lora_trainer.train.optim import build_optimizer, learning_rate
 from lora_trainer.train.progress import Action, Progress
@@ -47,7 +53,8 @@ def tiny_base() -> Path:
 @cache
 def tiny_facts() -> BaseFacts:
     """Return the facts of the tiny base."""
-    return families.detect(tiny_base()).facts(tiny_base(), source="tiny", identities={})
+    family = families.detect(tiny_base())
+    return family.facts(Layout(folder=tiny_base()), source="tiny", identities={})
 
 
 @cache
@@ -63,7 +70,7 @@ def build_feeder(
     seed: int = 5,
     data: DataSettings = DataSettings(),  # noqa: B008 - frozen, so sharing is safe
     objective: ObjectiveSettings = ObjectiveSettings(),  # noqa: B008 - frozen, so sharing is safe
-    signal: Tensor | None = None,
+    levels: Levels | None = None,
     prediction: Prediction = "epsilon",
     texts: int = 1,
 ) -> Feeder:
@@ -90,6 +97,8 @@ def build_feeder(
             plain=latent(f"s{index}", shape),
             mirrored=latent(f"s{index} mirrored", shape) if data.flip else None,
             texts=tuple(text(f"s{index} variant {variant}") for variant in range(texts)),
+            size_px=(2 * shape[2], 2 * shape[1]),
+            geometry={},
         )
         for index, shape in enumerate(shapes)
     }
@@ -100,8 +109,9 @@ def build_feeder(
         entries=Entries(
             cache=Cache(folder=nowhere, on_problem=EventStream().problem), resident=resident
         ),
-        signal=tiny_signal() if signal is None else signal,
+        levels=levels or table_levels(tiny_signal().tolist(), objective),
         prediction=prediction,
+        told={},
         data=data,
         objective=objective,
         batch_size=batch_size,
@@ -147,9 +157,9 @@ def build_training(
     if checkpointing:
         denoiser.enable_gradient_checkpointing()
     adapter = inject(
-        denoiser,
-        modules=family.lora_targets(denoiser, targets),
-        rank=rank,
+        {DENOISER: denoiser},
+        modules={DENOISER: family.lora_targets(denoiser, targets)},
+        settings=AdapterSettings(rank=rank, targets=targets),
         alpha=float(rank),
         seed=3,
     )
@@ -160,6 +170,7 @@ def build_training(
     model = Model(
         denoiser=denoiser,
         predict=family.predict,
+        embed=lambda conditioning: conditioning,
         prediction=feeder.prediction,
         precision=precision,
         device=CPU,
@@ -167,7 +178,7 @@ def build_training(
     training = Training(
         model=adapt(model),
         parameters=adapter.parameters(),
-        optimizer=build_optimizer(adapter.parameters(), settings),
+        optimizer=build_optimizer(adapter.groups(settings), settings),
         learning_rate=learning_rate(settings, steps=steps),
         scaler=torch.amp.GradScaler("cpu", enabled=precision == torch.float16),
         feeder=feeder,
@@ -191,7 +202,8 @@ def awaken(adapter: Adapter) -> None:
     """Give the up matrices values, as in mid-training: while they are zero, down has no gradient."""
     generator = torch.Generator().manual_seed(17)
     with torch.no_grad():
-        for _, up in adapter.pairs.values():
+        for layer in adapter.layers.values():
+            up = layer.parameters["up"]
             up.copy_(0.05 * torch.randn(up.shape, generator=generator))
 
 

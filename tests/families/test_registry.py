@@ -1,55 +1,55 @@
-"""Every registered family against the libraries that load it: facts, refusals, names, predictions."""
+"""Every registered family against its seam: detection, facts, loading, targets, names, refusals."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from lora_trainer import families
+from lora_trainer.adapter_size import adapter_parameters
+from lora_trainer.config import AdapterSettings
 from lora_trainer.errors import InputError
-from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.families.base import DENOISER, PARTS, Layout
 from lora_trainer.families.costs import TARGET_GROUPS, Targets, Workload
-from lora_trainer.families.unet_costs import adapter_layers
+from lora_trainer.families.folder import read_header, weights
 from lora_trainer.model.adapters import inject
 from lora_trainer.model.load import EMBEDDED_FOLDER
-from tests.fakes.tiny_base import copy_base, write_tiny_base
-from tests.fakes.training import CPU, tiny_base
+from lora_trainer.resolve import preset_families
+from tests.fakes.family_bases import (
+    CPU,
+    base_of,
+    conditioning_of,
+    copy_of,
+    denoiser_of,
+    facts_at,
+    facts_of,
+    side_of,
+)
 
-BASES: Mapping[str, Callable[[], Path]] = {"sd15": tiny_base}
-"""A tiny base of each family; a new family adds a line."""
 FAMILIES = pytest.mark.parametrize("name", families.MODULES)
 KINDS = pytest.mark.parametrize("targets", list(TARGET_GROUPS))
-
-
-def of(name: str) -> tuple[Family, BaseFacts]:
-    family = families.family(name)
-    return family, family.facts(BASES[name](), source="tiny", identities={})
-
-
-def denoiser_of(name: str) -> nn.Module:
-    family, facts = of(name)
-    return family.load_denoiser(facts, dtype=torch.float32, device=CPU)
 
 
 # ---- the registry
 
 
 @FAMILIES
-def test_every_family_has_a_tiny_base_and_names_itself(name: str) -> None:
+def test_every_family_has_a_tiny_base_presets_and_a_known_release(name: str) -> None:
     family = families.family(name)
-    assert family.name == name
-    assert families.detect(BASES[name]()) is family
+    assert family.name == name and name in preset_families()
+    assert families.detect(base_of(name)) is family, "and no other takes it for its own"
     known = families.known_base(family.default_source)
-    assert known is not None and known.family == name
-    assert set(known.parts) == {"denoiser", "vae", "text_encoder"}
+    assert known is not None and known.family == name and known.layout is None
+    assert set(known.parts) == set(PARTS) and known.download_bytes > 1e8
+    refused = set(family.refused_formats)
+    assert set(family.file_formats) | refused == {"kohya", "diffusers", "comfyui"}
+    assert not refused & set(family.file_formats) and all(family.refused_formats.values())
 
 
 def test_a_default_is_registered_and_others_are_not() -> None:
@@ -60,117 +60,114 @@ def test_a_default_is_registered_and_others_are_not() -> None:
 
 
 def test_the_embedded_base_is_of_a_registered_family() -> None:
-    facts = families.detect(EMBEDDED_FOLDER).facts(EMBEDDED_FOLDER, source="x", identities={})
-    assert facts.resolution_px == 64
+    assert facts_at(EMBEDDED_FOLDER).resolution_px == 64
+
+
+def test_the_registry_and_all_families_import_no_torch() -> None:
+    code = (
+        "import sys; from lora_trainer import families\n"
+        "for name in families.MODULES: families.family(name).known('x')\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # ---- facts
 
 
 @FAMILIES
-def test_facts_are_what_the_pipeline_says(name: str) -> None:
-    family, facts = of(name)
-    pipeline = family.plain_pipeline(facts, device=CPU)
-    networks = {
-        "denoiser": pipeline.unet,
-        "vae": pipeline.vae,
-        "text_encoder": pipeline.text_encoder,
+def test_parameter_counts_are_those_of_the_loaded_parts(name: str) -> None:
+    family, facts = families.family(name), facts_of(name)
+    text = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    counted = {
+        "denoiser": sum(p.numel() for p in denoiser_of(name).parameters()),
+        "text_encoder": sum(p.numel() for n in text.networks.values() for p in n.parameters()),
     }
-    assert {part: found.parameters for part, found in facts.parts.items()} == {
-        part: sum(p.numel() for p in network.parameters()) for part, network in networks.items()
-    }
-    assert facts.vae_factor == pipeline.vae_scale_factor
-    assert facts.resolution_px == pipeline.unet.config.sample_size * pipeline.vae_scale_factor
-    assert facts.latent_channels == pipeline.unet.config.in_channels
-    assert facts.max_tokens == pipeline.tokenizer.model_max_length
-    assert facts.prediction == pipeline.scheduler.config.prediction_type
-    signal = family.alphas_cumprod(facts)
-    assert signal.dtype == torch.float64
-    torch.testing.assert_close(signal, pipeline.scheduler.alphas_cumprod.double())
+    found = {part: facts.parts[part].parameters for part in counted}
+    assert found["denoiser"] == counted["denoiser"]
+    # Buffers and heads that a loader leaves out are in the files all the same.
+    assert found["text_encoder"] >= counted["text_encoder"] > 0.5 * found["text_encoder"]
 
 
 @FAMILIES
 def test_identities_are_put_beside_the_counts(name: str) -> None:
-    family, facts = of(name)
-    named = family.facts(BASES[name](), source="tiny", identities={"vae": "abc"})
+    family, facts = families.family(name), facts_of(name)
+    layout = Layout(folder=base_of(name))
+    named = family.facts(layout, source="tiny", identities={"vae": "abc"})
     assert named.parts["vae"] == replace(facts.parts["vae"], identity="abc")
     assert named.parts["denoiser"].identity == ""
 
 
-@pytest.mark.parametrize("prediction", ["v_prediction", "sample"])
-def test_the_prediction_is_that_of_the_scheduler(tmp_path: Path, prediction: str) -> None:
-    base = write_tiny_base(tmp_path / "base", prediction=prediction)
-    family = families.detect(base)
-    if prediction == "v_prediction":
-        assert family.facts(base, source="x", identities={}).prediction == prediction
-    else:
-        with pytest.raises(InputError, match="prediction_type='sample'"):
-            family.facts(base, source="x", identities={})
+@FAMILIES
+def test_a_sample_costs_something_and_more_when_larger(name: str) -> None:
+    family, facts = families.family(name), facts_of(name)
+    side = side_of(facts)
+    load = Workload(
+        height_px=side,
+        width_px=side,
+        element_bytes=4,
+        rank=4,
+        targets="transformer",
+        checkpointing=False,
+    )
+    cost = family.sample_cost(facts, load)
+    larger = family.sample_cost(facts, replace(load, width_px=2 * side))
+    recomputed = family.sample_cost(facts, replace(load, checkpointing=True))
+    assert 0 < cost.saved_bytes < larger.saved_bytes
+    assert cost.step_flops > cost.forward_flops > 0 and cost.conditioning_bytes > 0
+    assert recomputed.saved_bytes < cost.saved_bytes
+    assert recomputed.step_flops > cost.step_flops
 
 
 # ---- loading
 
 
 @FAMILIES
-def test_encoders_give_latents_of_the_promised_shape(name: str) -> None:
-    family, facts = of(name)
-    encoders = family.load_encoders(facts, device=CPU)
-    step = facts.bucket_step_px
-    pixels = torch.rand(2, 3, 3 * step, 4 * step) * 2 - 1
-    for latent in encoders.encode_images(pixels):
-        shape = (facts.latent_channels, 3 * step // facts.vae_factor, 4 * step // facts.vae_factor)
+def test_the_vae_gives_latents_of_the_promised_shape(name: str) -> None:
+    family, facts = families.family(name), facts_of(name)
+    encoder, step = family.load_image_encoder(facts, device=CPU), facts.bucket_step_px
+    pixels = torch.rand(2, 3, step, 2 * step) * 2 - 1
+    first, second = encoder.encode_images(pixels)
+    shape = (facts.latent_channels, step // facts.vae_factor, 2 * step // facts.vae_factor)
+    for latent in (first, second):
         assert latent.mean.shape == latent.std.shape == shape
         assert latent.mean.dtype == latent.std.dtype == torch.float32
         assert float(latent.std.min()) > 0
-    for tensor in encoders.encode_prompts(["one", "two words"]).values():
-        assert tensor.dtype == torch.float32 and len(tensor) == 2
-        assert not torch.equal(tensor[0], tensor[1])
-    assert encoders.count_tokens("") == 0
-    assert encoders.count_tokens("word " * 300) >= 300, "counted before truncation"
+    assert not torch.allclose(first.mean, second.mean)
+
+
+@FAMILIES
+def test_texts_are_told_apart_and_counted(name: str) -> None:
+    family, facts = families.family(name), facts_of(name)
+    encoder = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    one, other = (encoder.encode_prompts([text]) for text in ("a toy", "other words"))
+    assert all(len(tensor) == 1 for tensor in one.values())
+    assert any(
+        one[key].shape != other[key].shape or not torch.equal(one[key], other[key]) for key in one
+    )
+    again = encoder.encode_prompts(["a toy"])
+    assert all(torch.equal(one[key], again[key]) for key in one)
+    assert encoder.count_tokens("") == 0
+    assert encoder.count_tokens("word " * 900) >= 900, "counted before truncation"
 
 
 @FAMILIES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_denoiser_is_frozen_and_predicts(name: str, dtype: torch.dtype) -> None:
-    family, facts = of(name)
+    family, facts = families.family(name), facts_of(name)
     denoiser = family.load_denoiser(facts, dtype=dtype, device=CPU)
-    assert {parameter.dtype for parameter in denoiser.parameters()} == {dtype}
     assert not any(parameter.requires_grad for parameter in denoiser.parameters())
-    side = facts.bucket_step_px // facts.vae_factor
-    noisy = torch.randn(2, facts.latent_channels, 2 * side, side, dtype=dtype)
-    texts = family.load_encoders(facts, device=CPU).encode_prompts(["one", "two"])
-    conditioning = {key: tensor.to(dtype) for key, tensor in texts.items()}
+    step = facts.bucket_step_px // facts.vae_factor
+    noisy = torch.randn(2, facts.latent_channels, 2 * step, step, dtype=dtype)
+    told = {
+        key: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for key, tensor in conditioning_of(family, facts, ["one", "two words"]).items()
+    }
+    times = torch.tensor([10, 900])
+    timesteps = times.float() if facts.prediction == "flow" else times
     with torch.no_grad():
-        found = family.predict(denoiser, noisy, torch.tensor([10, 900]), conditioning)
+        found = family.predict(denoiser, noisy, timesteps, told)
     assert found.shape == noisy.shape and found.dtype == dtype and found.isfinite().all()
-
-
-@FAMILIES
-def test_a_sample_is_the_image_of_the_plain_pipeline(name: str) -> None:
-    family, facts = of(name)
-    encoders = family.load_encoders(facts, device=CPU)
-    side = facts.resolution_px
-    options: dict[str, Any] = {"guidance_scale": 4.0}
-    mine = family.build_sampler(facts, denoiser=denoiser_of(name), device=CPU).image(
-        encoders.encode_prompts(["a cat"]),
-        encoders.encode_prompts([""]),
-        seed=7,
-        size_px=(side, side),
-        steps=3,
-        **options,
-    )
-    pipeline = family.plain_pipeline(facts, device=CPU)
-    pipeline.set_progress_bar_config(disable=True)
-    plain = pipeline(
-        "a cat",
-        generator=torch.Generator().manual_seed(7),
-        width=side,
-        height=side,
-        num_inference_steps=3,
-        **options,
-    ).images[0]
-    difference = np.abs(np.asarray(mine, dtype=int) - np.asarray(plain, dtype=int))
-    assert mine.size == (side, side) and difference.max() <= 1
 
 
 # ---- adapters
@@ -179,23 +176,20 @@ def test_a_sample_is_the_image_of_the_plain_pipeline(name: str) -> None:
 @FAMILIES
 @KINDS
 def test_targets_and_their_count_are_those_of_the_plan(name: str, targets: Targets) -> None:
-    family, facts = of(name)
-    denoiser = denoiser_of(name)
+    family, facts = families.family(name), facts_of(name)
+    denoiser, settings = denoiser_of(name), AdapterSettings(rank=3, targets=targets)
     modules = family.lora_targets(denoiser, targets)
     order = {module: place for place, (module, _) in enumerate(denoiser.named_modules())}
     assert modules == sorted(set(modules), key=lambda module: order[module])
-    adapter = inject(denoiser, modules=modules, rank=3, alpha=3.0, seed=0)
+    shapes = family.adapter_shapes(facts, targets=targets)
+    assert set(shapes) == set(modules)
+    adapter = inject(
+        {DENOISER: denoiser}, modules={DENOISER: modules}, settings=settings, alpha=3.0, seed=0
+    )
     counted = sum(parameter.numel() for parameter in adapter.parameters())
-    assert counted == family.adapter_parameters(facts, rank=3, targets=targets)
+    assert counted == adapter_parameters(shapes, settings)
     trainable = sum(p.numel() for p in denoiser.parameters() if p.requires_grad)
     assert trainable == counted, "peft adapted more than was asked"
-
-
-@KINDS
-def test_sd15_targets_are_the_layers_of_the_cost_model(targets: Targets) -> None:
-    family, facts = of("sd15")
-    wanted = {layer.name for layer in adapter_layers(facts.architecture, targets=targets)}
-    assert set(family.lora_targets(denoiser_of("sd15"), targets)) == wanted
 
 
 @FAMILIES
@@ -204,40 +198,16 @@ def test_wider_targets_contain_the_narrower(name: str) -> None:
     attention, transformer, everything = (
         set(family.lora_targets(denoiser, kind)) for kind in ("attention", "transformer", "all")
     )
-    assert attention < transformer < everything
+    assert attention < transformer <= everything
 
 
 @FAMILIES
 def test_names_in_files_are_distinct(name: str) -> None:
     family = families.family(name)
     modules = family.lora_targets(denoiser_of(name), "all")
-    assert len({family.kohya_module(module) for module in modules}) == len(modules)
-    assert len({family.diffusers_module(module) for module in modules}) == len(modules)
-
-
-def test_sd15_names_are_those_of_kohya_and_diffusers() -> None:
-    family = families.family("sd15")
-    module = "down_blocks.0.attentions.1.transformer_blocks.0.attn2.to_out.0"
-    kohya = "lora_unet_down_blocks_0_attentions_1_transformer_blocks_0_attn2_to_out_0"
-    assert family.kohya_module(module) == kohya
-    assert family.diffusers_module(module) == f"unet.{module}"
-
-
-@FAMILIES
-def test_a_sample_costs_something(name: str) -> None:
-    family, facts = of(name)
-    cost = family.sample_cost(
-        facts,
-        Workload(
-            height_px=facts.resolution_px,
-            width_px=facts.resolution_px,
-            element_bytes=4,
-            rank=4,
-            targets="all",
-            checkpointing=False,
-        ),
-    )
-    assert cost.saved_bytes > 0 and cost.step_flops > cost.forward_flops > 0
+    for format in family.file_formats:
+        names = {family.file_module(format, DENOISER, module) for module in modules}
+        assert len(names) == len(modules), format
 
 
 # ---- refusals
@@ -251,94 +221,67 @@ def test_folders_of_nothing_are_refused(tmp_path: Path) -> None:
         families.detect(tmp_path)
 
 
-@pytest.mark.parametrize("extra", ["text_encoder_2", "transformer"])
-def test_pipelines_of_other_families_are_refused(tmp_path: Path, extra: str) -> None:
-    base = copy_base(tiny_base(), tmp_path / "base")
-    edit(base / "model_index.json", **{extra: ["transformers", "Something"]})
-    with pytest.raises(InputError, match="not a base model of a supported family"):
-        families.detect(base)
+def weight_files(name: str) -> list[str]:
+    folder = base_of(name)
+    files = families.family(name).parts(Layout(folder=folder)).values()
+    return sorted(
+        str(path.relative_to(folder))
+        for found in files
+        for path in found
+        if path.suffix == ".safetensors"
+    )
 
 
-def test_an_inpainting_base_is_refused(tmp_path: Path) -> None:
-    base = copy_base(tiny_base(), tmp_path / "base")
-    edit(base / "unet" / "config.json", in_channels=9)
-    with pytest.raises(InputError, match="not a base model of a supported family"):
-        families.detect(base)
+@FAMILIES
+def test_a_missing_or_broken_part_is_named(name: str, tmp_path: Path) -> None:
+    """Each weight file in turn: missing, a pickle only, cut short, no safetensors."""
+    for index, file in enumerate(weight_files(name)):
+        base = copy_of(name, tmp_path / str(index))
+        part, path = file.split("/")[0], base / file
+        whole = path.read_bytes()
+        for content in (whole[:-1], whole[:100], whole[:5], b"", (2).to_bytes(8, "little") + b"[]"):
+            path.write_bytes(content)
+            with pytest.raises(InputError, match=part):
+                facts_at(base)
+        path.rename(path.with_suffix(".bin"))
+        with pytest.raises(InputError, match=f"{part}.*a pickle that can run code"):
+            facts_at(base)
+        path.with_suffix(".bin").unlink()
+        with pytest.raises(InputError, match=f"{part}.*no weights"):
+            facts_at(base)
 
 
-def edit(file: Path, **values: Any) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+@FAMILIES
+def test_a_missing_shard_is_named(name: str, tmp_path: Path) -> None:
+    base = copy_of(name, tmp_path / "base")
+    (file,) = weights(base / weight_files_of_denoiser(name))
+    shards = [f"{file.stem}-0000{k}-of-00002.safetensors" for k in (1, 2)]
+    names = sorted(read_header(file))
+    index = {"metadata": {}, "weight_map": {n: shards[k % 2] for k, n in enumerate(names)}}
+    (file.parent / f"{file.name}.index.json").write_text(json.dumps(index))
+    file.rename(file.with_name(shards[0]))
+    with pytest.raises(InputError, match=f"lacks 1 of 2 shards, first {shards[1]}"):
+        facts_at(base)
 
 
-WEIGHTS = (
-    "unet/diffusion_pytorch_model.safetensors",
-    "vae/diffusion_pytorch_model.safetensors",
-    "text_encoder/model.safetensors",
-)
+def weight_files_of_denoiser(name: str) -> str:
+    found = families.family(name).parts(Layout(folder=base_of(name)))["denoiser"]
+    return found[0].parent.name
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [
-        *WEIGHTS,
-        "unet/config.json",
-        "vae/config.json",
-        "text_encoder/config.json",
-        "scheduler/scheduler_config.json",
-        "tokenizer/tokenizer.json",
-    ],
-)
-def test_a_missing_file_is_named_with_its_part(tmp_path: Path, missing: str) -> None:
-    base = copy_base(tiny_base(), tmp_path / "base")
-    (base / missing).unlink()
-    (base / "tokenizer" / "vocab.json").unlink(missing_ok=True)
-    with pytest.raises(InputError, match=missing.split("/")[0]) as caught:
-        families.detect(base).facts(base, source="x", identities={})
-    assert "again" in caught.value.fix or "safetensors" in caught.value.fix
-
-
-@pytest.mark.parametrize("file", WEIGHTS)
-def test_a_pickle_is_never_loaded(tmp_path: Path, file: str) -> None:
-    base = copy_base(tiny_base(), tmp_path / "base")
-    (base / file).rename((base / file).with_suffix(".bin"))
-    with pytest.raises(InputError, match="a pickle that can run code"):
-        families.detect(base).facts(base, source="x", identities={})
-
-
-@pytest.mark.parametrize("kept", [0, 5, 100, -1])
-def test_truncated_weights_are_named(tmp_path: Path, kept: int) -> None:
-    base = copy_base(tiny_base(), tmp_path / "base")
-    file = base / WEIGHTS[0]
-    file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(InputError, match="unet.*diffusion_pytorch_model.safetensors"):
-        families.detect(base).facts(base, source="x", identities={})
-
-
-@pytest.mark.parametrize("header", [b"[]", b'{"a": {}}', b'{"a": 1}'])
-def test_headers_that_are_no_safetensors_are_named(tmp_path: Path, header: bytes) -> None:
-    base = copy_base(tiny_base(), tmp_path / "base")
-    (base / WEIGHTS[0]).write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(InputError, match="diffusion_pytorch_model.safetensors"):
-        families.detect(base).facts(base, source="x", identities={})
-
-
-def test_a_config_that_is_not_json_is_named(tmp_path: Path) -> None:
-    base = copy_base(tiny_base(), tmp_path / "base")
-    (base / "vae" / "config.json").write_text("{")
-    with pytest.raises(InputError, match="vae.*config.json"):
-        families.detect(base).facts(base, source="x", identities={})
-
-
-def test_half_precision_files_are_found(tmp_path: Path) -> None:
-    base = copy_base(tiny_base(), tmp_path / "base")
-    for file in WEIGHTS:
-        path = base / file
-        path.rename(path.with_name(path.name.replace(".safetensors", ".fp16.safetensors")))
-    family = families.detect(base)
-    facts = family.facts(base, source="x", identities={})
-    assert facts.parts == of("sd15")[1].parts
-    loaded = family.load_denoiser(facts, dtype=torch.float32, device=CPU)
-    wanted = denoiser_of("sd15")
-    pairs = zip(loaded.parameters(), wanted.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
-    family.load_encoders(facts, device=CPU)
+@FAMILIES
+def test_a_config_that_is_missing_or_not_json_is_named(name: str, tmp_path: Path) -> None:
+    base = copy_of(name, tmp_path / "base")
+    for part in (weight_files_of_denoiser(name), "vae"):
+        config = base / part / "config.json"
+        whole = config.read_text()
+        config.write_text("{")
+        with pytest.raises(InputError, match=f"{part}.*config.json"):
+            facts_at(base)
+        config.unlink()
+        with pytest.raises(InputError, match=part):
+            facts_at(base)
+        config.write_text(whole)
+    (base / "scheduler" / "scheduler_config.json").unlink()
+    with pytest.raises(InputError, match="scheduler_config.json"):
+        facts_at(base)

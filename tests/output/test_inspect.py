@@ -168,7 +168,7 @@ def test_key_formats(file: Path, module: str, names: str, expected: str) -> None
         (kohya("down_blocks.0.resnets.0.conv1"), 8, "sdxl_base_v1-0", "sdxl"),
         (kohya("down_blocks.0.resnets.0.conv1"), 8, "sd_v1", "sd15"),
         (kohya("down_blocks.0.resnets.0.conv1"), 8, "wan2.1", "unknown"),
-        ("diffusion_model.layers.0.attention.qkv", 8, None, "unknown"),
+        ("diffusion_model.blocks.0.attention.qkv", 8, None, "unknown"),
     ],
 )
 def test_families(file: Path, module: str, inputs: int, version: str | None, expected: str) -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from diffusers import DDPMScheduler
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +21,7 @@ from lora_trainer.train.objective import (
 SCHEDULER = DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
 TIMESTEPS = torch.tensor([0, 1, 250, 600, 999])
 SIGNAL = SCHEDULER.alphas_cumprod[TIMESTEPS]
+LEVEL = (SIGNAL.sqrt(), (1 - SIGNAL).sqrt())
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -39,18 +40,31 @@ def noise(seed: int = 0, *, offset: float = 0.0, octaves: int = 0, px: int = 64)
 def test_add_noise_is_that_of_the_scheduler() -> None:
     latents, drawn = pair()
     wanted = SCHEDULER.add_noise(latents, drawn, TIMESTEPS)
-    torch.testing.assert_close(add_noise(latents, drawn, SIGNAL), wanted)
+    torch.testing.assert_close(add_noise(latents, drawn, *LEVEL), wanted)
 
 
 def test_the_v_target_is_that_of_the_scheduler() -> None:
     latents, drawn = pair()
     wanted = SCHEDULER.get_velocity(latents, drawn, TIMESTEPS)
-    torch.testing.assert_close(target(latents, drawn, SIGNAL, "v_prediction"), wanted)
+    torch.testing.assert_close(target(latents, drawn, *LEVEL, "v_prediction"), wanted)
 
 
 def test_the_epsilon_target_is_the_noise() -> None:
     latents, drawn = pair()
-    assert torch.equal(target(latents, drawn, SIGNAL, "epsilon"), drawn)
+    assert torch.equal(target(latents, drawn, *LEVEL, "epsilon"), drawn)
+
+
+def test_flow_noise_and_target_are_those_of_the_flow_scheduler() -> None:
+    latents, drawn = pair()
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    timesteps = scheduler.timesteps[torch.tensor([0, 1, 400, 900, 999])]
+    sigma = timesteps / 1000
+    noisy = add_noise(latents, drawn, 1 - sigma, sigma)
+    torch.testing.assert_close(noisy, scheduler.scale_noise(latents, timesteps, drawn))
+    wanted = target(latents, drawn, 1 - sigma, sigma, "flow")
+    step = 0.25 * sigma.view(-1, 1, 1, 1)  # along the straight path, velocity times the way
+    nearer = add_noise(latents, drawn, 1 - 0.75 * sigma, 0.75 * sigma)
+    torch.testing.assert_close(noisy - step * wanted, nearer)
 
 
 @given(signal=st.floats(1e-4, 0.9999), gamma=st.floats(0.1, 100.0))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +34,10 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(n, 16, generator=generator)) for n in (256, 3)]
 
 
+def one_group(own: list[nn.Parameter], scale: float = 1.0) -> dict[str, Any]:
+    return {"params": own, "lr_scale": scale}
+
+
 def give_gradients(own: list[nn.Parameter], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in own:
@@ -40,7 +47,7 @@ def give_gradients(own: list[nn.Parameter], seed: int) -> None:
 @NAMES
 def test_state_is_there_before_the_first_step_and_nothing_moved(name: str) -> None:
     own, untouched = parameters(), parameters()
-    optimizer = build_optimizer(own, settings(name))
+    optimizer = build_optimizer([one_group(own)], settings(name))
     assert all(torch.equal(a, b) for a, b in zip(own, untouched, strict=True))
     assert all(parameter.grad is None for parameter in own)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2]
@@ -58,7 +65,7 @@ def test_real_steps_equal_those_of_a_fresh_optimizer(name: str) -> None:
     own, reference = parameters(), parameters()
     make = torch.optim.AdamW if name == "adamw" else AdamW8bit
     fresh = make(reference, lr=1e-2, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.2)
-    optimizer = build_optimizer(own, settings(name))
+    optimizer = build_optimizer([one_group(own)], settings(name))
     for seed in (7, 8):
         give_gradients(own, seed)
         give_gradients(reference, seed)
@@ -70,21 +77,65 @@ def test_real_steps_equal_those_of_a_fresh_optimizer(name: str) -> None:
 
 def test_the_8_bit_optimizer_keeps_8_bits() -> None:
     own = parameters()
-    optimizer = build_optimizer(own, settings("adamw8bit"))
+    optimizer = build_optimizer([one_group(own)], settings("adamw8bit"))
     assert optimizer.state[own[0]]["state1"].dtype == torch.uint8
 
 
 def test_a_missing_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(MachineError, match="adamw8bit needs bitsandbytes"):
-        build_optimizer(parameters(), settings("adamw8bit"))
+        build_optimizer([one_group(parameters())], settings("adamw8bit"))
 
 
-def test_set_learning_rate_reaches_every_group() -> None:
-    first, second = parameters()
-    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 3.0}], lr=1.0)
-    set_learning_rate(optimizer, 0.5)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+@NAMES
+def test_a_plain_group_moves_bit_for_bit_as_a_list_of_parameters(name: str) -> None:
+    """Trajectories of runs must not change because groups exist."""
+    from bitsandbytes.optim import AdamW8bit
+
+    own, reference = parameters(), parameters()
+    optimizer = build_optimizer([one_group(own)], settings(name))
+    shared: Mapping[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.2}
+    make = partial(torch.optim.AdamW, fused=True) if name == "adamw" else AdamW8bit
+    plain: torch.optim.Optimizer = make(reference, **shared)
+    for seed in (7, 8):
+        set_learning_rate(optimizer, 3e-3)
+        plain.param_groups[0]["lr"] = 3e-3
+        for each, tensors in ((optimizer, own), (plain, reference)):
+            give_gradients(tensors, seed)
+            each.step()
+    assert all(torch.equal(mine, other) for mine, other in zip(own, reference, strict=True))
+
+
+@NAMES
+def test_each_group_learns_at_its_share_of_the_rate(name: str) -> None:
+    """The first step of AdamW without decay is the learning rate, whatever the gradient."""
+    slow, fast = parameters()
+    chosen = OptimizerSettings.model_validate(
+        {"name": name, "learning_rate": 1e-2, "weight_decay": 0.0}
+    )
+    optimizer = build_optimizer([one_group([slow], 0.5), one_group([fast], 16.0)], chosen)
+    assert [group["lr"] for group in optimizer.param_groups] == [5e-3, pytest.approx(0.16)]
+    before = [slow.detach().clone(), fast.detach().clone()]
+    set_learning_rate(optimizer, 1e-3)
+    assert [group["lr"] for group in optimizer.param_groups] == [5e-4, 1.6e-2]
+    give_gradients([slow, fast], 7)
+    optimizer.step()
+    moved = [
+        float((after.detach() - value).abs().median())
+        for after, value in zip((slow, fast), before, strict=True)
+    ]
+    assert moved == [pytest.approx(5e-4, rel=0.02), pytest.approx(1.6e-2, rel=0.02)]
+
+
+def test_a_restored_optimizer_keeps_the_factors_of_its_groups() -> None:
+    def built() -> torch.optim.Optimizer:
+        slow, fast = parameters()
+        return build_optimizer([one_group([slow]), one_group([fast], 3.0)], settings())
+
+    restored = built()
+    restored.load_state_dict(built().state_dict())
+    set_learning_rate(restored, 1.0)
+    assert [group["lr"] for group in restored.param_groups] == [1.0, 3.0]
 
 
 def rates(schedule: str, steps: int, warmup: float, rate: float = 2e-4) -> list[float]:

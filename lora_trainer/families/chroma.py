@@ -1,0 +1,273 @@
+"""Chroma: FLUX.1 schnell without its modulation layers and CLIP, undistilled, with text that ends where it ends.
+
+Conditioning: `text` [B, tokens, 4096] of T5 with one token of padding, `text_mask` [B, tokens]. The network
+was trained with all further padding masked out, so it is left away here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.families.base import (
+    BaseFacts,
+    Conditioning,
+    FileFormat,
+    Header,
+    Layout,
+    Part,
+    TextEncoder,
+)
+from lora_trainer.families.costs import Targets
+from lora_trainer.families.flow import FlowFamily, Release, transformer_name
+from lora_trainer.families.flow_files import holds_vae, part_tensors, refuse_scaled_weights
+from lora_trainer.families.flux import (
+    BLOCKS,
+    ENDINGS,
+    LATENT_CHANNELS,
+    REFUSED,
+    T5_PARAMETERS,
+    VAE,
+    VAE_PARAMETERS,
+    decodable_tokens,
+)
+from lora_trainer.families.packing import pack, position_ids, unpack
+from lora_trainer.families.t5 import count_tokens, hidden_states, load_t5, load_tokenizer, padded
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import DiffusionPipeline
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
+
+MAX_TOKENS = 512
+IN_FILE = frozenset(
+    {
+        "img_in.weight",
+        "txt_in.weight",
+        "distilled_guidance_layer.in_proj.weight",
+        "double_blocks.0.img_attn.qkv.weight",
+        "single_blocks.0.linear1.weight",
+        "final_layer.linear.weight",
+    }
+)
+"""Names in the original layout; Chroma Radiance, which has no VAE, lacks the last."""
+RELEASE = Release(
+    ids=("lodestones/Chroma1-HD", "lodestones/Chroma1-Base"),
+    architecture={
+        "_class_name": "ChromaTransformer2DModel",
+        "patch_size": 1,
+        "in_channels": 4 * LATENT_CHANNELS,
+        "num_layers": 19,
+        "num_single_layers": 38,
+        "attention_head_dim": 128,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "approximator_num_channels": 64,
+        "approximator_hidden_dim": 5120,
+        "approximator_layers": 5,
+    },
+    vae=VAE,
+    parameters={
+        "denoiser": 8_899_983_424,
+        "vae": VAE_PARAMETERS,
+        "text_encoder": T5_PARAMETERS,
+    },
+    max_tokens=MAX_TOKENS,
+    download_bytes=27_490_000_000,
+)
+
+
+class Chroma(FlowFamily):
+    """The family of Chroma1-HD, Chroma1-Base and everything fine-tuned from them."""
+
+    name = "chroma"
+    default_source = RELEASE.ids[0]
+    file_formats = ("diffusers",)
+    refused_formats = REFUSED
+    pipeline_class = "ChromaPipeline"
+    denoiser_class = "ChromaTransformer2DModel"
+    text_folders = ("text_encoder",)
+    tokenizer_folders = ("tokenizer",)
+    releases = (RELEASE,)
+
+    # ---- facts
+
+    def detect_file(self, header: Header) -> frozenset[Part]:
+        denoiser = part_tensors(header, "denoiser")
+        parts: set[Part] = {"vae"} if holds_vae(header, latent_channels=LATENT_CHANNELS) else set()
+        if denoiser.keys() >= IN_FILE:
+            refuse_scaled_weights(denoiser)
+            parts.add("denoiser")
+        return frozenset(parts)
+
+    def max_tokens(self, layout: Layout) -> int:
+        return MAX_TOKENS
+
+    def base_model_version(self, facts: BaseFacts) -> str:
+        return "chroma"
+
+    def modelspec_architecture(self, facts: BaseFacts) -> str:
+        return "chroma/lora"
+
+    def prompt_shapes(
+        self, architecture: Mapping[str, Any], *, text_tokens: int
+    ) -> Mapping[str, tuple[int, ...]]:
+        return {
+            "text": (1, text_tokens, int(architecture["joint_attention_dim"])),
+            "text_mask": (1, text_tokens),
+        }
+
+    # ---- networks
+
+    def load_text_encoder(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> TextEncoder:
+        folder = facts.located.folder
+        return ChromaTextEncoder(
+            networks={"text_encoder": load_t5(folder / "text_encoder", dtype=dtype, device=device)},
+            tokenizer=load_tokenizer(folder / "tokenizer"),
+            max_tokens=facts.max_tokens,
+        )
+
+    def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
+        with _without_upstream_warning():
+            return super().empty_denoiser(architecture)
+
+    def load_denoiser(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> nn.Module:
+        with _without_upstream_warning():
+            return super().load_denoiser(facts, dtype=dtype, device=device)
+
+    # ---- training
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        """One forward pass for each length of text in the batch, which leaves nothing to mask.
+
+        A mask would rule out flash attention and keep a bias of tokens^2 for every block, and
+        diffusers 0.42.1 does not hand it to the single blocks under gradient checkpointing. Reading
+        the lengths waits for the device once.
+        """
+        import torch
+
+        text, mask = conditioning["text"], conditioning["text_mask"]
+        if mask.is_meta:  # costs are traced without values
+            return _velocity(denoiser, noisy, timesteps, text)
+        lengths = [int(length) for length in mask.sum(dim=1).tolist()]
+        if len(set(lengths)) == 1:
+            return _velocity(denoiser, noisy, timesteps, text[:, : lengths[0]])
+        groups = {
+            length: [row for row, found in enumerate(lengths) if found == length]
+            for length in sorted(set(lengths))
+        }
+        parts = [
+            _velocity(denoiser, noisy[rows], timesteps[rows], text[rows, :length])
+            for length, rows in groups.items()
+        ]
+        order = torch.tensor([row for rows in groups.values() for row in rows])
+        return torch.cat(parts)[order.argsort().to(noisy.device)]
+
+    def targets(self, targets: Targets) -> tuple[str, ...]:
+        return ENDINGS[targets]
+
+    def lora_targets(self, denoiser: nn.Module, targets: Targets) -> list[str]:
+        names = super().lora_targets(denoiser, targets)
+        return [name for name in names if name.startswith(BLOCKS)]
+
+    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+        return transformer_name(format, component, module)
+
+    # ---- images
+
+    def sampler_arguments(
+        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        return {
+            "prompt_embeds": conditioning["text"],
+            "prompt_attention_mask": conditioning["text_mask"].bool(),
+            "negative_prompt_embeds": negative["text"],
+            "negative_prompt_attention_mask": negative["text_mask"].bool(),
+            "guidance_scale": guidance_scale,
+        }
+
+    def decodable(
+        self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
+    ) -> Tensor:
+        return decodable_tokens(vae, latents, size_px)
+
+    def plain_pipeline(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> DiffusionPipeline:
+        """Return diffusers' pipeline, with its mask as booleans.
+
+        diffusers 0.42.1 makes it of floats, which attention adds instead of masking (its issue
+        12116): padding then dilutes short prompts, unlike in training and in other programs.
+        """
+        pipeline = super().plain_pipeline(facts, dtype=dtype, device=device)
+        prepare = pipeline._prepare_attention_mask
+
+        def as_booleans(*, attention_mask: Tensor | None = None, **other: Any) -> Tensor | None:
+            mask = None if attention_mask is None else attention_mask.bool()
+            found: Tensor | None = prepare(attention_mask=mask, **other)
+            return found
+
+        pipeline._prepare_attention_mask = as_booleans
+        return pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChromaTextEncoder(TextEncoder):
+    """T5 that does not see its padding; its output ends with one token of it."""
+
+    networks: Mapping[str, nn.Module]
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+
+    def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return `ids` and `mask` [B, tokens], as long as the longest prompt and its one token of padding."""
+        ids, mask = padded(self.tokenizer, prompts, length=self.max_tokens)
+        longest = min(int(mask.sum(dim=1).max()) + 1, self.max_tokens)
+        return {"ids": ids[:, :longest], "mask": mask[:, :longest]}
+
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        """Return `text` [B, tokens, channels], zero beyond each prompt, and `text_mask` [B, tokens]."""
+        import torch
+
+        states = hidden_states(self.networks["text_encoder"], tokens["ids"], mask=tokens["mask"])
+        mask = tokens["mask"].to(states.device)
+        positions = torch.arange(mask.shape[1], device=mask.device)
+        kept = positions <= mask.sum(dim=1, keepdim=True)
+        return {"text": states * kept[..., None], "text_mask": kept.long()}
+
+    def count_tokens(self, prompt: str) -> int:
+        return count_tokens(self.tokenizer, prompt)
+
+
+FAMILY = Chroma()
+
+
+@contextmanager
+def _without_upstream_warning() -> Iterator[None]:
+    # diffusers 0.42.1 builds this network with a class that it has itself deprecated.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`FluxPosEmbed` is deprecated")
+        yield
+
+
+def _velocity(denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
+    """Return the prediction [B, C, H, W] for texts [B, tokens, channels] of one length."""
+    velocity: Tensor = denoiser(
+        hidden_states=pack(noisy),
+        timestep=timesteps / 1000,
+        encoder_hidden_states=text,
+        txt_ids=text.new_zeros(text.shape[1], 3),
+        img_ids=position_ids(noisy),
+        return_dict=False,
+    )[0]
+    return unpack(velocity, height=noisy.shape[-2], width=noisy.shape[-1])

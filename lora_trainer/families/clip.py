@@ -1,0 +1,143 @@
+"""CLIP text encoders: tokenizing, embedding with gradients, loading from folders and checkpoints.
+
+A `ClipPart` says where one encoder lies and what it is called in files. Output is `text`, the hidden
+states that the U-Net attends to; a pair of encoders also gives `pooled`. Importing this needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.families.base import Conditioning, Layout, TextEncoder
+from lora_trainer.families.folder import part_file, variant
+from lora_trainer.families.single_file import load_clip
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from transformers import CLIPTokenizer
+
+TEXT_MODEL = "text_model."
+TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "mlp.fc1", "mlp.fc2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipPart:
+    """One CLIP text encoder of a family.
+
+    `component` is its folder and its name in adapter keys, `network` its transformers class,
+    `tokenizer` the tokenizer's folder, `kohya` the prefix of its adapter in kohya's files, and
+    `checkpoint` the prefix of its weights in single-file checkpoints: OpenCLIP's layout where that
+    ends with `model.`, transformers' where it ends with `transformer.`.
+    """
+
+    component: str = "text_encoder"
+    network: str = "CLIPTextModel"
+    tokenizer: str = "tokenizer"
+    kohya: str = "lora_te"
+    checkpoint: str
+
+
+class ClipEncoder(TextEncoder):
+    """CLIP encoders and their tokenizers, by component; the U-Net reads the last hidden state."""
+
+    def __init__(
+        self,
+        *,
+        networks: Mapping[str, nn.Module],
+        tokenizers: Mapping[str, CLIPTokenizer],
+        max_tokens: int,
+    ) -> None:
+        self.networks = networks
+        self.tokenizers = tokenizers
+        self.max_tokens = max_tokens
+
+    def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        return {
+            component: tokenizer(
+                list(prompts),
+                padding="max_length",
+                max_length=self.max_tokens,
+                truncation=True,
+                return_tensors="pt",
+            ).input_ids
+            for component, tokenizer in self.tokenizers.items()
+        }
+
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        """Return `text` [B, tokens, width]: after the final norm, as Stable Diffusion 1 and 2 read it."""
+        ((component, network),) = self.networks.items()
+        return {"text": network(tokens[component].to(device_of(network)))[0]}
+
+    def count_tokens(self, prompt: str) -> int:
+        tokenizer = next(iter(self.tokenizers.values()))
+        return len(tokenizer(prompt, add_special_tokens=False).input_ids)
+
+
+class ClipPairEncoder(ClipEncoder):
+    """Several encoders side by side; the U-Net reads the layer before the last of each.
+
+    Podell et al. 2023 (arXiv 2307.01952), section 2.1. The last encoder has a projection.
+    """
+
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        """Return `text` [B, tokens, sum of widths] and the last encoder's `pooled` [B, projection]."""
+        import torch
+
+        found = [
+            network(tokens[component].to(device_of(network)), output_hidden_states=True)
+            for component, network in self.networks.items()
+        ]
+        text = torch.cat([output.hidden_states[-2] for output in found], dim=-1)
+        return {"text": text, "pooled": found[-1].text_embeds}
+
+
+def load_network(
+    layout: Layout, part: ClipPart, *, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """Load one encoder frozen, from the checkpoint that holds it or else from its folder."""
+    import transformers
+
+    kind, folder = getattr(transformers, part.network), layout.folder / part.component
+    single = part_file(layout, "text_encoder")
+    if single is None:
+        network = kind.from_pretrained(
+            layout.folder, subfolder=part.component, dtype=dtype, variant=variant(folder)
+        )
+    else:
+        config = kind.config_class.from_pretrained(folder, local_files_only=True)
+        network = load_clip(single, kind, config, prefix=part.checkpoint, dtype=dtype)
+    loaded: nn.Module = network.requires_grad_(False).eval().to(device)
+    return loaded
+
+
+def load_tokenizers(layout: Layout, parts: Sequence[ClipPart]) -> dict[str, CLIPTokenizer]:
+    """Load the tokenizer of each encoder, by component."""
+    from transformers import CLIPTokenizer
+
+    return {
+        part.component: CLIPTokenizer.from_pretrained(layout.folder, subfolder=part.tokenizer)
+        for part in parts
+    }
+
+
+def text_targets(network: nn.Module) -> list[str]:
+    """Return the linear layers of attention and MLP, in module order."""
+    return [
+        name
+        for name, _ in network.named_modules()
+        if "encoder.layers." in name and name.endswith(TARGETS)
+    ]
+
+
+def stable_name(module: str) -> str:
+    """Return a module's name as files have it: with `text_model.`, which transformers 5 left out."""
+    return module if module.startswith((TEXT_MODEL, "text_projection")) else TEXT_MODEL + module
+
+
+def device_of(network: Any) -> torch.device:
+    """Return the device that a network's weights are on."""
+    found: torch.device = next(network.parameters()).device
+    return found

@@ -1,0 +1,362 @@
+"""What the flow-matching transformer families share: folders, loading, shift, sampling scaffolding.
+
+A family names its classes and parts, and fills what differs: text, prediction, targets, names. A base
+is a diffusers folder with `transformer`, `vae`, a scheduler, and one or more text encoders, each
+part replaceable by a file (`Layout`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.errors import InputError
+from lora_trainer.families.base import (
+    BaseFacts,
+    Conditioning,
+    Family,
+    FileFormat,
+    ImageEncoder,
+    Layout,
+    Part,
+    PartFacts,
+    Sampler,
+)
+from lora_trainer.families.costs import SampleCost, Targets, Workload
+from lora_trainer.families.flow_files import PARTS_IN_FILES, parameters_in
+from lora_trainer.families.flow_images import FlowImageEncoder, FlowSampler
+from lora_trainer.families.folder import (
+    AGAIN,
+    components,
+    count_parameters,
+    part_file,
+    part_folder,
+    read_json,
+    tokenizer_files,
+    variant,
+    weights,
+)
+from lora_trainer.families.transformer_file import load_transformer, original_names, whole
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import DiffusionPipeline
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """A public release, so that a plan needs no download: Hub ids, configurations, sizes.
+
+    `vae` needs only what `latent_shape` reads; `scheduler` only what `flow_shift` reads.
+    """
+
+    ids: tuple[str, ...]
+    architecture: Mapping[str, Any]
+    vae: Mapping[str, Any]
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[Part, int]
+    max_tokens: int
+    download_bytes: int
+    variant: str = ""
+    distilled: bool = False
+
+
+class FlowFamily(Family):
+    """A family of diffusion transformers trained by flow matching (Lipman et al. 2022, arXiv 2210.02747)."""
+
+    pipeline_class: str
+    """diffusers' text-to-image pipeline; its name in model_index.json is what detection goes by."""
+    denoiser_class: str
+    """diffusers' transformer class."""
+    text_folders: tuple[str, ...]
+    """Folders of the text encoders, in the order of the pipeline."""
+    tokenizer_folders: tuple[str, ...]
+    releases: tuple[Release, ...] = ()
+    """Public releases that are known by name."""
+    native_latents = 128
+    """Side of an image of the native resolution in latents: 1024 px of an 8x VAE."""
+    patch = 2
+    """Side of the square of latents that becomes one token."""
+
+    # ---- what a family file fills besides the seam
+
+    @abstractmethod
+    def max_tokens(self, layout: Layout) -> int:
+        """Return how many tokens of a prompt count, special tokens included."""
+
+    @abstractmethod
+    def targets(self, targets: Targets) -> tuple[str, ...]:
+        """Return the endings of the module names that get an adapter, blocks only."""
+
+    @abstractmethod
+    def prompt_shapes(
+        self, architecture: Mapping[str, Any], *, text_tokens: int
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of each tensor that a text of this many tokens is encoded to, batch 1.
+
+        `text_tokens` counts like `max_tokens`. Names that end in `mask` are int64, all others float.
+        """
+
+    def latent_shape(self, vae: Mapping[str, Any]) -> tuple[int, int]:
+        """Return (channels, pixels per latent) as `predict` sees latents, from the VAE's configuration."""
+        return int(vae["latent_channels"]), 2 ** (len(vae["block_out_channels"]) - 1)
+
+    def normalised(self, vae: nn.Module, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a posterior [B, C, H, W] as the denoiser wants it: (x - shift) scale."""
+        config: Any = vae.config
+        shift, scale = config.shift_factor or 0.0, config.scaling_factor
+        return (mean - shift) * scale, std * scale
+
+    def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
+        """Return (variant, distilled) of a base; most families have one release."""
+        return "", False
+
+    def architecture(self, layout: Layout) -> Mapping[str, Any]:
+        """Return the denoiser's configuration; a family whose files differ from it says so here."""
+        return read_json(part_folder(layout, "denoiser", "transformer") / "config.json")
+
+    def scheduler(self, layout: Layout) -> Mapping[str, Any]:
+        """Return the scheduler's configuration; a family whose files need another says so here."""
+        return read_json(layout.folder / "scheduler" / "scheduler_config.json")
+
+    # ---- facts
+
+    def known(self, source: str) -> BaseFacts | None:
+        release = next((found for found in self.releases if source in found.ids), None)
+        if release is None:
+            return None
+        channels, factor = self.latent_shape(release.vae)
+        return BaseFacts(
+            family=self.name,
+            source=source,
+            layout=None,
+            resolution_px=self.native_latents * factor,
+            bucket_step_px=self.bucket_step_px(factor),
+            latent_channels=channels,
+            vae_factor=factor,
+            max_tokens=release.max_tokens,
+            prediction="flow",
+            parts={part: PartFacts(parameters=count) for part, count in release.parameters.items()},
+            architecture=release.architecture,
+            scheduler=release.scheduler,
+            variant=release.variant,
+            distilled=release.distilled,
+            download_bytes=release.download_bytes,
+        )
+
+    def detect(self, folder: Path) -> bool:
+        found = components(folder)
+        return found.get("") == self.pipeline_class or (
+            found.get("transformer") == self.denoiser_class
+        )
+
+    def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
+        architecture = self.architecture(layout)
+        channels, factor = self.latent_shape(
+            read_json(part_folder(layout, "vae", "vae") / "config.json")
+        )
+        files = self.parts(layout)
+        for file in (file for found in files.values() for file in found):
+            if not file.is_file():
+                raise InputError(f"base model file {file} is missing", fix=AGAIN)
+        counted = {part: self._count(layout, part, found) for part, found in files.items()}
+        release, distilled = self.release(architecture, layout)
+        return BaseFacts(
+            family=self.name,
+            source=source,
+            layout=layout,
+            resolution_px=self.native_latents * factor,
+            bucket_step_px=self.bucket_step_px(factor),
+            latent_channels=channels,
+            vae_factor=factor,
+            max_tokens=self.max_tokens(layout),
+            prediction="flow",
+            parts={
+                part: PartFacts(parameters=count, identity=identities.get(part, ""))
+                for part, count in counted.items()
+            },
+            architecture=architecture,
+            scheduler=self.scheduler(layout),
+            variant=release,
+            distilled=distilled,
+        )
+
+    def bucket_step_px(self, vae_factor: int) -> int:
+        """Return the step of bucket sides: a sixteenth of the native size, in whole tokens."""
+        token_px = vae_factor * self.patch
+        return max(token_px, self.native_latents * vae_factor // 16 // token_px * token_px)
+
+    def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
+        text = [layout.folder / name for name in self.text_folders]
+        tokenizers = [layout.folder / name for name in self.tokenizer_folders]
+        return {
+            "denoiser": self._part(layout, "denoiser", "transformer"),
+            "vae": self._part(layout, "vae", "vae"),
+            "text_encoder": (
+                *(file for folder in text for file in (*weights(folder), folder / "config.json")),
+                *(file for folder in tokenizers for file in tokenizer_files(folder)),
+            ),
+        }
+
+    def _count(self, layout: Layout, part: str, files: tuple[Path, ...]) -> int:
+        named = next((known for known in PARTS_IN_FILES if known == part), None)
+        if named is not None and (single := part_file(layout, named)) is not None:
+            return parameters_in(single, named)
+        return count_parameters(file for file in files if file.suffix == ".safetensors")
+
+    def _part(self, layout: Layout, part: Part, subfolder: str) -> tuple[Path, ...]:
+        folder, single = part_folder(layout, part, subfolder), part_file(layout, part)
+        return (*((single,) if single else weights(folder)), folder / "config.json")
+
+    # ---- costs
+
+    def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
+        from lora_trainer.families.cost_table import sample_cost
+
+        return sample_cost(self, facts, workload)
+
+    def adapter_shapes(
+        self, facts: BaseFacts, *, targets: Targets
+    ) -> Mapping[str, tuple[int, int]]:
+        from lora_trainer.families.cost_table import adapter_shapes
+
+        return adapter_shapes(self, facts, targets=targets)
+
+    # ---- networks
+
+    def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
+        network: nn.Module = _diffusers(self.denoiser_class).from_config(dict(architecture))
+        return network
+
+    def load_denoiser(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> nn.Module:
+        layout, kind = facts.located, _diffusers(self.denoiser_class)
+        network: nn.Module
+        if (single := part_file(layout, "denoiser")) is not None:
+            convert = original_names(self.denoiser_class, facts.architecture)
+            network = load_transformer(
+                kind, single, facts.architecture, convert=convert, dtype=dtype
+            )
+        else:
+            folder = part_folder(layout, "denoiser", "transformer")
+            network = whole(
+                kind, folder, dtype=dtype, variant=variant(folder), use_safetensors=True
+            )
+        return network.requires_grad_(False).eval().to(device)
+
+    def load_image_encoder(self, facts: BaseFacts, *, device: torch.device) -> ImageEncoder:
+        vae = self.load_vae(facts.located)
+        return FlowImageEncoder(vae=vae.to(device), family=self)
+
+    def load_vae(self, layout: Layout, *, dtype: torch.dtype | None = None) -> nn.Module:
+        """Load the VAE frozen, on the CPU, in float32 unless told: in fp16 some overflow."""
+        import torch
+
+        folder, single = part_folder(layout, "vae", "vae"), part_file(layout, "vae")
+        kind = _diffusers(str(read_json(folder / "config.json")["_class_name"]))
+        if single is not None:
+            vae = kind.from_single_file(
+                str(single), config=str(folder), dtype=dtype or torch.float32, local_files_only=True
+            )
+        else:
+            vae = whole(
+                kind,
+                folder,
+                dtype=dtype or torch.float32,
+                variant=variant(folder),
+                use_safetensors=True,
+            )
+        frozen: nn.Module = vae.requires_grad_(False).eval()
+        return frozen
+
+    def lora_targets(self, denoiser: nn.Module, targets: Targets) -> list[str]:
+        endings = tuple(f".{ending}" for ending in self.targets(targets))
+        return [
+            name
+            for name, module in denoiser.named_modules()
+            if name.endswith(endings) and hasattr(module, "weight")  # no lists, no activations
+        ]
+
+    # ---- the base's own timestep shift
+
+    def flow_shift(self, facts: BaseFacts, *, width_px: int, height_px: int) -> float:
+        """exp(mu), mu linear in the number of image tokens, where the scheduler shifts dynamically.
+
+        Esser et al. 2024 (arXiv 2403.03206), section 5.3.2; FLUX.1's sampler. Else the fixed shift,
+        or mu itself where the scheduler says so.
+        """
+        found = facts.scheduler
+        if not found.get("use_dynamic_shifting", False):  # absent in the oldest configurations
+            return float(found.get("shift", 1.0))  # diffusers' own default
+        token_px = facts.vae_factor * self.patch
+        tokens = (width_px // token_px) * (height_px // token_px)
+        first, last = found.get("base_image_seq_len", 256), found.get("max_image_seq_len", 4096)
+        low, high = found.get("base_shift", 0.5), found.get("max_shift", 1.15)
+        mu = low + (high - low) * (tokens - first) / (last - first)
+        return mu if found.get("time_shift_type", "exponential") == "linear" else math.exp(mu)
+
+    # ---- images
+
+    @abstractmethod
+    def sampler_arguments(
+        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        """Return the pipeline's arguments for texts that are encoded, on the device, in its dtype."""
+
+    @abstractmethod
+    def decodable(
+        self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
+    ) -> Tensor:
+        """Return what the VAE decodes, from what the pipeline gives as `output_type="latent"`; float32."""
+
+    def build_sampler(
+        self, facts: BaseFacts, *, denoiser: nn.Module, device: torch.device
+    ) -> Sampler:
+        kind, folder = _diffusers(self.pipeline_class), facts.located.folder
+        encoders = dict.fromkeys((*self.text_folders, *self.tokenizer_folders))
+        # Without a VAE the pipeline's device is the denoiser's; the VAE comes only to decode.
+        pipeline = kind.from_pretrained(
+            folder, transformer=denoiser, vae=None, scheduler=_scheduler(facts), **encoders
+        )
+        pipeline.vae_scale_factor = facts.vae_factor
+        pipeline.set_progress_bar_config(disable=True)
+        vae = self.load_vae(facts.located)
+        return FlowSampler(pipeline=pipeline, vae=vae, device=device, family=self)
+
+    def plain_pipeline(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> DiffusionPipeline:
+        import torch
+
+        layout = facts.located
+        pipeline = _diffusers(self.pipeline_class).from_pretrained(
+            layout.folder,
+            transformer=self.load_denoiser(facts, dtype=dtype, device=torch.device("cpu")),
+            vae=self.load_vae(layout, dtype=dtype),  # these pipelines do not cast what they decode
+            scheduler=_scheduler(facts),
+            dtype=dtype,
+            use_safetensors=True,
+        )
+        return pipeline.to(device)
+
+
+def transformer_name(format: FileFormat, component: str, module: str) -> str:
+    """Return the key that ComfyUI and diffusers share: `transformer.` and diffusers' module name."""
+    assert format == "diffusers" and component == "denoiser"
+    return f"transformer.{module}"
+
+
+def _scheduler(facts: BaseFacts) -> Any:
+    return _diffusers(str(facts.scheduler["_class_name"])).from_config(dict(facts.scheduler))
+
+
+def _diffusers(name: str) -> Any:
+    import diffusers
+
+    return getattr(diffusers, name)

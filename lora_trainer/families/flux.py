@@ -1,0 +1,306 @@
+"""FLUX.1 dev and schnell: a transformer of joint and single blocks, CLIP's pooled text and T5's tokens.
+
+Dev is told a guidance scale it was distilled for; schnell was distilled to few steps and has none.
+Conditioning: `text` [B, 512 or 256, 4096], padding attended to as the base was trained, `pooled` [B, 768],
+and `guidance` [B] of dev.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.errors import InputError
+from lora_trainer.families.base import (
+    BaseFacts,
+    Conditioning,
+    FileFormat,
+    Header,
+    Layout,
+    Part,
+    TextEncoder,
+)
+from lora_trainer.families.costs import Targets
+from lora_trainer.families.flow import FlowFamily, Release, transformer_name
+from lora_trainer.families.flow_files import holds_vae, part_tensors, refuse_scaled_weights
+from lora_trainer.families.folder import part_file, read_header
+from lora_trainer.families.packing import pack, position_ids, unpack
+from lora_trainer.families.t5 import PooledT5Encoder, load_t5, load_text_network, load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import DiffusionPipeline
+    from torch import Tensor, nn
+
+ATTENTION = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+)
+TRANSFORMER = (
+    *ATTENTION,
+    "ff.net.0.proj",
+    "ff.net.2",
+    "ff_context.net.0.proj",
+    "ff_context.net.2",
+    "proj_mlp",
+    "proj_out",
+)
+ENDINGS: Mapping[Targets, tuple[str, ...]] = {
+    "attention": ATTENTION,
+    "transformer": TRANSFORMER,
+    "all": (*TRANSFORMER, "norm1.linear", "norm1_context.linear", "norm.linear"),
+}
+BLOCKS = ("transformer_blocks.", "single_transformer_blocks.")
+REFUSED: Mapping[FileFormat, str] = {
+    "kohya": "its names fuse q, k and v into one layer, which would triple the rank; ComfyUI, Forge, "
+    "InvokeAI and diffusers read the diffusers format",
+    "comfyui": "its names fuse q, k and v into one layer, which would triple the rank; ComfyUI reads the "
+    "diffusers format",
+}
+IN_FILE = frozenset(
+    {
+        "img_in.weight",
+        "txt_in.weight",
+        "vector_in.in_layer.weight",
+        "double_blocks.0.img_attn.qkv.weight",
+        "single_blocks.0.linear1.weight",
+    }
+)
+"""Names in the original layout that only FLUX.1 has together."""
+LATENT_CHANNELS = 16
+DEV: Mapping[str, Any] = {
+    "_class_name": "FluxTransformer2DModel",
+    "patch_size": 1,
+    "in_channels": 4 * LATENT_CHANNELS,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768,
+    "guidance_embeds": True,
+}
+VAE: Mapping[str, Any] = {
+    "latent_channels": LATENT_CHANNELS,
+    "block_out_channels": [128, 256, 512, 512],
+}
+DYNAMIC_SHIFT: Mapping[str, Any] = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "num_train_timesteps": 1000,
+    "base_image_seq_len": 256,
+    "base_shift": 0.5,
+    "max_image_seq_len": 4096,
+    "max_shift": 1.15,
+    "shift": 3.0,
+    "use_dynamic_shifting": True,
+}
+VAE_PARAMETERS = 83_819_683
+T5_PARAMETERS = 4_762_310_656
+CLIP_PARAMETERS = 123_060_480
+RELEASES = (
+    Release(
+        ids=("black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-Krea-dev"),
+        architecture=DEV,
+        vae=VAE,
+        scheduler=DYNAMIC_SHIFT,
+        parameters={
+            "denoiser": 11_901_408_320,
+            "vae": VAE_PARAMETERS,
+            "text_encoder": CLIP_PARAMETERS + T5_PARAMETERS,
+        },
+        max_tokens=512,
+        download_bytes=33_740_000_000,
+        variant="dev",
+    ),
+    Release(
+        ids=("black-forest-labs/FLUX.1-schnell",),
+        architecture={**DEV, "guidance_embeds": False},
+        vae=VAE,
+        scheduler={**DYNAMIC_SHIFT, "shift": 1.0, "use_dynamic_shifting": False},
+        parameters={
+            "denoiser": 11_891_178_560,
+            "vae": VAE_PARAMETERS,
+            "text_encoder": CLIP_PARAMETERS + T5_PARAMETERS,
+        },
+        max_tokens=256,
+        download_bytes=33_720_000_000,
+        variant="schnell",
+        distilled=True,
+    ),
+)
+
+
+class Flux(FlowFamily):
+    """The family of FLUX.1 dev, schnell, and everything fine-tuned from them."""
+
+    name = "flux"
+    default_source = RELEASES[0].ids[0]
+    file_formats = ("diffusers",)
+    refused_formats = REFUSED
+    pipeline_class = "FluxPipeline"
+    denoiser_class = "FluxTransformer2DModel"
+    text_folders = ("text_encoder", "text_encoder_2")
+    tokenizer_folders = ("tokenizer", "tokenizer_2")
+    releases = RELEASES
+
+    # ---- facts
+
+    def detect_file(self, header: Header) -> frozenset[Part]:
+        denoiser = part_tensors(header, "denoiser")
+        parts: set[Part] = {"vae"} if holds_vae(header, latent_channels=LATENT_CHANNELS) else set()
+        if denoiser.keys() >= IN_FILE:
+            refuse_scaled_weights(denoiser)
+            _require_text_to_image(denoiser["img_in.weight"].shape[-1], what="the checkpoint")
+            parts.add("denoiser")
+        return frozenset(parts)
+
+    def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
+        found = super().facts(layout, source=source, identities=identities)
+        _require_text_to_image(int(found.architecture["in_channels"]), what=source)
+        return found
+
+    def architecture(self, layout: Layout) -> Mapping[str, Any]:
+        """Return the folder's configuration, corrected where a dev file has a schnell folder or the reverse."""
+        found, single = super().architecture(layout), part_file(layout, "denoiser")
+        return found if single is None else {**found, "guidance_embeds": _told_guidance(single)}
+
+    def scheduler(self, layout: Layout) -> Mapping[str, Any]:
+        found, single = super().scheduler(layout), part_file(layout, "denoiser")
+        if single is None or _told_guidance(single) == super().architecture(layout).get(
+            "guidance_embeds", False
+        ):
+            return found
+        return RELEASES[0 if _told_guidance(single) else 1].scheduler
+
+    def max_tokens(self, layout: Layout) -> int:
+        return self._release(self.architecture(layout)).max_tokens
+
+    def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
+        found = self._release(architecture)
+        return found.variant, found.distilled
+
+    def _release(self, architecture: Mapping[str, Any]) -> Release:
+        return RELEASES[0 if architecture.get("guidance_embeds", False) else 1]
+
+    def base_model_version(self, facts: BaseFacts) -> str:
+        return "flux1"
+
+    def modelspec_architecture(self, facts: BaseFacts) -> str:
+        return f"flux-1-{facts.variant}/lora"
+
+    def prompt_shapes(
+        self, architecture: Mapping[str, Any], *, text_tokens: int
+    ) -> Mapping[str, tuple[int, ...]]:
+        return {
+            "text": (1, text_tokens, int(architecture["joint_attention_dim"])),
+            "pooled": (1, int(architecture["pooled_projection_dim"])),
+        }
+
+    # ---- networks
+
+    def load_text_encoder(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> TextEncoder:
+        from transformers import CLIPTextModel
+
+        clip, t5 = (facts.located.folder / name for name in self.text_folders)
+        clip_tokenizer, t5_tokenizer = (
+            load_tokenizer(facts.located.folder / name) for name in self.tokenizer_folders
+        )
+        return PooledT5Encoder(
+            networks={
+                "text_encoder": load_text_network(CLIPTextModel, clip, dtype=dtype, device=device),
+                "text_encoder_2": load_t5(t5, dtype=dtype, device=device),
+            },
+            clip_tokenizer=clip_tokenizer,
+            t5_tokenizer=t5_tokenizer,
+            max_tokens=facts.max_tokens,
+        )
+
+    # ---- training
+
+    def guidance_conditioning(self, facts: BaseFacts, *, guidance_scale: float) -> Conditioning:
+        import torch
+
+        told = bool(facts.architecture.get("guidance_embeds", False))
+        return {"guidance": torch.tensor([guidance_scale])} if told else {}
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        text = conditioning["text"]
+        velocity: Tensor = denoiser(
+            hidden_states=pack(noisy),
+            timestep=timesteps / 1000,
+            guidance=conditioning.get("guidance"),
+            pooled_projections=conditioning["pooled"],
+            encoder_hidden_states=text,
+            txt_ids=text.new_zeros(text.shape[1], 3),
+            img_ids=position_ids(noisy),
+            return_dict=False,
+        )[0]
+        return unpack(velocity, height=noisy.shape[-2], width=noisy.shape[-1])
+
+    def targets(self, targets: Targets) -> tuple[str, ...]:
+        return ENDINGS[targets]
+
+    def lora_targets(self, denoiser: nn.Module, targets: Targets) -> list[str]:
+        names = super().lora_targets(denoiser, targets)
+        return [name for name in names if name.startswith(BLOCKS)]
+
+    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+        return transformer_name(format, component, module)
+
+    # ---- images
+
+    def sampler_arguments(
+        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        return {
+            "prompt_embeds": conditioning["text"],
+            "pooled_prompt_embeds": conditioning["pooled"],
+            "guidance_scale": guidance_scale,
+        }
+
+    def prompt_arguments(
+        self, prompt: str, negative: str, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        """A guidance-distilled base takes no negative prompt."""
+        return {"prompt": prompt, "guidance_scale": guidance_scale}
+
+    def decodable(
+        self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
+    ) -> Tensor:
+        return decodable_tokens(vae, latents, size_px)
+
+
+def decodable_tokens(vae: nn.Module, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
+    """Return float32 [B, C, H, W] for the VAE of the packed latents [B, tokens, 4 C] of an image."""
+    config: Any = vae.config
+    factor = 2 ** (len(config.block_out_channels) - 1)
+    width, height = (side // factor for side in size_px)
+    unpacked = unpack(latents.float(), height=height, width=width)
+    decoded: Tensor = unpacked / config.scaling_factor + config.shift_factor
+    return decoded
+
+
+FAMILY = Flux()
+
+
+def _told_guidance(file: Path) -> bool:
+    return "guidance_in.in_layer.weight" in part_tensors(read_header(file), "denoiser")
+
+
+def _require_text_to_image(in_channels: int, *, what: str) -> None:
+    if in_channels != 4 * LATENT_CHANNELS:
+        raise InputError(
+            f"{what} takes {in_channels} channels: a fill or control release; text-to-image has {4 * LATENT_CHANNELS}",
+            fix="use FLUX.1-dev or a base fine-tuned from it",
+        )

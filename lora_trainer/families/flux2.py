@@ -1,0 +1,303 @@
+"""FLUX.2 klein, 4B and 9B, distilled and base: a Qwen3 text encoder, a VAE normalised per channel.
+
+The denoiser sees 2x2 squares of the VAE's latents as channels, [B, 128, H/16, W/16]; so do caches and
+`predict`. Architectures and names are those of FLUX.2-dev too, but its text encoder is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.errors import InputError
+from lora_trainer.families.base import (
+    BaseFacts,
+    Conditioning,
+    FileFormat,
+    Header,
+    Layout,
+    Part,
+    Sampler,
+    TextEncoder,
+)
+from lora_trainer.families.costs import Targets
+from lora_trainer.families.flow import FlowFamily, Release, transformer_name
+from lora_trainer.families.flow_files import part_tensors
+from lora_trainer.families.flow_images import FlowSampler
+from lora_trainer.families.folder import part_file, read_json
+from lora_trainer.families.qwen_text import MAX_TOKENS, PromptFormat, load_qwen3, text_config
+from lora_trainer.families.transformer_file import check_companion
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import DiffusionPipeline
+    from torch import Tensor, nn
+
+# The layers that diffusers' pipeline joins; its training script's other default is not what samples.
+PROMPT = PromptFormat(layers=(9, 18, 27), padded=True, thinking=False)
+ATTENTION = (
+    *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+    *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+    # Blocks of a single stream: attention and feed-forward in one matrix each.
+    *(f"attn.{name}" for name in ("to_qkv_mlp_proj", "to_out")),
+)
+TRANSFORMER = (
+    *ATTENTION,
+    *(f"ff.{name}" for name in ("linear_in", "linear_out")),
+    *(f"ff_context.{name}" for name in ("linear_in", "linear_out")),
+)
+IN_FILE = "double_stream_modulation_img.lin.weight"
+IN_DIFFUSERS = "double_stream_modulation_img.linear.weight"
+FUSED = (
+    "to_q, to_k and to_v are one weight in its names; use output.format=diffusers, which ComfyUI, "
+    "InvokeAI and diffusers read"
+)
+# For many steps (200) the sampler's shift is FLUX.1's: linear in the tokens. Fewer steps shift more.
+SCHEDULER: Mapping[str, Any] = {
+    "num_train_timesteps": 1000,
+    "use_dynamic_shifting": True,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 4096,
+    "base_shift": 0.5,
+    "max_shift": 1.15,
+    "shift": 3.0,
+}
+VAE: Mapping[str, Any] = {"latent_channels": 32, "block_out_channels": [128, 256, 512, 512]}
+VAE_PARAMETERS = 84_046_115
+
+
+ARCHITECTURE: Mapping[str, Any] = {
+    "_class_name": "Flux2Transformer2DModel",
+    "patch_size": 1,
+    "in_channels": 128,
+    "out_channels": None,
+    "attention_head_dim": 128,
+    "timestep_guidance_channels": 256,
+    "mlp_ratio": 3.0,
+    "axes_dims_rope": [32, 32, 32, 32],
+    "rope_theta": 2000,
+    "eps": 1e-6,
+    "guidance_embeds": False,
+}
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "4B": {
+        "num_layers": 5,
+        "num_single_layers": 20,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 7680,
+    },
+    "9B": {
+        "num_layers": 8,
+        "num_single_layers": 24,
+        "num_attention_heads": 32,
+        "joint_attention_dim": 12_288,
+    },
+}
+DENOISER_PARAMETERS = {"4B": 3_875_544_576, "9B": 9_078_581_248}
+TEXT_PARAMETERS = {"4B": 4_022_468_096, "9B": 8_190_735_360}
+
+
+def _release(size: str, *, distilled: bool) -> Release:
+    denoiser, text = DENOISER_PARAMETERS[size], TEXT_PARAMETERS[size]
+    return Release(
+        ids=(f"black-forest-labs/FLUX.2-klein-{'' if distilled else 'base-'}{size}",),
+        architecture={**ARCHITECTURE, **SIZES[size]},
+        vae=VAE,
+        scheduler=SCHEDULER,
+        parameters={"denoiser": denoiser, "vae": VAE_PARAMETERS, "text_encoder": text},
+        max_tokens=MAX_TOKENS,
+        download_bytes=2 * (denoiser + VAE_PARAMETERS + text),
+        variant=_variant(size.lower(), distilled=distilled),
+        distilled=distilled,
+    )
+
+
+def _size(architecture: Mapping[str, Any]) -> str:
+    """Return "4b" or "9b", "" for another size."""
+    found = (size for size, numbers in SIZES.items() if numbers.items() <= architecture.items())
+    return next(found, "").lower()
+
+
+def _variant(size: str, *, distilled: bool) -> str:
+    return "-".join(word for word in ("klein", "" if distilled else "base", size) if word)
+
+
+class Flux2(FlowFamily):
+    """The family of FLUX.2 klein (Black Forest Labs 2026) and what is fine-tuned from it."""
+
+    name = "flux2"
+    default_source = "black-forest-labs/FLUX.2-klein-base-4B"
+    file_formats = ("diffusers",)
+    refused_formats: Mapping[FileFormat, str] = {"comfyui": FUSED, "kohya": FUSED}
+    pipeline_class = "Flux2KleinPipeline"
+    denoiser_class = "Flux2Transformer2DModel"
+    text_folders = ("text_encoder",)
+    tokenizer_folders = ("tokenizer",)
+    native_latents = 64
+    patch = 1  # the squares are made before the denoiser
+    releases = tuple(
+        _release(size, distilled=distilled) for size in ("4B", "9B") for distilled in (False, True)
+    )
+
+    # ---- facts
+
+    def max_tokens(self, layout: Layout) -> int:
+        return MAX_TOKENS
+
+    def targets(self, targets: Targets) -> tuple[str, ...]:
+        """Modulation is shared by all blocks and lies outside of them: "all" has nothing to add."""
+        return ATTENTION if targets == "attention" else TRANSFORMER
+
+    def prompt_shapes(
+        self, architecture: Mapping[str, Any], *, text_tokens: int
+    ) -> Mapping[str, tuple[int, ...]]:
+        return {"text": (1, text_tokens, int(architecture["joint_attention_dim"]))}
+
+    def latent_shape(self, vae: Mapping[str, Any]) -> tuple[int, int]:
+        channels, factor = super().latent_shape(vae)
+        return 4 * channels, 2 * factor
+
+    def detect_file(self, header: Header) -> frozenset[Part]:
+        found = part_tensors(header, "denoiser")
+        own = IN_FILE in found or IN_DIFFUSERS in found
+        return frozenset({"denoiser"}) if own else frozenset()
+
+    def architecture(self, layout: Layout) -> Mapping[str, Any]:
+        found, text = super().architecture(layout), text_config(layout.folder)
+        width, read = len(PROMPT.layers) * text["hidden_size"], found["joint_attention_dim"]
+        if width != read:
+            raise InputError(
+                f"the text encoder of {layout.folder} gives {width} channels, its denoiser reads {read}",
+                fix="give denoiser and text encoder of one release",
+            )
+        if (single := part_file(layout, "denoiser")) is not None:
+            inner = found["num_attention_heads"] * found["attention_head_dim"]
+            check_companion(
+                single,
+                shapes={"txt_in.weight": (inner, width), "context_embedder.weight": (inner, width)},
+                blocks={
+                    **dict.fromkeys(("double_blocks", "transformer_blocks"), found["num_layers"]),
+                    **dict.fromkeys(
+                        ("single_blocks", "single_transformer_blocks"), found["num_single_layers"]
+                    ),
+                },
+            )
+        if part_file(layout, "vae") is not None:
+            raise InputError(
+                "a FLUX.2 VAE cannot be read from a single file",
+                fix="give a folder with its config.json and weights: --set base.vae=FOLDER",
+            )
+        return found
+
+    def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
+        """The pipeline's index says what is distilled; of a single file of klein only its name does."""
+        distilled = bool(read_json(layout.folder / "model_index.json").get("is_distilled", False))
+        single = part_file(layout, "denoiser")
+        if single is not None and "klein" in single.name.lower():
+            distilled = "base" not in single.name.lower()
+        return _variant(_size(architecture), distilled=distilled), distilled
+
+    def base_model_version(self, facts: BaseFacts) -> str:
+        return f"flux2_klein_{_size(facts.architecture)}".rstrip("_")  # as ai-toolkit writes it
+
+    def modelspec_architecture(self, facts: BaseFacts) -> str:
+        size = _size(facts.architecture)
+        return f"{f'Flux.2-klein-{size}'.rstrip('-')}/lora"  # as musubi-tuner writes it
+
+    # ---- networks
+
+    def normalised(self, vae: nn.Module, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        """Squares of latents as channels, then (x - mean) / deviation of the VAE's batch norm."""
+        shift, scale = _statistics(vae)
+        return (_squares(mean) - shift) / scale, _squares(std) / scale
+
+    def load_text_encoder(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> TextEncoder:
+        return load_qwen3(facts.located.folder, format=PROMPT, dtype=dtype, device=device)
+
+    def guidance_conditioning(self, facts: BaseFacts, *, guidance_scale: float) -> Conditioning:
+        import torch
+
+        told = facts.architecture.get("guidance_embeds", True)  # diffusers' own default
+        return {"guidance": torch.tensor([guidance_scale])} if told else {}
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        text = conditioning["text"]
+        velocity = denoiser(
+            hidden_states=noisy.flatten(2).transpose(1, 2),
+            encoder_hidden_states=text,
+            timestep=timesteps / 1000,
+            guidance=conditioning.get("guidance"),
+            img_ids=_positions(noisy, rows=noisy.shape[2], columns=noisy.shape[3]),
+            txt_ids=_positions(text, tokens=text.shape[1]),
+            return_dict=False,
+        )[0]
+        unpacked: Tensor = velocity.transpose(1, 2).reshape(noisy.shape)
+        return unpacked
+
+    # ---- files
+
+    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+        return transformer_name(format, component, module)
+
+    # ---- images
+
+    def build_sampler(
+        self, facts: BaseFacts, *, denoiser: nn.Module, device: torch.device
+    ) -> Sampler:
+        sampler = super().build_sampler(facts, denoiser=denoiser, device=device)
+        assert isinstance(sampler, FlowSampler)
+        pipeline, vae = sampler.pipeline, sampler.vae
+        # It reads the VAE's statistics even where it decodes nothing, and its factor has no squares.
+        pipeline.vae = SimpleNamespace(bn=vae.bn, config=vae.config)
+        pipeline.vae_scale_factor = facts.vae_factor // 2
+        return sampler
+
+    def sampler_arguments(
+        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        return {
+            "prompt_embeds": conditioning["text"],
+            "negative_prompt_embeds": negative["text"],
+            "guidance_scale": guidance_scale,  # distilled releases ignore it
+        }
+
+    def prompt_arguments(
+        self, prompt: str, negative: str, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        """The pipeline takes no negative prompt; where it guides, it is against the empty one."""
+        return {"prompt": prompt, "guidance_scale": guidance_scale}
+
+    def decodable(
+        self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
+    ) -> Tensor:
+        return latents.float()  # the pipeline has undone normalisation and squares
+
+
+FAMILY = Flux2()
+
+
+def _squares(latents: Tensor) -> Tensor:
+    """Return [B, 4 C, H/2, W/2] of [B, C, H, W]: channels, then row and column in the square."""
+    from torch.nn.functional import pixel_unshuffle
+
+    return pixel_unshuffle(latents, 2)
+
+
+def _statistics(vae: Any) -> tuple[Tensor, Tensor]:
+    norm = vae.bn
+    mean, variance = norm.running_mean, norm.running_var
+    deviation = (variance + vae.config.batch_norm_eps).sqrt()
+    return mean.view(1, -1, 1, 1), deviation.view(1, -1, 1, 1)
+
+
+def _positions(like: Tensor, *, rows: int = 1, columns: int = 1, tokens: int = 1) -> Tensor:
+    """Return int64 [rows columns tokens, 4]: image (always 0), row, column, place in the text."""
+    import torch
+
+    axes = [torch.arange(count, device=like.device) for count in (1, rows, columns, tokens)]
+    return torch.cartesian_prod(*axes)

@@ -1,0 +1,149 @@
+"""Reading a base model's folders and files without loading a weight: JSON, headers, shards, counts.
+
+Input is a `Layout`; every function raises InputError naming the part and what is missing. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.errors import InputError
+from lora_trainer.families.base import Header, Layout, Part, TensorInfo
+
+MAX_HEADER_BYTES = 100_000_000
+AGAIN = "download the base model again"
+_NO_PARAMETERS = ("position_ids", "running_mean", "running_var", "num_batches_tracked")
+_STEMS = ("diffusion_pytorch_model", "model")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a base model."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"base model file {file} is missing or not JSON ({error})", fix=AGAIN
+        ) from None
+    if not isinstance(value, dict):
+        raise InputError(f"base model file {file} is not a JSON object", fix=AGAIN)
+    return value
+
+
+def components(folder: Path) -> Mapping[str, str]:
+    """Return component name -> class name of a diffusers folder; empty where there is no index."""
+    index = folder / "model_index.json"
+    if not index.is_file():
+        return {}
+    found = read_json(index)
+    named = {
+        name: value[1]
+        for name, value in found.items()
+        if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)
+    }
+    return {"": str(found.get("_class_name", "")), **named}
+
+
+def part_folder(layout: Layout, part: Part, subfolder: str) -> Path:
+    """Return the folder that holds a part's config.json: its own folder where one is named."""
+    own = layout.files.get(part)
+    return own if own is not None and own.is_dir() else layout.folder / subfolder
+
+
+def part_file(layout: Layout, part: Part) -> Path | None:
+    """Return the single file that holds a part's weights, None where they are in a folder."""
+    own = layout.files.get(part)
+    return own if own is not None and own.is_file() else None
+
+
+def weights(folder: Path) -> tuple[Path, ...]:
+    """Return the safetensors files of a part's folder, full precision before fp16, shards in order.
+
+    Raises InputError for a missing shard and for weights that exist as pickles only.
+    """
+    for variant in ("", ".fp16"):
+        for stem in _STEMS:
+            single = folder / f"{stem}{variant}.safetensors"
+            index = folder / f"{stem}.safetensors.index{variant}.json"
+            if single.is_file():
+                return (single,)
+            if index.is_file():
+                return _shards(index)
+    pickles = [path.name for path in folder.glob("*.bin")]
+    found = f"only {pickles[0]}, a pickle that can run code" if pickles else "no weights"
+    raise InputError(
+        f"base model part {folder} has {found}; allowed is {_STEMS[0]}.safetensors or {_STEMS[1]}.safetensors",
+        fix="download the safetensors version of the base model",
+    )
+
+
+def variant(folder: Path) -> str | None:
+    """Return diffusers' `variant` argument for the files that `weights` chose."""
+    return "fp16" if ".fp16" in weights(folder)[0].name else None
+
+
+def tokenizer_files(folder: Path) -> tuple[Path, ...]:
+    """Return what a tokenizer is made of; raises InputError when there is no vocabulary."""
+    found = [path for path in folder.glob("*") if path.suffix in {".json", ".txt", ".model"}]
+    if not any(path.name in {"vocab.json", "tokenizer.json", "spiece.model"} for path in found):
+        raise InputError(
+            f"base model part {folder} has none of tokenizer.json, vocab.json, spiece.model",
+            fix=AGAIN,
+        )
+    return tuple(sorted(found))
+
+
+def read_header(file: Path) -> Header:
+    """Return the tensors of a safetensors file; raises InputError when it is cut short or no such file."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if not 2 <= length <= MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {length:,} bytes")
+            header = json.loads(stream.read(length))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+        found = {
+            name: TensorInfo(dtype=str(entry["dtype"]), shape=tuple(map(int, entry["shape"])))
+            for name, entry in entries.items()
+        }
+        size = file.stat().st_size
+    except (
+        OSError, ValueError, struct.error, MemoryError, OverflowError, AttributeError, KeyError, TypeError, IndexError,
+        RecursionError,
+    ) as error:  # fmt: skip
+        raise InputError(f"{file} is not a whole safetensors file ({error})", fix=AGAIN) from None
+    if size != 8 + length + end:
+        raise InputError(
+            f"{file} has {size:,} bytes, its header says {8 + length + end:,}", fix=AGAIN
+        )
+    return found
+
+
+def count_parameters(files: Iterable[Path]) -> int:
+    """Count the parameters in safetensors files; position ids and batch statistics are none."""
+    return sum(
+        math.prod(info.shape)
+        for file in files
+        for name, info in read_header(file).items()
+        if not name.endswith(_NO_PARAMETERS)
+    )
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise InputError(f"base model file {index} lists no weights", fix=AGAIN)
+    # Only the last name counts: an index is no reason to look outside its folder.
+    files = [index.parent / Path(str(name)).name for name in sorted(set(names.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise InputError(
+            f"base model part {index.parent} lacks {len(missing)} of {len(files)} shards, first {missing[0]}",
+            fix=AGAIN,
+        )
+    return tuple(files)

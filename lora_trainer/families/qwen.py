@@ -1,0 +1,294 @@
+"""Qwen-Image and Qwen-Image-2512: a joint transformer told by Qwen2.5-VL (Wu et al. 2025, arXiv 2508.02324).
+
+Conditioning: `text` [B, L, 3584], the prompt within a template whose first 34 tokens are dropped, and
+`text_mask` [B, L]. The VAE is one for video; an image is its first frame. Editing models are other
+pipelines and refused. Single files have diffusers' names, with or without ComfyUI's prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.errors import InputError
+from lora_trainer.families.base import (
+    BaseFacts,
+    Conditioning,
+    FileFormat,
+    Header,
+    ImageEncoder,
+    Latents,
+    Layout,
+    Part,
+    TextEncoder,
+)
+from lora_trainer.families.costs import Targets
+from lora_trainer.families.flow import FlowFamily, Release
+from lora_trainer.families.flow_files import refuse_scaled_weights
+from lora_trainer.families.flow_images import FlowImageEncoder
+from lora_trainer.families.folder import (
+    components,
+    count_parameters,
+    part_file,
+    read_header,
+    read_json,
+)
+from lora_trainer.families.packing import pack, unpack
+from lora_trainer.families.qwen_files import (
+    LATENT_CHANNELS,
+    count_blocks,
+    is_text_to_image,
+    is_vae,
+    load_frame_vae,
+)
+from lora_trainer.families.qwen_vl import MAX_TOKENS, check_text_encoder, load_qwen_vl
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import DiffusionPipeline
+    from torch import Tensor, nn
+
+ATTENTION = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+)
+TRANSFORMER = (
+    *ATTENTION,
+    "img_mlp.net.0.proj",
+    "img_mlp.net.2",
+    "txt_mlp.net.0.proj",
+    "txt_mlp.net.2",
+)
+ENDINGS: Mapping[Targets, tuple[str, ...]] = {
+    "attention": ATTENTION,
+    "transformer": TRANSFORMER,
+    "all": (*TRANSFORMER, "img_mod.1", "txt_mod.1"),
+}
+# The last block drops its text, so nothing comes of these; they would not even get a gradient.
+UNUSED_IN_LAST_BLOCK = (
+    "attn.add_q_proj",
+    "attn.to_add_out",
+    "txt_mlp.net.0.proj",
+    "txt_mlp.net.2",
+)
+FILE_NAMES: Mapping[FileFormat, str] = {"diffusers": "transformer.", "comfyui": "diffusion_model."}
+OTHER_MODELS = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope", "zero_cond_t")
+"""Settings of the denoiser that only editing and layered models turn on."""
+
+ARCHITECTURE: Mapping[str, Any] = {
+    "_class_name": "QwenImageTransformer2DModel",
+    "patch_size": 2,
+    "in_channels": 64,
+    "out_channels": LATENT_CHANNELS,
+    "num_layers": 60,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 3584,
+    "guidance_embeds": False,
+    "axes_dims_rope": [16, 56, 56],
+}
+SCHEDULER: Mapping[str, Any] = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "base_image_seq_len": 256,
+    "base_shift": 0.5,
+    "max_image_seq_len": 8192,
+    "max_shift": 0.9,
+    "shift": 1.0,
+    "shift_terminal": 0.02,
+    "time_shift_type": "exponential",
+    "use_dynamic_shifting": True,
+}
+PARAMETERS: Mapping[Part, int] = {
+    "denoiser": 20_430_401_088,
+    "vae": 126_892_531,
+    "text_encoder": 8_292_166_656,
+}
+
+
+class QwenImage(FlowFamily):
+    """The family of Qwen-Image's text-to-image releases."""
+
+    name = "qwen"
+    default_source = "Qwen/Qwen-Image"
+    pipeline_class = "QwenImagePipeline"
+    denoiser_class = "QwenImageTransformer2DModel"
+    text_folders = ("text_encoder",)
+    tokenizer_folders = ("tokenizer",)
+    file_formats: tuple[FileFormat, ...] = ("diffusers", "comfyui", "kohya")
+    refused_formats: Mapping[FileFormat, str] = {}
+    releases = (
+        Release(
+            ids=("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512"),
+            architecture=ARCHITECTURE,
+            vae={"z_dim": LATENT_CHANNELS, "temperal_downsample": [False, True, True]},
+            scheduler=SCHEDULER,
+            parameters=PARAMETERS,
+            max_tokens=MAX_TOKENS,
+            download_bytes=2 * sum(PARAMETERS.values()),
+        ),
+    )
+
+    # ---- facts
+
+    def detect(self, folder: Path) -> bool:
+        """Say whether a folder is a text-to-image base; raises InputError for an editing model."""
+        found = components(folder)
+        if found.get("") == self.pipeline_class:
+            return True
+        if found.get("transformer") == self.denoiser_class:
+            raise InputError(
+                f"{folder} is for {found['']}, allowed is {self.pipeline_class}",
+                fix="give a text-to-image release such as Qwen/Qwen-Image, no editing or layered one",
+            )
+        return False
+
+    def detect_file(self, header: Header) -> frozenset[Part]:
+        if is_vae(header):
+            return frozenset({"vae"})
+        return frozenset({"denoiser"}) if is_text_to_image(header) else frozenset()
+
+    def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
+        for file in {file for file in layout.files.values() if file.is_file()}:
+            refuse_scaled_weights(read_header(file))
+        found = super().facts(layout, source=source, identities=identities)
+        other = [name for name in OTHER_MODELS if found.architecture.get(name)]
+        if other:
+            raise InputError(
+                f"the denoiser of {source} has {', '.join(other)}: an editing or layered model",
+                fix="give a text-to-image release such as Qwen/Qwen-Image",
+            )
+        check_text_encoder(layout.folder)
+        return found
+
+    def architecture(self, layout: Layout) -> Mapping[str, Any]:
+        """Return the configuration; how many blocks there are, a single file says itself: some are pruned."""
+        configured, single = super().architecture(layout), part_file(layout, "denoiser")
+        if single is None:
+            return configured
+        return {**configured, "num_layers": count_blocks(read_header(single))}
+
+    def max_tokens(self, layout: Layout) -> int:
+        return MAX_TOKENS
+
+    def prompt_shapes(
+        self, architecture: Mapping[str, Any], *, text_tokens: int
+    ) -> Mapping[str, tuple[int, ...]]:
+        width = int(architecture["joint_attention_dim"])
+        return {"text": (1, text_tokens, width), "text_mask": (1, text_tokens)}
+
+    def latent_shape(self, vae: Mapping[str, Any]) -> tuple[int, int]:
+        return int(vae["z_dim"]), 2 ** len(vae["temperal_downsample"])
+
+    def _count(self, layout: Layout, part: str, files: tuple[Path, ...]) -> int:
+        return count_parameters(file for file in files if file.suffix == ".safetensors")
+
+    def base_model_version(self, facts: BaseFacts) -> str:
+        return "qwen_image"
+
+    def modelspec_architecture(self, facts: BaseFacts) -> str:
+        return "Qwen-Image/lora"
+
+    # ---- networks
+
+    def load_vae(self, layout: Layout, *, dtype: torch.dtype | None = None) -> nn.Module:
+        single = part_file(layout, "vae")
+        if single is None:
+            return super().load_vae(layout, dtype=dtype)
+        config = read_json(layout.folder / "vae" / "config.json")
+        return load_frame_vae(single, config, dtype=dtype).requires_grad_(False).eval()
+
+    def load_image_encoder(self, facts: BaseFacts, *, device: torch.device) -> ImageEncoder:
+        return _FrameEncoder(vae=self.load_vae(facts.located).to(device), family=self)
+
+    def load_text_encoder(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> TextEncoder:
+        return load_qwen_vl(facts.located.folder, dtype=dtype, device=device)
+
+    # ---- training and files
+
+    def normalised(self, vae: nn.Module, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        """Return [B, C, H, W] of the posterior of one frame [B, C, 1, H, W], standardised by channel."""
+        shift, scale = _statistics(vae, like=mean)
+        return ((mean - shift) / scale).squeeze(2), (std / scale).squeeze(2)
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        batch, _, height, width = noisy.shape
+        tokens = denoiser(
+            hidden_states=pack(noisy),
+            timestep=timesteps / 1000,
+            encoder_hidden_states=conditioning["text"],
+            # One text has no padding; without a mask attention takes its fastest kernel.
+            encoder_hidden_states_mask=conditioning["text_mask"] if batch > 1 else None,
+            img_shapes=[[(1, height // 2, width // 2)]] * batch,
+            return_dict=False,
+        )[0]
+        return unpack(tokens, height=height, width=width)
+
+    def targets(self, targets: Targets) -> tuple[str, ...]:
+        return ENDINGS[targets]
+
+    def lora_targets(self, denoiser: nn.Module, targets: Targets) -> list[str]:
+        config: Any = denoiser.config
+        last = f"transformer_blocks.{config.num_layers - 1}."
+        unused = {last + ending for ending in UNUSED_IN_LAST_BLOCK}
+        return [name for name in super().lora_targets(denoiser, targets) if name]
+
+    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+        if format == "kohya":
+            return "lora_unet_" + module.replace(".", "_")
+        return FILE_NAMES[format] + module
+
+    # ---- images
+
+    def sampler_arguments(
+        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        prompt = {
+            "prompt_embeds": conditioning["text"],
+            "prompt_embeds_mask": conditioning["text_mask"],
+            "true_cfg_scale": guidance_scale,
+        }
+        if guidance_scale <= 1:
+            return prompt
+        return {
+            **prompt,
+            "negative_prompt_embeds": negative["text"],
+            "negative_prompt_embeds_mask": negative["text_mask"],
+        }
+
+    def decodable(
+        self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
+    ) -> Tensor:
+        width, height = (side // pipeline.vae_scale_factor for side in size_px)
+        frame = unpack(latents.float(), height=height, width=width).unsqueeze(2)
+        shift, scale = _statistics(vae, like=frame)
+        return frame * scale + shift
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FrameEncoder(FlowImageEncoder):
+    """Encodes an image as a video of one frame."""
+
+    def encode_images(self, pixels: Tensor) -> list[Latents]:
+        return super().encode_images(pixels.unsqueeze(2))
+
+
+FAMILY = QwenImage()
+
+
+def _statistics(vae: nn.Module, *, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation of the latents by channel, [1, C, 1, 1, 1]."""
+    config: Any = vae.config
+    mean, std = like.new_tensor(config.latents_mean), like.new_tensor(config.latents_std)
+    return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)

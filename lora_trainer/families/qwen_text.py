@@ -1,0 +1,126 @@
+"""Qwen3 language models as text encoders: chat template, tokens, hidden states of chosen layers.
+
+Input is a diffusers folder with `text_encoder` and `tokenizer`; outputs are conditioning tensors as
+diffusers' pipelines make them. Which layers, padded or not, thinking or not is the family's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.errors import InputError
+from lora_trainer.families.base import Conditioning, TextEncoder
+from lora_trainer.families.folder import read_json, variant
+from lora_trainer.families.transformer_file import whole
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+MAX_TOKENS = 512
+"""The limit of diffusers' pipelines, chat template included."""
+_SUPPORTED = "qwen3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptFormat:
+    """How a family makes conditioning of a prompt.
+
+    `layers` index the hidden states (0: embeddings, -2: before the last layer); several are joined
+    along the channels. `padded`: every prompt has `MAX_TOKENS` tokens and no mask, else prompts keep
+    their length and `text_mask` says it. `thinking` goes to the chat template.
+    """
+
+    layers: tuple[int, ...]
+    padded: bool
+    thinking: bool
+
+
+def text_config(folder: Path) -> Mapping[str, Any]:
+    """Return the text encoder's configuration; raises InputError when it is no Qwen3."""
+    found = read_json(folder / "text_encoder" / "config.json")
+    kind = found.get("model_type")
+    if kind != _SUPPORTED:
+        raise InputError(
+            f"{folder / 'text_encoder'} is a text encoder of type {kind!r}, allowed is {_SUPPORTED!r}",
+            fix="give a base model with a Qwen3 text encoder",
+        )
+    return found
+
+
+def load_qwen3(
+    folder: Path, *, format: PromptFormat, dtype: torch.dtype, device: torch.device
+) -> TextEncoder:
+    """Load tokenizer and network of a diffusers folder, frozen; the language head is left out."""
+    from transformers import AutoTokenizer, Qwen3Model
+
+    part = folder / "text_encoder"
+    network = whole(Qwen3Model, part, dtype=dtype, variant=variant(part), use_safetensors=True)
+    return _Qwen3TextEncoder(
+        networks={"text_encoder": network.requires_grad_(False).eval().to(device)},
+        tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True),
+        format=format,
+    )
+
+
+def unpadded(text: Tensor, mask: Tensor) -> list[Tensor]:
+    """Return the texts of a batch [B, L, D] at their own lengths, which `mask` [B, L] tells."""
+    if len(text) == 1 or mask.is_meta:
+        # A single text is never padded; asking the mask would wait for the device, meta has no answer.
+        return list(text)
+    return [states[:length] for states, length in zip(text, mask.sum(1).tolist(), strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Qwen3TextEncoder(TextEncoder):
+    networks: Mapping[str, nn.Module]
+    tokenizer: Any
+    format: PromptFormat
+
+    def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        texts = [
+            self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}],
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=self.format.thinking,
+            )
+            for prompt in prompts
+        ]
+        tokens = self.tokenizer(
+            texts,
+            padding="max_length" if self.format.padded else "longest",
+            max_length=MAX_TOKENS,
+            truncation=True,
+            return_tensors="pt",
+        )
+        return {"ids": tokens["input_ids"], "mask": tokens["attention_mask"]}
+
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        network = self.networks["text_encoder"]
+        device = next(network.parameters()).device
+        mask = tokens["mask"].to(device)
+        states = network(
+            input_ids=tokens["ids"].to(device),
+            attention_mask=mask,
+            output_hidden_states=True,
+            use_cache=False,
+        ).hidden_states
+        text = torch.cat([states[layer] for layer in self.format.layers], dim=-1)
+        if self.format.padded:
+            return {"text": text}
+        texts = [states[kept] for states, kept in zip(text, mask.bool(), strict=True)]
+        kept = [torch.ones(len(states), dtype=torch.int64, device=device) for states in texts]
+        return {
+            "text": pad_sequence(texts, batch_first=True),
+            "text_mask": pad_sequence(kept, batch_first=True),
+        }
+
+    def count_tokens(self, prompt: str) -> int:
+        return len(self.tokenizer(prompt, add_special_tokens=False).input_ids)

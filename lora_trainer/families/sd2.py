@@ -1,0 +1,129 @@
+"""Stable Diffusion 2.x: an OpenCLIP text encoder, linear projections, epsilon at 512 px or velocity at 768 px.
+
+The text encoder's configuration has one layer less than OpenCLIP's, so its last hidden state is the
+penultimate one. A checkpoint does not state what it predicts; it is told from one of its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import pstdev
+from typing import Any
+
+from lora_trainer.families.base import BaseFacts, Layout, PartFacts, Prediction
+from lora_trainer.families.clip import ClipPart
+from lora_trainer.families.folder import part_file
+from lora_trainer.families.single_file import UNET, UNetTraits, read_numbers
+from lora_trainer.families.unet import UNetFamily
+
+# The public releases: configuration and sizes, so that a plan needs no download.
+ARCHITECTURE: Mapping[str, Any] = {
+    "_class_name": "UNet2DConditionModel",
+    "in_channels": 4,
+    "out_channels": 4,
+    "down_block_types": [
+        "CrossAttnDownBlock2D",
+        "CrossAttnDownBlock2D",
+        "CrossAttnDownBlock2D",
+        "DownBlock2D",
+    ],
+    "up_block_types": [
+        "UpBlock2D",
+        "CrossAttnUpBlock2D",
+        "CrossAttnUpBlock2D",
+        "CrossAttnUpBlock2D",
+    ],
+    "block_out_channels": [320, 640, 1280, 1280],
+    "layers_per_block": 2,
+    "cross_attention_dim": 1024,
+    "attention_head_dim": [5, 10, 20, 20],
+    "norm_num_groups": 32,
+    "use_linear_projection": True,
+}
+SCHEDULER: Mapping[str, Any] = {
+    "_class_name": "DDIMScheduler",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "num_train_timesteps": 1000,
+    "set_alpha_to_one": False,
+    "steps_offset": 1,
+    "clip_sample": False,
+}
+OWNERS = ("sd2-community", "stabilityai")
+RELEASES: Mapping[str, Prediction] = {
+    "stable-diffusion-2-1": "v_prediction",
+    "stable-diffusion-2-1-base": "epsilon",
+    "stable-diffusion-2": "v_prediction",
+    "stable-diffusion-2-base": "epsilon",
+}
+NATIVE_PX: Mapping[Prediction, int] = {"epsilon": 512, "v_prediction": 768}
+TELLING_WEIGHT = f"{UNET}output_blocks.11.1.transformer_blocks.0.norm1.bias"
+TELLING_DEVIATION = 0.09
+"""Above it in the public v-prediction releases, below it in the others; ComfyUI goes by it too."""
+
+
+class StableDiffusion2(UNetFamily):
+    """The family of Stable Diffusion 2.0 and 2.1 and everything fine-tuned from them."""
+
+    name = "sd2"
+    default_source = f"{OWNERS[0]}/stable-diffusion-2-1"
+    pipeline_class = "StableDiffusionPipeline"
+    texts = (ClipPart(checkpoint="cond_stage_model.model."),)
+
+    def owns(self, traits: UNetTraits) -> bool:
+        """Projections around attention are linear, and there is no vector beside the timestep."""
+        return traits.in_channels == 4 and traits.linear_projection and not traits.added_width
+
+    def known(self, source: str) -> BaseFacts | None:
+        owner, _, release = source.partition("/")
+        if owner not in OWNERS or release not in RELEASES:
+            return None
+        prediction = RELEASES[release]
+        return BaseFacts(
+            family=self.name,
+            source=source,
+            layout=None,
+            resolution_px=NATIVE_PX[prediction],
+            bucket_step_px=64,
+            latent_channels=4,
+            vae_factor=8,
+            max_tokens=77,
+            prediction=prediction,
+            parts={
+                "denoiser": PartFacts(parameters=865_910_724),
+                "vae": PartFacts(parameters=83_653_863),
+                "text_encoder": PartFacts(parameters=340_387_840),
+            },
+            architecture={**ARCHITECTURE, "sample_size": NATIVE_PX[prediction] // 8},
+            scheduler={**SCHEDULER, "prediction_type": prediction},
+            download_bytes=5_160_000_000,
+        )
+
+    def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
+        facts = super().facts(layout, source=source, identities=identities)
+        single = part_file(layout, "denoiser")
+        prediction = checkpoint_prediction(single) if single else None
+        if prediction is None or prediction == facts.prediction:
+            return facts
+        return replace(facts, prediction=prediction, resolution_px=NATIVE_PX[prediction])
+
+    def base_model_version(self, facts: BaseFacts) -> str:
+        return "sd_v2_v" if facts.prediction == "v_prediction" else "sd_v2"
+
+    def modelspec_architecture(self, facts: BaseFacts) -> str:
+        size = "768-v" if facts.prediction == "v_prediction" else "512"
+        return f"stable-diffusion-v2-{size}/lora"
+
+
+def checkpoint_prediction(file: Path) -> Prediction | None:
+    """Tell what a checkpoint predicts from the spread of one of its weights; None where it has none."""
+    values = read_numbers(file, TELLING_WEIGHT)
+    if not values:
+        return None
+    return "v_prediction" if pstdev(values) > TELLING_DEVIATION else "epsilon"
+
+
+FAMILY = StableDiffusion2()

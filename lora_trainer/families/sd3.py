@@ -1,0 +1,308 @@
+"""Stable Diffusion 3 medium, 3.5 medium and large: MMDiT (Esser et al. 2024, arXiv 2403.03206).
+
+Conditioning: `text` [B, 77 + 256, 4096] of two CLIPs and T5, `pooled` [B, 2048]. 3.5 medium also
+attends within the image apart (`attn2`). Single files are those of ComfyUI; the sizes of their denoiser
+are read from the header, so that one companion serves all releases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.errors import InputError
+from lora_trainer.families.base import (
+    BaseFacts,
+    Conditioning,
+    FileFormat,
+    Header,
+    Layout,
+    Part,
+    TextEncoder,
+)
+from lora_trainer.families.costs import Targets
+from lora_trainer.families.flow import FlowFamily, Release, transformer_name
+from lora_trainer.families.flow_files import holds_vae, part_tensors, refuse_scaled_weights
+from lora_trainer.families.folder import part_file, read_header
+from lora_trainer.families.sd3_file import file_architecture
+from lora_trainer.families.sd3_text import (
+    ENCODERS,
+    T5,
+    encoders_of,
+    holds_encoders,
+    load_encoder,
+    load_networks,
+    text_files,
+    text_parameters,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import DiffusionPipeline
+    from torch import Tensor, nn
+
+ATTENTION = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+    "attn2.to_q",
+    "attn2.to_k",
+    "attn2.to_v",
+    "attn2.to_out.0",
+)
+TRANSFORMER = (
+    *ATTENTION,
+    "ff.net.0.proj",
+    "ff.net.2",
+    "ff_context.net.0.proj",
+    "ff_context.net.2",
+)
+ENDINGS: Mapping[Targets, tuple[str, ...]] = {
+    "attention": ATTENTION,
+    "transformer": TRANSFORMER,
+    "all": (*TRANSFORMER, "norm1.linear", "norm1_context.linear"),
+}
+# The last block drops its text: nothing comes of this query, and ComfyUI has the halves of this
+# modulation the other way round, where an adapter would shift what it scales here.
+UNUSED_IN_LAST_BLOCK = ("attn.add_q_proj", "norm1_context.linear")
+LATENT_CHANNELS = 16
+
+MEDIUM: Mapping[str, Any] = {
+    "_class_name": "SD3Transformer2DModel",
+    "sample_size": 128,
+    "patch_size": 2,
+    "in_channels": LATENT_CHANNELS,
+    "num_layers": 24,
+    "attention_head_dim": 64,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "caption_projection_dim": 1536,
+    "pooled_projection_dim": 2048,
+    "out_channels": LATENT_CHANNELS,
+    "pos_embed_max_size": 384,
+    "dual_attention_layers": list(range(13)),
+    "qk_norm": "rms_norm",
+}
+LARGE: Mapping[str, Any] = {
+    **MEDIUM,
+    "num_layers": 38,
+    "num_attention_heads": 38,
+    "caption_projection_dim": 2432,
+    "pos_embed_max_size": 192,
+    "dual_attention_layers": [],
+}
+FIRST_MEDIUM: Mapping[str, Any] = {
+    **MEDIUM,
+    "pos_embed_max_size": 192,
+    "dual_attention_layers": [],
+    "qk_norm": None,
+}
+
+
+def _release(name: str, architecture: Mapping[str, Any], denoiser: int, *, variant: str) -> Release:
+    parameters: Mapping[Part, int] = {
+        "denoiser": denoiser,  # with the table of positions: a buffer, in files and memory like a weight
+        "vae": 83_819_683,
+        "text_encoder": 123_650_304 + 694_659_840 + 4_762_310_656,  # CLIP-L, bigG, T5-XXL
+    }
+    return Release(
+        ids=(f"stabilityai/{name}",),
+        architecture=architecture,
+        vae={"latent_channels": LATENT_CHANNELS, "block_out_channels": [128, 256, 512, 512]},
+        scheduler={"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0},
+        parameters=parameters,
+        max_tokens=T5.tokens,
+        download_bytes=2 * sum(parameters.values()),
+        variant=variant,
+        distilled=variant.endswith("turbo"),
+    )
+
+
+class StableDiffusion3(FlowFamily):
+    """The family of Stable Diffusion 3 and 3.5."""
+
+    name = "sd3"
+    default_source = "stabilityai/stable-diffusion-3.5-medium"
+    pipeline_class = "StableDiffusion3Pipeline"
+    denoiser_class = "SD3Transformer2DModel"
+    text_folders = tuple(encoder.component for encoder in ENCODERS)
+    tokenizer_folders = tuple(encoder.tokenizer for encoder in ENCODERS)
+    file_formats: tuple[FileFormat, ...] = ("diffusers",)
+    refused_formats: Mapping[FileFormat, str] = {
+        "kohya": "its names for this family join query, key and value, which diffusers cannot read; "
+        "ComfyUI reads the diffusers format too",
+        "comfyui": "ComfyUI's own names join query, key and value; it reads the diffusers format",
+    }
+    releases = (
+        _release("stable-diffusion-3.5-medium", MEDIUM, 2_469_663_936, variant="medium"),
+        _release("stable-diffusion-3.5-large", LARGE, 8_146_280_768, variant="large"),
+        _release("stable-diffusion-3.5-large-turbo", LARGE, 8_146_280_768, variant="large-turbo"),
+        _release(
+            "stable-diffusion-3-medium-diffusers", FIRST_MEDIUM, 2_084_951_104, variant="3-medium"
+        ),
+    )
+
+    # ---- facts
+
+    def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
+        """Read facts; of a distilled release only the name tells it, so a renamed one is not known."""
+        for file in {file for file in layout.files.values() if file.is_file()}:
+            refuse_scaled_weights(read_header(file))
+        found = super().facts(layout, source=source, identities=identities)
+        if found.architecture["in_channels"] != found.latent_channels:
+            raise InputError(
+                f"the denoiser of {source} takes {found.architecture['in_channels']} channels, its VAE "
+                f"gives {found.latent_channels}",
+                fix="give a text-to-image base, no inpainting or control model",
+            )
+        turbo = "turbo" in Path(source).name.lower()
+        release = found.variant + ("-turbo" if turbo else "")
+        with_t5 = T5 in encoders_of(layout)
+        return replace(
+            found, distilled=turbo, variant=release if with_t5 else f"{release} without T5"
+        )
+
+    def max_tokens(self, layout: Layout) -> int:
+        return encoders_of(layout)[-1].tokens
+
+    def prompt_shapes(
+        self, architecture: Mapping[str, Any], *, text_tokens: int
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of `text` and `pooled`: every text is padded to the limits of its encoders."""
+        tokens = ENCODERS[0].tokens + T5.tokens
+        return {
+            "text": (1, tokens, int(architecture["joint_attention_dim"])),
+            "pooled": (1, int(architecture["pooled_projection_dim"])),
+        }
+
+    def architecture(self, layout: Layout) -> Mapping[str, Any]:
+        configured, single = super().architecture(layout), part_file(layout, "denoiser")
+        if single is None:
+            return configured
+        head_channels = int(configured["attention_head_dim"])
+        return {**configured, **file_architecture(single, head_channels=head_channels)}
+
+    def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
+        if architecture.get("qk_norm") is None:
+            return "3-medium", False
+        return ("medium" if architecture.get("dual_attention_layers") else "large"), False
+
+    def detect_file(self, header: Header) -> frozenset[Part]:
+        found: set[Part] = set()
+        tensors, vae = part_tensors(header, "denoiser"), part_tensors(header, "vae")
+        patches = tensors.get("x_embedder.proj.weight")
+        block = "joint_blocks.0.context_block.adaLN_modulation.1.weight"
+        if block in tensors and patches and patches.shape[1] == LATENT_CHANNELS:
+            found.add("denoiser")
+        # Another family's checkpoint has a VAE of the same shape: it must be ours, or alone.
+        if holds_vae(header, latent_channels=LATENT_CHANNELS) and (
+            found or len(vae) == len(header)
+        ):
+            found.add("vae")
+        if holds_encoders(header):
+            found.add("text_encoder")
+        return frozenset(found)
+
+    def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
+        return {
+            "denoiser": self._part(layout, "denoiser", "transformer"),
+            "vae": self._part(layout, "vae", "vae"),
+            "text_encoder": text_files(layout),
+        }
+
+    def _count(self, layout: Layout, part: str, files: tuple[Path, ...]) -> int:
+        if part == "text_encoder":
+            return text_parameters(layout)
+        return super()._count(layout, part, files)
+
+    def base_model_version(self, facts: BaseFacts) -> str:
+        """Return `3-medium`, `3-5-medium` or `3-5-large`: what sd-scripts writes."""
+        size = facts.variant.partition(" ")[0].removesuffix("-turbo")
+        return size if size.startswith("3-") else f"3-5-{size}"
+
+    def modelspec_architecture(self, facts: BaseFacts) -> str:
+        return f"stable-diffusion-3-{self.base_model_version(facts).removeprefix('3-')}/lora"
+
+    # ---- networks
+
+    def load_text_encoder(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> TextEncoder:
+        width = int(facts.architecture["joint_attention_dim"])
+        return load_encoder(facts.located, width=width, dtype=dtype, device=device)
+
+    def plain_pipeline(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> DiffusionPipeline:
+        import torch
+        from diffusers import StableDiffusion3Pipeline
+
+        layout, cpu = facts.located, torch.device("cpu")
+        # What a base is used without must be said to be None.
+        without = (
+            dict.fromkeys((T5.component, T5.tokenizer)) if T5 not in encoders_of(layout) else {}
+        )
+        pipeline: DiffusionPipeline = StableDiffusion3Pipeline.from_pretrained(
+            layout.folder,
+            transformer=self.load_denoiser(facts, dtype=dtype, device=cpu),
+            vae=self.load_vae(layout, dtype=dtype),
+            **load_networks(layout, dtype=dtype, device=cpu),
+            **without,
+        )
+        return pipeline.to(device)
+
+    # ---- training and files
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        prediction: Tensor = denoiser(
+            hidden_states=noisy,
+            timestep=timesteps,
+            encoder_hidden_states=conditioning["text"],
+            pooled_projections=conditioning["pooled"],
+            return_dict=False,
+        )[0]
+        return prediction
+
+    def targets(self, targets: Targets) -> tuple[str, ...]:
+        return ENDINGS[targets]
+
+    def lora_targets(self, denoiser: nn.Module, targets: Targets) -> list[str]:
+        config: Any = denoiser.config
+        last = f"transformer_blocks.{config.num_layers - 1}."
+        unused = {last + ending for ending in UNUSED_IN_LAST_BLOCK}
+        return [name for name in super().lora_targets(denoiser, targets) if name not in unused]
+
+    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+        return transformer_name(format, component, module)
+
+    # ---- images
+
+    def sampler_arguments(
+        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        return {
+            "prompt_embeds": conditioning["text"],
+            "pooled_prompt_embeds": conditioning["pooled"],
+            "negative_prompt_embeds": negative["text"],
+            "negative_pooled_prompt_embeds": negative["pooled"],
+            "guidance_scale": guidance_scale,
+        }
+
+    def decodable(
+        self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
+    ) -> Tensor:
+        config: Any = vae.config
+        decoded: Tensor = latents.float() / config.scaling_factor + config.shift_factor
+        return decoded
+
+
+FAMILY = StableDiffusion3()

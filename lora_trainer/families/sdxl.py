@@ -1,0 +1,236 @@
+"""Stable Diffusion XL: two CLIP text encoders, a U-Net that is told the image's size and crop, 1024 px.
+
+Podell et al. 2023 (arXiv 2307.01952). Illustrious, Pony and NoobAI are this network with other weights;
+some predict velocity. Conditioning is `text`, `pooled` and `time_ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.errors import InputError
+from lora_trainer.families import clip
+from lora_trainer.families.base import (
+    DENOISER,
+    BaseFacts,
+    Conditioning,
+    FileFormat,
+    Geometry,
+    Layout,
+    PartFacts,
+    Prediction,
+)
+from lora_trainer.families.folder import components
+from lora_trainer.families.single_file import UNetTraits
+from lora_trainer.families.unet import UNetFamily
+from lora_trainer.families.unet_costs import read_unet
+from lora_trainer.families.unet_names import ldm_module
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# The public 1.0 release: its configuration and sizes, so that a plan needs no download.
+ARCHITECTURE: Mapping[str, Any] = {
+    "_class_name": "UNet2DConditionModel",
+    "sample_size": 128,
+    "in_channels": 4,
+    "out_channels": 4,
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "block_out_channels": [320, 640, 1280],
+    "layers_per_block": 2,
+    "transformer_layers_per_block": [1, 2, 10],
+    "cross_attention_dim": 2048,
+    "attention_head_dim": [5, 10, 20],
+    "norm_num_groups": 32,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+SCHEDULER: Mapping[str, Any] = {
+    "_class_name": "EulerDiscreteScheduler",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "num_train_timesteps": 1000,
+    "prediction_type": "epsilon",
+    "steps_offset": 1,
+    "timestep_spacing": "leading",
+}
+FULL_BYTES = 13_876_000_000
+HALF_BYTES = 6_940_000_000
+BASE = "stabilityai/stable-diffusion-xl-base-1.0"
+IDS: Mapping[str, tuple[Prediction, int]] = {
+    BASE: ("epsilon", FULL_BYTES),
+    "Laxhar/noobai-XL-1.1": ("epsilon", HALF_BYTES),
+    "Laxhar/noobai-XL-Vpred-1.0": ("v_prediction", HALF_BYTES),
+}
+"""Hub id -> what it predicts (velocity: with zero-terminal SNR), and the size of its weights."""
+REFINER_TRAITS = UNetTraits(
+    in_channels=4, text_width=1280, linear_projection=True, added_width=2560
+)
+
+
+class StableDiffusionXL(UNetFamily):
+    """The family of SDXL 1.0 and everything fine-tuned from it; the refiner is another network."""
+
+    name = "sdxl"
+    default_source = BASE
+    pipeline_class = "StableDiffusionXLPipeline"
+    texts = (
+        clip.ClipPart(
+            kohya="lora_te1",
+            checkpoint="conditioner.embedders.0.transformer.",
+        ),
+        clip.ClipPart(
+            component="text_encoder_2",
+            network="CLIPTextModelWithProjection",
+            tokenizer="tokenizer_2",
+            kohya="lora_te2",
+            checkpoint="conditioner.embedders.1.model.",
+        ),
+    )
+    text_encoder_class = clip.ClipPairEncoder
+
+    def owns(self, traits: UNetTraits) -> bool:
+        """Sizes and pooled text beside the timestep; of any width, for miniature bases."""
+        return traits.in_channels == 4 and traits.added_width > 0 and traits != REFINER_TRAITS
+
+    # ---- facts
+
+    def known(self, source: str) -> BaseFacts | None:
+        if source not in IDS:
+            return None
+        prediction, download_bytes = IDS[source]
+        return BaseFacts(
+            family=self.name,
+            source=source,
+            layout=None,
+            resolution_px=1024,
+            bucket_step_px=32,
+            latent_channels=4,
+            vae_factor=8,
+            max_tokens=77,
+            prediction=prediction,
+            parts={
+                "denoiser": PartFacts(parameters=2_567_463_684),
+                "vae": PartFacts(parameters=83_653_863),
+                "text_encoder": PartFacts(parameters=817_720_320),
+            },
+            architecture=ARCHITECTURE,
+            scheduler=SCHEDULER,
+            zero_terminal_snr=prediction == "v_prediction",
+            download_bytes=download_bytes,
+        )
+
+    def detect(self, folder: Path) -> bool:
+        return super().detect(folder) or _is_refiner(folder)
+
+    def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
+        if _is_refiner(layout.folder):
+            raise InputError(
+                f"{layout.folder} is a refiner: it has no first text encoder, and adapters are not trained on it",
+                fix=f"give the base model, such as {BASE}",
+            )
+        found = super().facts(layout, source=source, identities=identities)
+        _check(found, layout)
+        # Fine-tunes that predict velocity are known to have been published with the base's scheduler.
+        stated = self.known(source)
+        if stated is None or stated.prediction == "epsilon":
+            return found
+        return replace(
+            found,
+            prediction=stated.prediction,
+            zero_terminal_snr=stated.zero_terminal_snr,
+        )
+
+    def base_model_version(self, facts: BaseFacts) -> str:
+        return "sdxl_base_v1-0"  # A1111 goes by "sdxl_"
+
+    def modelspec_architecture(self, facts: BaseFacts) -> str:
+        return "stable-diffusion-xl-v1-base/lora"
+
+    # ---- training
+
+    def geometry_conditioning(self, facts: BaseFacts, geometry: Geometry) -> Conditioning:
+        """Return `time_ids` int64 [1, 6]: original height, width, crop top, left, target height, width.
+
+        Whole numbers, because bf16 has none between 1024 and 1032.
+        """
+        import torch
+
+        pairs = (geometry.original_px, geometry.corner_px, geometry.target_px)
+        return {"time_ids": torch.tensor([[value for x, y in pairs for value in (y, x)]])}
+
+    def added_conditioning(self, conditioning: Conditioning) -> Mapping[str, Tensor]:
+        return {"text_embeds": conditioning["pooled"], "time_ids": conditioning["time_ids"]}
+
+    def text_targets(self, network: nn.Module) -> list[str]:
+        """Leave out the last layer of the encoder that is read before it: it would get no gradient."""
+        found = super().text_targets(network)
+        if hasattr(network, "text_projection"):
+            return found
+        layers: Any = network.config
+        unread = f"layers.{layers.num_hidden_layers - 1}."
+        return [name for name in found if unread not in name]
+
+    # ---- files
+
+    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+        """Return a name as the base class does, but of the U-Net in kohya's files the checkpoint's.
+
+        All readers take these: ComfyUI and A1111 hold the U-Net under them, diffusers 0.42 maps every
+        one of them back. With diffusers' names A1111 would lose the upsamplers, whose place it
+        computes as in Stable Diffusion 1.
+        """
+        if component == DENOISER and format == "kohya":
+            return "lora_unet_" + ldm_module(module, architecture=ARCHITECTURE).replace(".", "_")
+        return super().file_module(format, component, module)
+
+    # ---- images
+
+    def sampler_arguments(
+        self, conditioning: Conditioning, negative: Conditioning
+    ) -> Mapping[str, Any]:
+        """Sizes are left to the pipeline: original and target are the image's own, nothing is cropped."""
+        return {
+            **super().sampler_arguments(conditioning, negative),
+            "pooled_prompt_embeds": conditioning["pooled"],
+            "negative_pooled_prompt_embeds": negative["pooled"],
+        }
+
+    def pipeline_extras(self) -> Mapping[str, Any]:
+        return {"feature_extractor": None, "image_encoder": None, "add_watermarker": False}
+
+
+FAMILY = StableDiffusionXL()
+
+
+def _is_refiner(folder: Path) -> bool:
+    found = components(folder)
+    return "unet" in found and "text_encoder_2" in found and "text_encoder" not in found
+
+
+def _check(facts: BaseFacts, layout: Layout) -> None:
+    """Refuse relatives: files could not name their modules, or their latents are scaled otherwise."""
+    found, wanted = read_unet(facts.architecture), read_unet(ARCHITECTURE)
+    if (found.resnets, found.down_attention, found.up_attention) != (
+        wanted.resnets,
+        wanted.down_attention,
+        wanted.up_attention,
+    ):
+        raise InputError(
+            f"the U-Net of {facts.source} has resnets {found.resnets} with attention {found.down_attention}, "
+            f"SDXL's {wanted.resnets} with {wanted.down_attention}",
+            fix=f"use SDXL or a fine-tune of it, such as {BASE}",
+        )
+    scheduler = str(facts.scheduler.get("_class_name", ""))
+    if scheduler.startswith("EDM"):
+        raise InputError(
+            f"{layout.folder / 'scheduler'} is {scheduler}: noise levels of EDM, which are not trained here",
+            fix=f"use SDXL or a fine-tune of it, such as {BASE}",
+        )

@@ -1,0 +1,112 @@
+"""A diffusion transformer from one `.safetensors` file, as ComfyUI keeps it, into diffusers' network.
+
+Inputs are the file and the configuration of its companion folder; a file that does not fit ends in one
+InputError before anything is loaded, or while loading when single tensors are missing. Torch-free to
+import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.errors import InputError
+from lora_trainer.families.flow_files import DENOISER_PREFIX, part_tensors, refuse_scaled_weights
+from lora_trainer.families.folder import AGAIN, read_header
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+Convert = Callable[[dict[str, "Tensor"]], Mapping[str, "Tensor"]]
+COMPANION = "name the base model it was made from with --set base.companion=..."
+
+
+def check_companion(
+    file: Path,
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    blocks: Mapping[str, int],
+) -> None:
+    """Compare a file's header with what its companion's configuration says.
+
+    `shapes` has names of tensors as files have them, `blocks` the number of blocks by the start of
+    their names. Raises InputError for the first that differs, and for weights with scales.
+    """
+    found = part_tensors(read_header(file), "denoiser")
+    refuse_scaled_weights(found)
+    for name, shape in shapes.items():
+        if name in found and found[name].shape != shape:
+            raise _unlike(file, f"{name} is {list(found[name].shape)}, there {list(shape)}")
+    for start, count in blocks.items():
+        numbers = {name.split(".")[1] for name in found if name.startswith(start + ".")}
+        if numbers and len(numbers) != count:
+            raise _unlike(file, f"it has {len(numbers)} {start}, there are {count}")
+
+
+def whole(kind: Any, folder: Path, **settings: Any) -> nn.Module:
+    """Load a network of diffusers or transformers from its folder; raises InputError when tensors are missing.
+
+    Both libraries fill what is missing with random numbers, or nothing, and go on.
+    """
+    network: nn.Module
+    network, found = kind.from_pretrained(folder, output_loading_info=True, **settings)
+    if missing := sorted(found["missing_keys"]):
+        raise InputError(
+            f"base model part {folder} lacks {len(missing)} tensors, first {missing[0]}", fix=AGAIN
+        )
+    return network
+
+
+def original_names(network: str, architecture: Mapping[str, Any]) -> Convert:
+    """Return diffusers' own conversion from the layout that a transformer class was released in."""
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    convert = SINGLE_FILE_LOADABLE_CLASSES[network]["checkpoint_mapping_fn"]
+
+    def converted(state: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        found: Mapping[str, Tensor] = convert(checkpoint=state, config=dict(architecture))
+        return found
+
+    return converted
+
+
+def load_transformer(
+    kind: Any, file: Path, architecture: Mapping[str, Any], *, convert: Convert, dtype: torch.dtype
+) -> nn.Module:
+    """Build a diffusers transformer of class `kind` and fill it from a file, in `dtype`, on the CPU.
+
+    `convert` renames and splits tensors; it is not asked where the names are diffusers' own.
+    """
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        network: nn.Module = kind.from_config(dict(architecture))
+    state = _read(file, dtype=dtype)
+    try:
+        if not state.keys() <= network.state_dict().keys():
+            state = dict(convert(state))
+        network.load_state_dict(state, strict=True, assign=True)
+    except (KeyError, IndexError, RuntimeError) as error:  # RuntimeError: names or shapes differ
+        raise _unlike(file, " ".join(str(error).split())[:300]) from None
+    return network
+
+
+def _read(file: Path, *, dtype: torch.dtype) -> dict[str, Tensor]:
+    from safetensors import safe_open
+
+    header = read_header(file)
+    prefix = DENOISER_PREFIX if any(name.startswith(DENOISER_PREFIX) for name in header) else ""
+    with safe_open(file, framework="pt") as tensors:
+        return {
+            name: tensors.get_tensor(prefix + name).to(dtype)
+            for name in part_tensors(header, "denoiser")
+        }
+
+
+def _unlike(file: Path, detail: str) -> InputError:
+    return InputError(
+        f"the denoiser in {file} is not that of its companion's configuration: {detail}",
+        fix=COMPANION,
+    )

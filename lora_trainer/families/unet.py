@@ -1,0 +1,320 @@
+"""What the U-Net families share: folders and checkpoints, noise levels, loading, names, sampling.
+
+A family names its pipeline, its CLIP encoders and what tells its U-Net apart, and overrides what
+differs. A base is a diffusers folder with `unet`, `vae`, `scheduler` and CLIP text encoders, each
+part replaceable by a file (`Layout`). Prediction type and noise levels are those of the facts, so an
+override of these reaches training, samples and plain pipelines alike.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lora_trainer.families import clip, single_file
+from lora_trainer.families.base import (
+    DENOISER,
+    BaseFacts,
+    Conditioning,
+    Family,
+    FileFormat,
+    Header,
+    ImageEncoder,
+    Layout,
+    Part,
+    PartFacts,
+    Sampler,
+    TextEncoder,
+)
+from lora_trainer.families.costs import SampleCost, Targets, Workload
+from lora_trainer.families.folder import (
+    components,
+    part_file,
+    part_folder,
+    read_json,
+    tokenizer_files,
+    variant,
+    weights,
+)
+from lora_trainer.families.noise_levels import (
+    sampling_scheduler,
+    scheduler_config,
+    stated_prediction,
+)
+from lora_trainer.families.single_file import UNetTraits, config_traits, header_traits
+from lora_trainer.families.unet_costs import adapter_layers, sample_cost
+from lora_trainer.families.unet_images import UNetSampler, VaeEncoder, in_float32, load_vae
+from lora_trainer.families.unet_parts import (
+    V_PREDICTION,
+    ZERO_TERMINAL_SNR,
+    count_text,
+    count_unet,
+    count_vae,
+    levels,
+    number,
+    training_marks,
+)
+from lora_trainer.families.unet_targets import ENDINGS, module_order
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import DiffusionPipeline
+    from torch import Tensor, nn
+
+
+class UNetFamily(Family):
+    """A family whose denoiser is a `UNet2DConditionModel` that predicts noise or velocity."""
+
+    pipeline_class: str
+    """diffusers' text-to-image pipeline."""
+    texts: tuple[clip.ClipPart, ...]
+    """The CLIP encoders, in the order of the pipeline."""
+    text_encoder_class: ClassVar[type[clip.ClipEncoder]] = clip.ClipEncoder
+    file_formats: tuple[FileFormat, ...] = ("kohya", "diffusers")
+    refused_formats: Mapping[FileFormat, str] = {
+        "comfyui": "ComfyUI reads kohya's names for U-Net families, and so does everything else; use kohya"
+    }
+    trainable_text = True
+
+    # ---- what a family file fills besides the seam
+
+    @abstractmethod
+    def owns(self, traits: UNetTraits) -> bool:
+        """Say whether a U-Net with these traits is of this family."""
+
+    def added_conditioning(self, conditioning: Conditioning) -> Mapping[str, Tensor] | None:
+        """Return the U-Net's `added_cond_kwargs`, None for families without."""
+        return None
+
+    def sampler_arguments(
+        self, conditioning: Conditioning, negative: Conditioning
+    ) -> Mapping[str, Any]:
+        """Return the pipeline's arguments for texts that are on the device, in the denoiser's dtype."""
+        return {
+            "prompt_embeds": conditioning["text"],
+            "negative_prompt_embeds": negative["text"],
+        }
+
+    # ---- facts
+
+    def detect(self, folder: Path) -> bool:
+        found = components(folder)
+        encoders = {name for name in found if name.startswith("text_encoder")}
+        if "unet" not in found or encoders != {part.component for part in self.texts}:
+            return False
+        traits = config_traits(read_json(folder / "unet" / "config.json"))
+        return traits is not None and self.owns(traits)
+
+    def detect_file(self, header: Header) -> frozenset[Part]:
+        traits, vae = header_traits(header), single_file.vae_shape(header)
+        if traits is None:
+            alone = vae is not None and vae[0] == 4 and single_file.only_vae(header)
+            return frozenset({"vae"} if alone else ())
+        if not self.owns(traits):
+            return frozenset()
+        found: set[Part] = {"denoiser"}
+        if vae is not None and vae[0] == 4:
+            found.add("vae")
+        if all(_starts(header, part.checkpoint) for part in self.texts):
+            found.add("text_encoder")
+        return frozenset(found)
+
+    def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
+        unet = read_json(part_folder(layout, "denoiser", "unet") / "config.json")
+        vae = read_json(part_folder(layout, "vae", "vae") / "config.json")
+        scheduler = read_json(layout.folder / "scheduler" / "scheduler_config.json")
+        text = read_json(layout.folder / self.texts[0].component / "config.json")
+        for part in self.texts:
+            tokenizer_files(layout.folder / part.tokenizer)  # raises where there is none
+        marks = training_marks(layout)
+        vae_factor = 2 ** (len(levels(vae)) - 1)
+        counted = {
+            "denoiser": count_unet(layout, unet),
+            "vae": count_vae(layout, vae),
+            "text_encoder": sum(count_text(layout, part) for part in self.texts),
+        }
+        return BaseFacts(
+            family=self.name,
+            source=source,
+            layout=layout,
+            resolution_px=number(unet, "sample_size") * vae_factor,
+            bucket_step_px=vae_factor * 2 ** (len(levels(unet)) - 1),
+            latent_channels=number(vae, "latent_channels"),
+            vae_factor=vae_factor,
+            max_tokens=number(text, "max_position_embeddings"),
+            prediction="v_prediction"
+            if V_PREDICTION in marks
+            else stated_prediction(scheduler, layout.folder),
+            parts={
+                part: PartFacts(parameters=count, identity=identities.get(part, ""))
+                for part, count in counted.items()
+            },
+            architecture=unet,
+            scheduler=scheduler,
+            zero_terminal_snr=ZERO_TERMINAL_SNR in marks
+            or bool(scheduler.get("rescale_betas_zero_snr", False)),
+        )
+
+    def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
+        single = part_file(layout, "text_encoder")
+        folders = [layout.folder / part.component for part in self.texts]
+        tokenizers = [layout.folder / part.tokenizer for part in self.texts]
+        return {
+            "denoiser": _files(layout, "denoiser", "unet"),
+            "vae": _files(layout, "vae", "vae"),
+            "text_encoder": (
+                *((single,) if single else (file for each in folders for file in weights(each))),
+                *(folder / "config.json" for folder in folders),
+                *(file for folder in tokenizers for file in tokenizer_files(folder)),
+            ),
+        }
+
+    # ---- costs
+
+    def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
+        return sample_cost(
+            facts.architecture, workload, vae_factor=facts.vae_factor, text_tokens=facts.max_tokens
+        )
+
+    def adapter_shapes(
+        self, facts: BaseFacts, *, targets: Targets
+    ) -> Mapping[str, tuple[int, int]]:
+        found = adapter_layers(facts.architecture, targets=targets)
+        return {
+            layer.name: (layer.fan_in, layer.out)
+            for layer in sorted(found, key=lambda layer: module_order(layer.name))
+        }
+
+    # ---- networks
+
+    def load_image_encoder(self, facts: BaseFacts, *, device: torch.device) -> ImageEncoder:
+        return VaeEncoder(vae=load_vae(facts.located).to(device))
+
+    def load_text_encoder(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> TextEncoder:
+        layout = facts.located
+        return self.text_encoder_class(
+            networks={
+                part.component: clip.load_network(layout, part, dtype=dtype, device=device)
+                for part in self.texts
+            },
+            tokenizers=clip.load_tokenizers(layout, self.texts),
+            max_tokens=facts.max_tokens,
+        )
+
+    def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
+        from diffusers import UNet2DConditionModel
+
+        network: nn.Module = UNet2DConditionModel.from_config(dict(architecture))
+        return network
+
+    def load_denoiser(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> nn.Module:
+        from accelerate import init_empty_weights
+        from diffusers import UNet2DConditionModel
+
+        single = part_file(facts.located, "denoiser")
+        if single is not None:
+            with init_empty_weights():
+                network = self.empty_denoiser(facts.architecture)
+            network = single_file.load_unet(single, network, dtype=dtype).eval()
+        else:
+            folder = part_folder(facts.located, "denoiser", "unet")
+            network = UNet2DConditionModel.from_pretrained(
+                folder, dtype=dtype, variant=variant(folder), use_safetensors=True
+            )
+        return network.requires_grad_(False).to(device)
+
+    # ---- training
+
+    def alphas_cumprod(self, facts: BaseFacts) -> Tensor:
+        from diffusers import DDPMScheduler
+
+        levels: Tensor = DDPMScheduler.from_config(scheduler_config(facts)).alphas_cumprod.double()
+        return levels
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        prediction: Tensor = denoiser(
+            noisy,
+            timesteps,
+            encoder_hidden_states=conditioning["text"],
+            added_cond_kwargs=self.added_conditioning(conditioning),
+            return_dict=False,
+        )[0]
+        return prediction
+
+    def lora_targets(self, denoiser: nn.Module, targets: Targets) -> list[str]:
+        endings = tuple(f".{ending}" for ending in ENDINGS[targets])
+        return [name for name, _ in denoiser.named_modules() if name.endswith(endings)]
+
+    def text_targets(self, network: nn.Module) -> list[str]:
+        return clip.text_targets(network)
+
+    # ---- files
+
+    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+        if component == DENOISER:
+            prefix = "lora_unet_" if format == "kohya" else "unet."
+        else:
+            part = next(part for part in self.texts if part.component == component)
+            prefix = f"{part.kohya}_" if format == "kohya" else f"{component}."
+            module = clip.stable_name(module)
+        return prefix + (module.replace(".", "_") if format == "kohya" else module)
+
+    # ---- images
+
+    def build_sampler(
+        self, facts: BaseFacts, *, denoiser: nn.Module, device: torch.device
+    ) -> Sampler:
+        absent = {name: None for part in self.texts for name in (part.component, part.tokenizer)}
+        # Without a VAE the pipeline's device is the denoiser's; the VAE comes only to decode.
+        pipeline = self._pipeline(facts, unet=denoiser, vae=None, **absent)
+        pipeline.vae_scale_factor = facts.vae_factor
+        pipeline.set_progress_bar_config(disable=True)
+        vae = load_vae(facts.located)
+        return UNetSampler(
+            pipeline=pipeline, vae=vae, device=device, arguments=self.sampler_arguments
+        )
+
+    def plain_pipeline(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> DiffusionPipeline:
+        text = self.load_text_encoder(facts, dtype=dtype, device=device)
+        assert isinstance(text, clip.ClipEncoder)
+        vae = load_vae(facts.located).to(device)
+        vae.decode = in_float32(vae.decode)
+        pipeline: DiffusionPipeline = self._pipeline(
+            facts,
+            unet=self.load_denoiser(facts, dtype=dtype, device=device).eval(),
+            vae=vae,
+            **text.networks,
+            **{part.tokenizer: text.tokenizers[part.component] for part in self.texts},
+        )
+        return pipeline
+
+    def _pipeline(self, facts: BaseFacts, **given: Any) -> Any:
+        import diffusers
+
+        extras = self.pipeline_extras()
+        return getattr(diffusers, self.pipeline_class).from_pretrained(
+            facts.located.folder, scheduler=sampling_scheduler(facts), **given, **extras
+        )
+
+    def pipeline_extras(self) -> Mapping[str, Any]:
+        """Return the pipeline's other arguments: components that are not needed."""
+        return {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+
+
+def _files(layout: Layout, part: Part, subfolder: str) -> tuple[Path, ...]:
+    folder, single = part_folder(layout, part, subfolder), part_file(layout, part)
+    return (*((single,) if single else weights(folder)), folder / "config.json")
+
+
+def _starts(header: Header, prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in header)

@@ -1,0 +1,116 @@
+"""Images of the U-Net families: the VAE, and samples from a denoiser in training.
+
+The VAE runs in float32 whatever the denoiser's dtype, because some overflow in fp16. Input and
+output are those of `ImageEncoder` and `Sampler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.errors import InputError
+from lora_trainer.families import single_file
+from lora_trainer.families.base import Conditioning, ImageEncoder, Latents, Layout, Sampler
+from lora_trainer.families.folder import part_file, part_folder, variant
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+    from torch import Tensor
+
+
+def load_vae(layout: Layout) -> Any:
+    """Load the VAE in float32, frozen, on the CPU; in fp16 some overflow."""
+    import torch
+    from accelerate import init_empty_weights
+    from diffusers import AutoencoderKL
+
+    folder, single = part_folder(layout, "vae", "vae"), part_file(layout, "vae")
+    if single is not None:
+        with init_empty_weights():
+            vae = AutoencoderKL.from_config(AutoencoderKL.load_config(folder))
+        vae = single_file.load_vae(single, vae, dtype=torch.float32)
+    else:
+        vae = AutoencoderKL.from_pretrained(
+            folder, dtype=torch.float32, variant=variant(folder), use_safetensors=True
+        )
+    return vae.requires_grad_(False).eval()
+
+
+def in_float32(decode: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a float32 VAE decode the latents of a pipeline in another dtype, which hands them on as they are."""
+
+    def decode_in_float32(latents: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return decode(latents.float(), *args, **kwargs)
+
+    return decode_in_float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class VaeEncoder(ImageEncoder):
+    """A VAE whose posterior is scaled by its own factor."""
+
+    vae: Any
+
+    def encode_images(self, pixels: Tensor) -> list[Latents]:
+        import torch
+
+        with torch.no_grad():
+            posterior = self.vae.encode(pixels.to(self.vae.device)).latent_dist
+        means = (posterior.mean * self.vae.config.scaling_factor).float().cpu()
+        stds = (posterior.std * self.vae.config.scaling_factor).float().cpu()
+        if not (means.isfinite().all() and stds.isfinite().all()):
+            raise InputError(
+                "the VAE gave latents that are not finite numbers",
+                fix="use the base model's original VAE, or another with --set base.vae=FILE",
+            )
+        return [Latents(mean=mean, std=std) for mean, std in zip(means, stds, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UNetSampler(Sampler):
+    """The base's own pipeline with the denoiser in training; decoding is done in float32."""
+
+    pipeline: Any
+    vae: Any
+    device: torch.device
+    arguments: Callable[[Conditioning, Conditioning], Mapping[str, Any]]
+    """The pipeline's arguments for encoded prompts and negative prompts."""
+
+    def image(
+        self,
+        conditioning: Conditioning,
+        negative: Conditioning,
+        *,
+        seed: int,
+        size_px: tuple[int, int],
+        steps: int,
+        guidance_scale: float,
+    ) -> Image.Image:
+        import torch
+        from diffusers.image_processor import VaeImageProcessor
+
+        latents = self.pipeline(
+            **self.arguments(self._moved(conditioning), self._moved(negative)),
+            generator=torch.Generator().manual_seed(seed),
+            width=size_px[0],
+            height=size_px[1],
+            num_inference_steps=steps,
+            guidance_scale=guidance_scale,
+            output_type="latent",
+        ).images
+        vae = self.vae.to(self.device)
+        with torch.no_grad():
+            pixels = vae.decode(latents.float() / vae.config.scaling_factor).sample
+        vae.to("cpu")
+        image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
+        return image
+
+    def _moved(self, conditioning: Conditioning) -> Conditioning:
+        dtype = next(self.pipeline.unet.parameters()).dtype
+        return {
+            name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
+            for name, tensor in conditioning.items()
+        }

@@ -1,0 +1,157 @@
+"""Counting and checking the parts of a U-Net base, each in a folder or in a checkpoint, before loading.
+
+Input is a `Layout` and its configurations; every function raises InputError naming the part and the
+file that do not fit. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.errors import InputError
+from lora_trainer.families import single_file
+from lora_trainer.families.base import Header, Layout
+from lora_trainer.families.clip import ClipPart
+from lora_trainer.families.folder import (
+    AGAIN,
+    count_parameters,
+    part_file,
+    part_folder,
+    read_header,
+    read_json,
+    weights,
+)
+from lora_trainer.families.single_file import config_traits, header_traits
+from lora_trainer.families.unet_costs import parameters
+
+V_PREDICTION = "v_pred"
+ZERO_TERMINAL_SNR = "ztsnr"
+_EDM = ("edm_", "edm_vpred.")
+DEFAULT_SCALE = 0.18215
+"""diffusers' own, absent in the oldest configurations."""
+_OTHER_VAE = "use a VAE made for this base model"
+_WRONG_COMPANION = "name the base model it was made from with --set base.companion=..."
+
+
+def number(config: Mapping[str, Any], key: str) -> int:
+    """Return a whole number of a configuration; raises InputError when it is none."""
+    value = config.get(key)
+    if not isinstance(value, int):
+        raise InputError(
+            f"{_title(config)} has {key}={value!r}, allowed is a whole number", fix=AGAIN
+        )
+    return value
+
+
+def levels(config: Mapping[str, Any]) -> list[int]:
+    """Return the channels of each resolution level; raises InputError when there are none."""
+    value = config.get("block_out_channels")
+    if not isinstance(value, list) or not value or not all(isinstance(n, int) for n in value):
+        raise InputError(
+            f"{_title(config)} has block_out_channels={value!r}, allowed is a list of whole numbers",
+            fix=AGAIN,
+        )
+    return value
+
+
+def _title(config: Mapping[str, Any]) -> str:
+    return f"config.json of {config.get('_class_name', 'a text encoder')}"
+
+
+def training_marks(layout: Layout) -> frozenset[str]:
+    """Return the marker tensors of a checkpoint: names of how it was trained, without values."""
+    single = part_file(layout, "denoiser")
+    names = read_header(single).keys() if single else ()
+    edm = [name for name in names if name.startswith(_EDM)]
+    if edm:
+        raise InputError(
+            f"{single} was trained with EDM's noise levels ({edm[0]}); known are epsilon and v_prediction",
+            fix="use another base model",
+        )
+    return frozenset(name for name in names if name in {V_PREDICTION, ZERO_TERMINAL_SNR})
+
+
+def count_unet(layout: Layout, architecture: Mapping[str, Any]) -> int:
+    """Count a U-Net's parameters; a checkpoint must be what the configuration describes."""
+    single = part_file(layout, "denoiser")
+    if single is None:
+        return count_parameters(weights(part_folder(layout, "denoiser", "unet")))
+    header = read_header(single)
+    scaled = next((name for name in header if name.endswith((".scale_weight", "scaled_fp8"))), None)
+    if scaled is not None:
+        raise InputError(
+            f"{single} holds fp8 weights with separate scales ({scaled})",
+            fix="use the fp16 or bf16 version of the checkpoint",
+        )
+    names = single_file.unet_names(header).values()
+    found, wanted = _elements(header, names), sum(parameters(architecture).values())
+    if found != wanted or header_traits(header) != config_traits(architecture):
+        raise InputError(
+            f"the denoiser in {single} has {found:,} parameters, its companion's in {layout.folder} {wanted:,}",
+            fix=_WRONG_COMPANION,
+        )
+    return found
+
+
+def count_vae(layout: Layout, config: Mapping[str, Any]) -> int:
+    """Count a VAE's parameters; a separate one must make latents like the base's own."""
+    single, folder = part_file(layout, "vae"), part_folder(layout, "vae", "vae")
+    if folder != layout.folder / "vae":
+        _check_scale(folder, config, own=read_json(layout.folder / "vae" / "config.json"))
+    if single is None:
+        return count_parameters(weights(folder))
+    header = read_header(single)
+    found, wanted = (
+        single_file.vae_shape(header),
+        (number(config, "latent_channels"), *levels(config)[:1]),
+    )
+    if found != wanted:
+        shape = "no VAE" if found is None else f"a VAE with (latent, first level) channels {found}"
+        raise InputError(f"{single} holds {shape}; the base model's has {wanted}", fix=_OTHER_VAE)
+    return _elements(header, single_file.vae_names(header).values())
+
+
+def _check_scale(folder: Path, config: Mapping[str, Any], *, own: Mapping[str, Any]) -> None:
+    """Latents of another scale or number of channels would train silently and wrongly."""
+    found, wanted = [
+        (number(each, "latent_channels"), float(each.get("scaling_factor", DEFAULT_SCALE)))
+        for each in (config, own)
+    ]
+    if found[0] != wanted[0] or not math.isclose(found[1], wanted[1], rel_tol=1e-3):
+        raise InputError(
+            f"the VAE in {folder} has {found[0]} channels scaled by {found[1]:g}, the base model's "
+            f"{wanted[0]} scaled by {wanted[1]:g}",
+            fix=_OTHER_VAE,
+        )
+
+
+def count_text(layout: Layout, part: ClipPart) -> int:
+    """Count a text encoder's parameters; a checkpoint may hold layers that are not used."""
+    single, folder = part_file(layout, "text_encoder"), layout.folder / part.component
+    if single is None:
+        return count_parameters(weights(folder))
+    header, wanted = read_header(single), clip_parameters(part, read_json(folder / "config.json"))
+    found = _elements(header, (name for name in header if name.startswith(part.checkpoint)))
+    if found < wanted:
+        raise InputError(
+            f"{part.component} in {single} has {found:,} parameters, its companion's in {layout.folder} {wanted:,}",
+            fix=_WRONG_COMPANION,
+        )
+    return wanted
+
+
+def clip_parameters(part: ClipPart, config: Mapping[str, Any]) -> int:
+    """Count a CLIP text encoder's parameters from its configuration."""
+    width, inner = number(config, "hidden_size"), number(config, "intermediate_size")
+    positions = number(config, "vocab_size") + number(config, "max_position_embeddings")
+    attention = 4 * (width + 1) * width
+    layer = attention + 2 * width * inner + inner + width + 4 * width  # two norms
+    projection = width * number(config, "projection_dim") if "Projection" in part.network else 0
+    return positions * width + number(config, "num_hidden_layers") * layer + 2 * width + projection
+
+
+def _elements(header: Header, names: Iterable[str]) -> int:
+    return sum(math.prod(header[name].shape) for name in names)

@@ -1,0 +1,215 @@
+"""Z-Image, base and Turbo: a Qwen3 text encoder, FLUX.1's VAE, one stream of image and text tokens.
+
+diffusers' network counts time from noise (0) to image (1) and gives the velocity towards the image;
+here as everywhere time is 1000 sigma and the target is noise - image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.families.base import (
+    BaseFacts,
+    Conditioning,
+    FileFormat,
+    Header,
+    Layout,
+    Part,
+    TextEncoder,
+)
+from lora_trainer.families.costs import Targets
+from lora_trainer.families.flow import FlowFamily, Release, transformer_name
+from lora_trainer.families.flow_files import part_tensors
+from lora_trainer.families.folder import part_file
+from lora_trainer.families.qwen_text import (
+    MAX_TOKENS,
+    PromptFormat,
+    load_qwen3,
+    text_config,
+    unpadded,
+)
+from lora_trainer.families.transformer_file import check_companion
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import DiffusionPipeline
+    from torch import Tensor, nn
+
+PROMPT = PromptFormat(layers=(-2,), padded=False, thinking=True)
+ATTENTION = tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+TRANSFORMER = (*ATTENTION, *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")))
+ENDINGS: Mapping[Targets, tuple[str, ...]] = {
+    "attention": ATTENTION,
+    "transformer": TRANSFORMER,
+    "all": (*TRANSFORMER, "adaLN_modulation.0"),
+}
+TURBO_SHIFT = 3.0
+"""The scheduler's shift in the Turbo release; the base release has 6."""
+IN_FILE = frozenset({"noise_refiner.0.attention.qkv.weight", "cap_pad_token"})
+IN_DIFFUSERS = frozenset({"noise_refiner.0.attention.to_q.weight", "cap_pad_token"})
+ARCHITECTURE: Mapping[str, Any] = {
+    "_class_name": "ZImageTransformer2DModel",
+    "all_patch_size": [2],
+    "all_f_patch_size": [1],
+    "in_channels": 16,
+    "dim": 3840,
+    "n_layers": 30,
+    "n_refiner_layers": 2,
+    "n_heads": 30,
+    "n_kv_heads": 30,
+    "norm_eps": 1e-5,
+    "qk_norm": True,
+    "cap_feat_dim": 2560,
+    "rope_theta": 256.0,
+    "t_scale": 1000.0,
+    "axes_dims": [32, 48, 48],
+    "axes_lens": [1536, 512, 512],
+}
+VAE: Mapping[str, Any] = {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]}
+PARAMETERS: Mapping[Part, int] = {
+    "denoiser": 6_154_908_736,
+    "vae": 83_819_683,
+    "text_encoder": 4_022_468_096,
+}
+
+
+def _release(name: str, *, shift: float, download_bytes: int) -> Release:
+    return Release(
+        ids=(f"Tongyi-MAI/{name}",),
+        architecture=ARCHITECTURE,
+        vae=VAE,
+        scheduler={"num_train_timesteps": 1000, "use_dynamic_shifting": False, "shift": shift},
+        parameters=PARAMETERS,
+        max_tokens=MAX_TOKENS,
+        download_bytes=download_bytes,
+        variant="turbo" if shift == TURBO_SHIFT else "base",
+        distilled=shift == TURBO_SHIFT,
+    )
+
+
+class ZImage(FlowFamily):
+    """The family of Z-Image (Z-Image team 2025, arXiv 2511.22699) and what is fine-tuned from it."""
+
+    name = "zimage"
+    default_source = "Tongyi-MAI/Z-Image"
+    file_formats = ("diffusers", "comfyui")
+    refused_formats: Mapping[FileFormat, str] = {
+        "kohya": "ComfyUI and InvokeAI have no lora_unet_ names for to_q, to_k and to_v, which are one "
+        "weight in kohya's names; use output.format=diffusers, which they and diffusers read",
+    }
+    pipeline_class = "ZImagePipeline"
+    denoiser_class = "ZImageTransformer2DModel"
+    text_folders = ("text_encoder",)
+    tokenizer_folders = ("tokenizer",)
+    releases = (
+        _release("Z-Image", shift=6.0, download_bytes=20_540_000_000),
+        # Its denoiser is published in fp32.
+        _release("Z-Image-Turbo", shift=TURBO_SHIFT, download_bytes=32_850_000_000),
+    )
+
+    # ---- facts
+
+    def max_tokens(self, layout: Layout) -> int:
+        return MAX_TOKENS
+
+    def targets(self, targets: Targets) -> tuple[str, ...]:
+        return ENDINGS[targets]
+
+    def prompt_shapes(
+        self, architecture: Mapping[str, Any], *, text_tokens: int
+    ) -> Mapping[str, tuple[int, ...]]:
+        width = int(architecture["cap_feat_dim"])
+        return {"text": (1, text_tokens, width), "text_mask": (1, text_tokens)}
+
+    def detect_file(self, header: Header) -> frozenset[Part]:
+        found = part_tensors(header, "denoiser")
+        # Lumina 2 has the same blocks, but no token that pads its captions.
+        own = found.keys() >= IN_FILE or found.keys() >= IN_DIFFUSERS
+        return frozenset({"denoiser"}) if own else frozenset()
+
+    def architecture(self, layout: Layout) -> Mapping[str, Any]:
+        found, text = super().architecture(layout), text_config(layout.folder)
+        if (single := part_file(layout, "denoiser")) is not None:
+            check_companion(
+                single,
+                shapes={"cap_embedder.1.weight": (found["dim"], text["hidden_size"])},
+                blocks={"layers": found["n_layers"], "noise_refiner": found["n_refiner_layers"]},
+            )
+        return found
+
+    def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
+        """Nothing in a Z-Image says that it is distilled.
+
+        Of a folder the scheduler's shift tells, of a single file only its name; "turbo" in a name
+        counts for both, but "De-Turbo" is one that was trained back to a base.
+        """
+        found = super().facts(layout, source=source, identities=identities)
+        single = part_file(layout, "denoiser")
+        name = (single or Path(source)).name.lower().replace("-", "").replace("_", "")
+        few_steps = single is None and found.scheduler.get("shift") == TURBO_SHIFT
+        distilled = "deturbo" not in name and ("turbo" in name or few_steps)
+        return replace(found, variant="turbo" if distilled else "base", distilled=distilled)
+
+    def base_model_version(self, facts: BaseFacts) -> str:
+        return "zimage"  # as ai-toolkit writes it, for both releases
+
+    def modelspec_architecture(self, facts: BaseFacts) -> str:
+        return "Z-Image/lora"  # as musubi-tuner writes it, for both releases
+
+    # ---- networks
+
+    def load_text_encoder(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> TextEncoder:
+        return load_qwen3(facts.located.folder, format=PROMPT, dtype=dtype, device=device)
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        import torch
+
+        images = denoiser(
+            list(noisy.unsqueeze(2)),  # a list of [C, 1 frame, H, W]
+            (1000 - timesteps) / 1000,
+            unpadded(conditioning["text"], conditioning["text_mask"]),
+            return_dict=False,
+        )[0]
+        return -torch.stack(images).squeeze(2)
+
+    # ---- files
+
+    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+        if format == "comfyui":
+            return f"diffusion_model.{module}"
+        return transformer_name(format, component, module)
+
+    # ---- images
+
+    def sampler_arguments(
+        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        """The pipeline's scale counts from 0: prompt + scale (prompt - negative)."""
+        return {
+            "prompt_embeds": unpadded(conditioning["text"], conditioning["text_mask"]),
+            "negative_prompt_embeds": unpadded(negative["text"], negative["text_mask"]),
+            "guidance_scale": guidance_scale - 1.0,
+        }
+
+    def prompt_arguments(
+        self, prompt: str, negative: str, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        """The pipeline's scale counts from 0."""
+        scale = guidance_scale - 1.0
+        return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": scale}
+
+    def decodable(
+        self, pipeline: DiffusionPipeline, vae: Any, latents: Tensor, size_px: tuple[int, int]
+    ) -> Tensor:
+        decoded: Tensor = latents.float() / vae.config.scaling_factor + vae.config.shift_factor
+        return decoded
+
+
+FAMILY = ZImage()

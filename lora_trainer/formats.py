@@ -1,0 +1,84 @@
+"""Which key format a file gets: what the family's readers know and what the kind of adapter allows.
+
+Input is what an adapter holds, planned or trained; output a format, or a RequestError before any
+work is done. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lora_trainer.config import AdapterSettings
+from lora_trainer.errors import RequestError
+from lora_trainer.families.base import Family, FileFormat
+
+Asked = Literal["auto"] | FileFormat
+_NAMES = {"loha": "LoHa", "lokr": "LoKr", "oft": "OFT"}
+_KINDS_REFUSED: Mapping[FileFormat, str] = {
+    "diffusers": "diffusers cannot load it again under its own names",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What an adapter holds as far as formats care: its kinds, DoRA, trained text encoders."""
+
+    kinds: frozenset[str]
+    dora: bool
+    text: bool
+
+
+def resolve_format(family: Family, asked: Asked, *, adapter: AdapterSettings) -> FileFormat:
+    """Return the format for what training with these settings will make; see `format_for`."""
+    return format_for(family, asked, planned_contents(adapter))
+
+
+def planned_contents(adapter: AdapterSettings) -> Contents:
+    """Return what training with these settings will make."""
+    return Contents(kinds=frozenset({adapter.kind}), dora=adapter.dora, text=adapter.text_encoder)
+
+
+def format_for(family: Family, asked: Asked, contents: Contents) -> FileFormat:
+    """Return the format of a file; auto is the family's first that can hold the adapter.
+
+    Raises RequestError with the reason where the family or the kind cannot have what is asked.
+    """
+    refused = {format: _refusal(format, contents) for format in family.file_formats}
+    possible = [format for format, reason in refused.items() if reason is None]
+    if not possible:
+        reasons = "; ".join(f"{format}: {reason}" for format, reason in refused.items())
+        raise RequestError(
+            f"no file format of {family.name} can hold this adapter ({reasons})",
+            fix="train with --set adapter.kind=lora",
+        )
+    if asked == "auto":
+        return possible[0]
+    reason = refused.get(asked) or family.refused_formats.get(asked)
+    if asked in possible:
+        return asked
+    raise RequestError(
+        f"output.format={asked} is not possible for {family.name}: {reason or 'nothing reads it'}",
+        fix=f"use --set output.format={possible[0]}",
+    )
+
+
+def format_notes(format: FileFormat, contents: Contents) -> tuple[str, ...]:
+    """Return what readers of such a file will miss, a sentence each; they are allowed, not silent."""
+    if contents.dora and format != "diffusers":
+        return (
+            "diffusers drops the magnitudes of DoRA from files in this format, and ComfyUI divides "
+            "by the norm of the base weight instead of the changed one; "
+            "output.format=diffusers keeps DoRA exact in diffusers",
+        )
+    return ()
+
+
+def _refusal(format: FileFormat, contents: Contents) -> str | None:
+    others = sorted(contents.kinds - {"lora"})
+    if others and format in _KINDS_REFUSED:
+        return f"{_NAMES[others[0]]} is not written in it, because {_KINDS_REFUSED[format]}"
+    if contents.text and format == "comfyui":
+        return "trained text encoders are not written in it, because only ComfyUI would find them"
+    return None

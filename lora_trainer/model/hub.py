@@ -1,0 +1,101 @@
+"""Base models from the Hugging Face Hub: what is in the local cache, and what to download.
+
+Torch-free. Only what a training reads is fetched: safetensors in one precision, configs and
+tokenizers, never pickles, other frameworks' weights or safety checkers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+from lora_trainer.errors import InputError, MachineError
+from lora_trainer.families.base import Part
+
+_TEXTS = frozenset({".json", ".txt", ".model"})
+_SKIPPED_FOLDERS = frozenset({"safety_checker", "feature_extractor", "image_encoder", "onnx"})
+_PART_FOLDERS: dict[Part, re.Pattern[str]] = {
+    "denoiser": re.compile(r"unet|transformer"),
+    "vae": re.compile(r"vae"),
+    "text_encoder": re.compile(r"text_encoder(_\d)?"),
+}
+_VARIANT = re.compile(r"\.(fp16|non_ema|bf16|ema)(?=[.-])")
+
+
+def cached_snapshot(source: str, *, revision: str | None) -> Path | None:
+    """Return the folder of a repository that is in the Hub's local cache, else None."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in ("model_index.json", "config.json"):
+        found = try_to_load_from_cache(source, name, revision=revision)
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+def download(source: str, *, revision: str | None, without: frozenset[Part]) -> Path:
+    """Return the local folder of a repository with everything but the weights of parts in `without`.
+
+    Raises MachineError when the Hub cannot be reached or asks for a licence to be accepted, and
+    InputError for a repository that does not exist.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        listed = HfApi().model_info(source, revision=revision).siblings or []
+        files = wanted((entry.rfilename for entry in listed), without=without)
+        return Path(snapshot_download(source, revision=revision, allow_patterns=files))
+    except GatedRepoError:
+        raise MachineError(
+            f"base model {source} is gated",
+            fix=f"accept its licence at huggingface.co/{source} and run `hf auth login`",
+        ) from None
+    except RevisionNotFoundError:
+        raise InputError(
+            f"base model {source} has no revision {revision!r}", fix="check base.revision"
+        ) from None
+    except RepositoryNotFoundError:
+        raise InputError(
+            f"there is no model {source!r} on the Hub that you can read",
+            fix="check the name, or give a local folder",
+        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise MachineError(
+            f"base model {source} could not be downloaded ({type(error).__name__}: no connection, or offline mode)",
+            fix="connect once, or give a local diffusers folder, or --base embedded",
+        ) from None
+
+
+def wanted(names: Iterable[str], *, without: frozenset[Part]) -> list[str]:
+    """Choose files of a repository: texts, and of each folder's safetensors one precision.
+
+    Full precision is preferred, as it is when loading; `fp16` where there is nothing else.
+    """
+    kept = [path for path in map(PurePosixPath, names) if _is_read(path)]
+    chosen = [path for path in kept if path.suffix in _TEXTS]
+    weights = [path for path in kept if path.suffix == ".safetensors"]
+    folders = {path.parent for path in weights}
+    if len(folders) > 1:  # weights at the top are a second copy of the model
+        folders.discard(PurePosixPath("."))
+    for folder in folders:
+        if not _is_part(folder.name, without):
+            inside = [path for path in weights if path.parent == folder]
+            plain = [path for path in inside if not _VARIANT.search(path.name)]
+            chosen += plain or [path for path in inside if ".fp16." in path.name]
+    return sorted(map(str, chosen))
+
+
+def _is_read(path: PurePosixPath) -> bool:
+    return len(path.parts) <= 2 and path.parts[0] not in _SKIPPED_FOLDERS
+
+
+def _is_part(folder: str, parts: frozenset[Part]) -> bool:
+    return any(_PART_FOLDERS[part].fullmatch(folder) for part in parts)

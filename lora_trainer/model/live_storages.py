@@ -1,0 +1,84 @@
+"""Counts the bytes of every tensor storage that is alive, as an allocator would see them, and the work.
+
+Input is what runs while the mode is active, on `meta` or on a device; outputs are bytes alive now and
+at the peak, FLOPs of matrix products and the number of kernels.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from lora_trainer.model.meta_kernels import MetaAnswers, outputs_of
+
+_ATEN = torch.ops.aten
+_ALLOCATIONS = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty}
+
+
+class LiveStorages(TorchDispatchMode):
+    """While active: `now_bytes` alive of what was made inside, `peak_bytes` the most there was.
+
+    Storages of `ignored` do not count. `flops` are those of matrix products, attention included;
+    `kernels` what a device would be told to start.
+    """
+
+    def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._ignored = {storage_key(tensor) for tensor in ignored}
+        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._marked: set[int] = set()
+        self._answers = MetaAnswers()
+        self.now_bytes = self.peak_bytes = self.flops = self.kernels = 0
+
+    @property
+    def marked_bytes(self) -> int:
+        """Bytes of the marked storages that are alive."""
+        return sum(self._alive[key][0] for key in self._marked)
+
+    def mark(self, tensor: Tensor) -> None:
+        """Count the storage of `tensor`, if it was made inside, in `marked_bytes`."""
+        key = storage_key(tensor)
+        if key in self._alive:
+            self._marked.add(key)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, packet = kwargs or {}, function.overloadpacket
+        if function.is_view or packet is _ATEN._unsafe_view:
+            return function(*args, **kwargs)
+        self.kernels += packet not in _ALLOCATIONS
+        if function._schema.is_mutable:  # writes to a storage that was there before
+            return function(*args, **kwargs)
+        result = self._answers(function, args, kwargs)
+        if packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
+        for output in outputs_of(result):
+            if isinstance(output, Tensor):
+                self._watch(output)
+        return result
+
+    def _watch(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = int(storage._cdata)
+        if key in self._alive or key in self._ignored:
+            return
+        size = storage.nbytes()
+        self._alive[key] = (size, weakref.ref(storage, lambda _: self._forget(key)))
+        self.now_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+    def _forget(self, key: int) -> None:
+        self.now_bytes -= self._alive.pop(key)[0]
+        self._marked.discard(key)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return what identifies a tensor's storage while it is alive."""
+    return int(tensor.untyped_storage()._cdata)

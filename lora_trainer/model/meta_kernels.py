@@ -1,0 +1,185 @@
+"""How kernels behave on `meta` tensors: which fused ones a device runs, and quick answers to repeated calls.
+
+On `meta` torch falls back to unfused formulas, which keep far more for the backward pass (attention:
+every score), and works out shapes and strides in Python, again for every block of a network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+KernelsOf = Literal["cuda", "cpu"]
+"""Whose fused kernels to count. `cpu` is what a float32 run on the CPU keeps, to the byte."""
+_ATEN = torch.ops.aten
+
+
+class MetaAnswers:
+    """Runs kernels that make new tensors; a call like an earlier one, on `meta`, is answered from memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what `function` gives: fresh tensors of the same shapes, strides and dtypes."""
+        call = _signature((function, args, tuple(kwargs.items())))
+        if call in self._known:
+            return _mapped(_made, self._known[call])
+        result = function(*args, **kwargs)
+        made = [output for output in outputs_of(result) if isinstance(output, Tensor)]
+        if call is not None and all(output.is_meta for output in made):
+            self._known[call] = _mapped(_described, result)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def outputs_of(result: Any) -> Any:
+    """Return the outputs of a kernel one by one; a kernel's lists are never nested."""
+    return result if isinstance(result, tuple | list) else (result,)
+
+
+def _mapped(change: Callable[[Any], Any], result: Any) -> Any:
+    if isinstance(result, tuple | list):
+        return type(result)(map(change, result))
+    return change(result)
+
+
+def _described(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return _Described(value.shape, value.stride(), value.dtype)
+
+
+def _made(value: Any) -> Any:
+    if not isinstance(value, _Described):
+        return value
+    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+
+
+def _signature(value: Any) -> Any:
+    """Return a key that fixes what a call gives; None where a tensor of it is real."""
+    if isinstance(value, Tensor):
+        return (value.shape, value.stride(), value.dtype) if value.is_meta else None
+    if isinstance(value, tuple | list):
+        parts = tuple(map(_signature, value))
+        return None if None in parts else parts
+    return (type(value), value)  # 1, 1.0 and True are equal, and give different dtypes
+
+
+class FusedKernels(TorchFunctionMode):
+    """Redirects calls on meta tensors; others pass."""
+
+    def __init__(self, kernels_of: KernelsOf) -> None:
+        super().__init__()
+        self._attention = _attention_on_cuda if kernels_of == "cuda" else _attention_on_cpu
+        self._cuda = kernels_of == "cuda"
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention and _on_meta(*args, **kwargs):
+            return self._attention(*args, **kwargs)
+        if function is F.rms_norm and self._cuda and _on_meta(*args, **kwargs):
+            return _rms_norm(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _on_meta(*args: Any, **kwargs: Any) -> bool:
+    first: Tensor = next(iter((*args, *kwargs.values())))
+    return first.is_meta
+
+
+def _attention_on_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Flash attention for 16 bits without a mask, else the memory-efficient kernel."""
+    if attn_mask is None and query.element_size() == 2:
+        result: Tensor = _ATEN._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return result
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    bias = _bias(attn_mask, query, key)
+    result = _ATEN._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, dropout_p, is_causal, scale=scale
+    )[0]
+    return result
+
+
+def _attention_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    assert not enable_gqa, "grouped queries run unfused on the CPU"
+    bias = attn_mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        bias = torch.empty_like(attn_mask, dtype=query.dtype)
+    result: Tensor = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale
+    )[0]
+    return result
+
+
+def _bias(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return what is added to the scores: [B, heads, queries, keys], broadcast without memory."""
+    if attn_mask is None:
+        return None
+    added = attn_mask
+    if attn_mask.dtype == torch.bool:
+        added = torch.empty_like(attn_mask, dtype=query.dtype)
+    return added.expand(*query.shape[:3], key.shape[2])
+
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    if weight is not None and weight.dtype != input.dtype:  # CUDA, too, runs these unfused
+        return torch.rms_norm(input, normalized_shape, weight, eps)
+    result: Tensor = _FrozenRmsNorm.apply(input, len(normalized_shape))
+    return result
+
+
+class _FrozenRmsNorm(torch.autograd.Function):
+    """One kernel each way; keeps its input and one fp32 scale per normalised vector."""
+
+    @staticmethod
+    def forward(context: Any, input: Tensor, dimensions: int) -> Tensor:
+        scale = input.new_empty(input.shape[:-dimensions], dtype=torch.float32).zero_()
+        context.save_for_backward(input, scale)
+        return torch.zeros_like(input)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        context.saved_tensors
+        return torch.zeros_like(gradient), None

@@ -1,0 +1,234 @@
+"""What a training step costs, found by running it without memory: forward and backward on meta tensors.
+
+Every kernel passes through a dispatch mode that knows which storages are alive, so bytes are exact
+where formulas are not: casts, views that become copies, what a checkpoint recomputes. No weights and
+no GPU are needed. Inputs are a network on the `meta` device and a call of it; outputs are bytes,
+FLOPs and kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from lora_trainer.families.base import BaseFacts, Conditioning, Family, Geometry
+from lora_trainer.families.costs import SampleCost, Workload
+from lora_trainer.model.live_storages import LiveStorages, storage_key
+from lora_trainer.model.meta_kernels import FusedKernels, KernelsOf
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """Bytes and work of one forward and backward pass of the whole batch.
+
+    `saved_bytes` are what autograd and checkpoints hold when the forward pass is over, inputs and
+    parameters excepted; `adapter_saved_bytes` of them were made for adapters. `peak_bytes` is the
+    highest sum of the step, gradients of parameters excepted.
+    """
+
+    saved_bytes: int
+    adapter_saved_bytes: int
+    peak_bytes: int
+    forward_flops: int
+    step_flops: int
+    kernels: int
+
+
+def add_adapters(network: nn.Module, modules: Sequence[str], *, rank: int) -> None:
+    """Put LoRA pairs on a network, float32 with gradients in place as in training; values undefined."""
+    config = LoraConfig(r=rank, target_modules=list(modules), init_lora_weights=False)
+    inject_adapter_in_model(config, network)
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+            parameter.grad = torch.empty_like(parameter)
+
+
+def trace_forward(
+    network: nn.Module,
+    forward: Callable[[], Tensor],
+    *,
+    inputs: Iterable[Tensor],
+    kernels_of: KernelsOf = "cuda",
+) -> int:
+    """Return the peak bytes of `forward` without gradients, inputs and parameters excepted."""
+    live = LiveStorages([*_resident(network), *inputs])
+    with torch.no_grad(), FusedKernels(kernels_of), live:
+        forward()
+    return live.peak_bytes
+
+
+def trace_step(
+    network: nn.Module,
+    forward: Callable[[], Tensor],
+    *,
+    inputs: Iterable[Tensor],
+    kernels_of: KernelsOf = "cuda",
+) -> StepTrace:
+    """Run `forward` and its backward pass; the network's adapters have their gradients in place.
+
+    Networks keep tables from their first call, of positions for example. Trace a forward pass
+    before: they are no activations.
+    """
+    live = LiveStorages([*_resident(network), *inputs])
+    with FusedKernels(kernels_of), live, _adapter_inputs_marked(network, live):
+        prediction = forward()
+        edge = torch.autograd.graph.get_gradient_edge(prediction)
+        like = {"dtype": prediction.dtype, "device": prediction.device}
+        shape = prediction.shape
+        del prediction  # whether the graph still holds it is up to the network
+        saved, adapter, forward_flops = live.now_bytes, live.marked_bytes, live.flops
+        torch.autograd.backward([edge], [torch.zeros(shape, **like)])
+    return StepTrace(
+        saved_bytes=saved,
+        adapter_saved_bytes=adapter,
+        peak_bytes=live.peak_bytes,
+        forward_flops=forward_flops,
+        step_flops=live.flops,
+        kernels=live.kernels,
+    )
+
+
+def _resident(network: nn.Module) -> Iterator[Tensor]:
+    for tensor in (*network.parameters(), *network.buffers()):
+        yield tensor
+        if tensor.grad is not None:
+            yield tensor.grad
+
+
+@contextmanager
+def _adapter_inputs_marked(network: nn.Module, live: LiveStorages) -> Iterator[None]:
+    """Mark what adapters make that layers alone would not: wider copies of inputs, rank-wide middles."""
+    given: dict[nn.Module, int] = {}
+
+    def before_layer(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        given[layer] = storage_key(args[0])
+
+    def after_down(
+        layer: nn.Module, _: nn.Module, args: tuple[Tensor, ...], middle: Tensor
+    ) -> None:
+        if storage_key(args[0]) != given[layer]:
+            live.mark(args[0])
+        live.mark(middle)
+
+    handles = []
+    for layer in network.modules():
+        if isinstance(layer, LoraLayer):
+            handles.append(layer.register_forward_pre_hook(before_layer))
+            handles += [
+                down.register_forward_hook(partial(after_down, layer))
+                for down in layer.lora_A.values()
+            ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedNetwork:
+    """A denoiser on `meta`, frozen, with adapters, and what its family gives it beside the latents."""
+
+    family: Family
+    facts: BaseFacts
+    network: nn.Module
+    dtype: torch.dtype
+    conditioning: Conditioning
+    """Batch 1, on `meta`, in the dtypes of training."""
+
+    def sample_cost(self, workload: Workload, *, kernels_of: KernelsOf = "cuda") -> SampleCost:
+        """Trace one micro-batch of this size; rank, targets and dtype are the network's."""
+        count = workload.micro_batch
+        noisy, timesteps, conditioning = self._inputs(workload)
+        tensors = [noisy, timesteps, *conditioning.values()]
+
+        def forward() -> Tensor:
+            return self.family.predict(self.network, noisy, timesteps, conditioning)
+
+        _set_checkpointing(self.network, enabled=workload.checkpointing)
+        forward_bytes = trace_forward(self.network, forward, inputs=tensors, kernels_of=kernels_of)
+        step = trace_step(self.network, forward, inputs=tensors, kernels_of=kernels_of)
+        return SampleCost(
+            saved_bytes=step.saved_bytes // count,
+            adapter_saved_bytes=step.adapter_saved_bytes // count,
+            temporary_bytes=(step.peak_bytes - step.saved_bytes) // count,
+            forward_bytes=forward_bytes // count,
+            conditioning_bytes=0,
+            forward_flops=step.forward_flops // count,
+            step_flops=step.step_flops // count,
+            kernels=step.kernels,
+        )
+
+    def _inputs(self, workload: Workload) -> tuple[Tensor, Tensor, Conditioning]:
+        factor, count = self.facts.vae_factor, workload.micro_batch
+        size = (workload.height_px // factor, workload.width_px // factor)
+        flow = self.facts.prediction == "flow"
+        return (
+            torch.empty(count, self.facts.latent_channels, *size, dtype=self.dtype, device="meta"),
+            torch.empty(count, dtype=torch.float32 if flow else torch.int64, device="meta"),
+            {
+                name: tensor.repeat_interleave(count, 0)
+                for name, tensor in self.conditioning.items()
+            },
+        )
+
+
+def traced_network(
+    family: Family, facts: BaseFacts, workload: Workload, *, prompt: Mapping[str, tuple[int, ...]]
+) -> TracedNetwork:
+    """Build the denoiser of a base for tracing; `prompt` has the shapes of one encoded text, batch 1.
+
+    Names that end in `mask` are int64, all others float in the dtype of the workload.
+    """
+    dtype = {2: torch.bfloat16, 4: torch.float32}[workload.element_bytes]
+    with torch.device("meta"):
+        network = family.empty_denoiser(facts.architecture)
+    network.requires_grad_(False).train()
+    for tensor in (*network.parameters(), *network.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    add_adapters(network, family.lora_targets(network, workload.targets), rank=workload.rank)
+    return TracedNetwork(
+        family=family,
+        facts=facts,
+        network=network,
+        dtype=dtype,
+        conditioning=_conditioning(family, facts, prompt=prompt, dtype=dtype),
+    )
+
+
+def _conditioning(
+    family: Family,
+    facts: BaseFacts,
+    *,
+    prompt: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+) -> Conditioning:
+    whole = Geometry(original_px=(64, 64), corner_px=(0, 0), target_px=(64, 64))
+    told = {
+        **family.geometry_conditioning(facts, whole),
+        **family.guidance_conditioning(facts, guidance_scale=1.0),
+    }
+    shapes = {**prompt, **{name: tuple(tensor.shape) for name, tensor in told.items()}}
+    return {
+        name: torch.empty(
+            shape, dtype=torch.int64 if name.endswith("mask") else dtype, device="meta"
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def _set_checkpointing(network: Any, *, enabled: bool) -> None:
+    if enabled:
+        network.enable_gradient_checkpointing()
+    else:
+        network.disable_gradient_checkpointing()

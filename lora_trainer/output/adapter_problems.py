@@ -1,0 +1,216 @@
+"""What readers of an adapter file will stumble over, found in its keys, alphas and metadata.
+
+Input is an AdapterFile, output Problems with advice. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lora_trainer.events import Severity
+from lora_trainer.families.recognise import stated_family
+from lora_trainer.output.adapter_file import AdapterFile
+from lora_trainer.output.adapter_strength import DIFFUSERS_METADATA, FOLDED, Strengths
+
+KeyFormat = Literal["kohya", "diffusers", "peft", "comfyui", "mixed", "unknown"]
+
+_FORMATS: tuple[tuple[KeyFormat, re.Pattern[str]], ...] = (
+    ("kohya", re.compile(r"(?:lora|lycoris)_[a-z0-9]+_[^.]+")),
+    ("comfyui", re.compile(r"(?:diffusion_model|text_encoders)\..+")),
+    ("peft", re.compile(r"base_model\.model\..+")),
+    ("diffusers", re.compile(r"(?:unet|transformer|text_encoder(?:_\d)?)\..+")),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Something that readers of the file will stumble over; `kind` is for scripts."""
+
+    kind: str
+    severity: Severity
+    what: str
+    advice: str
+
+    def to_json(self) -> dict[str, str]:
+        return {
+            "kind": self.kind,
+            "severity": self.severity,
+            "what": self.what,
+            "advice": self.advice,
+        }
+
+
+def key_format(modules: Iterable[str]) -> KeyFormat:
+    """Return the key format all modules share; bare names without a prefix are of no format."""
+    found: set[KeyFormat] = {
+        next((name for name, pattern in _FORMATS if pattern.fullmatch(module)), "unknown")
+        for module in modules
+    }
+    return found.pop() if len(found) == 1 else "mixed"
+
+
+def find_problems(contents: AdapterFile, *, family: str, strengths: Strengths) -> Iterator[Problem]:
+    """Yield all that is wrong or odd; `family` is what the tensors say."""
+    yield from _tensor_problems(contents)
+    yield from _factor_problems(contents)
+    yield from _alpha_problems(contents, strengths)
+    yield from _metadata_problems(contents, family, strengths)
+
+
+def _tensor_problems(contents: AdapterFile) -> Iterator[Problem]:
+    if contents.not_finite:
+        spoilt, first = len(contents.not_finite), contents.not_finite[0]
+        what = f"{spoilt} tensors hold NaN or infinity, first {first!r}"
+        yield Problem(
+            kind="not-finite",
+            severity="error",
+            what=what,
+            advice="images will be black or noise; train again",
+        )
+    stated = contents.metadata.get("modelspec.hash_sha256")
+    if stated is not None and stated.lower().removeprefix("0x") != contents.body_sha256:
+        yield Problem(
+            kind="hash-differs",
+            severity="warning",
+            what="the tensors are not those that modelspec.hash_sha256 was computed from",
+            advice="download the file again, or ignore this if a tool changed it",
+        )
+
+
+def _factor_problems(contents: AdapterFile) -> Iterator[Problem]:
+    parts = contents.parts
+    for have, lack in (("down", "up"), ("up", "down")):
+        alone = sorted(
+            name
+            for name, part in parts.items()
+            if have in part.entries and lack not in part.entries
+        )
+        if alone:
+            yield Problem(
+                kind=f"{have}-without-{lack}",
+                severity="error",
+                what=f"{len(alone)} modules have {have} without {lack}, first {alone[0]!r}",
+                advice="the file is incomplete; make it again",
+            )
+    broken = sorted(
+        name
+        for name, part in parts.items()
+        if not part.complete and not {"down", "up"} & part.entries.keys()
+    )
+    if broken:
+        yield Problem(
+            kind="factors-missing",
+            severity="error",
+            what=f"{len(broken)} modules lack tensors, first {broken[0]!r}",
+            advice="the file is incomplete; make it again",
+        )
+    unequal = [name for name, part in contents.whole.items() if len(part.ranks) > 1]
+    if unequal:
+        yield Problem(
+            kind="rank-differs",
+            severity="error",
+            what=f"{len(unequal)} modules have factors of different rank, first {unequal[0]!r}",
+            advice="the file is broken; make it again",
+        )
+    if key_format(contents.whole) == "mixed":
+        yield Problem(
+            kind="mixed-formats",
+            severity="error",
+            what="keys are in several formats",
+            advice="diffusers drops all but one of them; export again in one format",
+        )
+    yield from _reader_problems(contents)
+
+
+def _reader_problems(contents: AdapterFile) -> Iterator[Problem]:
+    dora = [
+        part.entries["magnitude"] for part in contents.parts.values() if "magnitude" in part.entries
+    ]
+    if any(entry.key.endswith("dora_scale") for entry in dora):
+        yield Problem(
+            kind="dora",
+            severity="note",
+            what=f"{len(dora)} modules have DoRA scales",
+            advice="diffusers ignores dora_scale",
+        )
+    if contents.unknown:
+        what = (
+            f"{len(contents.unknown)} tensors belong to no adapter, first {contents.unknown[0]!r}"
+        )
+        yield Problem(
+            kind="unknown-keys",
+            severity="warning",
+            what=what,
+            advice="readers may refuse or ignore them",
+        )
+
+
+def _alpha_problems(contents: AdapterFile, strengths: Strengths) -> Iterator[Problem]:
+    # The alpha of an OFT is no strength; that of a LoKr counts only beside a decomposed factor.
+    scaled = [name for name, part in contents.whole.items() if part.kind != "oft" and part.ranks]
+    missing = [name for name in scaled if name not in contents.alphas]
+    if missing and not strengths.stated and FOLDED not in contents.metadata:
+        yield Problem(
+            kind="missing-alpha",
+            severity="warning"
+            if contents.alphas or key_format(contents.whole) == "kohya"
+            else "note",
+            what=f"{len(missing)} modules have no alpha, first {missing[0]!r}",
+            advice="readers take alpha = rank; make sure that it was trained so",
+        )
+    if contents.alphas and DIFFUSERS_METADATA in contents.metadata:
+        yield Problem(
+            kind="alpha-twice",
+            severity="error",
+            what=f"alphas are both tensors and {DIFFUSERS_METADATA}",
+            advice="diffusers refuses such a file; remove one of them",
+        )
+
+
+def _metadata_problems(
+    contents: AdapterFile, family: str, strengths: Strengths
+) -> Iterator[Problem]:
+    ranks = {float(rank) for part in contents.whole.values() for rank in part.ranks}
+    alphas = set() if _odd_alphas(contents) else {*contents.alphas.values(), *strengths.alphas()}
+    for key, found in (("ss_network_alpha", alphas), ("ss_network_dim", ranks)):
+        stated = _number(contents.metadata, key)
+        if (
+            stated is not None
+            and found
+            and not any(math.isclose(stated, value, rel_tol=1e-2) for value in found)
+        ):
+            yield Problem(
+                kind="metadata-disagrees",
+                severity="warning",
+                what=f"{key} says {stated:g}, the tensors say {_listed(found)}",
+                advice="readers use the tensors",
+            )
+    named = stated_family(contents.metadata)
+    if named and named != family:
+        yield Problem(
+            kind="metadata-disagrees",
+            severity="warning",
+            what=f"ss_base_model_version says {named}, the tensors say {family}",
+            advice="A1111 lists the file under the former",
+        )
+
+
+def _odd_alphas(contents: AdapterFile) -> bool:
+    """Say whether alphas are not what was trained with: a limit (OFT), or alpha sqrt(rank) (rsLoRA)."""
+    kinds = {part.kind for part in contents.whole.values()}
+    return "oft" in kinds or "rs_lora" in contents.metadata.get("ss_network_args", "")
+
+
+def _listed(values: set[float]) -> str:
+    return ", ".join(f"{value:g}" for value in sorted(values))
+
+
+def _number(metadata: Mapping[str, str], key: str) -> float | None:
+    try:
+        return float(metadata[key])
+    except (KeyError, ValueError):
+        return None

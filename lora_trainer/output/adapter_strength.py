@@ -1,0 +1,108 @@
+"""The strength of an adapter where tensors do not say it: peft's settings in the header or beside the file.
+
+Input is a file's metadata, output the factor on a module's update. Torch-free. Nothing here is
+believed to be well-formed: what cannot be read counts as not stated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DIFFUSERS_METADATA = "lora_adapter_metadata"
+"""Header entry with peft's settings; diffusers refuses `.alpha` tensors beside it."""
+FOLDED = "lora_train.strength"
+"""Header entry of files whose strength is multiplied into the tensors: that they have no alpha is no slip."""
+PEFT_CONFIG = "adapter_config.json"
+PEFT_FILE = "adapter_model.safetensors"
+DENOISER = "denoiser"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strengths:
+    """Settings of peft by component; without any, alpha is the rank and the factor 1."""
+
+    settings: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def stated(self) -> bool:
+        """Whether there is an alpha at all."""
+        return any(True for _ in self.alphas())
+
+    def alphas(self) -> Iterator[float]:
+        """Yield every alpha that is stated, patterns included."""
+        for settings in self.settings.values():
+            values = (settings.get("lora_alpha"), *_patterns(settings).values())
+            yield from (value for value in map(_number, values) if value is not None)
+
+    def scale(self, component: str, module: str, *, rank: int) -> float:
+        """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA; 1 where no alpha is stated."""
+        settings = self.settings.get(component, self.settings.get("", {}))
+        alpha = _number(settings.get("lora_alpha"))
+        for pattern, value in _patterns(settings).items():
+            if _names(pattern, module) and (found := _number(value)) is not None:
+                alpha = found
+        if alpha is None:
+            return 1.0
+        return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+    def scale_of(self, spelling: str, *, rank: int) -> float:
+        """Return the same for a module as it is spelt in the file ("unet.down_blocks...")."""
+        prefix, _, module = spelling.partition(".")
+        return self.scale(
+            prefix if prefix.startswith("text_encoder") else DENOISER, module, rank=rank
+        )
+
+
+def read_strengths(metadata: Mapping[str, str], path: Path | None) -> Strengths:
+    """Take the settings from the header, else from the file that peft writes beside its own."""
+    if text := metadata.get(DIFFUSERS_METADATA):
+        return Strengths(settings=_by_component(_json_object(text)))
+    if path is not None and path.name == PEFT_FILE:
+        try:
+            text = path.with_name(PEFT_CONFIG).read_text(encoding="utf-8")
+        except (OSError, UnicodeError):
+            return Strengths(settings={})
+        return Strengths(settings={"": _json_object(text)})
+    return Strengths(settings={})
+
+
+def _by_component(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Sort "unet.lora_alpha" and the like under this program's components."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in flat.items():
+        part, _, setting = name.rpartition(".")
+        component = part if part.startswith("text_encoder") else DENOISER
+        found.setdefault(component, {})[setting] = value
+    return found
+
+
+def _patterns(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = settings.get("alpha_pattern")
+    return found if isinstance(found, dict) else {}
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Match as peft does, but the end of a name only: a hostile pattern could match for ever."""
+    plain = pattern.replace("\\", "")
+    if plain.startswith("^"):
+        return module == plain[1:]
+    return module == plain or module.endswith(f".{plain}")
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

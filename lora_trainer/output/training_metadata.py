@@ -1,0 +1,227 @@
+"""How a file was trained, in kohya's names (`ss_*`), which A1111, Forge and model browsers read.
+
+Input is an ExportInfo, output a mapping of plain values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from lora_trainer.output.export_info import ExportInfo
+
+MAX_TAGS = 1000
+"""Tags listed per file, the most frequent first; ComfyUI ignores headers above 8 MiB."""
+MAX_TAG_CHARACTERS = 300
+_PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+_ALGORITHMS = {"lora": "lora", "loha": "loha", "lokr": "lokr", "oft": "diag-oft"}
+"""LyCORIS's names of our kinds of adapter."""
+_FALSE_IN_KOHYA = (
+    *("bucket_no_upscale", "color_aug", "random_crop", "lowram", "full_fp16", "fp8_base"),
+    "debiased_estimation",
+)
+_NONE_IN_KOHYA = (
+    *("clip_skip", "face_crop_aug_range", "adaptive_noise_scale", "ip_noise_gamma"),
+    *("scale_weight_norms", "network_dropout", "prior_loss_weight", "max_token_length"),
+)
+"""Options of kohya's trainers that this program does not have, as they are there when unused."""
+
+
+def training_metadata(info: ExportInfo) -> dict[str, Any]:
+    """Return all `ss_` entries; values are not yet text."""
+    return {**_network(info), **_schedule(info), **_options(info), **_dataset(info)}
+
+
+def _network(info: ExportInfo) -> dict[str, Any]:
+    arguments = _network_arguments(info)
+    vae = info.settings["base.vae"]
+    return {
+        "ss_base_model_version": info.base_model_version,
+        "ss_v2": info.base_model_version.startswith("sd_v2"),
+        "ss_sd_model_name": info.base_name,
+        "ss_output_name": info.title,
+        "ss_network_module": "lycoris.kohya" if "algo" in arguments else "networks.lora",
+        "ss_network_dim": info.rank,
+        "ss_network_alpha": float(info.alpha),
+        "ss_network_args": _json(arguments),
+        **({"ss_vae_name": vae} if vae else {}),
+    }
+
+
+def _network_arguments(info: ExportInfo) -> dict[str, str]:
+    """Return the arguments with which kohya's own network or LyCORIS would make this adapter."""
+    settings, found = info.settings, dict[str, str]()
+    kind, dora, rslora = (settings[f"adapter.{name}"] for name in ("kind", "dora", "rslora"))
+    if kind != "lora" or dora or rslora:
+        found["algo"] = _ALGORITHMS[kind]
+    if dora:
+        found |= {"dora_wd": "True", "wd_on_output": "True"}
+    if rslora:
+        found["rs_lora"] = "True"
+    if kind == "lokr":
+        found["factor"] = str(settings["adapter.lokr_factor"])
+    # Only U-Nets have convolutions, and no U-Net is trained by flow matching.
+    if settings["adapter.targets"] == "all" and info.prediction != "flow":
+        rank, alpha = settings["adapter.conv_rank"], settings["adapter.conv_alpha"]
+        found["conv_dim"] = str(info.rank if rank is None else rank)
+        found["conv_alpha"] = f"{info.alpha if alpha is None else alpha:g}"
+    for name, key in (("dims", "adapter.rank_pattern"), ("lrs", "optimizer.learning_rate_pattern")):
+        if settings[key]:
+            pairs = (f"{pattern}={value}" for pattern, value in settings[key].items())
+            found[f"network_reg_{name}"] = ",".join(pairs)
+    if settings["optimizer.lora_plus_ratio"] != 1:
+        found["loraplus_lr_ratio"] = f"{settings['optimizer.lora_plus_ratio']:g}"
+    return found
+
+
+def _schedule(info: ExportInfo) -> dict[str, Any]:
+    settings, images = info.settings, max(1, info.images_per_epoch)
+    steps, batch = settings["train.steps"], settings["train.batch_size"]
+    return {
+        "ss_steps": info.step,
+        "ss_max_train_steps": steps,
+        "ss_epoch": _ceil_divide(info.images_seen, images),
+        "ss_num_epochs": _ceil_divide(steps * batch, images),
+        "ss_num_batches_per_epoch": _ceil_divide(images, batch),
+        "ss_batch_size_per_device": batch,
+        "ss_total_batch_size": batch,
+        "ss_gradient_accumulation_steps": 1,
+        "ss_training_started_at": float(info.started_at_s),
+        "ss_training_finished_at": float(info.saved_at_s),
+        "ss_learning_rate": settings["optimizer.learning_rate"],
+        "ss_unet_lr": settings["optimizer.learning_rate"],
+        "ss_text_encoder_lr": _text_encoder_rate(settings),
+        "ss_lr_scheduler": settings["optimizer.schedule"],
+        "ss_lr_warmup_steps": round(settings["optimizer.warmup_fraction"] * steps),
+        "ss_seed": settings["train.seed"],
+    }
+
+
+def _text_encoder_rate(settings: Mapping[str, Any]) -> float | None:
+    if not settings["adapter.text_encoder"]:
+        return None
+    stated: float | None = settings["optimizer.text_encoder_learning_rate"]
+    return settings["optimizer.learning_rate"] / 2 if stated is None else stated
+
+
+def _options(info: ExportInfo) -> dict[str, Any]:
+    settings, name = info.settings, info.settings["optimizer.name"]
+    betas = (settings["optimizer.beta1"], settings["optimizer.beta2"])
+    decay, epsilon = settings["optimizer.weight_decay"], settings["optimizer.epsilon"]
+    return {
+        "ss_optimizer": f"{name}(weight_decay={decay},betas={betas},eps={epsilon})",
+        "ss_mixed_precision": _PRECISIONS[settings["train.precision"]],
+        "ss_gradient_checkpointing": settings["memory.gradient_checkpointing"],
+        "ss_max_grad_norm": settings["train.max_grad_norm"],
+        "ss_loss_type": "l2",
+        "ss_min_snr_gamma": settings["objective.min_snr_gamma"],
+        "ss_noise_offset": settings["objective.noise_offset"],
+        "ss_multires_noise_iterations": settings["objective.multires_noise_iterations"],
+        "ss_multires_noise_discount": settings["objective.multires_noise_discount"],
+        "ss_caption_dropout_rate": settings["data.caption_dropout"],
+        "ss_shuffle_caption": settings["data.shuffle_tags"],
+        "ss_keep_tokens": settings["data.keep_tokens"],
+        "ss_flip_aug": settings["data.flip"],
+        "ss_enable_bucket": settings["data.buckets"],
+        "ss_caption_dropout_every_n_epochs": 0,
+        "ss_caption_tag_dropout_rate": 0.0,
+        "ss_cache_latents": True,
+        "ss_training_comment": info.description or None,
+        **{f"ss_{name}": False for name in _FALSE_IN_KOHYA},
+        **{f"ss_{name}": None for name in _NONE_IN_KOHYA},
+        **(_flow(settings) if info.prediction == "flow" else _noise(info)),
+    }
+
+
+def _noise(info: ExportInfo) -> dict[str, Any]:
+    return {"ss_zero_terminal_snr": info.zero_terminal_snr}
+
+
+def _flow(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how timesteps were drawn; kohya counts a logit-normal among the weightings."""
+    sampling = settings["objective.timestep_sampling"]
+    return {
+        "ss_timestep_sampling": sampling,
+        "ss_weighting_scheme": sampling if sampling == "logit_normal" else "none",
+        "ss_logit_mean": settings["objective.logit_mean"],
+        "ss_logit_std": settings["objective.logit_std"],
+        "ss_sigmoid_scale": 1.0,
+        "ss_discrete_flow_shift": settings["objective.flow_shift"],
+        "ss_guidance_scale": settings["objective.guidance_scale"],
+        "ss_model_prediction_type": "raw",
+    }
+
+
+def _dataset(info: ExportInfo) -> dict[str, Any]:
+    side = info.settings["data.resolution"]
+    tags, buckets = _tag_frequency(info), _bucket_info(info.buckets)
+    subsets = [
+        {
+            "image_dir": subset.folder,
+            "img_count": len(subset.captions),
+            "num_repeats": subset.repeats,
+            "class_tokens": info.trigger,
+            "is_reg": False,
+        }
+        for subset in info.subsets
+    ]
+    dataset = {
+        "is_dreambooth": True,
+        "batch_size_per_device": info.settings["train.batch_size"],
+        "num_train_images": info.images_per_epoch,
+        "num_reg_images": 0,
+        "resolution": [side, side],
+        "enable_bucket": info.settings["data.buckets"],
+        "bucket_info": buckets,
+        "tag_frequency": tags,
+        "subsets": subsets,
+    }
+    folders = {
+        s.folder: {"n_repeats": s.repeats, "img_count": len(s.captions)} for s in info.subsets
+    }
+    return {
+        "ss_resolution": (side, side),
+        "ss_num_train_images": info.images_per_epoch,
+        "ss_num_reg_images": 0,
+        "ss_dataset_dirs": _json(folders),
+        "ss_reg_dataset_dirs": _json({}),
+        "ss_tag_frequency": _json(tags),
+        "ss_bucket_info": _json(buckets),
+        "ss_datasets": _json([dataset]),
+    }
+
+
+def _tag_frequency(info: ExportInfo) -> dict[str, dict[str, int]]:
+    """Count comma-separated tags per folder; the trigger leads, as browsers show the first tag."""
+    limit = max(1, MAX_TAGS // max(1, len(info.subsets)))
+    found: dict[str, dict[str, int]] = {}
+    for subset in info.subsets:
+        tags = (
+            tag.strip()[:MAX_TAG_CHARACTERS]
+            for caption in subset.captions
+            for tag in caption.split(",")
+        )
+        counts = Counter(tag for tag in tags if tag)
+        ordered = sorted(counts, key=lambda tag: (tag != info.trigger, -counts[tag], tag))
+        found[subset.folder] = {tag: counts[tag] for tag in ordered[:limit]}
+    return found
+
+
+def _bucket_info(buckets: Mapping[str, int]) -> dict[str, Any]:
+    rows = enumerate(sorted(buckets.items()))
+    return {
+        "buckets": {
+            str(index): {"resolution": [int(side) for side in size.split("x")], "count": count}
+            for index, (size, count) in rows
+        }
+    }
+
+
+def _ceil_divide(total: int, part: int) -> int:
+    return -(-total // part)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

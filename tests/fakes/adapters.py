@@ -1,0 +1,154 @@
+"""Random adapters of every kind, and what they make of a network."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.config import Config, flatten
+from lora_trainer.output.adapter_tensors import AdapterKind, ModuleTensors, update
+from lora_trainer.output.export import ExportInfo, SubsetSummary
+
+RANK, ALPHA = 4, 1.5
+
+
+class Draws:
+    """Standard normal numbers, the same for the same seed."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+
+def draw_module(
+    shape: tuple[int, ...],
+    *,
+    kind: AdapterKind = "lora",
+    rank: int = RANK,
+    scale: float = ALPHA / RANK,
+    size: float = 0.15,
+    seed: int = 0,
+) -> ModuleTensors:
+    """Return an adapter of a weight of this shape ([out, in, ...]); an OFT turns pairs of outputs."""
+    draw, (out, inputs, *kernel) = Draws(seed), shape
+    flat = inputs * int(torch.Size(kernel).numel())
+    match kind:
+        case "lora":
+            tensors = {
+                "down": draw(rank, inputs, *kernel) * size,
+                "up": draw(out, rank, *(1,) * len(kernel)) * size,
+            }
+        case "loha":
+            names = (("w1_a", (out, rank)), ("w1_b", (rank, flat)))
+            names += (("w2_a", (out, rank)), ("w2_b", (rank, flat)))
+            tensors = {name: draw(*wanted) * size**0.5 for name, wanted in names}
+        case "lokr":
+            tensors = {
+                "w1": draw(out // 2, inputs // 2) * size,
+                "w2_a": draw(2, rank) * size,
+                "w2_b": draw(rank, flat // (inputs // 2)) * size,
+            }
+        case "oft":
+            return ModuleTensors(
+                kind=kind, tensors={"blocks": draw(out // 2, 2, 2) * size}, rank=2, scale=1.0
+            )
+    return ModuleTensors(kind=kind, tensors=tensors, rank=rank, scale=scale)
+
+
+def with_magnitude(module: ModuleTensors, weight: Tensor, *, seed: int = 0) -> ModuleTensors:
+    """Make a DoRA of it whose outputs are up to a fifth longer or shorter than the base's."""
+    norms = weight.detach().flatten(1).norm(dim=1)
+    moved = norms * (1 + 0.2 * Draws(seed)(len(norms)).clamp(-1, 1))
+    return ModuleTensors(
+        kind="lora",
+        tensors={**module.tensors, "magnitude": moved},
+        rank=module.rank,
+        scale=module.scale,
+    )
+
+
+def adapter_for(
+    component: str,
+    network: nn.Module,
+    names: Iterable[str],
+    *,
+    dora: bool = False,
+    **options: object,
+) -> dict[str, ModuleTensors]:
+    """Return a random adapter for the named modules of a network."""
+    found = {}
+    for number, name in enumerate(names):
+        weight = network.get_parameter(f"{name}.weight")
+        module = draw_module(tuple(weight.shape), seed=number, **options)  # type: ignore[arg-type]
+        found[f"{component}.{name}"] = (
+            with_magnitude(module, weight, seed=number) if dora else module
+        )
+    return found
+
+
+def adapted(network: nn.Module, tensors: Mapping[str, ModuleTensors]) -> nn.Module:
+    """Return a copy of a network with every update added to its weight."""
+    changed = copy.deepcopy(network)
+    for key, module in tensors.items():
+        weight = changed.get_parameter(f"{key.partition('.')[2]}.weight")
+        weight.data += update(module, weight.detach())
+    return changed
+
+
+def small_adapter(seed: int = 0, *, size: float = 1.0) -> dict[str, ModuleTensors]:
+    """Return three modules of a U-Net: a 1x1 convolution, a linear layer, a 3x3 convolution."""
+    shapes = {
+        "denoiser.down_blocks.0.attentions.0.proj_in": (6, 8, 1, 1),
+        "denoiser.mid_block.attentions.0.transformer_blocks.0.attn2.to_k": (10, 12),
+        "denoiser.mid_block.resnets.0.conv1": (5, 3, 3, 3),
+    }
+    return {
+        key: draw_module(shape, size=size, seed=seed * 10 + number)
+        for number, (key, shape) in enumerate(shapes.items())
+    }
+
+
+def export_info(**changes: object) -> ExportInfo:
+    """Return what a run of three folders' images would say about itself."""
+    planned = {
+        **flatten(Config()),
+        "train.steps": 300,
+        "train.batch_size": 4,
+        "train.precision": "fp32",
+        "data.resolution": 512,
+        "memory.gradient_checkpointing": False,
+        "adapter.rank": RANK,
+        "adapter.alpha": ALPHA,
+    }
+    values: dict[str, object] = {
+        "title": "zibbo",
+        "rank": RANK,
+        "alpha": ALPHA,
+        "base_name": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+        "base_identity": "ab" * 32,
+        "base_model_version": "sd_v1",
+        "architecture": "stable-diffusion-v1/lora",
+        "prediction": "epsilon",
+        "settings": planned,
+        "subsets": (
+            SubsetSummary(
+                folder="10_zibbo",
+                repeats=10,
+                captions=("smiling, zibbo", "zibbo, smiling, red hat"),
+            ),
+            SubsetSummary(folder="extra", repeats=1, captions=("zibbo",)),
+        ),
+        "buckets": {"512x512": 20, "448x576": 1},
+        "step": 250,
+        "images_seen": 1000,
+        "started_at_s": 1_700_000_000.0,
+        "saved_at_s": 1_700_003_600.0,
+        "trigger": "zibbo",
+        "description": "a round blue creature",
+    }
+    return ExportInfo(**{**values, **changes})  # type: ignore[arg-type]

@@ -1,0 +1,327 @@
+"""Chroma against diffusers: what padding may not do, facts, losses, images, adapters, checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lora_trainer.errors import InputError
+from lora_trainer.families import flux
+from lora_trainer.families.base import BaseFacts, Conditioning, Layout, TextEncoder
+from lora_trainer.families.chroma import FAMILY
+from lora_trainer.families.folder import read_header
+from lora_trainer.train.objective import add_noise, sample_losses, target
+from tests.fakes.bases.chroma import write_base
+from tests.fakes.bases.flux import WIDTH
+from tests.fakes.bases.flux import write_base as write_flux
+from tests.fakes.bases.flux_original import original_layout, split_at
+from tests.fakes.low_rank import draw, merge, random_update
+
+CPU = torch.device("cpu")
+SHORT, LONG = "a red square", "a photo of the blue one, on the left"
+AT = torch.tensor([400.0])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("chroma") / "base")
+
+
+@pytest.fixture(scope="module")
+def facts(base: Path) -> BaseFacts:
+    return FAMILY.facts(Layout(folder=base), source="tiny", identities={})
+
+
+@pytest.fixture(scope="module")
+def encoder(facts: BaseFacts) -> TextEncoder:
+    return FAMILY.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+
+
+@pytest.fixture
+def denoiser(facts: BaseFacts) -> nn.Module:
+    return FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU)
+
+
+# ---- facts
+
+
+def test_facts_are_those_of_the_pipeline(facts: BaseFacts) -> None:
+    pipeline = FAMILY.plain_pipeline(facts, dtype=torch.float32, device=CPU)
+    assert {part: found.parameters for part, found in facts.parts.items()} == {
+        "denoiser": pipeline.transformer.num_parameters(),
+        "vae": pipeline.vae.num_parameters(),
+        "text_encoder": pipeline.text_encoder.num_parameters(),
+    }
+    assert facts.resolution_px == pipeline.default_sample_size * pipeline.vae_scale_factor
+    assert dict(facts.scheduler) == dict(pipeline.scheduler.config)
+    assert (facts.prediction, facts.distilled, facts.max_tokens) == ("flow", False, 512)
+    assert FAMILY.base_model_version(facts) == "chroma"
+    assert FAMILY.modelspec_architecture(facts) == "chroma/lora"
+    assert FAMILY.guidance_conditioning(facts, guidance_scale=3.5) == {}
+
+
+@pytest.mark.parametrize("source", ["lodestones/Chroma1-HD", "lodestones/Chroma1-Base"])
+def test_the_public_releases_have_the_size_of_the_network(source: str) -> None:
+    found = FAMILY.known(source)
+    assert found is not None
+    with torch.device("meta"):
+        network = FAMILY.empty_denoiser(found.architecture)
+    assert sum(weight.numel() for weight in network.parameters()) == 8_899_983_424
+    assert found.parts["denoiser"].parameters == 8_899_983_424
+    assert (found.resolution_px, found.bucket_step_px, found.distilled) == (1024, 64, False)
+
+
+def test_flux_and_chroma_are_told_apart(base: Path, tmp_path: Path) -> None:
+    other = write_flux(tmp_path / "flux")
+    assert FAMILY.detect(base)
+    assert not FAMILY.detect(other)
+    assert flux.FAMILY.detect(other)
+    assert not flux.FAMILY.detect(base)
+
+
+# ---- text, which ends where it ends
+
+
+def test_a_text_is_as_long_as_its_tokens_and_one_of_padding(encoder: TextEncoder) -> None:
+    found = encoder.encode_prompts([SHORT])
+    tokens = encoder.count_tokens(SHORT) + 2  # the end, and one of padding
+    assert found["text"].shape == (1, tokens, WIDTH)
+    assert found["text_mask"].tolist() == [[1] * tokens]
+    assert found["text_mask"].dtype == torch.int64
+
+
+def test_texts_are_encoded_as_the_pipeline_does(facts: BaseFacts, encoder: TextEncoder) -> None:
+    pipeline = FAMILY.plain_pipeline(facts, dtype=torch.float32, device=CPU)
+    found = encoder.encode_prompts([SHORT, LONG])
+    with torch.no_grad():
+        text, _, mask, *_ = pipeline.encode_prompt([SHORT, LONG], device=CPU)
+    longest = found["text"].shape[1]
+    assert longest == encoder.count_tokens(LONG) + 2
+    assert torch.equal(found["text_mask"], mask[:, :longest].long())
+    assert not mask[:, longest:].any()
+    kept = mask[:, :longest, None]
+    torch.testing.assert_close(found["text"], text[:, :longest] * kept, atol=1e-5, rtol=0)
+
+
+def test_the_longest_text_has_no_room_for_padding(encoder: TextEncoder) -> None:
+    found = encoder.encode_prompts(["a " * 600])
+    assert found["text"].shape[1] == 512
+    assert bool(found["text_mask"].all())
+
+
+def test_padding_in_a_batch_changes_no_prediction(
+    denoiser: nn.Module, encoder: TextEncoder
+) -> None:
+    prompts = [LONG, SHORT, "", SHORT + " red"]
+    noisy = draw(4, 16, 4, 6)
+    times = torch.tensor([100.0, 400.0, 700.0, 999.0])
+    together = FAMILY.predict(denoiser, noisy, times, encoder.encode_prompts(prompts))
+    for row, prompt in enumerate(prompts):
+        here = slice(row, row + 1)
+        alone = FAMILY.predict(denoiser, noisy[here], times[here], encoder.encode_prompts([prompt]))
+        torch.testing.assert_close(together[here], alone, atol=1e-5, rtol=0)
+
+
+def test_a_text_longer_than_its_mask_is_cut_there(
+    denoiser: nn.Module, encoder: TextEncoder
+) -> None:
+    """A batch of one that was padded for another batch; what lies behind the mask is not zero."""
+    alone = encoder.encode_prompts([SHORT])
+    longer = {
+        "text": torch.cat([alone["text"], draw(1, 7, WIDTH)], dim=1),
+        "text_mask": F.pad(alone["text_mask"], (0, 7)),
+    }
+    noisy = draw(1, 16, 4, 6)
+    assert torch.equal(
+        FAMILY.predict(denoiser, noisy, AT, longer), FAMILY.predict(denoiser, noisy, AT, alone)
+    )
+
+
+def test_gradient_checkpointing_changes_no_loss_of_a_padded_batch(
+    facts: BaseFacts, encoder: TextEncoder
+) -> None:
+    """diffusers 0.42.1 forgets the mask of single blocks under checkpointing."""
+    denoiser: Any = FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU)
+    told = encoder.encode_prompts([SHORT, LONG])
+    noisy = draw(2, 16, 4, 6).requires_grad_()
+    times = torch.tensor([300.0, 600.0])
+    plain = FAMILY.predict(denoiser, noisy, times, told)
+    denoiser.enable_gradient_checkpointing()
+    denoiser.train()
+    again = FAMILY.predict(denoiser, noisy, times, told)
+    assert torch.equal(again, plain)
+
+
+# ---- what diffusers computes
+
+
+def masked_velocity(
+    denoiser: nn.Module, noisy: Tensor, sigma: Tensor, told: Conditioning
+) -> Tensor:
+    """Return the raw network's prediction with a mask over padded text, by another packing."""
+    rows, columns = noisy.shape[-2] // 2, noisy.shape[-1] // 2
+    places = [[0.0, row, column] for row in range(rows) for column in range(columns)]
+    tokens = F.pixel_unshuffle(noisy, 2).flatten(2).transpose(1, 2)
+    text = F.pad(told["text"], (0, 0, 0, 5), value=3.0)
+    mask = F.pad(told["text_mask"], (0, 5)).bool()
+    velocity = denoiser(
+        hidden_states=tokens,
+        timestep=sigma,
+        encoder_hidden_states=text,
+        txt_ids=torch.zeros(text.shape[1], 3),
+        img_ids=torch.tensor(places),
+        attention_mask=F.pad(mask, (0, rows * columns), value=True),
+        return_dict=False,
+    )[0]
+    return F.pixel_shuffle(velocity.transpose(1, 2).unflatten(2, (rows, columns)), 2)
+
+
+def test_the_loss_is_the_flow_matching_loss_of_the_masked_network(
+    denoiser: nn.Module, encoder: TextEncoder
+) -> None:
+    told = encoder.encode_prompts([SHORT, LONG])
+    latents, noise = draw(2, 16, 6, 10), draw(2, 16, 6, 10, seed=1)
+    sigma = torch.tensor([0.2, 0.85])
+    noisy = add_noise(latents, noise, 1 - sigma, sigma)
+    predicted = FAMILY.predict(denoiser, noisy, 1000 * sigma, told)
+    losses = sample_losses(predicted, target(latents, noise, 1 - sigma, sigma, "flow"))
+
+    level = sigma[:, None, None, None]
+    velocity = masked_velocity(denoiser, (1 - level) * latents + level * noise, sigma, told)
+    expected = ((velocity - (noise - latents)) ** 2).reshape(2, -1).mean(1)
+    torch.testing.assert_close(losses, expected, atol=1e-5, rtol=0)
+
+
+def test_text_and_time_matter(denoiser: nn.Module, encoder: TextEncoder) -> None:
+    noisy, told = draw(1, 16, 4, 6), encoder.encode_prompts([SHORT])
+    plain = FAMILY.predict(denoiser, noisy, AT, told)
+    other = FAMILY.predict(denoiser, noisy, AT, encoder.encode_prompts([LONG]))
+    later = FAMILY.predict(denoiser, noisy, AT + 1, told)
+    assert plain.shape == noisy.shape
+    assert (other - plain).abs().max() > 1e-3
+    assert (later - plain).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+def test_samples_are_the_pipelines_images(
+    facts: BaseFacts, denoiser: nn.Module, encoder: TextEncoder, guidance_scale: float
+) -> None:
+    ours = FAMILY.build_sampler(facts, denoiser=denoiser, device=CPU).image(
+        encoder.encode_prompts([SHORT]),
+        encoder.encode_prompts(["blue"]),
+        seed=5,
+        size_px=(24, 16),
+        steps=3,
+        guidance_scale=guidance_scale,
+    )
+    pipeline = FAMILY.plain_pipeline(facts, dtype=torch.float32, device=CPU)
+    theirs = pipeline(
+        SHORT,
+        negative_prompt="blue",
+        generator=torch.Generator().manual_seed(5),
+        width=24,
+        height=16,
+        num_inference_steps=3,
+        guidance_scale=guidance_scale,
+    ).images[0]
+    ours_pixels, theirs_pixels = (np.asarray(image, dtype=int) for image in (ours, theirs))
+    assert np.abs(ours_pixels - theirs_pixels).max() <= 1
+    assert ours_pixels.std() > 5
+
+
+# ---- adapters
+
+
+def test_targets_are_all_layers_of_the_blocks(denoiser: nn.Module) -> None:
+    linear = {name for name, module in denoiser.named_modules() if isinstance(module, nn.Linear)}
+    inside = {name for name in linear if "_blocks." in name}
+    assert set(FAMILY.lora_targets(denoiser, "transformer")) == inside
+    assert set(FAMILY.lora_targets(denoiser, "all")) == inside
+    attention = set(FAMILY.lora_targets(denoiser, "attention"))
+    assert attention == {name for name in inside if ".attn." in name}
+    assert len(attention) == 8 + 2 * 3
+
+
+def test_diffusers_reads_the_names_of_a_file(
+    facts: BaseFacts, denoiser: nn.Module, encoder: TextEncoder, tmp_path: Path
+) -> None:
+    update = random_update(FAMILY.lora_targets(denoiser, "all"), denoiser)
+    tensors = {
+        f"{FAMILY.file_module('diffusers', 'denoiser', name)}.{key}.weight": tensor
+        for name, pair in update.items()
+        for key, tensor in zip(("lora_A", "lora_B"), pair, strict=True)
+    }
+    save_file(tensors, tmp_path / "adapter.safetensors")
+    told = encoder.encode_prompts([SHORT, LONG])
+    at = (draw(2, 16, 4, 6), torch.tensor([300.0, 700.0]), told)
+    plain = FAMILY.predict(denoiser, *at)
+    merge(denoiser, update)
+    merged = FAMILY.predict(denoiser, *at)
+
+    pipeline = FAMILY.plain_pipeline(facts, dtype=torch.float32, device=CPU)
+    pipeline.load_lora_weights(tmp_path, weight_name="adapter.safetensors")
+    read = FAMILY.predict(pipeline.transformer, *at)
+    torch.testing.assert_close(read, merged, atol=1e-4, rtol=0)
+    assert (merged - plain).abs().max() > 1e-2
+
+
+# ---- checkpoints of one file
+
+
+def write_file(file: Path, denoiser: nn.Module, *, prefix: str = "") -> Path:
+    state = original_layout(denoiser.state_dict())
+    save_file({prefix + name: tensor.contiguous() for name, tensor in state.items()}, file)
+    return file
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_a_checkpoint_of_one_file_is_the_network_it_was_made_from(
+    base: Path,
+    facts: BaseFacts,
+    denoiser: nn.Module,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    prefix: str,
+) -> None:
+    file = write_file(tmp_path / "chroma.safetensors", denoiser, prefix=prefix)
+    assert FAMILY.detect_file(read_header(file)) == {"denoiser"}
+    assert flux.FAMILY.detect_file(read_header(file)) == frozenset()
+    found = FAMILY.facts(
+        Layout(folder=base, files={"denoiser": file}), source="tiny", identities={}
+    )
+    assert found.parts["denoiser"].parameters == facts.parts["denoiser"].parameters
+    split_at(monkeypatch, inner=32)
+    loaded = FAMILY.load_denoiser(found, dtype=torch.float32, device=CPU)
+    expected = denoiser.state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    told = {"text": draw(1, 3, WIDTH), "text_mask": torch.ones(1, 3, dtype=torch.int64)}
+    noisy = draw(1, 16, 4, 6)
+    assert torch.equal(
+        FAMILY.predict(loaded, noisy, AT, told), FAMILY.predict(denoiser, noisy, AT, told)
+    )
+
+
+def test_fp8_with_scales_is_refused(denoiser: nn.Module, tmp_path: Path) -> None:
+    state = original_layout(denoiser.state_dict())
+    state["scaled_fp8"] = torch.zeros(2)
+    save_file(state, tmp_path / "scaled.safetensors")
+    with pytest.raises(InputError, match="quantised with scales"):
+        FAMILY.detect_file(read_header(tmp_path / "scaled.safetensors"))
+
+
+@pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
+def test_a_missing_part_is_named(tmp_path: Path, part: str) -> None:
+    folder = write_base(tmp_path / "base")
+    (folder / part / "config.json").unlink()
+    with pytest.raises(InputError, match=part):
+        family_facts = FAMILY.facts(Layout(folder=folder), source="tiny", identities={})
+        FAMILY.load_text_encoder(family_facts, dtype=torch.float32, device=CPU)

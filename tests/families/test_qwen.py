@@ -1,0 +1,471 @@
+"""Qwen-Image beside diffusers' own pipeline and training formula, on a tiny base and its single files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers.training_utils import compute_loss_weighting_for_sd3
+from peft import LoraConfig
+from peft.tuners.lora import Linear as LoraLinear
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lora_trainer.errors import InputError
+from lora_trainer.families.base import BaseFacts, FileFormat, Layout
+from lora_trainer.families.folder import read_header
+from lora_trainer.families.qwen import FAMILY
+from lora_trainer.families.qwen_vl import TEMPLATE, TEMPLATE_TOKENS
+from lora_trainer.train.objective import add_noise, sample_losses, target
+from tests.fakes.bases.qwen import write_base
+
+CPU = torch.device("cpu")
+PROMPTS = ["a red square", "many words in a row", ""]
+SIZE_PX = (48, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    folder: Path
+    facts: BaseFacts
+    pipeline: Any
+    denoiser: Any
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    folder = write_base(tmp_path_factory.mktemp("qwen") / "base")
+    facts = facts_of(Layout(folder=folder))
+    pipeline = QwenImagePipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    denoiser = FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU)
+    return Base(folder=folder, facts=facts, pipeline=pipeline, denoiser=denoiser)
+
+
+def facts_of(layout: Layout) -> BaseFacts:
+    return FAMILY.facts(layout, source="base", identities={})
+
+
+def encoded(facts: BaseFacts, prompts: list[str]) -> dict[str, Tensor]:
+    encoder = FAMILY.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    return dict(encoder.encode_prompts(prompts))
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def batch(base: Base) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return latents, noise and conditioning of two samples whose texts differ in length."""
+    return draw(1, 2, 16, 12, 8), draw(2, 2, 16, 12, 8), encoded(base.facts, PROMPTS[:2])
+
+
+# ---- facts
+
+
+def test_facts_are_those_of_the_pipeline(base: Base) -> None:
+    facts, pipeline = base.facts, base.pipeline
+    assert FAMILY.detect(base.folder)
+    assert facts.vae_factor == pipeline.vae_scale_factor == 2
+    assert facts.latent_channels == pipeline.vae.config.z_dim
+    assert facts.latent_channels == pipeline.transformer.config.in_channels // 4
+    assert (facts.max_tokens, facts.prediction, facts.distilled) == (512, "flow", False)
+    assert facts.bucket_step_px % (2 * pipeline.vae_scale_factor) == 0
+    for part, network in (
+        ("denoiser", pipeline.transformer),
+        ("vae", pipeline.vae),
+        ("text_encoder", pipeline.text_encoder),
+    ):
+        expected = sum(weight.numel() for weight in network.parameters())
+        assert facts.parts[part].parameters == expected
+    assert FAMILY.base_model_version(facts) == "qwen_image"
+    assert FAMILY.modelspec_architecture(facts) == "Qwen-Image/lora"
+
+
+@pytest.mark.parametrize("source", ["Qwen/Qwen-Image", "Qwen/Qwen-Image-2512"])
+def test_known_releases_have_the_parameters_of_their_architecture(source: str) -> None:
+    facts = FAMILY.known(source)
+    assert facts is not None and FAMILY.known("Qwen/Qwen-Image-Edit") is None
+    assert (facts.resolution_px, facts.bucket_step_px, facts.vae_factor) == (1024, 64, 8)
+    with torch.device("meta"):
+        networks = {
+            "denoiser": QwenImageTransformer2DModel.from_config(dict(facts.architecture)),
+            "vae": AutoencoderKLQwenImage(),  # the release's configuration is the default
+        }
+    for part, network in networks.items():
+        expected = sum(weight.numel() for weight in network.parameters())
+        assert facts.parts[part].parameters == expected
+    json.dumps(dict(facts.architecture))  # the planner's cost table is keyed by it
+
+
+@pytest.mark.parametrize("size_px", [(64, 64), (1024, 768)])
+def test_flow_shift_is_the_schedulers(base: Base, size_px: tuple[int, int]) -> None:
+    """The scheduler then also stretches its last steps to `shift_terminal`; training does not."""
+    width, height = size_px
+    tokens = (width // 4) * (height // 4)
+    config = base.pipeline.scheduler.config
+    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - 256)
+    mu = config.base_shift + slope * (tokens - 256)
+    sigma = torch.tensor([0.2, 0.7], dtype=torch.float64)
+    wanted = base.pipeline.scheduler.time_shift(mu, 1.0, sigma)
+    shift = FAMILY.flow_shift(base.facts, width_px=width, height_px=height)
+    torch.testing.assert_close(shift * sigma / (1 + (shift - 1) * sigma), wanted)
+
+
+# ---- encoding
+
+
+def test_the_template_is_the_pipelines(base: Base) -> None:
+    assert base.pipeline.prompt_template_encode == TEMPLATE
+    assert base.pipeline.prompt_template_encode_start_idx == TEMPLATE_TOKENS
+    before = TEMPLATE.partition("{}")[0]  # the tiny tokenizer keeps the meaning of the number
+    assert len(base.pipeline.tokenizer(before).input_ids) == TEMPLATE_TOKENS
+
+
+def test_prompts_are_encoded_as_the_pipeline_does(base: Base) -> None:
+    found = encoded(base.facts, PROMPTS)
+    with torch.no_grad():
+        text, mask = base.pipeline.encode_prompt(PROMPTS)
+    torch.testing.assert_close(found["text"], text)
+    torch.testing.assert_close(found["text_mask"], mask)
+    assert len(set(mask.sum(1).tolist())) == 3
+    for name, shape in FAMILY.prompt_shapes(base.facts.architecture, text_tokens=99).items():
+        assert found[name].shape[2:] == shape[2:] and shape[:2] == (1, 99)
+
+
+def test_a_single_prompt_is_not_padded_and_a_long_one_is_cut(base: Base) -> None:
+    single, several = encoded(base.facts, PROMPTS[:1]), encoded(base.facts, PROMPTS)
+    length = single["text"].shape[1]
+    assert single["text_mask"].tolist() == [[1] * length]
+    torch.testing.assert_close(single["text"][0], several["text"][0, :length])
+    assert not several["text"][0, length:].any()
+    long = ["xyz " * 400]
+    found = encoded(base.facts, long)["text"]
+    with torch.no_grad():
+        wanted, _ = base.pipeline.encode_prompt(long, max_sequence_length=512)
+    assert found.shape[1] == base.facts.max_tokens == 512
+    torch.testing.assert_close(found, wanted)
+
+
+def test_images_are_encoded_and_decoded_as_the_pipeline_does(base: Base) -> None:
+    vae, pixels = base.pipeline.vae, draw(3, 2, 3, 32, 48).clamp(-1, 1)
+    latents = FAMILY.load_image_encoder(base.facts, device=CPU).encode_images(pixels)
+    with torch.no_grad():
+        posterior = vae.encode(pixels.unsqueeze(2)).latent_dist
+    shift, scale = (
+        torch.tensor(values).view(1, -1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    mean = torch.stack([one.mean for one in latents])
+    assert mean.shape == (2, 16, 16, 24)
+    torch.testing.assert_close(mean, (posterior.mean[:, :, 0] - shift) / scale)
+    std = torch.stack([one.std for one in latents])
+    torch.testing.assert_close(std, posterior.std[:, :, 0] / scale)
+    packed = base.pipeline._pack_latents(mean[:1], 1, 16, 16, 24)
+    back = FAMILY.decodable(base.pipeline, vae, packed, SIZE_PX)
+    torch.testing.assert_close(back, posterior.mean[:1])
+
+
+# ---- training
+
+
+def test_loss_is_that_of_the_training_script(base: Base) -> None:
+    """diffusers/examples/dreambooth/train_dreambooth_lora_qwen_image.py."""
+    latents, noise, conditioning = batch(base)
+    sigma = torch.tensor([0.25, 0.9])
+    with torch.no_grad():
+        noisy = add_noise(latents, noise, 1 - sigma, sigma)
+        prediction = FAMILY.predict(base.denoiser, noisy, 1000 * sigma, conditioning)
+        ours = sample_losses(prediction, target(latents, noise, 1 - sigma, sigma, "flow"))
+        sigmas = sigma.view(2, 1, 1, 1, 1)
+        model_input, wide_noise = latents.unsqueeze(2), noise.unsqueeze(2)  # one frame
+        mixed = (1.0 - sigmas) * model_input + sigmas * wide_noise
+        height, width = 12, 8
+        packed = QwenImagePipeline._pack_latents(mixed.transpose(1, 2), 2, 16, height, width)
+        raw = base.pipeline.transformer(
+            hidden_states=packed,
+            encoder_hidden_states=conditioning["text"],
+            encoder_hidden_states_mask=conditioning["text_mask"],
+            timestep=sigma * 1000 / 1000,
+            img_shapes=[[(1, height // 2, width // 2)]] * 2,
+            return_dict=False,
+        )[0]
+        raw = QwenImagePipeline._unpack_latents(raw, height * 2, width * 2, 2)
+        weight = compute_loss_weighting_for_sd3("none", sigmas)
+        error = weight * (raw - (wide_noise - model_input)) ** 2
+        theirs = error.reshape(2, -1).mean(1)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_changes_no_prediction(base: Base) -> None:
+    latents, _, conditioning = batch(base)
+    lengths = conditioning["text_mask"].sum(1).tolist()
+    assert lengths[0] < lengths[1]
+    times = torch.tensor([300.0, 700.0])
+    with torch.no_grad():
+        together = FAMILY.predict(base.denoiser, latents, times, conditioning)
+        for i, length in enumerate(lengths):
+            own = {name: value[i : i + 1, :length] for name, value in conditioning.items()}
+            alone = FAMILY.predict(base.denoiser, latents[i : i + 1], times[i : i + 1], own)
+            assert (together[i] - alone[0]).abs().max() < 1e-5
+        unmasked = conditioning | {"text_mask": torch.ones_like(conditioning["text_mask"])}
+        wrong = FAMILY.predict(base.denoiser, latents, times, unmasked)
+    assert (wrong[0] - together[0]).abs().max() > 1e-3
+
+
+def test_every_target_learns(base: Base) -> None:
+    latents, noise, conditioning = batch(base)
+    denoiser = FAMILY.load_denoiser(base.facts, dtype=torch.float32, device=CPU)
+    names = FAMILY.lora_targets(denoiser, "all")
+    for name in names:
+        denoiser.get_submodule(name).requires_grad_(True)
+    prediction = FAMILY.predict(denoiser, latents, torch.tensor([300.0, 700.0]), conditioning)
+    (prediction - noise).square().mean().backward()
+    weights = {name: denoiser.get_submodule(name).weight.grad for name in names}
+    assert not [name for name, grad in weights.items() if grad is None or not grad.any()]
+
+
+def test_targets_are_blocks_and_grow(base: Base) -> None:
+    attention, transformer, everything = (
+        FAMILY.lora_targets(base.denoiser, targets)
+        for targets in ("attention", "transformer", "all")
+    )
+    assert set(attention) < set(transformer) < set(everything)
+    assert all(isinstance(base.denoiser.get_submodule(name), nn.Linear) for name in everything)
+    assert all(name.startswith("transformer_blocks.") for name in everything)
+    assert "transformer_blocks.1.attn.add_k_proj" in attention
+    assert "transformer_blocks.0.txt_mlp.net.2" in transformer
+    assert {"transformer_blocks.1.img_mod.1", "transformer_blocks.1.txt_mod.1"} < set(everything)
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("format", FAMILY.file_formats)
+def test_a_file_is_read_by_the_pipeline_as_the_live_adapter(
+    base: Base, format: FileFormat, tmp_path: Path
+) -> None:
+    latents, _, conditioning = batch(base)
+    live = FAMILY.load_denoiser(base.facts, dtype=torch.float32, device=CPU)
+    names = FAMILY.lora_targets(live, "all")
+    live.add_adapter(LoraConfig(r=4, lora_alpha=2, target_modules=names, init_lora_weights=False))
+    saved = {}
+    down, up = (".lora_down", ".lora_up") if format == "kohya" else (".lora_A", ".lora_B")
+    for name in names:
+        layer = live.get_submodule(name)
+        assert isinstance(layer, LoraLinear)
+        key = FAMILY.file_module(format, "denoiser", name)
+        strength = 1.0 if format == "kohya" else 2 / 4
+        saved[f"{key}{down}.weight"] = layer.lora_A["default"].weight.detach()
+        saved[f"{key}{up}.weight"] = layer.lora_B["default"].weight.detach() * strength
+        if format == "kohya":
+            saved[f"{key}.alpha"] = torch.tensor(2.0)
+    save_file(saved, tmp_path / "adapter.safetensors")
+    fresh: Any = FAMILY.plain_pipeline(base.facts, dtype=torch.float32, device=CPU)
+    times = torch.tensor([200.0, 800.0])
+    with torch.no_grad():
+        plain = FAMILY.predict(fresh.transformer, latents, times, conditioning)
+        fresh.load_lora_weights(tmp_path / "adapter.safetensors")
+        found = FAMILY.predict(fresh.transformer, latents, times, conditioning)
+        wanted = FAMILY.predict(live, latents, times, conditioning)
+    assert (wanted - plain).abs().max() > 1e-2
+    assert (wanted - found).abs().max() < 1e-4
+
+
+# ---- images
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+def test_sampler_gives_the_pipelines_image(base: Base, guidance_scale: float) -> None:
+    wanted = base.pipeline(
+        PROMPTS[0],
+        negative_prompt="" if guidance_scale > 1 else None,
+        true_cfg_scale=guidance_scale,
+        generator=torch.Generator().manual_seed(5),
+        width=SIZE_PX[0],
+        height=SIZE_PX[1],
+        num_inference_steps=3,
+    ).images[0]
+    sampler = FAMILY.build_sampler(base.facts, denoiser=base.denoiser, device=CPU)
+    found = sampler.image(
+        encoded(base.facts, PROMPTS[:1]),
+        encoded(base.facts, [""]),
+        seed=5,
+        size_px=SIZE_PX,
+        steps=3,
+        guidance_scale=guidance_scale,
+    )
+    expected = np.asarray(wanted, dtype=np.int16)
+    assert expected.std() > 5
+    assert np.abs(np.asarray(found, dtype=np.int16) - expected).max() <= 1
+
+
+# ---- single files
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_a_transformer_file_gives_what_its_folder_gives(
+    base: Base, prefix: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "file.safetensors"
+    state = base.denoiser.state_dict()
+    save_file({prefix + name: tensor.clone() for name, tensor in state.items()}, file)
+    assert FAMILY.detect_file(read_header(file)) == {"denoiser"}
+    facts = facts_of(Layout(folder=base.folder, files={"denoiser": file}))
+    assert facts.parts == base.facts.parts
+    found = FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU)
+    assert not any(weight.requires_grad for weight in found.parameters())
+    for name, tensor in state.items():
+        torch.testing.assert_close(found.state_dict()[name], tensor, rtol=0, atol=0)
+    latents, _, conditioning = batch(base)
+    times = torch.tensor([200.0, 800.0])
+    with torch.no_grad():
+        wanted = FAMILY.predict(base.denoiser, latents, times, conditioning)
+        torch.testing.assert_close(FAMILY.predict(found, latents, times, conditioning), wanted)
+
+
+def test_fp8_weights_are_cast_and_a_pruned_file_is_as_deep_as_it_is(
+    base: Base, tmp_path: Path
+) -> None:
+    file = tmp_path / "file.safetensors"
+    state = {
+        name: tensor.to(torch.float8_e4m3fn)
+        for name, tensor in base.denoiser.state_dict().items()
+        if not name.startswith("transformer_blocks.1.")
+    }
+    save_file(state, file)
+    facts = facts_of(Layout(folder=base.folder, files={"denoiser": file}))
+    assert facts.architecture["num_layers"] == 1
+    found = FAMILY.load_denoiser(facts, dtype=torch.bfloat16, device=CPU)
+    assert {weight.dtype for weight in found.parameters()} == {torch.bfloat16}
+    name = "transformer_blocks.0.attn.to_q"
+    difference = found.get_submodule(name).weight - base.denoiser.get_submodule(name).weight
+    assert difference.abs().max() < 0.1
+
+
+_RESIDUAL = {"norm1.": "0.", "conv1.": "2.", "norm2.": "3.", "conv2.": "6."}
+_VIDEO_NAMES = {
+    "encoder.conv_in.": "encoder.conv1.",
+    "decoder.conv_in.": "decoder.conv1.",
+    "norm_out.": "head.0.",
+    "conv_out.": "head.2.",
+    "mid_block.resnets.0.": "middle.0.",
+    "mid_block.attentions.0.": "middle.1.",
+    "mid_block.resnets.1.": "middle.2.",
+    "encoder.down_blocks.": "encoder.downsamples.",
+    "conv_shortcut.": "shortcut.",
+}
+
+
+def video_name(name: str) -> str:
+    """Return the name that the video model the VAE comes from has for a tensor; levels have four layers."""
+    if "quant_conv." in name:
+        return name.replace("post_quant_conv.", "conv2.").replace("quant_conv.", "conv1.")
+    if "resnets." in name or "down_blocks." in name:
+        for before, after in _RESIDUAL.items():
+            name = name.replace(f".{before}", f".residual.{after}")
+    for before, after in _VIDEO_NAMES.items():
+        name = name.replace(before, after)
+    if found := re.match(r"decoder\.up_blocks\.(\d)\.(resnets|upsamplers)\.(\d)\.(.*)", name):
+        level, kind, index, rest = found.groups()
+        layer = 4 * int(level) + (3 if kind == "upsamplers" else int(index))
+        return f"decoder.upsamples.{layer}.{rest}"
+    return name
+
+
+@pytest.mark.parametrize("named_as_video", [False, True])
+def test_a_vae_file_gives_what_its_folder_gives(
+    base: Base, named_as_video: bool, tmp_path: Path
+) -> None:
+    """The VAE has the release's depth: the other names depend on it."""
+    folder, file = tmp_path / "base", tmp_path / "vae.safetensors"
+    shutil.copytree(base.folder, folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        vae = AutoencoderKLQwenImage(base_dim=4)
+    vae.save_pretrained(folder / "vae")
+    renamed = video_name if named_as_video else str
+    save_file({renamed(name): tensor for name, tensor in vae.state_dict().items()}, file)
+    assert FAMILY.detect_file(read_header(file)) == {"vae"}
+    whole = facts_of(Layout(folder=folder))
+    facts = facts_of(Layout(folder=folder, files={"vae": file}))
+    assert facts.parts["vae"] == whole.parts["vae"] and facts.vae_factor == 8
+    pixels = draw(3, 1, 3, 32, 32)
+    found, wanted = (
+        FAMILY.load_image_encoder(one, device=CPU).encode_images(pixels)[0].mean
+        for one in (facts, whole)
+    )
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    loaded: Any = FAMILY.load_vae(facts.located)
+    with torch.no_grad():
+        decoded = [one.decode(wanted[None, :, None]).sample for one in (loaded, vae)]
+    torch.testing.assert_close(decoded[0], decoded[1], rtol=0, atol=0)
+
+
+def test_other_files_are_not_taken_for_a_base(base: Base, tmp_path: Path) -> None:
+    file = tmp_path / "file.safetensors"
+    state = dict(base.denoiser.state_dict())
+
+    def parts(tensors: dict[str, Tensor]) -> frozenset[str]:
+        save_file(tensors, file)
+        return frozenset(FAMILY.detect_file(read_header(file)))
+
+    assert parts(state) == {"denoiser"}
+    assert not parts(state | {"__index_timestep_zero__": torch.zeros(1)})
+    assert not parts({name: tensor for name, tensor in state.items() if name != "img_in.weight"})
+    adapter = "transformer_blocks.0.img_mod.1.lora_A.weight"
+    assert not parts({adapter: torch.zeros(4, 16)})
+    other_video = {"conv1.weight": torch.zeros(96, 96, 1, 1, 1)}
+    assert not parts(other_video | {"decoder.middle.0.residual.0.gamma": torch.zeros(8, 1, 1, 1)})
+
+
+# ---- what is refused
+
+
+def changed(base: Base, folder: Path, part: str, **settings: object) -> Path:
+    shutil.copytree(base.folder, folder)
+    file = folder / part
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return folder
+
+
+def test_editing_models_are_refused(base: Base, tmp_path: Path) -> None:
+    edit = changed(base, tmp_path / "a", "model_index.json", _class_name="QwenImageEditPipeline")
+    with pytest.raises(InputError, match="is for QwenImageEditPipeline, allowed is QwenImagePip"):
+        FAMILY.detect(edit)
+    layered = changed(base, tmp_path / "b", "transformer/config.json", use_layer3d_rope=True)
+    with pytest.raises(InputError, match="has use_layer3d_rope: an editing or layered model"):
+        facts_of(Layout(folder=layered))
+    (tmp_path / "c").mkdir()
+    assert not FAMILY.detect(tmp_path / "c")
+
+
+def test_wrong_and_missing_parts_are_named(base: Base, tmp_path: Path) -> None:
+    text = changed(base, tmp_path / "a", "text_encoder/config.json", model_type="qwen3")
+    with pytest.raises(InputError, match="'qwen3', allowed is 'qwen2_5_vl'"):
+        facts_of(Layout(folder=text))
+    folder = tmp_path / "b"
+    shutil.copytree(base.folder, folder)
+    (folder / "text_encoder" / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="text_encoder has no weights"):
+        facts_of(Layout(folder=folder))
+
+
+def test_files_that_do_not_fit_are_refused(base: Base, tmp_path: Path) -> None:
+    file = tmp_path / "file.safetensors"
+    state = dict(base.denoiser.state_dict())
+    layout = Layout(folder=base.folder, files={"denoiser": file})
+    save_file(state | {"transformer_blocks.0.attn.to_q.scale_weight": torch.ones(1)}, file)
+    with pytest.raises(InputError, match="quantised"):
+        facts_of(layout)
+    save_file({name: state[name] for name in state if name != "proj_out.bias"}, file)
+    with pytest.raises(InputError, match=r"not that of its companion.*proj_out\.bias"):
+        FAMILY.load_denoiser(facts_of(layout), dtype=torch.float32, device=CPU)

@@ -1,0 +1,123 @@
+"""Whose adapter a file is: every registered family in each of its formats, in the sizes of the releases."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lora_trainer import families
+from lora_trainer.families.base import DENOISER, BaseFacts
+from lora_trainer.families.costs import TARGET_GROUPS, Targets
+from lora_trainer.families.recognise import adapter_family, stated_family
+
+Shapes = Mapping[str, tuple[int, ...]]
+BLOCK = "down_blocks.1.attentions.0.transformer_blocks.0"
+
+
+@functools.cache
+def release(name: str) -> tuple[BaseFacts, nn.Module]:
+    """Return the facts and the denoiser, without weights, of a family's default release."""
+    family = families.family(name)
+    known = family.known(family.default_source)
+    assert known is not None
+    with torch.device("meta"):
+        return known, family.empty_denoiser(known.architecture)
+
+
+def files(name: str, targets: Targets) -> Iterator[Shapes]:
+    """Yield the modules of an adapter in each format of the family: name -> [rank, in, ...]."""
+    family, (_, denoiser) = families.family(name), release(name)
+    modules: Mapping[str, Any] = dict(denoiser.named_modules())
+    for format in family.file_formats:
+        yield {
+            family.file_module(format, DENOISER, module): (16, *modules[module].weight.shape[1:])
+            for module in family.lora_targets(denoiser, targets)
+        }
+
+
+@pytest.mark.parametrize("targets", list(TARGET_GROUPS))
+@pytest.mark.parametrize("name", families.MODULES)
+def test_adapters_of_every_family_are_told_apart(name: str, targets: Targets) -> None:
+    """Chroma's blocks are FLUX.1's: without metadata its adapters cannot be told from theirs."""
+    facts, _ = release(name)
+    family = families.family(name)
+    metadata = {"ss_base_model_version": family.base_model_version(facts)}
+    spec = {"modelspec.architecture": family.modelspec_architecture(facts)}
+    for shapes in files(name, targets):
+        assert adapter_family(shapes, metadata=metadata) == name
+        assert adapter_family(shapes, metadata=spec) == name
+        alone = adapter_family(shapes, metadata={})
+        assert alone == ("flux" if name == "chroma" else name)
+
+
+@pytest.mark.parametrize("name", families.MODULES)
+def test_every_family_is_known_by_what_it_states(name: str) -> None:
+    family, (facts, _) = families.family(name), release(name)
+    version = family.base_model_version(facts)
+    assert stated_family({"ss_base_model_version": version}) == name
+
+
+@pytest.mark.parametrize(
+    ("module", "width", "expected"),
+    [
+        # kohya's and ComfyUI's spellings of families that are written otherwise here
+        ("lora_unet_joint_blocks_0_x_block_attn_qkv", 1536, "sd3"),
+        ("diffusion_model.joint_blocks.3.context_block.mlp.fc1", 2432, "sd3"),
+        ("diffusion_model.double_blocks.0.img_attn.qkv", 3072, "flux"),
+        ("diffusion_model.double_blocks.0.img_attn.qkv", 6144, "flux2"),
+        ("diffusion_model.double_blocks.0.img_attn.qkv", 4096, "flux2"),
+        ("lora_unet_single_blocks_0_linear1", 3072, "flux"),
+        ("diffusion_model.double_stream_modulation_img.lin", 3072, "flux2"),
+        ("diffusion_model.distilled_guidance_layer.layers.0.in_layer", 5120, "chroma"),
+        ("diffusion_model.layers.0.attention.qkv", 3840, "zimage"),
+        ("diffusion_model.layers.0.attention.qkv", 2304, "lumina2"),
+        ("lora_unet_transformer_blocks_3_img_mlp_net_2", 12288, "qwen"),
+        ("lora_unet_transformer_blocks_59_attn_to_q", 3072, "qwen"),
+        ("transformer.transformer_blocks.3.attn.to_q", 3072, "flux"),
+        ("transformer.transformer_blocks.3.attn2.to_q", 1536, "sd3"),
+        # text encoders alone
+        ("lora_te2_text_model_encoder_layers_0_mlp_fc1", 1280, "sdxl"),
+        ("lora_te3_encoder_block_0_layer_0_SelfAttention_q", 4096, "sd3"),
+        ("lora_te_text_model_encoder_layers_0_mlp_fc1", 768, "unknown"),
+        # miniature bases
+        (f"unet.{BLOCK}.attn2.to_k", 64, "sd15"),
+        # other programs' families
+        ("transformer.transformer_blocks.7.attn1.to_q", 2048, "unknown"),
+        ("transformer.joint_transformer_blocks.0.attn.to_q", 3072, "unknown"),
+        ("diffusion_model.blocks.0.self_attn.q", 5120, "unknown"),
+    ],
+)
+def test_single_modules_that_tell(module: str, width: int, expected: str) -> None:
+    assert adapter_family({module: (16, width)}, metadata={}) == expected
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ({"double_blocks.0.img_attn.qkv": 3072, "double_blocks.0.img_mlp.2": 12288}, "flux"),
+        ({"double_blocks.0.img_attn.qkv": 3072, "double_blocks.0.img_mlp.2": 9216}, "flux2"),
+        ({"single_blocks.0.linear1": 3072, "single_blocks.0.linear2": 15360}, "flux"),
+        ({"single_blocks.0.linear1": 3072, "single_blocks.0.linear2": 12288}, "flux2"),
+    ],
+)
+def test_flux_of_one_width_differs_in_its_mlp(shapes: dict[str, int], expected: str) -> None:
+    """FLUX.2 klein 4B is as wide as FLUX.1."""
+    named = {f"diffusion_model.{name}": (16, width) for name, width in shapes.items()}
+    assert adapter_family(named, metadata={}) == expected
+
+
+def test_tensors_that_tell_weigh_more_than_metadata() -> None:
+    shapes = {f"unet.{BLOCK}.attn2.to_k": (4, 768)}
+    assert adapter_family(shapes, metadata={"ss_base_model_version": "sdxl_base_v1-0"}) == "sd15"
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, lora_trainer.families.recognise; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,496 @@
+"""Stable Diffusion 3 beside diffusers' own pipeline and training formula, on a tiny base and its single files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from peft import LoraConfig
+from peft.tuners.lora import Linear as LoraLinear
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lora_trainer.errors import InputError
+from lora_trainer.families.base import BaseFacts, Layout, TensorInfo
+from lora_trainer.families.folder import read_header
+from lora_trainer.families.sd3 import FAMILY
+from lora_trainer.train.objective import add_noise, sample_losses, target
+from tests.fakes.bases.sd3 import write_base
+
+CPU = torch.device("cpu")
+PROMPTS = ["a red square", "many words " * 60, ""]
+SIZE_PX = (48, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    folder: Path
+    facts: BaseFacts
+    pipeline: Any
+    denoiser: Any
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    folder = write_base(tmp_path_factory.mktemp("sd3") / "base")
+    facts = facts_of(Layout(folder=folder))
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    denoiser = FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU)
+    return Base(folder=folder, facts=facts, pipeline=pipeline, denoiser=denoiser)
+
+
+def facts_of(layout: Layout, *, source: str = "base") -> BaseFacts:
+    return FAMILY.facts(layout, source=source, identities={})
+
+
+def encoded(facts: BaseFacts, prompts: list[str]) -> dict[str, Tensor]:
+    encoder = FAMILY.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    return dict(encoder.encode_prompts(prompts))
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def batch(base: Base) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return latents, noise and conditioning of two samples."""
+    return draw(1, 2, 16, 12, 8), draw(2, 2, 16, 12, 8), encoded(base.facts, PROMPTS[:2])
+
+
+# ---- facts
+
+
+def test_facts_are_those_of_the_pipeline(base: Base) -> None:
+    facts, pipeline = base.facts, base.pipeline
+    assert FAMILY.detect(base.folder)
+    assert facts.vae_factor == pipeline.vae_scale_factor == 2
+    assert facts.latent_channels == pipeline.transformer.config.in_channels
+    assert (facts.max_tokens, facts.prediction, facts.variant) == (256, "flow", "medium")
+    assert facts.bucket_step_px % (pipeline.vae_scale_factor * pipeline.patch_size) == 0
+    counted = {
+        "denoiser": pipeline.transformer.state_dict(),
+        "vae": pipeline.vae.state_dict(),
+    }
+    for part, state in counted.items():
+        assert facts.parts[part].parameters == sum(value.numel() for value in state.values())
+    texts = (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3)
+    assert facts.parts["text_encoder"].parameters == sum(
+        weight.numel() for network in texts for weight in network.parameters()
+    )
+    assert FAMILY.flow_shift(facts, width_px=256, height_px=64) == pipeline.scheduler.shift == 3.0
+
+
+@pytest.mark.parametrize("release", FAMILY.releases, ids=lambda release: release.variant)
+def test_known_releases_have_the_parameters_of_their_architecture(release: Any) -> None:
+    with torch.device("meta"):
+        network = SD3Transformer2DModel.from_config(dict(release.architecture))
+    facts = FAMILY.known(release.ids[0])
+    assert facts is not None and facts.resolution_px == 1024 and facts.bucket_step_px == 64
+    tensors = network.state_dict().values()
+    assert facts.parts["denoiser"].parameters == sum(tensor.numel() for tensor in tensors)
+    expected = {"2243": "medium", "8056": "large", "2028": "3-medium"}
+    millions = str(sum(weight.numel() for weight in network.parameters()))[:4]
+    assert facts.variant.removesuffix("-turbo") == expected[millions]
+    assert facts.distilled == facts.source.endswith("turbo")
+    assert FAMILY.release(release.architecture, Layout(folder=Path()))[0] == expected[millions]
+    json.dumps(dict(release.architecture))  # the planner's cost table is keyed by it
+
+
+def test_versions_are_those_that_sd_scripts_writes(base: Base, tmp_path: Path) -> None:
+    assert FAMILY.base_model_version(base.facts) == "3-5-medium"
+    assert FAMILY.modelspec_architecture(base.facts) == "stable-diffusion-3-5-medium/lora"
+    turbo = FAMILY.known("stabilityai/stable-diffusion-3.5-large-turbo")
+    first = FAMILY.known("stabilityai/stable-diffusion-3-medium-diffusers")
+    assert turbo is not None and first is not None
+    assert FAMILY.base_model_version(turbo) == "3-5-large"
+    assert FAMILY.base_model_version(first) == "3-medium"
+    assert FAMILY.modelspec_architecture(first) == "stable-diffusion-3-medium/lora"
+    named = facts_of(Layout(folder=base.folder), source="models/sd3.5-Turbo")
+    assert named.distilled and named.variant == "medium-turbo"
+
+
+# ---- encoding
+
+
+def test_prompts_are_encoded_as_the_pipeline_does(base: Base) -> None:
+    found = encoded(base.facts, PROMPTS)
+    with torch.no_grad():
+        text, _, pooled, _ = base.pipeline.encode_prompt(
+            PROMPTS, None, None, do_classifier_free_guidance=False
+        )
+    torch.testing.assert_close(found["text"], text)
+    torch.testing.assert_close(found["pooled"], pooled)
+    for name, shape in FAMILY.prompt_shapes(base.facts.architecture, text_tokens=256).items():
+        assert found[name].shape[1:] == shape[1:]
+
+
+def test_a_base_without_t5_has_zeros_in_its_place(base: Base, tmp_path: Path) -> None:
+    folder = write_base(tmp_path / "base", t5=False)
+    facts = facts_of(Layout(folder=folder))
+    assert facts.max_tokens == 77 and facts.variant == "medium without T5"
+    assert FAMILY.base_model_version(facts) == "3-5-medium"
+    pipeline: Any = FAMILY.plain_pipeline(facts, dtype=torch.float32, device=CPU)
+    assert pipeline.text_encoder_3 is None
+    with torch.no_grad():
+        text, _, _, _ = pipeline.encode_prompt(
+            PROMPTS[:1], None, None, do_classifier_free_guidance=False
+        )
+    found = encoded(facts, PROMPTS[:1])["text"]
+    assert found[:, :77].any() and not found[:, 77:].any()
+    torch.testing.assert_close(found, text)
+    assert sampled(facts, guidance_scale=2.0) is not None
+
+
+def test_images_are_encoded_and_decoded_as_the_pipeline_does(base: Base) -> None:
+    vae, pixels = base.pipeline.vae, draw(3, 2, 3, 32, 48).clamp(-1, 1)
+    latents = FAMILY.load_image_encoder(base.facts, device=CPU).encode_images(pixels)
+    with torch.no_grad():
+        posterior = vae.encode(pixels).latent_dist
+    config = vae.config
+    mean = (posterior.mean - config.shift_factor) * config.scaling_factor
+    torch.testing.assert_close(torch.stack([one.mean for one in latents]), mean)
+    std = torch.stack([one.std for one in latents])
+    torch.testing.assert_close(std, posterior.std * config.scaling_factor)
+    back = FAMILY.decodable(base.pipeline, vae, mean, SIZE_PX)
+    torch.testing.assert_close(back, posterior.mean)
+
+
+# ---- training
+
+
+@pytest.mark.parametrize("precondition_outputs", [False, True])
+def test_loss_is_that_of_the_training_script(base: Base, precondition_outputs: bool) -> None:
+    """diffusers/examples/dreambooth/train_dreambooth_lora_sd3.py.
+
+    Without preconditioning of outputs the losses are equal. With it (the script's default) the script
+    compares -sigma v + noisy with the latents, which is sigma^2 times our loss.
+    """
+    latents, noise, conditioning = batch(base)
+    sigma = torch.tensor([0.25, 0.9])
+    with torch.no_grad():
+        noisy = add_noise(latents, noise, 1 - sigma, sigma)
+        prediction = FAMILY.predict(base.denoiser, noisy, 1000 * sigma, conditioning)
+        ours = sample_losses(prediction, target(latents, noise, 1 - sigma, sigma, "flow"))
+        wide = sigma.view(2, 1, 1, 1)
+        mixed = (1 - wide) * latents + wide * noise
+        raw = base.pipeline.transformer(
+            mixed,
+            timestep=sigma * 1000,
+            encoder_hidden_states=conditioning["text"],
+            pooled_projections=conditioning["pooled"],
+        ).sample
+    if precondition_outputs:
+        theirs = (mixed - wide * raw - latents).square().flatten(1).mean(1)
+        torch.testing.assert_close(sigma**2 * ours, theirs, rtol=1e-5, atol=1e-6)
+    else:
+        theirs = (raw - (noise - latents)).square().flatten(1).mean(1)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_every_target_learns(base: Base) -> None:
+    latents, noise, conditioning = batch(base)
+    denoiser = FAMILY.load_denoiser(base.facts, dtype=torch.float32, device=CPU)
+    names = FAMILY.lora_targets(denoiser, "all")
+    for name in names:
+        denoiser.get_submodule(name).requires_grad_(True)
+    prediction = FAMILY.predict(denoiser, latents, torch.tensor([300.0, 700.0]), conditioning)
+    (prediction - noise).square().mean().backward()
+    idle = [name for name in names if not denoiser.get_submodule(name).weight.grad.any()]
+    assert not idle
+
+
+def test_targets_are_blocks_and_grow(base: Base) -> None:
+    attention, transformer, everything = (
+        FAMILY.lora_targets(base.denoiser, targets)
+        for targets in ("attention", "transformer", "all")
+    )
+    assert set(attention) < set(transformer) < set(everything)
+    assert all(isinstance(base.denoiser.get_submodule(name), nn.Linear) for name in everything)
+    assert all(name.startswith("transformer_blocks.") for name in everything)
+    assert "transformer_blocks.0.attn2.to_q" in attention
+    assert "transformer_blocks.0.ff_context.net.0.proj" in transformer
+    assert "transformer_blocks.0.norm1_context.linear" in everything
+    # ComfyUI would apply an adapter here with scale and shift exchanged.
+    assert "transformer_blocks.1.norm1_context.linear" not in everything
+
+
+# ---- files
+
+
+def test_a_file_is_read_by_the_pipeline_as_the_live_adapter(base: Base, tmp_path: Path) -> None:
+    latents, _, conditioning = batch(base)
+    live = FAMILY.load_denoiser(base.facts, dtype=torch.float32, device=CPU)
+    names = FAMILY.lora_targets(live, "all")
+    live.add_adapter(LoraConfig(r=4, lora_alpha=2, target_modules=names, init_lora_weights=False))
+    saved = {}
+    for name in names:
+        layer = live.get_submodule(name)
+        assert isinstance(layer, LoraLinear)
+        key = FAMILY.file_module("diffusers", "denoiser", name)
+        saved[f"{key}.lora_A.weight"] = layer.lora_A["default"].weight.detach()
+        saved[f"{key}.lora_B.weight"] = layer.lora_B["default"].weight.detach() * 2 / 4
+    save_file(saved, tmp_path / "adapter.safetensors")
+    fresh = FAMILY.plain_pipeline(base.facts, dtype=torch.float32, device=CPU)
+    sigmas = torch.tensor([200.0, 800.0])
+    with torch.no_grad():
+        plain = FAMILY.predict(fresh.transformer, latents, sigmas, conditioning)
+        fresh.load_lora_weights(tmp_path / "adapter.safetensors")
+        found = FAMILY.predict(fresh.transformer, latents, sigmas, conditioning)
+        wanted = FAMILY.predict(live, latents, sigmas, conditioning)
+    assert (wanted - plain).abs().max() > 1e-2
+    assert (wanted - found).abs().max() < 1e-4
+    assert set(FAMILY.refused_formats) == {"kohya", "comfyui"}
+
+
+# ---- images
+
+
+def sampled(facts: BaseFacts, *, guidance_scale: float) -> np.ndarray:
+    conditioning = encoded(facts, [PROMPTS[0], ""])
+    prompt, negative = (
+        {name: value[i : i + 1] for name, value in conditioning.items()} for i in (0, 1)
+    )
+    denoiser = FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU)
+    image = FAMILY.build_sampler(facts, denoiser=denoiser, device=CPU).image(
+        prompt, negative, seed=5, size_px=SIZE_PX, steps=3, guidance_scale=guidance_scale
+    )
+    return np.asarray(image, dtype=np.int16)
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+def test_sampler_gives_the_pipelines_image(base: Base, guidance_scale: float) -> None:
+    image = base.pipeline(
+        PROMPTS[0],
+        negative_prompt="",
+        guidance_scale=guidance_scale,
+        generator=torch.Generator().manual_seed(5),
+        width=SIZE_PX[0],
+        height=SIZE_PX[1],
+        num_inference_steps=3,
+    ).images[0]
+    wanted = np.asarray(image, dtype=np.int16)
+    assert wanted.std() > 5
+    assert np.abs(sampled(base.facts, guidance_scale=guidance_scale) - wanted).max() <= 1
+
+
+# ---- single files
+
+_RENAMED = {
+    "attn.to_out.0": "x_block.attn.proj",
+    "attn.to_add_out": "context_block.attn.proj",
+    "attn2.to_out.0": "x_block.attn2.proj",
+    "attn.norm_q": "x_block.attn.ln_q",
+    "attn.norm_k": "x_block.attn.ln_k",
+    "attn.norm_added_q": "context_block.attn.ln_q",
+    "attn.norm_added_k": "context_block.attn.ln_k",
+    "attn2.norm_q": "x_block.attn2.ln_q",
+    "attn2.norm_k": "x_block.attn2.ln_k",
+    "norm1.linear": "x_block.adaLN_modulation.1",
+    "norm1_context.linear": "context_block.adaLN_modulation.1",
+    "ff.net.0.proj": "x_block.mlp.fc1",
+    "ff.net.2": "x_block.mlp.fc2",
+    "ff_context.net.0.proj": "context_block.mlp.fc1",
+    "ff_context.net.2": "context_block.mlp.fc2",
+}
+_FUSED = {
+    "x_block.attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "context_block.attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "x_block.attn2.qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
+}
+_OUTSIDE = {
+    "pos_embed.proj": "x_embedder.proj",
+    "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
+    "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
+    "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0",
+    "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
+    "context_embedder": "context_embedder",
+    "proj_out": "final_layer.linear",
+    "norm_out.linear": "final_layer.adaLN_modulation.1",
+}
+
+
+def comfyui_denoiser(state: Mapping[str, Tensor], *, blocks: int) -> dict[str, Tensor]:
+    """Return a denoiser under the names of the original code."""
+    swapped = {"norm_out.linear", f"transformer_blocks.{blocks - 1}.norm1_context.linear"}
+    found = {"pos_embed": state["pos_embed.pos_embed"]}
+
+    def put(name: str, sources: tuple[str, ...]) -> None:
+        for end in ("weight", "bias"):
+            tensors = [state[f"{one}.{end}"] for one in sources if f"{one}.{end}" in state]
+            if tensors:
+                joined = torch.cat(tensors)
+                halves = joined.chunk(2)
+                found[f"{name}.{end}"] = (
+                    torch.cat([halves[1], halves[0]]) if sources[0] in swapped else joined
+                )
+
+    for source, name in _OUTSIDE.items():
+        put(name, (source,))
+    for block in range(blocks):
+        inside = f"transformer_blocks.{block}."
+        for source, name in _RENAMED.items():
+            put(f"joint_blocks.{block}.{name}", (inside + source,))
+        for name, sources in _FUSED.items():
+            put(f"joint_blocks.{block}.{name}", tuple(inside + source for source in sources))
+    return found
+
+
+def ldm_vae(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a VAE of two levels under the names of the original code."""
+    renames = {
+        "encoder.down_blocks.": "encoder.down.",
+        "resnets.": "block.",
+        "downsamplers.0.": "downsample.",
+        "upsamplers.0.": "upsample.",
+        "conv_shortcut": "nin_shortcut",
+        "mid_block.block.0": "mid.block_1",
+        "mid_block.block.1": "mid.block_2",
+        "conv_norm_out": "norm_out",
+    }
+    found = {}
+    for name, tensor in state.items():
+        for before, after in renames.items():
+            name = name.replace(before, after)
+        for level in (0, 1):
+            name = (
+                name.replace(f"decoder.up_blocks.{level}.", f"decoder.up.{1 - level}.", 1)
+                if (f"decoder.up_blocks.{level}." in name)
+                else name
+            )
+        found[name] = tensor
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoint(base: Base, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An all-in-one checkpoint of the tiny base."""
+    tensors = {
+        f"model.diffusion_model.{name}": tensor
+        for name, tensor in comfyui_denoiser(base.denoiser.state_dict(), blocks=2).items()
+    }
+    for name, tensor in ldm_vae(base.pipeline.vae.state_dict()).items():
+        tensors[f"first_stage_model.{name}"] = tensor
+    for folder, prefix in (
+        ("text_encoder", "clip_l"),
+        ("text_encoder_2", "clip_g"),
+        ("text_encoder_3", "t5xxl"),
+    ):
+        for name, tensor in load_file(base.folder / folder / "model.safetensors").items():
+            tensors[f"text_encoders.{prefix}.transformer.{name}"] = tensor
+    del tensors["text_encoders.clip_l.transformer.text_projection.weight"]
+    file = tmp_path_factory.mktemp("files") / "all.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    return file
+
+
+def test_a_checkpoint_gives_what_its_folder_gives(
+    base: Base, checkpoint: Path, tmp_path: Path
+) -> None:
+    parts = FAMILY.detect_file(read_header(checkpoint))
+    assert parts == {"denoiser", "vae", "text_encoder"}
+    companion = tmp_path / "companion"
+    shutil.copytree(base.folder, companion)
+    for weight in companion.rglob("*.safetensors"):
+        weight.unlink()  # the companion of a whole checkpoint is configurations only
+    config = companion / "transformer" / "config.json"
+    other = json.loads(config.read_text()) | {"num_layers": 3, "dual_attention_layers": []}
+    config.write_text(json.dumps(other))  # and may be that of another release
+    layout = Layout(folder=companion, files=dict.fromkeys(parts, checkpoint))
+    facts = facts_of(layout)
+    assert facts.variant == "medium" and facts.max_tokens == 256
+    assert facts.parts["denoiser"] == base.facts.parts["denoiser"]
+    assert facts.parts["vae"] == base.facts.parts["vae"]
+    denoiser = FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU)
+    for name, tensor in base.denoiser.state_dict().items():
+        torch.testing.assert_close(denoiser.state_dict()[name], tensor, rtol=0, atol=0)
+    wanted = encoded(base.facts, PROMPTS)
+    for name, tensor in encoded(facts, PROMPTS).items():
+        torch.testing.assert_close(tensor, wanted[name])
+    pixels = draw(3, 1, 3, 32, 32)
+    encoder = FAMILY.load_image_encoder(facts, device=CPU)
+    expected = FAMILY.load_image_encoder(base.facts, device=CPU)
+    mean = encoder.encode_images(pixels)[0].mean
+    torch.testing.assert_close(mean, expected.encode_images(pixels)[0].mean)
+    pipeline = FAMILY.plain_pipeline(facts, dtype=torch.float32, device=CPU)
+    assert pipeline.text_encoder_3 is not None
+
+
+def test_fp8_weights_are_cast(base: Base, tmp_path: Path) -> None:
+    state = comfyui_denoiser(base.denoiser.state_dict(), blocks=2)
+    file = tmp_path / "fp8.safetensors"
+    save_file({name: tensor.to(torch.float8_e4m3fn) for name, tensor in state.items()}, file)
+    parts = FAMILY.detect_file(read_header(file))
+    assert parts == {"denoiser"}
+    facts = facts_of(Layout(folder=base.folder, files={"denoiser": file}))
+    denoiser = FAMILY.load_denoiser(facts, dtype=torch.bfloat16, device=CPU)
+    weight = denoiser.get_submodule("transformer_blocks.0.attn.to_q").weight
+    assert weight.dtype == torch.bfloat16
+    original = base.denoiser.get_submodule("transformer_blocks.0.attn.to_q").weight
+    assert (weight.float() - original).abs().max() < 0.1
+
+
+def test_other_files_are_not_taken_for_a_base(checkpoint: Path) -> None:
+    whole = read_header(checkpoint)
+
+    def without(part: str) -> dict[str, TensorInfo]:
+        return {name: info for name, info in whole.items() if part not in name}
+
+    # With two of three text encoders it takes those of its companion.
+    assert FAMILY.detect_file(without("t5xxl")) == {"denoiser", "vae"}
+    assert FAMILY.detect_file(without("text_encoders.")) == {"denoiser", "vae"}
+    assert FAMILY.detect_file(without("first_stage")) == {"denoiser", "text_encoder"}
+    vae = {name: info for name, info in whole.items() if name.startswith("first_stage_model.")}
+    assert FAMILY.detect_file(vae) == {"vae"}
+    # Another family's checkpoint has a VAE of the same shape, with other weights.
+    other = TensorInfo(dtype="F32", shape=(8, 8))
+    assert not FAMILY.detect_file({**vae, "model.diffusion_model.double_blocks.0.weight": other})
+    key = "model.diffusion_model.x_embedder.proj.weight"
+    inpainting = {**whole, key: TensorInfo(dtype="F32", shape=(16, 33, 2, 2))}
+    assert "denoiser" not in FAMILY.detect_file(inpainting)
+    adapter = "joint_blocks.0.context_block.adaLN_modulation.1.lora_A.weight"
+    assert not FAMILY.detect_file({adapter: other})
+
+
+# ---- what is refused
+
+
+def test_a_missing_part_is_named(base: Base, tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(base.folder, folder)
+    shutil.rmtree(folder / "text_encoder_3")
+    with pytest.raises(InputError, match="text_encoder_3 has no weights"):
+        facts_of(Layout(folder=folder))
+
+
+def test_an_inpainting_denoiser_is_refused(base: Base, tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(base.folder, folder)
+    config = folder / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"in_channels": 33}))
+    with pytest.raises(InputError, match="takes 33 channels, its VAE gives 16"):
+        facts_of(Layout(folder=folder))
+
+
+def test_checkpoints_that_cannot_be_read_are_refused(base: Base, tmp_path: Path) -> None:
+    state = comfyui_denoiser(base.denoiser.state_dict(), blocks=2)
+    file = tmp_path / "file.safetensors"
+    layout = Layout(folder=base.folder, files={"denoiser": file})
+    save_file(state | {"joint_blocks.0.x_block.attn.qkv.scale_weight": torch.ones(1)}, file)
+    with pytest.raises(InputError, match="quantised"):
+        facts_of(layout)
+    save_file({name: state[name] for name in state if name != "y_embedder.mlp.0.weight"}, file)
+    with pytest.raises(InputError, match=r"lacks tensors.*y_embedder"):
+        facts_of(layout)
+    gone = "joint_blocks.1.x_block.mlp.fc1.weight"
+    save_file({name: state[name] for name in state if name != gone}, file)
+    with pytest.raises(InputError, match=r"not that of its companion.*fc1"):
+        FAMILY.load_denoiser(facts_of(layout), dtype=torch.float32, device=CPU)

@@ -1,0 +1,538 @@
+"""SDXL against diffusers: conditioning, loss, images, adapter files, checkpoints, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+from lora_trainer import families
+from lora_trainer.errors import InputError
+from lora_trainer.families.base import BaseFacts, Conditioning, Geometry, Layout
+from lora_trainer.families.costs import Targets
+from lora_trainer.families.folder import read_header
+from lora_trainer.families.sdxl import ARCHITECTURE, BASE, FAMILY
+from lora_trainer.families.unet_names import ldm_module
+from lora_trainer.train.objective import add_noise, sample_losses, target
+from tests.fakes.bases.sdxl import write_base
+
+CPU = torch.device("cpu")
+PROMPTS = ["a red fox", "two birds on a wire, ink"]
+GEOMETRY = Geometry(original_px=(900, 700), corner_px=(3, 5), target_px=(16, 24))
+RANK, ALPHA = 4, 3.0
+EULER = {"_class_name": "EulerDiscreteScheduler", "timestep_spacing": "leading"}
+VELOCITY = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("sdxl") / "base")
+
+
+@pytest.fixture(scope="module")
+def facts(base: Path) -> BaseFacts:
+    return facts_of(base)
+
+
+@pytest.fixture(scope="module")
+def texts(facts: BaseFacts) -> Conditioning:
+    encoder = FAMILY.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    return encoder.encode_prompts(PROMPTS)
+
+
+@pytest.fixture
+def copy(base: Path, tmp_path: Path) -> Path:
+    shutil.copytree(base, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def facts_of(folder: Path, **files: Path) -> BaseFacts:
+    layout = Layout(folder=folder, files=files)  # type: ignore[arg-type]
+    return FAMILY.facts(layout, source="tiny", identities={})
+
+
+def unet_of(facts: BaseFacts) -> nn.Module:
+    return FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU)
+
+
+def pipeline_of(facts: BaseFacts) -> Any:
+    pipeline = FAMILY.plain_pipeline(facts, dtype=torch.float32, device=CPU)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def conditioning(texts: Conditioning, facts: BaseFacts) -> dict[str, Tensor]:
+    told = FAMILY.geometry_conditioning(facts, GEOMETRY)["time_ids"]
+    return {**texts, "time_ids": told.expand(len(PROMPTS), -1)}
+
+
+def change(file: Path, **values: Any) -> None:
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, **values}))
+
+
+# ---- facts
+
+
+def test_facts_are_those_of_the_pipeline(base: Path, facts: BaseFacts) -> None:
+    assert FAMILY.detect(base)
+    pipeline = pipeline_of(facts)
+    counts = {
+        name: sum(p.numel() for p in getattr(pipeline, name).parameters())
+        for name in ("unet", "vae", "text_encoder", "text_encoder_2")
+    }
+    assert {part: found.parameters for part, found in facts.parts.items()} == {
+        "denoiser": counts["unet"],
+        "vae": counts["vae"],
+        "text_encoder": counts["text_encoder"] + counts["text_encoder_2"],
+    }
+    assert facts.vae_factor == pipeline.vae_scale_factor
+    assert facts.resolution_px == pipeline.default_sample_size * pipeline.vae_scale_factor
+    assert facts.max_tokens == pipeline.tokenizer.model_max_length
+    assert (facts.prediction, facts.zero_terminal_snr) == ("epsilon", False)
+
+
+def test_identity_covers_both_encoders_and_both_tokenizers(base: Path) -> None:
+    files = FAMILY.parts(Layout(folder=base))["text_encoder"]
+    assert {file.parent.name for file in files} == {
+        "text_encoder",
+        "text_encoder_2",
+        "tokenizer",
+        "tokenizer_2",
+    }
+
+
+def test_the_release_is_known_without_a_download() -> None:
+    known = FAMILY.known(BASE)
+    assert known is not None
+    with torch.device("meta"):
+        encoders = (
+            CLIPTextModel(CLIPTextConfig(hidden_size=768, intermediate_size=3072)),
+            CLIPTextModelWithProjection(
+                CLIPTextConfig(
+                    hidden_size=1280,
+                    intermediate_size=5120,
+                    num_hidden_layers=32,
+                    num_attention_heads=20,
+                    projection_dim=1280,
+                )
+            ),
+        )
+        unet = UNet2DConditionModel.from_config(dict(ARCHITECTURE))
+    sizes = [sum(p.numel() for p in network.parameters()) for network in (unet, *encoders)]
+    assert known.parts["denoiser"].parameters == sizes[0]
+    assert known.parts["text_encoder"].parameters == sizes[1] + sizes[2]
+
+
+def test_a_fine_tune_known_to_predict_velocity_does(base: Path) -> None:
+    """Whatever the scheduler beside it says."""
+    source = "Laxhar/noobai-XL-Vpred-1.0"
+    known, found = (
+        FAMILY.known(source),
+        FAMILY.facts(Layout(folder=base), source=source, identities={}),
+    )
+    assert known is not None and known.prediction == found.prediction == "v_prediction"
+    assert known.zero_terminal_snr and found.zero_terminal_snr
+
+
+# ---- conditioning
+
+
+def test_texts_are_those_of_the_pipeline(facts: BaseFacts, texts: Conditioning) -> None:
+    text, _, pooled, _ = pipeline_of(facts).encode_prompt(
+        PROMPTS, do_classifier_free_guidance=False
+    )
+    torch.testing.assert_close(texts["text"], text, rtol=0, atol=1e-6)
+    torch.testing.assert_close(texts["pooled"], pooled, rtol=0, atol=1e-6)
+    assert texts["text"].shape == (2, 77, 20) and texts["pooled"].shape == (2, 16)
+    assert (texts["text"][0] - texts["text"][1]).abs().max() > 0.05, "the base is dead"
+
+
+def test_the_network_is_told_height_before_width(facts: BaseFacts) -> None:
+    told = FAMILY.geometry_conditioning(facts, GEOMETRY)["time_ids"]
+    assert told.tolist() == [[700, 900, 5, 3, 24, 16]]
+    wanted = pipeline_of(facts)._get_add_time_ids(
+        (700, 900), (5, 3), (24, 16), torch.float32, text_encoder_projection_dim=16
+    )
+    assert told.tolist() == wanted.tolist()
+
+
+def test_sizes_stay_exact_in_half_precision(facts: BaseFacts, texts: Conditioning) -> None:
+    """bf16 would make 1027 of 1024: integers are not cast."""
+    told = replace(GEOMETRY, original_px=(1027, 1027))
+    assert not FAMILY.geometry_conditioning(facts, told)["time_ids"].is_floating_point()
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_losses_are_those_of_diffusers_training_script(
+    copy: Path, texts: Conditioning, prediction: str
+) -> None:
+    """train_text_to_image_lora_sdxl.py: DDPM levels, noise or velocity, mean squared error, time ids."""
+    change(copy / "scheduler" / "scheduler_config.json", prediction_type=prediction)
+    facts = facts_of(copy)
+    generator = torch.Generator().manual_seed(3)
+    latents, noise = (torch.randn(2, 4, 12, 8, generator=generator) for _ in range(2))
+    timesteps = torch.tensor([17, 801])
+    unet = unet_of(facts)
+
+    levels = FAMILY.alphas_cumprod(facts)[timesteps].float()
+    alpha, sigma = levels.sqrt(), (1 - levels).sqrt()
+    with torch.no_grad():
+        noisy = add_noise(latents, noise, alpha, sigma)
+        predicted = FAMILY.predict(unet, noisy, timesteps, conditioning(texts, facts))
+        wanted = target(latents, noise, alpha, sigma, facts.prediction)
+        ours = sample_losses(predicted, wanted)
+
+    betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
+    signal = torch.cumprod(1 - betas, dim=0)[timesteps].view(-1, 1, 1, 1)
+    time_ids = torch.tensor([[700.0, 900.0, 5.0, 3.0, 24.0, 16.0]]).repeat(2, 1)
+    with torch.no_grad():
+        theirs = unet(
+            signal.sqrt() * latents + (1 - signal).sqrt() * noise,
+            timesteps,
+            texts["text"],
+            added_cond_kwargs={"text_embeds": texts["pooled"], "time_ids": time_ids},
+        ).sample
+    velocity = signal.sqrt() * noise - (1 - signal).sqrt() * latents
+    loss = (theirs - (noise if prediction == "epsilon" else velocity)) ** 2
+    torch.testing.assert_close(ours, loss.mean(dim=[1, 2, 3]), rtol=1e-5, atol=1e-5)
+
+
+def test_prompt_pooled_text_and_sizes_all_matter(facts: BaseFacts, texts: Conditioning) -> None:
+    unet, noisy = (
+        unet_of(facts),
+        torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1)),
+    )
+    told = conditioning(texts, facts)
+    with torch.no_grad():
+        usual = FAMILY.predict(unet, noisy, torch.tensor([9, 900]), told)
+        for name in ("text", "pooled", "time_ids"):
+            changed = {**told, name: told[name].flip(-1)}
+            other = FAMILY.predict(unet, noisy, torch.tensor([9, 900]), changed)
+            assert (other - usual).abs().max() > 1e-3, name
+
+
+# ---- images
+
+
+# Euler is the release's own; in diffusers 0.42 it makes numpy warn.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize(
+    "scheduler", [{}, EULER, EULER | VELOCITY], ids=["ddim", "euler", "velocity"]
+)
+def test_samples_are_those_of_the_plain_pipeline(
+    copy: Path, texts: Conditioning, scheduler: Mapping[str, Any]
+) -> None:
+    """With the negative prompt given as a text, also an empty one: only an absent one is zeros."""
+    change(copy / "scheduler" / "scheduler_config.json", **scheduler)
+    facts = facts_of(copy)
+    encoder = FAMILY.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    sampler = FAMILY.build_sampler(facts, denoiser=unet_of(facts), device=CPU)
+    ours = sampler.image(
+        {name: tensor[:1] for name, tensor in texts.items()},
+        encoder.encode_prompts([""]),
+        seed=5,
+        size_px=(16, 24),
+        steps=4,
+        guidance_scale=6.0,
+    )
+    plain = pipeline_of(facts)(
+        PROMPTS[0],
+        negative_prompt="",
+        generator=torch.Generator().manual_seed(5),
+        width=16,
+        height=24,
+        num_inference_steps=4,
+        guidance_scale=6.0,
+    ).images[0]
+    found, wanted = (np.asarray(image).astype(int) for image in (ours, plain))
+    assert found.shape == (24, 16, 3) and found.std() > 5
+    assert np.abs(found - wanted).max() <= 1
+
+
+def test_a_vae_that_overflows_in_fp16_gives_finite_latents(copy: Path) -> None:
+    """SDXL's own VAE does: activations beyond 65,504 in float32 weights that fp16 can hold."""
+    file = copy / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    first = tensors["encoder.conv_in.weight"]
+    tensors["encoder.conv_in.weight"] = first * (6e4 / first.abs().max())
+    save_file(tensors, file, metadata={"format": "pt"})
+    pixels = torch.ones(1, 3, 16, 16)
+    pixels[..., ::2, :] = -1
+    encoder = FAMILY.load_image_encoder(facts_of(copy), device=CPU)
+    (latents,) = encoder.encode_images(pixels)
+    assert latents.mean.isfinite().all() and latents.mean.abs().max() < 100
+    half = pipeline_of(facts_of(copy)).vae.half()
+    with torch.no_grad():
+        assert not half.encode(pixels.half()).latent_dist.mean.isfinite().all()
+
+
+# ---- adapters
+
+
+def adapted(network: nn.Module, modules: list[str], seed: int) -> dict[str, Tensor]:
+    """Put a live adapter with alpha / rank = 0.75 into a network; return its factors by module."""
+    generator = torch.Generator().manual_seed(seed)
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=modules)
+    network.add_adapter(config)  # type: ignore[operator]
+    factors = {name: p for name, p in network.named_parameters() if "lora_" in name}
+    for parameter in factors.values():
+        parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+    return {name: parameter.data.clone() for name, parameter in factors.items()}
+
+
+def kohya_tensors(component: str, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in factors.items():
+        module, _, factor = name.rpartition(".lora_")
+        key = FAMILY.file_module("kohya", component, module)
+        kind = "lora_down" if factor.startswith("A") else "lora_up"
+        tensors[f"{key}.{kind}.weight"] = tensor
+        tensors[f"{key}.alpha"] = torch.tensor(ALPHA)
+    return tensors
+
+
+@pytest.mark.parametrize("targets", ["transformer", "all"])
+def test_kohya_files_give_the_live_output_in_diffusers(
+    facts: BaseFacts, texts: Conditioning, tmp_path: Path, targets: Targets
+) -> None:
+    unet = unet_of(facts)
+    told = conditioning(texts, facts)
+    noisy, timesteps = torch.randn(2, 4, 8, 8), torch.tensor([9, 900])
+    with torch.no_grad():
+        bare = FAMILY.predict(unet, noisy, timesteps, told)
+        tensors = kohya_tensors("denoiser", adapted(unet, FAMILY.lora_targets(unet, targets), 1))
+        live = FAMILY.predict(unet, noisy, timesteps, told)
+        save_file(tensors, tmp_path / "a.safetensors")
+        pipeline = pipeline_of(facts)
+        pipeline.load_lora_weights(tmp_path / "a.safetensors")
+        reread = FAMILY.predict(pipeline.unet, noisy, timesteps, told)
+    assert (live - bare).abs().max() > 0.05
+    torch.testing.assert_close(reread, live, rtol=0, atol=1e-4)
+    assert not any("attentions" in key or "resnets" in key for key in tensors), "checkpoint names"
+
+
+def test_trained_text_encoders_give_the_live_output_in_diffusers(
+    facts: BaseFacts, texts: Conditioning, tmp_path: Path
+) -> None:
+    encoder = FAMILY.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    tensors: dict[str, Tensor] = {}
+    for seed, (component, network) in enumerate(encoder.networks.items()):
+        tensors |= kohya_tensors(component, adapted(network, FAMILY.text_targets(network), seed))
+    live = encoder.encode_prompts(PROMPTS)
+    save_file(tensors, tmp_path / "a.safetensors")
+    pipeline = pipeline_of(facts)
+    pipeline.load_lora_weights(tmp_path / "a.safetensors")
+    text, _, pooled, _ = pipeline.encode_prompt(PROMPTS, do_classifier_free_guidance=False)
+    for found, name in ((text, "text"), (pooled, "pooled")):
+        assert (live[name] - texts[name]).abs().max() > 0.05, name
+        torch.testing.assert_close(found, live[name], rtol=0, atol=1e-4)
+    prefixes = {key.partition("_text_model_encoder_layers_")[0] for key in tensors}
+    assert prefixes == {"lora_te1", "lora_te2"}
+
+
+def test_every_trained_text_layer_gets_a_gradient(facts: BaseFacts) -> None:
+    """The U-Net reads the layer before the last; only the second encoder's last one makes `pooled`."""
+    encoder = FAMILY.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    for component, network in encoder.networks.items():
+        modules = FAMILY.text_targets(network)
+        last = [name for name in modules if "layers.1." in name]
+        assert len(last) == (0 if component == "text_encoder" else 6)
+        adapted(network, modules, 0)
+    found = encoder.embed(encoder.tokenize(PROMPTS))
+    (found["text"].square().sum() + found["pooled"].square().sum()).backward()
+    for network in encoder.networks.values():
+        for name, parameter in network.named_parameters():
+            if parameter.requires_grad:
+                assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+def test_a_release_sized_file_has_sd_scripts_names() -> None:
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(dict(ARCHITECTURE))
+    names = [
+        FAMILY.file_module("kohya", "denoiser", module)
+        for module in FAMILY.lora_targets(unet, "transformer")
+    ]
+    assert len(set(names)) == len(names) == 722
+    assert "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q" in names
+    assert "lora_unet_middle_block_1_transformer_blocks_9_attn2_to_out_0" in names
+    assert "lora_unet_output_blocks_5_1_proj_out" in names
+    name = FAMILY.file_module("diffusers", "denoiser", "mid_block.attentions.0.proj_in")
+    assert name == "unet.mid_block.attentions.0.proj_in"
+
+
+# ---- single-file checkpoints
+
+
+def sgm_unet(unet: nn.Module, architecture: Mapping[str, Any]) -> dict[str, Tensor]:
+    tensors = {}
+    for name, tensor in unet.state_dict().items():
+        module, _, parameter = name.rpartition(".")
+        renamed = ldm_module(module, architecture=architecture)
+        tensors[f"model.diffusion_model.{renamed}.{parameter}"] = tensor
+    return tensors
+
+
+def sgm_text(encoders: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Both encoders as a checkpoint has them: transformers' names, and OpenCLIP's with joined q, k, v."""
+    first, second = (
+        {name.removeprefix("text_model."): tensor for name, tensor in network.state_dict().items()}
+        for network in encoders.values()
+    )
+    tensors = {
+        f"conditioner.embedders.0.transformer.text_model.{name}": tensor
+        for name, tensor in first.items()
+    }
+    renamed = {
+        "token_embedding.weight": second["embeddings.token_embedding.weight"],
+        "positional_embedding": second["embeddings.position_embedding.weight"],
+        "text_projection": second["text_projection.weight"].T.contiguous(),
+        "ln_final.weight": second["final_layer_norm.weight"],
+        "ln_final.bias": second["final_layer_norm.bias"],
+        "logit_scale": torch.tensor(1.0),
+    }
+    for layer in range(2):
+        theirs, ours = f"transformer.resblocks.{layer}", f"encoder.layers.{layer}"
+        for kind in ("weight", "bias"):
+            joined = [second[f"{ours}.self_attn.{name}_proj.{kind}"] for name in "qkv"]
+            renamed[f"{theirs}.attn.in_proj_{kind}"] = torch.cat(joined)
+            for there, here in (
+                ("attn.out_proj", "self_attn.out_proj"),
+                ("ln_1", "layer_norm1"),
+                ("ln_2", "layer_norm2"),
+                ("mlp.c_fc", "mlp.fc1"),
+                ("mlp.c_proj", "mlp.fc2"),
+            ):
+                renamed[f"{theirs}.{there}.{kind}"] = second[f"{ours}.{here}.{kind}"]
+    named = {f"conditioner.embedders.1.model.{name}": tensor for name, tensor in renamed.items()}
+    return {name: tensor.contiguous().clone() for name, tensor in (tensors | named).items()}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with other weights than the base's, U-Net and text encoders."""
+    folder = tmp_path_factory.mktemp("single")
+    facts = facts_of(write_base(folder / "other", seed=7))
+    encoder = FAMILY.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    unet = unet_of(facts)
+    save_file(
+        {**sgm_unet(unet, facts.architecture), **sgm_text(encoder.networks)},
+        folder / "single.safetensors",
+    )
+    return folder / "single.safetensors"
+
+
+def test_a_checkpoint_is_read_as_the_folder_it_was_made_from(base: Path, checkpoint: Path) -> None:
+    assert FAMILY.detect_file(read_header(checkpoint)) == {"denoiser", "text_encoder"}
+    single = facts_of(base, denoiser=checkpoint, text_encoder=checkpoint)
+    folder = facts_of(checkpoint.parent / "other")
+    assert single.parts == folder.parts
+    found, wanted = (
+        FAMILY.load_text_encoder(each, dtype=torch.float32, device=CPU).encode_prompts(PROMPTS)
+        for each in (single, folder)
+    )
+    for name in ("text", "pooled"):
+        torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-6)
+    for (name, tensor), (other, expected) in zip(
+        sorted(unet_of(single).state_dict().items()),
+        sorted(unet_of(folder).state_dict().items()),
+        strict=True,
+    ):
+        assert name == other and torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        ((), ("epsilon", False)),
+        (("v_pred",), ("v_prediction", False)),
+        (("v_pred", "ztsnr"), ("v_prediction", True)),
+    ],
+)
+def test_marker_tensors_say_what_a_checkpoint_predicts(
+    base: Path, checkpoint: Path, tmp_path: Path, marks: tuple[str, ...], expected: tuple[str, bool]
+) -> None:
+    tensors = load_file(checkpoint)
+    save_file({**tensors, **{mark: torch.zeros(0) for mark in marks}}, tmp_path / "v.safetensors")
+    facts = facts_of(base, denoiser=tmp_path / "v.safetensors")
+    assert (facts.prediction, facts.zero_terminal_snr) == expected
+    last = float(FAMILY.alphas_cumprod(facts)[-1])
+    assert (last < 1e-7) == expected[1]
+
+
+def test_checkpoints_of_relatives_are_not_of_this_family(checkpoint: Path) -> None:
+    header = dict(read_header(checkpoint))
+    first = "model.diffusion_model.input_blocks.0.0.weight"
+    inpainting = {**header, first: replace(header[first], shape=(4, 9, 3, 3))}
+    assert FAMILY.detect_file(inpainting) == frozenset()
+    without = {name: info for name, info in header.items() if "label_emb" not in name}
+    assert FAMILY.detect_file(without) == frozenset()
+    refiner = {
+        name: replace(info, shape=(384, 1280))
+        if name.endswith("attn2.to_k.weight")
+        else replace(info, shape=(1536, 2560))
+        if name.endswith("label_emb.0.0.weight")
+        else info
+        for name, info in header.items()
+    }
+    assert FAMILY.detect_file(refiner) == frozenset()
+
+
+# ---- refusals
+
+
+def test_the_refiner_is_named(copy: Path) -> None:
+    change(copy / "model_index.json", text_encoder=[None, None], tokenizer=[None, None])
+    assert FAMILY.detect(copy)
+    with pytest.raises(InputError, match="is a refiner"):
+        facts_of(copy)
+
+
+def test_a_unet_whose_modules_files_cannot_name_is_refused(copy: Path) -> None:
+    change(copy / "unet" / "config.json", layers_per_block=1)
+    with pytest.raises(InputError, match=r"resnets \(1, 1, 1\)"):
+        facts_of(copy)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"_class_name": "EDMDPMSolverMultistepScheduler"}, "noise levels of EDM"),
+        ({"prediction_type": "sample"}, "prediction_type='sample'"),
+    ],
+)
+def test_other_noise_levels_are_refused(copy: Path, values: dict[str, str], said: str) -> None:
+    change(copy / "scheduler" / "scheduler_config.json", **values)
+    with pytest.raises(InputError, match=said):
+        facts_of(copy)
+
+
+@pytest.mark.parametrize(
+    "part", ["unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"]
+)
+def test_a_missing_part_is_named(copy: Path, part: str) -> None:
+    shutil.rmtree(copy / part)
+    with pytest.raises(InputError, match=rf"{part}\b"):
+        facts = facts_of(copy)
+        FAMILY.parts(facts.located)
+
+
+@pytest.mark.parametrize("name", ["sd15", "sd2"])
+def test_bases_of_other_families_are_not_taken(name: str, base: Path, tmp_path: Path) -> None:
+    other = import_module(f"tests.fakes.bases.{name}").write_base(tmp_path / name)
+    assert not FAMILY.detect(other)
+    assert not families.family(name).detect(base)

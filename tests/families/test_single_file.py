@@ -1,0 +1,380 @@
+"""Single-file checkpoints of every U-Net family: recognised, checked, and loaded to the same weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lora_trainer import families
+from lora_trainer.errors import InputError
+from lora_trainer.families.base import PARTS, BaseFacts, Layout, Part, TensorInfo
+from lora_trainer.families.folder import read_header
+from lora_trainer.families.single_file import config_traits, header_traits
+from lora_trainer.families.unet import UNetFamily
+from tests.fakes.family_bases import CPU, base_of, copy_of, facts_of
+from tests.fakes.json_files import edit_json
+from tests.fakes.ldm_file import unet_tensors, vae_tensors, write_checkpoint
+
+UNETS = [name for name in families.MODULES if isinstance(families.family(name), UNetFamily)]
+NAMES = pytest.mark.parametrize("name", UNETS)
+
+
+def of(name: str) -> UNetFamily:
+    family = families.family(name)
+    assert isinstance(family, UNetFamily)
+    return family
+
+
+def checkpoint(name: str, folder: Path, **options: Any) -> Path:
+    return write_checkpoint(
+        base_of(name), folder / f"{name}.safetensors", of(name).texts, **options
+    )
+
+
+def facts_from(
+    name: str, file: Path, parts: Iterable[Part] = PARTS, *, companion: Path | None = None
+) -> BaseFacts:
+    layout = Layout(folder=companion or base_of(name), files=dict.fromkeys(parts, file))
+    return of(name).facts(layout, source="file", identities={})
+
+
+def weights_of(name: str, facts: BaseFacts) -> dict[str, Tensor]:
+    """Load every part and return all weights, named by part."""
+    family = of(name)
+    image: Any = family.load_image_encoder(facts, device=CPU)
+    text = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    networks = {
+        "denoiser": family.load_denoiser(facts, dtype=torch.float32, device=CPU),
+        "vae": image.vae,
+        **text.networks,
+    }
+    for part, network in networks.items():
+        assert not any(p.requires_grad for p in network.parameters()), part
+        assert not network.training, part
+    return {
+        f"{part}.{key}": value
+        for part, network in networks.items()
+        for key, value in network.state_dict().items()
+    }
+
+
+@cache
+def own_weights(name: str) -> Mapping[str, Tensor]:
+    """Return all weights of a family's tiny base, loaded from its folder."""
+    return weights_of(name, facts_of(name))
+
+
+def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    assert list(found) == list(wanted)
+    different = [key for key in wanted if not torch.equal(found[key], wanted[key])]
+    assert not different
+
+
+def changed(file: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """Rewrite a checkpoint with other tensors."""
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    return file
+
+
+# ---- whole checkpoints
+
+
+@NAMES
+def test_a_checkpoint_is_recognised_by_its_family_alone(name: str, tmp_path: Path) -> None:
+    header = read_header(checkpoint(name, tmp_path))
+    found = {other: families.family(other).detect_file(header) for other in families.MODULES}
+    assert found == {other: set(PARTS) if other == name else set() for other in families.MODULES}
+    assert header_traits(header) == config_traits(facts_of(name).architecture)
+
+
+@NAMES
+def test_a_checkpoint_is_the_folder_it_was_made_from(name: str, tmp_path: Path) -> None:
+    """Averaged weights beside the trained ones are not used."""
+    file = checkpoint(name, tmp_path, ema=True)
+    facts = facts_from(name, file)
+    assert facts.parts == facts_of(name).parts
+    assert_same(weights_of(name, facts), own_weights(name))
+    assert {part: files[0] for part, files in of(name).parts(facts.located).items()} == (
+        dict.fromkeys(PARTS, file)
+    )
+
+
+@NAMES
+def test_absent_parts_come_from_the_companion(name: str, tmp_path: Path) -> None:
+    other = copy_of(name, tmp_path / "other")
+    for part in ("vae", "text_encoder"):
+        file = next((other / part).glob("*.safetensors"))
+        save_file({key: value + 1 for key, value in load_file(file).items()}, file)
+    file = checkpoint(name, tmp_path, parts=("denoiser",))
+    held = of(name).detect_file(read_header(file))
+    assert held == {"denoiser"}
+    found = weights_of(name, facts_from(name, file, held, companion=other))
+    for key, value in own_weights(name).items():
+        assert torch.equal(found[key], value) == (not key.startswith(("vae.", "text_encoder.")))
+
+
+@NAMES
+def test_the_denoiser_does_not_need_the_companion_s_weights(name: str, tmp_path: Path) -> None:
+    bare = copy_of(name, tmp_path / "bare")
+    for file in bare.glob("*/*.safetensors"):
+        file.unlink()
+    facts = facts_from(name, checkpoint(name, tmp_path), companion=bare)
+    assert_same(weights_of(name, facts), own_weights(name))
+    pipeline = of(name).plain_pipeline(facts, dtype=torch.float32, device=CPU)
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline("a", width=16, height=16, num_inference_steps=1).images[0].size == (16, 16)
+
+
+@NAMES
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_narrow_weights_are_cast_as_they_are(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    facts = facts_from(name, checkpoint(name, tmp_path, dtype=dtype))
+    wanted = {key: value.to(dtype).float() for key, value in own_weights(name).items()}
+    assert_same(weights_of(name, facts), wanted)
+    denoiser = of(name).load_denoiser(facts, dtype=torch.bfloat16, device=CPU)
+    assert {p.dtype for p in denoiser.parameters()} == {torch.bfloat16}
+
+
+@NAMES
+@pytest.mark.parametrize(
+    ("marks", "velocity", "terminal"),
+    [((), False, False), (("v_pred",), True, False), (("v_pred", "ztsnr"), True, True)],
+)
+def test_markers_say_how_a_checkpoint_was_trained(
+    name: str, marks: tuple[str, ...], velocity: bool, terminal: bool, tmp_path: Path
+) -> None:
+    facts = facts_from(name, checkpoint(name, tmp_path, marks=marks))
+    plain = facts_of(name).prediction
+    assert facts.prediction == ("v_prediction" if velocity else plain)
+    assert facts.zero_terminal_snr == terminal
+    assert (float(of(name).alphas_cumprod(facts)[-1]) == 0) == terminal
+
+
+@NAMES
+def test_a_denoiser_alone_is_read_without_a_prefix_and_in_diffusers_layout(
+    name: str, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare.safetensors"
+    tensors = unet_tensors(base_of(name)).items()
+    save_file({key.removeprefix("model.diffusion_model."): value for key, value in tensors}, bare)
+    diffusers = base_of(name) / "unet/diffusion_pytorch_model.safetensors"
+    for file in (bare, diffusers):
+        held = of(name).detect_file(read_header(file))
+        assert held == {"denoiser"}
+        assert_same(weights_of(name, facts_from(name, file, held)), own_weights(name))
+
+
+# ---- a VAE alone
+
+
+def deprecated(name: str) -> str:
+    """Return the name that a VAE's tensor had in diffusers before 0.17."""
+    old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    for new, former in old.items():
+        name = name.replace(f"attentions.0.{new}.", f"attentions.0.{former}.")
+    return name
+
+
+@NAMES
+@pytest.mark.parametrize("layout", ["ldm", "prefixed", "diffusers", "deprecated"])
+def test_a_vae_file_replaces_the_base_s_own(name: str, layout: str, tmp_path: Path) -> None:
+    own = load_file(base_of(name) / "vae/diffusion_pytorch_model.safetensors")
+    tensors = {
+        "ldm": {**vae_tensors(base_of(name)), "loss.logvar": torch.zeros(1)},
+        "prefixed": {f"first_stage_model.{k}": v for k, v in vae_tensors(base_of(name)).items()},
+        "diffusers": own,
+        "deprecated": {deprecated(key): value for key, value in own.items()},
+    }[layout]
+    file = tmp_path / "vae.safetensors"
+    save_file({key: value.half().contiguous() for key, value in tensors.items()}, file)
+    assert of(name).detect_file(read_header(file)) == {"vae"}
+    facts = facts_from(name, file, ["vae"])
+    assert facts.parts == facts_of(name).parts
+    wanted = {
+        key: value.half().float() if key.startswith("vae.") else value
+        for key, value in own_weights(name).items()
+    }
+    assert_same(weights_of(name, facts), wanted)
+    image: Any = of(name).load_image_encoder(facts, device=CPU)
+    assert image.vae.dtype == torch.float32
+
+
+def test_a_vae_of_another_family_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "vae.safetensors"
+    tensors = vae_tensors(base_of("sd15"))
+    tensors["decoder.conv_in.weight"] = torch.zeros(8, 16, 3, 3)
+    save_file(tensors, file)
+    assert of("sd15").detect_file(read_header(file)) == set()
+    with pytest.raises(InputError, match=r"channels \(16, 8\); the base model's has \(4, 8\)"):
+        facts_from("sd15", file, ["vae"])
+    save_file({"a": torch.zeros(1)}, file)
+    with pytest.raises(InputError, match="holds no VAE"):
+        facts_from("sd15", file, ["vae"])
+
+
+def test_a_vae_among_other_things_is_no_vae_file(tmp_path: Path) -> None:
+    file = tmp_path / "other.safetensors"
+    save_file({**vae_tensors(base_of("sd15")), "transformer.x": torch.zeros(1)}, file)
+    assert of("sd15").detect_file(read_header(file)) == set()
+
+
+# ---- what is no base
+
+
+@NAMES
+@pytest.mark.parametrize("channels", [5, 8, 9])
+def test_inpainting_and_editing_networks_are_not_taken(
+    name: str, channels: int, tmp_path: Path
+) -> None:
+    header = read_header(checkpoint(name, tmp_path))
+    header = {
+        **header,
+        "model.diffusion_model.input_blocks.0.0.weight": TensorInfo(
+            dtype="F16", shape=(8, channels, 3, 3)
+        ),
+    }
+    for other in UNETS:
+        assert of(other).detect_file(header) == set()
+
+
+def test_a_lora_is_not_taken_for_a_base() -> None:
+    stem = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
+    names = {
+        f"{stem}.lora_down.weight": (4, 768),
+        "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.lora_A.weight": (4, 768),
+    }
+    header = {name: TensorInfo(dtype="F16", shape=shape) for name, shape in names.items()}
+    assert not any(of(name).detect_file(header) for name in UNETS)
+
+
+TELLING = (
+    "input_blocks.0.0.weight",
+    "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight",
+    "input_blocks.1.1.proj_in.weight",
+    "label_emb.0.0.weight",
+    "first_stage_model.decoder.conv_in.weight",
+    "first_stage_model.encoder.conv_in.weight",
+    "conv_in.weight",
+    "add_embedding.linear_1.weight",
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*TELLING, *(f"model.diffusion_model.{each}" for each in TELLING)]),
+        st.lists(st.integers(0, 9), max_size=5).map(tuple),
+    )
+)
+def test_any_header_is_told_without_an_error(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    header = {name: TensorInfo(dtype="F16", shape=shape) for name, shape in shapes.items()}
+    taken = [name for name in UNETS if "denoiser" in of(name).detect_file(header)]
+    assert len(taken) <= 1
+
+
+# ---- checkpoints that do not fit
+
+
+@NAMES
+def test_a_cut_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
+    file = checkpoint(name, tmp_path)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(InputError, match="its header says"):
+        facts_from(name, file)
+
+
+@NAMES
+def test_a_missing_tensor_is_refused_before_loading(name: str, tmp_path: Path) -> None:
+    file = checkpoint(name, tmp_path)
+    unet = "model.diffusion_model.out.2.bias"
+    text = next(key for key in read_header(file) if key.endswith("token_embedding.weight"))
+    for key, message in ((unet, "the denoiser in"), (text, "text_encoder in")):
+        changed(checkpoint(name, tmp_path), lambda tensors, key=key: tensors.pop(key))
+        with pytest.raises(InputError, match=message):
+            facts_from(name, file)
+
+
+@NAMES
+def test_a_missing_tensor_of_the_vae_is_refused(name: str, tmp_path: Path) -> None:
+    file = checkpoint(name, tmp_path)
+    for key in ("decoder.mid.block_1.conv1.weight", "encoder.conv_out.bias"):
+        changed(
+            checkpoint(name, tmp_path),
+            lambda tensors, key=key: tensors.pop(f"first_stage_model.{key}"),
+        )
+        facts = facts_from(name, file)
+        with pytest.raises(InputError, match="the vae in") as caught:
+            of(name).load_image_encoder(facts, device=CPU)
+        assert "\n" not in str(caught.value)
+
+
+@NAMES
+def test_renamed_tensors_are_refused_when_loading(name: str, tmp_path: Path) -> None:
+    """As many parameters as there should be, under other names."""
+    file, prefix = checkpoint(name, tmp_path), "model.diffusion_model."
+    changed(
+        file,
+        lambda tensors: tensors.update({f"{prefix}out.3.bias": tensors.pop(f"{prefix}out.2.bias")}),
+    )
+    facts = facts_from(name, file)
+    with pytest.raises(InputError, match="the denoiser in"):
+        of(name).load_denoiser(facts, dtype=torch.float32, device=CPU)
+
+
+def test_another_companion_is_named(tmp_path: Path) -> None:
+    file = checkpoint("sd15", tmp_path)
+    wrong = copy_of("sd15", tmp_path / "wrong")
+    for config, key, value in (
+        ("unet/config.json", "cross_attention_dim", 24),
+        ("unet/config.json", "use_linear_projection", True),
+        ("unet/config.json", "layers_per_block", 2),
+        ("text_encoder/config.json", "num_hidden_layers", 5),
+    ):
+        whole = (wrong / config).read_text()
+        edit_json(wrong / config, **{key: value})
+        with pytest.raises(InputError, match="its companion's in .*wrong") as caught:
+            facts_from("sd15", file, companion=wrong)
+        assert "base.companion" in str(caught.value.fix)
+        (wrong / config).write_text(whole)
+
+
+@pytest.mark.parametrize("mark", ["model.diffusion_model.out.2.scale_weight", "scaled_fp8"])
+def test_scaled_fp8_is_refused(mark: str, tmp_path: Path) -> None:
+    """Its weights mean nothing without their scales, and would load without an error."""
+    file = changed(
+        checkpoint("sd15", tmp_path), lambda tensors: tensors.update({mark: torch.ones(1)})
+    )
+    with pytest.raises(InputError, match="fp8 weights with separate scales"):
+        facts_from("sd15", file)
+
+
+@pytest.mark.parametrize("mark", ["edm_mean", "edm_vpred.sigma_max"])
+def test_noise_levels_of_edm_are_refused(mark: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="EDM's noise levels"):
+        facts_from("sd15", checkpoint("sd15", tmp_path, marks=(mark,)))
+
+
+def test_a_hostile_header_is_one_line(tmp_path: Path) -> None:
+    """Shapes that do not fit the bytes: read_header does not look, loading must say so."""
+    file = checkpoint("sd15", tmp_path)
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    first, second = (f"model.diffusion_model.out.{each}" for each in ("0.weight", "0.bias"))
+    header[first]["dtype"] = header[second]["dtype"] = "F64"
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    facts = facts_from("sd15", file)
+    with pytest.raises(InputError, match="not a whole safetensors file"):
+        of("sd15").load_denoiser(facts, dtype=torch.float32, device=CPU)

@@ -1,0 +1,181 @@
+"""What the header of an exported file tells, and what it must not tell."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from safetensors.torch import load
+
+from lora_trainer.families import family
+from lora_trainer.output.export import export_bytes
+from lora_trainer.output.export_info import ExportInfo, SubsetSummary
+from lora_trainer.output.metadata import metadata
+from tests.fakes.adapters import export_info, small_adapter
+
+
+def exported(entries: Mapping[str, str]) -> bytes:
+    return export_bytes(
+        small_adapter(), family=family("sd15"), format="kohya", precision="fp32", metadata=entries
+    )
+
+
+def header_of(data: bytes) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+    return header
+
+
+def test_metadata_that_readers_use() -> None:
+    found = metadata(export_info())
+    expected = {
+        "ss_base_model_version": "sd_v1",
+        "ss_v2": "False",
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": "4",
+        "ss_network_alpha": "1.5",
+        "ss_network_args": "{}",
+        "ss_resolution": "(512, 512)",
+        "ss_num_train_images": "21",
+        "ss_epoch": "48",
+        "ss_num_epochs": "58",
+        "ss_steps": "250",
+        "ss_max_train_steps": "300",
+        "ss_learning_rate": "0.0001",
+        "ss_seed": "42",
+        "ss_output_name": "zibbo",
+        "ss_sd_model_name": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+        "ss_training_started_at": "1700000000.0",
+        "ss_mixed_precision": "no",
+        "ss_min_snr_gamma": "5.0",
+        "modelspec.sai_model_spec": "1.0.1",
+        "modelspec.architecture": "stable-diffusion-v1/lora",
+        "modelspec.implementation": "diffusers",
+        "modelspec.title": "zibbo",
+        "modelspec.resolution": "512x512",
+        "modelspec.date": "2023-11-14T23:13:20+00:00",
+        "modelspec.prediction_type": "epsilon",
+        "modelspec.trigger_phrase": "zibbo",
+        "modelspec.description": "a round blue creature",
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert all(isinstance(value, str) for value in found.values())
+    assert "modelspec.thumbnail" not in found
+    assert "modelspec.timestep_range" not in found
+
+
+def test_metadata_of_the_dataset_is_json_with_the_trigger_first() -> None:
+    found = metadata(export_info())
+    tags = json.loads(found["ss_tag_frequency"])
+    assert tags == {"10_zibbo": {"zibbo": 2, "smiling": 2, "red hat": 1}, "extra": {"zibbo": 1}}
+    assert list(tags["10_zibbo"]) == ["zibbo", "smiling", "red hat"]
+    assert json.loads(found["ss_dataset_dirs"])["10_zibbo"] == {"n_repeats": 10, "img_count": 2}
+    buckets = json.loads(found["ss_bucket_info"])["buckets"]
+    assert buckets == {
+        "0": {"resolution": [448, 576], "count": 1},
+        "1": {"resolution": [512, 512], "count": 20},
+    }
+    (dataset,) = json.loads(found["ss_datasets"])
+    assert dataset["subsets"][0]["class_tokens"] == "zibbo"
+    assert dataset["num_train_images"] == 21
+
+
+def test_metadata_follows_the_settings() -> None:
+    changed = {
+        **export_info().settings,
+        "adapter.targets": "all",
+        "train.precision": "bf16",
+        "objective.max_timestep": 500,
+    }
+    found = metadata(
+        export_info(settings=changed, prediction="v_prediction", thumbnail_jpeg=b"\xff\xd8/9j/x")
+    )
+    assert json.loads(found["ss_network_args"]) == {"conv_dim": "4", "conv_alpha": "1.5"}
+    assert found["ss_mixed_precision"] == "bf16"
+    assert found["modelspec.timestep_range"] == "0,500"
+    assert found["modelspec.prediction_type"] == "v"
+    assert found["modelspec.thumbnail"] == "data:image/jpeg;base64,/9gvOWoveA=="
+    stored = json.loads(found["lora_train.settings"])
+    assert stored["train.batch_size"] == 4
+    assert not {"output.folder", "data.cache_dir"} & stored.keys()
+    assert found["lora_train.version"]
+
+
+def test_a_large_vocabulary_is_cut_to_the_most_frequent_tags() -> None:
+    long = ("common, " + "x" * 9000,) * 2  # twice, so that it is among the most frequent
+    captions = (*long, *(f"common, tag {number}" for number in range(3000)))
+    crowded = export_info(subsets=(SubsetSummary(folder="all", repeats=1, captions=captions),))
+    found = json.loads(metadata(crowded)["ss_tag_frequency"])["all"]
+    assert len(found) == 1000
+    assert found["common"] == 3002
+    assert max(map(len, found)) == 300
+    assert len(exported(metadata(crowded))) < 2**20
+
+
+PRIVATE = [
+    "/home/jane doe/lora",
+    "C:\\Users\\jane\\lora",
+    "~/jane/lora",
+    "\\\\nas\\jane\\lora",
+    "../../jane/lora",
+]
+
+
+def _planted(secret: str) -> ExportInfo:
+    """Return an info with `secret` in every text field and every setting that takes text."""
+    plain = export_info()
+    texts = [field.name for field in fields(plain) if isinstance(getattr(plain, field.name), str)]
+    planted: dict[str, Any] = {name: secret for name in texts if name != "prediction"}
+    keys = ("base.model", "output.folder", "data.cache_dir", "output.name", "data.trigger")
+    settings_ = {
+        **plain.settings,
+        **dict.fromkeys(keys, secret),
+        "sampling.prompts": [f"like {secret}", secret],
+    }
+    subset = SubsetSummary(folder=secret, repeats=1, captions=(secret, f"zibbo, from {secret}"))
+    return replace(plain, **planted, settings=settings_, subsets=(subset,))
+
+
+@pytest.mark.parametrize("path", PRIVATE)
+def test_no_path_reaches_the_file(path: str) -> None:
+    data = exported(metadata(_planted(path)))
+    text = data[: 8 + struct.unpack("<Q", data[:8])[0]].decode("utf-8", "replace")
+    assert "jane" not in text
+    assert metadata(_planted(path))["modelspec.title"] == "lora"
+
+
+@pytest.mark.parametrize(
+    ("planted", "secret"),
+    [
+        ("hf_abcdefghijklmnopqrstuvwxyz", "abcdefghij"),
+        ("https://jane:pa55@host/x", "pa55"),
+        ("https://civitai.com/api?token=5ecret&a=1", "5ecret"),
+    ],
+)
+def test_no_token_reaches_the_file(planted: str, secret: str) -> None:
+    data = exported(metadata(_planted(planted)))
+    assert secret.encode() not in data
+
+
+@pytest.mark.parametrize(
+    "caption",
+    [
+        "a hat, and/or a scarf, 1/2 body, w/ stick",
+        "see https://example.com/a/b",
+        "smile :/ wide",
+        "16:9, c: drive",
+    ],
+)
+def test_ordinary_text_is_left_alone(caption: str) -> None:
+    found = metadata(export_info(description=caption))
+    assert found["modelspec.description"] == caption
+
+
+def test_names_that_are_not_utf8_do_not_break_the_file() -> None:
+    odd = SubsetSummary(folder="10_z\udce9", repeats=1, captions=("zibbo, \ud800 café 😀",))
+    data = exported(metadata(export_info(subsets=(odd,))))
+    assert len(load(data)) == 9
+    assert "café 😀" in header_of(data)["__metadata__"]["ss_tag_frequency"]

@@ -1,0 +1,115 @@
+"""Ranks, scales and parameter counts: what is planned is what is injected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from peft.tuners.lokr.layer import factorization
+from torch import nn
+
+from lora_trainer.adapter_size import (
+    adapter_parameters,
+    block_size,
+    factorise,
+    first_match,
+    layer_width,
+    rebuilt_elements,
+)
+from lora_trainer.config import AdapterSettings
+from lora_trainer.errors import RequestError
+from lora_trainer.model.adapters import inject
+
+KINDS = [
+    {},
+    {"dora": True},
+    {"init": "pissa"},
+    {"conv_rank": 2},
+    {"rank_pattern": {"^conv$": 3, "line": 5}},
+    {"kind": "loha"},
+    {"kind": "loha", "conv_rank": 3},
+    {"kind": "lokr"},
+    {"kind": "lokr", "rank": 1},
+    {"kind": "lokr", "rank": 1, "lokr_factor": 3},
+    {"kind": "lokr", "rank": 2, "conv_rank": 1, "lokr_factor": 4},
+    {"kind": "oft"},
+    {"kind": "oft", "rank": 5},
+]
+
+
+def settings(**values: Any) -> AdapterSettings:
+    return AdapterSettings.model_validate({"rank": 4, **values})
+
+
+@pytest.mark.parametrize("values", KINDS, ids=str)
+def test_the_count_is_that_of_the_injected_adapter(values: dict[str, Any]) -> None:
+    network = nn.ModuleDict(
+        {"linear": nn.Linear(24, 36), "conv": nn.Conv2d(6, 20, 3), "point": nn.Conv2d(10, 14, 1)}
+    )
+    shapes = {"linear": (24, 36), "conv": (54, 20, 9), "point": (10, 14)}
+    chosen = settings(**values)
+    adapter = inject(
+        {"denoiser": network},
+        modules={"denoiser": list(shapes)},
+        settings=chosen,
+        alpha=4.0,
+        seed=0,
+    )
+    injected = sum(parameter.numel() for parameter in adapter.parameters())
+    assert adapter_parameters(shapes, chosen) == injected
+
+
+@given(dimension=st.integers(1, 3000), factor=st.sampled_from([-1, 1, 2, 3, 4, 7, 8, 16, 64]))
+def test_lokr_splits_as_peft(dimension: int, factor: int) -> None:
+    assert factorise(dimension, factor=factor) == factorization(dimension, factor)
+
+
+@given(out=st.integers(1, 2000), rank=st.integers(1, 64))
+def test_the_blocks_of_a_rotation_are_the_largest_that_fit(out: int, rank: int) -> None:
+    size = block_size(out, rank=rank)
+    assert out % size == 0 and size <= rank
+    assert not any(out % larger == 0 for larger in range(size + 1, min(rank, out) + 1))
+
+
+def test_a_pattern_or_a_convolution_keeps_the_strength_of_the_update() -> None:
+    chosen = settings(rank_pattern={"narrow": 2}, conv_rank=8)
+    for name, kernel, rank in [("wide", 1, 4), ("narrow", 1, 2), ("c", 9, 8), ("narrow_c", 9, 2)]:
+        width = layer_width(f"denoiser.{name}", kernel=kernel, settings=chosen, alpha=6.0)
+        assert width.rank == rank and width.scale == pytest.approx(1.5)
+
+
+def test_convolutions_have_an_alpha_of_their_own() -> None:
+    chosen = settings(conv_rank=8, conv_alpha=2.0, rank_pattern={"special": 4})
+    plain = layer_width("denoiser.c", kernel=9, settings=chosen, alpha=4.0)
+    special = layer_width("denoiser.special", kernel=9, settings=chosen, alpha=4.0)
+    assert (plain.scale, special.scale) == (0.25, 0.25)
+    assert layer_width("denoiser.c", kernel=1, settings=chosen, alpha=4.0).scale == 1.0
+
+
+def test_rank_stabilised_scaling_divides_by_the_root() -> None:
+    chosen = settings(rank=16, rslora=True, rank_pattern={"narrow": 4})
+    assert layer_width("denoiser.a", kernel=1, settings=chosen, alpha=8.0).scale == 2.0
+    assert layer_width("denoiser.narrow", kernel=1, settings=chosen, alpha=8.0).scale == 1.0
+
+
+def test_the_first_pattern_wins_and_sees_the_module_or_the_whole_name() -> None:
+    found = [
+        first_match(key, [r"^denoiser\.up", "^mid", "attn", "mid"], setting="s")
+        for key in ("denoiser.up.0", "denoiser.mid.attn", "denoiser.down.attn", "text_encoder.x")
+    ]
+    assert found == [r"^denoiser\.up", "^mid", "attn", None]
+
+
+def test_a_broken_pattern_is_named_with_its_setting() -> None:
+    with pytest.raises(RequestError, match=r"adapter.rank_pattern: 'attn\(' is not a regular"):
+        layer_width("denoiser.a", kernel=1, settings=settings(rank_pattern={"attn(": 2}), alpha=1.0)
+
+
+def test_only_loha_and_lokr_rebuild_whole_weights() -> None:
+    shapes = {"a": (24, 36), "b": (54, 20, 9)}
+    whole = 24 * 36 + 54 * 20
+    found = {kind: rebuilt_elements(shapes, settings(kind=kind)) for kind in ("loha", "lokr")}
+    assert found == {"loha": whole, "lokr": whole}
+    assert rebuilt_elements(shapes, settings(dora=True)) == 0

@@ -1,0 +1,109 @@
+"""Noise levels as a function of one uniform number: tables, densities, shifts, ends."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers.training_utils import compute_density_for_timestep_sampling
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.config import ObjectiveSettings
+from lora_trainer.train.levels import FlowLevels, flow_levels, table_levels
+
+SIZE = (64, 64)
+SIGNAL = DDPMScheduler().alphas_cumprod.double().tolist()
+UNIFORMS = st.floats(0.0, 1.0, exclude_max=True)
+
+
+def flow(**settings: object) -> FlowLevels:
+    return flow_levels(
+        ObjectiveSettings.model_validate(settings), base_shift=lambda size: size[0] / 16
+    )
+
+
+def sigmas(levels: FlowLevels, count: int = 4001) -> list[float]:
+    return [levels.draw((k + 0.5) / count, size_px=SIZE).sigma for k in range(count)]
+
+
+@given(uniform=UNIFORMS, low=st.integers(0, 999), high=st.integers(0, 999))
+def test_a_table_level_is_that_of_its_timestep(uniform: float, low: int, high: int) -> None:
+    low, high = min(low, high), max(low, high)
+    settings = ObjectiveSettings(min_timestep=low, max_timestep=high)
+    level = table_levels(SIGNAL, settings).draw(uniform, size_px=SIZE)
+    timestep = int(level.timestep)
+    assert low <= timestep <= high and level.timestep == timestep
+    assert level.signal == SIGNAL[timestep]
+    assert level.alpha == pytest.approx(math.sqrt(SIGNAL[timestep]), rel=1e-6)
+    assert level.sigma == pytest.approx(math.sqrt(1 - SIGNAL[timestep]), rel=1e-5)
+
+
+def test_every_timestep_of_a_table_is_drawn_equally_often() -> None:
+    levels = table_levels(SIGNAL, ObjectiveSettings(min_timestep=100, max_timestep=109))
+    drawn = [levels.draw(k / 1000, size_px=SIZE).timestep for k in range(1000)]
+    assert {drawn.count(timestep) for timestep in range(100, 110)} == {100}
+
+
+@given(uniform=UNIFORMS, sampling=st.sampled_from(["uniform", "logit_normal", "sigmoid"]))
+def test_a_flow_level_is_never_clean_and_never_past_pure_noise(
+    uniform: float, sampling: str
+) -> None:
+    level = flow(timestep_sampling=sampling, flow_shift=3.0).draw(uniform, size_px=SIZE)
+    assert 0 < level.sigma < 1 and level.alpha == 1 - level.sigma
+    assert level.timestep == 1000 * level.sigma and level.signal is None
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (1.0, 0.5), (-0.5, 2.0)])
+def test_logit_normal_is_distributed_as_that_of_diffusers(mean: float, std: float) -> None:
+    ours = sigmas(flow(timestep_sampling="logit_normal", logit_mean=mean, logit_std=std))
+    generator = torch.Generator().manual_seed(0)
+    theirs = compute_density_for_timestep_sampling(
+        "logit_normal", 200_000, logit_mean=mean, logit_std=std, generator=generator
+    )
+    for quantile in (0.1, 0.5, 0.9):
+        wanted = float(theirs.quantile(quantile))
+        assert statistics.quantiles(ours, n=10)[round(quantile * 10) - 1] == pytest.approx(
+            wanted, abs=0.01
+        )
+
+
+def test_sigmoid_is_the_standard_logit_normal_whatever_its_parameters() -> None:
+    plain = sigmas(flow(timestep_sampling="logit_normal"))
+    assert sigmas(flow(timestep_sampling="sigmoid", logit_mean=3.0, logit_std=0.1)) == plain
+
+
+def test_uniform_is_uniform() -> None:
+    found = sigmas(flow())
+    assert found == pytest.approx([(k + 0.5) / len(found) for k in range(len(found))], abs=1e-9)
+
+
+@pytest.mark.parametrize("shift", [0.5, 1.0, 3.0])
+def test_the_shift_is_that_of_the_flow_scheduler(shift: float) -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    levels = flow(flow_shift=shift)
+    for index, sigma in enumerate(scheduler.sigmas[:-1].tolist()):
+        time = 1 - index / 1000
+        found = levels.draw(min(time, 1 - 1e-9), size_px=SIZE).sigma
+        assert found == pytest.approx(sigma, abs=1e-6)
+
+
+def test_the_resolution_shift_is_asked_of_the_base_for_each_size() -> None:
+    levels = flow(flow_shift="resolution")
+    small, large = (levels.draw(0.5, size_px=(side, side)).sigma for side in (16, 64))
+    assert (small, large) == (pytest.approx(0.5), pytest.approx(4 * 0.5 / (1 + 3 * 0.5)))
+
+
+def test_the_range_of_timesteps_holds_for_flows_too() -> None:
+    found = [1000 * sigma for sigma in sigmas(flow(min_timestep=200, max_timestep=299, flow_shift=3.0))]
+    assert 200 <= min(found) < 201 and 299 < max(found) <= 300
+
+
+@pytest.mark.parametrize("fraction", [0.0625, 0.5, 0.9375])
+def test_validation_levels_are_fixed_fractions(fraction: float) -> None:
+    assert flow(flow_shift=3.0).at(fraction, size_px=SIZE).sigma == fraction
+    level = table_levels(SIGNAL, ObjectiveSettings()).at(fraction, size_px=SIZE)
+    assert level.timestep == int(fraction * 1000)
