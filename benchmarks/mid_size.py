@@ -27,6 +27,7 @@ from lora_trainer.data.loader import Entries, Feeder, Source, to_device  # noqa:
 from lora_trainer.events import EventStream  # noqa: E402
 from lora_trainer.files import CappedFolder  # noqa: E402
 from lora_trainer.model.adapters import Adapter, inject  # noqa: E402
+from lora_trainer.train.levels import table_levels  # noqa: E402
 
 CPU = torch.device("cpu")
 CHANNELS = (64, 128, 256)
@@ -101,7 +102,9 @@ def build_feeder(folder: Path, config: Config, events: EventStream, *, batch: in
         )
         shape = (4, LATENT_SIDE, LATENT_SIDE)
         cache.write(plain, {"mean": normal(*shape), "std": np.full(shape, 0.1, np.float32)})
-        text = text_key(text=str(index), encoder_identity="none", max_tokens=TEXT_TOKENS, content="fp32")
+        text = text_key(
+            text=str(index), encoder_identity="none", max_tokens=TEXT_TOKENS, content="fp32"
+        )
         cache.write(text, {"text": normal(1, TEXT_TOKENS, TEXT_WIDTH)})
         sources[str(index)] = Source(
             plain=plain, mirrored=None, texts=(text,), size_px=(side_px, side_px), geometry={}

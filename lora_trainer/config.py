@@ -51,8 +51,7 @@ class BaseSettings(Section):
     vae: str | None = setting(None, "another VAE: a .safetensors file or a folder with config.json")
     companion: str = setting(
         "auto",
-        "diffusers folder or Hub id that gives a single-file checkpoint its configs, tokenizers and "
-        "missing parts; auto: the family's own release",
+        "diffusers folder or Hub id for what a single-file checkpoint lacks; auto: the family's release",
     )
     prediction: Literal["auto", "epsilon", "v_prediction", "flow"] = setting(
         "auto", "what the base predicts; auto: what its files say"
@@ -119,7 +118,10 @@ class AdapterSettings(Section):
         "LoRA; LoHa, LoKr (Yeh et al. 2023, arXiv 2309.14859); OFT (Qiu et al. 2023, arXiv 2306.07280)",
     )
     rank: int = setting(
-        16, "width of the update; file size grows with it; of OFT: the size of a block", ge=1, le=1024
+        16,
+        "width of the update; file size grows with it; of OFT: the size of a block",
+        ge=1,
+        le=1024,
     )
     alpha: AutoScale = setting("auto", "the update is scaled by alpha / rank; auto: alpha = rank")
     conv_rank: int | None = setting(
@@ -196,15 +198,13 @@ class ObjectiveSettings(Section):
     )
     timestep_sampling: Literal["uniform", "logit_normal", "sigmoid"] = setting(
         "uniform",
-        "how flow matching draws timesteps: evenly, as a sigmoid of a normal with logit_mean and "
-        "logit_std (Esser et al. 2024, arXiv 2403.03206), or of the standard normal",
+        "density of flow timesteps (Esser et al. 2024, arXiv 2403.03206); sigmoid: logit_normal(0, 1)",
     )
     logit_mean: float = setting(0.0, "mean of logit_normal; above 0: noisier", ge=-10.0, le=10.0)
     logit_std: float = setting(1.0, "deviation of logit_normal", gt=0.0, le=10.0)
     flow_shift: Annotated[float, Field(gt=0, le=100)] | Literal["resolution"] = setting(
         1.0,
-        "flow timesteps are shifted to s t / (1 + (s - 1) t); resolution: the s that the base's own "
-        "sampler uses for the size of the image",
+        "flow timesteps become s t / (1 + (s - 1) t); resolution: the s of the base's own sampler",
     )
     guidance_scale: float = setting(
         1.0, "guidance that bases with a guidance embedding are told in training", ge=0.0, le=50.0
@@ -223,14 +223,20 @@ class OptimizerSettings(Section):
     )
     learning_rate: float = setting(1e-4, "peak learning rate", gt=0.0, le=10.0)
     text_encoder_learning_rate: float | None = setting(
-        None, "peak learning rate of the text encoders; none: half of learning_rate", gt=0.0, le=10.0
+        None,
+        "peak learning rate of the text encoders; none: half of learning_rate",
+        gt=0.0,
+        le=10.0,
     )
     learning_rate_pattern: dict[str, Annotated[float, Field(ge=0, le=1000)]] = setting(
         {},
         "factor on the learning rate by regular expression on the module name, first match wins; 0: frozen",
     )
     lora_plus_ratio: float = setting(
-        1.0, "learning rate of `up` over that of `down` (Hayou et al. 2024, arXiv 2402.12354)", ge=1.0, le=1000.0
+        1.0,
+        "learning rate of `up` over that of `down` (Hayou et al. 2024, arXiv 2402.12354)",
+        ge=1.0,
+        le=1000.0,
     )
     beta1: float = setting(0.9, "decay of the first moment", ge=0.0, lt=1.0)
     beta2: float = setting(0.999, "decay of the second moment", ge=0.0, lt=1.0)
@@ -257,7 +263,8 @@ class MemorySettings(Section):
         "auto", "attention kernels; auto: SDPA"
     )
     text_encoder_precision: Precision | Auto = setting(
-        "auto", "dtype of the text encoders while caching; auto: fp32, above 2 billion parameters bf16"
+        "auto",
+        "dtype of the text encoders while caching; auto: fp32, above 2 billion parameters bf16",
     )
 
 
@@ -360,6 +367,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield "adapter.init=pissa and train.init_from both say where to begin: choose one."
     if config.optimizer.lora_plus_ratio != 1.0 and config.adapter.kind != "lora":
         yield f"optimizer.lora_plus_ratio is for adapter.kind=lora, not {config.adapter.kind}."
+    for pattern in config.optimizer.learning_rate_pattern:
+        yield from _pattern_problem("optimizer.learning_rate_pattern", pattern)
     if config.optimizer.text_encoder_learning_rate is not None and not config.adapter.text_encoder:
         yield "optimizer.text_encoder_learning_rate needs adapter.text_encoder=true."
     micro, batch = config.memory.micro_batch, config.train.batch_size

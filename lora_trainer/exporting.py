@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config import flatten
+from lora_trainer.config import concrete, flatten
 from lora_trainer.events import EventStream
+from lora_trainer.families.base import FileFormat
 from lora_trainer.model.adapters import Adapter
+from lora_trainer.output.adapter_tensors import AdapterTensors
 from lora_trainer.output.checkpoints import TrainingState
-from lora_trainer.output.export import ExportInfo, SubsetSummary, write_export
+from lora_trainer.output.export import ExportInfo, SubsetSummary, contents_of, write_export
+from lora_trainer.output.hub import push_finished, release_of
+from lora_trainer.output.sample_files import last_samples, thumbnail_jpeg
 from lora_trainer.prepare import Prepared, bucket_counts
 from lora_trainer.run_folder import RunFolder
 from lora_trainer.train.progress import Progress
@@ -35,28 +40,56 @@ class Job:
 
 
 def export(job: Job, adapter: Adapter, file: Path, progress: Progress) -> None:
-    config = job.prepared.config
+    """Write the adapter as it is now; raises as `write_export`."""
+    tensors = adapter.tensors()
     write_export(
         file,
-        adapter.tensors(),
+        tensors,
         family=job.prepared.family,
-        info=_export_info(job, adapter, progress),
-        format=config.output.format,
-        precision=config.output.precision,
+        info=_export_info(job, tensors, progress),
+        format=file_format(job.prepared),
+        precision=job.prepared.config.output.precision,
     )
 
 
-def _export_info(job: Job, adapter: Adapter, progress: Progress) -> ExportInfo:
-    prepared = job.prepared
+def upload(job: Job, adapter: Adapter, file: Path) -> None:
+    """Upload a finished file where the settings name a repository; a failure is a problem, not an end."""
+    prepared, settings = job.prepared, job.prepared.config.output
+    if settings.hub_repo is None:
+        return
+    release = release_of(
+        job.folder.path,
+        file=file,
+        title=job.folder.name,
+        settings=settings,
+        trigger=prepared.config.data.trigger,
+        family=prepared.family,
+        facts=prepared.facts,
+        format=file_format(prepared),
+        contents=contents_of(adapter.tensors()),
+    )
+    push_finished(release, job.events)
+
+
+def file_format(prepared: Prepared) -> FileFormat:
+    """Return the planned key format of exported files."""
+    return concrete(prepared.config.output.format)
+
+
+def _export_info(job: Job, tensors: AdapterTensors, progress: Progress) -> ExportInfo:
+    prepared, output = job.prepared, job.prepared.config.output
     settings: Mapping[str, Any] = flatten(prepared.config)
     by_repeats: dict[int, list[str]] = {}
     for record in prepared.trained:
         by_repeats.setdefault(record.repeats, []).append(record.caption)
     name = prepared.dataset.folder.resolve().name
+    widths = Counter((module.rank, module.rank * module.scale) for module in tensors.values())
+    ((rank, alpha), _), *_ = widths.most_common(1)
+    images = last_samples(job.folder.path / "samples")
     return ExportInfo(
         title=job.folder.name,
-        rank=adapter.rank,
-        alpha=adapter.alpha,
+        rank=rank,
+        alpha=alpha,
         base_name=Path(prepared.facts.source).name,
         base_identity=prepared.facts.parts["denoiser"].identity,
         base_model_version=prepared.family.base_model_version(prepared.facts),
@@ -77,4 +110,9 @@ def _export_info(job: Job, adapter: Adapter, progress: Progress) -> ExportInfo:
         started_at_s=job.started_at_s,
         saved_at_s=time.time(),
         trigger=prepared.config.data.trigger,
+        description=output.description,
+        author=output.author,
+        license=output.license,
+        thumbnail_jpeg=thumbnail_jpeg(images[0]) if images else None,
+        zero_terminal_snr=prepared.facts.zero_terminal_snr,
     )

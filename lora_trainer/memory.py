@@ -212,7 +212,9 @@ def _rebuilt(load: Load, facts: BaseFacts, family: CostModel) -> list[MemoryItem
         # A checkpointed pass keeps those of the piece it is in: one of at least this many.
         share = 1 / REBUILT_PIECES if load.checkpointing else 1.0
         size = int(MASTER_BYTES * elements * share)
-        found.append(MemoryItem(name="rebuilt weights", bytes=size, note=f"{load.adapter.kind}, fp32"))
+        found.append(
+            MemoryItem(name="rebuilt weights", bytes=size, note=f"{load.adapter.kind}, fp32")
+        )
     return found
 
 

@@ -27,6 +27,7 @@ from lora_trainer.fitting import gib
 from lora_trainer.hardware import tier_problem
 from lora_trainer.model.load import identified, locate, with_choices
 from lora_trainer.output.checkpoints import TrainingState, load_newest
+from lora_trainer.output.hub import check_upload
 from lora_trainer.output.report import write_report
 from lora_trainer.output.status import Control, StatusWriter
 from lora_trainer.output.trackers import start_trackers, usable_trackers
@@ -103,6 +104,8 @@ def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
     if asked.strict:
         _refuse_problems(prepared)
     _refuse_small_disk(prepared)
+    if prepared.config.output.hub_repo is not None:
+        check_upload(prepared.config.output.hub_repo)
     environment = setup_torch(prepared)
     resumption = _resumption(before, prepared, environment) if before else None
     folder = claim(previous) if previous is not None else create(*_place(prepared))

@@ -19,7 +19,7 @@ from lora_trainer.data.encode import Needs, TextEntries, fill, needs
 from lora_trainer.data.loader import Entries, Feeder
 from lora_trainer.errors import MachineError
 from lora_trainer.events import EventStream, read_jsonl
-from lora_trainer.exporting import Job, export
+from lora_trainer.exporting import Job, export, upload
 from lora_trainer.families.base import DENOISER, Conditioning, TextEncoder
 from lora_trainer.files import CappedFolder
 from lora_trainer.hardware import GIB
@@ -125,6 +125,7 @@ def train_job(job: Job) -> Path:
         validation_loss=last_loss,
         base_validation_loss=base_loss,
     )
+    upload(job, adapter, file)
     return file
 
 
@@ -222,9 +223,7 @@ def _load_networks(prepared: Prepared) -> Networks:
     text = None
     if config.adapter.text_encoder:
         text = family.load_text_encoder(prepared.facts, dtype=precision, device=device)
-    return Networks(
-        denoiser=denoiser, text=text, assistant=_assistant(prepared, denoiser)
-    )
+    return Networks(denoiser=denoiser, text=text, assistant=_assistant(prepared, denoiser))
 
 
 def _assistant(prepared: Prepared, denoiser: nn.Module) -> Assistant | None:

@@ -1,7 +1,7 @@
-"""Write the preset table of README.md from presets/*.json: `python scripts/preset_table.py`.
+"""Write the tables of docs/presets.md from presets/*.json: `python scripts/preset_table.py`.
 
 One row for each tier and priority, resolved as a run would resolve it; one column for each setting
-that is not the same in all rows. tests/test_readme.py fails when README.md holds another table.
+that is not the same in all rows. tests/test_readme.py fails when the page holds other tables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lora_trainer.resolve import (
     resolve,
 )
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
 BEGIN, END = "<!-- presets:begin -->\n", "<!-- presets:end -->\n"
 
 
@@ -31,12 +31,12 @@ def preset_tables() -> str:
     return "\n".join(_table(family) for family in preset_families())
 
 
-def with_preset_tables(readme: str) -> str:
-    """Return the text of README.md with new tables between its two markers."""
-    before, begin, rest = readme.partition(BEGIN)
+def with_preset_tables(page: str) -> str:
+    """Return the text of docs/presets.md with new tables between its two markers."""
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"README.md lacks {BEGIN.strip()} or, after it, {END.strip()}")
+        raise ValueError(f"the page lacks {BEGIN.strip()} or, after it, {END.strip()}")
     return before + begin + preset_tables() + end + after
 
 
@@ -82,9 +82,9 @@ def _line(values: Iterable[str]) -> str:
 
 
 def main() -> None:
-    """Rewrite the table in README.md."""
-    README.write_text(with_preset_tables(README.read_text(encoding="utf-8")), encoding="utf-8")
-    sys.stderr.write(f"wrote the preset table of {README.name}\n")
+    """Rewrite the tables in docs/presets.md."""
+    PAGE.write_text(with_preset_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.stderr.write(f"wrote the preset table of {PAGE.name}\n")
 
 
 if __name__ == "__main__":

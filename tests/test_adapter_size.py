@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from peft.tuners.lokr.layer import factorization
 from torch import nn
 
+from lora_trainer import families
 from lora_trainer.adapter_size import (
     adapter_parameters,
     block_size,
@@ -21,6 +22,7 @@ from lora_trainer.adapter_size import (
 from lora_trainer.config import AdapterSettings
 from lora_trainer.errors import RequestError
 from lora_trainer.model.adapters import inject
+from tests.fakes.family_bases import denoiser_of, facts_of
 
 KINDS = [
     {},
@@ -59,6 +61,27 @@ def test_the_count_is_that_of_the_injected_adapter(values: dict[str, Any]) -> No
     )
     injected = sum(parameter.numel() for parameter in adapter.parameters())
     assert adapter_parameters(shapes, chosen) == injected
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"conv_rank": 2},
+        {"kind": "loha", "conv_rank": 2},
+        {"kind": "lokr", "rank": 1},
+        {"kind": "lokr", "conv_rank": 1, "lokr_factor": 2},
+        {"dora": True, "rank_pattern": {"conv": 3}},
+    ],
+    ids=str,
+)
+def test_the_plan_knows_which_layers_of_a_base_are_convolutions(values: dict[str, Any]) -> None:
+    """A 3x3 convolution has a rank of its own, and LoKr splits its channels, not its kernel."""
+    family, facts = families.family(families.DEFAULT_FAMILY), facts_of(families.DEFAULT_FAMILY)
+    denoiser, chosen = denoiser_of(family.name), settings(targets="all", **values)
+    modules = {"denoiser": family.lora_targets(denoiser, "all")}
+    adapter = inject({"denoiser": denoiser}, modules=modules, settings=chosen, alpha=4.0, seed=0)
+    injected = sum(parameter.numel() for parameter in adapter.parameters())
+    assert adapter_parameters(family.adapter_shapes(facts, targets="all"), chosen) == injected
 
 
 @given(dimension=st.integers(1, 3000), factor=st.sampled_from([-1, 1, 2, 3, 4, 7, 8, 16, 64]))

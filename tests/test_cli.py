@@ -171,8 +171,11 @@ def test_inspect_json_has_the_keys_scripts_rely_on(
 ) -> None:
     found = answer(capsys, "inspect", lora_file(tmp_path / "lora.safetensors"), "--json")
     assert found.keys() == {
-        "family", "format", "rank", "alpha", "modules", "metadata", "problems",
+        "family", "format", "kinds", "rank", "alpha", "modules", "norms", "metadata", "problems",
     }  # fmt: skip
+    assert found["kinds"] == ["lora"]
+    assert all(norm >= 0 for norm in found["norms"].values())
+    assert found["norms"], "one block at least"
     assert (found["format"], found["rank"], found["alpha"], found["modules"]) == ("kohya", 8, 4, 1)
 
 

@@ -47,10 +47,16 @@ def test_a_flat_config_builds_the_same_config() -> None:
             "sampling.prompts": ["a", "b"],
             "adapter.alpha": 2.5,
             "memory.gradient_checkpointing": False,
+            "adapter.rank_pattern": {"attn2": 4, "attn": 8},
+            "optimizer.learning_rate_pattern": {"ff": 0},
+            "objective.flow_shift": "resolution",
+            "objective.zero_terminal_snr": False,
         }
     )
     flat = json.loads(json.dumps(flatten(config)))
     assert build_config(flat) == config
+    assert list(config.adapter.rank_pattern) == ["attn2", "attn"], "the first match wins"
+    assert config.objective.zero_terminal_snr is False, "off is not auto"
     assert config.sampling.prompts == ("a", "b")
 
 
@@ -79,6 +85,58 @@ def test_a_flat_config_builds_the_same_config() -> None:
             {"memory.micro_batch": 4, "train.batch_size": 2},
             "micro_batch=4 is above train.batch_size=2",
         ),
+        ({"adapter.dora": True, "adapter.kind": "loha"}, "dora is for adapter.kind=lora, not loha"),
+        (
+            {"adapter.rslora": True, "adapter.kind": "lokr"},
+            "rslora is for adapter.kind=lora, not lokr",
+        ),
+        (
+            {"adapter.init": "pissa", "adapter.kind": "oft"},
+            "init=pissa is for adapter.kind=lora, not oft",
+        ),
+        (
+            {"adapter.dora": True, "adapter.init": "pissa"},
+            "dora and adapter.init=pissa cannot be combined",
+        ),
+        (
+            {"adapter.init": "pissa", "train.init_from": "a.safetensors"},
+            "adapter.init=pissa and train.init_from both say where to begin",
+        ),
+        ({"adapter.kind": "oft", "adapter.alpha": 8}, "a rotation, which has no alpha"),
+        (
+            {"adapter.kind": "oft", "adapter.targets": "all", "adapter.conv_alpha": 8},
+            "a rotation, which has no alpha",
+        ),
+        ({"adapter.lokr_factor": 4}, "lokr_factor is -1 or at least 1, and for adapter.kind=lokr"),
+        ({"adapter.lokr_factor": 0, "adapter.kind": "lokr"}, "lokr_factor is -1 or at least 1"),
+        ({"adapter.conv_rank": 4}, "conv_rank and conv_alpha are for convolutions"),
+        (
+            {"adapter.conv_alpha": 4, "adapter.targets": "attention"},
+            "conv_rank and conv_alpha are for convolutions",
+        ),
+        (
+            {"adapter.kind": "loha", "optimizer.lora_plus_ratio": 16},
+            "lora_plus_ratio is for adapter.kind=lora, not loha",
+        ),
+        (
+            {"optimizer.text_encoder_learning_rate": 1e-5},
+            "text_encoder_learning_rate needs adapter.text_encoder=true",
+        ),
+        (
+            {"adapter.rank_pattern": {"(": 4}},
+            "rank_pattern has '(', which is no regular expression",
+        ),
+        (
+            {"optimizer.learning_rate_pattern": {"ff[": 2.0}},
+            "learning_rate_pattern has 'ff[', which is no regular expression",
+        ),
+        ({"adapter.rank_pattern": {"attn": 0}}, "adapter.rank_pattern"),
+        ({"optimizer.learning_rate_pattern": {"attn": -1}}, "optimizer.learning_rate_pattern"),
+        ({"objective.flow_shift": 0}, "objective.flow_shift=0"),
+        ({"objective.flow_shift": "auto"}, "objective.flow_shift='auto'"),
+        ({"objective.zero_terminal_snr": "perhaps"}, "objective.zero_terminal_snr='perhaps'"),
+        ({"base.prediction": "sample"}, "base.prediction='sample'"),
+        ({"output.format": "a1111"}, "output.format='a1111'"),
     ],
 )
 def test_what_is_wrong_is_named(values: dict[str, Any], message: str) -> None:
@@ -103,10 +161,29 @@ def test_all_errors_are_named_at_once() -> None:
         {"adapter.alpha": 400, "adapter.rank": 4},
         {"train.steps": 10, "output.save_every_steps": 10},
         {"memory.micro_batch": 2, "train.batch_size": 2},
+        {"adapter.dora": True, "adapter.rslora": True},
+        {"adapter.init": "pissa", "adapter.rslora": True},
+        {"adapter.kind": "oft", "adapter.rank": 4},
+        {"adapter.kind": "lokr", "adapter.lokr_factor": 4},
+        {"adapter.kind": "lokr", "adapter.lokr_factor": -1},
+        {"adapter.targets": "all", "adapter.conv_rank": 4, "adapter.conv_alpha": 1},
+        {"adapter.kind": "loha", "optimizer.lora_plus_ratio": 1},
+        {"adapter.text_encoder": True, "optimizer.text_encoder_learning_rate": 1e-5},
+        {"adapter.rank_pattern": {r"attn\d\.to_q$": 4}},
+        {"optimizer.learning_rate_pattern": {"ff": 0}},
+        {"adapter.kind": "loha", "train.init_from": "a.safetensors"},
+        {"objective.flow_shift": "resolution", "objective.zero_terminal_snr": True},
     ],
 )
 def test_limits_themselves_are_allowed(values: dict[str, Any]) -> None:
     build_config(values)
+
+
+def test_all_contradictions_are_named_at_once() -> None:
+    with pytest.raises(RequestError) as caught:
+        build_config({"adapter.kind": "loha", "adapter.dora": True, "optimizer.lora_plus_ratio": 2})
+    assert "adapter.dora is for" in caught.value.found
+    assert "optimizer.lora_plus_ratio is for" in caught.value.found
 
 
 def test_a_config_cannot_change() -> None:

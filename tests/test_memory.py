@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_trainer.adapter_size import adapter_parameters
+from lora_trainer.config import AdapterSettings, Precision
 from lora_trainer.families.base import BaseFacts, PartFacts
 from lora_trainer.families.costs import SampleCost, Workload
 from lora_trainer.memory import GIB, Load, Prediction, RememberedCosts, predict
@@ -17,8 +19,8 @@ from tests.fakes.stable_diffusion import UNetCosts, mini_facts, sd15_facts
 LOAD = Load(
     device="cuda",
     precision="bf16",
-    rank=16,
-    targets="attention",
+    adapter=AdapterSettings(rank=16, targets="attention"),
+    text_precision="fp32",
     optimizer="adamw",
     micro_batch=1,
     checkpointing=False,
@@ -29,6 +31,10 @@ LOAD = Load(
 )
 OUTSIDE_THE_ALLOCATOR = ("runtime", "allocator slack")
 COSTS = RememberedCosts(family=UNetCosts())
+
+
+def adapter(**settings: Any) -> AdapterSettings:
+    return AdapterSettings(**{"rank": 16, "targets": "attention", **settings})
 
 
 def predicted(**changes: Any) -> Prediction:
@@ -69,7 +75,7 @@ def test_sd15_agrees_with_a_tracer_and_with_a_published_measurement(
 
 
 def test_bytes_per_parameter_of_weights_adapter_and_optimizer() -> None:
-    parameters = COSTS.adapter_parameters(sd15_facts(), rank=16, targets="attention")
+    parameters = LOAD.adapter_parameters(sd15_facts(), COSTS)
     adamw, eight_bit = items(predicted()), items(predicted(optimizer="adamw8bit"))
     assert adamw["denoiser weights"] == 2 * 859_520_964
     assert items(predicted(precision="fp32"))["denoiser weights"] == 4 * 859_520_964
@@ -92,10 +98,14 @@ def test_activations_scale_with_the_micro_batch_and_weights_do_not() -> None:
     side_px=st.sampled_from([256, 320, 512]),
 )
 def test_more_of_anything_never_takes_less(micro_batch: int, rank: int, side_px: int) -> None:
-    asked = {"micro_batch": micro_batch, "rank": rank, "bucket_px": (side_px, side_px)}
+    asked = {
+        "micro_batch": micro_batch,
+        "adapter": adapter(rank=rank),
+        "bucket_px": (side_px, side_px),
+    }
     base = predicted(**asked).peak_bytes
     assert predicted(**{**asked, "micro_batch": micro_batch + 1}).peak_bytes > base
-    assert predicted(**{**asked, "rank": rank * 2}).peak_bytes > base
+    assert predicted(**{**asked, "adapter": adapter(rank=rank * 2)}).peak_bytes > base
     assert predicted(**{**asked, "bucket_px": (side_px, side_px + 64)}).peak_bytes > base
     assert predicted(**{**asked, "checkpointing": True}).peak_bytes < base
     assert predicted(**{**asked, "optimizer": "adamw8bit"}).peak_bytes < base
@@ -108,6 +118,86 @@ def test_caching_may_be_the_highest_phase() -> None:
     assert max(made.phases, key=lambda phase: made.phases[phase]) == "caching"
     assert items(made)["image encoding"] == 4 * 640 * 512 * 512
     assert items(made)["VAE weights"] == 4 * 83_653_863
+
+
+def test_vae_and_text_encoders_are_never_loaded_together() -> None:
+    """The caching phase is the larger of the two, the text encoders in their own dtype."""
+    facts = replace(
+        mini_facts(),
+        parts={**sd15_facts().parts, "text_encoder": PartFacts(parameters=2_000_000_000)},
+    )
+    full = predict(LOAD, facts=facts, family=UNetCosts()).phases["caching"]
+    half = predict(replace(LOAD, text_precision="bf16"), facts=facts, family=UNetCosts())
+    assert full == pytest.approx(8e9 * 1.05 + 0.6 * GIB, rel=1e-3)
+    assert half.phases["caching"] == pytest.approx(4e9 * 1.05 + 0.6 * GIB, rel=1e-3)
+
+
+@pytest.mark.parametrize(("precision", "element_bytes"), [("bf16", 2), ("fp32", 4)])
+def test_trained_text_encoders_stay_and_keep_activations_per_image(
+    precision: Precision, element_bytes: int
+) -> None:
+    parameters = sd15_facts().parts["text_encoder"].parameters
+    along = adapter(text_encoder=True)
+    one = items(predicted(adapter=along, precision=precision))
+    three = items(predicted(adapter=along, precision=precision, micro_batch=3))
+    assert one["text encoder weights"] == three["text encoder weights"]
+    assert one["text encoder weights"] == element_bytes * parameters, "in the base's dtype"
+    assert one["text encoder activations"] > 0
+    assert three["text encoder activations"] == 3 * one["text encoder activations"]
+    made = predicted(adapter=along, precision=precision, samples=True)
+    without = predicted(precision=precision, samples=True)
+    for phase in ("training", "sampling"):
+        assert made.phases[phase] - without.phases[phase] > one["text encoder weights"]
+    assert made.phases["caching"] == without.phases["caching"]
+    assert not [name for name in items(predicted(precision=precision)) if "text" in name]
+
+
+@pytest.mark.parametrize("kind", ["loha", "lokr"])
+def test_rebuilt_weights_are_kept_whole_or_piece_by_piece(kind: str) -> None:
+    """Both build the change of every adapted weight in fp32, and autograd keeps what it is made of."""
+    shapes = COSTS.adapter_shapes(sd15_facts(), targets="attention")
+    elements = sum(fan_in * out for fan_in, out in shapes.values())
+    kept = items(predicted(adapter=adapter(kind=kind)))
+    again = items(predicted(adapter=adapter(kind=kind), micro_batch=2))
+    recomputed = items(predicted(adapter=adapter(kind=kind), checkpointing=True))
+    assert kept["rebuilt weights"] == again["rebuilt weights"] == 4 * elements
+    assert recomputed["rebuilt weights"] == 4 * elements // 8
+    assert predicted(adapter=adapter(kind=kind)).peak_bytes > predicted().peak_bytes
+
+
+@pytest.mark.parametrize("settings", [{}, {"dora": True}, {"rslora": True}, {"kind": "oft"}])
+def test_other_kinds_rebuild_nothing(settings: dict[str, Any]) -> None:
+    made = items(predicted(adapter=adapter(**settings)))
+    assert not {"rebuilt weights", "adapter's start"} & made.keys()
+
+
+def test_pissa_keeps_where_it_began() -> None:
+    plain, pissa = items(predicted()), items(predicted(adapter=adapter(init="pissa")))
+    assert pissa["adapter's start"] == plain["adapter weights"]
+    assert pissa["adapter weights"] == plain["adapter weights"]
+    assert pissa["optimizer states"] == plain["optimizer states"], "what is frozen has no moments"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "loha"},
+        {"kind": "lokr"},
+        {"kind": "oft"},
+        {"dora": True},
+        {"rank_pattern": {"attn2": 4}},
+        {"targets": "all", "conv_rank": 2},
+    ],
+    ids=str,
+)
+def test_every_kind_counts_its_own_parameters(settings: dict[str, Any]) -> None:
+    changed = adapter(**settings)
+    shapes = COSTS.adapter_shapes(sd15_facts(), targets=changed.targets)
+    parameters = adapter_parameters(shapes, changed)
+    assert parameters != adapter_parameters(shapes, adapter(targets=changed.targets))
+    made = items(predicted(adapter=changed))
+    assert made["adapter weights"] == made["adapter gradients"] == 4 * parameters
+    assert made["optimizer states"] == 8 * parameters
 
 
 def test_sampling_keeps_the_training_in_place() -> None:

@@ -32,11 +32,17 @@ REQUIRED = {
     "lora_trainer/embedded/LICENSE",
     "lora_trainer/embedded/README.md",
     "lora_trainer/embedded/model_index.json",
+    "lora_trainer/families/cost_tables.json",
     "presets/schema.json",
 }
 PACKAGE_OF = {"PIL": "pillow", "pynvml": "nvidia_ml_py"}
 OWN = {"lora_trainer", "gui", "presets"}
-SHIPPED_DATA = ("lora_trainer/embedded/**/*", "presets/**/*.json", "gui/assets/**/*")
+SHIPPED_DATA = (
+    "lora_trainer/embedded/**/*",
+    "lora_trainer/families/*.json",
+    "presets/**/*.json",
+    "gui/assets/**/*",
+)
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_trainer.adapter_size import adapter_parameters
 from lora_trainer.config import flatten, parse_assignment
 from lora_trainer.errors import MachineError, RequestError, exit_code
+from lora_trainer.families.base import BaseFacts, PartFacts
 from lora_trainer.hardware import GIB, Hardware
 from lora_trainer.memory import RememberedCosts
 from lora_trainer.nvml import Gpu
 from lora_trainer.plan import Plan, PlanInput, plan
-from lora_trainer.resolve import resolve
+from lora_trainer.resolve import Origin, resolve
 from tests.fakes.stable_diffusion import UNetCosts, mini_facts, sd15_facts
 
 COSTS = RememberedCosts(family=UNetCosts())
-LEFT_TO_RUN = {"base.model", "data.cache_dir", "output.name"}
+LEFT_TO_RUN = {"base.model", "base.companion", "data.cache_dir", "output.name", "output.format"}
 CARD = Gpu(
     index=0,
     name="NVIDIA GeForce RTX 3060",
@@ -158,6 +160,121 @@ def test_xformers_gives_way_to_sdpa_where_it_is_missing() -> None:
     assert planned(overrides=asked, hardware=there).config.memory.attention == "xformers"
     on_cpu = planned(overrides={**asked, "hardware.device": "cpu"}, hardware=there)
     assert "needs a GPU" in on_cpu.origins["memory.attention"].reason
+
+
+# ---- what depends on the kind of base
+
+
+FLOW = replace(sd15_facts(), prediction="flow")
+V_PREDICTION = replace(sd15_facts(), prediction="v_prediction", zero_terminal_snr=True)
+GAMMA = "objective.min_snr_gamma"
+
+
+def planned_for(facts: BaseFacts, **changes: Any) -> Plan:
+    return plan(replace(request(**changes), facts=facts))
+
+
+def test_signal_to_noise_weights_give_way_where_there_are_none() -> None:
+    """The preset of the family asks for them; a base that is trained by flow matching has none."""
+    assert planned().config.objective.min_snr_gamma == 5.0
+    made = planned_for(FLOW)
+    assert made.config.objective.min_snr_gamma is None
+    assert made.origins[GAMMA].layer == "planner"
+    assert "flow matching" in made.origins[GAMMA].reason
+
+
+def test_a_default_gives_way_as_a_preset_does() -> None:
+    given = replace(request(), facts=FLOW)
+    origins = {**given.resolved.origins, GAMMA: Origin(layer="default")}
+    made = plan(replace(given, resolved=replace(given.resolved, origins=origins)))
+    assert made.config.objective.min_snr_gamma is None
+
+
+@pytest.mark.parametrize("layer", ["command line", "config mine.toml", "resumed run"])
+def test_weights_that_somebody_asked_for_are_refused(layer: str) -> None:
+    given = replace(request(), facts=FLOW)
+    origins = {**given.resolved.origins, GAMMA: Origin(layer=layer)}
+    with pytest.raises(RequestError, match="is trained by flow matching") as caught:
+        plan(replace(given, resolved=replace(given.resolved, origins=origins)))
+    assert caught.value.fix.endswith(f"--set {GAMMA}=null")
+    assert exit_code(caught.value) == 2
+
+
+def test_typed_weights_are_refused_and_typed_none_is_kept() -> None:
+    with pytest.raises(RequestError, match=GAMMA):
+        planned_for(FLOW, overrides={GAMMA: 5.0})
+    made = planned_for(FLOW, overrides={GAMMA: None})
+    assert made.origins[GAMMA].layer == "command line"
+
+
+@pytest.mark.parametrize(
+    ("facts", "prediction", "zero"),
+    [
+        (sd15_facts(), "epsilon", False),
+        (V_PREDICTION, "v_prediction", True),
+        (FLOW, "flow", False),
+    ],
+    ids=["epsilon", "v", "flow"],
+)
+def test_what_the_base_is_becomes_a_setting(facts: BaseFacts, prediction: str, zero: bool) -> None:
+    """Named in run.json, so that a resume meets the same."""
+    config = planned_for(facts).config
+    assert (config.base.prediction, config.objective.zero_terminal_snr) == (prediction, zero)
+
+
+def test_typed_levels_stay() -> None:
+    made = planned_for(V_PREDICTION, overrides={"objective.zero_terminal_snr": False})
+    assert made.config.objective.zero_terminal_snr is False
+    assert made.origins["objective.zero_terminal_snr"].layer == "command line"
+
+
+def with_text(parameters: int) -> BaseFacts:
+    text = PartFacts(parameters=parameters)
+    return replace(sd15_facts(), parts={**sd15_facts().parts, "text_encoder": text})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "overrides", "precision", "reason"),
+    [
+        (2_000_000_000, {}, "fp32", "2,000 million parameters"),
+        (2_000_000_001, {}, "bf16", "2.0 billion parameters"),
+        (2_000_000_001, {"train.precision": "fp32"}, "fp32", "2,000 million parameters"),
+        (2_000_000_001, {"train.precision": "fp16"}, "bf16", "2.0 billion parameters"),
+    ],
+)
+def test_large_text_encoders_run_in_16_bits(
+    parameters: int, overrides: dict[str, Any], precision: str, reason: str
+) -> None:
+    made = planned_for(with_text(parameters), overrides=overrides, free_gib=24)
+    assert made.config.memory.text_encoder_precision == precision
+    assert made.origins["memory.text_encoder_precision"].reason == reason
+
+
+def test_a_typed_precision_of_the_text_encoders_is_kept_and_counted() -> None:
+    key = "memory.text_encoder_precision"
+    peaks = {}
+    for precision in ("fp32", "bf16"):
+        made = planned_for(with_text(2_500_000_000), overrides={key: precision})
+        assert made.config.memory.text_encoder_precision == precision
+        peaks[precision] = made.memory.phases["caching"]
+    assert peaks["fp32"] - peaks["bf16"] == pytest.approx(2 * 2.5e9 * 1.05, rel=1e-3)
+
+
+def test_a_rotation_has_no_alpha() -> None:
+    assert planned(overrides={"adapter.kind": "oft"}).config.adapter.alpha == "auto"
+    assert planned(overrides={"adapter.kind": "loha"}).config.adapter.alpha == 16
+
+
+@pytest.mark.parametrize("kind", ["loha", "lokr"])
+def test_disk_is_that_of_the_kind(kind: str) -> None:
+    made = planned(overrides={"adapter.kind": kind})
+    shapes = COSTS.adapter_shapes(sd15_facts(), targets="transformer")
+    parameters = adapter_parameters(shapes, made.config.adapter)
+    assert made.disk_bytes["states"] == 3 * (4 + 8) * parameters
+    assert made.disk_bytes["exports"] == 5 * 2 * parameters
+
+
+# ---- length
 
 
 def test_steps_and_cadences() -> None:

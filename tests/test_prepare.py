@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from lora_trainer import families
 from lora_trainer import prepare as prepare_module
 from lora_trainer.config import Config, build_config
-from lora_trainer.errors import InputError
+from lora_trainer.errors import InputError, RequestError, exit_code
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware import Hardware, assume_card
 from lora_trainer.prepare import (
@@ -24,6 +25,7 @@ from lora_trainer.prepare import (
     place_all,
     prepare,
 )
+from tests.fakes.family_bases import base_of
 from tests.fakes.runs import Toy, listing, toy
 
 PROCESSOR = Hardware(
@@ -101,6 +103,33 @@ def test_a_real_base_on_a_processor_takes_the_smallest_card_s_recipe(place: Toy)
     assert (prepared.facts.source, prepared.resolved.tier) == (default, "6-8")
 
 
+def test_another_family_on_a_processor_has_its_own_recipe(place: Toy) -> None:
+    prepared = prepare(asked(place, base__model=str(base_of("flux"))), hardware=PROCESSOR)
+    assert (prepared.family.name, prepared.resolved.tier) == ("flux", "cpu")
+    assert prepared.resolved.preset == "flux/cpu"
+
+
+def test_what_the_user_knows_better_than_the_files_reaches_base_and_settings(place: Toy) -> None:
+    """Checkpoints of v-prediction bases often do not say so."""
+    base = str(base_of("sd15"))
+    for typed in ({}, {"objective__zero_terminal_snr": True}):
+        wanted = {"base__model": base, "base__prediction": "v_prediction", **typed}
+        prepared = prepare(asked(place, **wanted), hardware=PROCESSOR)
+        assert prepared.facts.prediction == prepared.config.base.prediction == "v_prediction"
+        zero = prepared.config.objective.zero_terminal_snr
+        assert prepared.facts.zero_terminal_snr is zero is bool(typed)
+
+
+def test_the_base_s_own_settings_come_from_every_layer(place: Toy, tmp_path: Path) -> None:
+    config = tmp_path / "mine.toml"
+    config.write_text(f'[base]\nmodel = "{base_of("sd15")}"\nprediction = "v_prediction"\n')
+    from_file = replace(asked(place), config_file=config)
+    before = {"base.model": str(base_of("sd15")), "base.prediction": "v_prediction"}
+    resumed = replace(asked(place), run_settings=before)
+    for request in (from_file, resumed):
+        assert prepare(request, hardware=PROCESSOR).facts.prediction == "v_prediction"
+
+
 def test_the_base_comes_from_the_highest_layer_that_names_one(place: Toy, tmp_path: Path) -> None:
     default = families.family(families.DEFAULT_FAMILY).default_source
     config = tmp_path / "mine.toml"
@@ -119,6 +148,76 @@ def test_a_resumed_run_keeps_its_settings_but_those_typed_now(place: Toy) -> Non
     request = replace(asked(place, train__seed=6), run_settings=before)
     config = prepare(request, hardware=PROCESSOR).config
     assert (config.train.steps, config.train.seed) == (77, 6)
+
+
+# ---- the format of the files
+
+
+@pytest.mark.parametrize(
+    ("base", "settings", "format"),
+    [
+        ("sd15", {}, "kohya"),
+        ("sd15", {"adapter__kind": "lokr"}, "kohya"),
+        ("flux", {}, "diffusers"),
+        ("zimage", {}, "diffusers"),
+        ("zimage", {"adapter__kind": "lokr"}, "comfyui"),
+    ],
+)
+def test_the_format_is_one_that_can_hold_the_adapter(
+    base: str, settings: dict[str, Any], format: str, place: Toy
+) -> None:
+    request = asked(place, base__model=str(base_of(base)), **settings)
+    prepared = prepare(request, hardware=PROCESSOR)
+    assert prepared.config.output.format == format
+    origin = prepared.plan.origins["output.format"]
+    assert (origin.layer, base in origin.reason) == ("planner", True)
+    assert prepared.plan.config == prepared.config
+
+
+def test_a_typed_format_is_kept(place: Toy) -> None:
+    request = asked(place, base__model=str(base_of("zimage")), output__format="comfyui")
+    prepared = prepare(request, hardware=PROCESSOR)
+    assert prepared.config.output.format == "comfyui"
+    assert prepared.plan.origins["output.format"].layer == "command line"
+
+
+@pytest.mark.parametrize(
+    ("base", "settings", "said"),
+    [
+        ("flux", {"output__format": "kohya"}, "output.format=kohya is not possible for flux"),
+        ("sd15", {"output__format": "comfyui"}, "output.format=comfyui is not possible for sd15"),
+        ("sd15", {"output__format": "diffusers", "adapter__kind": "loha"}, "LoHa is not written"),
+        ("flux", {"adapter__kind": "lokr"}, "no file format of flux can hold this adapter"),
+        ("flux", {"adapter__text_encoder": True}, "adapter.text_encoder=true, but the text"),
+        ("flux", {"objective__zero_terminal_snr": True}, "zero_terminal_snr does not apply"),
+        ("flux", {"base__prediction": "epsilon"}, "base.prediction=epsilon, but"),
+        ("sd15", {"base__prediction": "flow"}, "base.prediction=flow, but"),
+        ("sd15", {"objective__zero_terminal_snr": True}, "pure noise says nothing"),
+        ("sd15", {"preset": "flux/10-12"}, "preset flux/10-12 is for flux"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_dataset_is_read(
+    base: str, settings: dict[str, Any], said: str, place: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("the dataset was read")
+
+    monkeypatch.setattr(prepare_module, "scan_with_memo", read)
+    typed = {key: value for key, value in settings.items() if key != "preset"}
+    request = asked(place, base__model=str(base_of(base)), **typed)
+    request = replace(request, preset=settings.get("preset", "auto"))
+    with pytest.raises(RequestError, match=re.escape(said)) as caught:
+        prepare(request, hardware=PROCESSOR)
+    assert exit_code(caught.value) == 2
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("base", ["sd15", "sdxl"])
+def test_text_encoders_are_trained_where_the_family_can(base: str, place: Toy) -> None:
+    request = asked(place, base__model=str(base_of(base)), adapter__text_encoder=True)
+    config = prepare(request, hardware=PROCESSOR).config
+    assert config.adapter.text_encoder
+    assert config.output.format == "kohya"
 
 
 # ---- the data

@@ -10,7 +10,8 @@ import jsonschema
 import pytest
 
 from lora_trainer.config import build_config
-from lora_trainer.families import MODULES
+from lora_trainer.families import DEFAULT_FAMILY, MODULES, known_base
+from lora_trainer.families import family as load_family
 from lora_trainer.hardware import GIB, Hardware, assume_card
 from lora_trainer.plan import Plan, PlanInput, plan
 from lora_trainer.resolve import (
@@ -111,6 +112,18 @@ def test_every_cell_works_or_says_why_not(family: str, tier: str, priority: Prio
     assert build_config({**values, **presets.cells.get(f"{tier}/{priority}", {})})
 
 
+@pytest.mark.parametrize(("family", "tier", "priority"), CELLS)
+def test_a_cell_says_unsupported_only_where_the_weights_alone_exceed_its_cards(
+    family: str, tier: str, priority: Priority
+) -> None:
+    """And the plan of a supported cell is made on the public release, or refused with the arithmetic."""
+    facts = known_base(load_family(family).default_source)
+    assert facts is not None
+    weights_gib = 2 * facts.parts["denoiser"].parameters / GIB
+    if load_presets(family).unsupported(tier, priority):
+        assert weights_gib > SMALLEST_CARD_GIB[tier]
+
+
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("images", [1, 14, 20, 400])
 def test_quality_costs_at_least_balanced_and_that_at_least_speed(tier: str, images: int) -> None:
@@ -124,11 +137,11 @@ def test_quality_costs_at_least_balanced_and_that_at_least_speed(tier: str, imag
     assert products == sorted(set(products)), "a higher priority must do more"
 
 
-@pytest.mark.parametrize(("family", "tier", "priority"), CELLS)
-def test_every_cell_fits_the_smallest_card_of_its_tier(
-    family: str, tier: str, priority: Priority
+@pytest.mark.parametrize(("tier", "priority"), list(itertools.product(TIERS, PRIORITIES)))
+def test_every_cell_of_the_default_family_fits_the_smallest_card_of_its_tier(
+    tier: str, priority: Priority
 ) -> None:
-    made = planned(family, tier, priority)
+    made = planned(DEFAULT_FAMILY, tier, priority)
     assert made.memory.fits
     assert made.config.sampling.every_steps != 0, "sample images must fit too"
 

@@ -12,6 +12,7 @@ from scripts.preset_table import BEGIN, END, with_preset_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PRESETS = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
 
 
 def section(title: str) -> str:
@@ -25,14 +26,14 @@ def command_after(mark: str) -> str:
 
 
 def test_preset_table_is_the_one_the_presets_give() -> None:
-    assert with_preset_tables(README) == README, "run python scripts/preset_table.py"
+    assert with_preset_tables(PRESETS) == PRESETS, "run python scripts/preset_table.py"
 
 
 def test_preset_table_shows_a_changed_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     from scripts import preset_table
 
     monkeypatch.setattr(preset_table, "preset_tables", lambda: "other\n")
-    assert f"{BEGIN}other\n{END}" in with_preset_tables(README)
+    assert f"{BEGIN}other\n{END}" in with_preset_tables(PRESETS)
 
 
 def test_commands_are_one_line_each_and_install_from_the_clone() -> None:

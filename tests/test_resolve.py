@@ -106,7 +106,7 @@ def test_a_named_preset_replaces_the_tier_of_the_machine(preset: str, tier: str,
     assert result.origins["train.batch_size"].layer == f"preset {tier}"
 
 
-@pytest.mark.parametrize("preset", ["6-9", "sd15/6-9", "sdxl/6-8", "quality", "mine"])
+@pytest.mark.parametrize("preset", ["6-9", "sd15/6-9", "sd16/6-8", "quality", "mine"])
 def test_an_unknown_preset_lists_the_names(preset: str) -> None:
     with pytest.raises(RequestError, match=r"sd15/6-8.*Fix"):
         resolved(preset=preset)

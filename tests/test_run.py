@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,15 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
+from lora_trainer import exporting
 from lora_trainer import run as run_module
-from lora_trainer import session
 from lora_trainer.config import setting_keys
 from lora_trainer.errors import MachineError, StoppedBySignal
 from lora_trainer.events import Event, read_jsonl
 from lora_trainer.hardware import Hardware
 from lora_trainer.output.checkpoints import load_newest
 from lora_trainer.output.status import Control, read_status
-from lora_trainer.prepare import Request
+from lora_trainer.prepare import Prepared, Request
 from lora_trainer.run import StopFlag, TrainRequest, train
 from tests.fakes.runs import (
     SETTINGS,
@@ -238,16 +240,92 @@ def test_a_resume_keeps_the_run_s_own_settings(copied: Toy) -> None:
     assert {key: run["settings"][key] for key in SETTINGS} == SETTINGS
 
 
-def test_another_rank_is_refused_and_nothing_is_touched(
-    copied: Toy, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("adapter.rank", 3),
+        ("adapter.alpha", 3),
+        ("adapter.kind", "loha"),
+        ("adapter.targets", "attention"),
+        ("adapter.rank_pattern", {"attn2": 2}),
+        ("adapter.dora", True),
+        ("adapter.rslora", True),
+        ("adapter.init", "pissa"),
+        ("adapter.text_encoder", True),
+        ("optimizer.name", "adamw"),
+        ("optimizer.lora_plus_ratio", 4),
+        ("optimizer.learning_rate_pattern", {"attn2": 0.5}),
+        ("train.init_from", "somewhere.safetensors"),
+    ],
+    ids=str,
+)
+def test_another_adapter_is_refused_and_nothing_is_touched(
+    setting: str, value: Any, place: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = contents(copied.run, without=(".lock",))
+    """What decides shapes, groups and beginnings is not that of the state."""
+    before = contents(place.run, without=(".lock",))
     capsys.readouterr()
-    assert resume(copied, adapter__rank=3) == 2
+    assert resume(place, **{setting.replace(".", "__"): value}) == 2
     error = capsys.readouterr().err
-    assert "adapter.rank" in error
+    assert f"a resume cannot change {setting} " in error
     assert error.count("\n") == 1
-    assert contents(copied.run, without=(".lock",)) == before
+    assert contents(place.run, without=(".lock",)) == before
+
+
+def test_a_run_that_began_with_a_file_goes_on_without_it(copied: Toy) -> None:
+    """Its values are in the state: the file may be gone by then."""
+    file = copied.runs / "began.safetensors"
+    shutil.copy2(copied.run / "toy.safetensors", file)
+    line = copied.arguments("--name", "again", train__init_from=str(file), **QUIET)
+    assert run_cli(line) == 0
+    run = copied.runs / "again"
+    tensors = load_file(run / "again.safetensors")
+    file.unlink()
+    assert run_cli([*line, "--resume"]) == 0
+    (resumed,) = events(run, "resumed")
+    assert (resumed["step"], resumed["exactness"]) == (6, "EXACT")
+    again = load_file(run / "again.safetensors")
+    assert all((again[key] == tensors[key]).all() for key in tensors)
+    assert resume_from(copied, run, train__init_from=str(copied.run / "toy.safetensors")) == 2
+
+
+def resume_from(place: Toy, run: Path, **settings: Any) -> int:
+    more = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in settings.items()]
+    typed = [word for text in more for word in ("--set", text)]
+    return run_cli([str(place.dataset), "--resume-from", str(run), *typed])
+
+
+# ---- distilled bases
+
+
+@pytest.mark.parametrize("helped", [False, True])
+def test_a_distilled_base_is_remarked_unless_an_assistant_helps(
+    helped: bool, copied: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    located = run_module._with_base
+
+    def distilled(prepared: Prepared) -> Prepared:
+        found = located(prepared)
+        return replace(found, facts=replace(found.facts, distilled=True))
+
+    monkeypatch.setattr(run_module, "_with_base", distilled)
+    assistant = str(copied.run / "toy.safetensors") if helped else None
+    settings = {**QUIET, "base__assistant": assistant, "output__save_every_steps": 0}
+    line = copied.arguments("--name", "fast", steps=1, **settings)
+    assert run_cli(line) == 0
+    if helped:
+        assert not remarks(copied)
+        return
+    (remark,) = remarks(copied)
+    assert "base.assistant=FILE" in remark["fix"]
+    assert run_cli([*line, "--resume"]) == 0
+    assert len(remarks(copied)) == 1, "said once"
+
+
+def remarks(place: Toy) -> list[dict[str, Any]]:
+    file = place.runs / "fast" / "problems.jsonl"
+    rows = read_jsonl(file) if file.exists() else []
+    return [row for row in rows if "is distilled" in row["what"]]
 
 
 def test_another_base_under_the_same_name_is_not_the_same(place: Toy, tmp_path: Path) -> None:
@@ -325,7 +403,7 @@ def test_an_export_that_fails_ends_the_run_with_its_records(
     def full(*_: object, **__: object) -> float:
         raise MachineError("the disk is full", fix="free some space")
 
-    monkeypatch.setattr(session, "write_export", full)
+    monkeypatch.setattr(exporting, "write_export", full)
     assert copied.train("--name", "full", **QUIET) == 4
     run = copied.runs / "full"
     (stopped,) = events(run, "stopped")

@@ -86,6 +86,21 @@ def test_every_setting_named_is_one() -> None:
     assert not FREE_SETTINGS & set(FORBIDDEN_SETTINGS)
 
 
+def test_what_decides_shapes_groups_and_beginnings_may_not_change() -> None:
+    adapter = {key for key in setting_keys() if key.startswith("adapter.")}
+    others = {"optimizer.name", "optimizer.learning_rate_pattern", "optimizer.lora_plus_ratio"}
+    others |= {"optimizer.text_encoder_learning_rate", "train.init_from"}
+    assert adapter | others == FORBIDDEN_SETTINGS
+    assert len(adapter) > 10
+
+
+@pytest.mark.parametrize(
+    "key", ["base.model", "base.vae", "base.prediction", "base.assistant", "objective.flow_shift"]
+)
+def test_another_base_or_objective_is_said(key: str) -> None:
+    assert compared({key: "now"}) == ("CHANGED", [f"{key}: before -> now"])
+
+
 def test_the_same_settings_on_the_same_machine_are_exact() -> None:
     assert compared({}) == ("EXACT", [])
 
@@ -102,7 +117,7 @@ def test_what_is_computed_may_change_and_is_said(keys: set[str], moved: bool) ->
     assert sorted(differences) == sorted(f"{key}: before -> now" for key in keys)
 
 
-@pytest.mark.parametrize("key", FORBIDDEN_SETTINGS)
+@pytest.mark.parametrize("key", sorted(FORBIDDEN_SETTINGS))
 def test_what_has_another_shape_may_not_change(key: str) -> None:
     with pytest.raises(RequestError, match=rf"{key} before -> now"):
         compared({key: "now", "train.seed": "now"})

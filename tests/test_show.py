@@ -84,7 +84,7 @@ def test_a_base_or_a_reason_with_brackets_is_shown_as_it_is(prepared: Prepared) 
 
 def test_a_download_is_announced(prepared: Prepared) -> None:
     assert "to download" not in text(plan_text(prepared))
-    facts = replace(prepared.facts, path=None)
+    facts = replace(prepared.facts, layout=None)
     assert "to download" in row(text(plan_text(replace(prepared, facts=facts))), "base")
 
 

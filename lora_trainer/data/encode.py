@@ -110,9 +110,7 @@ def needs(
     sources: dict[str, Source] = {}
     for record in records:
         placement = placements[record.name]
-        jobs = [
-            _latent_job(record, placement, flip, facts, settings) for flip in _flips(settings)
-        ]
+        jobs = [_latent_job(record, placement, flip, facts, settings) for flip in _flips(settings)]
         written = variants(record.caption, settings=settings, seed=seed)
         keys = [(text, texts_as.key(text)) for text in written]
         latents |= {job.key.digest: job for job in jobs}

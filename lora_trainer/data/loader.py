@@ -153,9 +153,7 @@ class Feeder:
         level = self.levels.draw(uniform, size_px=source.size_px)
         return self._assemble(sample, source, latents, noise, level, self._text(source, *here))
 
-    def validation(
-        self, keys: Sequence[tuple[str, Source]], *, quantiles: int
-    ) -> list[StepBatch]:
+    def validation(self, keys: Sequence[tuple[str, Source]], *, quantiles: int) -> list[StepBatch]:
         """Return the held-out samples at each quantile of the timesteps, with fixed noise and captions."""
         batches = []
         for quantile in range(quantiles):

@@ -42,6 +42,14 @@ Header = Mapping[str, TensorInfo]
 
 
 @dataclass(frozen=True, kw_only=True)
+class WeightPlace:
+    """Where a layer's weight lies in a checkpoint: a tensor, or the `rows` (first, end) of a fused one."""
+
+    tensor: str
+    rows: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Where the parts of a base lie on this machine.
 
@@ -210,21 +218,34 @@ class Family(ABC):
         """Return the parts a single-file checkpoint of this family holds; empty: not of this family."""
 
     @abstractmethod
-    def facts(
-        self, layout: Layout, *, source: str, identities: Mapping[str, str]
-    ) -> BaseFacts:
+    def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
         """Read facts from configs and safetensors headers; raises InputError naming a missing part."""
 
     @abstractmethod
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
         """Return the files that make the identity of each of `PARTS`."""
 
+    def public_architectures(self) -> tuple[Mapping[str, Any], ...]:
+        """Return the denoiser's configuration of each public release, the default one first."""
+        facts = self.known(self.default_source)
+        return (facts.architecture,) if facts is not None else ()
+
+    def text_modules(self) -> Mapping[str, Sequence[str]]:
+        """Return by component the layers of text networks that adapter files of any trainer may change."""
+        return {}
+
+    def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
+        """Return by "component.module" where a single-file checkpoint keeps the layers; empty: not known."""
+        return {}
+
     @abstractmethod
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         """Return memory and FLOPs of training on one sample, from the architecture alone."""
 
     @abstractmethod
-    def adapter_shapes(self, facts: BaseFacts, *, targets: Targets) -> Mapping[str, tuple[int, ...]]:
+    def adapter_shapes(
+        self, facts: BaseFacts, *, targets: Targets
+    ) -> Mapping[str, tuple[int, ...]]:
         """Return (fan_in, out) of each denoiser module that gets an adapter, in module order.
 
         `fan_in` counts the kernel; where that has more than one element, its size comes third.

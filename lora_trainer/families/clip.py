@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import CLIPTokenizer
 
 TEXT_MODEL = "text_model."
+MAX_LAYERS = 32
+"""Of the largest one in use, OpenCLIP's bigG."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "mlp.fc1", "mlp.fc2")
 
 
@@ -121,6 +123,12 @@ def load_tokenizers(layout: Layout, parts: Sequence[ClipPart]) -> dict[str, CLIP
         part.component: CLIPTokenizer.from_pretrained(layout.folder, subfolder=part.tokenizer)
         for part in parts
     }
+
+
+def layer_names() -> list[str]:
+    """Return what the adapted layers of any CLIP encoder are called, without `text_model.`."""
+    inner = [name if "." in name else f"self_attn.{name}" for name in TARGETS]
+    return [f"encoder.layers.{number}.{name}" for number in range(MAX_LAYERS) for name in inner]
 
 
 def text_targets(network: nn.Module) -> list[str]:

@@ -29,7 +29,8 @@ TARGET_GROUPS: Mapping[Targets, frozenset[Group]] = {
 class Workload:
     """How one sample is trained; `element_bytes` is the size of the base's dtype.
 
-    `micro_batch` samples go through the network together: some views of one sample are copies of several.
+    `micro_batch` samples go through the network together: some views of one sample are copies of
+    several. `text_tokens` are those of the longest prompt, for families that do not pad; None: the limit.
     """
 
     height_px: int
@@ -39,6 +40,7 @@ class Workload:
     targets: Targets
     checkpointing: bool
     micro_batch: int = 1
+    text_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ class SampleCost:
 class Layer:
     """One module with weights; its adapter has rank x (fan_in + out) parameters.
 
-    `fan_in` counts the kernel: 9 x input channels for a 3x3 convolution.
+    `fan_in` counts the kernel, of `kernel` elements: 9 x input channels for a 3x3 convolution.
     """
 
     name: str
@@ -73,6 +75,12 @@ class Layer:
     fan_in: int
     out: int
     parameters: int
+    kernel: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(fan_in, out), and the size of the kernel where that has more than one element."""
+        return (self.fan_in, self.out, self.kernel) if self.kernel > 1 else (self.fan_in, self.out)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -213,11 +221,10 @@ class Tape:
             backward_flops=2 * flops * layer.out,
         )
         total = self.add(y, self.copy(update))
-        return (
-            total
-            if y.element_bytes == ADAPTER_BYTES
-            else self.copy(total, element_bytes=y.element_bytes)
-        )
+        if y.element_bytes != ADAPTER_BYTES:
+            total = self.copy(total, element_bytes=y.element_bytes)
+        self.hold(x, wide)
+        return total
 
     def _record(
         self,

@@ -126,6 +126,9 @@ class FlowFamily(Family):
 
     # ---- facts
 
+    def public_architectures(self) -> tuple[Mapping[str, Any], ...]:
+        return tuple(release.architecture for release in self.releases)
+
     def known(self, source: str) -> BaseFacts | None:
         release = next((found for found in self.releases if source in found.ids), None)
         if release is None:

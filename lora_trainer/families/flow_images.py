@@ -5,18 +5,35 @@ A family says how latents are normalised, what its pipeline takes, and what its 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lora_trainer.errors import InputError
 from lora_trainer.families.base import Conditioning, ImageEncoder, Latents, Sampler
 
 if TYPE_CHECKING:
     import torch
+    from diffusers import DiffusionPipeline
     from PIL import Image
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from lora_trainer.families.flow import FlowFamily
+
+class Painter(Protocol):
+    """What of a family encoding and sampling need."""
+
+    def normalised(self, vae: nn.Module, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a posterior as the denoiser wants it."""
+
+    def sampler_arguments(
+        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        """Return the pipeline's arguments for texts that are encoded."""
+
+    def decodable(
+        self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
+    ) -> Tensor:
+        """Return what the VAE decodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +41,7 @@ class FlowImageEncoder(ImageEncoder):
     """A VAE whose posterior the family normalises."""
 
     vae: Any
-    family: FlowFamily
+    family: Painter
 
     def encode_images(self, pixels: Tensor) -> list[Latents]:
         import torch
@@ -48,7 +65,7 @@ class FlowSampler(Sampler):
     pipeline: Any
     vae: Any
     device: torch.device
-    family: FlowFamily
+    family: Painter
 
     def image(
         self,

@@ -8,6 +8,7 @@ and `guidance` [B] of dev.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,11 +59,10 @@ ENDINGS: Mapping[Targets, tuple[str, ...]] = {
     "all": (*TRANSFORMER, "norm1.linear", "norm1_context.linear", "norm.linear"),
 }
 BLOCKS = ("transformer_blocks.", "single_transformer_blocks.")
+_FUSED = "its names fuse q, k and v into one layer, which would triple the rank; "
 REFUSED: Mapping[FileFormat, str] = {
-    "kohya": "its names fuse q, k and v into one layer, which would triple the rank; ComfyUI, Forge, "
-    "InvokeAI and diffusers read the diffusers format",
-    "comfyui": "its names fuse q, k and v into one layer, which would triple the rank; ComfyUI reads the "
-    "diffusers format",
+    "kohya": _FUSED + "ComfyUI, Forge, InvokeAI and diffusers read the diffusers format",
+    "comfyui": _FUSED + "ComfyUI reads the diffusers format",
 }
 IN_FILE = frozenset(
     {
@@ -104,37 +104,32 @@ DYNAMIC_SHIFT: Mapping[str, Any] = {
 VAE_PARAMETERS = 83_819_683
 T5_PARAMETERS = 4_762_310_656
 CLIP_PARAMETERS = 123_060_480
-RELEASES = (
-    Release(
-        ids=("black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-Krea-dev"),
-        architecture=DEV,
-        vae=VAE,
-        scheduler=DYNAMIC_SHIFT,
-        parameters={
-            "denoiser": 11_901_408_320,
-            "vae": VAE_PARAMETERS,
-            "text_encoder": CLIP_PARAMETERS + T5_PARAMETERS,
-        },
-        max_tokens=512,
-        download_bytes=33_740_000_000,
-        variant="dev",
-    ),
-    Release(
-        ids=("black-forest-labs/FLUX.1-schnell",),
-        architecture={**DEV, "guidance_embeds": False},
-        vae=VAE,
-        scheduler={**DYNAMIC_SHIFT, "shift": 1.0, "use_dynamic_shifting": False},
-        parameters={
-            "denoiser": 11_891_178_560,
-            "vae": VAE_PARAMETERS,
-            "text_encoder": CLIP_PARAMETERS + T5_PARAMETERS,
-        },
-        max_tokens=256,
-        download_bytes=33_720_000_000,
-        variant="schnell",
-        distilled=True,
-    ),
+DEV_RELEASE = Release(
+    ids=("black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-Krea-dev"),
+    architecture=DEV,
+    vae=VAE,
+    scheduler=DYNAMIC_SHIFT,
+    parameters={
+        "denoiser": 11_901_408_320,
+        "vae": VAE_PARAMETERS,
+        "text_encoder": CLIP_PARAMETERS + T5_PARAMETERS,
+    },
+    max_tokens=512,
+    download_bytes=33_740_000_000,
+    variant="dev",
 )
+SCHNELL_RELEASE = replace(
+    DEV_RELEASE,
+    ids=("black-forest-labs/FLUX.1-schnell",),
+    architecture={**DEV, "guidance_embeds": False},
+    scheduler={**DYNAMIC_SHIFT, "shift": 1.0, "use_dynamic_shifting": False},
+    parameters={**DEV_RELEASE.parameters, "denoiser": 11_891_178_560},
+    max_tokens=256,
+    download_bytes=33_720_000_000,
+    variant="schnell",
+    distilled=True,
+)
+RELEASES = (DEV_RELEASE, SCHNELL_RELEASE)
 
 
 class Flux(FlowFamily):
@@ -183,8 +178,7 @@ class Flux(FlowFamily):
         return self._release(self.architecture(layout)).max_tokens
 
     def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
-        found = self._release(architecture)
-        return found.variant, found.distilled
+        return (found := self._release(architecture)).variant, found.distilled
 
     def _release(self, architecture: Mapping[str, Any]) -> Release:
         return RELEASES[0 if architecture.get("guidance_embeds", False) else 1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from lora_trainer.families.costs import Array, Op, SampleCost, Tape
 
@@ -21,11 +22,11 @@ def cost_of(tape: Tape, *, checkpointing: bool, conditioning_bytes: int) -> Samp
     timeline = _Timeline(tape.ops, checkpointing=checkpointing)
     saved = sum(array.bytes for array in timeline.needed_from)
     forward = sum(op.flops for op in tape.ops)
-    recomputed = [op for op in tape.ops if checkpointing and op.segment is not None]
+    recomputed = [op for segment in timeline.segments for op in timeline.recomputed(segment)]
     return SampleCost(
         saved_bytes=saved,
         adapter_saved_bytes=sum(array.bytes for array in timeline.needed_from if array.of_adapter),
-        temporary_bytes=max(0, max(timeline.forward_peak(), timeline.backward_peak()) - saved),
+        temporary_bytes=max(0, max(timeline.peaks()) - saved),
         forward_bytes=timeline.inference_peak(),
         conditioning_bytes=conditioning_bytes,
         forward_flops=forward,
@@ -44,6 +45,8 @@ def _backward_kernels(op: Op) -> int:
 class _Segment:
     first: int
     last: int
+    stop: int
+    """The last operation that keeps something: torch recomputes no further. -1: it recomputes nothing."""
     inside: frozenset[Array]
     """Storages made inside: they vanish after forward and are made again for backward."""
 
@@ -81,6 +84,14 @@ class _Timeline:
                     needed[array] = min(needed.get(array, segment.first), segment.first)
         return needed
 
+    def recomputed(self, segment: _Segment) -> list[Op]:
+        """Return the operations of a segment that run again before its backward."""
+        return self.ops[segment.first : segment.stop + 1]
+
+    def peaks(self) -> tuple[int, ...]:
+        """Return the highest sum of a step while forward runs, while backward runs, while recomputing."""
+        return self.forward_peak(), self.backward_peak(), self.recompute_peak()
+
     def forward_peak(self) -> int:
         """A pass that leaves the needed storages behind."""
         until = {**self.alive_until, **dict.fromkeys(self.needed_from, self.end)}
@@ -117,16 +128,51 @@ class _Timeline:
                 if array not in self.needed_from:
                     yield array.bytes, freed_at, segment.last
 
+    def recompute_peak(self) -> int:
+        """A segment runs forward again while everything before it is saved and gradients wait after it."""
+        waiting = self._sums(
+            [
+                *(
+                    (array.bytes, freed_at, self.end)
+                    for array, freed_at in self.needed_from.items()
+                ),
+                *(
+                    (array.bytes, made, self.read_last_at.get(array, self.end) - 1)
+                    for array, made in self.made_at.items()
+                    if array.requires_grad
+                ),
+            ]
+        )
+        return max(
+            (
+                waiting[segment.last] + self._peak(self._recompute_intervals(segment))
+                for segment in self.segments
+            ),
+            default=0,
+        )
+
+    def _recompute_intervals(self, segment: _Segment) -> Iterator[Interval]:
+        until: dict[Array, int] = {}
+        for index, op in enumerate(self.recomputed(segment), start=segment.first):
+            until.setdefault(op.output, index)
+            for array in (*op.inputs, *op.holds):
+                until[array] = max(until.get(array, index), index)
+        for op in self.recomputed(segment):
+            until.update(dict.fromkeys(op.keeps, segment.stop))
+        for array, last in until.items():
+            if array not in self.needed_from and self.made_at[array] >= segment.first:
+                yield array.bytes, self.made_at[array], last
+
     def _peak(self, intervals: Iterable[Interval]) -> int:
+        return max(self._sums(intervals))
+
+    def _sums(self, intervals: Iterable[Interval]) -> list[int]:
+        """Return the bytes alive during each operation."""
         change = [0] * (len(self.ops) + 1)
         for size, first, last in intervals:
             change[first] += size
             change[last + 1] -= size
-        highest = now = 0
-        for step in change:
-            now += step
-            highest = max(highest, now)
-        return highest
+        return list(accumulate(change))
 
 
 def _segments(ops: list[Op]) -> Iterator[_Segment]:
@@ -135,5 +181,9 @@ def _segments(ops: list[Op]) -> Iterator[_Segment]:
         if op.segment is not None:
             members.setdefault(op.segment, []).append(index)
     for indices in members.values():
-        inside = {ops[index].output for index in indices}
-        yield _Segment(first=indices[0], last=indices[-1], inside=frozenset(inside))
+        yield _Segment(
+            first=indices[0],
+            last=indices[-1],
+            stop=max((index for index in indices if ops[index].keeps), default=-1),
+            inside=frozenset(ops[index].output for index in indices),
+        )

@@ -242,7 +242,7 @@ class QwenImage(FlowFamily):
         config: Any = denoiser.config
         last = f"transformer_blocks.{config.num_layers - 1}."
         unused = {last + ending for ending in UNUSED_IN_LAST_BLOCK}
-        return [name for name in super().lora_targets(denoiser, targets) if name]
+        return [name for name in super().lora_targets(denoiser, targets) if name not in unused]
 
     def file_module(self, format: FileFormat, component: str, module: str) -> str:
         if format == "kohya":

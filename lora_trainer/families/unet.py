@@ -9,7 +9,7 @@ override of these reaches training, samples and plain pipelines alike.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,6 +27,7 @@ from lora_trainer.families.base import (
     PartFacts,
     Sampler,
     TextEncoder,
+    WeightPlace,
 )
 from lora_trainer.families.costs import SampleCost, Targets, Workload
 from lora_trainer.families.folder import (
@@ -44,6 +45,7 @@ from lora_trainer.families.noise_levels import (
     stated_prediction,
 )
 from lora_trainer.families.single_file import UNetTraits, config_traits, header_traits
+from lora_trainer.families.unet_checkpoint import weight_places
 from lora_trainer.families.unet_costs import adapter_layers, sample_cost
 from lora_trainer.families.unet_images import UNetSampler, VaeEncoder, in_float32, load_vae
 from lora_trainer.families.unet_parts import (
@@ -171,6 +173,12 @@ class UNetFamily(Family):
             ),
         }
 
+    def text_modules(self) -> Mapping[str, Sequence[str]]:
+        return {part.component: clip.layer_names() for part in self.texts}
+
+    def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
+        return weight_places(header, self.texts)
+
     # ---- costs
 
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
@@ -180,10 +188,10 @@ class UNetFamily(Family):
 
     def adapter_shapes(
         self, facts: BaseFacts, *, targets: Targets
-    ) -> Mapping[str, tuple[int, int]]:
+    ) -> Mapping[str, tuple[int, ...]]:
         found = adapter_layers(facts.architecture, targets=targets)
         return {
-            layer.name: (layer.fan_in, layer.out)
+            layer.name: layer.shape
             for layer in sorted(found, key=lambda layer: module_order(layer.name))
         }
 

@@ -233,8 +233,14 @@ class _Walk:
     ) -> _Map:
         """A convolution; `to` is the shape it writes where a stride makes that smaller."""
         shape, fan_in = to or x.shape, x.channels * kernel * kernel
-        count = (fan_in + 1) * out
-        layer = Layer(name=name, group=group, fan_in=fan_in, out=out, parameters=count)
+        layer = Layer(
+            name=name,
+            group=group,
+            fan_in=fan_in,
+            out=out,
+            parameters=(fan_in + 1) * out,
+            kernel=kernel * kernel,
+        )
         return _Map(self.tape.conv(x.array, layer, positions=shape.area), out, shape)
 
     def _group_norm(self, name: str, x: _Map) -> _Map:

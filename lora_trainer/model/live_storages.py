@@ -29,8 +29,9 @@ class LiveStorages(TorchDispatchMode):
     """
 
     def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self._ignored = {storage_key(tensor) for tensor in ignored}
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation
+        # Held, so that no other storage takes over the key of one that died.
+        self._ignored = {storage_key(tensor): tensor.untyped_storage() for tensor in ignored}
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._marked: set[int] = set()
         self._answers = MetaAnswers()

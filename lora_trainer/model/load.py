@@ -107,9 +107,7 @@ def _identity(files: tuple[Path, ...], memo: HashMemo) -> str:
     return hashlib.sha256(joined.encode()).hexdigest()
 
 
-def _find(
-    settings: BaseSettings, *, fetch: bool = False
-) -> tuple[Layout | None, Family | None]:
+def _find(settings: BaseSettings, *, fetch: bool = False) -> tuple[Layout | None, Family | None]:
     """Return the layout (None: not on this machine) and the family where a header tells it."""
     source = settings.model
     path = Path(source).expanduser()
@@ -124,9 +122,7 @@ def _find(
     return Layout(folder=folder, files={"vae": _find_vae(settings, family, fetch=fetch)}), family
 
 
-def _find_file(
-    settings: BaseSettings, file: Path, *, fetch: bool
-) -> tuple[Layout | None, Family]:
+def _find_file(settings: BaseSettings, file: Path, *, fetch: bool) -> tuple[Layout | None, Family]:
     family, parts = _recognised(file)
     files: dict[Part, Path] = dict.fromkeys(parts, file)
     if settings.vae is not None:
@@ -231,8 +227,6 @@ def _from_hub(settings: BaseSettings) -> bool:
     """Say whether anything of this base may come from the Hub."""
     named = [settings.model, settings.vae, settings.companion]
     return any(
-        name is not None
-        and name != EMBEDDED
-        and not Path(name).expanduser().exists()
+        name is not None and name != EMBEDDED and not Path(name).expanduser().exists()
         for name in named
     )

@@ -113,18 +113,18 @@ def _attention_on_cuda(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Flash attention for 16 bits without a mask, else the memory-efficient kernel."""
+    result: Tensor
     if attn_mask is None and query.element_size() == 2:
-        result: Tensor = _ATEN._scaled_dot_product_flash_attention(
+        result, *_ = _ATEN._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
+        )
         return result
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    bias = _bias(attn_mask, query, key)
-    result = _ATEN._scaled_dot_product_efficient_attention(
-        query, key, value, bias, True, dropout_p, is_causal, scale=scale
-    )[0]
+    result, *_ = _ATEN._scaled_dot_product_efficient_attention(
+        query, key, value, _bias(attn_mask, query, key), True, dropout_p, is_causal, scale=scale
+    )
     return result
 
 
@@ -166,7 +166,9 @@ def _rms_norm(
 ) -> Tensor:
     if weight is not None and weight.dtype != input.dtype:  # CUDA, too, runs these unfused
         return torch.rms_norm(input, normalized_shape, weight, eps)
-    result: Tensor = _FrozenRmsNorm.apply(input, len(normalized_shape))
+    result: Tensor = _FrozenRmsNorm.apply(  # type: ignore[no-untyped-call]  # torch has no annotation
+        input, len(normalized_shape)
+    )
     return result
 
 
@@ -175,11 +177,10 @@ class _FrozenRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, input: Tensor, dimensions: int) -> Tensor:
-        scale = input.new_empty(input.shape[:-dimensions], dtype=torch.float32).zero_()
+        scale = input.new_empty(input.shape[:-dimensions], dtype=torch.float32)
         context.save_for_backward(input, scale)
         return torch.zeros_like(input)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        context.saved_tensors
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return torch.zeros_like(gradient), None

@@ -82,11 +82,10 @@ def trace_step(
     with FusedKernels(kernels_of), live, _adapter_inputs_marked(network, live):
         prediction = forward()
         edge = torch.autograd.graph.get_gradient_edge(prediction)
-        like = {"dtype": prediction.dtype, "device": prediction.device}
-        shape = prediction.shape
+        shape, dtype, device = prediction.shape, prediction.dtype, prediction.device
         del prediction  # whether the graph still holds it is up to the network
         saved, adapter, forward_flops = live.now_bytes, live.marked_bytes, live.flops
-        torch.autograd.backward([edge], [torch.zeros(shape, **like)])
+        torch.autograd.backward([edge], [torch.zeros(shape, dtype=dtype, device=device)])
     return StepTrace(
         saved_bytes=saved,
         adapter_saved_bytes=adapter,
@@ -146,7 +145,10 @@ class TracedNetwork:
     """Batch 1, on `meta`, in the dtypes of training."""
 
     def sample_cost(self, workload: Workload, *, kernels_of: KernelsOf = "cuda") -> SampleCost:
-        """Trace one micro-batch of this size; rank, targets and dtype are the network's."""
+        """Trace one micro-batch of this size; rank, targets and dtype are the network's.
+
+        `conditioning_bytes` are left out: they are the text encoder's, not the network's.
+        """
         count = workload.micro_batch
         noisy, timesteps, conditioning = self._inputs(workload)
         tensors = [noisy, timesteps, *conditioning.values()]

@@ -31,9 +31,12 @@ class _Tensors(Protocol):
     def get_tensor(self, name: str) -> Tensor: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenAdapter:
-    """An adapter file that is open for reading; iterate over it for (key, tensors) of every module."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OpenAdapter(Mapping[str, ModuleTensors]):
+    """An adapter file that is open for reading: modules by "component.module", each read when looked up.
+
+    Keys are sorted; `items()` holds one module at a time.
+    """
 
     name: str
     metadata: Mapping[str, str]
@@ -44,17 +47,13 @@ class OpenAdapter:
     def __len__(self) -> int:
         return len(self._parts)
 
-    def __iter__(self) -> Iterator[tuple[str, ModuleTensors]]:
-        return ((key, self.read(key)) for key in self._parts)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._parts
+    def __contains__(self, key: object) -> bool:
+        return key in self._parts  # the base class would read the module
 
-    def keys(self) -> tuple[str, ...]:
-        """Return "component.module" of every module in the file, sorted."""
-        return tuple(self._parts)
-
-    def read(self, key: str) -> ModuleTensors:
+    def __getitem__(self, key: str) -> ModuleTensors:
         """Return one module's tensors, in the file's dtype on the CPU; raises InputError for misshapen ones."""
         spelling, part = self._parts[key]
         tensors = {
@@ -66,7 +65,7 @@ class OpenAdapter:
             return _module(part.kind, tensors, alpha=alpha, strengths=self._strengths, key=key)
         except (ValueError, RuntimeError, IndexError) as error:
             raise InputError(
-                f"{self.name} cannot be used: {spelling!r} {error}",
+                f"{self.name} cannot be used: {spelling!r} {str(error).splitlines()[0]}",
                 fix="give an adapter made for this base model, whole",
             ) from None
 

@@ -19,7 +19,7 @@ from lora_trainer.errors import InputError
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 100_000
-_ELEMENT_BYTES = {
+ELEMENT_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
     **dict.fromkeys(("I32", "U32", "F32"), 4),
@@ -159,7 +159,7 @@ def _checked_entry(key: str, value: Any, path: Path) -> Entry:
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
         wrong = not all(type(number) is int and number >= 0 for number in (*shape, begin, end))
-        if wrong or end - begin != math.prod(shape) * _ELEMENT_BYTES[dtype]:
+        if wrong or end - begin != math.prod(shape) * ELEMENT_BYTES[dtype]:
             refuse(path, f"describes tensor {key!r} wrongly")
     except (KeyError, TypeError, ValueError):
         refuse(path, f"describes tensor {key!r} wrongly")

@@ -7,15 +7,12 @@ is published. The same input gives the same bytes.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from lora_trainer.config import Precision
@@ -33,14 +30,18 @@ from lora_trainer.output.adapter_tensors import (
 )
 from lora_trainer.output.fidelity import matches
 from lora_trainer.output.metadata import ExportInfo, SubsetSummary, metadata
+from lora_trainer.output.stream_file import BodyHashes, header_bytes, ordered
+from lora_trainer.output.tensor_slots import slot, tensor_bytes
 
 __all__ = [
     "AdapterTensors",
     "ExportInfo",
     "ModuleTensors",
     "SubsetSummary",
+    "common_alpha",
     "contents_of",
     "export_bytes",
+    "file_tensors",
     "final_export_name",
     "metadata",
     "prune_exports",
@@ -51,7 +52,6 @@ __all__ = [
     "write_export",
 ]
 
-_LEGACY_HASH_START, _LEGACY_HASH_END = 0x100000, 0x110000
 _STRONG: frozenset[Role] = frozenset({"up", "w1", "w1_a"})
 """The factor that takes what of the strength the file does not state: each kind has one of these."""
 _FLAT: frozenset[Role] = frozenset({"w1_b", "w2_b"})
@@ -86,14 +86,10 @@ def export_bytes(
     if DIFFUSERS_METADATA in metadata:
         raise ValueError(f"{DIFFUSERS_METADATA} would be a second strength beside the tensors'")
     named: list[tuple[str, Tensor]] = []
-    alpha = _common_alpha(tensors)
+    alpha = common_alpha(tensors.values())
     for key, module in tensors.items():
-        name = family.file_module(format, *split_key(key))
-        named += (
-            (f"{name}{ending}", tensor)
-            for ending, tensor in _file_tensors(
-                module, key=key, format=format, precision=precision, lora_alpha=alpha
-            )
+        named += file_tensors(
+            module, key=key, family=family, format=format, precision=precision, lora_alpha=alpha
         )
     folded = any(
         _alpha(module, format=format, lora_alpha=alpha) is None for module in tensors.values()
@@ -197,23 +193,26 @@ def prune_exports(folder: Path, *, name: str, keep_last: int) -> list[Path]:
     return removed
 
 
-def _common_alpha(tensors: AdapterTensors) -> float:
+def common_alpha(modules: Iterable[ModuleTensors]) -> float:
     """Return the most frequent alpha of LoRA modules."""
-    alphas = Counter(
-        module.scale * module.rank for module in tensors.values() if module.kind == "lora"
-    )
+    alphas = Counter(module.scale * module.rank for module in modules if module.kind == "lora")
     return alphas.most_common(1)[0][0] if alphas else 1.0
 
 
-def _file_tensors(
+def file_tensors(
     module: ModuleTensors,
     *,
     key: str,
+    family: Family,
     format: FileFormat,
     precision: Precision,
     lora_alpha: float,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (end of the key, tensor) of one module."""
+    """Yield (name in the file, tensor) of one module, rounded, on the CPU; see `export_bytes`.
+
+    `lora_alpha` is `common_alpha` of all modules of the file.
+    """
+    name = family.file_module(format, *split_key(key))
     alpha = _alpha(module, format=format, lora_alpha=lora_alpha)
     factor = _folded(module, alpha)
     endings = file_endings(format, module.kind, component=split_key(key)[0])
@@ -226,11 +225,12 @@ def _file_tensors(
         if role in _FLAT:
             tensor = tensor.flatten(1)
         if role == "magnitude":
-            yield ending, _magnitude(tensor, module, key=key, format=format, precision=precision)
+            found = _magnitude(tensor, module, key=key, format=format, precision=precision)
         else:
-            yield ending, _rounded(tensor, key=key, precision=precision)
+            found = _rounded(tensor, key=key, precision=precision)
+        yield f"{name}{ending}", found
     if alpha is not None:
-        yield ALPHA, torch.tensor(alpha, dtype=torch.float32)
+        yield f"{name}{ALPHA}", torch.tensor(alpha, dtype=torch.float32)
 
 
 def _alpha(module: ModuleTensors, *, format: FileFormat, lora_alpha: float) -> float | None:
@@ -291,27 +291,12 @@ def _rounded(tensor: Tensor, *, key: str, precision: Precision) -> Tensor:
 
 
 def _sealed(named: list[tuple[str, Tensor]], entries: Mapping[str, str]) -> bytes:
-    """Serialise with the hashes readers look for; safetensors itself orders metadata by chance."""
-    if len(dict(named)) < len(named):
+    """Serialise with the hashes readers look for."""
+    tensors = dict(named)
+    if len(tensors) < len(named):
         raise ValueError("two modules share one name in the file")
-    plain = save(dict(named))
-    start = 8 + int.from_bytes(plain[:8], "little")
-    layout, body = json.loads(plain[8:start]), plain[start:]
-    digest = sha256_bytes(body)
-    # kohya's legacy hash: 64 KiB at 1 MiB of the file as it would be with the ss_ entries alone.
-    training = {key: value for key, value in entries.items() if key.startswith("ss_")}
-    as_kohya = _header(layout, training) + body[:_LEGACY_HASH_END]
-    hashes = {
-        "modelspec.hash_sha256": f"0x{digest}",
-        "sshs_model_hash": digest,
-        "sshs_legacy_hash": sha256_bytes(as_kohya[_LEGACY_HASH_START:_LEGACY_HASH_END])[:8],
-    }
-    return _header(layout, {**entries, **hashes}) + body
-
-
-def _header(layout: Mapping[str, Any], entries: Mapping[str, str]) -> bytes:
-    """Return the length prefix and the JSON header, padded so that tensors stay aligned."""
-    ordered = {"__metadata__": dict(sorted(entries.items())), **layout}
-    text = json.dumps(ordered, ensure_ascii=False).encode()
-    padded = text + b" " * (-len(text) % 8)
-    return len(padded).to_bytes(8, "little") + padded
+    slots = ordered(slot(name, tensor) for name, tensor in named)
+    body = b"".join(tensor_bytes(tensors[each.name]) for each in slots)
+    hashes = BodyHashes()
+    hashes.update(body)
+    return header_bytes(slots, {**entries, **hashes.entries(slots, entries)}) + body

@@ -73,7 +73,7 @@ def matches(
 def _read(adapter: OpenAdapter, key: str, live: ModuleTensors) -> ModuleTensors:
     if key not in adapter:
         raise _not_the_adapter(f"{key} is missing")
-    read = adapter.read(key)
+    read = adapter[key]
     if read.kind != live.kind or _shapes(read) != _shapes(live):
         raise _not_the_adapter(f"{key} has other tensors or shapes")
     return read

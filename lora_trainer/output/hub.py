@@ -137,7 +137,7 @@ def push(release: Release, *, api: HubApi | None = None) -> str:
                 commit_message=f"Upload {release.file.name}",
             )
     except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else 0
+        status = error.response.status_code
         raise MachineError(
             f"{release.file.name} was not uploaded to {release.repository} (the Hub answers {status})",
             fix=LOGIN if status in (401, 403) else retry(release),

@@ -16,7 +16,7 @@ MAX_TAGS = 1000
 """Tags listed per file, the most frequent first; ComfyUI ignores headers above 8 MiB."""
 MAX_TAG_CHARACTERS = 300
 _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
-_ALGORITHMS = {"lora": "lora", "loha": "loha", "lokr": "lokr", "oft": "diag-oft"}
+ALGORITHMS = {"lora": "lora", "loha": "loha", "lokr": "lokr", "oft": "diag-oft"}
 """LyCORIS's names of our kinds of adapter."""
 _FALSE_IN_KOHYA = (
     *("bucket_no_upscale", "color_aug", "random_crop", "lowram", "full_fp16", "fp8_base"),
@@ -55,7 +55,7 @@ def _network_arguments(info: ExportInfo) -> dict[str, str]:
     settings, found = info.settings, dict[str, str]()
     kind, dora, rslora = (settings[f"adapter.{name}"] for name in ("kind", "dora", "rslora"))
     if kind != "lora" or dora or rslora:
-        found["algo"] = _ALGORITHMS[kind]
+        found["algo"] = ALGORITHMS[kind]
     if dora:
         found |= {"dora_wd": "True", "wd_on_output": "True"}
     if rslora:

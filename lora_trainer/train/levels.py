@@ -81,7 +81,9 @@ class FlowLevels:
 
     def draw(self, uniform: float, *, size_px: Size) -> Level:
         time = self.density(uniform)
-        return self._level(self.lowest + (self.highest - self.lowest) * self._shifted(time, size_px))
+        return self._level(
+            self.lowest + (self.highest - self.lowest) * self._shifted(time, size_px)
+        )
 
     def at(self, fraction: float, *, size_px: Size) -> Level:
         return self._level(fraction)
@@ -101,9 +103,7 @@ def table_levels(signal: Sequence[float], settings: ObjectiveSettings) -> TableL
     return TableLevels(signal=signal, first=min(settings.min_timestep, last), last=last)
 
 
-def flow_levels(
-    settings: ObjectiveSettings, *, base_shift: Callable[[Size], float]
-) -> FlowLevels:
+def flow_levels(settings: ObjectiveSettings, *, base_shift: Callable[[Size], float]) -> FlowLevels:
     """Return the levels of a flow-matching base; `base_shift` is what its own sampler uses at a size."""
     fixed = settings.flow_shift
     return FlowLevels(

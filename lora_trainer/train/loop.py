@@ -55,9 +55,7 @@ class Model:
             batch.timesteps,
             self.embed(batch.conditioning),
         )
-        return sample_losses(
-            predicted, target(batch.latents, batch.noise, *level, self.prediction)
-        )
+        return sample_losses(predicted, target(batch.latents, batch.noise, *level, self.prediction))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -453,7 +453,9 @@ def test_a_cache_deleted_in_use_is_made_again(tmp_path: Path) -> None:
 
 def test_pruning_removes_the_oldest_but_nothing_in_use(tmp_path: Path) -> None:
     cache, _ = make_cache(tmp_path, limit_bytes=2500)
-    keys = [text_key(text=str(i), encoder_identity="e", max_tokens=77, content="fp32") for i in range(5)]
+    keys = [
+        text_key(text=str(i), encoder_identity="e", max_tokens=77, content="fp32") for i in range(5)
+    ]
     now = time.time()
     for age, key in enumerate(keys):
         cache.write(key, ARRAYS)

@@ -209,10 +209,7 @@ def test_half_of_the_samples_are_mirrored_when_entries_are_there() -> None:
 
 def test_without_a_mirrored_entry_the_plain_one_is_used() -> None:
     feeder = build_feeder([SQUARE], batch_size=20, data=EVERYTHING)
-    plain_only = {
-        name: replace(source, mirrored=None)
-        for name, source in feeder.sources.items()
-    }
+    plain_only = {name: replace(source, mirrored=None) for name, source in feeder.sources.items()}
     other = Feeder(**{**vars(feeder), "sources": plain_only, "_orders": {}})
     assert {nearest(sample, feeder) for sample in other.prepare(0).samples} == {"plain"}
 

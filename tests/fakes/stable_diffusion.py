@@ -37,9 +37,9 @@ class UNetCosts:
 
     def adapter_shapes(
         self, facts: BaseFacts, *, targets: Targets
-    ) -> Mapping[str, tuple[int, int]]:
+    ) -> Mapping[str, tuple[int, ...]]:
         found = adapter_layers(facts.architecture, targets=targets)
-        return {layer.name: (layer.fan_in, layer.out) for layer in found}
+        return {layer.name: layer.shape for layer in found}
 
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         return sample_cost(

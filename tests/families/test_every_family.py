@@ -110,9 +110,7 @@ class Bench:
         level = torch.full((count,), alpha), torch.full((count,), sigma)
         noisy = add_noise(self.latents, self.noise, *level)
         predicted = self.family.predict(self.denoiser, noisy, timestep, self.conditioning)
-        return sample_losses(
-            predicted, target(self.latents, self.noise, *level, facts.prediction)
-        )
+        return sample_losses(predicted, target(self.latents, self.noise, *level, facts.prediction))
 
 
 def bench(name: str, *, prompts: Sequence[str] = ("one toy", "two words more")) -> Bench:

@@ -159,13 +159,13 @@ def test_a_tensor_that_is_missing_is_never_made_up(tmp_path: Path, file: str, te
     del state[tensor]
     save_file(state, folder / file, metadata={"format": "pt"})
     facts = FAMILY.facts(Layout(folder=folder), source="cut", identities={})
-    load = {
+    load: Mapping[str, Callable[[], object]] = {
         "transformer": lambda: FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU),
         "vae": lambda: FAMILY.load_image_encoder(facts, device=CPU),
         "text_encoder_2": lambda: FAMILY.load_text_encoder(facts, dtype=torch.float32, device=CPU),
-    }[file.split("/")[0]]
+    }
     with pytest.raises(InputError, match=f"lacks 1 tensors, first {tensor}"):
-        load()
+        load[file.split("/")[0]]()
 
 
 # ---- files of one part or all

@@ -348,6 +348,7 @@ def test_a_checkpoint_of_one_file_is_the_network_it_was_made_from(
     loaded = FAMILY.load_denoiser(found, dtype=torch.float32, device=CPU)
     expected = denoiser.state_dict()
     assert loaded.state_dict().keys() == expected.keys()
+    assert loaded.training is denoiser.training is False
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
 

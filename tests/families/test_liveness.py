@@ -93,3 +93,42 @@ def test_a_pass_without_gradients_frees_what_was_read_and_is_not_held() -> None:
     held.hold(x)
     assert cost(free, checkpointing=False).forward_bytes == 2 * ROW
     assert cost(held, checkpointing=False).forward_bytes == 3 * ROW
+
+
+def test_recomputing_needs_what_passes_by_inside_a_segment() -> None:
+    """Something wide that needs no gradient is added to t: no more than t, b and it live in forward.
+
+    Saved: the layer's input, the middle, t, the segment's other input and its output, which is used up
+    when the segment runs again. Then the output's gradient waits beside the wide rows and b.
+    """
+    tape = adapted()
+    t = tape.linear(tape.array(10), LAYER)
+    with tape.segment():
+        b = tape.add(t, tape.copy(tape.array(10), elements=100))
+        output = tape.activation(b)
+    tape.activation(output)
+    found = cost(tape, checkpointing=True)
+    assert found.saved_bytes == 4 * ROW + MIDDLE
+    assert found.saved_bytes + found.temporary_bytes == (3 + 1 + 10 + 1) * ROW + MIDDLE
+
+
+def test_recomputing_stops_at_the_last_thing_kept() -> None:
+    """The layer after the activation keeps nothing, so torch does not run it a second time."""
+    flops = 2 * 10 * 10
+    tape = adapted()
+    t = tape.linear(tape.array(10), LAYER)
+    plain = Layer(name="proj", group="other", fan_in=10, out=10, parameters=100)
+    with tape.segment():
+        tape.linear(tape.activation(tape.linear(t, plain)), plain)
+    kept, recomputed = (cost(tape, checkpointing=on) for on in (False, True))
+    assert recomputed.step_flops == kept.step_flops + flops
+    assert recomputed.kernels == kept.kernels + 2
+
+
+def test_a_segment_that_keeps_nothing_is_not_run_again() -> None:
+    tape = adapted()
+    with tape.segment():
+        x = tape.activation(tape.array(10))
+    tape.linear(x, LAYER)
+    kept, recomputed = (cost(tape, checkpointing=on) for on in (False, True))
+    assert recomputed == kept

@@ -25,6 +25,7 @@ from lora_trainer.families.unet_costs import (
     parameters,
     sample_cost,
 )
+from lora_trainer.model.trace import add_adapters, trace_step
 from tests.fakes.live_bytes import LiveBytes
 from tests.fakes.stable_diffusion import MINI_UNET, SD15_UNET
 
@@ -244,6 +245,31 @@ def test_memory_is_what_autograd_really_keeps(
     assert cost.saved_bytes == pytest.approx(real.saved_bytes, rel=0.01)
     assert cost.saved_bytes + cost.temporary_bytes == pytest.approx(real.peak_bytes, rel=0.1)
     assert cost.forward_bytes == pytest.approx(real.forward_bytes, rel=0.1)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_true_size_costs_what_a_trace_without_memory_says() -> None:
+    """Traced on meta with the kernels of a GPU: see lora_trainer/model/trace.py."""
+    workload = replace(WORKLOAD, targets="transformer", checkpointing=True)
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**SD15_UNET).requires_grad_(False).train()
+        inputs = (
+            torch.empty(1, 4, 64, 64, dtype=torch.bfloat16),
+            torch.empty(1, dtype=torch.int64),
+            torch.empty(1, 77, SD15_UNET["cross_attention_dim"], dtype=torch.bfloat16),
+        )
+    for parameter in unet.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    names = [layer.name for layer in adapter_layers(SD15_UNET, targets="transformer")]
+    add_adapters(unet, names, rank=workload.rank)
+    unet.enable_gradient_checkpointing()
+    step = trace_step(unet, lambda: unet(*inputs).sample, inputs=inputs)
+    cost = sample_cost(SD15_UNET, workload, vae_factor=8, text_tokens=77)
+    assert cost.saved_bytes == pytest.approx(step.saved_bytes, rel=0.001)
+    assert cost.adapter_saved_bytes == pytest.approx(step.adapter_saved_bytes, rel=0.001)
+    assert cost.saved_bytes + cost.temporary_bytes == pytest.approx(step.peak_bytes, rel=0.03)
+    assert cost.forward_flops == pytest.approx(step.forward_flops, rel=0.001)
+    assert cost.step_flops == pytest.approx(step.step_flops, rel=0.03)
 
 
 def test_nothing_is_kept_without_an_adapter() -> None:

@@ -146,7 +146,8 @@ def test_a_file_of_nothing_known_says_what_it_holds(tmp_path: Path) -> None:
         (1 << 62).to_bytes(8, "little") + b"{}",
         (2).to_bytes(8, "little") + b"[]",
         (40).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[2],"data_of',
-        (60).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}     ',
+        (60).to_bytes(8, "little")
+        + b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}     ',
         (3000).to_bytes(8, "little") + b"[" * 3000,
     ],
     ids=["empty", "short", "noise", "huge", "list", "cut", "truncated", "deep"],

@@ -160,12 +160,12 @@ def test_dora_in_each_format() -> None:
     ]
     assert (kohya.shape, kohya.dtype) == ((5, 1, 1, 1), torch.float32)
     assert torch.equal(kohya.flatten(), magnitude)
-    named = load(exported(tensors, format="diffusers", precision="bf16"))
+    data = exported(tensors, format="diffusers", precision="bf16")
+    named = load(data)
     peft = named["unet.mid_block.resnets.0.conv1.lora_magnitude_vector"]
     assert (peft.shape, peft.dtype) == ((1, 5, 1, 1), torch.float16)
-    assert next(iter(named)).endswith("lora_A.weight"), (
-        "diffusers judges a file by its first tensor"
-    )
+    first = list(header_of(data))[1]
+    assert first.endswith("lora_A.weight"), "diffusers judges a file by its first tensor"
     assert "diffusion_model.mid_block.resnets.0.conv1.dora_scale" in load(
         exported(tensors, format="comfyui")
     )
@@ -197,6 +197,45 @@ def test_lycoris_names_and_matrices() -> None:
     assert float(oft["lora_unet_mid_block_resnets_0_conv1.alpha"]) == 0.0, (
         "a limit, and none is set"
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", ["kohya", "comfyui"])
+def test_readers_of_raw_keys_compute_the_update(kind: AdapterKind, format: FileFormat) -> None:
+    """Their formulas (LyCORIS's, which ComfyUI and Forge follow), on the file's tensors alone."""
+    tensors = of_kind(kind)
+    named = load(exported(tensors, format=format))
+    for key, (out, *inputs) in ((LINEAR, (10, 12)), (CONV, (4, 6, 3, 3))):
+        weight = torch.randn(out, *inputs, generator=torch.Generator().manual_seed(5))
+        stem = ANY.file_module(format, "denoiser", key.partition(".")[2])
+        at = {n.removeprefix(f"{stem}."): t for n, t in named.items() if n.startswith(f"{stem}.")}
+        torch.testing.assert_close(
+            as_lycoris(at, weight), update(tensors[key], weight), rtol=1e-5, atol=1e-6
+        )
+
+
+def as_lycoris(at: Mapping[str, torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+    alpha = at["alpha"].item() if "alpha" in at else None
+    if "hada_w1_a" in at:
+        change = (at["hada_w1_a"] @ at["hada_w1_b"]) * (at["hada_w2_a"] @ at["hada_w2_b"])
+        rank = at["hada_w1_b"].shape[0]
+    elif "lokr_w1" in at:
+        change = torch.kron(at["lokr_w1"], at["lokr_w2_a"] @ at["lokr_w2_b"])
+        rank = at["lokr_w2_b"].shape[0]
+    elif "oft_blocks" in at:
+        assert alpha == 0, "a limit on the rotation"
+        blocks = at["oft_blocks"]
+        skew, unit = blocks - blocks.transpose(1, 2), torch.eye(blocks.shape[1])
+        turn = (unit + skew) @ (unit - skew).inverse() - unit
+        grouped = weight.view(blocks.shape[0], blocks.shape[1], *weight.shape[1:])
+        return torch.einsum("knm,kn...->km...", turn, grouped).reshape(weight.shape)
+    else:
+        up, down = (
+            at[a] if a in at else at[b]
+            for a, b in (("lora_up.weight", "lora_B.weight"), ("lora_down.weight", "lora_A.weight"))
+        )
+        change, rank = up.flatten(1) @ down.flatten(1), down.shape[0]
+    return change.reshape(weight.shape) * (1.0 if alpha is None else alpha / rank)
 
 
 @pytest.mark.parametrize("format", FORMATS)

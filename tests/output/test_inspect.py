@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from lora_trainer.errors import InputError
+from lora_trainer.output.adapter_norms import block_of
 from lora_trainer.output.inspect import Inspection, Problem, inspect_file
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
@@ -86,9 +87,11 @@ def test_a_kohya_file(file: Path) -> None:
     assert inspect_file(file).to_json() == {
         "family": "sd15",
         "format": "kohya",
+        "kinds": ["lora"],
         "rank": 4,
         "alpha": 2.0,
         "modules": 2,
+        "norms": {"down_blocks.0": pytest.approx(136.4698, rel=1e-6)},
         "metadata": {
             "ss_base_model_version": "sd_v1",
             "ss_network_dim": "4",
@@ -200,7 +203,156 @@ def test_alphas_of_every_dtype(file: Path, dtype: str, data: bytes, expected: fl
     assert inspect_file(file).to_json()["alpha"] == expected
 
 
+def lycoris(module: str, kind: str) -> Arrays:
+    """Return a LoHa, LoKr or OFT of a [6, 8] weight in LyCORIS's names, drawn at random."""
+    shapes = {
+        "loha": {f"hada_w{n}_{s}": (6, 2) if s == "a" else (2, 8) for n in (1, 2) for s in "ab"},
+        "lokr": {"lokr_w1": (2, 4), "lokr_w2_a": (3, 2), "lokr_w2_b": (2, 2)},
+        "whole": {"lokr_w1": (2, 4), "lokr_w2": (3, 2)},
+        "oft": {"oft_blocks": (2, 3, 3)},
+    }[kind]
+    draw = np.random.default_rng(0)
+    tensors = {
+        f"{module}.{name}": draw.normal(size=shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    return {**tensors, f"{module}.alpha": np.array(0.0 if kind == "oft" else 1.0, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown", "rank"),
+    [("loha", "loha", 2), ("lokr", "lokr", 2), ("whole", "lokr", None), ("oft", "oft", 3)],
+)
+def test_lycoris_kinds(file: Path, kind: str, shown: str, rank: int | None) -> None:
+    found = inspect_file(saved(file, lycoris(kohya(f"{BLOCK}.attn1.to_q"), kind)))
+    assert (found.kinds, found.modules, found.problems) == ((shown,), 1, ())
+    assert (found.rank.to_json() if found.rank else None) == rank
+
+
+def test_kinds_may_be_mixed(file: Path) -> None:
+    one, other = lycoris("lora_unet_a", "loha"), linear("lora_unet_b")
+    assert inspect_file(saved(file, one, other)).kinds == ("loha", "lora")
+
+
+def test_the_strength_of_our_own_dotted_files_is_no_riddle(file: Path) -> None:
+    bare = linear("unet.a", alpha=None, names="peft")
+    assert kinds(inspect_file(saved(file, bare))) == ["missing-alpha"]
+    saved(file, bare, metadata={"lora_train.strength": "multiplied in"})
+    assert kinds(inspect_file(file)) == []
+
+
+def test_an_alpha_that_is_no_strength_contradicts_nothing(file: Path) -> None:
+    stated = {"ss_network_alpha": "8", "ss_network_dim": "3"}
+    oft = lycoris("lora_unet_a", "oft")
+    assert kinds(inspect_file(saved(file, oft, metadata=stated))) == []
+    stated = {"ss_network_alpha": "8", "ss_network_args": json.dumps({"rs_lora": "True"})}
+    assert kinds(inspect_file(saved(file, linear("lora_unet_a"), metadata=stated))) == []
+
+
+# ---- norms
+
+
+def plain_update(tensors: Arrays, module: str) -> np.ndarray[Any, Any]:
+    """Return the update at strength 1 by its definition."""
+    at = {name.removeprefix(f"{module}."): np.asarray(a, np.float64) for name, a in tensors.items()}
+    if "lora_down.weight" in at:
+        found = at["lora_up.weight"] @ at["lora_down.weight"].reshape(
+            len(at["lora_down.weight"]), -1
+        )
+    elif "hada_w1_a" in at:
+        found = (at["hada_w1_a"] @ at["hada_w1_b"]) * (at["hada_w2_a"] @ at["hada_w2_b"])
+    else:
+        right = at["lokr_w2"] if "lokr_w2" in at else at["lokr_w2_a"] @ at["lokr_w2_b"]
+        found = np.kron(at["lokr_w1"], right)
+    return np.asarray(found)
+
+
+@pytest.mark.parametrize(("kind", "scale"), [("loha", 0.5), ("lokr", 0.5), ("whole", 1.0)])
+def test_norms_of_lycoris_kinds(file: Path, kind: str, scale: float) -> None:
+    tensors = lycoris(kohya("mid_block.a"), kind)
+    expected = scale * np.linalg.norm(plain_update(tensors, kohya("mid_block.a")))
+    assert inspect_file(saved(file, tensors)).norms == {"mid_block": pytest.approx(expected)}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rank=st.integers(1, 9),
+    sides=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from([np.float16, np.float32, np.float64]),
+)
+def test_norms_are_those_of_the_matrices(
+    rank: int,
+    sides: tuple[int, int],
+    seed: int,
+    dtype: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    draw = np.random.default_rng(seed)
+    tensors = {
+        "unet.a.lora_down.weight": draw.normal(size=(rank, sides[0], 3, 3)).astype(dtype),
+        "unet.a.lora_up.weight": draw.normal(size=(sides[1], rank)).astype(dtype),
+        "unet.a.alpha": np.array(2.0, np.float32),
+    }
+    path = saved(tmp_path_factory.getbasetemp() / "norms.safetensors", tensors)
+    expected = 2 / rank * np.linalg.norm(plain_update(tensors, "unet.a"))
+    assert inspect_file(path).norms == {"other": pytest.approx(expected, rel=1e-6)}
+
+
+def test_norms_add_up_by_block_in_their_order(file: Path) -> None:
+    names = ("up_blocks.10.a", "up_blocks.2.a", "up_blocks.2.b", "mid_block.a")
+    saved(file, *(linear(f"unet.{name}", alpha=None, names="peft") for name in names))
+    norms = inspect_file(file).norms
+    assert list(norms) == ["mid_block", "up_blocks.2", "up_blocks.10"]
+    one = 4 * np.sqrt(48)  # four equal products of ones in each of 6 x 8 elements
+    assert norms["up_blocks.2"] == pytest.approx(one * np.sqrt(2))
+
+
+def test_the_strength_that_diffusers_states_counts(file: Path) -> None:
+    stated = {"lora_adapter_metadata": json.dumps({"unet.lora_alpha": 2})}
+    bare = linear("unet.a", alpha=None, names="peft")
+    assert inspect_file(saved(file, bare, metadata=stated)).norms["other"] == pytest.approx(
+        2 * np.sqrt(48)
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "block"),
+    [
+        ("lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q", "input_blocks.4"),
+        ("lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q", "mid_block"),
+        ("transformer.single_transformer_blocks.12.attn.to_q", "single_transformer_blocks.12"),
+        ("transformer.transformer_blocks.3.attn.to_q", "transformer_blocks.3"),
+        ("lora_transformer_transformer_blocks_3_attn_to_q", "transformer_blocks.3"),
+        ("lora_unet_double_blocks_7_img_attn_qkv", "double_blocks.7"),
+        ("diffusion_model.layers.29.attention.to_q", "layers.29"),
+        ("base_model.model.layers.0.q", "layers.0"),
+        ("lora_te_text_model_encoder_layers_0_mlp_fc1", "text_encoder.layers.0"),
+        ("lora_te2_text_model_encoder_layers_31_mlp_fc1", "text_encoder_2.layers.31"),
+        ("text_encoder_2.text_model.encoder.layers.1.mlp.fc1", "text_encoder_2.layers.1"),
+        ("unet.conv_in", "other"),
+    ],
+)
+def test_blocks_of_modules(module: str, block: str) -> None:
+    assert block_of(module) == block
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
+def test_values_without_a_norm_have_none(file: Path, value: float) -> None:
+    tensors = {**linear("lora_unet_a"), "lora_unet_a.lora_up.weight": np.full((6, 4), value)}
+    found = inspect_file(saved(file, tensors))
+    assert found.norms == {}
+    json.dumps(found.to_json(), allow_nan=False)
+
+
 # ---- what is wrong
+
+
+def test_lycoris_factors_without_their_partners(file: Path) -> None:
+    tensors = dict(lycoris("lora_unet_a", "loha"))
+    del tensors["lora_unet_a.hada_w2_b"]
+    found = inspect_file(saved(file, tensors, linear("lora_unet_b")))
+    assert (found.modules, kinds(found)) == (1, ["factors-missing"])
 
 
 def test_missing_alphas(file: Path) -> None:

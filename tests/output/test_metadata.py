@@ -179,3 +179,120 @@ def test_names_that_are_not_utf8_do_not_break_the_file() -> None:
     data = exported(metadata(export_info(subsets=(odd,))))
     assert len(load(data)) == 9
     assert "café 😀" in header_of(data)["__metadata__"]["ss_tag_frequency"]
+
+
+# ---- what kind of adapter it is, in kohya's and LyCORIS's words
+
+
+@pytest.mark.parametrize(
+    ("changes", "module", "arguments"),
+    [
+        ({}, "networks.lora", {}),
+        ({"adapter.kind": "loha"}, "lycoris.kohya", {"algo": "loha"}),
+        ({"adapter.kind": "lokr"}, "lycoris.kohya", {"algo": "lokr", "factor": "-1"}),
+        ({"adapter.kind": "oft"}, "lycoris.kohya", {"algo": "diag-oft"}),
+        (
+            {"adapter.dora": True},
+            "lycoris.kohya",
+            {"algo": "lora", "dora_wd": "True", "wd_on_output": "True"},
+        ),
+        ({"adapter.rslora": True}, "lycoris.kohya", {"algo": "lora", "rs_lora": "True"}),
+        (
+            {"adapter.targets": "all", "adapter.conv_rank": 2, "adapter.conv_alpha": 0.5},
+            "networks.lora",
+            {"conv_dim": "2", "conv_alpha": "0.5"},
+        ),
+        (
+            {"adapter.rank_pattern": {"attn1": 8, "ff": 2}, "optimizer.lora_plus_ratio": 16.0},
+            "networks.lora",
+            {"network_reg_dims": "attn1=8,ff=2", "loraplus_lr_ratio": "16"},
+        ),
+    ],
+)
+def test_network_module_and_arguments(
+    changes: Mapping[str, Any], module: str, arguments: Mapping[str, str]
+) -> None:
+    found = metadata(export_info(settings={**export_info().settings, **changes}))
+    assert found["ss_network_module"] == module
+    assert json.loads(found["ss_network_args"]) == arguments
+
+
+def test_transformers_have_no_convolutions() -> None:
+    settings = {**export_info().settings, "adapter.targets": "all"}
+    found = metadata(export_info(settings=settings, prediction="flow"))
+    assert json.loads(found["ss_network_args"]) == {}
+
+
+def test_how_flow_matching_drew_its_timesteps() -> None:
+    settings = {
+        **export_info().settings,
+        "objective.timestep_sampling": "logit_normal",
+        "objective.logit_mean": 0.5,
+        "objective.flow_shift": 3.0,
+        "objective.guidance_scale": 1.0,
+    }
+    found = metadata(export_info(settings=settings, prediction="flow"))
+    expected = {
+        "ss_timestep_sampling": "logit_normal",
+        "ss_weighting_scheme": "logit_normal",
+        "ss_logit_mean": "0.5",
+        "ss_logit_std": "1.0",
+        "ss_discrete_flow_shift": "3.0",
+        "ss_guidance_scale": "1.0",
+        "ss_model_prediction_type": "raw",
+        "modelspec.prediction_type": "flow",
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert "ss_zero_terminal_snr" not in found
+    plain = metadata(export_info(zero_terminal_snr=True))
+    assert plain["ss_zero_terminal_snr"] == "True"
+    assert not [key for key in plain if "timestep_sampling" in key or "flow_shift" in key]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "None"),
+        ({"adapter.text_encoder": True}, "5e-05"),
+        (
+            {"adapter.text_encoder": True, "optimizer.text_encoder_learning_rate": 3e-6},
+            "3e-06",
+        ),
+    ],
+)
+def test_learning_rate_of_text_encoders(changes: Mapping[str, Any], expected: str) -> None:
+    found = metadata(export_info(settings={**export_info().settings, **changes}))
+    assert found["ss_text_encoder_lr"] == expected
+    assert found["ss_unet_lr"] == "0.0001"
+
+
+def test_what_people_say_about_their_adapter() -> None:
+    found = metadata(export_info(author="A. Person", license="mit", merged_from=("one", "two")))
+    assert found["modelspec.author"] == "A. Person"
+    assert found["modelspec.license"] == "mit"
+    assert found["modelspec.merged_from"] == "one, two"
+    assert "zibbo" in found["modelspec.usage_hint"]
+    bare = metadata(export_info(trigger=None, description=""))
+    empty = ("author", "license", "merged_from", "usage_hint", "trigger_phrase", "description")
+    assert not {f"modelspec.{name}" for name in empty} & bare.keys()
+
+
+@pytest.mark.parametrize(
+    ("written", "stored"),
+    [
+        ("owner/model", "owner/model"),
+        ("owner/model.safetensors", "model.safetensors"),
+        ("models/jane/old.safetensors", "old.safetensors"),
+        ("models\\jane\\old.safetensors", "old.safetensors"),
+        ("./jane/base", "base"),
+        ("/home/jane/base/", "base"),
+    ],
+)
+@pytest.mark.parametrize(
+    "key", ["base.model", "base.vae", "base.companion", "base.assistant", "train.init_from"]
+)
+def test_models_are_named_without_their_folders(key: str, written: str, stored: str) -> None:
+    found = metadata(export_info(settings={**export_info().settings, key: written}))
+    assert json.loads(found["lora_train.settings"])[key] == stored
+    if key == "base.vae":
+        assert found["ss_vae_name"] == stored

@@ -98,7 +98,9 @@ def test_the_resolution_shift_is_asked_of_the_base_for_each_size() -> None:
 
 
 def test_the_range_of_timesteps_holds_for_flows_too() -> None:
-    found = [1000 * sigma for sigma in sigmas(flow(min_timestep=200, max_timestep=299, flow_shift=3.0))]
+    found = [
+        1000 * sigma for sigma in sigmas(flow(min_timestep=200, max_timestep=299, flow_shift=3.0))
+    ]
     assert 200 <= min(found) < 201 and 299 < max(found) <= 300
 
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config import OptimizerSettings
+from lora_trainer.config import ObjectiveSettings, OptimizerSettings
 from lora_trainer.data.loader import StepBatch, micro_batches
 from lora_trainer.errors import StoppedBySignal, TrainingStopped, exit_code
 from lora_trainer.output.checkpoints import load_newest
 from lora_trainer.train.actions import SaveAction, load_scaler
 from lora_trainer.train.guards import GuardState
+from lora_trainer.train.levels import flow_levels
 from lora_trainer.train.loop import Model, _gradients, run
 from lora_trainer.train.progress import Progress
 from tests.fakes.training import (
@@ -104,6 +105,50 @@ def test_the_logged_loss_is_the_weighted_mean_over_the_batch() -> None:
     assert min(sample.weight for sample in samples) < 0.9, "else the weights are not tested"
 
 
+# ---- what the model is asked
+
+
+def test_a_flow_model_sees_the_straight_path_and_learns_its_velocity() -> None:
+    """noisy = (1 - sigma) x + sigma noise, told 1000 sigma, wanted noise - x, no loss weight."""
+    settings = ObjectiveSettings(min_snr_gamma=None)
+    levels = flow_levels(settings, base_shift=lambda size: 1.0)
+    feeder = build_feeder([SQUARE], levels=levels, objective=settings, prediction="flow")
+    tiny = build_training(feeder, steps=1)
+    samples = feeder.prepare(0).samples
+    asked: list[tuple[Tensor, Tensor]] = []
+
+    def predict(denoiser: nn.Module, noisy: Tensor, times: Tensor, *_: Any) -> Tensor:
+        asked.append((noisy, times))
+        return torch.zeros_like(noisy)
+
+    losses = replace(tiny.training.model, predict=predict).losses(samples)
+    ((noisy, times),) = asked
+    assert times.dtype == torch.float32
+    assert len({float(time) for time in times}) == len(samples), "drawn, not fixed"
+    for index, sample in enumerate(samples):
+        sigma = float(times[index]) / 1000
+        path = (1 - sigma) * sample.latents + sigma * sample.noise
+        torch.testing.assert_close(noisy[index], path, rtol=1e-5, atol=1e-6)
+        velocity = (sample.noise - sample.latents).square().mean()
+        assert float(losses[index]) == pytest.approx(float(velocity), rel=1e-5)
+    assert {sample.weight for sample in samples} == {1.0}
+
+
+def test_what_is_cached_of_a_prompt_goes_through_embed() -> None:
+    """Text encoders trained along run in every step, with gradients through what they give."""
+    tiny = build_training(build_feeder(), steps=1)
+    model, samples = tiny.training.model, tiny.training.feeder.prepare(0).samples[:1]
+    scale = torch.ones((), requires_grad=True)
+
+    def embed(conditioning: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {**conditioning, "text": conditioning["text"] * scale}
+
+    loss = replace(model, embed=embed).losses(samples).sum()
+    assert float(loss.detach()) == pytest.approx(float(model.losses(samples).sum().detach()), rel=1e-6)
+    loss.backward()
+    assert scale.grad is not None and float(scale.grad) != 0
+
+
 # ---- what a step reports and does
 
 
@@ -125,7 +170,7 @@ def test_gradients_are_clipped_to_the_norm() -> None:
         tiny = build_training(build_feeder(), steps=1, max_grad_norm=max_grad_norm)
         awaken(tiny.adapter)
         before = values(tiny)
-        descent = torch.optim.SGD(tiny.adapter.parameters(), lr=1.0)
+        descent = torch.optim.SGD([{"params": tiny.adapter.parameters(), "lr_scale": 1.0}], lr=1.0)
         training = replace(tiny.training, optimizer=descent, learning_rate=lambda step: 1.0)
         run(training, at_start(micro_batch=4))
         squares = [float((a - b).square().sum()) for a, b in zip(values(tiny), before, strict=True)]
@@ -150,7 +195,7 @@ def test_loss_falls_on_one_picture() -> None:
 def probe(tiny: TinyTraining) -> float:
     """Return the mean loss over eight timesteps with noise that never changes."""
     feeder = tiny.training.feeder
-    batches = feeder.validation(list(feeder.sources.items())[:1], range(50, 1000, 125))
+    batches = feeder.validation(list(feeder.sources.items())[:1], quantiles=8)
     with torch.no_grad():
         return sum(float(tiny.training.model.losses(batch.samples)) for batch in batches) / 8
 

@@ -1,0 +1,104 @@
+"""Where single-file checkpoints of the U-Net families keep the weights of layers, from the header alone.
+
+Input is a header in the layout of ComfyUI and A1111, or with diffusers' names; output "component.module"
+in diffusers' names -> tensor. How many resnets a level has, and which levels attend to text, is read off
+the file itself, so no configuration is needed. Torch-free.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from lora_trainer.families.base import DENOISER, Header, WeightPlace
+from lora_trainer.families.clip import TEXT_MODEL, ClipPart
+from lora_trainer.families.single_file import unet_names
+from lora_trainer.families.unet_names import diffusers_module
+
+WEIGHT = ".weight"
+_DOWN = re.compile(r"input_blocks\.(\d+)\.(?:(0)\.in_layers\.0|(1)\.norm|(0)\.op)\.weight")
+_OPEN_CLIP = {
+    "attn.out_proj": "self_attn.out_proj",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+}
+_OPEN_CLIP_LAYER = re.compile(r"transformer\.resblocks\.(\d+)\.(.+)")
+_FUSED = "attn.in_proj"
+
+
+def weight_places(header: Header, texts: Iterable[ClipPart]) -> dict[str, WeightPlace]:
+    """Return the place of every matrix and kernel of the U-Net and the text encoders in a checkpoint."""
+    found = dict(_unet_places(header))
+    for text in texts:
+        found |= dict(_text_places(header, text))
+    return found
+
+
+def _unet_places(header: Header) -> Iterator[tuple[str, WeightPlace]]:
+    names = unet_names(header)
+    architecture = None if "conv_in.weight" in names else _architecture(names)
+    for name, full in names.items():
+        module = name.removesuffix(WEIGHT)
+        if module == name or len(header[full].shape) < 2:
+            continue
+        try:
+            ours = (
+                module
+                if architecture is None
+                else diffusers_module(module, architecture=architecture)
+            )
+        except KeyError:
+            continue  # no module of this network
+        yield f"{DENOISER}.{ours}", WeightPlace(tensor=full)
+
+
+def _architecture(names: Iterable[str]) -> Mapping[str, Any]:
+    """Return what decides about the numbers of blocks, as diffusers' configuration has it."""
+    resnets, attended = [0], [False]
+    blocks = sorted(
+        (int(match[1]), match.lastindex or 0) for name in names if (match := _DOWN.fullmatch(name))
+    )
+    for _, kind in blocks:
+        match kind:
+            case 2:
+                resnets[-1] += 1
+            case 3:
+                attended[-1] = True
+            case 4:
+                resnets.append(0)
+                attended.append(False)
+    down = ["CrossAttnDownBlock2D" if attends else "DownBlock2D" for attends in attended]
+    up = ["CrossAttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(attended)]
+    return {
+        "block_out_channels": [1] * len(resnets),  # only their number counts for names
+        "layers_per_block": resnets,
+        "down_block_types": down,
+        "up_block_types": up,
+    }
+
+
+def _text_places(header: Header, text: ClipPart) -> Iterator[tuple[str, WeightPlace]]:
+    open_clip = text.checkpoint.endswith(".model.")
+    for full, info in header.items():
+        name = full.removeprefix(text.checkpoint)
+        if name == full or len(info.shape) != 2:
+            continue
+        if not open_clip:
+            if name.endswith(WEIGHT) and ".layers." in name:
+                module = name.removeprefix(TEXT_MODEL).removesuffix(WEIGHT)
+                yield f"{text.component}.{module}", WeightPlace(tensor=full)
+        elif layer := _OPEN_CLIP_LAYER.fullmatch(name):
+            for module, rows in _open_clip_modules(layer[2], height=info.shape[0]):
+                key = f"{text.component}.encoder.layers.{layer[1]}.{module}"
+                yield key, WeightPlace(tensor=full, rows=rows)
+
+
+def _open_clip_modules(name: str, *, height: int) -> Iterator[tuple[str, tuple[int, int] | None]]:
+    """OpenCLIP keeps query, key and value of a layer in one matrix, in this order."""
+    if name.startswith(_FUSED):
+        width = height // 3
+        for number, projection in enumerate("qkv"):
+            yield f"self_attn.{projection}_proj", (number * width, (number + 1) * width)
+    elif module := _OPEN_CLIP.get(name.removesuffix(WEIGHT)):
+        yield module, None

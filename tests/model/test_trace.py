@@ -1,0 +1,321 @@
+"""The tracer against the real thing: what autograd's own hooks see kept on the CPU, byte for byte."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from lora_trainer import families
+from lora_trainer.config import AdapterSettings
+from lora_trainer.families.base import Conditioning
+from lora_trainer.families.costs import SampleCost, Workload
+from lora_trainer.families.flow import FlowFamily
+from lora_trainer.model.adapters import inject
+from lora_trainer.model.live_storages import LiveStorages, storage_key
+from lora_trainer.model.meta_kernels import FusedKernels, MetaAnswers
+from lora_trainer.model.trace import StepTrace, trace_forward, trace_step, traced_network
+from tests.fakes.family_bases import CPU, facts_of
+
+TEXT_TOKENS, RANK = 7, 4
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+
+
+def flow_family(name: str) -> FlowFamily:
+    family = families.family(name)
+    assert isinstance(family, FlowFamily)
+    return family
+
+
+FLOW = [name for name in families.MODULES if isinstance(families.family(name), FlowFamily)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors on several threads are slower, many times so beside another training."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def workload(name: str, **changes: Any) -> Workload:
+    facts = facts_of(name)
+    given: dict[str, Any] = {
+        "height_px": 4 * facts.bucket_step_px,
+        "width_px": 6 * facts.bucket_step_px,
+        "element_bytes": 4,
+        "rank": RANK,
+        "targets": "transformer",
+        "checkpointing": False,
+    }
+    return Workload(**given | changes)
+
+
+def prompt_of(name: str) -> dict[str, tuple[int, ...]]:
+    facts, family = facts_of(name), flow_family(name)
+    return dict(family.prompt_shapes(facts.architecture, text_tokens=TEXT_TOKENS))
+
+
+@cache
+def traced(name: str, given: Workload) -> SampleCost:
+    network = traced_network(flow_family(name), facts_of(name), given, prompt=prompt_of(name))
+    return network.sample_cost(given, kernels_of="cpu")
+
+
+class Real:
+    """The tiny base in memory with a real adapter, and one micro-batch of random inputs."""
+
+    def __init__(self, name: str, given: Workload) -> None:
+        self.handed: list[Tensor] | None = None
+        family, facts, dtype = flow_family(name), facts_of(name), DTYPES[given.element_bytes]
+        network: Any = family.load_denoiser(facts, dtype=dtype, device=CPU).train()
+        inject(
+            {"denoiser": network},
+            modules={"denoiser": family.lora_targets(network, given.targets)},
+            settings=AdapterSettings(rank=given.rank, targets=given.targets),
+            alpha=given.rank,
+            seed=0,
+        )
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        if given.checkpointing:
+            network.enable_gradient_checkpointing(self._recompute)
+        count, factor = given.micro_batch, facts.vae_factor
+        size = (given.height_px // factor, given.width_px // factor)
+        self.noisy = torch.randn(count, facts.latent_channels, *size).to(dtype)
+        self.timesteps = torch.full((count,), 500.0)
+        told = family.guidance_conditioning(facts, guidance_scale=1.0)
+        self.conditioning: Conditioning = {
+            **{name: _text(name, shape, count, dtype) for name, shape in prompt_of(name).items()},
+            **{name: value.repeat(count).to(dtype) for name, value in told.items()},
+        }
+        self.network: nn.Module = network
+        self.family = family
+        self.inputs = [self.noisy, self.timesteps, *self.conditioning.values()]
+
+    def __call__(self) -> Tensor:
+        return self.family.predict(self.network, self.noisy, self.timesteps, self.conditioning)
+
+    def _recompute(self, module: nn.Module, *args: Any) -> Any:
+        """What diffusers does by default. A checkpoint holds tensors inside tuples unseen by hooks."""
+        if self.handed is not None:
+            self.handed += [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        return checkpoint(module.__call__, *args, use_reentrant=False)
+
+    def kept(self) -> dict[int, torch.UntypedStorage]:
+        """Run forward and return the storages that hooks or checkpoints were given and that are held."""
+        self.handed = []
+        packed: weakref.WeakSet[Packed] = weakref.WeakSet()
+
+        def pack(tensor: Tensor) -> Packed:
+            packed.add(found := Packed(tensor.detach()))
+            return found
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda found: found.tensor):
+            prediction = self()
+        tensors, self.handed = [*(found.tensor for found in packed), *self.handed], None
+        del prediction  # what a branch keeps that leads to no output was freed before
+        return {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
+
+
+@dataclass(eq=False)
+class Packed:
+    """What autograd holds in place of a tensor."""
+
+    tensor: Tensor
+
+
+def _text(name: str, shape: tuple[int, ...], count: int, dtype: torch.dtype) -> Tensor:
+    if name.endswith("mask"):
+        return torch.ones(count, *shape[1:], dtype=torch.int64)
+    return torch.randn(count, *shape[1:]).to(dtype)
+
+
+@pytest.mark.parametrize("targets", ["attention", "all"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", FLOW)
+def test_saved_bytes_are_those_that_autograd_is_given(
+    name: str, checkpointing: bool, targets: str
+) -> None:
+    count = 2 if checkpointing else 1
+    given = workload(name, checkpointing=checkpointing, micro_batch=count, targets=targets)
+    real = Real(name, given)
+    before, now = real.kept(), real.kept()
+    # What two passes share is no activation: parameters, inputs, tables of positions.
+    saved = sum(storage.nbytes() for key, storage in now.items() if key not in before)
+    assert traced(name, given).saved_bytes * count == saved > 0
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", FLOW)
+def test_peaks_and_work_are_those_of_a_run_in_memory(name: str, checkpointing: bool) -> None:
+    given = workload(name, checkpointing=checkpointing, micro_batch=2)
+    real, cost = Real(name, given), traced(name, given)
+    with torch.no_grad():
+        real()
+    forward_bytes = trace_forward(real.network, real, inputs=real.inputs)
+    step = trace_step(real.network, real, inputs=real.inputs)
+    assert 2 * cost.forward_bytes == pytest.approx(forward_bytes, rel=0.05)  # tables are made here
+    assert 2 * (cost.saved_bytes + cost.temporary_bytes) == step.peak_bytes
+    assert 2 * cost.adapter_saved_bytes == step.adapter_saved_bytes
+    assert (2 * cost.forward_flops, 2 * cost.step_flops) == (step.forward_flops, step.step_flops)
+    assert cost.kernels == pytest.approx(step.kernels, rel=0.02)
+
+
+@pytest.mark.parametrize("name", FLOW)
+def test_a_16_bit_base_keeps_fp32_copies_for_its_adapter(name: str) -> None:
+    """CPU and meta differ in the dtype of a layer norm's statistics, which are small."""
+    given = workload(name, element_bytes=2)
+    real, cost = Real(name, given), traced(name, given)
+    with torch.no_grad():
+        real()
+    step = trace_step(real.network, real, inputs=real.inputs)
+    assert cost.saved_bytes == pytest.approx(step.saved_bytes, rel=0.01)
+    assert cost.adapter_saved_bytes == step.adapter_saved_bytes
+    assert cost.adapter_saved_bytes > 3 * traced(name, workload(name)).adapter_saved_bytes
+
+
+@pytest.mark.parametrize("name", FLOW)
+def test_flops_are_torchs_own_count(name: str) -> None:
+    given = workload(name)
+    real = Real(name, given)
+    with FlopCounterMode(display=False) as counter:
+        real().float().mean().backward()
+    assert traced(name, given).step_flops == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_attention_on_cuda_keeps_no_scores(masked: bool, element_bytes: int) -> None:
+    tokens, channels, heads = 512, 32, 2
+    shape = (1, heads, tokens, channels)
+    kept = tuple(torch.empty(shape, dtype=DTYPES[element_bytes], device="meta") for _ in range(3))
+    query, key, value = (tensor.requires_grad_() for tensor in kept)
+    mask = torch.ones(1, 1, 1, tokens, dtype=torch.bool, device="meta") if masked else None
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    step = trace_step(nn.Module(), forward, inputs=kept)
+    output = heads * tokens * channels * element_bytes
+    log_sums = 4 * heads * tokens
+    assert output <= step.saved_bytes <= output + log_sums + 4 * tokens + 64
+    assert step.forward_flops == 4 * heads * tokens * tokens * channels
+
+
+def test_rms_norm_on_cuda_is_one_kernel_that_keeps_its_input() -> None:
+    x = torch.empty(6, 10, dtype=torch.bfloat16, device="meta")
+    weight = torch.ones(10, dtype=torch.bfloat16, device="meta")
+    source = torch.empty(6, 10, dtype=torch.bfloat16, device="meta").requires_grad_()
+    step = trace_step(
+        nn.Module(), lambda: F.rms_norm(source * x, (10,), weight), inputs=[x, weight, source]
+    )
+    assert step.saved_bytes == 6 * 10 * 2 + 6 * 4
+    assert step.kernels == 2 + 1 + 2  # product and norm, the gradient they start from, and theirs
+
+
+def test_real_tensors_pass_through_the_modes() -> None:
+    q = torch.randn(1, 2, 5, 8)
+    plain = F.scaled_dot_product_attention(q, q, q)
+    with FusedKernels("cuda"), LiveStorages():
+        assert torch.equal(F.scaled_dot_product_attention(q, q, q), plain)
+        assert torch.equal(F.rms_norm(q, (8,)), F.rms_norm(q.clone(), (8,)))
+        assert torch.arange(3).tolist() == torch.arange(3).tolist() == [0, 1, 2]
+
+
+class Seen(MetaAnswers):
+    """Notes which kernels were really asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Any] = []
+
+    def __call__(self, function: Any, args: Any, kwargs: Any) -> Any:
+        def asking(*args: Any, **kwargs: Any) -> Any:
+            self.asked.append(function)
+            return function(*args, **kwargs)
+
+        return super().__call__(_Named(function, asking), args, kwargs)
+
+
+class _Named:
+    """A function that counts and is told apart by what it counts."""
+
+    def __init__(self, function: Any, call: Callable[..., Any]) -> None:
+        self.function, self.call = function, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Named) and self.function is other.function
+
+
+def test_a_repeated_call_is_answered_from_memory_and_another_is_not() -> None:
+    answers, add = Seen(), torch.ops.aten.add.Tensor
+    whole = torch.empty(4, 6, dtype=torch.int64, device="meta")
+    first = answers(add, (whole, 1), {})
+    again = answers(add, (whole, 1), {})
+    assert len(answers.asked) == 1
+    assert (again.shape, again.stride(), again.dtype) == (first.shape, first.stride(), first.dtype)
+    assert storage_key(again) != storage_key(first)
+    assert answers(add, (whole, 1.0), {}).dtype == torch.float32
+    assert answers(add, (whole.t(), 1), {}).stride() == (1, 6)
+    assert answers(add, (whole.int(), 1), {}).dtype == torch.int32
+    assert answers(add, (whole[:2], 1), {}).shape == (2, 6)
+    assert answers(add, (torch.ones(2), 1), {}).tolist() == [2.0, 2.0]
+    assert answers(add, (torch.zeros(2), 1), {}).tolist() == [1.0, 1.0]
+    assert len(answers.asked) == 7
+
+
+def test_live_storages_count_what_is_made_inside_once_and_while_it_lives() -> None:
+    before, left, right = torch.zeros(10), torch.zeros(2, 3), torch.zeros(3, 5)
+    with LiveStorages([torch.zeros(1)]) as live:
+        doubled = before + before
+        assert live.now_bytes == 40
+        half = doubled[:5].view(5, 1)
+        before.add_(1)
+        assert (live.now_bytes, live.kernels) == (40, 2)
+        wide = doubled.double()
+        assert live.now_bytes == live.peak_bytes == 120
+        live.mark(wide)
+        live.mark(before)
+        assert live.marked_bytes == 80
+        del wide, doubled
+        assert (live.now_bytes, live.marked_bytes) == (40, 0)  # a view holds its storage
+        del half
+        assert live.now_bytes == 0
+        torch.mm(left, right)
+    assert live.peak_bytes == 120
+    assert live.flops == 2 * 2 * 3 * 5
+
+
+def test_a_step_says_what_it_is() -> None:
+    """One product: its factor is kept, the forward FLOPs come again for the gradient of that factor."""
+    weight = torch.zeros(3, 5, requires_grad=True)
+    x = torch.zeros(2, 3)
+    step = trace_step(nn.Module(), lambda: (x + 1) @ weight, inputs=[x, weight])
+    assert step == StepTrace(
+        saved_bytes=2 * 3 * 4,
+        adapter_saved_bytes=0,
+        peak_bytes=step.peak_bytes,
+        forward_flops=2 * 2 * 3 * 5,
+        step_flops=2 * 2 * 2 * 3 * 5,
+        kernels=step.kernels,
+    )
+    assert step.peak_bytes >= (2 * 3 + 2 * 5 + 3 * 5) * 4

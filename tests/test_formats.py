@@ -1,0 +1,97 @@
+"""Which format a file gets, and which are refused before any work is done."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.config import AdapterSettings
+from lora_trainer.errors import RequestError
+from lora_trainer.families.base import FileFormat
+from lora_trainer.formats import Contents, format_for, format_notes, resolve_format
+
+
+class Formats:
+    """A family with these formats, the most widely read first."""
+
+    name = "some"
+
+    def __init__(self, *formats: FileFormat, refused: Mapping[FileFormat, str] | None = None):
+        self.file_formats = formats
+        self.refused_formats = refused or {}
+
+
+UNET: Any = Formats("kohya", "diffusers", refused={"comfyui": "it reads kohya's names"})
+TRANSFORMER: Any = Formats("diffusers", "comfyui", refused={"kohya": "nobody finds them"})
+ONLY_DIFFUSERS: Any = Formats("diffusers")
+
+
+def settings(**changes: Any) -> AdapterSettings:
+    return AdapterSettings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        (UNET, {}, "kohya"),
+        (UNET, {"text_encoder": True}, "kohya"),
+        (UNET, {"kind": "loha"}, "kohya"),
+        (UNET, {"dora": True}, "kohya"),
+        (TRANSFORMER, {}, "diffusers"),
+        (TRANSFORMER, {"kind": "lokr"}, "comfyui"),
+        (TRANSFORMER, {"text_encoder": True}, "diffusers"),
+    ],
+)
+def test_auto_is_the_first_that_can_hold_the_adapter(
+    family: Any, changes: dict[str, Any], expected: str
+) -> None:
+    assert resolve_format(family, "auto", adapter=settings(**changes)) == expected
+
+
+@pytest.mark.parametrize("format", ["kohya", "diffusers"])
+def test_what_is_asked_is_given_where_it_can_be(format: FileFormat) -> None:
+    assert resolve_format(UNET, format, adapter=settings()) == format
+
+
+@pytest.mark.parametrize(
+    ("family", "format", "changes", "reason", "fix"),
+    [
+        (UNET, "comfyui", {}, "it reads kohya's names", "output.format=kohya"),
+        (UNET, "diffusers", {"kind": "loha"}, "LoHa.*cannot load it again", "output.format=kohya"),
+        (UNET, "diffusers", {"kind": "oft"}, "OFT.*cannot load it again", "output.format=kohya"),
+        (TRANSFORMER, "kohya", {}, "nobody finds them", "output.format=diffusers"),
+        (TRANSFORMER, "comfyui", {"text_encoder": True}, "only ComfyUI", "output.format=diffusers"),
+        (ONLY_DIFFUSERS, "auto", {"kind": "lokr"}, "no file format.*LoKr", "adapter.kind=lora"),
+        (ONLY_DIFFUSERS, "kohya", {}, "nothing reads it", "output.format=diffusers"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_reason(
+    family: Any, format: Any, changes: dict[str, Any], reason: str, fix: str
+) -> None:
+    with pytest.raises(RequestError, match=reason) as raised:
+        resolve_format(family, format, adapter=settings(**changes))
+    assert fix in raised.value.fix
+
+
+def test_a_file_of_mixed_kinds_is_judged_by_all_of_them() -> None:
+    contents = Contents(kinds=frozenset({"lora", "lokr"}), dora=False, text=False)
+    assert format_for(TRANSFORMER, "auto", contents) == "comfyui"
+
+
+def test_readers_that_miss_something_are_named() -> None:
+    dora = Contents(kinds=frozenset({"lora"}), dora=True, text=False)
+    assert "diffusers drops" in format_notes("kohya", dora)[0]
+    assert format_notes("diffusers", dora) == ()
+    plain = Contents(kinds=frozenset({"lora"}), dora=False, text=False)
+    assert format_notes("kohya", plain) == ()
+
+
+def test_asking_costs_no_torch() -> None:
+    code = "import sys, lora_trainer.formats; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
