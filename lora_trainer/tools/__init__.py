@@ -1,0 +1,1 @@
+"""Commands on finished files: convert, merge, resize and extract adapters, in bounded memory."""

@@ -1,0 +1,83 @@
+"""Header entries of adapters made from others: what was known is carried over, what changed is stated anew.
+
+Input is the metadata of the files something was made from, output entries without hashes, which the
+writer adds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from lora_trainer import __version__
+from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.output.adapter_strength import DIFFUSERS_METADATA, FOLDED
+from lora_trainer.output.privacy import public_source, public_text
+from lora_trainer.output.stream_file import HASHES
+from lora_trainer.output.training_metadata import ALGORITHMS
+from lora_trainer.tools.adapter_writer import Summary
+
+NOT_CARRIED = frozenset({*HASHES, DIFFUSERS_METADATA, FOLDED})
+"""They describe the tensors of the old file; peft's settings would be a second strength."""
+_ARGUMENTS = "ss_network_args"
+
+
+def carried(metadata: Mapping[str, str], summary: Summary, *, resized: bool) -> dict[str, str]:
+    """Return the entries of an adapter made from one other, of another rank if `resized`."""
+    found = {key: value for key, value in metadata.items() if key not in NOT_CARRIED}
+    if resized:
+        found.pop(_ARGUMENTS, None)
+    return {**_network(summary), **found, **_strength(summary)}
+
+
+def merged(files: Sequence[tuple[str, Mapping[str, str]]], summary: Summary) -> dict[str, str]:
+    """Return the entries of a sum of adapters, (name, metadata): what all of them say, and their names."""
+    first, *others = [metadata for _, metadata in files]
+    common = {
+        key: value
+        for key, value in first.items()
+        if all(other.get(key) == value for other in others)
+    }
+    names = ", ".join(public_text(name) for name, _ in files)
+    return {**carried(common, summary, resized=True), "modelspec.merged_from": names}
+
+
+def extracted(
+    tuned: str, base: str, *, family: Family, facts: BaseFacts, title: str, summary: Summary
+) -> dict[str, str]:
+    """Return the entries of the difference between two base models."""
+    return {
+        **_network(summary),
+        **_strength(summary),
+        "ss_base_model_version": family.base_model_version(facts),
+        "ss_sd_model_name": public_source(base),
+        "ss_output_name": title,
+        "modelspec.sai_model_spec": "1.0.1",
+        "modelspec.architecture": family.modelspec_architecture(facts),
+        "modelspec.implementation": "diffusers",
+        "modelspec.title": title,
+        "modelspec.description": f"{public_source(tuned)} minus {public_source(base)}",
+        "lora_train.version": __version__,
+    }
+
+
+def _network(summary: Summary) -> dict[str, str]:
+    """Return with which of kohya's networks an adapter of this kind is read."""
+    others = sorted(summary.kinds - {"lora"})
+    arguments = (
+        {"algo": ALGORITHMS[others[0] if others else "lora"]} if others or summary.dora else {}
+    )
+    if summary.dora:
+        arguments |= {"dora_wd": "True", "wd_on_output": "True"}
+    return {
+        "ss_network_module": "lycoris.kohya" if arguments else "networks.lora",
+        _ARGUMENTS: json.dumps(arguments),
+    }
+
+
+def _strength(summary: Summary) -> dict[str, str]:
+    return {
+        "ss_network_module": _network(summary)["ss_network_module"],
+        "ss_network_dim": str(summary.rank),
+        "ss_network_alpha": str(summary.alpha),
+    }

@@ -1,0 +1,223 @@
+"""`merge`: several adapters of one family into one, exactly or cut to a rank.
+
+Input are files with weights, output a file whose update is the weighted sum of theirs. Exactly: the
+factors side by side, so that ranks add up. Cut: the best LoRA of a rank, by singular values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lora_trainer.config import Precision
+from lora_trainer.errors import InputError, RequestError
+from lora_trainer.families.base import FileFormat
+from lora_trainer.formats import Asked, format_notes
+from lora_trainer.output.adapter_tensors import ModuleTensors
+from lora_trainer.output.export import contents_of
+from lora_trainer.tools.adapter_writer import Spelling, refuse_output, write_adapter
+from lora_trainer.tools.adapters import Source, open_source
+from lora_trainer.tools.convert import asked_format
+from lora_trainer.tools.header_entries import merged
+from lora_trainer.tools.low_rank import (
+    NotLowRank,
+    Product,
+    added,
+    lora,
+    product,
+    singular,
+)
+from lora_trainer.tools.spool import ModuleSpool, module_spool
+
+_BAKE = "merge it into its base model with --base"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted:
+    """An adapter file and how strongly it counts."""
+
+    file: Path
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """What was written; `energy` is the share of the sum's squared norm that a lower rank kept, 1: all."""
+
+    file: Path
+    family: str
+    format: FileFormat
+    precision: Precision
+    modules: int
+    rank: int
+    energy: float
+    notes: tuple[str, ...]
+
+
+def parse_weighted(text: str) -> Weighted:
+    """Read FILE or FILE:WEIGHT; raises RequestError for a weight that is no number or 0."""
+    name, colon, number = text.rpartition(":")
+    if not colon or Path(text).is_file():
+        return Weighted(file=Path(text), weight=1.0)
+    try:
+        weight = float(number)
+    except ValueError:
+        return Weighted(file=Path(text), weight=1.0)  # a colon of the path
+    if not math.isfinite(weight) or weight == 0:
+        raise RequestError(f"{text} has weight {number}", fix="give a number other than 0")
+    return Weighted(file=Path(name), weight=weight)
+
+
+def merge(
+    inputs: Sequence[Weighted],
+    *,
+    output: Path,
+    rank: int | None = None,
+    format: Asked = "auto",
+    precision: Precision | None = None,
+    base: str | None = None,
+    force: bool = False,
+) -> Merged:
+    """Write the weighted sum of adapters; `rank` None: exactly. `precision` is the widest of theirs by default.
+
+    Raises RequestError where no exact sum exists or the format cannot hold it, InputError for files
+    that cannot be used or belong to different families; nothing is written then.
+    """
+    if not inputs:
+        raise RequestError("there is nothing to merge", fix="give at least one adapter file")
+    if rank is not None and rank < 1:
+        raise RequestError(f"--rank {rank} is no rank", fix="give a whole number above 0")
+    refuse_output(output, force=force)
+    with ExitStack() as stack:
+        sources = [stack.enter_context(open_source(each.file, base=base)) for each in inputs]
+        _refuse_other_families(sources)
+        total = _Sum(sources=tuple(sources), weights=tuple(each.weight for each in inputs))
+        energy = 1.0
+        modules: Mapping[str, ModuleTensors] = total
+        if rank is not None:
+            spool = stack.enter_context(module_spool(output.parent))
+            energy = _cut(total, spool, rank=rank)
+            modules = spool
+        contents = contents_of(modules)
+        family = sources[0].family
+        spelling = Spelling(
+            family=family,
+            format=asked_format(family, format, contents),
+            precision=precision or _widest(sources),
+        )
+        named = [(source.path.stem, source.metadata) for source in sources]
+        summary = write_adapter(
+            output,
+            modules,
+            spelling,
+            entries=lambda summary: merged(named, summary),
+            force=force,
+        )
+    return Merged(
+        file=output,
+        family=family.name,
+        format=spelling.format,
+        precision=spelling.precision,
+        modules=summary.modules,
+        rank=summary.rank,
+        energy=energy,
+        notes=format_notes(spelling.format, contents),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Sum(Mapping[str, ModuleTensors]):
+    """The weighted sum of adapters, made module by module when looked up."""
+
+    sources: tuple[Source, ...]
+    weights: tuple[float, ...]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted({key for source in self.sources for key in source.adapter}))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, key: str) -> ModuleTensors:
+        parts = self.parts(key)
+        if len(parts) == 1:
+            return _scaled(key, *parts[0])
+        if all(module.kind == "lora" and not module.dora for module, _ in parts):
+            scales = {module.scale * weight for module, weight in parts}
+            if len(scales) == 1:  # nothing needs to be multiplied in, and rounded
+                units = [(replace(module, scale=1.0), 1.0) for module, _ in parts]
+                return _as_lora(self.products(key, units), scale=scales.pop())
+        return _as_lora(self.products(key, parts))
+
+    def parts(self, key: str) -> list[tuple[ModuleTensors, float]]:
+        """Return (module, weight) of each file that has the module."""
+        pairs = zip(self.sources, self.weights, strict=True)
+        return [(source.read(key), weight) for source, weight in pairs if key in source.adapter]
+
+    def products(self, key: str, parts: Sequence[tuple[ModuleTensors, float]]) -> Product:
+        """Return the sum as thin factors; raises RequestError where a part is none, or sizes differ."""
+        kernel = self.sources[0].kernels.get(key, ())
+        try:
+            found = [(product(module, kernel=kernel), weight) for module, weight in parts]
+        except NotLowRank as error:
+            raise RequestError(f"{key} cannot be added up: {error}", fix=_BAKE) from None
+        sizes = {(part.up.shape[0], part.down.shape[1]) for part, _ in found}
+        if len(sizes) > 1:
+            raise InputError(
+                f"the adapters were made for different base models: {key} is "
+                + " and ".join(f"{out}x{fan_in}" for out, fan_in in sorted(sizes)),
+                fix="merge adapters of the same base model",
+            )
+        return added(found)
+
+
+def _scaled(key: str, module: ModuleTensors, weight: float) -> ModuleTensors:
+    """Return a module of one file with its weight on it; raises RequestError where that is not linear."""
+    if weight == 1:
+        return module
+    if module.dora or module.kind == "oft":
+        kind = "DoRA" if module.dora else "OFT"
+        raise RequestError(
+            f"{key} is {kind}, whose update does not grow with its factors: weight {weight:g} cannot "
+            "be written",
+            fix=_BAKE,
+        )
+    if module.kind == "lokr" and {"w1", "w2"} <= module.tensors.keys():
+        # Readers ignore the strength of a LoKr whose factors are both whole.
+        return replace(
+            module, tensors={**module.tensors, "w1": module.tensors["w1"].float() * weight}
+        )
+    return replace(module, scale=module.scale * weight)
+
+
+def _as_lora(total: Product, scale: float = 1.0) -> ModuleTensors:
+    return lora(up=total.up, down=total.down, inputs=total.inputs, scale=scale)
+
+
+def _cut(total: _Sum, spool: ModuleSpool, *, rank: int) -> float:
+    """Put the best LoRA of a rank of every module into `spool`; return the share of energy kept."""
+    kept = whole = 0.0
+    for key in total:
+        found = singular(total.products(key, total.parts(key)))
+        whole += found.energy
+        kept += found.kept(rank) * found.energy
+        spool.add(key, found.lora(min(rank, len(found.values))))
+    return kept / whole if whole > 0 else 1.0
+
+
+def _refuse_other_families(sources: Sequence[Source]) -> None:
+    first, *others = sources
+    for other in others:
+        if other.family is not first.family:
+            raise InputError(
+                f"{first.path.name} is for {first.family.name}, {other.path.name} for {other.family.name}",
+                fix="merge adapters of one family",
+            )
+
+
+def _widest(sources: Sequence[Source]) -> Precision:
+    precisions = {source.precision for source in sources}
+    return precisions.pop() if len(precisions) == 1 else "fp32"

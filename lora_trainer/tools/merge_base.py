@@ -1,0 +1,266 @@
+"""`merge --base`: adapters baked into a base model, shard by shard, tensor by tensor.
+
+Input are adapter files with weights and a diffusers folder or a checkpoint in one file, output a base
+model of the same layout. Weights keep their dtype; what no adapter changes is copied byte for byte.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lora_trainer.errors import InputError, RequestError
+from lora_trainer.files import TEMPORARY_PREFIX, disk_error, sync_folder
+from lora_trainer.output.adapter_tensors import ModuleTensors, split_key, update
+from lora_trainer.output.privacy import public_text
+from lora_trainer.output.stream_file import HASHES, Slot, refuse_existing, write_tensors
+from lora_trainer.output.tensor_slots import tensor_bytes
+from lora_trainer.tools.adapters import Source, open_source
+from lora_trainer.tools.base_weights import (
+    SUFFIX,
+    BaseWeights,
+    TensorFile,
+    module_of,
+    open_base,
+    open_file,
+)
+from lora_trainer.tools.low_rank import fits
+from lora_trainer.tools.merge import Weighted
+
+INDEX = "model_index.json"
+_WEIGHTS = frozenset(
+    {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".msgpack", ".h5", ".onnx", ".gguf"}
+)
+_AVERAGED = "model_ema."
+Rows = tuple[int, int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baked:
+    """What was written: a folder or a file, how many layers changed, and what was left out."""
+
+    path: Path
+    family: str
+    layers: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """The adapters of a merge and what they change: rows of tensors by name."""
+
+    sources: tuple[Source, ...]
+    weights: tuple[float, ...]
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that any of the adapters changes, as "component.module"."""
+        return tuple(sorted({key for source in self.sources for key in source.adapter}))
+
+    def parts(self, key: str) -> Iterator[tuple[ModuleTensors, float]]:
+        for source, weight in zip(self.sources, self.weights, strict=True):
+            if key in source.adapter:
+                yield source.read(key), weight
+
+    def merged(self, name: str, weight: Tensor, layers: Sequence[tuple[str, Rows]]) -> Tensor:
+        """Return a weight with all changes, in its dtype; raises RequestError when it does not fit in there."""
+        changed = weight.float()
+        for key, rows in layers:
+            part = slice(None) if rows is None else slice(*rows)
+            original = weight[part].float()  # what DoRA and OFT go by
+            for module, strength in self.parts(key):
+                changed[part] += strength * update(module, original).float()
+        rounded = changed.to(weight.dtype)
+        if not rounded.float().isfinite().all():
+            largest, limit = float(changed.abs().max()), torch.finfo(weight.dtype).max
+            raise RequestError(
+                f"{name} would reach {largest:.3g}, its dtype ends at {limit:.3g}",
+                fix="merge with a lower weight, or into the bf16 or fp32 version of the base model",
+            )
+        return rounded
+
+
+def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = False) -> Baked:
+    """Write a base model with adapters in its weights; `output` is a folder or a file, as the base is.
+
+    Raises RequestError for an output that exists or lies in the base and for values beyond a weight's
+    dtype, InputError for files that cannot be used or do not fit the base, and MachineError when the
+    disk refuses; nothing is left behind then.
+    """
+    if not inputs:
+        raise RequestError("there is nothing to merge", fix="give at least one adapter file")
+    with ExitStack() as stack:
+        opened = stack.enter_context(open_base(base))
+        _refuse_output(opened, output, force=force)
+        naming = opened.naming()
+        sources = [stack.enter_context(open_source(each.file, naming=naming)) for each in inputs]
+        change = _Change(sources=tuple(sources), weights=tuple(each.weight for each in inputs))
+        _check_fit(change, opened)
+        write = _write_single if opened.single else _write_folder
+        notes = write(opened, change, output, force=force)
+        return Baked(
+            path=output, family=opened.family.name, layers=len(change.layers), notes=tuple(notes)
+        )
+
+
+def _refuse_output(base: BaseWeights, output: Path, *, force: bool) -> None:
+    if base.single:
+        if output.suffix != SUFFIX:
+            raise RequestError(
+                f"the base is one file, --output {output.name} does not end with {SUFFIX}",
+                fix=f"call it {output.name}{SUFFIX}",
+            )
+        refuse_existing(output, force=force)
+        return
+    if output.suffix == SUFFIX:
+        raise RequestError(
+            f"the base is a folder, --output {output.name} names a file",
+            fix="give --output the name of a folder",
+        )
+    if not output.parent.is_dir():
+        raise RequestError(f"the folder {output.parent} does not exist", fix="create it first")
+    if output.resolve().is_relative_to(base.path.resolve()):
+        raise RequestError(f"{output} lies in the base model", fix="give another --output")
+    replaceable = force and (output / INDEX).is_file()
+    if output.exists() and not replaceable:
+        what = "is no diffusers folder, --force will not replace it" if force else "exists already"
+        raise RequestError(f"{output} {what}", fix="give another --output")
+
+
+def _check_fit(change: _Change, base: BaseWeights) -> None:
+    """Read every module once before anything is written; raises InputError naming the first misfit."""
+    for key in change.layers:
+        shape = base.places[key].shape
+        out, fan_in = shape[0], math.prod(shape[1:])
+        for source in change.sources:
+            if key in source.adapter and not fits(source.read(key), out=out, fan_in=fan_in):
+                raise InputError(
+                    f"{source.path.name} changes {key}, whose weight is {out}x{fan_in} in the base, in "
+                    "another size",
+                    fix="give the base model that the adapter was made for",
+                )
+
+
+def _write_single(base: BaseWeights, change: _Change, output: Path, *, force: bool) -> list[str]:
+    file = next(iter(base.places.values())).file
+    layers: dict[str, list[tuple[str, Rows]]] = {}
+    for key in change.layers:
+        at = base.places[key].at
+        layers.setdefault(at.tensor, []).append((key, at.rows))
+    names = [file.path.stem, *(source.path.stem for source in change.sources)]
+    merged_from = {"modelspec.merged_from": public_text(", ".join(names))}
+    _rewrite(file, output, change, layers, metadata=file.metadata | merged_from, force=force)
+    averaged = any(name.startswith(_AVERAGED) for name in file.entries)
+    return [f"{_AVERAGED}*, the averaged weights, are without the adapters"] if averaged else []
+
+
+def _write_folder(base: BaseWeights, change: _Change, output: Path, *, force: bool) -> list[str]:
+    temporary = output.with_name(
+        f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{output.name}"[:200]
+    )
+    try:
+        temporary.mkdir()
+        changed = {split_key(key)[0] for key in change.layers}
+        rewritten = {base.components[component]: component for component in changed}
+        left_out = _fill(base.path, temporary, change, rewritten, top=True)
+        _replace(temporary, output, force=force)
+    except OSError as error:
+        raise disk_error(output, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return [f"{name} was left out: it would lack the adapters" for name in left_out]
+
+
+def _fill(
+    folder: Path,
+    target: Path,
+    change: _Change,
+    rewritten: Mapping[Path, str],
+    *,
+    top: bool = False,
+) -> list[str]:
+    """Copy a folder, weights of changed components with the changes; return what was left out.
+
+    Weights in other formats than safetensors would be without them, as would checkpoints beside the
+    components' folders.
+    """
+    left_out = []
+    for entry in sorted(folder.iterdir()):
+        new = target / entry.name
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            new.mkdir()
+            left_out += _fill(entry, new, change, rewritten)
+        elif folder in rewritten and entry.suffix == SUFFIX:
+            _rewrite_shard(entry, new, change, component=rewritten[folder])
+        elif entry.suffix in _WEIGHTS and (top or folder in rewritten):
+            left_out.append(entry.relative_to(folder.parent).as_posix())
+        else:
+            _copy(entry, new)
+    return left_out
+
+
+def _rewrite_shard(file: Path, new: Path, change: _Change, *, component: str) -> None:
+    with ExitStack() as stack:
+        shard = open_file(file, stack)
+        keys = set(change.layers)
+        layers: dict[str, list[tuple[str, Rows]]] = {
+            name: [(key, None)]
+            for name in shard.entries
+            if (key := f"{component}.{module_of(name, component)}") in keys
+        }
+        _rewrite(shard, new, change, layers, metadata=shard.metadata, force=False)
+
+
+def _rewrite(
+    file: TensorFile,
+    new: Path,
+    change: _Change,
+    layers: Mapping[str, Sequence[tuple[str, Rows]]],
+    *,
+    metadata: Mapping[str, str],
+    force: bool,
+) -> None:
+    """Write a file again with changed weights, tensors in their order, one at a time."""
+
+    def bodies() -> Iterator[bytes | memoryview]:
+        for name in file.entries:
+            if name in layers:
+                yield tensor_bytes(change.merged(name, file.tensor(name), layers[name]))
+            else:
+                yield file.read(name)
+
+    slots = [
+        Slot(name=entry.key, dtype=entry.dtype, shape=entry.shape)
+        for entry in file.entries.values()
+    ]
+    hashes = [key for key in HASHES if key in metadata]
+    write_tensors(new, slots, bodies(), metadata=metadata, hashes=hashes, force=force)
+
+
+def _copy(file: Path, new: Path) -> None:
+    """Copy what a file holds, links followed, onto the disk."""
+    shutil.copyfile(file, new)
+    with new.open("rb+") as copied:
+        os.fsync(copied.fileno())
+
+
+def _replace(temporary: Path, output: Path, *, force: bool) -> None:
+    """Give a finished folder its name; one that was there goes only when the new one is in its place."""
+    old = temporary.with_name(f"{temporary.name}-old"[-200:])
+    if output.exists() and force:
+        output.rename(old)
+    temporary.rename(output)
+    sync_folder(output.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,164 @@
+"""`resize`: an adapter cut to a lower rank, each module to its largest singular values.
+
+Input is a file and how much to keep: a rank for all modules, or by module what a share of the energy or
+a ratio to the largest value needs. Output is a LoRA file and how much of the update was kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_trainer.config import Precision
+from lora_trainer.errors import RequestError
+from lora_trainer.families.base import FileFormat
+from lora_trainer.formats import Asked, format_notes
+from lora_trainer.output.adapter_tensors import ModuleTensors
+from lora_trainer.output.export import contents_of
+from lora_trainer.tools.adapter_writer import Spelling, refuse_output, write_adapter
+from lora_trainer.tools.adapters import Source, open_source
+from lora_trainer.tools.convert import asked_format
+from lora_trainer.tools.header_entries import carried
+from lora_trainer.tools.low_rank import NotLowRank, Singular, product, singular
+from lora_trainer.tools.spool import ModuleSpool, module_spool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much of each module to keep: at most `rank`, and of that what `ratio` or `energy` needs.
+
+    `ratio` keeps singular values of at least the largest divided by it (kohya's sv_ratio), `energy`
+    the fewest whose squares add up to that share (kohya's sv_fro counts its root).
+    """
+
+    rank: int | None = None
+    ratio: float | None = None
+    energy: float | None = None
+
+    def check(self) -> None:
+        """Raise RequestError for limits that are none, or contradict each other."""
+        if self.rank is None and self.ratio is None and self.energy is None:
+            raise RequestError(
+                "nothing says how much to keep", fix="give --rank, --ratio or --energy"
+            )
+        if self.ratio is not None and self.energy is not None:
+            raise RequestError("--ratio and --energy are two answers", fix="give one of them")
+        if self.rank is not None and self.rank < 1:
+            raise RequestError(f"--rank {self.rank} is no rank", fix="give a number above 0")
+        if self.ratio is not None and not (1 <= self.ratio < math.inf):
+            raise RequestError(f"--ratio {self.ratio:g} is none", fix="give 1 or more, such as 10")
+        if self.energy is not None and not (0 < self.energy <= 1):
+            raise RequestError(
+                f"--energy {self.energy:g} is no share", fix="give a number up to 1, such as 0.95"
+            )
+
+    def rank_of(self, found: Singular) -> int:
+        """Return the rank that a module gets."""
+        limit = len(found.values) if self.rank is None else min(self.rank, len(found.values))
+        if self.ratio is not None:
+            limit = min(limit, found.rank_for_ratio(self.ratio))
+        if self.energy is not None:
+            limit = min(limit, found.rank_for_energy(self.energy) or limit)
+        return limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """One module before and after; `energy` is the share of the squared norm of its update that was kept."""
+
+    old_rank: int
+    new_rank: int
+    energy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resized:
+    """What was written; `energy` is the kept share of the squared norm of all updates together."""
+
+    file: Path
+    family: str
+    format: FileFormat
+    precision: Precision
+    cuts: Mapping[str, Cut]
+    energy: float
+    notes: tuple[str, ...]
+
+
+def resize(
+    file: Path,
+    limits: Limits,
+    *,
+    output: Path,
+    format: Asked = "auto",
+    precision: Precision | None = None,
+    base: str | None = None,
+    force: bool = False,
+) -> Resized:
+    """Write `file` with lower ranks; format and precision are the file's own where they can be.
+
+    Modules that keep all their values stay as they are, alpha included; LoHa and LoKr become LoRA.
+    Raises RequestError where an update has no singular values of its own (DoRA, OFT), or for limits
+    that are none, and InputError for a file that cannot be used; nothing is written then.
+    """
+    limits.check()
+    refuse_output(output, force=force)
+    with open_source(file, base=base) as source, module_spool(output.parent) as spool:
+        cuts, energy = _cut(source, spool, limits)
+        contents = contents_of(spool)
+        spelling = Spelling(
+            family=source.family,
+            format=asked_format(source.family, _own_format(source, format), contents),
+            precision=precision or source.precision,
+        )
+        write_adapter(
+            output,
+            spool,
+            spelling,
+            entries=lambda summary: carried(source.metadata, summary, resized=True),
+            force=force,
+        )
+    return Resized(
+        file=output,
+        family=source.family.name,
+        format=spelling.format,
+        precision=spelling.precision,
+        cuts=cuts,
+        energy=energy,
+        notes=format_notes(spelling.format, contents),
+    )
+
+
+def _cut(source: Source, spool: ModuleSpool, limits: Limits) -> tuple[dict[str, Cut], float]:
+    """Put every module, cut, into `spool`; return what became of each, and the energy kept of all."""
+    cuts: dict[str, Cut] = {}
+    kept = whole = 0.0
+    for key in source.adapter:
+        module = source.read(key)
+        found = singular_of(source, key, module)
+        rank = limits.rank_of(found)
+        unchanged = module.kind == "lora" and rank >= min(module.rank, len(found.values))
+        spool.add(key, module if unchanged else found.lora(rank))
+        new_rank = module.rank if unchanged else rank
+        share = 1.0 if unchanged else found.kept(rank)
+        cuts[key] = Cut(old_rank=module.rank, new_rank=new_rank, energy=share)
+        whole += found.energy
+        kept += share * found.energy
+    return cuts, kept / whole if whole > 0 else 1.0
+
+
+def singular_of(source: Source, key: str, module: ModuleTensors) -> Singular:
+    """Return the singular values of a module's update; raises RequestError where it has none of its own."""
+    try:
+        return singular(product(module, kernel=source.kernels.get(key, ())))
+    except NotLowRank as error:
+        raise RequestError(
+            f"{key} cannot be resized: {error}", fix="give a LoRA, LoHa or LoKr without DoRA"
+        ) from None
+
+
+def _own_format(source: Source, asked: Asked) -> Asked:
+    """Return the file's own format where none is asked for and the family has it."""
+    own: Asked | None = next((f for f in source.family.file_formats if f == source.format), None)
+    return own or asked if asked == "auto" else asked
