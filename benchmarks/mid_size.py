@@ -25,6 +25,7 @@ from lora_trainer.data.buckets import buckets_for, place  # noqa: E402
 from lora_trainer.data.cache import Cache, latent_key, text_key  # noqa: E402
 from lora_trainer.data.loader import Entries, Feeder, Source, to_device  # noqa: E402
 from lora_trainer.events import EventStream  # noqa: E402
+from lora_trainer.families.base import DENOISER  # noqa: E402
 from lora_trainer.files import CappedFolder  # noqa: E402
 from lora_trainer.model.adapters import Adapter, inject  # noqa: E402
 from lora_trainer.train.levels import table_levels  # noqa: E402
@@ -69,11 +70,17 @@ def build_denoiser() -> nn.Module:
 def build_adapter(denoiser: nn.Module, config: Config) -> Adapter:
     """Inject the LoRA once, for both sides; a random second half, so that all gradients count."""
     modules = FAMILY.lora_targets(denoiser, config.adapter.targets)
-    rank = config.adapter.rank
-    adapter = inject(denoiser, modules=modules, rank=rank, alpha=float(rank), seed=SEED)
+    adapter = inject(
+        {DENOISER: denoiser},
+        modules={DENOISER: modules},
+        settings=config.adapter,
+        alpha=float(config.adapter.rank),
+        seed=SEED,
+    )
     with torch.no_grad():
-        for _, up in adapter.pairs.values():
-            up.normal_(std=0.01)
+        for name, tensor in adapter.state().items():
+            if name.endswith(".up"):
+                tensor.normal_(std=0.01)
     return adapter
 
 
@@ -107,7 +114,12 @@ def build_feeder(folder: Path, config: Config, events: EventStream, *, batch: in
         )
         cache.write(text, {"text": normal(1, TEXT_TOKENS, TEXT_WIDTH)})
         sources[str(index)] = Source(
-            plain=plain, mirrored=None, texts=(text,), size_px=(side_px, side_px), geometry={}
+            plain=plain,
+            mirrored=None,
+            texts=(text,),
+            size_px=(side_px, side_px),
+            geometry={},
+            mirrored_geometry={},
         )
     schedule = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
     return Feeder(

@@ -122,7 +122,8 @@ def build_training(
     events.subscribe(JsonlWriter(folder / "events.jsonl", lambda kind: kind != "problem", events))
     events.subscribe(StatusWriter(folder, events))
     denoiser = build_denoiser()
-    parameters = build_adapter(denoiser, config).parameters()
+    adapter = build_adapter(denoiser, config)
+    parameters = adapter.parameters()
     feeder = build_feeder(folder, config, events, batch=batch)
     # A feeder of its own, so that ours finds its entries on disk and not yet in RAM.
     inputs = inputs_of(build_feeder(folder, config, events, batch=batch), steps=steps)
@@ -153,12 +154,13 @@ def build_training(
             device=CPU,
         ),
         parameters=parameters,
-        optimizer=build_optimizer(parameters, settings),
+        optimizer=build_optimizer(adapter.groups(settings), settings),
         learning_rate=learning_rate(settings, steps=steps),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         feeder=feeder,
         steps=steps,
         batch_size=batch,
+        micro_batch=batch,
         prefetch_steps=config.data.prefetch_steps,
         max_grad_norm=config.train.max_grad_norm,
         events=events,

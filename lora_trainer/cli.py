@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import os
 import sys
 from pathlib import Path
@@ -17,9 +16,10 @@ from typing import Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
-from lora_trainer import __version__
+from lora_trainer import __version__, tool_commands
 from lora_trainer.config import parse_assignment
 from lora_trainer.errors import LoraTrainError, MachineError, RequestError, exit_code
+from lora_trainer.library_noise import quiet_libraries
 from lora_trainer.resolve import Priority
 
 HELP = """Train a diffusion LoRA: `lora-train DATASET` detects the card, picks a preset, caches, trains and exports.
@@ -93,7 +93,7 @@ def train(
         _show_plan(dataset, preset, priority, config, overrides, vram=None, as_json=False)
         return
     _refuse_many_processes()
-    _quiet_libraries()
+    quiet_libraries()
     from lora_trainer.output.console import ConsoleListener
     from lora_trainer.prepare import Request
     from lora_trainer.run import TrainRequest, train
@@ -151,6 +151,10 @@ def inspect(file: Path, /, *, json: Json = False) -> None:
     _print(inspection.to_json() if json else inspect_text(inspection), as_json=json)
 
 
+for command in tool_commands.COMMANDS:
+    app.command(command)
+
+
 @app.command
 def sample(
     run: Path,
@@ -163,13 +167,88 @@ def sample(
     strength: Annotated[float, Parameter(help="how strongly the LoRA is applied")] = 1.0,
 ) -> None:
     """Make images with the LoRA of a run folder or file, through a plain diffusers pipeline."""
-    _quiet_libraries()
+    quiet_libraries()
     from lora_trainer.try_out import make_images
 
     for file in make_images(
         run, prompts=prompt, base=base, output=output, seed=seed, strength=strength
     ):
         out.print(str(file), highlight=False)
+
+
+@app.command
+def profile(
+    dataset: Path,
+    /,
+    *,
+    preset: Preset = "auto",
+    priority: Priorities = "balanced",
+    base: Base = None,
+    config: ConfigFile = None,
+    set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    steps: Annotated[int, Parameter(help="optimizer steps to watch")] = 10,
+    output: Annotated[Path, Parameter(help="folder for the run folder with the trace")] = Path(
+        "runs"
+    ),
+    json: Json = False,
+) -> None:
+    """Train a few steps under torch's profiler and say what sets the pace, and which setting changes it."""
+    _refuse_many_processes()
+    quiet_libraries()
+    from lora_trainer.output.console import ConsoleListener
+    from lora_trainer.prepare import Request
+    from lora_trainer.profiling import profile_run
+    from lora_trainer.show_measures import profile_text
+
+    request = Request(
+        dataset=dataset,
+        preset=preset,
+        priority=priority,
+        config_file=config,
+        overrides=_overrides(set_, base=base),
+    )
+    with ConsoleListener(err) as listener:
+        found = profile_run(request, steps=steps, output=output, listeners=(listener,))
+    _print(found.to_json() if json else profile_text(found), as_json=json)
+
+
+@app.command
+def bench(
+    dataset: Path,
+    /,
+    *,
+    preset: Preset = "auto",
+    priority: Priorities = "balanced",
+    base: Base = None,
+    config: ConfigFile = None,
+    set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    steps: Annotated[int, Parameter(help="optimizer steps of each training, after a warm-up")] = 8,
+    only: Annotated[
+        list[str], Parameter(negative="", help="setting to vary, repeatable [default: all]")
+    ] = [],  # noqa: B006 - as above
+    json: Json = False,
+) -> None:
+    """Measure short trainings that differ in one setting each: batch sizes, kernels, resolutions."""
+    from lora_trainer.bench import bench
+    from lora_trainer.prepare import Request
+    from lora_trainer.show_measures import bench_table
+
+    request = Request(
+        dataset=dataset,
+        preset=preset,
+        priority=priority,
+        config_file=config,
+        overrides=_overrides(set_, base=base),
+    )
+    rows = bench(
+        request,
+        steps=steps,
+        only=only,
+        on_start=lambda variant, count: err.print(
+            f"measuring {variant.name} (of {count})", style="dim", highlight=False
+        ),
+    )
+    _print([row.to_json() for row in rows] if json else bench_table(rows), as_json=json)
 
 
 @app.command
@@ -204,7 +283,11 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code. One line for every error a user can meet."""
     try:
-        app(arguments, exit_on_error=False, print_error=False, console=out, error_console=err)
+        answer = app(
+            arguments, exit_on_error=False, print_error=False, console=out, error_console=err
+        )
+        if isinstance(answer, tool_commands.Answer):
+            _print(answer.value, as_json=answer.as_json)
     except CycloptsError as error:
         err.print(f"error: {error}", style="bold red", markup=False, highlight=False)
         return RequestError.exit_code
@@ -252,7 +335,7 @@ def _show_plan(
     as_json: bool,
 ) -> None:
     from lora_trainer.prepare import Request, prepare
-    from lora_trainer.show import plan_json, plan_text
+    from lora_trainer.show_plan import plan_json, plan_text
 
     if vram is not None and not 0 < vram <= 1024:
         raise RequestError(
@@ -277,17 +360,6 @@ def _print(value: Any, *, as_json: bool) -> None:
         sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
     else:
         out.print(value, highlight=False)
-
-
-def _quiet_libraries() -> None:
-    """Keep advice and progress bars meant for library users off the console; errors still come through."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    from diffusers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
 
 
 def _refuse_many_processes() -> None:

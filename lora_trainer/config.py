@@ -11,11 +11,19 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from lora_trainer.errors import RequestError, did_you_mean
+from lora_trainer.quantization import QUANTIZATIONS, BasePrecision
 
 Auto = Literal["auto"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -23,6 +31,11 @@ AutoPixels = Annotated[int, Field(ge=16, le=4096)] | Auto
 AutoCount = Annotated[int, Field(ge=1, le=10_000_000)] | Auto
 AutoInterval = Annotated[int, Field(ge=0, le=10_000_000)] | Auto
 AutoScale = Annotated[float, Field(gt=0, le=4096)] | Auto
+Checkpointing = Literal["none", "selective", "full", "offloaded"]
+"""Which blocks are recomputed in the backward pass, their inputs alone kept for it: none of them,
+every second one of each list of blocks, all of them, or all with the kept inputs in host memory."""
+CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
+"""What the backward pass makes again: nothing, every second block, all, or all from host memory."""
 T = TypeVar("T")
 
 
@@ -174,6 +187,13 @@ class TrainSettings(Section):
     max_grad_norm: float = setting(
         1.0, "gradients are clipped to this norm; 0: never", ge=0.0, le=1e6
     )
+    tighten_on_spike: bool = setting(
+        False, "halve max_grad_norm when the losses jump, three times at most"
+    )
+    lower_on_plateau: bool = setting(
+        False,
+        "halve the learning rate after three validations without a better loss, three times at most",
+    )
     validate_every_steps: AutoInterval = setting("auto", "steps between validations; 0: never")
     deterministic: bool = setting(
         False, "ask CUDA for deterministic kernels (slower; CPUs are deterministic anyway)"
@@ -218,8 +238,9 @@ class ObjectiveSettings(Section):
 
 
 class OptimizerSettings(Section):
-    name: Literal["adamw", "adamw8bit"] = setting(
-        "adamw", "AdamW, or bitsandbytes' AdamW with 8-bit state"
+    name: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = setting(
+        "adamw",
+        "AdamW; bitsandbytes' with 8-bit state; paged: the state goes to host memory on a full card",
     )
     learning_rate: float = setting(1e-4, "peak learning rate", gt=0.0, le=10.0)
     text_encoder_learning_rate: float | None = setting(
@@ -250,14 +271,33 @@ class OptimizerSettings(Section):
     )
 
 
+def _checkpointing(value: Any) -> Any:
+    """Read a yes or no, which older settings files have."""
+    if isinstance(value, bool):
+        return "full" if value else "none"
+    return value
+
+
 class MemorySettings(Section):
     micro_batch: AutoCount = setting(
         "auto",
         "images per forward pass; never changes the result, only memory and speed",
         unit="images",
     )
-    gradient_checkpointing: bool | Auto = setting(
-        "auto", "recompute activations: less memory, about 1.3x the time"
+    gradient_checkpointing: Annotated[Checkpointing | Auto, BeforeValidator(_checkpointing)] = (
+        setting(
+            "auto",
+            "blocks recomputed backwards: none, every second, all, all with inputs in host memory",
+        )
+    )
+    base_precision: BasePrecision | Auto = setting(
+        "auto",
+        "how the frozen base is kept: like train.precision, or its blocks in 8 or 4 bits",
+    )
+    streamed_blocks: AutoInterval = setting(
+        "auto",
+        "blocks of the base kept in host memory and copied to the card when they are due",
+        unit="blocks",
     )
     attention: Literal["auto", "sdpa", "xformers"] = setting(
         "auto", "attention kernels; auto: SDPA"
@@ -266,13 +306,21 @@ class MemorySettings(Section):
         "auto",
         "dtype of the text encoders while caching; auto: fp32, above 2 billion parameters bf16",
     )
+    text_encoder_offload: bool | Auto = setting(
+        "auto",
+        "text encoders stay in host memory while caching, a layer at a time on the card",
+    )
 
 
 class HardwareSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to train")
     threads: AutoCount = setting("auto", "CPU threads; part of what makes a resume bit-exact")
     vram_limit_gib: float | None = setting(
-        None, "plan as if the card had only this much", unit="GiB", gt=0, le=1024
+        None,
+        "use at most this much of the card: planned for, and a cap on PyTorch's allocator",
+        unit="GiB",
+        gt=0,
+        le=1024,
     )
 
 
@@ -371,9 +419,30 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield from _pattern_problem("optimizer.learning_rate_pattern", pattern)
     if config.optimizer.text_encoder_learning_rate is not None and not config.adapter.text_encoder:
         yield "optimizer.text_encoder_learning_rate needs adapter.text_encoder=true."
+    if config.train.tighten_on_spike and config.train.max_grad_norm == 0:
+        yield "train.tighten_on_spike lowers train.max_grad_norm, which is 0: never; choose a norm."
     micro, batch = config.memory.micro_batch, config.train.batch_size
     if micro != "auto" and micro > batch:
         yield f"memory.micro_batch={micro} is above train.batch_size={batch}: at most {batch}."
+    yield from _memory_contradictions(config)
+
+
+def _memory_contradictions(config: Config) -> Iterator[str]:
+    memory, precision = config.memory, config.train.precision
+    kept = memory.base_precision
+    if "auto" not in (kept, precision) and kept not in (precision, *QUANTIZATIONS):
+        yield (
+            f"memory.base_precision={kept} and train.precision={precision} differ: "
+            "the base is computed in the dtype it is kept in, unless that is int8, fp8 or nf4."
+        )
+    how = memory.gradient_checkpointing
+    if memory.streamed_blocks not in ("auto", 0) and how in ("none", "selective"):
+        yield (
+            f"memory.streamed_blocks={memory.streamed_blocks} needs every block recomputed, not "
+            f"memory.gradient_checkpointing={how}: use full or offloaded."
+        )
+    if memory.text_encoder_offload is True and config.adapter.text_encoder:
+        yield "memory.text_encoder_offload is for caching, adapter.text_encoder=true trains them: choose one."
 
 
 def _adapter_contradictions(adapter: AdapterSettings) -> Iterator[str]:

@@ -16,6 +16,9 @@ import difflib
 from collections.abc import Iterable
 from typing import ClassVar
 
+RESUME = "run the same command with --resume to go on"
+"""The fix of everything that stopped with its work saved."""
+
 
 class LoraTrainError(Exception):
     """Base of all errors shown as one line; `str()` is the whole line."""
@@ -66,6 +69,11 @@ class StoppedBySignal(LoraTrainError):
 def exit_code(error: LoraTrainError) -> int:
     """Return the process exit code that DESIGN gives this error."""
     return error.signal_exit_code if isinstance(error, StoppedBySignal) else error.exit_code
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of a library's message, the name of the error where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:

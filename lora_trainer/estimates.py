@@ -1,7 +1,6 @@
-"""How many steps, how long a step, how much disk: the planner's formulas that are not about memory.
+"""How many steps and how much disk: the planner's formulas that are not about memory or time.
 
-All are pure functions of plain values and say how they came to their answer. Times are estimates
-from FLOPs and a table of cards, given as a range; an unknown card gives None and the reason.
+All are pure functions of plain values and say how they came to their answer.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lora_trainer.config import Precision
-from lora_trainer.families.costs import SampleCost
-from lora_trainer.memory import ELEMENT_BYTES, MASTER_BYTES, STATE_BYTES
+from lora_trainer.frozen import ELEMENT_BYTES
+from lora_trainer.memory import MASTER_BYTES, STATE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,23 +30,6 @@ LENGTH_RULES: Mapping[str, LengthRule] = {
     "balanced": LengthRule(views=120, floor_images=2_400, ceiling_images=20_000),
     "quality": LengthRule(views=200, floor_images=4_000, ceiling_images=40_000),
 }
-# bf16 TFLOP/s with fp32 accumulation that large matmuls reach, from the makers' data sheets; the
-# longest name that is part of the card's name counts.
-CARD_TFLOPS: Mapping[str, float] = {
-    "B200": 1600, "H200": 790, "H100": 700, "A10": 70, "A100": 250, "L4": 60, "L40S": 180,
-    "RTX 5090": 200, "RTX 5080": 110, "RTX 5070": 60, "RTX 5060": 45,
-    "RTX 4090": 165, "RTX 4080": 95, "RTX 4070": 58, "RTX 4060": 30,
-    "RTX 3090": 71, "RTX 3080": 59, "RTX 3070": 40, "RTX 3060": 25.5,
-    "RTX 2080": 40, "RTX 2070": 30, "RTX 2060": 25, "RTX A6000": 140, "RTX A5000": 100,
-    "RTX A4000": 70, "Tesla T4": 30, "V100": 100,
-}  # fmt: skip
-# Share of that rate an eager U-Net step reaches: its elementwise kernels move much memory.
-CARD_SHARE = (0.35, 0.8)
-# Python, peft and autograd start one kernel in this time; small models on fast cards wait for it.
-KERNEL_START_S = (20e-6, 70e-6)
-FP32_SLOWDOWN = 4
-# Measured on two cores: 49 GFLOP/s per core for a 4 M-parameter U-Net, everything included.
-CPU_GFLOPS_PER_CORE = (20, 80)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +38,6 @@ class Length:
 
     steps: int
     reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Shortest and longest expected seconds of an optimizer step, or None; `note` says why."""
-
-    seconds: tuple[float, float] | None
-    note: str
 
 
 def run_length(*, images: int, batch_size: int, priority: str) -> Length:
@@ -84,39 +58,6 @@ def run_length(*, images: int, batch_size: int, priority: str) -> Length:
             f"{seen:,} at {batch_size} a step"
         ),
     )
-
-
-def gpu_step_time(
-    cost: SampleCost, *, card: str, precision: Precision, batch_size: int, micro_batch: int
-) -> StepTime:
-    """Estimate a step on a card: the longer of its arithmetic and of starting its kernels."""
-    known = max((name for name in CARD_TFLOPS if name in card), key=len, default=None)
-    if known is None:
-        return StepTime(seconds=None, note=f"no speed is known for {card}")
-    rate = CARD_TFLOPS[known] * 1e12 / (FP32_SLOWDOWN if precision == "fp32" else 1)
-    flops = cost.step_flops * batch_size
-    kernels = cost.kernels * math.ceil(batch_size / micro_batch)
-    seconds = tuple(
-        max(flops / rate / share, kernels * start)
-        for share, start in zip(reversed(CARD_SHARE), KERNEL_START_S, strict=True)
-    )
-    bound = (
-        "arithmetic"
-        if flops / rate / CARD_SHARE[0] > kernels * KERNEL_START_S[1]
-        else "starting kernels"
-    )
-    return StepTime(
-        seconds=(seconds[0], seconds[1]),
-        note=f"estimate for {known}: {flops / 1e12:.1f} TFLOP a step, bound by {bound}",
-    )
-
-
-def cpu_step_time(cost: SampleCost, *, threads: int, batch_size: int) -> StepTime:
-    """Estimate a step on the processor from a range of speeds per core."""
-    flops = cost.step_flops * batch_size
-    slow, fast = (rate * 1e9 * threads for rate in CPU_GFLOPS_PER_CORE)
-    note = f"rough estimate for {threads} cores: {flops / 1e9:.1f} GFLOP a step"
-    return StepTime(seconds=(flops / fast, flops / slow), note=note)
 
 
 @dataclass(frozen=True, kw_only=True)

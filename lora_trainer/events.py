@@ -7,6 +7,7 @@ clamps or retries may bypass `problem`: it is one console line, one record and o
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,19 +31,24 @@ Listener = Callable[[Event], None]
 
 @dataclass
 class EventStream:
-    """Hands each event to every listener in the order they subscribed."""
+    """Hands each event to every listener in the order they subscribed, one event at a time.
+
+    Any thread may emit, also a listener: the lock is reentrant.
+    """
 
     listeners: list[Listener] = field(default_factory=list)
     clock: Callable[[], float] = time.time
+    _lock: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
 
     def subscribe(self, listener: Listener) -> None:
         self.listeners.append(listener)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Record that `kind` happened; field values must be JSON-encodable."""
-        event = Event(kind=kind, fields=fields, time_s=self.clock())
-        for listener in self.listeners:
-            listener(event)
+        with self._lock:
+            event = Event(kind=kind, fields=fields, time_s=self.clock())
+            for listener in self.listeners:
+                listener(event)
 
     def problem(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,18 @@ from lora_trainer.output.checkpoints import TrainingState
 from lora_trainer.output.export import ExportInfo, SubsetSummary, contents_of, write_export
 from lora_trainer.output.hub import push_finished, release_of
 from lora_trainer.output.sample_files import last_samples, thumbnail_jpeg
+from lora_trainer.output.state_codec import Copy
 from lora_trainer.prepare import Prepared, bucket_counts
 from lora_trainer.run_folder import RunFolder
-from lora_trainer.train.progress import Progress
+from lora_trainer.train.progress import Action, Progress
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What a training needs besides its plan: where it writes, what it tells, when it should stop.
 
-    `state` is what a resumed run goes on from, None at the start of one.
+    `state` is what a resumed run goes on from, None at the start of one; `watchers` are asked between
+    steps like any other action.
     """
 
     prepared: Prepared
@@ -37,19 +39,48 @@ class Job:
     events: EventStream
     stop: Callable[[], int | None]
     started_at_s: float
+    watchers: Sequence[Action] = ()
 
 
 def export(job: Job, adapter: Adapter, file: Path, progress: Progress) -> None:
     """Write the adapter as it is now; raises as `write_export`."""
-    tensors = adapter.tensors()
-    write_export(
-        file,
-        tensors,
-        family=job.prepared.family,
-        info=_export_info(job, tensors, progress),
-        format=file_format(job.prepared),
-        precision=job.prepared.config.output.precision,
-    )
+    exporter(job, adapter.tensors(), file, progress)()
+
+
+def exporter(
+    job: Job, tensors: AdapterTensors, file: Path, progress: Progress
+) -> Callable[[], None]:
+    """Return what writes `tensors` to `file`, in any thread; it raises as `write_export`.
+
+    Only the images of now are considered for the thumbnail: training may go on meanwhile.
+    """
+    images = last_samples(job.folder.path / "samples")
+
+    def write() -> None:
+        write_export(
+            file,
+            tensors,
+            family=job.prepared.family,
+            info=_export_info(job, tensors, progress, images),
+            format=file_format(job.prepared),
+            precision=job.prepared.config.output.precision,
+        )
+
+    return write
+
+
+def copied(tensors: AdapterTensors, copy: Copy) -> AdapterTensors:
+    """Return the tensors as they are now, in memory that training does not change."""
+    return {
+        key: replace(
+            module,
+            tensors={
+                name: copy(f"export.{key}.{name}", tensor)
+                for name, tensor in module.tensors.items()
+            },
+        )
+        for key, module in tensors.items()
+    }
 
 
 def upload(job: Job, adapter: Adapter, file: Path) -> None:
@@ -76,7 +107,9 @@ def file_format(prepared: Prepared) -> FileFormat:
     return concrete(prepared.config.output.format)
 
 
-def _export_info(job: Job, tensors: AdapterTensors, progress: Progress) -> ExportInfo:
+def _export_info(
+    job: Job, tensors: AdapterTensors, progress: Progress, images: Sequence[Path]
+) -> ExportInfo:
     prepared, output = job.prepared, job.prepared.config.output
     settings: Mapping[str, Any] = flatten(prepared.config)
     by_repeats: dict[int, list[str]] = {}
@@ -85,7 +118,6 @@ def _export_info(job: Job, tensors: AdapterTensors, progress: Progress) -> Expor
     name = prepared.dataset.folder.resolve().name
     widths = Counter((module.rank, module.rank * module.scale) for module in tensors.values())
     ((rank, alpha), _), *_ = widths.most_common(1)
-    images = last_samples(job.folder.path / "samples")
     return ExportInfo(
         title=job.folder.name,
         rank=rank,
@@ -113,6 +145,20 @@ def _export_info(job: Job, tensors: AdapterTensors, progress: Progress) -> Expor
         description=output.description,
         author=output.author,
         license=output.license,
-        thumbnail_jpeg=thumbnail_jpeg(images[0]) if images else None,
+        thumbnail_jpeg=_thumbnail(images[0], job.events) if images else None,
         zero_terminal_snr=prepared.facts.zero_terminal_snr,
     )
+
+
+def _thumbnail(image: Path, events: EventStream) -> bytes | None:
+    """Return the thumbnail of a sample; one that cannot be read is a problem, the file goes without."""
+    try:
+        return thumbnail_jpeg(image)
+    except OSError as error:
+        events.problem(
+            f"the exported file has no thumbnail: {image.parent.name}/{image.name} cannot be read "
+            f"({error.strerror or type(error).__name__})",
+            fix="nothing to do: the adapter itself is whole",
+            severity="note",
+        )
+        return None

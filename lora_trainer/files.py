@@ -12,7 +12,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from lora_trainer.errors import MachineError, RequestError
 
 TEMPORARY_PREFIX = ".tmp-"
 _CHUNK_BYTES = 1 << 20
+Part = bytes | memoryview
+Data = Part | Sequence[Part]
+"""What a file holds: its bytes, or parts that follow each other and are never joined in memory."""
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
@@ -37,17 +41,19 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
         if durable:
             sync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that fails twice is told of once
+            temporary.unlink(missing_ok=True)
         raise disk_error(path, error) from error
 
 
-def write_file(path: Path, data: bytes, *, durable: bool) -> None:
+def write_file(path: Path, data: Data, *, durable: bool) -> None:
     """Create `path` with mode 0666 & ~umask, write all bytes, optionally fsync; raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view[:_CHUNK_BYTES]) :]
+        for part in parts_of(data):
+            view = memoryview(part)
+            while view:
+                view = view[os.write(descriptor, view[:_CHUNK_BYTES]) :]
         if durable:
             os.fsync(descriptor)
     finally:
@@ -83,9 +89,17 @@ def _free_text(path: Path) -> str:
     return f"{stats.f_bavail * stats.f_frsize:,} bytes free"
 
 
-def sha256_bytes(data: bytes) -> str:
+def parts_of(data: Data) -> Sequence[Part]:
+    """Return the parts of a file, one for plain bytes."""
+    return (data,) if isinstance(data, bytes | memoryview) else data
+
+
+def sha256_bytes(data: Data) -> str:
     """Return the hex SHA-256 of `data`."""
-    return hashlib.sha256(data).hexdigest()
+    digest = hashlib.sha256()
+    for part in parts_of(data):
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def sha256_file(path: Path) -> str:

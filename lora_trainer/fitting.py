@@ -1,18 +1,23 @@
-"""The search for what fits: micro-batch, then checkpointing, then no sample images. No torch.
+"""The search for what fits: base precision, recomputation, streaming, micro-batch, sample images. No torch.
 
-Input is the load as wanted and the memory there is; output is the fastest load that fits, nothing
-in it above what was wanted. When none fits, the error names the nearest setting that would.
+Input is the load as wanted, what may be changed about it, and how loads are judged; output is the load
+that costs the least, nothing in it above what was wanted. When none fits, the error names the nearest
+setting that would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from lora_trainer.config import Checkpointing
 from lora_trainer.errors import MachineError
-from lora_trainer.memory import GIB, Load, Prediction
+from lora_trainer.host_memory import HostPrediction
+from lora_trainer.memory import GIB, RECOMPUTING, Load, Prediction
+from lora_trainer.quantization import QUANTIZATIONS, BasePrecision
 
-Predictor = Callable[[Load], Prediction]
+SAMPLES_WORTH = 1.2
+"""Sample images are kept where they make a step at most this much longer, and never by fewer bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,74 +32,288 @@ class Limit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What may be chosen, each with the most precise or the fastest first; `streamed` is (least, most)."""
+
+    base_precisions: tuple[BasePrecision, ...]
+    checkpointing: tuple[Checkpointing, ...]
+    streamed: tuple[int, int]
+    text_offload: tuple[bool, ...]
+
+    @property
+    def roomiest(self) -> Choices:
+        """What takes the least memory."""
+        return replace(
+            self,
+            base_precisions=self.base_precisions[-1:],
+            checkpointing=self.checkpointing[-1:],
+            text_offload=self.text_offload[-1:],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    """How a load is judged: its memory on the device and beside it, its seconds a step, its price.
+
+    `price` turns a precision and seconds into something to compare; the lowest is taken.
+    """
+
+    predict: Callable[[Load], Prediction]
+    predict_host: Callable[[Load], HostPrediction | None]
+    seconds: Callable[[Load], float]
+    price: Callable[[BasePrecision, float], tuple[float, ...]]
+
+    def fits(self, load: Load) -> bool:
+        """Say whether the device and the machine can hold a load."""
+        host = self.predict_host(load)
+        return self.predict(load).fits and (host is None or host.fits)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What fits; `sampling_bytes` is the peak for which sample images were dropped, else 0."""
+    """What fits.
+
+    `sampling_bytes` is the peak for which sample images were dropped, else 0; `seconds` are those of
+    a step, by base precision of the best load of each that fits at all.
+    """
 
     load: Load
     prediction: Prediction
     sampling_bytes: int = 0
+    seconds: Mapping[BasePrecision, float] = field(default_factory=dict)
 
 
-def fit(
-    wanted: Load, *, checkpointing: tuple[bool, ...], limit: Limit, step_px: int, predict: Predictor
-) -> Fit:
-    """Return the fastest load that fits: without checkpointing first, then the largest micro-batch.
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    load: Load
+    seconds: float
+    price: tuple[float, ...]
 
-    `checkpointing` has the choices allowed, `step_px` the steps a resolution can take. Raises
-    MachineError when micro-batch 1 with checkpointing and without sample images is still too much.
+
+def fit(wanted: Load, *, choices: Choices, judge: Judge, limit: Limit, step_px: int) -> Fit:
+    """Return the load that fits at the lowest price; ties go to the simpler one.
+
+    `step_px` are the steps a resolution can take. Raises MachineError when nothing fits, even without
+    sample images.
     """
+    wanted = replace(wanted, text_offload=_text_offload(wanted, choices, judge))
     silent = replace(wanted, samples=False)
-    for choice in checkpointing:
-        for micro_batch in range(wanted.micro_batch, 0, -1):
-            load = replace(silent, micro_batch=micro_batch, checkpointing=choice)
-            if (prediction := predict(load)).fits:
-                return _with_samples(load, prediction, wanted=wanted, predict=predict)
-    least = replace(silent, micro_batch=1, checkpointing=True)
-    raise _nothing_fits(least, limit=limit, step_px=step_px, predict=predict)
-
-
-def _with_samples(load: Load, prediction: Prediction, *, wanted: Load, predict: Predictor) -> Fit:
-    if not wanted.samples:
-        return Fit(load=load, prediction=prediction)
-    sampled = replace(load, samples=True)
-    with_samples = predict(sampled)
-    if with_samples.fits:
-        return Fit(load=sampled, prediction=with_samples)
-    return Fit(load=load, prediction=prediction, sampling_bytes=with_samples.peak_bytes)
-
-
-def _nothing_fits(least: Load, *, limit: Limit, step_px: int, predict: Predictor) -> MachineError:
-    need = predict(least)
-    phase = max(need.phases, key=lambda name: need.phases[name])
-    how = " (micro-batch 1, checkpointing)" if phase == "training" else ""
-    found = (
-        f"this run needs at least {gib(need.peak_bytes)} for {phase}{how}, and there are {limit}"
+    best = _best(silent, choices, judge)
+    if best is None:
+        raise _nothing_fits(silent, choices, judge=judge, limit=limit, step_px=step_px)
+    load, dropped_bytes = best.load, 0
+    if wanted.samples:
+        same = replace(choices, base_precisions=(best.load.base_precision,))
+        drawing = _best(wanted, same, judge)
+        if drawing is not None and drawing.seconds <= SAMPLES_WORTH * best.seconds:
+            load = drawing.load
+        else:
+            dropped_bytes = judge.predict(replace(best.load, samples=True)).peak_bytes
+    return Fit(
+        load=load,
+        prediction=judge.predict(load),
+        sampling_bytes=dropped_bytes,
+        seconds=_seconds_by_precision(load, wanted, choices, judge),
     )
+
+
+def images_at_once(
+    load: Load, buckets: Sequence[tuple[int, int]], *, most: int, judge: Judge
+) -> dict[tuple[int, int], int]:
+    """Return how many images of each bucket go through the network together: `most`, or what fits.
+
+    `load` is of the largest bucket and fits.
+    """
+    if load.micro_batch >= most:
+        return dict.fromkeys(buckets, most)
+    return {
+        bucket: _most(
+            lambda count, bucket=bucket: judge.fits(  # type: ignore[misc]
+                replace(load, bucket_px=bucket, micro_batch=count)
+            ),
+            least=load.micro_batch,
+            most=most,
+        )
+        for bucket in dict.fromkeys(buckets)
+    }
+
+
+def _text_offload(wanted: Load, choices: Choices, judge: Judge) -> bool:
+    """Text encoders stay on the device while caching, unless they alone are too large for it."""
+    for offload in choices.text_offload:
+        prediction = judge.predict(replace(wanted, text_offload=offload))
+        limit_bytes = prediction.limit_bytes
+        if limit_bytes is None or prediction.phases["texts"] <= limit_bytes:
+            return offload
+    return choices.text_offload[-1]
+
+
+def _seconds_by_precision(
+    found: Load, wanted: Load, choices: Choices, judge: Judge
+) -> dict[BasePrecision, float]:
+    wanted = replace(wanted, samples=found.samples)
+    best = {
+        precision: _best(wanted, replace(choices, base_precisions=(precision,)), judge)
+        for precision in choices.base_precisions
+    }
+    return {precision: each.seconds for precision, each in best.items() if each is not None}
+
+
+def _best(wanted: Load, choices: Choices, judge: Judge) -> _Candidate | None:
+    def candidate(load: Load) -> _Candidate:
+        seconds = judge.seconds(load)
+        return _Candidate(
+            load=load, seconds=seconds, price=judge.price(load.base_precision, seconds)
+        )
+
+    def order(each: _Candidate) -> tuple[object, ...]:
+        load = each.load
+        kind = choices.checkpointing.index(load.checkpointing)
+        return (each.price, load.streamed_blocks, kind, -load.micro_batch)
+
+    return min(
+        (candidate(load) for load in _fitting(wanted, choices, judge)), key=order, default=None
+    )
+
+
+def _fitting(wanted: Load, choices: Choices, judge: Judge) -> Iterator[Load]:
+    """Yield loads that fit: for each precision and kind of recomputing the largest micro-batch.
+
+    Streaming starts where nothing less helps: with the fewest blocks for the whole batch, half of it,
+    and so on.
+    """
+    least, most = choices.streamed
+    for precision in choices.base_precisions:
+        for kind in choices.checkpointing:
+            if least and kind not in RECOMPUTING:
+                continue
+            load = replace(
+                wanted, base_precision=precision, checkpointing=kind, streamed_blocks=least
+            )
+            plain = _most(
+                lambda count, load=load: judge.fits(replace(load, micro_batch=count)),  # type: ignore[misc]
+                least=0,
+                most=wanted.micro_batch,
+            )
+            if plain:
+                yield replace(load, micro_batch=plain)
+            if kind in RECOMPUTING and most > least:
+                yield from _streaming(load, above=plain, most=most, judge=judge)
+
+
+def _streaming(load: Load, *, above: int, most: int, judge: Judge) -> Iterator[Load]:
+    count = load.micro_batch
+    while count > above:
+        full = replace(load, micro_batch=count, streamed_blocks=most)
+        if judge.predict(full).fits:
+            # The fewest blocks the device needs are also what the machine's memory has to hold.
+            kept = _most(
+                lambda kept, full=full: (
+                    judge.predict(  # type: ignore[misc]
+                        replace(full, streamed_blocks=most - kept)
+                    ).fits
+                ),
+                least=0,
+                most=most - load.streamed_blocks,
+            )
+            fewest = replace(full, streamed_blocks=most - kept)
+            if judge.fits(fewest):
+                yield fewest
+        count //= 2
+
+
+def _most(fits: Callable[[int], bool], *, least: int, most: int) -> int:
+    """Return the largest number up to `most` that fits, all below it fitting too; at least `least`."""
+    low, high = least, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _nothing_fits(
+    wanted: Load, choices: Choices, *, judge: Judge, limit: Limit, step_px: int
+) -> MachineError:
+    """Say what is missing, of the device or of the machine beside it, and what would fit."""
+    least = _least(wanted, choices)
+    need, host = judge.predict(least), judge.predict_host(least)
+    how = f" ({_how(least)})" if need.peak_phase == "training" else ""
+    found = (
+        f"this run needs at least {gib(need.peak_bytes)} for {PHASE_NAMES[need.peak_phase]}{how}, "
+        f"and there are {limit}"
+    )
+    place = "a card" if wanted.device == "cuda" else "a machine"
     smallest = need.peak_bytes
-    for setting, load in _smaller(least, step_px=step_px):
-        prediction = predict(load)
-        if prediction.fits:
+    if need.fits and host is not None:
+        found = (
+            f"this run needs at least {gib(host.bytes)} of the machine's memory beside the card, "
+            f"and there are {gib(host.limit_bytes)} free"
+        )
+        place, smallest = "a machine", host.bytes
+    for setting, load, allowed in _smaller(wanted, choices, step_px=step_px):
+        if _best(load, allowed.roomiest, judge) is not None:
             return MachineError(found, fix=f"use --set {setting}, which fits")
-        smallest = min(smallest, prediction.peak_bytes)
-    place = "a card" if least.device == "cuda" else "a machine"
+        if not need.fits:
+            smallest = min(smallest, judge.predict(_least(load, allowed)).peak_bytes)
     return MachineError(
         found, fix=f"use {place} with {gib(smallest)} free, or a smaller base model"
     )
 
 
-def _smaller(least: Load, *, step_px: int) -> Iterator[tuple[str, Load]]:
+PHASE_NAMES: Mapping[str, str] = {
+    "images": "caching images",
+    "texts": "caching texts",
+    "training": "training",
+    "sampling": "sampling",
+}
+
+
+def _how(load: Load) -> str:
+    parts = ["micro-batch 1"]
+    if load.base_precision in QUANTIZATIONS:
+        parts.append(f"base in {load.base_precision}")
+    if load.checkpointing != "none":
+        parts.append("everything recomputed")
+    if load.streamed_blocks:
+        parts.append("all blocks streamed")
+    return ", ".join(parts)
+
+
+def _least(wanted: Load, choices: Choices) -> Load:
+    kind = choices.checkpointing[-1]
+    return replace(
+        wanted,
+        base_precision=choices.base_precisions[-1],
+        checkpointing=kind,
+        streamed_blocks=choices.streamed[1] if kind in RECOMPUTING else 0,
+        micro_batch=1,
+        samples=False,
+    )
+
+
+def _smaller(
+    wanted: Load, choices: Choices, *, step_px: int
+) -> Iterator[tuple[str, Load, Choices]]:
     """Yield settings that take less memory, those that change the result least first."""
-    if least.precision == "fp32" and least.device == "cuda":
-        yield "train.precision=fp16", replace(least, precision="fp16")
-    if least.optimizer == "adamw":
-        yield "optimizer.name=adamw8bit", replace(least, optimizer="adamw8bit")
+    if wanted.precision == "fp32" and wanted.device == "cuda":
+        kept = replace(choices, base_precisions=("fp16",))
+        yield "train.precision=fp16", replace(wanted, precision="fp16"), kept
+    if wanted.device == "cuda" and choices.base_precisions[-1] not in QUANTIZATIONS:
+        for precision in ("int8", "nf4"):
+            kept = replace(choices, base_precisions=(precision,))
+            yield f"memory.base_precision={precision}", wanted, kept
+    if wanted.optimizer == "adamw":
+        yield "optimizer.name=adamw8bit", replace(wanted, optimizer="adamw8bit"), choices
     for rank in (128, 64, 32, 16, 8, 4):
-        if rank < least.adapter.rank:
-            smaller = least.adapter.model_copy(update={"rank": rank})
-            yield f"adapter.rank={rank}", replace(least, adapter=smaller)
-    for side_px in range(least.sample_side_px - step_px, step_px - 1, -step_px):
-        shrunk = replace(least, bucket_px=(side_px, side_px), sample_side_px=side_px)
-        yield f"data.resolution={side_px}", shrunk
+        if rank < wanted.adapter.rank:
+            smaller = wanted.adapter.model_copy(update={"rank": rank})
+            yield f"adapter.rank={rank}", replace(wanted, adapter=smaller), choices
+    for side_px in range(wanted.sample_side_px - step_px, step_px - 1, -step_px):
+        shrunk = replace(wanted, bucket_px=(side_px, side_px), sample_side_px=side_px)
+        yield f"data.resolution={side_px}", shrunk, choices
 
 
 def gib(size: int) -> str:

@@ -19,6 +19,21 @@ _NAMES = {"loha": "LoHa", "lokr": "LoKr", "oft": "OFT"}
 _KINDS_REFUSED: Mapping[FileFormat, str] = {
     "diffusers": "diffusers cannot load it again under its own names",
 }
+# Measured by scripts/readers, see docs/formats.md.
+_DORA = (
+    "diffusers drops the magnitudes of DoRA from files in this format, ComfyUI and Forge divide by the "
+    "norms of the base's weights instead of the changed ones, A1111 and InvokeAI by norms along the "
+    "wrong axis, which ruins the image; output.format=diffusers keeps DoRA exact in diffusers"
+)
+_DORA_IN_DIFFUSERS = (
+    "only diffusers reads DoRA in this format; ComfyUI and Forge drop the magnitudes, InvokeAI refuses "
+    "the file"
+)
+_MISSED: Mapping[str, str] = {
+    "loha": "diffusers cannot load a LoHa, InvokeAI only those of U-Nets; ComfyUI can",
+    "lokr": "diffusers and InvokeAI load the LoKr of some families only; ComfyUI can",
+    "oft": "diffusers, Forge and InvokeAI cannot load an OFT; ComfyUI and A1111 can",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +81,8 @@ def format_for(family: Family, asked: Asked, contents: Contents) -> FileFormat:
 
 def format_notes(format: FileFormat, contents: Contents) -> tuple[str, ...]:
     """Return what readers of such a file will miss, a sentence each; they are allowed, not silent."""
-    if contents.dora and format != "diffusers":
-        return (
-            "diffusers drops the magnitudes of DoRA from files in this format, and ComfyUI divides "
-            "by the norm of the base weight instead of the changed one; "
-            "output.format=diffusers keeps DoRA exact in diffusers",
-        )
-    return ()
+    dora = (_DORA_IN_DIFFUSERS if format == "diffusers" else _DORA,) if contents.dora else ()
+    return (*dora, *(_MISSED[kind] for kind in sorted(contents.kinds) if kind in _MISSED))
 
 
 def _refusal(format: FileFormat, contents: Contents) -> str | None:

@@ -1,26 +1,36 @@
 """Predicted peak memory of a run, item by item, before any weight is loaded. No torch.
 
-A run has three phases that are never alive together: caching (VAE and text encoder), training, and
-sampling on the way. Inputs are the facts of the base, the family's cost of one sample and the
-settings that matter; output is every item of the phase with the highest sum.
+A run has phases that are never alive together: encoding images and texts, training, and sampling on
+the way. Inputs are the facts of the base, the family's cost of one sample and the settings that
+matter; output is every item of every phase, and the sum of the highest. `host_memory.py` does the
+same for the machine's memory beside a card.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from lora_trainer.adapter_size import adapter_parameters, rebuilt_elements
-from lora_trainer.config import AdapterSettings, Precision
+from lora_trainer.config import AdapterSettings, Checkpointing, Precision
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.costs import SampleCost, Targets, Workload
+from lora_trainer.frozen import ELEMENT_BYTES, FrozenBase
+from lora_trainer.quantization import BasePrecision
 
 GIB = 2**30
-ELEMENT_BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = GRADIENT_BYTES = 4
 # AdamW keeps two moments in fp32; bitsandbytes two in 8 bits, with one fp32 scale per 256 elements.
-STATE_BYTES: Mapping[str, float] = {"adamw": 8.0, "adamw8bit": 2 + 2 * 4 / 256}
+EIGHT_BIT_STATE_BYTES = 2 + 2 * 4 / 256
+STATE_BYTES: Mapping[str, float] = {
+    "adamw": 8.0,
+    "adamw8bit": EIGHT_BIT_STATE_BYTES,
+    "paged_adamw8bit": EIGHT_BIT_STATE_BYTES,
+}
+PAGED = frozenset({"paged_adamw8bit"})
+"""Optimizers whose state the driver moves to host memory while the card is full."""
 # CUDA context 0.3-0.5 GiB and workspaces of cuBLAS and cuDNN; Python with torch and diffusers.
 RUNTIME_BYTES: Mapping[str, int] = {"cuda": int(0.6 * GIB), "cpu": int(0.7 * GIB)}
 # What the allocator reserves beyond what is in use: blocks are rounded and split.
@@ -32,14 +42,18 @@ VAE_DECODE_ELEMENTS_PER_PX = 6 * 128
 # A CLIP text encoder's kept activations of one prompt of 77 tokens, over its weights' bytes: 34
 # hidden-sized tensors a layer against 12 hidden^2 weights, and adapters' fp32 copies beside them.
 TEXT_KEPT_SHARE = 0.5
+TEXT_LAYER_SHARE = 1 / 8
+"""Largest layer of a text encoder over the whole: word embeddings take 3 % (T5-XXL) to 10 % (Qwen3-4B)."""
 REBUILT_PIECES = 8
 """Pieces a checkpointed network has at least, by the weights in them; the largest is kept whole."""
-Phase = Literal["caching", "training", "sampling"]
+Phase = Literal["images", "texts", "training", "sampling"]
+RECOMPUTING: tuple[Checkpointing, ...] = ("full", "offloaded")
+"""Kinds of checkpointing that recompute every block, which streaming needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryItem:
-    """One named part of the peak."""
+    """One named part of a phase."""
 
     name: str
     bytes: int
@@ -48,12 +62,27 @@ class MemoryItem:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The peak over all phases; `items` add up to it, `phases` has the sum of each phase."""
+    """Items of each phase; `items` are those of the phase with the highest sum, `peak_bytes`."""
 
-    items: tuple[MemoryItem, ...]
-    phases: Mapping[Phase, int]
-    peak_bytes: int
+    by_phase: Mapping[Phase, tuple[MemoryItem, ...]]
     limit_bytes: int | None
+
+    @property
+    def phases(self) -> Mapping[Phase, int]:
+        """The sum of each phase."""
+        return {phase: _sum(items) for phase, items in self.by_phase.items()}
+
+    @property
+    def peak_phase(self) -> Phase:
+        return max(self.by_phase, key=lambda phase: _sum(self.by_phase[phase]))
+
+    @property
+    def items(self) -> tuple[MemoryItem, ...]:
+        return self.by_phase[self.peak_phase]
+
+    @property
+    def peak_bytes(self) -> int:
+        return _sum(self.items)
 
     @property
     def fits(self) -> bool:
@@ -68,8 +97,19 @@ class CostModel(Protocol):
     ) -> Mapping[str, tuple[int, ...]]:
         """Return (fan_in, out) of each module of the denoiser that gets an adapter."""
 
+    def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
+        """Return (fan_in, out) of the linear layers in the denoiser's repeated blocks."""
+
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         """Return the cost of training on one sample."""
+
+    @property
+    def unquantised(self) -> tuple[str, ...]:
+        """Parts of the names of layers in blocks that are never kept in few bits."""
+
+    @property
+    def block_pattern(self) -> str:
+        """Regular expression that matches the name of a layer's block at the name's beginning."""
 
 
 @dataclass(kw_only=True)
@@ -79,6 +119,9 @@ class RememberedCosts:
     family: CostModel
     costs: dict[Workload, SampleCost] = field(default_factory=dict)
     shapes: dict[Targets, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    linear: Mapping[str, tuple[int, int]] | None = None
+    bases: dict[tuple[Precision, BasePrecision], FrozenBase] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
 
     def adapter_shapes(
         self, facts: BaseFacts, *, targets: Targets
@@ -88,11 +131,44 @@ class RememberedCosts:
             self.shapes[targets] = self.family.adapter_shapes(facts, targets=targets)
         return self.shapes[targets]
 
+    def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
+        """All calls must be about the same base."""
+        if self.linear is None:
+            self.linear = self.family.linear_shapes(facts)
+        return self.linear
+
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         """All calls must be about the same base."""
         if workload not in self.costs:
             self.costs[workload] = self.family.sample_cost(facts, workload)
         return self.costs[workload]
+
+    def frozen_base(self, facts: BaseFacts, load: Load) -> FrozenBase:
+        """All calls must be about the same base."""
+        kept = (load.precision, load.base_precision)
+        if kept not in self.bases:
+            self.bases[kept] = FrozenBase(
+                parameters=facts.parts["denoiser"].parameters,
+                shapes=self.linear_shapes(facts),
+                unquantised=self.family.unquantised,
+                block_pattern=self.family.block_pattern,
+                dtype=load.precision,
+                kept_as=load.base_precision,
+            )
+        return self.bases[kept]
+
+    def block_of(self, module: str) -> str:
+        """Return the name of the repeated block a module is in, or the empty string."""
+        found = re.match(self.family.block_pattern, module)
+        return found[0] if found else ""
+
+    def adapter_parameters(self, facts: BaseFacts, settings: AdapterSettings) -> int:
+        """Return how many parameters the denoiser's adapter has; all calls about the same base."""
+        key = settings.model_dump_json()
+        if key not in self.parameters:
+            shapes = self.adapter_shapes(facts, targets=settings.targets)
+            self.parameters[key] = adapter_parameters(shapes, settings)
+        return self.parameters[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +177,14 @@ class Load:
 
     device: Literal["cpu", "cuda"]
     precision: Precision
+    base_precision: BasePrecision
     adapter: AdapterSettings
     optimizer: str
     text_precision: Precision
+    text_offload: bool
     micro_batch: int
-    checkpointing: bool
+    checkpointing: Checkpointing
+    streamed_blocks: int
     bucket_px: tuple[int, int]
     samples: bool
     sample_side_px: int
@@ -120,42 +199,36 @@ class Load:
             rank=self.adapter.rank,
             targets=self.adapter.targets,
             checkpointing=self.checkpointing,
+            micro_batch=min(self.micro_batch, 2),  # per sample, two are like any number
         )
-
-    def adapter_parameters(self, facts: BaseFacts, family: CostModel) -> int:
-        """Return how many parameters the denoiser's adapter has."""
-        shapes = family.adapter_shapes(facts, targets=self.adapter.targets)
-        return adapter_parameters(shapes, self.adapter)
 
 
 def predict(
-    load: Load, *, facts: BaseFacts, family: CostModel, limit_bytes: int | None = None
+    load: Load, *, facts: BaseFacts, costs: RememberedCosts, limit_bytes: int | None = None
 ) -> Prediction:
-    """Return the predicted peak of a run with these settings."""
-    resident = _resident(load, facts, family)
+    """Return the predicted peak on the training device of a run with these settings."""
+    resident = _resident(load, facts, costs)
     phases: dict[Phase, list[MemoryItem]] = {
-        "caching": _caching(load, facts),
-        "training": [*resident, *_training(load, facts, family)],
+        "images": _images(load, facts),
+        "texts": _texts(load, facts),
+        "training": [*resident, *_training(load, facts, costs)],
     }
     if load.samples:
-        phases["sampling"] = [*resident, *_sampling(load, facts, family)]
-    complete = {phase: _with_runtime(items, load) for phase, items in phases.items()}
-    sums = {phase: sum(item.bytes for item in items) for phase, items in complete.items()}
-    highest = max(sums, key=lambda phase: sums[phase])
+        phases["sampling"] = [*resident, *_sampling(load, facts, costs)]
     return Prediction(
-        items=tuple(complete[highest]),
-        phases=sums,
-        peak_bytes=sums[highest],
+        by_phase={phase: tuple(_with_runtime(items, load)) for phase, items in phases.items()},
         limit_bytes=limit_bytes,
     )
 
 
-def _resident(load: Load, facts: BaseFacts, family: CostModel) -> list[MemoryItem]:
+def _resident(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
     """What stays on the device from the first step to the last."""
-    weights = facts.parts["denoiser"].parameters * ELEMENT_BYTES[load.precision]
-    adapter = load.adapter_parameters(facts, family)
+    adapter = costs.adapter_parameters(facts, load.adapter)
+    paged = load.optimizer in PAGED
+    state = 0 if paged else int(adapter * STATE_BYTES[load.optimizer])
+    where = "moved to host memory when the card is full" if paged else "allocated before step 1"
     return [
-        MemoryItem(name="denoiser weights", bytes=weights, note=f"frozen, {load.precision}"),
+        *_weights(load, costs.frozen_base(facts, load)),
         *_trained_text(load, facts),
         MemoryItem(
             name="adapter weights",
@@ -163,25 +236,56 @@ def _resident(load: Load, facts: BaseFacts, family: CostModel) -> list[MemoryIte
             note=f"{adapter:,} parameters, fp32 masters",
         ),
         MemoryItem(name="adapter gradients", bytes=adapter * GRADIENT_BYTES, note="fp32"),
-        MemoryItem(
-            name="optimizer states",
-            bytes=int(adapter * STATE_BYTES[load.optimizer]),
-            note=f"{load.optimizer}, allocated before step 1",
-        ),
+        MemoryItem(name="optimizer states", bytes=state, note=f"{load.optimizer}, {where}"),
     ]
 
 
-def _training(load: Load, facts: BaseFacts, family: CostModel) -> list[MemoryItem]:
-    cost, count = family.sample_cost(facts, load.workload()), load.micro_batch
+def _weights(load: Load, base: FrozenBase) -> list[MemoryItem]:
+    """The base by dtype: blocks, what is always in the dtype of the network, what streaming needs."""
+    count = load.streamed_blocks
+    streamed, found = base.streamed_bytes(count), []
+    if base.is_quantized:
+        found += [
+            MemoryItem(
+                name="base blocks",
+                bytes=base.linear_bytes - streamed,
+                note=f"frozen, {load.base_precision} with its scales",
+            ),
+            MemoryItem(
+                name="rest of the base",
+                bytes=base.other_bytes,
+                note=f"embeddings, norms, convolutions in {load.precision}",
+            ),
+            MemoryItem(
+                name="dequantised layer",
+                bytes=base.dequantized_bytes,
+                note=f"the largest, in {load.precision}",
+            ),
+        ]
+    else:
+        note = f"frozen, {load.precision}"
+        found.append(MemoryItem(name="base weights", bytes=base.bytes - streamed, note=note))
+    if count:
+        found.append(
+            MemoryItem(
+                name="streaming buffers",
+                bytes=base.buffer_bytes(count),
+                note=f"{count} of {len(base.block_bytes)} blocks come from host memory",
+            )
+        )
+    return found
+
+
+def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
+    cost, count = costs.sample_cost(facts, load.workload()), load.micro_batch
     width_px, height_px = load.bucket_px
     each = f"{count} x {width_px}x{height_px} px"
-    kept = "inputs of recomputed pieces" if load.checkpointing else "kept for backward"
     return [
-        *_rebuilt(load, facts, family),
+        *_rebuilt(load, facts, costs),
         MemoryItem(
             name="activations",
             bytes=count * (cost.saved_bytes - cost.adapter_saved_bytes),
-            note=f"{kept}, {each}",
+            note=f"{KEPT[load.checkpointing]}, {each}",
         ),
         MemoryItem(
             name="adapter inputs",
@@ -201,21 +305,36 @@ def _training(load: Load, facts: BaseFacts, family: CostModel) -> list[MemoryIte
     ]
 
 
-def _rebuilt(load: Load, facts: BaseFacts, family: CostModel) -> list[MemoryItem]:
+KEPT: Mapping[Checkpointing, str] = {
+    "none": "kept for backward",
+    "selective": "every second block's kept, inputs of the others",
+    "full": "inputs of recomputed blocks",
+    "offloaded": "inputs of two recomputed blocks, the others wait in host memory",
+}
+
+
+def _rebuilt(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
     """LoHa and LoKr build the change of every weight, and autograd keeps it; PiSSA keeps its start."""
-    shapes = family.adapter_shapes(facts, targets=load.adapter.targets)
+    shapes = costs.adapter_shapes(facts, targets=load.adapter.targets)
     found = []
     if load.adapter.init == "pissa":
-        start = MASTER_BYTES * load.adapter_parameters(facts, family)
+        start = MASTER_BYTES * costs.adapter_parameters(facts, load.adapter)
         found.append(MemoryItem(name="adapter's start", bytes=start, note="PiSSA, fp32"))
     if elements := rebuilt_elements(shapes, load.adapter):
-        # A checkpointed pass keeps those of the piece it is in: one of at least this many.
-        share = 1 / REBUILT_PIECES if load.checkpointing else 1.0
-        size = int(MASTER_BYTES * elements * share)
+        size = int(MASTER_BYTES * elements * REBUILT_SHARE[load.checkpointing])
         found.append(
             MemoryItem(name="rebuilt weights", bytes=size, note=f"{load.adapter.kind}, fp32")
         )
     return found
+
+
+# A checkpointed pass keeps those of the piece it is in: one of at least this many.
+REBUILT_SHARE: Mapping[Checkpointing, float] = {
+    "none": 1.0,
+    "selective": 0.5 + 0.5 / REBUILT_PIECES,
+    "full": 1 / REBUILT_PIECES,
+    "offloaded": 1 / REBUILT_PIECES,
+}
 
 
 def _prepared_bytes(load: Load, facts: BaseFacts, cost: SampleCost) -> int:
@@ -238,10 +357,9 @@ def _trained_text(load: Load, facts: BaseFacts) -> list[MemoryItem]:
     ]
 
 
-def _caching(load: Load, facts: BaseFacts) -> list[MemoryItem]:
-    """VAE and text encoders are never loaded together: the larger of the two."""
+def _images(load: Load, facts: BaseFacts) -> list[MemoryItem]:
     width_px, height_px = load.bucket_px
-    images = [
+    return [
         MemoryItem(name="VAE weights", bytes=4 * facts.parts["vae"].parameters, note="fp32"),
         MemoryItem(
             name="image encoding",
@@ -249,19 +367,23 @@ def _caching(load: Load, facts: BaseFacts) -> list[MemoryItem]:
             note=f"one image of {width_px}x{height_px} px, fp32",
         ),
     ]
-    texts = [
-        MemoryItem(
-            name="text encoder weights",
-            bytes=facts.parts["text_encoder"].parameters * ELEMENT_BYTES[load.text_precision],
-            note=load.text_precision,
-        )
-    ]
-    return max(images, texts, key=lambda items: sum(item.bytes for item in items))
 
 
-def _sampling(load: Load, facts: BaseFacts, family: CostModel) -> list[MemoryItem]:
+def _texts(load: Load, facts: BaseFacts) -> list[MemoryItem]:
+    """The VAE is gone by then, and the denoiser not there yet."""
+    weights = facts.parts["text_encoder"].parameters * ELEMENT_BYTES[load.text_precision]
+    if load.text_offload:
+        largest = int(weights * TEXT_LAYER_SHARE)
+        note = f"{load.text_precision}, from host memory a layer at a time: the largest"
+        return [MemoryItem(name="text encoder layer", bytes=largest, note=note)]
+    return [MemoryItem(name="text encoder weights", bytes=weights, note=load.text_precision)]
+
+
+def _sampling(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
     """Sample images are made with everything of the training in place, from cached prompts."""
-    cost, side_px = family.sample_cost(facts, load.workload()), load.sample_side_px
+    side_px = load.sample_side_px
+    alone = replace(load, micro_batch=1, bucket_px=(side_px, side_px), checkpointing="none")
+    cost = costs.sample_cost(facts, alone.workload())
     decoding = 4 * VAE_DECODE_ELEMENTS_PER_PX * side_px * side_px
     return [
         MemoryItem(name="VAE weights", bytes=4 * facts.parts["vae"].parameters, note="fp32"),
@@ -275,9 +397,16 @@ def _sampling(load: Load, facts: BaseFacts, family: CostModel) -> list[MemoryIte
 
 def _with_runtime(items: list[MemoryItem], load: Load) -> list[MemoryItem]:
     note = "CUDA context and libraries" if load.device == "cuda" else "Python, torch and libraries"
-    slack = int(SLACK * sum(item.bytes for item in items))
     return [
         MemoryItem(name="runtime", bytes=RUNTIME_BYTES[load.device], note=note),
         *items,
-        MemoryItem(name="allocator slack", bytes=slack, note="rounding and fragmentation"),
+        MemoryItem(
+            name="allocator slack",
+            bytes=int(SLACK * _sum(items)),
+            note="rounding and fragmentation",
+        ),
     ]
+
+
+def _sum(items: list[MemoryItem] | tuple[MemoryItem, ...]) -> int:
+    return sum(item.bytes for item in items)

@@ -11,21 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lora_trainer.allocation import Allocation, Allocator, Decision
 from lora_trainer.config import Config, Precision, build_config, concrete, flatten
 from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.estimates import (
-    DiskUse,
-    StepTime,
-    cpu_step_time,
-    disk_bytes,
-    gpu_step_time,
-    run_length,
-)
+from lora_trainer.estimates import DiskUse, disk_bytes, run_length
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.costs import SampleCost
-from lora_trainer.fitting import Fit, Limit, fit, gib
-from lora_trainer.hardware import GIB, Gpu, Hardware
-from lora_trainer.memory import CostModel, Load, Prediction, RememberedCosts, predict
+from lora_trainer.hardware import Gpu, Hardware
+from lora_trainer.host_memory import HostPrediction
+from lora_trainer.memory import CostModel, Load, Prediction, RememberedCosts
 from lora_trainer.resolve import Origin, Resolved
 
 PLANNER = "planner"
@@ -53,25 +47,21 @@ class PlanInput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
-    """One value the planner set; `bytes` is the predicted peak it was decided by, 0 if none was."""
-
-    key: str
-    value: Any
-    reason: str
-    bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A configuration without `auto` (but names and folders), its costs, and every decision."""
+    """A configuration without `auto` (but names and folders), its costs, and every decision.
+
+    `memory` is of the training device, `host` of the machine beside a card; `images_at_once` is the
+    micro-batch of each bucket, (width, height) in pixels, the largest of them `memory.micro_batch`.
+    """
 
     config: Config
     origins: Mapping[str, Origin]
     memory: Prediction
+    host: HostPrediction | None
+    images_at_once: Mapping[tuple[int, int], int]
     steps: int
     epochs: float
-    seconds_per_step: tuple[float, float] | None
+    seconds_per_step: tuple[float, float]
     time_note: str
     disk_bytes: Mapping[str, int]
     decisions: tuple[Decision, ...]
@@ -173,13 +163,14 @@ class _Planner:
     def decide_packages(self) -> None:
         """Settle what needs an optional package; a preset's wish gives way, a typed one may not."""
         packages, key = self.given.hardware.packages, "optimizer.name"
-        if self.values[key] == "adamw8bit" and packages.get("bitsandbytes") is None:
+        name = self.values[key]
+        if name.endswith("adamw8bit") and packages.get("bitsandbytes") is None:
             if not self._is_preset(key):
                 raise MachineError(
-                    "optimizer.name=adamw8bit needs bitsandbytes, which is not installed",
+                    f"optimizer.name={name} needs bitsandbytes, which is not installed",
                     fix="pip install bitsandbytes, or use --set optimizer.name=adamw",
                 )
-            reason = "adamw8bit is preset, but bitsandbytes is missing (pip install bitsandbytes)"
+            reason = f"{name} is preset, but bitsandbytes is missing (pip install bitsandbytes)"
             self.decide(key, "adamw", reason)
         key = "memory.attention"
         if self.values[key] == "xformers" and not (self.gpu and packages.get("xformers")):
@@ -212,90 +203,40 @@ class _Planner:
         tenth = max(1, steps // VALIDATIONS_PER_RUN)
         self.decide_auto("train.validate_every_steps", tenth, f"a tenth of {steps} steps")
 
-    def decide_memory(self) -> Fit:
-        """Choose micro-batch, checkpointing and sampling so that the peak stays under the limit."""
-        limit, asked = self._limit(), self.values["memory.gradient_checkpointing"]
-        found = fit(
-            self._wanted(),
-            checkpointing=(True,) if asked is True else (False, True),
-            limit=limit,
-            step_px=self.given.facts.bucket_step_px,
-            predict=lambda load: self._predict(load, limit),
-        )
-        peak_bytes = found.prediction.peak_bytes
-        against = f"{gib(peak_bytes)} predicted, {limit}"
-        for key, value in (
-            ("memory.micro_batch", found.load.micro_batch),
-            ("memory.gradient_checkpointing", found.load.checkpointing),
-        ):
-            before = self.values[key]
-            if before != value:
-                refused = "" if before == "auto" else f"{before} does not fit: "
-                self.decide(key, value, f"{refused}{against}", peak_bytes=peak_bytes)
-        if found.sampling_bytes:
-            reason = f"sample images would take {gib(found.sampling_bytes)}, {limit}"
-            self.decide("sampling.every_steps", 0, reason, peak_bytes=found.sampling_bytes)
-        return found
+    def decide_memory(self) -> Allocation:
+        """Choose how the base is kept, what is recomputed, streamed and done at once, so that it fits."""
+        allocation = Allocator(
+            values=self.values,
+            facts=self.given.facts,
+            costs=self.costs,
+            hardware=self.given.hardware,
+            gpu=self.gpu,
+            buckets=self.given.buckets,
+            priority=self.given.resolved.priority,
+        ).allocate()
+        for choice in allocation.decisions:
+            self.decide(choice.key, choice.value, choice.reason, peak_bytes=choice.bytes)
+        return allocation
 
-    def _wanted(self) -> Load:
-        values, side_px = self.values, int(self.values["data.resolution"])
-        micro_batch, batch_size = values["memory.micro_batch"], values["train.batch_size"]
-        return Load(
-            device="cuda" if self.gpu else "cpu",
-            precision=values["train.precision"],
-            adapter=build_config(values).adapter,
-            optimizer=values["optimizer.name"],
-            text_precision=values["memory.text_encoder_precision"],
-            micro_batch=batch_size if micro_batch == "auto" else micro_batch,
-            checkpointing=values["memory.gradient_checkpointing"] is True,
-            bucket_px=max(
-                self.given.buckets, key=lambda size: size[0] * size[1], default=(side_px, side_px)
-            ),
-            samples=bool(values["sampling.every_steps"]),
-            sample_side_px=side_px,
-            prepared_samples=values["data.prefetch_steps"] * batch_size,
-        )
-
-    def _predict(self, load: Load, limit: Limit) -> Prediction:
-        return predict(load, facts=self.given.facts, family=self.costs, limit_bytes=limit.bytes)
-
-    def _limit(self) -> Limit:
-        if self.gpu is None:
-            return Limit(bytes=self.given.hardware.ram_free_bytes, reason="of memory free")
-        asked_gib = self.values["hardware.vram_limit_gib"]
-        if asked_gib is not None and asked_gib * GIB < self.gpu.free_bytes:
-            return Limit(bytes=int(asked_gib * GIB), reason="allowed by hardware.vram_limit_gib")
-        return Limit(bytes=self.gpu.free_bytes, reason=f"free on {self.gpu.name}")
-
-    def finish(self, fitted: Fit) -> Plan:
+    def finish(self, allocation: Allocation) -> Plan:
         given, config = self.given, build_config(self.values)
-        cost = self.costs.sample_cost(given.facts, fitted.load.workload())
-        steps, time = concrete(config.train.steps), self._step_time(config, cost)
+        cost = self.costs.sample_cost(given.facts, allocation.load.workload())
+        steps = concrete(config.train.steps)
         made = {
             choice.key: Origin(layer=PLANNER, reason=choice.reason) for choice in self.decisions
         }
         return Plan(
             config=config,
             origins={**given.resolved.origins, **made},
-            memory=fitted.prediction,
+            memory=allocation.memory,
+            host=allocation.host,
+            images_at_once=allocation.images_at_once,
             steps=steps,
             epochs=steps * config.train.batch_size / given.samples_per_epoch,
-            seconds_per_step=time.seconds,
-            time_note=time.note,
-            disk_bytes=self._disk(config, fitted.load, cost),
+            seconds_per_step=(allocation.time.low_s, allocation.time.high_s),
+            time_note=allocation.time.note,
+            disk_bytes=self._disk(config, allocation.load, cost),
             decisions=tuple(self.decisions),
-        )
-
-    def _step_time(self, config: Config, cost: SampleCost) -> StepTime:
-        batch_size, threads = config.train.batch_size, concrete(config.hardware.threads)
-        if self.gpu is None:
-            return cpu_step_time(cost, threads=threads, batch_size=batch_size)
-        return gpu_step_time(
-            cost,
-            card=self.gpu.name,
-            precision=concrete(config.train.precision),
-            batch_size=batch_size,
-            micro_batch=concrete(config.memory.micro_batch),
         )
 
     def _disk(self, config: Config, load: Load, cost: SampleCost) -> dict[str, int]:
@@ -307,7 +248,7 @@ class _Planner:
             captions_per_image=config.data.caption_variants if config.data.shuffle_tags else 1,
             latent_elements=facts.latent_channels * latent_px,
             conditioning_bytes=cost.conditioning_bytes,
-            adapter_parameters=load.adapter_parameters(facts, self.costs),
+            adapter_parameters=self.costs.adapter_parameters(facts, load.adapter),
             optimizer=load.optimizer,
             export_precision=config.output.precision,
             keep_states=config.output.keep_states,

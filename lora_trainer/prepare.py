@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer import families
-from lora_trainer.config import BaseSettings, Config, build_config, flatten
+from lora_trainer.config import BaseSettings, Config, build_config, concrete, flatten
 from lora_trainer.data.buckets import Placement, buckets_for, place
+from lora_trainer.data.findings import Finding, warning
 from lora_trainer.data.images import VerifiedImages
 from lora_trainer.data.quality import DatasetReport, inspect_images
 from lora_trainer.data.scan import Dataset, ImageRecord, scan
@@ -24,8 +25,8 @@ from lora_trainer.data.split import hold_out
 from lora_trainer.errors import InputError, RequestError
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.files import HashMemo
-from lora_trainer.formats import resolve_format
-from lora_trainer.hardware import Gpu, Hardware, Tier, assume_card, detect, tier
+from lora_trainer.formats import format_notes, planned_contents, resolve_format
+from lora_trainer.hardware import Gpu, Hardware, Tier, assume_card, detect, tier, tier_problem
 from lora_trainer.model.load import EMBEDDED, describe, with_choices
 from lora_trainer.plan import Plan, PlanInput, plan
 from lora_trainer.resolve import Origin, Priority, Resolved, resolve
@@ -123,6 +124,31 @@ def examine(request: Request, *, hardware: Hardware | None = None) -> DatasetRep
     dataset = scan_with_memo(request.dataset, settings, cache_folder(settings))
     placements = place_all(dataset, settings, basis.facts)
     return inspect_images(dataset, placements=placements, settings=settings.data)
+
+
+def remarks(prepared: Prepared) -> tuple[Finding, ...]:
+    """Return what is odd about the base, the card and the file to come; `report` is about the data."""
+    config, facts = prepared.config, prepared.facts
+    found = []
+    if facts.distilled and config.base.assistant is None:
+        found.append(
+            warning(
+                "distilled",
+                None,
+                f"{facts.source} is distilled: training wears off its ability to draw in few steps",
+                advice="train on the undistilled release, "
+                "or give an assistant adapter with --set base.assistant=FILE",
+            )
+        )
+    card = prepared.hardware.accelerator().value
+    if too_small := tier_problem(card.total_bytes if card else None):
+        advice = "lower data.resolution or adapter.rank if it does not fit"
+        found.append(warning("card", None, too_small, advice=advice))
+    format = concrete(config.output.format)
+    advice = "choose another output.format or adapter if that matters to you"
+    for missed in format_notes(format, planned_contents(config.adapter)):
+        found.append(warning("format", None, f"output.format={format}: {missed}", advice=advice))
+    return tuple(found)
 
 
 def _basis(request: Request, hardware: Hardware | None) -> Basis:

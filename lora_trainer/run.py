@@ -6,12 +6,14 @@ command line imports it only to train.
 
 from __future__ import annotations
 
+import queue
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,14 +26,13 @@ from lora_trainer.exporting import Job
 from lora_trainer.families.base import Layout
 from lora_trainer.files import HashMemo
 from lora_trainer.fitting import gib
-from lora_trainer.hardware import tier_problem
 from lora_trainer.model.load import identified, locate, with_choices
 from lora_trainer.output.checkpoints import TrainingState, load_newest
 from lora_trainer.output.hub import check_upload
 from lora_trainer.output.report import write_report
 from lora_trainer.output.status import Control, StatusWriter
 from lora_trainer.output.trackers import start_trackers, usable_trackers
-from lora_trainer.prepare import Prepared, Request, bucket_counts, prepare
+from lora_trainer.prepare import Prepared, Request, bucket_counts, prepare, remarks
 from lora_trainer.run_folder import (
     EVENTS_FILE,
     PROBLEMS_FILE,
@@ -40,25 +41,37 @@ from lora_trainer.run_folder import (
     compare,
     create,
     cut_events,
+    is_unborn,
     last_step,
     read_run,
     write_run,
 )
 from lora_trainer.session import sample_prompts, setup_torch, train_job
-from lora_trainer.show import doctor_json, plan_json
+from lora_trainer.show import doctor_json
+from lora_trainer.show_plan import plan_json
+from lora_trainer.train.progress import Action
 
 SAMPLE_PROMPTS = 4
+_ANSWERS = (
+    "asked to stop: finishing the step, then saving",
+    "still saving; a third signal quits at once, the previous state stays valid",
+    "quitting at once",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """What to prepare, whether to go on with a run, how strict to be, and the words typed (for run.json)."""
+    """What to prepare, whether to go on with a run, how strict to be, and the words typed (for run.json).
+
+    `watchers` are asked between steps, before anything else is done there.
+    """
 
     request: Request
     resume: bool = False
     resume_from: Path | None = None
     strict: bool = False
     command: tuple[str, ...] = ()
+    watchers: tuple[Action, ...] = ()
 
 
 @dataclass
@@ -66,6 +79,7 @@ class StopFlag:
     """Remembers a signal, or a control/stop file, until the loop asks; the third signal quits at once."""
 
     control: Control
+    said: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
     number: int | None = None
     received: int = 0
     last_s: float = float("-inf")
@@ -82,14 +96,38 @@ class StopFlag:
         return self.number
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Take a signal; those within one second (launchers forward them) count once."""
+        """Take a signal; those within one second (launchers forward them) count once.
+
+        A terminal that goes away (SIGHUP) stops the run as SIGTERM does.
+        """
         now_s = self.clock()
         if now_s - self.last_s >= 1.0:
             self.received += 1
             self.last_s = now_s
-        self.number = number
+            self.said.put(_ANSWERS[min(self.received, 3) - 1])
+        self.number = number if number in (signal.SIGINT, signal.SIGTERM) else signal.SIGTERM
         if self.received >= 3:
             raise KeyboardInterrupt
+
+    @contextmanager
+    def announced(self, events: EventStream) -> Iterator[None]:
+        """Tell what signals were answered while the block runs.
+
+        A handler may not: it interrupts whatever runs, maybe a write to the same terminal.
+        """
+
+        def announce() -> None:
+            while (message := self.said.get()) is not None:
+                fix = "wait a moment; with --resume the run goes on where it stopped"
+                events.problem(message, fix=fix, severity="note", code="CKP-07")
+
+        thread = threading.Thread(target=announce, name="lora-train-signals", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.said.put(None)
+            thread.join()
 
 
 def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
@@ -98,7 +136,7 @@ def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
     Raises LoraTrainError; once there is a run folder, its events, status and report say so too.
     """
     previous = _previous(asked)
-    before = read_run(previous) if previous is not None else None
+    before = read_run(previous) if previous is not None and not is_unborn(previous) else None
     request = replace(asked.request, run_settings=before["settings"] if before else None)
     prepared = _with_base(prepare(request))
     if asked.strict:
@@ -109,15 +147,16 @@ def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
     environment = setup_torch(prepared)
     resumption = _resumption(before, prepared, environment) if before else None
     folder = claim(previous) if previous is not None else create(*_place(prepared))
-    with folder.lock, _recorded(folder, prepared, listeners) as (events, stop):
+    with folder, _recorded(folder, prepared, listeners) as (events, stop):
         job = Job(
             prepared=prepared,
             folder=folder,
             prompts=sample_prompts(prepared, count=SAMPLE_PROMPTS),
-            state=_newest_state(folder, events) if before else None,
+            state=_newest_state(folder, events) if previous is not None else None,
             events=events,
             stop=stop,
             started_at_s=before["started_at_s"] if before else time.time(),
+            watchers=asked.watchers,
         )
         _announce(job, resumption)
         write_run(folder, _run_record(job, asked, environment))
@@ -225,9 +264,7 @@ def _recorded(
     events.subscribe(StatusWriter(folder.path, events))
     control = Control(folder.path)
     stop = StopFlag(control=control)
-    previous = {
-        number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    previous = {number: signal.signal(number, stop.handle) for number in _stop_signals()}
     try:
         usable, problems = usable_trackers(
             prepared.config.logging.trackers, packages=prepared.hardware.packages
@@ -237,10 +274,20 @@ def _recorded(
         start_trackers(
             usable, run_folder=folder.path, settings=flatten(prepared.config), events=events
         )
-        yield events, stop
+        with stop.announced(events):
+            yield events, stop
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _stop_signals() -> list[int]:
+    """Return the signals that stop a run; SIGHUP is left alone where `nohup` has it ignored."""
+    stopping = [signal.SIGINT, signal.SIGTERM]
+    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
+        stopping.append(hangup)
+    return stopping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +324,7 @@ def _resumption(
 
 
 def _announce(job: Job, resumption: Resumption | None) -> None:
-    """Say what starts, or how exactly it goes on; at the start, what is odd about data and card."""
+    """Say what starts, or how exactly it goes on; at the start, what is odd about base, card and data."""
     prepared, config = job.prepared, job.prepared.config
     steps = concrete(config.train.steps)
     resumed = None
@@ -306,18 +353,7 @@ def _announce(job: Job, resumption: Resumption | None) -> None:
     )
     if resumption is not None and resumption.same_data:
         return  # said when the run began
-    if prepared.facts.distilled and config.base.assistant is None:
-        job.events.problem(
-            f"{prepared.facts.source} is distilled: training wears off its ability to draw in few steps",
-            fix="train on the undistilled release, or give an assistant adapter with --set base.assistant=FILE",
-        )
-    card = prepared.hardware.accelerator().value
-    too_small = tier_problem(card.total_bytes if card else None)
-    if too_small:
-        job.events.problem(
-            too_small, fix="lower data.resolution or adapter.rank if it does not fit"
-        )
-    for finding in prepared.report.findings:
+    for finding in (*remarks(prepared), *prepared.report.findings):
         if finding.severity != "note":
             job.events.problem(
                 finding.what,

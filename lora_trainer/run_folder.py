@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ from filelock import FileLock, Timeout
 from lora_trainer.config import AdapterSettings
 from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.events import read_jsonl
-from lora_trainer.files import disk_error, json_bytes, read_json_object, write_atomic
+from lora_trainer.files import (
+    TEMPORARY_PREFIX,
+    disk_error,
+    json_bytes,
+    read_json_object,
+    write_atomic,
+)
 
 RUN_FILE = "run.json"
 EVENTS_FILE = "events.jsonl"
@@ -45,10 +52,16 @@ FORBIDDEN_SETTINGS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """A claimed run folder; the lock is held until the process ends."""
+    """A claimed run folder; the lock is held until the block or the process ends."""
 
     path: Path
     lock: FileLock
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release(force=True)
 
     @property
     def name(self) -> str:
@@ -117,7 +130,10 @@ def compare(
     Settings in FORBIDDEN_SETTINGS cannot change; others make it CHANGED; another environment (torch,
     threads, processor, device) keeps every draw but not every bit.
     """
-    changed = [key for key in now if before.get(key) != now[key] and key not in FREE_SETTINGS]
+    free = FREE_SETTINGS - (
+        {"train.validate_every_steps"} if now["train.lower_on_plateau"] else set()
+    )
+    changed = [key for key in now if before.get(key) != now[key] and key not in free]
     refused = [
         f"{key} {before.get(key)} -> {now[key]}" for key in changed if key in FORBIDDEN_SETTINGS
     ]
@@ -127,14 +143,20 @@ def compare(
             fix="leave it as it was, or start a new run",
         )
     lines = [f"{key}: {before.get(key)} -> {now[key]}" for key in changed]
-    if lines:
-        return "CHANGED", lines
     moved = [
         f"{key}: {environment.get(key)} -> {value}"
         for key, value in environment_now.items()
         if environment.get(key) != value
     ]
+    if lines:
+        return "CHANGED", lines + moved
     return ("SAME-STREAM", moved) if moved else ("EXACT", [])
+
+
+def is_unborn(path: Path) -> bool:
+    """Whether a run was killed here before it could write down what it is: nothing is lost with it."""
+    claimed = (path / ".lock").is_file() and not (path / RUN_FILE).exists()
+    return claimed and not (path / STATES).exists()
 
 
 def _require_run(path: Path) -> None:
@@ -148,7 +170,10 @@ def _require_run(path: Path) -> None:
 
 
 def claim(path: Path) -> RunFolder:
-    """Take the lock of a run folder; raises MachineError when another process trains in it."""
+    """Take the lock of a run folder; raises MachineError when another process trains in it.
+
+    Files that a killed process had not finished are removed: nobody else writes here now.
+    """
     lock = FileLock(path / ".lock")
     try:
         lock.acquire(timeout=0)
@@ -157,4 +182,7 @@ def claim(path: Path) -> RunFolder:
             f"the run in {path} is being trained by another process",
             fix="wait for it, or stop it first",
         ) from None
+    for unfinished in path.glob(f"{TEMPORARY_PREFIX}*"):
+        with suppress(OSError):
+            unfinished.unlink()
     return RunFolder(path=path, lock=lock)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,29 +19,39 @@ from lora_trainer.data.encode import Needs, TextEntries, fill, needs
 from lora_trainer.data.loader import Entries, Feeder
 from lora_trainer.errors import MachineError
 from lora_trainer.events import EventStream, read_jsonl
-from lora_trainer.exporting import Job, export, upload
+from lora_trainer.exporting import Job, copied, export, exporter, upload
 from lora_trainer.families.base import DENOISER, Conditioning, TextEncoder
 from lora_trainer.files import CappedFolder
 from lora_trainer.hardware import GIB
 from lora_trainer.model.adapters import Adapter, inject, layer_names
 from lora_trainer.model.assistant import Assistant, attach
 from lora_trainer.model.attention import apply_attention
+from lora_trainer.model.checkpointing import apply_checkpointing
+from lora_trainer.model.memory_cap import cap_allocator
+from lora_trainer.model.offload import offload
+from lora_trainer.model.quantize import quantize
+from lora_trainer.model.streaming import stream_blocks
 from lora_trainer.output.adapter_names import file_names
 from lora_trainer.output.adapter_read import read_tensors
 from lora_trainer.output.checkpoints import TrainingState
 from lora_trainer.output.export import final_export_name, prune_exports, step_export_name
 from lora_trainer.output.samples import SampleAction
+from lora_trainer.output.state_codec import Copy
+from lora_trainer.output.state_writer import Export, StateWriter
 from lora_trainer.output.status import Control
 from lora_trainer.prepare import Prepared
-from lora_trainer.run_folder import EVENTS_FILE, RunFolder
+from lora_trainer.quantization import QUANTIZATIONS, BasePrecision
+from lora_trainer.remedies import remedies
+from lora_trainer.run_folder import EVENTS_FILE, RunFolder, cut_events
 from lora_trainer.train.actions import SaveAction, ValidateAction, load_scaler
-from lora_trainer.train.guards import GuardState
+from lora_trainer.train.guards import GuardState, from_plain
 from lora_trainer.train.levels import Levels, flow_levels, table_levels
 from lora_trainer.train.loop import Model, Training, run
-from lora_trainer.train.optim import build_optimizer, learning_rate
+from lora_trainer.train.optim import build_optimizer, learning_rate, restore_optimizer
 from lora_trainer.train.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CPU = torch.device("cpu")
 VALIDATION_QUANTILES = 8
 
 
@@ -53,6 +63,8 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
     config = prepared.config
     torch.set_num_threads(concrete(config.hardware.threads))
     device = _device(prepared)
+    if device.type == "cuda":
+        _cap(prepared, device)
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -79,6 +91,7 @@ def train_job(job: Job) -> Path:
     events.emit("phase", phase="load", message=prepared.facts.source, done=0, total=0)
     networks = _load_networks(prepared)
     adapter = _inject(prepared, networks, job.state)
+    _arrange(prepared, networks.denoiser)
     model = _model(prepared, networks)
     groups = adapter.groups(config.optimizer)
     optimizer = build_optimizer(groups, config.optimizer)
@@ -89,6 +102,19 @@ def train_job(job: Job) -> Path:
 
     # ---- train
     feeder = _feeder(prepared, wanted, cache)
+    writer = StateWriter(folder=job.folder.states, keep=config.output.keep_states, events=events)
+    saves = _saves(job, writer, adapter, optimizer, scaler)
+    writer.remember(saves.state(start))
+
+    def restore() -> Progress:
+        writer.wait()
+        state = writer.newest()
+        cut_events(job.folder, step=state.step)
+        return _restore(state, adapter, optimizer, scaler, micro_batch=start.guard.micro_batch)
+
+    found = remedies(networks.denoiser, config.memory, device=model.device)
+    for remedy in found[: start.guard.remedies]:
+        remedy.apply()  # what this run found out before it was interrupted
     training = Training(
         model=model,
         parameters=[parameter for group in groups for parameter in group["params"]],
@@ -98,19 +124,26 @@ def train_job(job: Job) -> Path:
         feeder=feeder,
         steps=concrete(config.train.steps),
         batch_size=config.train.batch_size,
+        micro_batch=concrete(config.memory.micro_batch),
         prefetch_steps=config.data.prefetch_steps,
         max_grad_norm=config.train.max_grad_norm,
         events=events,
         actions=[
+            *job.watchers,
             _validation(job, wanted, feeder, model),
             _samples(job, feeder.entries, model, networks, adapter),
-            _saves(job, adapter, optimizer, scaler),
+            saves,
         ],
         stop=job.stop,
+        images_at_once=_latents_at_once(prepared),
+        remedies=found,
+        restore=restore,
+        watch_spikes=config.train.tighten_on_spike,
     )
     events.emit("phase", phase="train", message="training", done=start.step, total=training.steps)
     began = time.monotonic()
-    end = run(training, start)
+    with writer:
+        end = run(training, start)
 
     # ---- export
     file = job.folder.path / final_export_name(job.folder.name)
@@ -146,9 +179,19 @@ def sample_prompts(prepared: Prepared, *, count: int) -> tuple[str, ...]:
     return tuple(captions)[:count] or ("",)
 
 
+def _cap(prepared: Prepared, device: torch.device) -> None:
+    """Bound what the allocator may take to what was asked for, or to what the driver really has."""
+    asked_gib, card = prepared.config.hardware.vram_limit_gib, prepared.hardware.gpus[0]
+    cap_allocator(
+        limit_bytes=None if asked_gib is None else int(asked_gib * GIB),
+        free_bytes=card.free_bytes,
+        device=device,
+    )
+
+
 def _device(prepared: Prepared) -> torch.device:
     if prepared.config.hardware.device != "cuda":
-        return torch.device("cpu")
+        return CPU
     if not torch.cuda.is_available():
         raise MachineError(
             f"the machine has {prepared.hardware.gpus[0].name} but torch {torch.__version__} cannot use it",
@@ -179,20 +222,40 @@ def _fill_caches(job: Job, cache: Cache) -> Needs:
         seed=config.train.seed,
     )
     text_dtype = DTYPES[concrete(config.memory.text_encoder_precision)]
+    began = time.monotonic()
     done = fill(
         wanted,
         cache,
         settings=config.data,
-        load_image_encoder=partial(family.load_image_encoder, prepared.facts, device=device),
-        load_text_encoder=partial(
-            family.load_text_encoder, prepared.facts, dtype=text_dtype, device=device
-        ),
+        load_image_encoder=lambda place: family.load_image_encoder(prepared.facts, device=place),
+        load_text_encoder=partial(_caching_text_encoder, prepared, text_dtype),
+        devices=tuple(dict.fromkeys((device, CPU))),
         texts_as=texts_as,
         events=job.events,
+        stop=job.stop,
     )
-    job.events.emit("cached", latents=done.latents, texts=done.texts, found=done.found)
+    job.events.emit(
+        "cached",
+        latents=done.latents,
+        texts=done.texts,
+        found=done.found,
+        seconds=time.monotonic() - began,
+    )
     cache.prune(wanted.keys())
     return wanted
+
+
+def _caching_text_encoder(
+    prepared: Prepared, dtype: torch.dtype, device: torch.device
+) -> TextEncoder:
+    """Load the text encoders where they run, or beside it where they are too large to lie there."""
+    family = prepared.family
+    if not concrete(prepared.config.memory.text_encoder_offload):
+        return family.load_text_encoder(prepared.facts, dtype=dtype, device=device)
+    encoder = family.load_text_encoder(prepared.facts, dtype=dtype, device=CPU)
+    for network in encoder.networks.values():
+        offload(network, device)
+    return encoder
 
 
 def _texts_as(prepared: Prepared) -> TextEntries:
@@ -216,10 +279,17 @@ class Networks:
 def _load_networks(prepared: Prepared) -> Networks:
     config, device, family = prepared.config, _device(prepared), prepared.family
     precision = DTYPES[concrete(config.train.precision)]
-    denoiser = family.load_denoiser(prepared.facts, dtype=precision, device=device)
+    # A base that will be smaller on the device than as it is loaded is never whole there.
+    streamed = concrete(config.memory.streamed_blocks)
+    kept: BasePrecision = concrete(config.memory.base_precision)
+    smaller = streamed or kept in QUANTIZATIONS
+    place = CPU if smaller else device
+    denoiser = family.load_denoiser(prepared.facts, dtype=precision, device=place)
     apply_attention(denoiser, concrete(config.memory.attention))
-    if concrete(config.memory.gradient_checkpointing):
-        denoiser.enable_gradient_checkpointing()  # type: ignore[operator]
+    if kept in ("int8", "fp8", "nf4"):
+        quantize(denoiser, kept, device=device, skip=family.unquantised)
+    if not streamed:
+        denoiser.to(device)
     text = None
     if config.adapter.text_encoder:
         text = family.load_text_encoder(prepared.facts, dtype=precision, device=device)
@@ -258,10 +328,27 @@ def _inject(prepared: Prepared, networks: Networks, state: TrainingState | None)
     return adapter
 
 
+def _arrange(prepared: Prepared, denoiser: nn.Module) -> None:
+    """Let blocks be recomputed, and streamed; both with their adapters in place."""
+    memory = prepared.config.memory
+    apply_checkpointing(denoiser, concrete(memory.gradient_checkpointing))
+    if count := concrete(memory.streamed_blocks):
+        stream_blocks(denoiser, count=count, device=_device(prepared))
+
+
 def _alpha(config: Config) -> float:
     """Return alpha; OFT has none, which leaves its setting at auto."""
     alpha = config.adapter.alpha
     return float(config.adapter.rank) if alpha == "auto" else alpha
+
+
+def _latents_at_once(prepared: Prepared) -> dict[tuple[int, int], int]:
+    """Return the planned micro-batch by size of the latents, (height, width)."""
+    factor = prepared.facts.vae_factor
+    return {
+        (height_px // factor, width_px // factor): count
+        for (width_px, height_px), count in prepared.plan.images_at_once.items()
+    }
 
 
 def _model(prepared: Prepared, networks: Networks) -> Model:
@@ -300,13 +387,10 @@ def _restore(
     if state is None:
         return Progress(step=0, images=0, guard=GuardState(micro_batch=micro_batch))
     adapter.load_state(state.adapter)
-    optimizer.load_state_dict(dict(state.optimizer))
+    restore_optimizer(optimizer, state.optimizer)
     load_scaler(scaler, state.extras)
-    guard = GuardState(
-        micro_batch=min(micro_batch, state.extras["micro_batch"]),
-        skipped=state.extras["skipped"],
-        skipped_in_row=state.extras["skipped_in_row"],
-    )
+    guard = from_plain(state.extras["guard"])
+    guard = replace(guard, micro_batch=min(micro_batch, guard.micro_batch))
     return Progress(step=state.step, images=state.images_seen, guard=guard)
 
 
@@ -347,6 +431,7 @@ def _validation(job: Job, wanted: Needs, feeder: Feeder, model: Model) -> Valida
         model=model,
         every_steps=concrete(job.prepared.config.train.validate_every_steps),
         events=job.events,
+        watch_plateaus=job.prepared.config.train.lower_on_plateau,
     )
 
 
@@ -372,24 +457,34 @@ def _samples(
         folder=job.folder.path / "samples",
         events=job.events,
         asked=_asked(job, "sample"),
+        stop=job.stop,
     )
 
 
 def _saves(
-    job: Job, adapter: Adapter, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+    job: Job,
+    writer: StateWriter,
+    adapter: Adapter,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
 ) -> SaveAction:
     config = job.prepared.config
     per_epoch = sum(record.repeats for record in job.prepared.trained)
     every_epochs = config.output.save_every_epochs
 
-    def export_step(progress: Progress) -> str:
+    def export_step(progress: Progress, copy: Copy) -> Export:
         file = job.folder.path / step_export_name(job.folder.name, step=progress.step)
-        export(job, adapter, file, progress)
-        prune_exports(job.folder.path, name=job.folder.name, keep_last=config.output.keep_last)
-        return file.name
+        write = exporter(job, copied(adapter.tensors(), copy), file, progress)
+
+        def write_and_prune() -> str:
+            write()
+            prune_exports(job.folder.path, name=job.folder.name, keep_last=config.output.keep_last)
+            return file.name
+
+        return write_and_prune
 
     return SaveAction(
-        folder=job.folder.states,
+        writer=writer,
         adapter=adapter,
         optimizer=optimizer,
         scaler=scaler,
@@ -398,9 +493,7 @@ def _saves(
         every_steps=concrete(config.output.save_every_steps),
         every_images=None if every_epochs is None else every_epochs * per_epoch,
         batch_size=config.train.batch_size,
-        keep_states=config.output.keep_states,
         fingerprint=job.prepared.dataset.fingerprint,
-        events=job.events,
         asked=_asked(job, "save"),
     )
 

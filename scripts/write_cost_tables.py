@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import diffusers
 
@@ -31,10 +31,11 @@ from lora_trainer.families.cost_table import (
     configuration,
     traced,
 )
-from lora_trainer.families.costs import SampleCost, Targets
+from lora_trainer.families.costs import Checkpointing, SampleCost, Targets
 from lora_trainer.families.flow import FlowFamily
 
 ELEMENT_BYTES = (2, 4)
+KINDS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 INDEXED = re.compile(r"(.*?\.)(\d+)\.(.*)")
 
 
@@ -92,33 +93,40 @@ def release_table(family: FlowFamily, facts: BaseFacts) -> dict[str, Any]:
 def traces(
     family: FlowFamily, facts: BaseFacts, *, element_bytes: int, targets: Targets
 ) -> dict[str, Any]:
-    """Trace all points, with activations kept and recomputed."""
+    """Trace all points with each kind of checkpointing."""
     varies = case_of(family, facts).text_varies
-    costs: dict[str, list[SampleCost]] = {"kept": [], "recomputed": []}
+    costs: dict[Checkpointing, list[SampleCost]] = {kind: [] for kind in KINDS}
     for point in POINTS:
         if point.short_text and not varies:
             continue
-        for name, found in costs.items():
+        for kind, found in costs.items():
             workload = point.workload(
-                element_bytes=element_bytes, targets=targets, checkpointing=name == "recomputed"
+                element_bytes=element_bytes, targets=targets, checkpointing=kind
             )
             case = case_of(family, facts, text_tokens=workload.text_tokens)
             found.append(traced(case, workload))
+    steps = {kind: step_table(found) for kind, found in costs.items()}
+    # Where the inputs of blocks lie changes no work.
+    for name in ("step_mflop", "kernels"):
+        assert steps["offloaded"].pop(name) == steps["full"][name]
     return {
-        "forward_kib": [in_kib(cost.forward_bytes) for cost in costs["kept"]],
-        "forward_mflop": [round(cost.forward_flops / MEGA) for cost in costs["kept"]],
-        **{name: step_table(found) for name, found in costs.items()},
+        "forward_kib": [in_kib(cost.forward_bytes) for cost in costs["none"]],
+        "forward_mflop": [round(cost.forward_flops / MEGA) for cost in costs["none"]],
+        **steps,
     }
 
 
 def step_table(costs: Sequence[SampleCost]) -> dict[str, Any]:
-    """Return what differs between keeping and recomputing, a value per point."""
-    return {
+    """Return what differs between the kinds, a value per point; nothing for bytes that are all 0."""
+    table = {
         "saved_kib": [in_kib(cost.saved_bytes) for cost in costs],
         "adapter_kib": [in_kib(cost.adapter_saved_bytes) for cost in costs],
         "peak_kib": [in_kib(cost.saved_bytes + cost.temporary_bytes) for cost in costs],
+        "host_kib": [in_kib(cost.host_bytes) for cost in costs],
         "step_mflop": [round(cost.step_flops / MEGA) for cost in costs],
-        "kernels": costs[0].kernels,
+    }
+    return {name: values for name, values in table.items() if any(values)} | {
+        "kernels": costs[0].kernels
     }
 
 

@@ -15,7 +15,8 @@ from lora_trainer import cli
 from lora_trainer.config import setting_keys
 from tests.fakes.runs import ROOT, Toy, python, start, toy
 
-COMMANDS = {"check", "doctor", "gui", "inspect", "plan", "presets", "sample"}
+TOOLS = {"convert", "extract", "merge", "resize"}
+COMMANDS = {"check", "doctor", "gui", "inspect", "plan", "presets", "sample"} | TOOLS
 TRAIN_FLAGS = {
     "--base", "--config", "--dry-run", "--help", "--name", "--output", "--preset", "--priority",
     "--resume", "--resume-from", "--seed", "--set", "--steps", "--strict", "--version",
@@ -24,6 +25,18 @@ FLAGS = {
     "plan": {"--base", "--config", "--json", "--preset", "--priority", "--set", "--vram"},
     "check": {"--base", "--json", "--set"},
     "inspect": {"--json"},
+    "convert": {"--base", "--force", "--format", "--json", "--output", "--precision"},
+    "merge": {
+        *("--base", "--force", "--format", "--into", "--json", "--output", "--precision", "--rank"),
+    },
+    "resize": {
+        *("--base", "--energy", "--force", "--format", "--json", "--output", "--precision"),
+        *("--rank", "--ratio"),
+    },
+    "extract": {
+        *("--energy", "--force", "--format", "--json", "--output", "--precision", "--rank"),
+        "--targets",
+    },
     "sample": {"--base", "--output", "--prompt", "--seed", "--strength"},
     "presets": set[str](),
     "doctor": {"--json"},
@@ -126,6 +139,7 @@ def test_what_only_looks_around_imports_no_torch(place: Toy, tmp_path: Path) -> 
         ["plan", dataset, "--json", "--vram", "12", *cache],
         ["check", dataset, *cache],
         ["inspect", str(lora_file(tmp_path / "lora.safetensors"))],
+        *([tool, "--help"] for tool in sorted(TOOLS)),
         [dataset, "--dry-run", *cache],
     ]
     done = python(WITHOUT_TORCH, json.dumps(commands))
@@ -142,7 +156,8 @@ def test_plan_json_has_the_keys_scripts_rely_on(
     designed = {"family", "tier", "priority", "settings", "memory", "time", "disk"}
     assert plan.keys() == designed | {"base", "preset"}
     memory = {"items", "peak_bytes", "limit_bytes", "fits"}
-    assert plan["memory"].keys() == memory | {"phases"}
+    beside = {"phase", "phases", "by_phase", "images_at_once", "host"}
+    assert plan["memory"].keys() == memory | beside
     assert all(item.keys() == {"name", "bytes", "note"} for item in plan["memory"]["items"])
     assert plan["settings"].keys() == set(setting_keys())
     assert plan["settings"]["adapter.rank"]["value"] == 4

@@ -86,9 +86,18 @@ def test_a_file_of_mixed_kinds_is_judged_by_all_of_them() -> None:
 def test_readers_that_miss_something_are_named() -> None:
     dora = Contents(kinds=frozenset({"lora"}), dora=True, text=False)
     assert "diffusers drops" in format_notes("kohya", dora)[0]
-    assert format_notes("diffusers", dora) == ()
+    assert "only diffusers reads DoRA" in format_notes("diffusers", dora)[0]
     plain = Contents(kinds=frozenset({"lora"}), dora=False, text=False)
-    assert format_notes("kohya", plain) == ()
+    assert all(format_notes(format, plain) == () for format in ("kohya", "diffusers", "comfyui"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "missed"),
+    [("loha", "diffusers cannot"), ("lokr", "some families"), ("oft", "Forge and InvokeAI cannot")],
+)
+def test_kinds_that_some_readers_lack_are_named(kind: str, missed: str) -> None:
+    (note,) = format_notes("kohya", Contents(kinds=frozenset({kind}), dora=False, text=False))
+    assert missed in note and "ComfyUI" in note
 
 
 def test_asking_costs_no_torch() -> None:

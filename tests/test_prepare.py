@@ -24,6 +24,7 @@ from lora_trainer.prepare import (
     examine,
     place_all,
     prepare,
+    remarks,
 )
 from tests.fakes.family_bases import base_of
 from tests.fakes.runs import Toy, listing, toy
@@ -161,6 +162,8 @@ def test_a_resumed_run_keeps_its_settings_but_those_typed_now(place: Toy) -> Non
         ("flux", {}, "diffusers"),
         ("zimage", {}, "diffusers"),
         ("zimage", {"adapter__kind": "lokr"}, "comfyui"),
+        ("flux", {"adapter__kind": "lokr"}, "comfyui"),
+        ("qwen", {"adapter__kind": "lokr"}, "kohya"),
     ],
 )
 def test_the_format_is_one_that_can_hold_the_adapter(
@@ -187,7 +190,6 @@ def test_a_typed_format_is_kept(place: Toy) -> None:
         ("flux", {"output__format": "kohya"}, "output.format=kohya is not possible for flux"),
         ("sd15", {"output__format": "comfyui"}, "output.format=comfyui is not possible for sd15"),
         ("sd15", {"output__format": "diffusers", "adapter__kind": "loha"}, "LoHa is not written"),
-        ("flux", {"adapter__kind": "lokr"}, "no file format of flux can hold this adapter"),
         ("flux", {"adapter__text_encoder": True}, "adapter.text_encoder=true, but the text"),
         ("flux", {"objective__zero_terminal_snr": True}, "zero_terminal_snr does not apply"),
         ("flux", {"base__prediction": "epsilon"}, "base.prediction=epsilon, but"),
@@ -218,6 +220,48 @@ def test_text_encoders_are_trained_where_the_family_can(base: str, place: Toy) -
     config = prepare(request, hardware=PROCESSOR).config
     assert config.adapter.text_encoder
     assert config.output.format == "kohya"
+
+
+# ---- what is remarked
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, []),
+        ({"adapter__dora": True}, ["output.format=kohya: diffusers drops"]),
+        (
+            {"adapter__dora": True, "output__format": "diffusers"},
+            ["output.format=diffusers: only diffusers reads"],
+        ),
+        ({"adapter__kind": "oft"}, ["output.format=kohya: diffusers, Forge and InvokeAI cannot"]),
+    ],
+)
+def test_what_a_reader_of_the_file_will_miss_is_remarked(
+    settings: dict[str, Any], said: list[str], place: Toy
+) -> None:
+    found = remarks(prepare(asked(place, **settings), hardware=PROCESSOR))
+    assert [remark.kind for remark in found] == ["format"] * len(said)
+    for remark, start in zip(found, said, strict=True):
+        assert remark.what.startswith(start) and remark.advice
+        assert remark.severity == "warning", "or a run would not repeat it"
+
+
+@pytest.mark.parametrize(("assistant", "kinds"), [(None, ["distilled"]), ("file", [])])
+def test_a_distilled_base_is_remarked_unless_an_assistant_helps(
+    assistant: str | None, kinds: list[str], place: Toy
+) -> None:
+    prepared = prepare(asked(place, base__assistant=assistant), hardware=PROCESSOR)
+    distilled = replace(prepared, facts=replace(prepared.facts, distilled=True))
+    assert remarks(prepared) == ()
+    assert [remark.kind for remark in remarks(distilled)] == kinds
+
+
+def test_a_card_below_the_smallest_tier_is_remarked(place: Toy) -> None:
+    prepared = prepare(asked(place, base__model="embedded"), hardware=PROCESSOR)
+    for vram_gib, kinds in ((4, ["card"]), (8, [])):
+        card = replace(prepared, hardware=assume_card(PROCESSOR, vram_gib=vram_gib))
+        assert [remark.kind for remark in remarks(card)] == kinds
 
 
 # ---- the data

@@ -107,7 +107,7 @@ def test_every_step_is_one_line(place: Toy) -> None:
     for row in steps:
         assert row.keys() == {
             "event", "step", "images", "loss", "lr", "grad_norm", "seconds", "data_wait_s",
-            "vram_bytes", "epoch", "time",
+            "vram_bytes", "vram_reserved_bytes", "vram_used_bytes", "host_bytes", "epoch", "time",
         }  # fmt: skip
     assert steps[4]["epoch"] == pytest.approx(1, abs=0.21)
 
@@ -397,7 +397,7 @@ def test_a_disk_that_is_too_small_is_refused(
     assert not (tmp_path / "none").exists()
 
 
-def test_an_export_that_fails_ends_the_run_with_its_records(
+def test_exports_that_fail_end_the_run_with_its_work_saved(
     copied: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> float:
@@ -407,8 +407,18 @@ def test_an_export_that_fails_ends_the_run_with_its_records(
     assert copied.train("--name", "full", **QUIET) == 4
     run = copied.runs / "full"
     (stopped,) = events(run, "stopped")
-    assert (stopped["exit_code"], stopped["step"]) == (4, 2)
+    assert (stopped["exit_code"], stopped["step"]) == (4, 6)
     assert "the disk is full" in stopped["reason"]
+    assert [(row["step"], row["export"]) for row in events(run, "saved")] == [
+        (2, None),
+        (4, None),
+        (6, None),
+    ]
+    problems = [row["what"] for row in read_jsonl(run / "problems.jsonl")]
+    assert [what for what in problems if "saving at step" in what] == [
+        f"saving at step {step} failed ({count} of 3 in a row end the run): the disk is full"
+        for count, step in enumerate((2, 4), start=1)
+    ]
     assert read_status(run).state == "failed"
     assert (run / "report.html").is_file()
     monkeypatch.undo()

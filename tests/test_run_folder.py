@@ -26,7 +26,8 @@ from lora_trainer.run_folder import (
     write_run,
 )
 
-BEFORE = {key: "before" for key in setting_keys()}
+BEFORE: dict[str, Any] = {key: "before" for key in setting_keys()}
+BEFORE["train.lower_on_plateau"] = False
 OTHERS = sorted(set(setting_keys()) - FREE_SETTINGS - set(FORBIDDEN_SETTINGS))
 MACHINE = {"torch": "2.13.0", "threads": 1}
 
@@ -114,7 +115,16 @@ def test_where_and_how_much_may_change(keys: set[str]) -> None:
 def test_what_is_computed_may_change_and_is_said(keys: set[str], moved: bool) -> None:
     exactness, differences = compared(dict.fromkeys(keys, "now"), {"threads": 2} if moved else None)
     assert exactness == "CHANGED"
-    assert sorted(differences) == sorted(f"{key}: before -> now" for key in keys)
+    expected = [f"{key}: {BEFORE[key]} -> now" for key in keys]
+    assert sorted(differences) == sorted(expected + ["threads: 1 -> 2"] * moved)
+
+
+def test_how_often_is_validated_matters_where_it_decides_the_learning_rate() -> None:
+    settings = BEFORE | {"train.lower_on_plateau": True}
+    later = settings | {"train.validate_every_steps": "now"}
+    exactness, differences = compare(settings, later, environment=MACHINE, environment_now=MACHINE)
+    assert exactness == "CHANGED"
+    assert differences == ["train.validate_every_steps: before -> now"]
 
 
 @pytest.mark.parametrize("key", sorted(FORBIDDEN_SETTINGS))

@@ -18,10 +18,9 @@ from lora_trainer.show import (
     doctor_json,
     doctor_text,
     inspect_text,
-    plan_json,
-    plan_text,
     presets_text,
 )
+from lora_trainer.show_plan import plan_json, plan_text
 from tests.fakes.runs import toy
 
 ODD = "[bold]odd[/] [/red] :cat:"
@@ -98,6 +97,15 @@ def test_the_machine_readable_plan_says_the_same(prepared: Prepared) -> None:
     ]
 
 
+def test_remarks_end_the_plan(prepared: Prepared) -> None:
+    assert plan_json(prepared)["remarks"] == []
+    changed = replace(prepared, facts=replace(prepared.facts, distilled=True, source=ODD))
+    (remark,) = plan_json(changed)["remarks"]
+    assert remark["kind"] == "distilled" and remark["advice"]
+    last = text(plan_text(changed)).splitlines()[-1]
+    assert last == f"warning: {remark['what']}. {remark['advice']}" and ODD in last
+
+
 def test_check_shows_score_buckets_and_every_finding(prepared: Prepared) -> None:
     finding = Finding(
         kind="odd", severity="warning", file=f"{ODD}.png", what="is odd", advice="look at it"
@@ -157,6 +165,33 @@ def test_a_problem_of_a_file_reads_as_a_sentence() -> None:
     assert "no alpha" in shown
     assert "add it" in shown
     assert "{" not in shown, "a Python value is no sentence"
+
+
+def test_inspect_shows_the_blocks_that_change_most() -> None:
+    norms = {f"up_blocks.{number}": float(number) for number in range(1, 16)}
+    inspection = Inspection(
+        family="sdxl",
+        format="comfyui",
+        rank=None,
+        alpha=Spread(low=0.5, high=0.5),
+        modules=15,
+        metadata={},
+        problems=(),
+        kinds=("loha", "oft"),
+        norms=norms,
+    )
+    shown = text(inspect_text(inspection))
+    assert "loha, oft" in row(shown, "kind")
+    assert row(shown, "rank").split()[1:] == ["not", "stated"]
+    assert row(shown, "alpha").split()[1] == "0.5"
+    whole = sum(norm**2 for norm in norms.values())
+    table = [line.split() for line in shown.splitlines() if line.startswith("up_blocks")]
+    assert table == [
+        [f"up_blocks.{number}", f"{number}", f"{number**2 / whole:.1%}"]
+        for number in range(15, 3, -1)
+    ]
+    assert "and 3 blocks with norms up to 3" in shown
+    assert "block " not in text(inspect_text(replace(inspection, norms={})))
 
 
 def test_doctor_says_the_same_to_people_and_scripts(prepared: Prepared) -> None:

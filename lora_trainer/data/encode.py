@@ -8,10 +8,10 @@ encoders are trained along, a text's entry is its tokens.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +23,13 @@ from lora_trainer.data.captions import variants
 from lora_trainer.data.images import decode
 from lora_trainer.data.loader import Source
 from lora_trainer.data.scan import ImageRecord
-from lora_trainer.errors import InputError
+from lora_trainer.errors import (
+    RESUME,
+    InputError,
+    MachineError,
+    StoppedBySignal,
+    first_line,
+)
 from lora_trainer.events import EventStream
 from lora_trainer.families.base import (
     BaseFacts,
@@ -32,6 +38,7 @@ from lora_trainer.families.base import (
     ImageEncoder,
     TextEncoder,
 )
+from lora_trainer.model.out_of_memory import free_memory, is_out_of_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +127,8 @@ def needs(
             mirrored=jobs[1].key if len(jobs) > 1 else None,
             texts=tuple(key for _, key in keys),
             size_px=(placement.bucket.width_px, placement.bucket.height_px),
-            geometry=geometry(_geometry(record, placement)),
+            geometry=geometry(_geometry(record, placement, flip=False)),
+            mirrored_geometry=geometry(_geometry(record, placement, flip=True)),
         )
         sources |= dict.fromkeys(record.sample_ids(), source)
     extra = [(text, texts_as.key(text)) for text in ("", *prompts)]
@@ -136,12 +144,19 @@ def fill(
     cache: Cache,
     *,
     settings: DataSettings,
-    load_image_encoder: Callable[[], ImageEncoder],
-    load_text_encoder: Callable[[], TextEncoder],
+    load_image_encoder: Callable[[torch.device], ImageEncoder],
+    load_text_encoder: Callable[[torch.device], TextEncoder],
+    devices: Sequence[torch.device],
     texts_as: TextEntries,
     events: EventStream,
+    stop: Callable[[], int | None] = lambda: None,
 ) -> Encoded:
-    """Encode what is missing or damaged; raises InputError for an image that changed or will not encode."""
+    """Encode what is missing or damaged; raises InputError for an image that changed or will not encode.
+
+    Where the first of `devices` runs out of memory the next one goes on. `stop` is asked before each
+    entry and returns a signal number; raises StoppedBySignal then, and MachineError when the last
+    device is full.
+    """
     latents = [job for job in wanted.latents.values() if cache.read(job.key) is None]
     texts = [(text, key) for text, key in wanted.texts.values() if cache.read(key) is None]
     total = len(latents) + len(texts)
@@ -150,38 +165,94 @@ def fill(
         "phase", phase="cache", message=f"{found} cached, {total} to encode", done=0, total=total
     )
     if latents:
-        image_encoder = load_image_encoder()
+        images = _Encoding(load=load_image_encoder, devices=devices, events=events)
         for done, job in enumerate(latents, start=1):
-            cache.write(job.key, _encode_image(job, image_encoder, settings))
+            _obey(stop, done=done - 1, total=total)
+            cache.write(job.key, images.do(partial(_encode_image, job, settings=settings)))
             events.emit("phase", phase="cache", message=job.record.name, done=done, total=total)
-        del image_encoder
-        _free_device_memory()
+        images.close()
     if texts:
-        text_encoder = load_text_encoder()
+        captions = _Encoding(load=load_text_encoder, devices=devices, events=events)
         for done, (text, key) in enumerate(texts, start=len(latents) + 1):
-            _say_if_cut(text, text_encoder, texts_as, events)
-            cache.write(key, texts_as.encode(text, text_encoder))
+            _obey(stop, done=done - 1, total=total)
+            captions.do(partial(_say_if_cut, text, events=events))
+            cache.write(key, captions.do(partial(texts_as.encode, text)))
             events.emit("phase", phase="cache", message="captions", done=done, total=total)
-        del text_encoder
-        _free_device_memory()
+        captions.close()
     return Encoded(latents=len(latents), texts=len(texts), found=found)
 
 
-def _free_device_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+Encoder = TypeVar("Encoder")
+Done = TypeVar("Done")
+
+
+@dataclass(kw_only=True)
+class _Encoding(Generic[Encoder]):
+    """An encoder on the first device that holds it: one that runs out of memory hands over to the next."""
+
+    load: Callable[[torch.device], Encoder]
+    devices: Sequence[torch.device]
+    events: EventStream
+    _place: int = 0
+    _encoder: Encoder | None = None
+
+    def do(self, work: Callable[[Encoder], Done]) -> Done:
+        """Return what `work` makes with the encoder; raises MachineError when no device holds it."""
+        while True:
+            try:
+                if self._encoder is None:
+                    self._encoder = self.load(self.devices[self._place])
+                return work(self._encoder)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = first_line(error)
+            # Outside the except block: its traceback would keep the tensors alive that must go.
+            self.close()
+            self._move_on(reason)
+
+    def close(self) -> None:
+        """Let go of the encoder."""
+        self._encoder = None
+        free_memory()
+
+    def _move_on(self, reason: str) -> None:
+        full = self.devices[self._place]
+        self._place += 1
+        if self._place == len(self.devices):
+            raise MachineError(
+                f"{full} ran out of memory while caching: {reason}",
+                fix="use a lower data.resolution, or free memory",
+            )
+        self.events.problem(
+            f"caching goes on on {self.devices[self._place]}, slower: {reason}",
+            fix="nothing to do, or free memory on the device",
+            code="TRN-02",
+        )
+
+
+def _obey(stop: Callable[[], int | None], *, done: int, total: int) -> None:
+    signal_number = stop()
+    if signal_number is not None:
+        raise StoppedBySignal(
+            signal_number,
+            found=f"stopped while caching, {done} of {total} done; they stay cached",
+            fix=RESUME,
+        )
 
 
 def _flips(settings: DataSettings) -> tuple[bool, ...]:
     return (False, True) if settings.flip else (False,)
 
 
-def _geometry(record: ImageRecord, placement: Placement) -> Geometry:
+def _geometry(record: ImageRecord, placement: Placement, *, flip: bool) -> Geometry:
+    """Return the crop within the picture as it is seen: diffusers' SDXL script mirrors, then crops."""
+    bucket = placement.bucket
+    right_px = placement.scaled_width_px - bucket.width_px - placement.left_px
     return Geometry(
         original_px=(record.width_px, record.height_px),
-        corner_px=(placement.left_px, placement.top_px),
-        target_px=(placement.bucket.width_px, placement.bucket.height_px),
+        corner_px=(right_px if flip else placement.left_px, placement.top_px),
+        target_px=(bucket.width_px, bucket.height_px),
     )
 
 
@@ -199,7 +270,7 @@ def _latent_job(
 
 
 def _encode_image(
-    job: LatentJob, encoder: ImageEncoder, settings: DataSettings
+    job: LatentJob, encoder: ImageEncoder, *, settings: DataSettings
 ) -> dict[str, np.ndarray[Any, Any]]:
     image = cut(
         decode(job.record.path, settings=settings, content_hash=job.record.content_hash).image,
@@ -216,13 +287,11 @@ def _encode_image(
     return {"mean": latent.mean.numpy(), "std": latent.std.numpy()}
 
 
-def _say_if_cut(
-    text: str, encoder: TextEncoder, texts_as: TextEntries, events: EventStream
-) -> None:
-    room, tokens = texts_as.max_tokens - 2, encoder.count_tokens(text)
+def _say_if_cut(text: str, encoder: TextEncoder, *, events: EventStream) -> None:
+    room, tokens = encoder.prompt_room(), encoder.count_tokens(text)
     if tokens > room:
         events.problem(
-            f"a caption has {tokens} tokens, {room} are used: {text[:60]!r}...",
+            f"a caption has {tokens} tokens, there is room for {room}: {text[:60]!r}...",
             fix="shorten the caption, most important words first",
             severity="note",
             code="CAP-03",

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ RESIDENT_LIMIT_BYTES = 1 << 30  # entries kept in RAM; a small dataset is read f
 class Source:
     """Where a sample's tensors are: its latent as is and mirrored (or None), one text entry per variant.
 
-    `size_px` is (width, height) of its bucket, `geometry` what the denoiser is told about its crop.
+    `size_px` is (width, height) of its bucket, `geometry` what the denoiser is told about its crop;
+    what is cut away on the left is on the right of the mirrored one.
     """
 
     plain: CacheKey
@@ -41,6 +43,7 @@ class Source:
     texts: tuple[CacheKey, ...]
     size_px: tuple[int, int]
     geometry: Conditioning
+    mirrored_geometry: Conditioning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +141,7 @@ class Feeder:
         source, here = self.sources[sample], (epoch, sample)
         flipped = source.mirrored is not None and draw_uniform(self.seed, Stream.FLIP, *here) < 0.5
         entry = self.entries.read(source.mirrored if flipped and source.mirrored else source.plain)
+        geometry = source.mirrored_geometry if flipped else source.geometry
         mean, std = entry["mean"], entry["std"]
         latents = mean + std * torch.randn(
             mean.shape, generator=self._generator(Stream.LATENT, *here)
@@ -151,7 +155,8 @@ class Feeder:
         )
         uniform = draw_uniform(self.seed, Stream.TIMESTEP, *here)
         level = self.levels.draw(uniform, size_px=source.size_px)
-        return self._assemble(sample, source, latents, noise, level, self._text(source, *here))
+        told = {**self._text(source, *here), **geometry}
+        return self._assemble(sample, latents, noise, level, told)
 
     def validation(self, keys: Sequence[tuple[str, Source]], *, quantiles: int) -> list[StepBatch]:
         """Return the held-out samples at each quantile of the timesteps, with fixed noise and captions."""
@@ -166,8 +171,8 @@ class Feeder:
                 noise = torch.randn(
                     mean.shape, generator=self._generator(Stream.VALIDATION_NOISE, *name)
                 )
-                text = self.entries.read(source.texts[0])
-                samples.append(self._assemble(sample, source, mean, noise, level, text))
+                told = {**self.entries.read(source.texts[0]), **source.geometry}
+                samples.append(self._assemble(sample, mean, noise, level, told))
             batches.append(
                 StepBatch(step=int(samples[0].level.timestep), samples=tuple(samples), epoch=0.0)
             )
@@ -215,11 +220,10 @@ class Feeder:
     def _assemble(
         self,
         sample: str,
-        source: Source,
         latents: Tensor,
         noise: Tensor,
         level: Level,
-        text: Conditioning,
+        told: Conditioning,
     ) -> Prepared:
         return Prepared(
             sample=sample,
@@ -227,7 +231,7 @@ class Feeder:
             noise=noise,
             level=level,
             weight=self._weight(level),
-            conditioning={**text, **source.geometry, **self.told},
+            conditioning={**told, **self.told},
         )
 
     def _weight(self, level: Level) -> float:
@@ -257,16 +261,21 @@ class Feeder:
         return torch.Generator().manual_seed(draw_seed(self.seed, stream, *counters))
 
 
-def micro_batches(batch: StepBatch, *, cap: int) -> list[tuple[Prepared, ...]]:
-    """Split a step's samples by shape, then into groups of at most `cap`; order within a shape is kept."""
+def micro_batches(
+    batch: StepBatch, *, cap: int, at_once: Mapping[tuple[int, int], int] = MappingProxyType({})
+) -> list[tuple[Prepared, ...]]:
+    """Split a step's samples by shape, then into groups of at most `cap`; order within a shape is kept.
+
+    `at_once` are lower caps by (height, width) of the latents: those of large buckets.
+    """
     by_shape: dict[torch.Size, list[Prepared]] = {}
     for sample in batch.samples:
         by_shape.setdefault(sample.latents.shape, []).append(sample)
-    return [
-        tuple(group[first : first + cap])
-        for group in by_shape.values()
-        for first in range(0, len(group), cap)
-    ]
+    found = []
+    for shape, group in by_shape.items():
+        size = min(cap, at_once.get((shape[-2], shape[-1]), cap))
+        found += [tuple(group[first : first + size]) for first in range(0, len(group), size)]
+    return found
 
 
 def to_device(

@@ -159,7 +159,11 @@ class TextEncoder(ABC):
 
     @abstractmethod
     def count_tokens(self, prompt: str) -> int:
-        """Return the tokens of `prompt` before truncation, special tokens excepted."""
+        """Return the tokens of `prompt` before truncation, special tokens and template excepted."""
+
+    @abstractmethod
+    def prompt_room(self) -> int:
+        """Return how many tokens, counted so, a prompt may have without anything being cut."""
 
     def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
         """Encode texts to float32 (masks: int64) tensors on the CPU, without gradients."""
@@ -202,6 +206,10 @@ class Family(ABC):
     """Why each other format is refused: who could not read it, and what to use."""
     trainable_text: bool = False
     """Whether its text encoders can be trained along."""
+    block_pattern: str = r"\w+\.\d+(?=\.)"
+    """Matches the beginning of a layer's name that is the name of its repeated block."""
+    unquantised: tuple[str, ...] = ()
+    """Parts of the names of layers inside blocks that a quantised base keeps in full precision."""
 
     # ---- facts, without torch
 
@@ -250,6 +258,11 @@ class Family(ABC):
 
         `fan_in` counts the kernel; where that has more than one element, its size comes third.
         """
+
+    def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
+        """Return (fan_in, out) of the linear layers in the denoiser's repeated blocks, in module order."""
+        found = self.adapter_shapes(facts, targets="all")
+        return {name: (shape[0], shape[1]) for name, shape in found.items() if len(shape) == 2}
 
     @abstractmethod
     def base_model_version(self, facts: BaseFacts) -> str:
@@ -325,6 +338,13 @@ class Family(ABC):
         `component` is `denoiser`, `text_encoder`, ...; `module` the name in the network that
         `load_denoiser` or `load_text_encoder` gives.
         """
+
+    def checkpoint_module(self, module: str) -> str | None:
+        """Return what the releases' own code calls a denoiser's module, None where it has the same names or none.
+
+        Adapter files of other trainers use those names.
+        """
+        return None
 
     # ---- images
 

@@ -28,14 +28,20 @@ from lora_trainer.families.flux import (
     BLOCKS,
     ENDINGS,
     LATENT_CHANNELS,
-    REFUSED,
     T5_PARAMETERS,
     VAE,
     VAE_PARAMETERS,
     decodable_tokens,
 )
 from lora_trainer.families.packing import pack, position_ids, unpack
-from lora_trainer.families.t5 import count_tokens, hidden_states, load_t5, load_tokenizer, padded
+from lora_trainer.families.t5 import (
+    count_tokens,
+    hidden_states,
+    load_t5,
+    load_tokenizer,
+    padded,
+    room,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -86,13 +92,17 @@ class Chroma(FlowFamily):
 
     name = "chroma"
     default_source = RELEASE.ids[0]
-    file_formats = ("diffusers",)
-    refused_formats = REFUSED
+    file_formats: tuple[FileFormat, ...] = ("diffusers", "comfyui")
+    refused_formats: Mapping[FileFormat, str] = {
+        "kohya": "its names fuse q, k and v into one layer, which would triple the rank; ComfyUI and "
+        "diffusers read the diffusers format",
+    }
     pipeline_class = "ChromaPipeline"
     denoiser_class = "ChromaTransformer2DModel"
     text_folders = ("text_encoder",)
     tokenizer_folders = ("tokenizer",)
     releases = (RELEASE,)
+    unquantised = ("distilled_guidance_layer",)  # makes the modulation of all blocks
 
     # ---- facts
 
@@ -247,6 +257,9 @@ class ChromaTextEncoder(TextEncoder):
 
     def count_tokens(self, prompt: str) -> int:
         return count_tokens(self.tokenizer, prompt)
+
+    def prompt_room(self) -> int:
+        return room(self.tokenizer, length=self.max_tokens)
 
 
 FAMILY = Chroma()

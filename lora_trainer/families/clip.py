@@ -75,7 +75,12 @@ class ClipEncoder(TextEncoder):
 
     def count_tokens(self, prompt: str) -> int:
         tokenizer = next(iter(self.tokenizers.values()))
-        return len(tokenizer(prompt, add_special_tokens=False).input_ids)
+        # Not verbose: what is cut is said in our own words.
+        return len(tokenizer(prompt, add_special_tokens=False, verbose=False).input_ids)
+
+    def prompt_room(self) -> int:
+        tokenizer = next(iter(self.tokenizers.values()))
+        return self.max_tokens - len(tokenizer("").input_ids)
 
 
 class ClipPairEncoder(ClipEncoder):

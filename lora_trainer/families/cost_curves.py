@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lora_trainer.config import Checkpointing
 from lora_trainer.families.costs import Targets, Workload
 
 SIDES_PX = (512, 768, 1024)
@@ -26,7 +27,9 @@ class Point:
     micro_batch: int = 1
     short_text: bool = False
 
-    def workload(self, *, element_bytes: int, targets: Targets, checkpointing: bool) -> Workload:
+    def workload(
+        self, *, element_bytes: int, targets: Targets, checkpointing: Checkpointing
+    ) -> Workload:
         """Return the workload to trace."""
         return Workload(
             height_px=self.side_px,

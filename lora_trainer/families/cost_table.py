@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.families.cost_curves import bytes_at, flops_at
 from lora_trainer.families.costs import TARGET_GROUPS, SampleCost, Targets, Workload
 
 if TYPE_CHECKING:
-    from lora_trainer.families.flow import FlowFamily
     from lora_trainer.model.trace import TracedNetwork
 
 FILE = Path(__file__).with_name("cost_tables.json")
@@ -29,32 +29,51 @@ TARGETS: tuple[Targets, ...] = tuple(TARGET_GROUPS)
 """From the fewest modules to the most; each has those of the one before."""
 
 
-def sample_cost(family: FlowFamily, facts: BaseFacts, workload: Workload) -> SampleCost:
-    """Return memory and FLOPs of one sample; an unknown architecture is traced, once per workload."""
-    case = case_of(family, facts, text_tokens=workload.text_tokens)
-    release = _release(facts)
-    if release is None or str(workload.element_bytes) not in release["costs"]:
-        cost = traced(case, workload)
-    else:
-        cost = _tabled(release, workload)
-    return replace(cost, conditioning_bytes=case.conditioning_bytes)
+class TabledFamily(Family):
+    """A family whose costs are looked up among those of its public releases, or traced."""
 
+    text_multiple: int = 1
+    """The network pads texts to a multiple of this many tokens."""
 
-def adapter_shapes(
-    family: FlowFamily, facts: BaseFacts, *, targets: Targets
-) -> Mapping[str, tuple[int, int]]:
-    """Return (fan_in, out) of each module that gets an adapter, in module order."""
-    release = _release(facts)
-    if release is None:
-        return built_shapes(case_of(family, facts), targets)
-    wanted = TARGETS[: TARGETS.index(targets) + 1]
-    return {
-        f"{prefix}{index}.{name}": (fan_in, out)
-        for prefix, first, count, modules in release["modules"]
-        for index in range(first, first + count)
-        for name, (fan_in, out, least) in modules.items()
-        if least in wanted
-    }
+    @abstractmethod
+    def prompt_shapes(
+        self, architecture: Mapping[str, Any], *, text_tokens: int
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of each tensor that a text of this many tokens is encoded to, batch 1.
+
+        `text_tokens` counts like `max_tokens`. Names that end in `mask` are int64, all others float.
+        """
+
+    def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
+        """An unknown architecture is traced, once per workload."""
+        case = case_of(self, facts, text_tokens=workload.text_tokens)
+        release = _release(facts)
+        if release is None or str(workload.element_bytes) not in release["costs"]:
+            cost = traced(case, workload)
+        else:
+            cost = _tabled(release, self._padded(workload))
+        return replace(cost, conditioning_bytes=case.conditioning_bytes)
+
+    def adapter_shapes(
+        self, facts: BaseFacts, *, targets: Targets
+    ) -> Mapping[str, tuple[int, int]]:
+        release = _release(facts)
+        if release is None:
+            return built_shapes(case_of(self, facts), targets)
+        wanted = TARGETS[: TARGETS.index(targets) + 1]
+        return {
+            f"{prefix}{index}.{name}": (fan_in, out)
+            for prefix, first, count, modules in release["modules"]
+            for index in range(first, first + count)
+            for name, (fan_in, out, least) in modules.items()
+            if least in wanted
+        }
+
+    def _padded(self, workload: Workload) -> Workload:
+        if workload.text_tokens is None:
+            return workload
+        pieces = math.ceil(workload.text_tokens / self.text_multiple)
+        return replace(workload, text_tokens=pieces * self.text_multiple)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +81,7 @@ class Case:
     """A base as far as its costs go, told apart by `key`, with the shapes of one encoded prompt."""
 
     key: str
-    family: FlowFamily = field(compare=False)
+    family: TabledFamily = field(compare=False)
     facts: BaseFacts = field(compare=False)
     prompt: Mapping[str, tuple[int, ...]] = field(compare=False)
 
@@ -78,7 +97,7 @@ class Case:
         return any(name.endswith("mask") for name in self.prompt)
 
 
-def case_of(family: FlowFamily, facts: BaseFacts, *, text_tokens: int | None = None) -> Case:
+def case_of(family: TabledFamily, facts: BaseFacts, *, text_tokens: int | None = None) -> Case:
     """Return what is traced for a base, with a prompt of so many tokens where their number varies."""
     case = Case(
         key=json.dumps([facts.family, facts.max_tokens, text_tokens, dict(facts.architecture)]),
@@ -124,20 +143,28 @@ def configuration(architecture: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tabled(release: Mapping[str, Any], workload: Workload) -> SampleCost:
-    limit: int = release["max_tokens"]
     traces = release["costs"][str(workload.element_bytes)][workload.targets]
-    step = traces["recomputed" if workload.checkpointing else "kept"]
-    saved = bytes_at(step["saved_kib"], workload, max_tokens=limit)
-    peak = bytes_at(step["peak_kib"], workload, max_tokens=limit)
+    step = traces[workload.checkpointing]
+    if workload.checkpointing == "offloaded":  # the same work, other places
+        step = {**traces["full"], **step}
+
+    def kib(values: Sequence[int]) -> int:
+        return int(KIB * bytes_at(values, workload, max_tokens=release["max_tokens"]))
+
+    def mega(values: Sequence[int]) -> int:
+        return int(MEGA * flops_at(values, workload, max_tokens=release["max_tokens"]))
+
+    saved = kib(step["saved_kib"])
     return SampleCost(
-        saved_bytes=int(saved * KIB),
-        adapter_saved_bytes=int(bytes_at(step["adapter_kib"], workload, max_tokens=limit) * KIB),
-        temporary_bytes=int(max(0.0, peak - saved) * KIB),
-        forward_bytes=int(bytes_at(traces["forward_kib"], workload, max_tokens=limit) * KIB),
+        saved_bytes=saved,
+        adapter_saved_bytes=kib(step["adapter_kib"]) if "adapter_kib" in step else 0,
+        temporary_bytes=max(0, kib(step["peak_kib"]) - saved),
+        forward_bytes=kib(traces["forward_kib"]),
         conditioning_bytes=0,
-        forward_flops=int(flops_at(traces["forward_mflop"], workload, max_tokens=limit) * MEGA),
-        step_flops=int(flops_at(step["step_mflop"], workload, max_tokens=limit) * MEGA),
+        forward_flops=mega(traces["forward_mflop"]),
+        step_flops=mega(step["step_mflop"]),
         kernels=step["kernels"],
+        host_bytes=kib(step["host_kib"]) if "host_kib" in step else 0,
     )
 
 
@@ -148,7 +175,7 @@ def _tabled(release: Mapping[str, Any], workload: Workload) -> SampleCost:
 def traced(case: Case, workload: Workload) -> SampleCost:
     """Run the network of a base without memory; `conditioning_bytes` is left out."""
     # What the network itself depends on; the rest is the size of its inputs.
-    built = replace(workload, height_px=0, width_px=0, checkpointing=False, micro_batch=1)
+    built = replace(workload, height_px=0, width_px=0, checkpointing="none", micro_batch=1)
     return _network(case, built).sample_cost(workload)
 
 

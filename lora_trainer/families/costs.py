@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from lora_trainer.config import Checkpointing
+
 ADAPTER_BYTES = 4
 """Bytes per element of adapter weights, of their inputs and of their outputs."""
 
@@ -38,9 +40,14 @@ class Workload:
     element_bytes: int
     rank: int
     targets: Targets
-    checkpointing: bool
+    checkpointing: Checkpointing
     micro_batch: int = 1
     text_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.checkpointing, bool):  # callers from before there were four kinds
+            kind: Checkpointing = "full" if self.checkpointing else "none"
+            object.__setattr__(self, "checkpointing", kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +56,8 @@ class SampleCost:
 
     `saved_bytes` are alive between forward and backward; `adapter_saved_bytes` of them are fp32
     copies for the adapter. `temporary_bytes` is what the step's peak needs beyond them,
-    `forward_bytes` the peak of a pass without gradients, `conditioning_bytes` one prompt's text
-    embedding in fp32.
+    `host_bytes` what waits for backward in pinned host memory instead. `forward_bytes` is the peak
+    of a pass without gradients, `conditioning_bytes` one prompt's text embedding in fp32.
     """
 
     saved_bytes: int
@@ -61,6 +68,14 @@ class SampleCost:
     forward_flops: int
     step_flops: int
     kernels: int
+    host_bytes: int = 0
+
+
+def is_recomputed(block: str, checkpointing: Checkpointing) -> bool:
+    """Say whether the block of this module name, which ends in its index in its list, is recomputed."""
+    if checkpointing == "selective":
+        return int(block.rpartition(".")[2]) % 2 == 0
+    return checkpointing != "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,23 +100,35 @@ class Layer:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Array:
-    """A storage of one sample, compared by identity; two views of a storage are the same Array."""
+    """A tensor of one sample, compared by identity; a view of all of another is the same Array.
+
+    A part of another has no bytes but those of its gradient: the storage is the whole's.
+    """
 
     elements: int
     element_bytes: int
     requires_grad: bool = False
     of_adapter: bool = False
+    part_of: Array | None = None
 
     @property
     def bytes(self) -> int:
+        return 0 if self.part_of is not None else self.gradient_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
         return self.elements * self.element_bytes
+
+    @property
+    def storage(self) -> Array:
+        return self if self.part_of is None else self.part_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
     """One kernel: reads `inputs`, makes `output`.
 
-    Autograd keeps `keeps`; local variables keep `holds` alive until here, read or not.
+    Autograd keeps `keeps`, which are storages; local variables keep `holds` alive until here, read or not.
     """
 
     inputs: tuple[Array, ...]
@@ -110,7 +137,12 @@ class Op:
     holds: tuple[Array, ...]
     flops: int
     backward_flops: int
-    segment: int | None
+    segment: str | None
+
+    @property
+    def reads(self) -> tuple[Array, ...]:
+        """The storages of `inputs`."""
+        return tuple(array.storage for array in self.inputs)
 
 
 @dataclass(kw_only=True)
@@ -122,17 +154,16 @@ class Tape:
     targets: Targets = "attention"
     ops: list[Op] = field(default_factory=list)
     layers: list[Layer] = field(default_factory=list)
-    _segments: int = 0
-    _segment: int | None = None
+    _segment: str | None = None
 
     def array(self, elements: int) -> Array:
         """Return an input of the network; it needs no gradient."""
         return Array(elements, self.element_bytes)
 
     @contextmanager
-    def segment(self) -> Iterator[None]:
-        """Record what gradient checkpointing, when on, recomputes as one piece."""
-        self._segment, self._segments = self._segments, self._segments + 1
+    def segment(self, name: str) -> Iterator[None]:
+        """Record what gradient checkpointing recomputes as one piece: the module of this name."""
+        self._segment = name
         yield
         self._segment = None
 
@@ -158,13 +189,22 @@ class Tape:
         self.layers.append(layer)
         return self._record((x,), _like(x), keeps=(x, Array(2 * groups, 4)))
 
-    def activation(self, x: Array, elements: int | None = None) -> Array:
-        """Keeps its input, of which it may read only a part."""
-        return self._record((x,), _like(x, elements), keeps=(x,))
+    def halves(self, x: Array) -> tuple[Array, Array]:
+        """Two views; their gradients are joined to one of the whole."""
+        first, second = (
+            Array(x.elements // 2, x.element_bytes, x.requires_grad, part_of=x) for _ in range(2)
+        )
+        self._record((x,), first)
+        return first, self._record((x,), second)
+
+    def activation(self, x: Array) -> Array:
+        """Keeps its input."""
+        return self._record((x,), _like(x), keeps=(x,))
 
     def product(self, a: Array, b: Array) -> Array:
         """Elementwise product as wide as `b`; keeps both factors."""
-        return self._record((a, b), _like(a, b.elements), keeps=(a, b))
+        output = Array(b.elements, a.element_bytes, a.requires_grad or b.requires_grad)
+        return self._record((a, b), output, keeps=(a, b))
 
     def add(self, a: Array, b: Array) -> Array:
         """A sum shaped like `a`, in the wider dtype; keeps nothing."""
@@ -238,7 +278,7 @@ class Tape:
         op = Op(
             inputs=inputs,
             output=output,
-            keeps=keeps if output.requires_grad else (),
+            keeps=tuple(array.storage for array in keeps) if output.requires_grad else (),
             holds=(),
             flops=flops,
             backward_flops=backward_flops if output.requires_grad else 0,

@@ -18,7 +18,6 @@ from lora_trainer.errors import InputError
 from lora_trainer.families.base import (
     BaseFacts,
     Conditioning,
-    Family,
     FileFormat,
     ImageEncoder,
     Layout,
@@ -26,7 +25,8 @@ from lora_trainer.families.base import (
     PartFacts,
     Sampler,
 )
-from lora_trainer.families.costs import SampleCost, Targets, Workload
+from lora_trainer.families.cost_table import TabledFamily
+from lora_trainer.families.costs import Targets
 from lora_trainer.families.flow_files import PARTS_IN_FILES, parameters_in
 from lora_trainer.families.flow_images import FlowImageEncoder, FlowSampler
 from lora_trainer.families.folder import (
@@ -66,7 +66,7 @@ class Release:
     distilled: bool = False
 
 
-class FlowFamily(Family):
+class FlowFamily(TabledFamily):
     """A family of diffusion transformers trained by flow matching (Lipman et al. 2022, arXiv 2210.02747)."""
 
     pipeline_class: str
@@ -76,6 +76,8 @@ class FlowFamily(Family):
     text_folders: tuple[str, ...]
     """Folders of the text encoders, in the order of the pipeline."""
     tokenizer_folders: tuple[str, ...]
+    unread_text: tuple[str, ...] = ()
+    """Prefixes of tensors in the text encoders' files that loading leaves out: they cost no memory."""
     releases: tuple[Release, ...] = ()
     """Public releases that are known by name."""
     native_latents = 128
@@ -92,15 +94,6 @@ class FlowFamily(Family):
     @abstractmethod
     def targets(self, targets: Targets) -> tuple[str, ...]:
         """Return the endings of the module names that get an adapter, blocks only."""
-
-    @abstractmethod
-    def prompt_shapes(
-        self, architecture: Mapping[str, Any], *, text_tokens: int
-    ) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of each tensor that a text of this many tokens is encoded to, batch 1.
-
-        `text_tokens` counts like `max_tokens`. Names that end in `mask` are int64, all others float.
-        """
 
     def latent_shape(self, vae: Mapping[str, Any]) -> tuple[int, int]:
         """Return (channels, pixels per latent) as `predict` sees latents, from the VAE's configuration."""
@@ -210,25 +203,13 @@ class FlowFamily(Family):
         named = next((known for known in PARTS_IN_FILES if known == part), None)
         if named is not None and (single := part_file(layout, named)) is not None:
             return parameters_in(single, named)
-        return count_parameters(file for file in files if file.suffix == ".safetensors")
+        unread = self.unread_text if part == "text_encoder" else ()
+        found = (file for file in files if file.suffix == ".safetensors")
+        return count_parameters(found, unread=unread)
 
     def _part(self, layout: Layout, part: Part, subfolder: str) -> tuple[Path, ...]:
         folder, single = part_folder(layout, part, subfolder), part_file(layout, part)
         return (*((single,) if single else weights(folder)), folder / "config.json")
-
-    # ---- costs
-
-    def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
-        from lora_trainer.families.cost_table import sample_cost
-
-        return sample_cost(self, facts, workload)
-
-    def adapter_shapes(
-        self, facts: BaseFacts, *, targets: Targets
-    ) -> Mapping[str, tuple[int, int]]:
-        from lora_trainer.families.cost_table import adapter_shapes
-
-        return adapter_shapes(self, facts, targets=targets)
 
     # ---- networks
 
@@ -350,8 +331,11 @@ class FlowFamily(Family):
 
 
 def transformer_name(format: FileFormat, component: str, module: str) -> str:
-    """Return the key that ComfyUI and diffusers share: `transformer.` and diffusers' module name."""
-    assert format == "diffusers" and component == "denoiser"
+    """Return the key that ComfyUI and diffusers share: `transformer.` and diffusers' module name.
+
+    ComfyUI finds the rows of to_q, to_k and to_v in its fused weight by it, for every kind of adapter.
+    """
+    assert format in ("diffusers", "comfyui") and component == "denoiser"
     return f"transformer.{module}"
 
 

@@ -59,10 +59,9 @@ ENDINGS: Mapping[Targets, tuple[str, ...]] = {
     "all": (*TRANSFORMER, "norm1.linear", "norm1_context.linear", "norm.linear"),
 }
 BLOCKS = ("transformer_blocks.", "single_transformer_blocks.")
-_FUSED = "its names fuse q, k and v into one layer, which would triple the rank; "
 REFUSED: Mapping[FileFormat, str] = {
-    "kohya": _FUSED + "ComfyUI, Forge, InvokeAI and diffusers read the diffusers format",
-    "comfyui": _FUSED + "ComfyUI reads the diffusers format",
+    "kohya": "its names fuse q, k and v into one layer, which would triple the rank; ComfyUI, Forge, "
+    "InvokeAI and diffusers read the diffusers format",
 }
 IN_FILE = frozenset(
     {
@@ -137,7 +136,7 @@ class Flux(FlowFamily):
 
     name = "flux"
     default_source = RELEASES[0].ids[0]
-    file_formats = ("diffusers",)
+    file_formats: tuple[FileFormat, ...] = ("diffusers", "comfyui")
     refused_formats = REFUSED
     pipeline_class = "FluxPipeline"
     denoiser_class = "FluxTransformer2DModel"

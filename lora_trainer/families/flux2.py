@@ -26,7 +26,13 @@ from lora_trainer.families.flow import FlowFamily, Release, transformer_name
 from lora_trainer.families.flow_files import part_tensors
 from lora_trainer.families.flow_images import FlowSampler
 from lora_trainer.families.folder import part_file, read_json
-from lora_trainer.families.qwen_text import MAX_TOKENS, PromptFormat, load_qwen3, text_config
+from lora_trainer.families.qwen_text import (
+    MAX_TOKENS,
+    UNREAD,
+    PromptFormat,
+    load_qwen3,
+    text_config,
+)
 from lora_trainer.families.transformer_file import check_companion
 
 if TYPE_CHECKING:
@@ -49,10 +55,6 @@ TRANSFORMER = (
 )
 IN_FILE = "double_stream_modulation_img.lin.weight"
 IN_DIFFUSERS = "double_stream_modulation_img.linear.weight"
-FUSED = (
-    "to_q, to_k and to_v are one weight in its names; use output.format=diffusers, which ComfyUI, "
-    "InvokeAI and diffusers read"
-)
 # For many steps (200) the sampler's shift is FLUX.1's: linear in the tokens. Fewer steps shift more.
 SCHEDULER: Mapping[str, Any] = {
     "num_train_timesteps": 1000,
@@ -95,7 +97,9 @@ SIZES: Mapping[str, Mapping[str, int]] = {
     },
 }
 DENOISER_PARAMETERS = {"4B": 3_875_544_576, "9B": 9_078_581_248}
-TEXT_PARAMETERS = {"4B": 4_022_468_096, "9B": 8_190_735_360}
+TEXT_PARAMETERS = {"4B": 4_022_468_096, "9B": 7_568_405_504}
+HEAD_PARAMETERS = {"4B": 0, "9B": 622_329_856}
+"""Of the text encoder's language head where it is not its embedding: downloaded, not loaded."""
 
 
 def _release(size: str, *, distilled: bool) -> Release:
@@ -107,7 +111,7 @@ def _release(size: str, *, distilled: bool) -> Release:
         scheduler=SCHEDULER,
         parameters={"denoiser": denoiser, "vae": VAE_PARAMETERS, "text_encoder": text},
         max_tokens=MAX_TOKENS,
-        download_bytes=2 * (denoiser + VAE_PARAMETERS + text),
+        download_bytes=2 * (denoiser + VAE_PARAMETERS + text + HEAD_PARAMETERS[size]),
         variant=_variant(size.lower(), distilled=distilled),
         distilled=distilled,
     )
@@ -128,11 +132,15 @@ class Flux2(FlowFamily):
 
     name = "flux2"
     default_source = "black-forest-labs/FLUX.2-klein-base-4B"
-    file_formats = ("diffusers",)
-    refused_formats: Mapping[FileFormat, str] = {"comfyui": FUSED, "kohya": FUSED}
+    file_formats: tuple[FileFormat, ...] = ("diffusers", "comfyui")
+    refused_formats: Mapping[FileFormat, str] = {
+        "kohya": "to_q, to_k and to_v are one weight in its names; use output.format=diffusers, which "
+        "ComfyUI, InvokeAI and diffusers read",
+    }
     pipeline_class = "Flux2KleinPipeline"
     denoiser_class = "Flux2Transformer2DModel"
     text_folders = ("text_encoder",)
+    unread_text = UNREAD
     tokenizer_folders = ("tokenizer",)
     native_latents = 64
     patch = 1  # the squares are made before the denoiser

@@ -124,13 +124,16 @@ def read_header(file: Path) -> Header:
     return found
 
 
-def count_parameters(files: Iterable[Path]) -> int:
-    """Count the parameters in safetensors files; position ids and batch statistics are none."""
+def count_parameters(files: Iterable[Path], *, unread: tuple[str, ...] = ()) -> int:
+    """Count the parameters in safetensors files; position ids and batch statistics are none.
+
+    `unread` are prefixes of tensors that loading leaves out.
+    """
     return sum(
         math.prod(info.shape)
         for file in files
         for name, info in read_header(file).items()
-        if not name.endswith(_NO_PARAMETERS)
+        if not name.endswith(_NO_PARAMETERS) and not name.startswith(unread)
     )
 
 

@@ -2,7 +2,8 @@
 
 Input is a `Tape`, output the `SampleCost` of one sample. Every storage is an interval on the line
 of operations, so a peak is the highest sum of overlapping intervals. Checkpointed segments keep
-what they read from outside, and what they keep inside comes back while backward is in them.
+what they read from outside, on the device or in host memory, and what they keep inside comes back
+while backward is in them.
 """
 
 from __future__ import annotations
@@ -11,13 +12,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from lora_trainer.families.costs import Array, Op, SampleCost, Tape
+from lora_trainer.families.costs import (
+    Array,
+    Checkpointing,
+    Op,
+    SampleCost,
+    Tape,
+    is_recomputed,
+)
 
+SEGMENTS_ON_DEVICE = 2
+"""Segments whose offloaded inputs are on the device at a time: one at work, one on its way."""
 Interval = tuple[int, int, int]
 """Bytes alive from the first to the last operation, both included."""
 
 
-def cost_of(tape: Tape, *, checkpointing: bool, conditioning_bytes: int) -> SampleCost:
+def cost_of(tape: Tape, *, checkpointing: Checkpointing, conditioning_bytes: int) -> SampleCost:
     """Return the cost of training on one sample; without adapters nothing is kept for backward."""
     timeline = _Timeline(tape.ops, checkpointing=checkpointing)
     saved = sum(array.bytes for array in timeline.needed_from)
@@ -34,6 +44,7 @@ def cost_of(tape: Tape, *, checkpointing: bool, conditioning_bytes: int) -> Samp
         + sum(op.flops for op in recomputed)
         + sum(op.backward_flops for op in tape.ops),
         kernels=len(tape.ops) + len(recomputed) + sum(map(_backward_kernels, tape.ops)),
+        host_bytes=timeline.host_bytes,
     )
 
 
@@ -52,7 +63,7 @@ class _Segment:
 
 
 class _Timeline:
-    def __init__(self, ops: list[Op], *, checkpointing: bool) -> None:
+    def __init__(self, ops: list[Op], *, checkpointing: Checkpointing) -> None:
         self.ops = ops
         self.end = len(ops) - 1
         self.made_at: dict[Array, int] = {}
@@ -63,12 +74,14 @@ class _Timeline:
             for array in (*op.inputs, *op.keeps):
                 self.made_at.setdefault(array, 0 if array in op.inputs else index)
             self.read_last_at.update(dict.fromkeys(op.inputs, index))
-            self.alive_until.update(dict.fromkeys((*op.inputs, *op.holds), index))
-        self.segments = list(_segments(ops)) if checkpointing else []
-        self.needed_from = self._needed_from()
+            self.alive_until.update(dict.fromkeys((*op.reads, *op.holds), index))
+        self.segments = list(_segments(ops, checkpointing))
+        self.host_bytes = 0
+        self.offloaded: dict[Array, int] = {}  # to the segment that reads it
+        self.needed_from = self._needed_from(offload=checkpointing == "offloaded")
 
-    def _needed_from(self) -> dict[Array, int]:
-        """Return what forward leaves behind, each with the operation whose backward frees it."""
+    def _needed_from(self, *, offload: bool) -> dict[Array, int]:
+        """Return what forward leaves on the device, each with the operation whose backward frees it."""
         covered = {
             index for segment in self.segments for index in range(segment.first, segment.last + 1)
         }
@@ -77,16 +90,34 @@ class _Timeline:
             if index not in covered:
                 for array in op.keeps:
                     needed.setdefault(array, index)
-        for segment in self.segments:
-            inside = self.ops[segment.first : segment.last + 1]
-            if any(op.keeps for op in inside):
-                for array in {array for op in inside for array in op.inputs} - segment.inside:
+        for number, segment in enumerate(self.segments):
+            leaves = offload and number < len(self.segments) - SEGMENTS_ON_DEVICE
+            for array in self._inputs(segment):
+                self.host_bytes += array.bytes if offload and array.requires_grad else 0
+                if leaves and array.requires_grad:
+                    self.offloaded[array] = number
+                else:
                     needed[array] = min(needed.get(array, segment.first), segment.first)
         return needed
 
+    def _inputs(self, segment: _Segment) -> set[Array]:
+        """Return what a segment that keeps anything is given."""
+        inside = self.ops[segment.first : segment.last + 1]
+        if not any(op.keeps for op in inside):
+            return set()
+        return {array for op in inside for array in op.reads} - segment.inside
+
     def recomputed(self, segment: _Segment) -> list[Op]:
-        """Return the operations of a segment that run again before its backward."""
-        return self.ops[segment.first : segment.stop + 1]
+        """Return the operations of a segment that run again before its backward.
+
+        Inputs are kept before a kernel runs and outputs after: one that keeps no more than its
+        inputs does not run when it is the last.
+        """
+        if segment.stop < 0:
+            return []
+        last = self.ops[segment.stop]
+        runs = not set(last.keeps) <= set(last.reads)
+        return self.ops[segment.first : segment.stop + runs]
 
     def peaks(self) -> tuple[int, ...]:
         """Return the highest sum of a step while forward runs, while backward runs, while recomputing."""
@@ -95,6 +126,9 @@ class _Timeline:
     def forward_peak(self) -> int:
         """A pass that leaves the needed storages behind."""
         until = {**self.alive_until, **dict.fromkeys(self.needed_from, self.end)}
+        for array, number in self.offloaded.items():
+            gone = self.segments[number + SEGMENTS_ON_DEVICE].first - 1
+            until[array] = max(until[array], gone)
         return self._peak(
             (array.bytes, made, until[array])
             for array, made in self.made_at.items()
@@ -113,31 +147,39 @@ class _Timeline:
         """Saved storages fall away as backward comes down; gradients come and go on the way."""
         return self._peak(self._backward_intervals())
 
-    def _backward_intervals(self) -> Iterator[Interval]:
+    def _saved_intervals(self) -> Iterator[Interval]:
+        """When backward finds what it needs on the device; offloaded inputs return a segment early."""
         for array, freed_at in self.needed_from.items():
             yield array.bytes, freed_at, self.end
+        for array, number in self.offloaded.items():
+            if array not in self.needed_from:
+                back = self.segments[number + SEGMENTS_ON_DEVICE - 1].last
+                yield array.bytes, self.segments[number].first, back
+
+    def _backward_intervals(self) -> Iterator[Interval]:
+        yield from self._saved_intervals()
         for array, made in self.made_at.items():
             if array.requires_grad:
-                yield array.bytes, made, self.read_last_at.get(array, self.end)
+                yield array.gradient_bytes, made, self.read_last_at.get(array, self.end)
         for segment in self.segments:
             recomputed: dict[Array, int] = {}
             for index in range(segment.first, segment.last + 1):
                 for array in self.ops[index].keeps:
                     recomputed.setdefault(array, index)
             for array, freed_at in recomputed.items():
-                if array not in self.needed_from:
+                if array not in self.needed_from and array not in self.offloaded:
                     yield array.bytes, freed_at, segment.last
 
     def recompute_peak(self) -> int:
-        """A segment runs forward again while everything before it is saved and gradients wait after it."""
+        """A segment runs forward again when backward first needs what it keeps.
+
+        Everything before it is saved, and gradients wait that have come down to this operation.
+        """
         waiting = self._sums(
             [
+                *self._saved_intervals(),
                 *(
-                    (array.bytes, freed_at, self.end)
-                    for array, freed_at in self.needed_from.items()
-                ),
-                *(
-                    (array.bytes, made, self.read_last_at.get(array, self.end) - 1)
+                    (array.gradient_bytes, made, self.read_last_at.get(array, self.end) - 1)
                     for array, made in self.made_at.items()
                     if array.requires_grad
                 ),
@@ -145,8 +187,9 @@ class _Timeline:
         )
         return max(
             (
-                waiting[segment.last] + self._peak(self._recompute_intervals(segment))
+                waiting[segment.stop] + self._peak(self._recompute_intervals(segment))
                 for segment in self.segments
+                if segment.stop >= 0
             ),
             default=0,
         )
@@ -155,7 +198,7 @@ class _Timeline:
         until: dict[Array, int] = {}
         for index, op in enumerate(self.recomputed(segment), start=segment.first):
             until.setdefault(op.output, index)
-            for array in (*op.inputs, *op.holds):
+            for array in (*op.reads, *op.holds):
                 until[array] = max(until.get(array, index), index)
         for op in self.recomputed(segment):
             until.update(dict.fromkeys(op.keeps, segment.stop))
@@ -175,10 +218,10 @@ class _Timeline:
         return list(accumulate(change))
 
 
-def _segments(ops: list[Op]) -> Iterator[_Segment]:
-    members: dict[int, list[int]] = {}
+def _segments(ops: list[Op], checkpointing: Checkpointing) -> Iterator[_Segment]:
+    members: dict[str, list[int]] = {}
     for index, op in enumerate(ops):
-        if op.segment is not None:
+        if op.segment is not None and is_recomputed(op.segment, checkpointing):
             members.setdefault(op.segment, []).append(index)
     for indices in members.values():
         yield _Segment(

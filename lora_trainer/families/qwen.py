@@ -43,7 +43,7 @@ from lora_trainer.families.qwen_files import (
     is_vae,
     load_frame_vae,
 )
-from lora_trainer.families.qwen_vl import MAX_TOKENS, check_text_encoder, load_qwen_vl
+from lora_trainer.families.qwen_vl import MAX_TOKENS, UNREAD, check_text_encoder, load_qwen_vl
 
 if TYPE_CHECKING:
     import torch
@@ -109,8 +109,10 @@ SCHEDULER: Mapping[str, Any] = {
 PARAMETERS: Mapping[Part, int] = {
     "denoiser": 20_430_401_088,
     "vae": 126_892_531,
-    "text_encoder": 8_292_166_656,
+    "text_encoder": 7_070_619_136,
 }
+UNREAD_PARAMETERS = 1_221_547_520
+"""Of the text encoder's vision tower and language head: downloaded, not loaded."""
 
 
 class QwenImage(FlowFamily):
@@ -122,7 +124,9 @@ class QwenImage(FlowFamily):
     denoiser_class = "QwenImageTransformer2DModel"
     text_folders = ("text_encoder",)
     tokenizer_folders = ("tokenizer",)
-    file_formats: tuple[FileFormat, ...] = ("diffusers", "comfyui", "kohya")
+    unread_text = UNREAD
+    # InvokeAI reads LoKr in kohya's names and nothing in ComfyUI's.
+    file_formats: tuple[FileFormat, ...] = ("diffusers", "kohya", "comfyui")
     refused_formats: Mapping[FileFormat, str] = {}
     releases = (
         Release(
@@ -132,7 +136,7 @@ class QwenImage(FlowFamily):
             scheduler=SCHEDULER,
             parameters=PARAMETERS,
             max_tokens=MAX_TOKENS,
-            download_bytes=2 * sum(PARAMETERS.values()),
+            download_bytes=2 * (sum(PARAMETERS.values()) + UNREAD_PARAMETERS),
         ),
     )
 
@@ -188,7 +192,9 @@ class QwenImage(FlowFamily):
         return int(vae["z_dim"]), 2 ** len(vae["temperal_downsample"])
 
     def _count(self, layout: Layout, part: str, files: tuple[Path, ...]) -> int:
-        return count_parameters(file for file in files if file.suffix == ".safetensors")
+        unread = self.unread_text if part == "text_encoder" else ()
+        found = (file for file in files if file.suffix == ".safetensors")
+        return count_parameters(found, unread=unread)
 
     def base_model_version(self, facts: BaseFacts) -> str:
         return "qwen_image"

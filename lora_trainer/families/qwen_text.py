@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.errors import InputError
 from lora_trainer.families.base import Conditioning, TextEncoder
 from lora_trainer.families.folder import read_json, variant
+from lora_trainer.families.t5 import count_tokens, room
 from lora_trainer.families.transformer_file import whole
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 512
 """The limit of diffusers' pipelines, chat template included."""
+UNREAD = ("lm_head.",)
+"""The language head, which scores words: 0.6 of the 8.2 billion parameters of Qwen3-8B."""
 _SUPPORTED = "qwen3"
 
 
@@ -81,17 +84,8 @@ class _Qwen3TextEncoder(TextEncoder):
     format: PromptFormat
 
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        texts = [
-            self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}],
-                tokenize=False,
-                add_generation_prompt=True,
-                enable_thinking=self.format.thinking,
-            )
-            for prompt in prompts
-        ]
         tokens = self.tokenizer(
-            texts,
+            [self._chat(prompt) for prompt in prompts],
             padding="max_length" if self.format.padded else "longest",
             max_length=MAX_TOKENS,
             truncation=True,
@@ -123,4 +117,16 @@ class _Qwen3TextEncoder(TextEncoder):
         }
 
     def count_tokens(self, prompt: str) -> int:
-        return len(self.tokenizer(prompt, add_special_tokens=False).input_ids)
+        return count_tokens(self.tokenizer, prompt)
+
+    def prompt_room(self) -> int:
+        return room(self.tokenizer, length=MAX_TOKENS, template=self._chat(""))
+
+    def _chat(self, prompt: str) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=self.format.thinking,
+        )
+        return text

@@ -62,6 +62,7 @@ class StableDiffusion1(UNetFamily):
     name = "sd15"
     default_source = IDS[0]
     pipeline_class = "StableDiffusionPipeline"
+    released_unet = ARCHITECTURE
     texts = (ClipPart(checkpoint="cond_stage_model.transformer."),)
 
     def owns(self, traits: UNetTraits) -> bool:

@@ -71,6 +71,7 @@ class StableDiffusion2(UNetFamily):
     name = "sd2"
     default_source = f"{OWNERS[0]}/stable-diffusion-2-1"
     pipeline_class = "StableDiffusionPipeline"
+    released_unet = ARCHITECTURE
     texts = (ClipPart(checkpoint="cond_stage_model.model."),)
 
     def owns(self, traits: UNetTraits) -> bool:

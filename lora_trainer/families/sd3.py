@@ -134,11 +134,10 @@ class StableDiffusion3(FlowFamily):
     denoiser_class = "SD3Transformer2DModel"
     text_folders = tuple(encoder.component for encoder in ENCODERS)
     tokenizer_folders = tuple(encoder.tokenizer for encoder in ENCODERS)
-    file_formats: tuple[FileFormat, ...] = ("diffusers",)
+    file_formats: tuple[FileFormat, ...] = ("diffusers", "comfyui")
     refused_formats: Mapping[FileFormat, str] = {
         "kohya": "its names for this family join query, key and value, which diffusers cannot read; "
         "ComfyUI reads the diffusers format too",
-        "comfyui": "ComfyUI's own names join query, key and value; it reads the diffusers format",
     }
     releases = (
         _release("stable-diffusion-3.5-medium", MEDIUM, 2_469_663_936, variant="medium"),

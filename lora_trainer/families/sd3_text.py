@@ -30,6 +30,7 @@ from lora_trainer.families.t5 import (
     load_text_network,
     load_tokenizer,
     padded,
+    room,
 )
 
 if TYPE_CHECKING:
@@ -170,8 +171,14 @@ class SD3TextEncoder(TextEncoder):
         return {"text": text, "pooled": torch.cat([found.text_embeds for found in clips], dim=-1)}
 
     def count_tokens(self, prompt: str) -> int:
-        longest = T5 if T5.component in self.networks else CLIP_L
-        return count_tokens(self.tokenizers[longest.component], prompt)
+        return count_tokens(self.tokenizers[self._longest().component], prompt)
+
+    def prompt_room(self) -> int:
+        longest = self._longest()
+        return room(self.tokenizers[longest.component], length=longest.tokens)
+
+    def _longest(self) -> Encoder:
+        return T5 if T5.component in self.networks else CLIP_L
 
     def _clip(self, encoder: Encoder, tokens: Mapping[str, Tensor]) -> Any:
         network = self.networks[encoder.component]

@@ -81,6 +81,7 @@ class StableDiffusionXL(UNetFamily):
     name = "sdxl"
     default_source = BASE
     pipeline_class = "StableDiffusionXLPipeline"
+    released_unet = ARCHITECTURE
     texts = (
         clip.ClipPart(
             kohya="lora_te1",

@@ -71,7 +71,13 @@ def hidden_states(network: nn.Module, ids: Tensor, *, mask: Tensor | None = None
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> int:
     """Return the tokens of `prompt` before truncation, special tokens excepted."""
-    return len(tokenizer(prompt, add_special_tokens=False).input_ids)
+    # Not verbose: what is cut is said in our own words.
+    return len(tokenizer(prompt, add_special_tokens=False, verbose=False).input_ids)
+
+
+def room(tokenizer: PreTrainedTokenizerBase, *, length: int, template: str = "") -> int:
+    """Return the tokens left of `length` by special tokens and an empty template."""
+    return length - len(tokenizer(template).input_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,3 +107,6 @@ class PooledT5Encoder(TextEncoder):
 
     def count_tokens(self, prompt: str) -> int:
         return count_tokens(self.t5_tokenizer, prompt)
+
+    def prompt_room(self) -> int:
+        return room(self.t5_tokenizer, length=self.max_tokens)

@@ -46,8 +46,9 @@ from lora_trainer.families.noise_levels import (
 )
 from lora_trainer.families.single_file import UNetTraits, config_traits, header_traits
 from lora_trainer.families.unet_checkpoint import weight_places
-from lora_trainer.families.unet_costs import adapter_layers, sample_cost
+from lora_trainer.families.unet_costs import adapter_layers, linear_shapes, sample_cost
 from lora_trainer.families.unet_images import UNetSampler, VaeEncoder, in_float32, load_vae
+from lora_trainer.families.unet_names import ldm_module
 from lora_trainer.families.unet_parts import (
     V_PREDICTION,
     ZERO_TERMINAL_SNR,
@@ -71,6 +72,8 @@ class UNetFamily(Family):
 
     pipeline_class: str
     """diffusers' text-to-image pipeline."""
+    released_unet: Mapping[str, Any]
+    """The U-Net of the releases as diffusers configures it: checkpoints number blocks by it."""
     texts: tuple[clip.ClipPart, ...]
     """The CLIP encoders, in the order of the pipeline."""
     text_encoder_class: ClassVar[type[clip.ClipEncoder]] = clip.ClipEncoder
@@ -79,6 +82,8 @@ class UNetFamily(Family):
         "comfyui": "ComfyUI reads kohya's names for U-Net families, and so does everything else; use kohya"
     }
     trainable_text = True
+    block_pattern = r".*?\.transformer_blocks\.\d+(?=\.)"
+    unquantised = ("time_emb_proj",)  # 1-3 % of the weights; the noise level goes through it
 
     # ---- what a family file fills besides the seam
 
@@ -195,6 +200,10 @@ class UNetFamily(Family):
             for layer in sorted(found, key=lambda layer: module_order(layer.name))
         }
 
+    def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
+        found = linear_shapes(facts.architecture)
+        return {name: found[name] for name in sorted(found, key=module_order)}
+
     # ---- networks
 
     def load_image_encoder(self, facts: BaseFacts, *, device: torch.device) -> ImageEncoder:
@@ -274,6 +283,12 @@ class UNetFamily(Family):
             prefix = f"{part.kohya}_" if format == "kohya" else f"{component}."
             module = clip.stable_name(module)
         return prefix + (module.replace(".", "_") if format == "kohya" else module)
+
+    def checkpoint_module(self, module: str) -> str | None:
+        try:
+            return ldm_module(module, architecture=self.released_unet)
+        except KeyError:  # a block that no release has
+            return None
 
     # ---- images
 

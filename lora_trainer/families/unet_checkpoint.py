@@ -19,16 +19,23 @@ from lora_trainer.families.unet_names import diffusers_module
 WEIGHT = ".weight"
 _DOWN = re.compile(r"input_blocks\.(\d+)\.(?:(0)\.in_layers\.0|(1)\.norm|(0)\.op)\.weight")
 _OPEN_CLIP = {
-    "attn.out_proj": "self_attn.out_proj",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
+    "attn.out_proj.weight": "self_attn.out_proj",
+    "mlp.c_fc.weight": "mlp.fc1",
+    "mlp.c_proj.weight": "mlp.fc2",
+    "ln_1.weight": "layer_norm1",
+    "ln_2.weight": "layer_norm2",
+}
+_OPEN_CLIP_ENDS = {
+    "token_embedding.weight": "embeddings.token_embedding",
+    "positional_embedding": "embeddings.position_embedding",
+    "ln_final.weight": "final_layer_norm",
 }
 _OPEN_CLIP_LAYER = re.compile(r"transformer\.resblocks\.(\d+)\.(.+)")
-_FUSED = "attn.in_proj"
+_FUSED = "attn.in_proj_weight"
 
 
 def weight_places(header: Header, texts: Iterable[ClipPart]) -> dict[str, WeightPlace]:
-    """Return the place of every matrix and kernel of the U-Net and the text encoders in a checkpoint."""
+    """Return the place of every weight of the U-Net and the text encoders in a checkpoint, norms included."""
     found = dict(_unet_places(header))
     for text in texts:
         found |= dict(_text_places(header, text))
@@ -40,7 +47,7 @@ def _unet_places(header: Header) -> Iterator[tuple[str, WeightPlace]]:
     architecture = None if "conv_in.weight" in names else _architecture(names)
     for name, full in names.items():
         module = name.removesuffix(WEIGHT)
-        if module == name or len(header[full].shape) < 2:
+        if module == name:
             continue
         try:
             ours = (
@@ -82,23 +89,29 @@ def _text_places(header: Header, text: ClipPart) -> Iterator[tuple[str, WeightPl
     open_clip = text.checkpoint.endswith(".model.")
     for full, info in header.items():
         name = full.removeprefix(text.checkpoint)
-        if name == full or len(info.shape) != 2:
+        if name == full or not info.shape:
             continue
-        if not open_clip:
-            if name.endswith(WEIGHT) and ".layers." in name:
-                module = name.removeprefix(TEXT_MODEL).removesuffix(WEIGHT)
-                yield f"{text.component}.{module}", WeightPlace(tensor=full)
-        elif layer := _OPEN_CLIP_LAYER.fullmatch(name):
-            for module, rows in _open_clip_modules(layer[2], height=info.shape[0]):
-                key = f"{text.component}.encoder.layers.{layer[1]}.{module}"
-                yield key, WeightPlace(tensor=full, rows=rows)
+        found = _open_clip_modules(name, height=info.shape[0]) if open_clip else _clip_module(name)
+        for module, rows in found:
+            yield f"{text.component}.{module}", WeightPlace(tensor=full, rows=rows)
+
+
+def _clip_module(name: str) -> Iterator[tuple[str, None]]:
+    module = name.removeprefix(TEXT_MODEL).removesuffix(WEIGHT)
+    if name.endswith(WEIGHT):
+        yield module, None
 
 
 def _open_clip_modules(name: str, *, height: int) -> Iterator[tuple[str, tuple[int, int] | None]]:
     """OpenCLIP keeps query, key and value of a layer in one matrix, in this order."""
-    if name.startswith(_FUSED):
+    layer = _OPEN_CLIP_LAYER.fullmatch(name)
+    if layer is None:
+        if module := _OPEN_CLIP_ENDS.get(name):
+            yield module, None
+    elif layer[2] == _FUSED:
         width = height // 3
         for number, projection in enumerate("qkv"):
-            yield f"self_attn.{projection}_proj", (number * width, (number + 1) * width)
-    elif module := _OPEN_CLIP.get(name.removesuffix(WEIGHT)):
-        yield module, None
+            rows = (number * width, (number + 1) * width)
+            yield f"encoder.layers.{layer[1]}.self_attn.{projection}_proj", rows
+    elif module := _OPEN_CLIP.get(layer[2]):
+        yield f"encoder.layers.{layer[1]}.{module}", None

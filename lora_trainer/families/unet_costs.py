@@ -7,7 +7,10 @@ nothing here needs torch or weights.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from lora_trainer.errors import InputError
@@ -89,6 +92,20 @@ def adapter_layers(architecture: Mapping[str, Any], *, targets: Targets) -> tupl
     return tuple(layer for layer in layers(architecture) if layer.group in TARGET_GROUPS[targets])
 
 
+def linear_shapes(architecture: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return (fan_in, out) of the linear layers in blocks, in the order they run.
+
+    The projections around the transformers are convolutions of one pixel in the oldest networks.
+    """
+    config = {**DEFAULTS, **architecture}
+    convolutions = () if config["use_linear_projection"] else (".proj_in", ".proj_out")
+    return {
+        layer.name: (layer.fan_in, layer.out)
+        for layer in adapter_layers(architecture, targets="all")
+        if layer.group != "convolution" and not layer.name.endswith(convolutions)
+    }
+
+
 def adapter_parameters(architecture: Mapping[str, Any], *, rank: int, targets: Targets) -> int:
     """Return how many parameters an adapter of this rank has."""
     adapted = adapter_layers(architecture, targets=targets)
@@ -102,7 +119,16 @@ def sample_cost(
 
     Raises InputError for a network the walk does not know.
     """
-    unet = read_unet(architecture)
+    written = json.dumps(dict(architecture), sort_keys=True)
+    alone = replace(workload, micro_batch=1)  # no view of one sample is a copy of several
+    return _sample_cost(written, alone, vae_factor=vae_factor, text_tokens=text_tokens)
+
+
+@lru_cache(maxsize=256)
+def _sample_cost(
+    architecture: str, workload: Workload, *, vae_factor: int, text_tokens: int
+) -> SampleCost:
+    unet = read_unet(json.loads(architecture))
     tape = Tape(element_bytes=workload.element_bytes, rank=workload.rank, targets=workload.targets)
     sample = Shape(workload.height_px // vae_factor, workload.width_px // vae_factor)
     walk(unet, tape, sample=sample, text_tokens=text_tokens)
@@ -111,6 +137,15 @@ def sample_cost(
         checkpointing=workload.checkpointing,
         conditioning_bytes=(text_tokens * unet.text_width + unet.pooled_width) * CONDITIONING_BYTES,
     )
+
+
+def prompt_shapes(
+    architecture: Mapping[str, Any], *, text_tokens: int
+) -> Mapping[str, tuple[int, ...]]:
+    """Return the shape of each tensor that one prompt is encoded to, batch 1."""
+    unet = read_unet(architecture)
+    text = {"text": (1, text_tokens, unet.text_width)}
+    return {**text, "pooled": (1, unet.pooled_width)} if unet.pooled_width else text
 
 
 def read_unet(architecture: Mapping[str, Any]) -> UNet:

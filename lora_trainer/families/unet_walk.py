@@ -138,10 +138,11 @@ class _Walk:
         return x
 
     def _resnet(self, name: str, x: _Map, time: Array, out: int) -> _Map:
-        with self.tape.segment():
+        with self.tape.segment(name):
             return self._resnet_body(name, x, time, out)
 
     def _resnet_body(self, name: str, x: _Map, time: Array, out: int) -> _Map:
+        given = x.array
         h = self._silu(self._group_norm(f"{name}.norm1", x))
         h = self._conv(f"{name}.conv1", h, out)
         shift = self._linear(
@@ -157,13 +158,16 @@ class _Walk:
         if x.channels != out:
             x = self._conv(f"{name}.conv_shortcut", x, out, kernel=1)
         scaled = self.tape.copy(self.tape.add(x.array, h.array))
+        self.tape.hold(given)
         return _Map(scaled, out, x.shape)
 
     def _transformer(self, name: str, x: _Map, *, level: int) -> _Map:
         tokens = self._project_in(f"{name}.proj_in", self._group_norm(f"{name}.norm", x))
         for block in range(self.unet.transformers[level]):
-            with self.tape.segment():
-                tokens = self._block(f"{name}.transformer_blocks.{block}", tokens, level=level)
+            each = f"{name}.transformer_blocks.{block}"
+            with self.tape.segment(each):
+                tokens = self._block(each, before := tokens, level=level)
+            self.tape.hold(before.array)
         out = self._project_out(f"{name}.proj_out", tokens)
         return _Map(self.tape.add(out.array, x.array), x.channels, x.shape)
 
@@ -183,10 +187,12 @@ class _Walk:
         for part, context in (("1", None), ("2", self.text)):
             normed = self._layer_norm(f"{name}.norm{part}", h, x)
             mixed = self._attention(f"{name}.attn{part}", normed, context, width, level=level)
+            self.tape.hold(normed)
             h = self.tape.add(mixed, h)
         normed = self._layer_norm(f"{name}.norm3", h, x)
         wide = self._linear(f"{name}.ff.net.0.proj", normed, width, 8 * width, group="feed_forward")
-        gated = self.tape.product(wide, self.tape.activation(wide, wide.elements // 2))
+        value, gate = self.tape.halves(wide)
+        gated = self.tape.product(value, self.tape.activation(gate))
         self.tape.hold(normed, mixed)
         out = self._linear(f"{name}.ff.net.2", gated, 4 * width, width, group="feed_forward")
         return _Map(self.tape.add(out, h), width, x.shape)
@@ -199,9 +205,10 @@ class _Walk:
         k = self._linear(f"{name}.to_k", source, source_width, width, group="attention", bias=False)
         v = self._linear(f"{name}.to_v", source, source_width, width, group="attention", bias=False)
         mixed = self.tape.attention(q, k, v, heads=self.unet.heads[level], channels=width)
-        return self.tape.copy(
-            self._linear(f"{name}.to_out.0", mixed, width, width, group="attention")
-        )
+        out = self._linear(f"{name}.to_out.0", mixed, width, width, group="attention")
+        scaled = self.tape.copy(out)
+        self.tape.hold(q, k, v)
+        return scaled
 
     def _tokens_linear(self, name: str, x: _Map) -> _Map:
         out = self._linear(name, x.array, x.channels, x.channels, group="projection")

@@ -26,6 +26,7 @@ from lora_trainer.families.flow_files import part_tensors
 from lora_trainer.families.folder import part_file
 from lora_trainer.families.qwen_text import (
     MAX_TOKENS,
+    UNREAD,
     PromptFormat,
     load_qwen3,
     text_config,
@@ -103,7 +104,9 @@ class ZImage(FlowFamily):
     pipeline_class = "ZImagePipeline"
     denoiser_class = "ZImageTransformer2DModel"
     text_folders = ("text_encoder",)
+    unread_text = UNREAD
     tokenizer_folders = ("tokenizer",)
+    text_multiple = 32  # diffusers' SEQ_MULTI_OF
     releases = (
         _release("Z-Image", shift=6.0, download_bytes=20_540_000_000),
         # Its denoiser is published in fp32.

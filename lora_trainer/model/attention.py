@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import nn
 
-from lora_trainer.errors import MachineError
+from lora_trainer.errors import MachineError, first_line
 
 
 def apply_attention(denoiser: nn.Module, kind: Literal["sdpa", "xformers"]) -> None:
@@ -21,7 +21,7 @@ def apply_attention(denoiser: nn.Module, kind: Literal["sdpa", "xformers"]) -> N
         denoiser.enable_xformers_memory_efficient_attention()  # type: ignore[operator]
     except (ImportError, ValueError, NotImplementedError) as error:
         raise MachineError(
-            f"memory.attention=xformers cannot be used: {str(error).splitlines()[0]}",
+            f"memory.attention=xformers cannot be used: {first_line(error)}",
             fix="use --set memory.attention=sdpa",
         ) from None
     processors = {type(processor).__name__ for processor in denoiser.attn_processors.values()}  # type: ignore[operator]

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, inject_adapter_in_model
 from peft.tuners.lora.dora import DoraLinearLayer
-from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
 from lora_trainer.adapter_size import Width, block_size, layer_width
@@ -24,6 +23,7 @@ from lora_trainer.config import AdapterSettings
 from lora_trainer.errors import RequestError
 from lora_trainer.families.base import DENOISER
 from lora_trainer.model.initial import principal_factors, start_at
+from lora_trainer.model.quantize import frozen_weight
 from lora_trainer.model.rotation import RotatedLayer
 from lora_trainer.output.adapter_tensors import (
     AdapterKind,
@@ -52,8 +52,8 @@ class AdaptedLayer:
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight, [out, in, ...]."""
-        return self.base.get_parameter("weight").detach()
+        """The frozen weight, [out, in, ...]; of a quantised layer what it stands for."""
+        return frozen_weight(self.base)
 
     def tensors(self) -> ModuleTensors:
         """Return the live values, detached; PiSSA's as a LoRA of twice the rank on the untouched base."""
@@ -207,7 +207,7 @@ class _LeanDora(DoraLinearLayer):
 def _learn_norms(layer: Any) -> nn.Parameter:
     """Let the norms of the outputs start at those of the weight, by the formula of the forward pass."""
     norms = layer.lora_magnitude_vector[_NAME]
-    weight = dequantize_module_weight(layer.get_base_layer()).detach().float()
+    weight = frozen_weight(layer.get_base_layer()).float()
     magnitude: Tensor = norms.get_weight_norm(weight, torch.zeros_like(weight), scaling=1.0)
     if type(norms) is DoraLinearLayer:
         norms = _LeanDora(fan_in_fan_out=False)  # type: ignore[no-untyped-call]
@@ -221,7 +221,7 @@ def _start(
     key: str, base: nn.Module, width: Width, *, seed: int, saved: Mapping[str, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """Return PiSSA's factors, those of a saved run if there is one: a second SVD has other bits."""
-    weight = base.get_parameter("weight")
+    weight = frozen_weight(base)
     if saved is None:
         flat = weight.flatten(1)
         down, up = principal_factors(flat, rank=width.rank, generator=draw(seed, key, "down"))
@@ -236,7 +236,7 @@ def _start(
 
 
 def _rotate(network: nn.Module, key: str, layer: nn.Module, rank: int) -> AdaptedLayer:
-    out = layer.get_parameter("weight").shape[0]
+    out = frozen_weight(layer).shape[0]
     size = block_size(out, rank=rank)
     rotated = RotatedLayer(layer, out=out, size=size)
     network.set_submodule(split_key(key)[1], rotated)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lora_trainer.model.quantize import frozen_weight
 from lora_trainer.output.adapter_tensors import rotation
 
 
@@ -24,14 +25,14 @@ class RotatedLayer(nn.Module):
     def __init__(self, base_layer: nn.Module, *, out: int, size: int) -> None:
         super().__init__()
         self.base_layer = base_layer
-        weight = base_layer.get_parameter("weight")
-        self.blocks = nn.Parameter(torch.zeros(out // size, size, size, device=weight.device))
+        device = frozen_weight(base_layer).device
+        self.blocks = nn.Parameter(torch.zeros(out // size, size, size, device=device))
         self.channel_dim = 1 if isinstance(base_layer, nn.Conv2d) else -1
 
     @property
     def weight(self) -> Tensor:
         """The frozen layer's own: networks look at its dtype and device."""
-        return self.base_layer.get_parameter("weight")
+        return frozen_weight(self.base_layer)
 
     @property
     def bias(self) -> Tensor | None:

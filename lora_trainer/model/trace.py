@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lora_trainer.families.base import BaseFacts, Conditioning, Family, Geometry
 from lora_trainer.families.costs import SampleCost, Workload
+from lora_trainer.model.checkpointing import BlockRunner, apply_checkpointing
 from lora_trainer.model.live_storages import LiveStorages, storage_key
 from lora_trainer.model.meta_kernels import FusedKernels, KernelsOf
 
@@ -156,7 +157,7 @@ class TracedNetwork:
         def forward() -> Tensor:
             return self.family.predict(self.network, noisy, timesteps, conditioning)
 
-        _set_checkpointing(self.network, enabled=workload.checkpointing)
+        apply_checkpointing(self.network, workload.checkpointing)
         forward_bytes = trace_forward(self.network, forward, inputs=tensors, kernels_of=kernels_of)
         step = trace_step(self.network, forward, inputs=tensors, kernels_of=kernels_of)
         return SampleCost(
@@ -168,6 +169,7 @@ class TracedNetwork:
             forward_flops=step.forward_flops // count,
             step_flops=step.step_flops // count,
             kernels=step.kernels,
+            host_bytes=host_bytes(self.network) // count,
         )
 
     def _inputs(self, workload: Workload) -> tuple[Tensor, Tensor, Conditioning]:
@@ -220,17 +222,16 @@ def _conditioning(
         **family.geometry_conditioning(facts, whole),
         **family.guidance_conditioning(facts, guidance_scale=1.0),
     }
-    shapes = {**prompt, **{name: tuple(tensor.shape) for name, tensor in told.items()}}
+    given = {name: (shape, name.endswith("mask")) for name, shape in prompt.items()} | {
+        name: (tuple(tensor.shape), not tensor.is_floating_point()) for name, tensor in told.items()
+    }
     return {
-        name: torch.empty(
-            shape, dtype=torch.int64 if name.endswith("mask") else dtype, device="meta"
-        )
-        for name, shape in shapes.items()
+        name: torch.empty(shape, dtype=torch.int64 if whole_numbers else dtype, device="meta")
+        for name, (shape, whole_numbers) in given.items()
     }
 
 
-def _set_checkpointing(network: Any, *, enabled: bool) -> None:
-    if enabled:
-        network.enable_gradient_checkpointing()
-    else:
-        network.disable_gradient_checkpointing()
+def host_bytes(network: nn.Module) -> int:
+    """Return what gradient checkpointing has moved to host memory since it was applied."""
+    runners = {vars(module).get("_gradient_checkpointing_func") for module in network.modules()}
+    return sum(runner.host_bytes for runner in runners if isinstance(runner, BlockRunner))

@@ -97,10 +97,9 @@ def file_names(family: Family, modules: Mapping[str, Sequence[str]]) -> dict[str
     for format in family.file_formats:
         for key, (component, module) in keys.items():
             found.setdefault(family.file_module(format, component, module), key)
-    sgm = sgm_names(modules.get(DENOISER, ()))
     for key, (component, module) in keys.items():
         spellings = (
-            _denoiser_spellings(module, sgm.get(module))
+            _denoiser_spellings(module, family.checkpoint_module(module))
             if component == DENOISER
             else _text_spellings(component, module)
         )
@@ -109,8 +108,8 @@ def file_names(family: Family, modules: Mapping[str, Sequence[str]]) -> dict[str
     return found
 
 
-def _denoiser_spellings(module: str, sgm: str | None) -> Iterator[str]:
-    for name in (module, sgm):
+def _denoiser_spellings(module: str, original: str | None) -> Iterator[str]:
+    for name in (module, original):
         if name is not None:
             yield from (prefix + name for prefix in _PREFIXES)
             yield from (prefix + name.replace(".", "_") for prefix in _FLAT_PREFIXES)
@@ -132,74 +131,6 @@ def _text_spellings(component: str, module: str) -> Iterator[str]:
         if processor := _ATTENTION.fullmatch(name):
             # Old diffusers named the projections of CLIP as those of its own attention.
             yield f"{component}.{processor[1]}to_{processor[2]}"
-
-
-# ---- the names that Stability's own code has for the modules of a U-Net
-
-_RESNET = {
-    "norm1": "in_layers.0",
-    "conv1": "in_layers.2",
-    "time_emb_proj": "emb_layers.1",
-    "norm2": "out_layers.0",
-    "conv2": "out_layers.3",
-    "conv_shortcut": "skip_connection",
-}
-_OUTSIDE = {
-    "conv_in": "input_blocks.0.0",
-    "conv_out": "out.2",
-    "time_embedding.linear_1": "time_embed.0",
-    "time_embedding.linear_2": "time_embed.2",
-    "add_embedding.linear_1": "label_emb.0.0",
-    "add_embedding.linear_2": "label_emb.0.2",
-}
-_BLOCK = re.compile(
-    r"(?:(?P<side>down|up)_blocks\.(?P<block>\d+)|mid_block)"
-    r"\.(?P<part>resnets|attentions|downsamplers|upsamplers)\.(?P<layer>\d+)\.(?P<rest>.+)"
-)
-
-
-def sgm_names(modules: Sequence[str]) -> dict[str, str]:
-    """Return the sgm name ("input_blocks.4.1...") of each U-Net module; empty for other networks.
-
-    Blocks are numbered through in sgm, so the layers per block are needed; they are read off the
-    highest layer that has an adapter.
-    """
-    matches = {module: match for module in modules if (match := _BLOCK.fullmatch(module))}
-    layers = [
-        int(match["layer"]) + (match["side"] == "down")
-        for match in matches.values()
-        if match["side"] and match["part"] in ("resnets", "attentions")
-    ]
-    if not layers:
-        return {}
-    per_block = max(layers)
-    attended = {match["block"] for match in matches.values() if _is_up_attention(match)}
-    inner = {
-        module: _sgm_block(match, per_block=per_block, attended=match["block"] in attended)
-        for module, match in matches.items()
-    }
-    return {**inner, **{module: _OUTSIDE[module] for module in modules if module in _OUTSIDE}}
-
-
-def _is_up_attention(match: re.Match[str]) -> bool:
-    return match["side"] == "up" and match["part"] == "attentions"
-
-
-def _sgm_block(match: re.Match[str], *, per_block: int, attended: bool) -> str:
-    part, layer, rest = match["part"], int(match["layer"]), match["rest"]
-    if part == "resnets":
-        rest = _RESNET.get(rest, rest)
-    if match["side"] is None:
-        return f"middle_block.{2 * layer if part == 'resnets' else 1}.{rest}"
-    index = int(match["block"]) * (per_block + 1) + layer
-    if part == "downsamplers":
-        return f"input_blocks.{(int(match['block']) + 1) * (per_block + 1)}.0.op"
-    if part == "upsamplers":
-        return f"output_blocks.{index + per_block}.{2 if attended else 1}.{rest}"
-    inside = 0 if part == "resnets" else 1
-    if match["side"] == "down":
-        return f"input_blocks.{index + 1}.{inside}.{rest}"
-    return f"output_blocks.{index}.{inside}.{rest}"
 
 
 def file_endings(format: FileFormat, kind: Kind, *, component: str) -> Mapping[Role, str]:

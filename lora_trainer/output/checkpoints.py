@@ -19,13 +19,13 @@ from typing import Any
 
 import psutil
 from safetensors import SafetensorError
-from safetensors.torch import load, save
-from torch import Tensor
+from safetensors.torch import load
+from torch import Tensor, nn
 
 from lora_trainer.errors import MachineError, TrainingStopped
 from lora_trainer.events import EventStream, Severity
-from lora_trainer.files import disk_error, json_bytes, sha256_bytes
-from lora_trainer.output.state_codec import Packed, pack, snapshot, unpack
+from lora_trainer.files import Data, disk_error, json_bytes, parts_of, sha256_bytes
+from lora_trainer.output.state_codec import Copy, Packed, file_parts, pack, snapshot, unpack
 from lora_trainer.output.state_files import (
     append_durably,
     make_folder,
@@ -59,11 +59,78 @@ class TrainingState:
     extras: Mapping[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Frozen:
+    """A state as it was at one moment, on the host; what training does next cannot change it."""
+
+    step: int
+    images_seen: int
+    adapter: Mapping[str, Tensor]
+    optimizer: Packed
+    extras: Packed
+
+
+def freeze(state: TrainingState, *, copy: Copy | None = None) -> Frozen:
+    """Copy a state, by default into new memory; raises SpoiltAdapter, having copied nothing.
+
+    This is all of a save that training waits for. `copy` is as in `pack`.
+    """
+    take = copy or (lambda _, tensor: snapshot(tensor))
+    _refuse_spoilt(state)
+    extras = pack({"extras": dict(state.extras)})
+    if extras.tensors:
+        raise TypeError(
+            f"extras hold a tensor at {min(extras.tensors)}; only plain values are saved"
+        )
+    return Frozen(
+        step=state.step,
+        images_seen=state.images_seen,
+        adapter={name: take(f"adapter.{name}", tensor) for name, tensor in state.adapter.items()},
+        optimizer=pack(
+            state.optimizer, copy=lambda name, tensor: take(f"optimizer.{name}", tensor)
+        ),
+        extras=extras,
+    )
+
+
+def thaw(frozen: Frozen) -> TrainingState:
+    """Return the state that was frozen, in memory of its own."""
+    tensors = {name: tensor.clone() for name, tensor in frozen.optimizer.tensors.items()}
+    return TrainingState(
+        step=frozen.step,
+        images_seen=frozen.images_seen,
+        adapter={name: tensor.clone() for name, tensor in frozen.adapter.items()},
+        optimizer=unpack(Packed(tree=frozen.optimizer.tree, tensors=tensors)),
+        extras=unpack(frozen.extras)["extras"],
+    )
+
+
+class SpoiltAdapter(TrainingStopped):
+    """The adapter holds values that are not finite numbers; such a state is never kept."""
+
+
+def _refuse_spoilt(state: TrainingState) -> None:
+    if bool(nn.utils.get_total_norm(list(state.adapter.values())).isfinite()):
+        return
+    # Six times as slow as the norm, which can also overflow.
+    spoilt = [name for name, tensor in state.adapter.items() if not tensor.isfinite().all()]
+    if spoilt:
+        raise SpoiltAdapter(
+            f"step {state.step} is not saved: {spoilt[0]} holds values that are not finite numbers",
+            fix="resume from the last state with a lower optimizer.learning_rate",
+        )
+
+
 def save_state(folder: Path, state: TrainingState, *, keep: int) -> Path:
+    """Freeze and write `state`; see `freeze` and `write_state`."""
+    return write_state(folder, freeze(state), keep=keep)
+
+
+def write_state(folder: Path, state: Frozen, *, keep: int) -> Path:
     """Write `state` into `folder`, then prune to the `keep` (at least 2) newest; return its folder.
 
     On return the state survives a power cut. Raises MachineError when the disk refuses anything, in
-    which case older states are untouched, and TrainingStopped when the adapter is not finite.
+    which case older states are untouched.
     """
     contents = _encode(state)
     manifest = json_bytes(_manifest(state.step, contents))
@@ -154,30 +221,16 @@ def _discard(path: Path) -> None:
     os.rename(path, hidden)  # noqa: PTH104
 
 
-def _encode(state: TrainingState) -> dict[str, bytes]:
-    adapter = {name: snapshot(tensor) for name, tensor in state.adapter.items()}
-    spoilt = [name for name, tensor in adapter.items() if not tensor.isfinite().all()]
-    if spoilt:
-        raise TrainingStopped(
-            f"step {state.step} is not saved: {spoilt[0]} holds values that are not finite numbers",
-            fix="resume from the last state with a lower optimizer.learning_rate",
-        )
-    optimizer = pack(state.optimizer)
+def _encode(state: Frozen) -> dict[str, Data]:
     loop = pack(
-        {
-            "step": state.step,
-            "images_seen": state.images_seen,
-            "adapter": list(adapter),
-            "extras": dict(state.extras),
-        }
-    )
-    if loop.tensors:
-        raise TypeError(f"extras hold a tensor at {min(loop.tensors)}; only plain values are saved")
+        {"step": state.step, "images_seen": state.images_seen, "adapter": list(state.adapter)}
+    ).tree
+    loop["dict"] += state.extras.tree["dict"]
     return {
-        ADAPTER: save(adapter),
-        OPTIMIZER_TENSORS: save(dict(optimizer.tensors)),
-        OPTIMIZER: json_bytes(optimizer.tree),
-        STATE: json_bytes(loop.tree),
+        ADAPTER: file_parts(state.adapter),
+        OPTIMIZER_TENSORS: file_parts(state.optimizer.tensors),
+        OPTIMIZER: json_bytes(state.optimizer.tree),
+        STATE: json_bytes(loop),
     }
 
 
@@ -194,15 +247,20 @@ def _decode(contents: Mapping[str, bytes]) -> TrainingState:
     )
 
 
-def _manifest(step: int, contents: Mapping[str, bytes]) -> dict[str, Any]:
+def _manifest(step: int, contents: Mapping[str, Data]) -> dict[str, Any]:
     files = {
-        name: {"sha256": sha256_bytes(data), "bytes": len(data)} for name, data in contents.items()
+        name: {"sha256": sha256_bytes(data), "bytes": _size(data)}
+        for name, data in contents.items()
     }
     return {"format_version": FORMAT_VERSION, "step": step, "files": files}
 
 
-def _log_line(step: int, contents: Mapping[str, bytes], manifest: bytes) -> bytes:
-    total = sum(map(len, contents.values())) + len(manifest)
+def _size(data: Data) -> int:
+    return sum(map(len, parts_of(data)))
+
+
+def _log_line(step: int, contents: Mapping[str, Data], manifest: bytes) -> bytes:
+    total = sum(map(_size, contents.values())) + len(manifest)
     row = {"step": step, "bytes": total, "manifest_sha256": sha256_bytes(manifest)}
     return json.dumps(row).encode()
 

@@ -95,7 +95,11 @@ class ConsoleListener:
                 self._summarize(event)
             case "validation":
                 self._show_validation(fields)
-            case "sample" | "saved" | "change" | "resumed":
+            case "resumed":
+                self._say(f"resumed at step {fields['step']}: {fields['exactness']}")
+                for difference in fields["differences"]:
+                    self._say(f"  {difference}")
+            case "sample" | "saved" | "change" | "uploaded":
                 self._say(_event_line(event))
 
     def _say(self, line: str, *, style: str = "") -> None:
@@ -230,9 +234,8 @@ def _event_line(event: Event) -> str:
             names = " and ".join(name for name in (fields["export"], fields["state"]) if name)
             size, took = bytes_text(fields["bytes"]), duration_text(fields["seconds"])
             return f"saved at step {fields['step']}: {names} ({size}, {took})"
-        case "resumed":
-            differences = "".join(f"; {difference}" for difference in fields["differences"])
-            return f"resumed at step {fields['step']}: {fields['exactness']}{differences}"
+        case "uploaded":
+            return f"uploaded: {fields['address']} ({'private' if fields['private'] else 'public'})"
         case _:
             return (
                 f"changed {fields['key']}: {fields['old']} -> {fields['new']} ({fields['reason']})"

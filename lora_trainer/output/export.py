@@ -77,9 +77,10 @@ def export_bytes(
 ) -> bytes:
     """Return the safetensors file of an adapter; `format` is one that `formats.resolve_format` allows.
 
-    kohya files state the strength as `alpha`, one for all modules, as diffusers 0.42 gives attention
-    layers the most frequent one; what a module's own differs by is multiplied into `up`. In the
-    other formats all of it is, as their readers disagree about where it is written. The header gets
+    kohya files state the strength of LoRAs as `alpha`, one for all modules, as diffusers 0.42 gives
+    attention layers the most frequent one; what a module's own differs by is multiplied into `up`. In
+    the other formats all of it is, as their readers disagree about where it is written, and so is
+    that of a LoHa and a LoKr, whose alpha is always their rank (docs/formats.md). The header gets
     `metadata` and hashes of the tensor bytes. Raises TrainingStopped when a value is not finite or
     does not fit `precision`.
     """
@@ -236,14 +237,15 @@ def file_tensors(
 def _alpha(module: ModuleTensors, *, format: FileFormat, lora_alpha: float) -> float | None:
     """Return the alpha that the file states, kept in fp32: readers take it with .item().
 
-    The alpha of an OFT is a limit on its rotations; 0 is none. Readers of ComfyUI's names take an
-    alpha for all kinds, but diffusers not for a LoRA's.
+    The alpha of an OFT is a limit on its rotations; 0 is none. That of a LoHa and a LoKr is the rank:
+    diffusers 0.42 loads a LoKr without its alpha, LyCORIS 4.1 merges both with its square. Readers of
+    ComfyUI's names take an alpha for all kinds, but diffusers not for a LoRA's.
     """
     if format == "diffusers" or (format == "comfyui" and module.kind == "lora"):
         return None
     if module.kind == "oft":
         return 0.0
-    return lora_alpha if module.kind == "lora" else module.scale * module.rank
+    return lora_alpha if module.kind == "lora" else float(module.rank)
 
 
 def _folded(module: ModuleTensors, alpha: float | None) -> float:

@@ -7,7 +7,7 @@ would be (`adapter_read`): strength from the file itself, every module present, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -101,11 +101,20 @@ def _match(key: str, live: ModuleTensors, read: ModuleTensors, *, precision: Pre
     else:
         # The update multiplies factors element by element: bounds on its norm would pass anything.
         error, size = _NORMS[live.kind](live, read)
-        explained = math.isclose(read.scale, live.scale, rel_tol=_NOISE) and all(
+        explained = all(
             _is_rounding(read.tensors[name].reshape(exact.shape), exact, precision=precision)
-            for name, exact in live.tensors.items()
+            for name, exact in _at_scale(live, read.scale).items()
         )
     return Match(key=key, error=error, size=size, explained=explained)
+
+
+def _at_scale(module: ModuleTensors, scale: float) -> Mapping[str, Tensor]:
+    """Return the tensors of a LoHa, LoKr or OFT as a file of this strength must hold them."""
+    if module.kind == "oft" or scale == module.scale:
+        return module.tensors
+    strong = "w1" if "w1" in module.tensors else "w1_a"
+    factor = module.scale / scale if scale else math.inf  # nothing explains a strength that is lost
+    return {**module.tensors, strong: module.tensors[strong] * factor}
 
 
 def _exact(module: ModuleTensors) -> ModuleTensors:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +31,9 @@ class StepRow:
     seconds: float
     data_wait_s: float
     vram_bytes: float
+    vram_reserved_bytes: float
+    vram_used_bytes: float
+    host_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,7 @@ class ValidationRow:
     by_timestep: tuple[tuple[float, float], ...]
 
 
+STEP_FIGURES = tuple(entry.name for entry in fields(StepRow) if entry.name != "step")
 Stepped = TypeVar("Stepped", StepRow, ValidationRow)
 
 
@@ -178,10 +182,7 @@ def _last_per_step(rows: Iterable[Stepped]) -> tuple[Stepped, ...]:
 
 
 def _step(row: Row) -> StepRow:
-    figures = {
-        name: number(row, name)
-        for name in ("images", "loss", "lr", "seconds", "data_wait_s", "vram_bytes")
-    }
+    figures = {name: number(row, name) for name in STEP_FIGURES}
     return StepRow(step=row["step"], **figures)
 
 

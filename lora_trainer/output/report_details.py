@@ -11,7 +11,7 @@ import math
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lora_trainer.config import all_settings
@@ -230,13 +230,37 @@ def data_wait_fraction(history: History) -> float:
     return math.fsum(row.data_wait_s for row in rows) / total_s if total_s else 0.0
 
 
+_MEMORY = {
+    "vram_bytes": "device memory in tensors, highest",
+    "vram_reserved_bytes": "device memory reserved, highest",
+    "vram_used_bytes": "whole card in use, highest",
+    "host_bytes": "memory of the process, highest",
+}
+
+
 def _memory(history: History) -> Iterator[tuple[str, str]]:
-    peak = max((row.vram_bytes for row in history.steps if row.vram_bytes > 0), default=0.0)
-    if peak:
-        yield "device memory, highest", bytes_text(peak)
-    predicted = number(mapping(mapping(history.run, "plan"), "memory"), "peak_bytes")
-    if predicted > 0:
-        yield "memory, predicted peak", bytes_text(predicted)
+    peaks = {name: _highest(getattr(row, name) for row in history.steps) for name in _MEMORY}
+    for name, text in _MEMORY.items():
+        if peaks[name]:
+            yield text, bytes_text(peaks[name])
+    memory = mapping(mapping(history.run, "plan"), "memory")
+    predicted = number(memory, "peak_bytes")
+    if not predicted > 0:
+        return
+    yield "memory, predicted peak", bytes_text(predicted)
+    context = sum(
+        number(item, "bytes")
+        for item in sequence(memory, "items")
+        if isinstance(item, dict) and item.get("name") == "runtime"
+    )
+    reserved = peaks["vram_reserved_bytes"]
+    measured = reserved + context if reserved else peaks["host_bytes"]
+    if measured:
+        yield "predicted over measured", f"{100 * (predicted / measured - 1):+.0f} %"
+
+
+def _highest(figures: Iterable[float]) -> float:
+    return max((figure for figure in figures if figure > 0), default=0.0)
 
 
 def environment(history: History) -> Html:

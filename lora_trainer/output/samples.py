@@ -17,7 +17,7 @@ from PIL.PngImagePlugin import PngInfo
 from lora_trainer.config import SamplingSettings
 from lora_trainer.data.cache import CacheKey
 from lora_trainer.data.loader import Entries
-from lora_trainer.errors import MachineError
+from lora_trainer.errors import MachineError, first_line
 from lora_trainer.events import EventStream
 from lora_trainer.families.base import Conditioning, Sampler
 from lora_trainer.model.adapters import Adapter
@@ -46,12 +46,13 @@ class SampleAction:
     folder: Path
     events: EventStream
     asked: Callable[[], bool]
+    stop: Callable[[], int | None] = lambda: None
 
     def due(self, progress: Progress) -> bool:
         regular = self.every_steps > 0 and (
             progress.step % self.every_steps == 0 or progress.ending
         )
-        return regular or self.asked()
+        return (regular or self.asked()) and not progress.stopping
 
     def __call__(self, progress: Progress) -> None:
         """Make the images; a failure is a problem of the samples, never of the training (TRN-03)."""
@@ -62,15 +63,30 @@ class SampleAction:
         try:
             target.mkdir(parents=True, exist_ok=True)
             with self.adapter.rounded(self.precision), self.without(), torch.no_grad():
-                images = [self._write(target, index) for index in range(len(self.prompts))]
+                images = self._images(target, step=progress.step)
         except (OSError, RuntimeError, MachineError) as error:
             self.events.problem(
-                f"no sample images at step {progress.step}: {str(error).splitlines()[0]}",
+                f"no sample images at step {progress.step}: {first_line(error)}",
                 fix="free memory or disk, or use --set sampling.every_steps=0",
                 code="TRN-03",
             )
         else:
             self.events.emit("sample", step=progress.step, images=images)
+
+    def _images(self, target: Path, *, step: int) -> list[Mapping[str, str | int]]:
+        """Make the images; those left when somebody asks to stop are not made, as saving is waiting."""
+        images: list[Mapping[str, str | int]] = []
+        for index in range(len(self.prompts)):
+            if self.stop() is not None:
+                self.events.problem(
+                    f"{len(images)} of {len(self.prompts)} sample images at step {step}: asked to stop",
+                    fix="nothing to do: the next samples are whole",
+                    severity="note",
+                    code="CKP-07",
+                )
+                break
+            images.append(self._write(target, index))
+        return images
 
     def _write(self, target: Path, index: int) -> Mapping[str, str | int]:
         prompt, key = self.prompts[index]

@@ -7,11 +7,27 @@ and every object in the JSON has exactly one key that says what it stands for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from lora_trainer.files import Part
+from lora_trainer.output.stream_file import Slot, header_bytes, ordered
+from lora_trainer.output.tensor_slots import DTYPES, tensor_bytes
+
+_FILE_DTYPES = {dtype: name for name, dtype in DTYPES.items()} | {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+Copy = Callable[[str, Tensor], Tensor]
+"""Copies the tensor of that name, unique in a state, into contiguous memory of the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +38,13 @@ class Packed:
     tensors: Mapping[str, Tensor]
 
 
-def pack(value: Any) -> Packed:
+def pack(value: Any, *, copy: Copy | None = None) -> Packed:
     """Take None, bool, int, float, str, list, tuple, dict and Tensor apart, however nested.
 
-    A tensor that occurs twice is stored once and shared again after `unpack`. Raises TypeError
-    naming the place of anything else.
+    A tensor that occurs twice is stored once and shared again after `unpack`; `copy` takes each as
+    it is now, by default into new memory. Raises TypeError naming the place of anything else.
     """
-    packer = _Packer(tensors={}, names={})
+    packer = _Packer(tensors={}, names={}, copy=copy or (lambda _, tensor: snapshot(tensor)))
     return Packed(tree=packer.pack(value, where=""), tensors=packer.tensors)
 
 
@@ -56,6 +72,16 @@ def unpack(packed: Packed) -> Any:
     raise ValueError(f"a packed value cannot be of kind {kind!r}")
 
 
+def file_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
+    """Return a safetensors file of tensors on the CPU without copying them: header, then each one."""
+    slots = ordered(
+        Slot(name=name, dtype=_FILE_DTYPES[tensor.dtype], shape=tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    )
+    bodies = [tensor_bytes(tensors[slot.name]) for slot in slots if slot.bytes]
+    return [header_bytes(slots, {}), *bodies]
+
+
 def snapshot(tensor: Tensor) -> Tensor:
     """Return a contiguous copy on the CPU that later training cannot change."""
     return tensor.detach().to("cpu", copy=True).contiguous()
@@ -65,6 +91,7 @@ def snapshot(tensor: Tensor) -> Tensor:
 class _Packer:
     tensors: dict[str, Tensor]
     names: dict[int, str]
+    copy: Copy
 
     def pack(self, value: Any, *, where: str) -> Any:
         if value is None or isinstance(value, (bool, str)):
@@ -94,5 +121,5 @@ class _Packer:
             while name in self.tensors:  # {1: ...} beside {"1": ...}
                 name += "'"
             self.names[id(tensor)] = name
-            self.tensors[name] = snapshot(tensor)
+            self.tensors[name] = self.copy(name, tensor)
         return self.names[id(tensor)]

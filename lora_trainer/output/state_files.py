@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from lora_trainer.files import sync_folder, write_file
+from lora_trainer.files import Data, sync_folder, write_file
 
 
 def make_folder(folder: Path) -> None:
@@ -21,7 +21,7 @@ def make_folder(folder: Path) -> None:
         sync_folder(path.parent)
 
 
-def write_folder(folder: Path, contents: Mapping[str, bytes]) -> None:
+def write_folder(folder: Path, contents: Mapping[str, Data]) -> None:
     """Make a new folder and write its files in the order given; all are on the disk afterwards."""
     os.mkdir(folder)  # noqa: PTH102
     for name, data in contents.items():

@@ -28,6 +28,7 @@ LEGACY_HASH = "sshs_legacy_hash"
 HASHES = (MODELSPEC_HASH, MODEL_HASH, LEGACY_HASH)
 """Header entries that readers of adapters look for; all follow from the tensor bytes."""
 _LEGACY_START, _LEGACY_END = 0x100000, 0x110000
+_CHUNK_BYTES = 1 << 20
 _DTYPES = (
     *("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
     *("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
@@ -177,6 +178,6 @@ def _chosen(entries: Mapping[str, str], hashes: tuple[str, ...]) -> dict[str, st
 def _body_sha256(file: BinaryIO, *, start: int) -> str:
     file.seek(start)
     digest = sha256()
-    while data := file.read(1 << 20):
+    while data := file.read(_CHUNK_BYTES):
         digest.update(data)
     return digest.hexdigest()

@@ -112,8 +112,9 @@ class TrackerListener:
             "time/step_s": fields["seconds"],
             "time/data_wait_s": fields["data_wait_s"],
         }
-        if fields["vram_bytes"]:
-            values["sys/vram_gib"] = fields["vram_bytes"] / _GIB_BYTES
+        for name in ("vram", "vram_reserved", "vram_used", "host"):
+            if fields[f"{name}_bytes"]:
+                values[f"sys/{name}_gib"] = fields[f"{name}_bytes"] / _GIB_BYTES
         return {name: value for name, value in values.items() if value is not None}
 
     def attempt(self, action: Callable[[], Any]) -> bool:

@@ -12,19 +12,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors.torch import save
-from torch import Tensor
 
-from lora_trainer.config import Precision
 from lora_trainer.errors import InputError, RequestError, TrainingStopped
-from lora_trainer.families.base import Family, FileFormat
 from lora_trainer.output.adapter_names import ALPHA
 from lora_trainer.output.adapter_strength import FOLDED
 from lora_trainer.output.adapter_tensors import AdapterTensors, ModuleTensors
-from lora_trainer.output.export import common_alpha, file_tensors
+from lora_trainer.output.export import common_alpha
 from lora_trainer.output.fidelity import matches
 from lora_trainer.output.stream_file import ordered, refuse_existing, write_tensors
+from lora_trainer.tools.spelling import Spelling
 from lora_trainer.tools.spool import TensorSpool, tensor_spool
 
 SUFFIX = ".safetensors"
@@ -40,48 +37,6 @@ class Summary:
     alpha: float
     kinds: frozenset[str]
     dora: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spelling:
-    """How a file spells an adapter."""
-
-    family: Family
-    format: FileFormat
-    precision: Precision
-
-    def tensors(self, key: str, module: ModuleTensors, *, lora_alpha: float) -> dict[str, Tensor]:
-        """Return the file's tensors of one module by name; raises RequestError for values beyond the precision."""
-        try:
-            return dict(
-                file_tensors(
-                    module,
-                    key=key,
-                    family=self.family,
-                    format=self.format,
-                    precision=self.precision,
-                    lora_alpha=lora_alpha,
-                )
-            )
-        except TrainingStopped as error:
-            raise RequestError(error.found, fix="write it with --precision fp32") from None
-
-    def exact(self, modules: AdapterTensors) -> bool:
-        """Say whether this precision holds every value as fp32 would."""
-        alpha = common_alpha(modules.values())
-        whole = Spelling(family=self.family, format=self.format, precision="fp32")
-        return all(
-            self._same(key, module, whole=whole, lora_alpha=alpha)
-            for key, module in modules.items()
-        )
-
-    def _same(self, key: str, module: ModuleTensors, *, whole: Spelling, lora_alpha: float) -> bool:
-        try:
-            found = self.tensors(key, module, lora_alpha=lora_alpha)
-        except RequestError:
-            return False
-        wanted = whole.tensors(key, module, lora_alpha=lora_alpha)
-        return all(torch.equal(found[name].float(), wanted[name]) for name in wanted)
 
 
 def refuse_output(path: Path, *, force: bool) -> None:
@@ -107,25 +62,26 @@ def write_adapter(
     `force`, and for values beyond the precision, and MachineError when the disk refuses.
     """
     refuse_output(path, force=force)
-    alpha = common_alpha(modules.values())
+    lora_alpha = common_alpha(modules.values())
     ranks: Counter[int] = Counter()
-    kinds, dora, folded = set[str](), False, False
+    alphas: Counter[float | None] = Counter()
+    kinds, dora = set[str](), False
     with tensor_spool(path.parent) as spool:
         for key, module in modules.items():
-            folded |= _add(spool, key, module, spelling, lora_alpha=alpha)
+            alphas[_add(spool, key, module, spelling, lora_alpha=lora_alpha)] += 1
             ranks[module.rank] += 1
             kinds.add(module.kind)
             dora |= module.dora
-        rank = ranks.most_common(1)[0][0]
+        rank, alpha = ranks.most_common(1)[0][0], alphas.most_common(1)[0][0]
         summary = Summary(
             modules=len(modules),
             rank=rank,
-            alpha=float(rank) if folded else alpha,
+            alpha=float(rank) if alpha is None else alpha,
             kinds=frozenset(kinds),
             dora=dora,
         )
         slots = ordered(spool.slots.values())
-        strength = {FOLDED: "multiplied in"} if folded else {}
+        strength = {FOLDED: "multiplied in"} if None in alphas else {}
         write_tensors(
             path,
             slots,
@@ -138,8 +94,8 @@ def write_adapter(
 
 def _add(
     spool: TensorSpool, key: str, module: ModuleTensors, spelling: Spelling, *, lora_alpha: float
-) -> bool:
-    """Spool one module once it reads back right; return whether its strength is multiplied in."""
+) -> float | None:
+    """Spool one module once it reads back right; return the alpha it states, None: multiplied in."""
     named = spelling.tensors(key, module, lora_alpha=lora_alpha)
     try:
         (match,) = matches(
@@ -151,4 +107,4 @@ def _add(
         raise InputError(f"{key} would change by {match.relative_error:.1e} when written", fix=_BUG)
     for name, tensor in named.items():
         spool.add(name, tensor)
-    return not any(name.endswith(ALPHA) for name in named)
+    return next((float(tensor) for name, tensor in named.items() if name.endswith(ALPHA)), None)

@@ -6,7 +6,6 @@ OpenAdapter whose modules are read one at a time, checked for numbers that are n
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from lora_trainer.output.adapter_names import Role, file_names
 from lora_trainer.output.adapter_problems import KeyFormat, key_format
 from lora_trainer.output.adapter_read import OpenAdapter, open_adapter
 from lora_trainer.output.adapter_tensors import ModuleTensors, split_key
+from lora_trainer.tools.header_entries import stated_base
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NO_FACTORS: frozenset[Role] = frozenset({"alpha", "magnitude"})
@@ -164,11 +164,8 @@ def _stated_architecture(metadata: Mapping[str, str], family: Family) -> Mapping
 
     A file is no reason to look into any folder: only the embedded base and Hub ids are.
     """
-    try:
-        source = json.loads(metadata.get("lora_train.settings", "{}"))["base.model"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    if not isinstance(source, str) or not (source == EMBEDDED or _HUB_ID.fullmatch(source)):
+    source = stated_base(metadata)
+    if source is None or not (source == EMBEDDED or _HUB_ID.fullmatch(source)):
         return None
     try:
         facts = describe(BaseSettings(model=source))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,6 +31,11 @@ SUFFIX = ".safetensors"
 WEIGHT = ".weight"
 TEXT_MODEL = "text_model."
 """transformers 5 leaves it out of the names of some CLIP encoders; here all go without."""
+_SCALES = frozenset(
+    {"scale_weight", "weight_scale", "scaled_fp8", "absmax", "quant_map", "qweight", "SCB"}
+)
+"""Last names of tensors without which a quantised weight means nothing."""
+_WHOLE = "use the fp16, bf16 or fp32 version of this base model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +61,8 @@ class TensorFile:
         return data
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor; raises InputError for integers, which a quantised weight may be, and for NaN."""
+        """Return a floating-point tensor; raises InputError when it holds NaN or infinity."""
         entry = self.entries[name]
-        if entry.dtype not in DTYPES:
-            raise InputError(
-                f"{name} in {self.path.name} is {entry.dtype}: the base is quantised",
-                fix="use the fp16, bf16 or fp32 version of this base model",
-            )
         data = bytearray(self.read(name))
         found = torch.frombuffer(data, dtype=DTYPES[entry.dtype]).reshape(entry.shape)
         if not found.float().isfinite().all():
@@ -84,30 +84,36 @@ class Place:
         return whole if self.at.rows is None else (self.at.rows[1] - self.at.rows[0], *whole[1:])
 
     def weight(self) -> Tensor:
-        """Return the weight in its dtype; raises InputError as `TensorFile.tensor` does."""
+        """Return the weight [out, in, ...] in its dtype; raises InputError as `TensorFile.tensor` does."""
         whole = self.file.tensor(self.at.tensor)
         return whole if self.at.rows is None else whole[slice(*self.at.rows)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseWeights:
-    """A base model that is open: a place per "component.module".
+    """A base model that is open: by "component.module" the place of each weight, matrix or kernel.
 
-    `components` has the folder of each network, empty for a checkpoint in one file.
+    `rest` has what is no such weight (norms, biases, vectors) by "component.tensor", and `components`
+    the folder of each network, empty for a checkpoint in one file.
     """
 
     source: str
     path: Path
     family: Family
     places: Mapping[str, Place]
+    rest: Mapping[str, Place]
     components: Mapping[str, Path]
 
     @property
     def single(self) -> bool:
         return not self.components
 
+    def facts(self) -> BaseFacts:
+        """Return what is known about the base; of a checkpoint whose companion is not here, by its family."""
+        return describe(BaseSettings(model=self.source))
+
     def naming(self) -> Naming:
-        """Return what adapter files call the layers of this base."""
+        """Return what files of any trainer call the layers of this base."""
         modules: dict[str, list[str]] = {}
         for key in self.places:
             component, module = split_key(key)
@@ -120,11 +126,12 @@ class BaseWeights:
 def open_base(source: str) -> Iterator[BaseWeights]:
     """Open a diffusers folder, a Hub id (downloaded if need be) or a checkpoint in one file.
 
-    Raises InputError for what is no base model, or a checkpoint whose layout is not known by its family.
+    Raises InputError for what is no base model, a quantised one, and a checkpoint whose layout its
+    family has no map of.
     """
     path = Path(source).expanduser()
     with ExitStack() as stack:
-        if path.is_file() or path.suffix == SUFFIX:
+        if path.is_file() and path.suffix == SUFFIX:
             yield _single(source, path, stack)
         else:
             yield _folder(locate(BaseSettings(model=source)), stack)
@@ -136,22 +143,25 @@ def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
         name: TensorInfo(dtype=entry.dtype, shape=entry.shape)
         for name, entry in file.entries.items()
     }
-    found = families.detect_file(header)
-    if found is None:
+    recognised = families.detect_file(header)
+    if recognised is None:
         describe(BaseSettings(model=source))  # raises saying what it is instead
         raise InputError(f"{path.name} is no base model", fix="give a checkpoint or a folder")
-    family, _ = found
+    family, _ = recognised
     places = family.checkpoint_weights(header)
     if not places:
         raise InputError(
             f"{path.name} is a single file of {family.name}, whose layout has no map here",
             fix="give the diffusers folder of this base model",
         )
+    found = {key: Place(file=file, at=at) for key, at in places.items()}
     return BaseWeights(
         source=source,
         path=path,
         family=family,
-        places={key: Place(file=file, at=at) for key, at in places.items()},
+        places=_matrices(found),
+        rest={f"{key}{WEIGHT}": place for key, place in found.items() if len(place.shape) == 1}
+        | dict(_biases(found)),
         components={},
     )
 
@@ -159,6 +169,7 @@ def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
 def _folder(facts: BaseFacts, stack: ExitStack) -> BaseWeights:
     family, layout = families.family(facts.family), facts.located
     places: dict[str, Place] = {}
+    rest: dict[str, Place] = {}
     components: dict[str, Path] = {}
     parts = family.parts(layout)
     for part in (DENOISER, "text_encoder") if family.trainable_text else (DENOISER,):
@@ -166,42 +177,77 @@ def _folder(facts: BaseFacts, stack: ExitStack) -> BaseWeights:
             if path.suffix == SUFFIX:
                 component = part if part == DENOISER else path.parent.name
                 components[component] = path.parent
-                places |= _places_in(open_file(path, stack), component)
+                for name, place in _places_in(open_file(path, stack)):
+                    module = module_of(name, component)
+                    if module is not None and len(place.shape) > 1:
+                        places[f"{component}.{module}"] = place
+                    else:
+                        rest[f"{component}.{_bare(name, component)}"] = place
     return BaseWeights(
         source=facts.source,
         path=layout.folder,
         family=family,
         places=places,
+        rest=rest,
         components=components,
     )
 
 
-def _places_in(file: TensorFile, component: str) -> dict[str, Place]:
-    return {
-        f"{component}.{module}": Place(file=file, at=WeightPlace(tensor=name))
-        for name, entry in file.entries.items()
-        if (module := module_of(name, component)) is not None and len(entry.shape) > 1
-    }
+def _matrices(places: Mapping[str, Place]) -> dict[str, Place]:
+    return {key: place for key, place in places.items() if len(place.shape) > 1}
+
+
+def _biases(places: Mapping[str, Place]) -> Iterator[tuple[str, Place]]:
+    """Yield the biases beside weights of a checkpoint, fused ones in rows as their weights are."""
+    for key, place in places.items():
+        name = f"{place.at.tensor.removesuffix('weight')}bias"
+        if name in place.file.entries:
+            yield f"{key}.bias", replace(place, at=replace(place.at, tensor=name))
+
+
+def _places_in(file: TensorFile) -> Iterator[tuple[str, Place]]:
+    """Yield every floating-point tensor of a file; the others are positions and counters."""
+    for name, entry in file.entries.items():
+        if entry.dtype in DTYPES:
+            yield name, Place(file=file, at=WeightPlace(tensor=name))
 
 
 def module_of(name: str, component: str) -> str | None:
     """Return the module whose weight a tensor in a component's folder is, None for other tensors."""
     if not name.endswith(WEIGHT):
         return None
-    module = name.removesuffix(WEIGHT)
-    return module if component == DENOISER else module.removeprefix(TEXT_MODEL)
+    return _bare(name.removesuffix(WEIGHT), component)
+
+
+def _bare(name: str, component: str) -> str:
+    return name if component == DENOISER else name.removeprefix(TEXT_MODEL)
 
 
 def open_file(path: Path, stack: ExitStack) -> TensorFile:
-    """Open a file of a base until `stack` closes; raises InputError when it is not whole."""
+    """Open a file of a base until `stack` closes; raises InputError when it is not whole, or quantised."""
     try:
         opened = stack.enter_context(open_checked(path))
     except InputError as error:
         raise InputError(error.found, fix=AGAIN) from None
+    entries = {entry.key: entry for entry in opened.entries}
+    _refuse_quantised(path, entries)
     return TensorFile(
         path=path,
-        entries={entry.key: entry for entry in opened.entries},
+        entries=entries,
         metadata=opened.metadata,
         _file=opened.file,
         _start=opened.file.tell(),
     )
+
+
+def _refuse_quantised(path: Path, entries: Mapping[str, Entry]) -> None:
+    """Raise InputError for weights that are integers, or have scales of their own beside them."""
+    for name, entry in entries.items():
+        integers = name.endswith(WEIGHT) and entry.dtype not in DTYPES
+        if integers or name.rsplit(".", 1)[-1] in _SCALES:
+            raise InputError(
+                f"{path.name} is quantised: {name} is {entry.dtype}"
+                if integers
+                else f"{path.name} is quantised: it has scales such as {name}",
+                fix=_WHOLE,
+            )

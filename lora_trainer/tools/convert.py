@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_trainer.config import Precision
-from lora_trainer.errors import RequestError
-from lora_trainer.families.base import Family, FileFormat
-from lora_trainer.formats import Asked, Contents, format_for, format_notes
-from lora_trainer.tools.adapter_writer import SUFFIX, Spelling, refuse_output, write_adapter
+from lora_trainer.families.base import FileFormat
+from lora_trainer.tools.adapter_writer import SUFFIX, refuse_output, write_adapter
 from lora_trainer.tools.adapters import CheckedModules, open_source
 from lora_trainer.tools.header_entries import carried
+from lora_trainer.tools.spelling import asked_format, reader_notes, without_rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +47,14 @@ def convert(
     refuse_output(output, force=force)
     with open_source(file, base=base) as source:
         chosen = asked_format(source.family, format, source.contents)
-        notes = format_notes(chosen, source.contents)
         modules = CheckedModules(source)
-        spelling = Spelling(
-            family=source.family, format=chosen, precision=precision or source.precision
+        spelling, notes = without_rounding(
+            modules,
+            family=source.family,
+            format=chosen,
+            asked=precision,
+            own=source.precision,
         )
-        if precision is None and spelling.precision != "fp32" and not spelling.exact(modules):
-            notes += (f"written in fp32, as {spelling.precision} would round it",)
-            spelling = Spelling(family=source.family, format=chosen, precision="fp32")
         summary = write_adapter(
             output,
             modules,
@@ -69,17 +68,5 @@ def convert(
         format=chosen,
         precision=spelling.precision,
         modules=summary.modules,
-        notes=notes,
+        notes=(*notes, *reader_notes(chosen, source.contents)),
     )
-
-
-def asked_format(family: Family, asked: Asked, contents: Contents) -> FileFormat:
-    """Return the format as `formats.format_for` does, with the tools' own option in its error."""
-    try:
-        return format_for(family, asked, contents)
-    except RequestError as error:
-        found, fix = (
-            text.replace("--set output.format=", "--format ").replace("output.format=", "--format ")
-            for text in (error.found, error.fix)
-        )
-        raise RequestError(found, fix=fix) from None

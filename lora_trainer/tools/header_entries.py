@@ -19,18 +19,22 @@ from lora_trainer.tools.adapter_writer import Summary
 
 NOT_CARRIED = frozenset({*HASHES, DIFFUSERS_METADATA, FOLDED})
 """They describe the tensors of the old file; peft's settings would be a second strength."""
-_ARGUMENTS = "ss_network_args"
+_SETTINGS, _BASE = "lora_train.settings", "base.model"
+_MODULE, _ARGUMENTS = "ss_network_module", "ss_network_args"
 
 
 def carried(metadata: Mapping[str, str], summary: Summary, *, resized: bool) -> dict[str, str]:
     """Return the entries of an adapter made from one other, of another rank if `resized`."""
     found = {key: value for key, value in metadata.items() if key not in NOT_CARRIED}
     if resized:
-        found.pop(_ARGUMENTS, None)
+        for key in (_MODULE, _ARGUMENTS):
+            found.pop(key, None)
     return {**_network(summary), **found, **_strength(summary)}
 
 
-def merged(files: Sequence[tuple[str, Mapping[str, str]]], summary: Summary) -> dict[str, str]:
+def merged(
+    files: Sequence[tuple[str, Mapping[str, str]]], summary: Summary, *, title: str
+) -> dict[str, str]:
     """Return the entries of a sum of adapters, (name, metadata): what all of them say, and their names."""
     first, *others = [metadata for _, metadata in files]
     common = {
@@ -38,8 +42,16 @@ def merged(files: Sequence[tuple[str, Mapping[str, str]]], summary: Summary) -> 
         for key, value in first.items()
         if all(other.get(key) == value for other in others)
     }
+    bases = {stated_base(metadata) for _, metadata in files}
+    if len(bases) == 1 and (base := bases.pop()) is not None:
+        common.setdefault(_SETTINGS, _made_for(base))
     names = ", ".join(public_text(name) for name, _ in files)
-    return {**carried(common, summary, resized=True), "modelspec.merged_from": names}
+    return {
+        **carried(common, summary, resized=True),
+        "ss_output_name": public_text(title),
+        "modelspec.title": public_text(title),
+        "modelspec.merged_from": names,
+    }
 
 
 def extracted(
@@ -51,14 +63,28 @@ def extracted(
         **_strength(summary),
         "ss_base_model_version": family.base_model_version(facts),
         "ss_sd_model_name": public_source(base),
-        "ss_output_name": title,
+        "ss_output_name": public_text(title),
         "modelspec.sai_model_spec": "1.0.1",
         "modelspec.architecture": family.modelspec_architecture(facts),
         "modelspec.implementation": "diffusers",
-        "modelspec.title": title,
+        "modelspec.title": public_text(title),
         "modelspec.description": f"{public_source(tuned)} minus {public_source(base)}",
         "lora_train.version": __version__,
+        _SETTINGS: _made_for(public_source(base)),
     }
+
+
+def stated_base(metadata: Mapping[str, str]) -> str | None:
+    """Return the base model that our own entries name, None where there are none."""
+    try:
+        source = json.loads(metadata.get(_SETTINGS, "{}"))[_BASE]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return source if isinstance(source, str) else None
+
+
+def _made_for(base: str) -> str:
+    return json.dumps({_BASE: base})
 
 
 def _network(summary: Summary) -> dict[str, str]:
@@ -70,14 +96,11 @@ def _network(summary: Summary) -> dict[str, str]:
     if summary.dora:
         arguments |= {"dora_wd": "True", "wd_on_output": "True"}
     return {
-        "ss_network_module": "lycoris.kohya" if arguments else "networks.lora",
+        _MODULE: "lycoris.kohya" if arguments else "networks.lora",
         _ARGUMENTS: json.dumps(arguments),
     }
 
 
 def _strength(summary: Summary) -> dict[str, str]:
-    return {
-        "ss_network_module": _network(summary)["ss_network_module"],
-        "ss_network_dim": str(summary.rank),
-        "ss_network_alpha": str(summary.alpha),
-    }
+    alpha = float(f"{summary.alpha:.7g}")  # as far as the float32 in the tensors is meant
+    return {"ss_network_dim": str(summary.rank), "ss_network_alpha": str(alpha)}

@@ -69,7 +69,7 @@ class Singular:
 
     def rank_for_ratio(self, ratio: float) -> int:
         """Return how many values are at least the largest divided by `ratio`, at least 1."""
-        return max(1, int((self.values >= self.values[0] / ratio).sum()))
+        return max(1, int(((self.values >= self.values[0] / ratio) & (self.values > 0)).sum()))
 
     def lora(self, rank: int) -> ModuleTensors:
         """Return the update cut to `rank`, float32, scale 1; both factors get half of every value."""
@@ -164,14 +164,15 @@ def singular(update: Product) -> Singular:
 def truncated(weight: Tensor, *, rank: int, generator: torch.Generator) -> Singular:
     """Return the first `rank` singular values of a full [out, in, ...] matrix, or all of a small one.
 
-    By subspace iteration (Halko et al. 2009, arXiv 0909.4061, algorithm 4.4): the values are of a
-    projection of the matrix, so what they keep of its energy is exact. float32.
+    By subspace iteration (Halko et al. 2009, arXiv 0909.4061, algorithm 4.4) in float32: the values
+    are of a projection of the matrix, so what they keep of its energy is exact. Small ones: float64.
     """
     matrix = weight.float().flatten(1)
     energy = float(torch.linalg.vector_norm(matrix, dtype=torch.float64)) ** 2
     width = rank + OVERSAMPLING
     if min(matrix.shape) <= max(EXACT_SIDE, width):
-        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+        rank = min(matrix.shape)
+        left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     else:
         start = torch.randn(matrix.shape[1], width, generator=generator)
         basis = torch.linalg.qr(matrix @ start).Q

@@ -1,7 +1,8 @@
 """`merge`: several adapters of one family into one, exactly or cut to a rank.
 
 Input are files with weights, output a file whose update is the weighted sum of theirs. Exactly: the
-factors side by side, so that ranks add up. Cut: the best LoRA of a rank, by singular values.
+factors side by side, so that ranks add up, in fp32 where their own precision would round the
+weights. Cut: the best LoRA of a rank, by singular values.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from pathlib import Path
 from lora_trainer.config import Precision
 from lora_trainer.errors import InputError, RequestError
 from lora_trainer.families.base import FileFormat
-from lora_trainer.formats import Asked, format_notes
+from lora_trainer.formats import Asked
 from lora_trainer.output.adapter_tensors import ModuleTensors
 from lora_trainer.output.export import contents_of
-from lora_trainer.tools.adapter_writer import Spelling, refuse_output, write_adapter
+from lora_trainer.tools.adapter_writer import refuse_output, write_adapter
 from lora_trainer.tools.adapters import Source, open_source
-from lora_trainer.tools.convert import asked_format
 from lora_trainer.tools.header_entries import merged
 from lora_trainer.tools.low_rank import (
     NotLowRank,
@@ -30,9 +30,10 @@ from lora_trainer.tools.low_rank import (
     product,
     singular,
 )
+from lora_trainer.tools.spelling import Spelling, asked_format, reader_notes, without_rounding
 from lora_trainer.tools.spool import ModuleSpool, module_spool
 
-_BAKE = "merge it into its base model with --base"
+_BAKE = "merge it into its base model with --into"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,9 @@ def merge(
     base: str | None = None,
     force: bool = False,
 ) -> Merged:
-    """Write the weighted sum of adapters; `rank` None: exactly. `precision` is the widest of theirs by default.
+    """Write the weighted sum of adapters; `rank` None: exactly. `precision` None: the widest of theirs.
+
+    `base` is the model they were made for, where that is not the family's public release.
 
     Raises RequestError where no exact sum exists or the format cannot hold it, InputError for files
     that cannot be used or belong to different families; nothing is written then.
@@ -103,17 +106,20 @@ def merge(
             modules = spool
         contents = contents_of(modules)
         family = sources[0].family
-        spelling = Spelling(
-            family=family,
-            format=asked_format(family, format, contents),
-            precision=precision or _widest(sources),
-        )
+        chosen, own = asked_format(family, format, contents), _widest(sources)
+        notes: tuple[str, ...] = ()
+        if rank is None:
+            spelling, notes = without_rounding(
+                modules, family=family, format=chosen, asked=precision, own=own
+            )
+        else:
+            spelling = Spelling(family=family, format=chosen, precision=precision or own)
         named = [(source.path.stem, source.metadata) for source in sources]
         summary = write_adapter(
             output,
             modules,
             spelling,
-            entries=lambda summary: merged(named, summary),
+            entries=lambda summary: merged(named, summary, title=output.stem),
             force=force,
         )
     return Merged(
@@ -124,7 +130,7 @@ def merge(
         modules=summary.modules,
         rank=summary.rank,
         energy=energy,
-        notes=format_notes(spelling.format, contents),
+        notes=(*notes, *reader_notes(spelling.format, contents)),
     )
 
 

@@ -1,4 +1,4 @@
-"""`merge --base`: adapters baked into a base model, shard by shard, tensor by tensor.
+"""`merge --into`: adapters baked into a base model, shard by shard, tensor by tensor.
 
 Input are adapter files with weights and a diffusers folder or a checkpoint in one file, output a base
 model of the same layout. Weights keep their dtype; what no adapter changes is copied byte for byte.
@@ -49,7 +49,7 @@ Rows = tuple[int, int] | None
 class Baked:
     """What was written: a folder or a file, how many layers changed, and what was left out."""
 
-    path: Path
+    file: Path
     family: str
     layers: int
     notes: tuple[str, ...]
@@ -74,20 +74,20 @@ class _Change:
 
     def merged(self, name: str, weight: Tensor, layers: Sequence[tuple[str, Rows]]) -> Tensor:
         """Return a weight with all changes, in its dtype; raises RequestError when it does not fit in there."""
-        changed = weight.float()
+        # A copy: DoRA and OFT go by the weights of the base, whatever else is merged.
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        changed = weight.to(wide, copy=True)
         for key, rows in layers:
             part = slice(None) if rows is None else slice(*rows)
-            original = weight[part].float()  # what DoRA and OFT go by
             for module, strength in self.parts(key):
-                changed[part] += strength * update(module, original).float()
-        rounded = changed.to(weight.dtype)
-        if not rounded.float().isfinite().all():
-            largest, limit = float(changed.abs().max()), torch.finfo(weight.dtype).max
+                changed[part] += strength * update(module, weight[part])
+        largest, limit = float(changed.abs().max()), torch.finfo(weight.dtype).max
+        if not largest <= limit:  # fp8 would be clipped without a word
             raise RequestError(
                 f"{name} would reach {largest:.3g}, its dtype ends at {limit:.3g}",
                 fix="merge with a lower weight, or into the bf16 or fp32 version of the base model",
             )
-        return rounded
+        return changed.to(weight.dtype)
 
 
 def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = False) -> Baked:
@@ -102,6 +102,7 @@ def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = F
     with ExitStack() as stack:
         opened = stack.enter_context(open_base(base))
         _refuse_output(opened, output, force=force)
+        _refuse_replacing(inputs, opened, output)
         naming = opened.naming()
         sources = [stack.enter_context(open_source(each.file, naming=naming)) for each in inputs]
         change = _Change(sources=tuple(sources), weights=tuple(each.weight for each in inputs))
@@ -109,7 +110,7 @@ def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = F
         write = _write_single if opened.single else _write_folder
         notes = write(opened, change, output, force=force)
         return Baked(
-            path=output, family=opened.family.name, layers=len(change.layers), notes=tuple(notes)
+            file=output, family=opened.family.name, layers=len(change.layers), notes=tuple(notes)
         )
 
 
@@ -137,6 +138,16 @@ def _refuse_output(base: BaseWeights, output: Path, *, force: bool) -> None:
         raise RequestError(f"{output} {what}", fix="give another --output")
 
 
+def _refuse_replacing(inputs: Sequence[Weighted], base: BaseWeights, output: Path) -> None:
+    """Raise RequestError where the result would take the place of what it is made from."""
+    target = output.resolve()
+    for path in (base.path, *(each.file for each in inputs)):
+        if path.resolve().is_relative_to(target):
+            raise RequestError(
+                f"{path} would be replaced by the result", fix="give another --output"
+            )
+
+
 def _check_fit(change: _Change, base: BaseWeights) -> None:
     """Read every module once before anything is written; raises InputError naming the first misfit."""
     for key in change.layers:
@@ -159,7 +170,7 @@ def _write_single(base: BaseWeights, change: _Change, output: Path, *, force: bo
         layers.setdefault(at.tensor, []).append((key, at.rows))
     names = [file.path.stem, *(source.path.stem for source in change.sources)]
     merged_from = {"modelspec.merged_from": public_text(", ".join(names))}
-    _rewrite(file, output, change, layers, metadata=file.metadata | merged_from, force=force)
+    _rewrite(file, output, change, layers, metadata={**file.metadata, **merged_from}, force=force)
     averaged = any(name.startswith(_AVERAGED) for name in file.entries)
     return [f"{_AVERAGED}*, the averaged weights, are without the adapters"] if averaged else []
 
@@ -261,6 +272,11 @@ def _replace(temporary: Path, output: Path, *, force: bool) -> None:
     old = temporary.with_name(f"{temporary.name}-old"[-200:])
     if output.exists() and force:
         output.rename(old)
-    temporary.rename(output)
+    try:
+        temporary.rename(output)
+    except OSError:
+        if old.exists():
+            old.rename(output)
+        raise
     sync_folder(output.parent)
     shutil.rmtree(old, ignore_errors=True)

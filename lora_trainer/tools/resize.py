@@ -14,14 +14,14 @@ from pathlib import Path
 from lora_trainer.config import Precision
 from lora_trainer.errors import RequestError
 from lora_trainer.families.base import FileFormat
-from lora_trainer.formats import Asked, format_notes
+from lora_trainer.formats import Asked
 from lora_trainer.output.adapter_tensors import ModuleTensors
 from lora_trainer.output.export import contents_of
-from lora_trainer.tools.adapter_writer import Spelling, refuse_output, write_adapter
+from lora_trainer.tools.adapter_writer import refuse_output, write_adapter
 from lora_trainer.tools.adapters import Source, open_source
-from lora_trainer.tools.convert import asked_format
 from lora_trainer.tools.header_entries import carried
 from lora_trainer.tools.low_rank import NotLowRank, Singular, product, singular
+from lora_trainer.tools.spelling import Spelling, asked_format, reader_notes
 from lora_trainer.tools.spool import ModuleSpool, module_spool
 
 
@@ -126,7 +126,7 @@ def resize(
         precision=spelling.precision,
         cuts=cuts,
         energy=energy,
-        notes=format_notes(spelling.format, contents),
+        notes=reader_notes(spelling.format, contents),
     )
 
 
@@ -160,5 +160,7 @@ def singular_of(source: Source, key: str, module: ModuleTensors) -> Singular:
 
 def _own_format(source: Source, asked: Asked) -> Asked:
     """Return the file's own format where none is asked for and the family has it."""
+    if asked != "auto":
+        return asked
     own: Asked | None = next((f for f in source.family.file_formats if f == source.format), None)
-    return own or asked if asked == "auto" else asked
+    return own or asked

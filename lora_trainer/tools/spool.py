@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -61,11 +61,15 @@ class TensorSpool:
 def tensor_spool(folder: Path) -> Iterator[TensorSpool]:
     """Open an empty spool; raises MachineError when the disk refuses."""
     try:
-        file = tempfile.TemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX)  # noqa: SIM115 - closed below, errors of the body are not the disk's
+        file = tempfile.TemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX)  # noqa: SIM115 - closed below
     except OSError as error:
         raise disk_error(folder, error) from error
-    with file:
+    try:
         yield TensorSpool(_file=file, _folder=folder)
+    finally:
+        # Closing writes what is still buffered: a full disk would refuse it a second time.
+        with suppress(OSError):
+            file.close()
 
 
 @dataclass(kw_only=True, eq=False)

@@ -6,10 +6,9 @@ step has happened, and a resume repeats nothing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,10 @@ import torch
 from lora_trainer.data.loader import StepBatch, micro_batches
 from lora_trainer.events import EventStream
 from lora_trainer.model.adapters import Adapter
-from lora_trainer.output.checkpoints import TrainingState, save_state
+from lora_trainer.output.checkpoints import SpoiltAdapter, TrainingState
+from lora_trainer.output.state_codec import Copy
+from lora_trainer.output.state_writer import Export, StateWriter
+from lora_trainer.train.guards import GuardState, Unstable, after_validation, to_plain
 from lora_trainer.train.loop import Model
 from lora_trainer.train.progress import Progress
 
@@ -33,15 +35,16 @@ class ValidateAction:
     model: Model
     every_steps: int
     events: EventStream
+    watch_plateaus: bool = False
 
     def due(self, progress: Progress) -> bool:
         return (
             bool(self.batches)
             and self.every_steps > 0
-            and (progress.step % self.every_steps == 0 or progress.ending)
+            and (progress.step % self.every_steps == 0 or _at_the_end(progress))
         )
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: Progress) -> GuardState | None:
         by_timestep = [
             [batch.step, self._loss(batch, cap=progress.guard.micro_batch)]
             for batch in self.batches
@@ -51,6 +54,7 @@ class ValidateAction:
         self.events.emit(
             "validation", step=progress.step, loss=mean, by_timestep=by_timestep, images=images
         )
+        return after_validation(progress.guard, mean) if self.watch_plateaus else None
 
     @torch.no_grad()
     def _loss(self, batch: StepBatch, *, cap: int) -> float:
@@ -64,24 +68,22 @@ class ValidateAction:
 class SaveAction:
     """Saves a resume state and a rolling export every so often, when asked, and when the run ends early.
 
-    `export(progress)` writes and prunes the rolling file and returns its name; it is not called at
-    the very end, where the final export takes its place.
+    `export(progress, copy)` copies the adapter and returns what writes the rolling file and prunes;
+    there is none at the very end, where the final export takes its place. Training waits only for
+    copies, except at the end, where it waits for the acknowledgement.
     """
 
-    folder: Path
+    writer: StateWriter
     adapter: Adapter
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    export: Callable[[Progress], str]
+    export: Callable[[Progress, Copy], Export]
     last_step: int
     every_steps: int
     every_images: int | None
     batch_size: int
-    keep_states: int
     fingerprint: str
-    events: EventStream
     asked: Callable[[], bool]
-    clock: Callable[[], float] = time.perf_counter
 
     def due(self, progress: Progress) -> bool:
         if progress.step == 0:
@@ -90,23 +92,26 @@ class SaveAction:
         return regular or progress.ending or self._ends_epoch(progress) or self.asked()
 
     def __call__(self, progress: Progress) -> None:
-        began = self.clock()
-        state = TrainingState(
+        """Copy the state and start writing it; raises as `StateWriter.save`, Unstable if it is spoilt."""
+        finished = progress.step == self.last_step
+        export = None if finished else partial(self.export, progress)
+        try:
+            self.writer.save(self.state(progress), export=export)
+        except SpoiltAdapter as error:
+            raise Unstable(error.found, progress.guard) from None
+        if finished:
+            self.writer.wait()  # a state that was refused is no reason to lose the final export
+        elif progress.ending:
+            self.writer.wait_for_acknowledgement()
+
+    def state(self, progress: Progress) -> TrainingState:
+        """Return what a resume at this point needs; its tensors are the live ones."""
+        return TrainingState(
             step=progress.step,
             images_seen=progress.images,
             adapter=self.adapter.state(),
             optimizer=self.optimizer.state_dict(),
             extras=extras(progress, self.scaler, self.fingerprint),
-        )
-        saved = save_state(self.folder, state, keep=self.keep_states)
-        file = self.export(progress) if progress.step < self.last_step else None
-        self.events.emit(
-            "saved",
-            step=progress.step,
-            export=file,
-            state=saved.name,
-            bytes=sum(path.stat().st_size for path in saved.iterdir()),
-            seconds=self.clock() - began,
         )
 
     def _ends_epoch(self, progress: Progress) -> bool:
@@ -118,13 +123,16 @@ class SaveAction:
         )
 
 
+def _at_the_end(progress: Progress) -> bool:
+    """Whether training is finished; one that stops half-way must decide as if it had gone on."""
+    return progress.ending and not progress.stopping
+
+
 def extras(progress: Progress, scaler: torch.amp.GradScaler, fingerprint: str) -> dict[str, Any]:
     """Return what a state holds besides tensors: the guards' memory, the loss scale, what run it is of."""
     return {
         "fingerprint": fingerprint,
-        "micro_batch": progress.guard.micro_batch,
-        "skipped": progress.guard.skipped,
-        "skipped_in_row": progress.guard.skipped_in_row,
+        "guard": to_plain(progress.guard),
         "loss_scale": float(scaler.get_scale()) if scaler.is_enabled() else None,
         "loss_scale_growth": int(scaler.state_dict()["_growth_tracker"])
         if scaler.is_enabled()

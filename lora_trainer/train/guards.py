@@ -1,47 +1,191 @@
-"""What to do when a step goes wrong, as a pure state machine: out of memory, not-a-number.
+"""What to do when training goes wrong, as a pure state machine: out of memory, not-a-number, instability.
 
 No torch, no clock, no files: the loop reports what happened, gets the next state back, and the state
-travels in the resume state, so a resumed run decides as the uninterrupted one would have.
+travels in the resume state, so a resumed run decides as the uninterrupted one would have. Steps that
+are not finite are skipped; after five in a row training goes back to the last good state at half the
+learning rate; after three times it stops.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from lora_trainer.errors import TrainingStopped
+from lora_trainer.train.trends import LossTrend, Plateau, after_loss, after_validation_loss
 
+FIRST_PATIENCE_STEPS, MAX_PATIENCE_STEPS = 50, 3200
+"""Steps that must fit before more images at once are tried again; each failure doubles them."""
 MAX_SKIPPED_IN_ROW = 5
+MAX_ROLLBACKS = 3
+LOWER_RATE = 0.5
+TIGHTER_CLIPPING = 0.5
+MIN_SCALE = 0.125
+"""Plateaus and spikes change nothing further once they have halved three times."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardState:
-    """`micro_batch` is the present cap in images; the counters are of non-finite steps."""
+    """What the guards remember and have decided.
+
+    `micro_batch` is the present cap in images, `remedies` how many of the run's remedies against a
+    full device are in force; `lr_scale` and `clip_scale` are factors on the learning rate and on
+    `train.max_grad_norm`; the counters are of steps that fitted, non-finite steps and rollbacks.
+    """
 
     micro_batch: int
+    remedies: int = 0
+    fitting_steps: int = 0
+    patience_steps: int = FIRST_PATIENCE_STEPS
     skipped_in_row: int = 0
     skipped: int = 0
+    rollbacks: int = 0
+    lr_scale: float = 1.0
+    clip_scale: float = 1.0
+    trend: LossTrend = LossTrend()
+    plateau: Plateau = Plateau()
+
+
+class Unstable(Exception):
+    """Going on from here is pointless: go back to the last good state. `found` says why."""
+
+    def __init__(self, found: str, state: GuardState) -> None:
+        super().__init__(found)
+        self.found = found
+        self.state = state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Something a guard changed, as the `change` event shows it."""
+
+    key: str
+    old: float
+    new: float
+    reason: str
 
 
 def after_step(state: GuardState, *, finite: bool, step: int) -> GuardState:
-    """Count a step whose gradients were not finite; raises TrainingStopped after too many in a row."""
+    """Count a step whose gradients were not finite; raises Unstable after too many in a row."""
     if finite:
         return replace(state, skipped_in_row=0) if state.skipped_in_row else state
     state = replace(state, skipped_in_row=state.skipped_in_row + 1, skipped=state.skipped + 1)
     if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
-        raise TrainingStopped(
-            f"the gradients were not finite numbers {state.skipped_in_row} steps in a row, up to step {step}; "
-            "the adapter still holds its last good values",
-            fix="lower optimizer.learning_rate, or use --set train.precision=fp32, and resume",
+        raise Unstable(
+            f"the gradients were not finite numbers {state.skipped_in_row} steps in a row, "
+            f"up to step {step}",
+            state,
         )
     return state
 
 
-def after_out_of_memory(state: GuardState, *, images: int) -> GuardState:
-    """Halve the micro-batch after `images` at once did not fit; raises TrainingStopped at one image."""
+def after_training_loss(state: GuardState, loss: float) -> GuardState:
+    """Take in the finite loss of a step; clip more tightly when the losses have jumped."""
+    trend, jumped = after_loss(state.trend, loss)
+    state = replace(state, trend=trend)
+    if not jumped or state.clip_scale <= MIN_SCALE:
+        return state
+    return replace(state, clip_scale=state.clip_scale * TIGHTER_CLIPPING)
+
+
+def after_validation(state: GuardState, loss: float) -> GuardState:
+    """Take in a validation loss; halve the learning rate when it has stopped falling."""
+    plateau, reached = after_validation_loss(state.plateau, loss)
+    state = replace(state, plateau=plateau)
+    if not reached or state.lr_scale <= MIN_SCALE:
+        return state
+    return replace(state, lr_scale=state.lr_scale * LOWER_RATE)
+
+
+def after_rollback(good: GuardState, unstable: Unstable) -> GuardState:
+    """Return the state to go on with from a good one; raises TrainingStopped after too many times.
+
+    What was learned on the way stays: the micro-batch that fits, and how often it went wrong.
+    """
+    bad = unstable.state
+    if bad.rollbacks >= MAX_ROLLBACKS:
+        raise stopped(unstable, remedies=f" {bad.rollbacks} times at ever lower learning rates")
+    return replace(
+        good,
+        micro_batch=min(good.micro_batch, bad.micro_batch),
+        remedies=bad.remedies,
+        fitting_steps=bad.fitting_steps,
+        patience_steps=bad.patience_steps,
+        skipped=bad.skipped,
+        skipped_in_row=0,
+        rollbacks=bad.rollbacks + 1,
+        lr_scale=min(good.lr_scale, bad.lr_scale) * LOWER_RATE,
+    )
+
+
+def stopped(unstable: Unstable, *, remedies: str = "") -> TrainingStopped:
+    """Return the end of a training that no remedy helped."""
+    return TrainingStopped(
+        f"{unstable.found}{remedies}; the adapter still holds its last good values",
+        fix="lower optimizer.learning_rate, or use --set train.precision=fp32, and resume",
+    )
+
+
+def after_out_of_memory(state: GuardState, *, images: int, remedies: int) -> GuardState:
+    """Halve the micro-batch after `images` at once did not fit; at one image, take one more remedy.
+
+    `remedies` is how many there are. Raises TrainingStopped when all are in force.
+    """
+    state = replace(
+        state,
+        fitting_steps=0,
+        patience_steps=min(2 * state.patience_steps, MAX_PATIENCE_STEPS),
+    )
     largest = min(state.micro_batch, images)
-    if largest <= 1:
-        raise TrainingStopped(
-            "the device ran out of memory with one image at a time",
-            fix="use --set memory.gradient_checkpointing=true, a lower data.resolution or a smaller adapter.rank",
-        )
-    return replace(state, micro_batch=(largest + 1) // 2)
+    if largest > 1:
+        return replace(state, micro_batch=(largest + 1) // 2)
+    if state.remedies < remedies:
+        return replace(state, micro_batch=1, remedies=state.remedies + 1)
+    raise TrainingStopped(
+        "the device ran out of memory with one image at a time and every remedy taken",
+        fix="use a lower data.resolution, a smaller adapter.rank, or free memory on the device",
+    )
+
+
+def after_fitting(state: GuardState, *, planned: int) -> GuardState:
+    """Count a step that fitted; after enough of them try twice as many images at once, up to `planned`."""
+    if state.micro_batch >= planned:
+        return state
+    if state.fitting_steps + 1 < state.patience_steps:
+        return replace(state, fitting_steps=state.fitting_steps + 1)
+    return replace(state, micro_batch=min(planned, 2 * state.micro_batch), fitting_steps=0)
+
+
+def after_torn_step(good: GuardState, torn: GuardState) -> GuardState:
+    """Return the state to go on with from a good one once an optimizer step ran out of memory half-way."""
+    return replace(
+        good,
+        micro_batch=torn.micro_batch,
+        remedies=torn.remedies,
+        fitting_steps=torn.fitting_steps,
+        patience_steps=torn.patience_steps,
+    )
+
+
+def changes(before: GuardState, after: GuardState, *, reason: str) -> Iterator[Change]:
+    """Yield what a guard changed about the training, the micro-batch excepted."""
+    factors = {
+        "optimizer.learning_rate factor": (before.lr_scale, after.lr_scale),
+        "train.max_grad_norm factor": (before.clip_scale, after.clip_scale),
+    }
+    for key, (old, new) in factors.items():
+        if old != new:
+            yield Change(key=key, old=old, new=new, reason=reason)
+
+
+def to_plain(state: GuardState) -> dict[str, Any]:
+    """Return a state as plain values, for a resume state."""
+    nested = {"trend": vars(state.trend), "plateau": vars(state.plateau)}
+    return {field.name: getattr(state, field.name) for field in fields(state)} | nested
+
+
+def from_plain(values: Mapping[str, Any]) -> GuardState:
+    """Return the state that `to_plain` took apart."""
+    nested = {"trend": LossTrend(**values["trend"]), "plateau": Plateau(**values["plateau"])}
+    return GuardState(**{**values, **nested})

@@ -19,6 +19,7 @@ from lora_trainer.config import OptimizerSettings
 from lora_trainer.errors import MachineError
 
 LearningRate = Callable[[int], float]
+_HYPERPARAMETERS = ("betas", "eps", "weight_decay")
 Group = Mapping[str, Any]
 """`params`, a list of parameters, and `lr_scale`, the factor on the learning rate."""
 
@@ -35,9 +36,31 @@ def build_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> tor
     if settings.name == "adamw":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(rated, fused=True, **shared)
     else:
-        optimizer = _adamw_8bit(rated, shared)
+        optimizer = _adamw_8bit(rated, shared, name=settings.name)
     _allocate(optimizer)
     return optimizer
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a resume state into an optimizer of `build_optimizer`; its hyperparameters stay its own.
+
+    A resume may change them; torch would put the old ones back without a word. Paged state stays paged:
+    bitsandbytes would replace its managed memory by tensors on the device, and a run that fitted
+    would not fit once it is resumed.
+    """
+    paged = [
+        (parameter, name, tensor)
+        for parameter, values in optimizer.state.items()
+        for name, tensor in values.items()
+        if getattr(tensor, "is_paged", False)
+    ]
+    own = [{name: group[name] for name in _HYPERPARAMETERS} for group in optimizer.param_groups]
+    optimizer.load_state_dict(dict(state))
+    for group, values in zip(optimizer.param_groups, own, strict=True):
+        group.update(values)
+    for parameter, name, tensor in paged:
+        tensor.copy_(optimizer.state[parameter][name])
+        optimizer.state[parameter][name] = tensor
 
 
 def learning_rate(settings: OptimizerSettings, *, steps: int) -> LearningRate:
@@ -61,15 +84,20 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value * group["lr_scale"]
 
 
-def _adamw_8bit(groups: Sequence[Group], shared: dict[str, Any]) -> torch.optim.Optimizer:
+def _adamw_8bit(
+    groups: Sequence[Group], shared: dict[str, Any], *, name: str
+) -> torch.optim.Optimizer:
     try:
-        from bitsandbytes.optim import AdamW8bit
+        from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
     except ImportError:
         raise MachineError(
-            "optimizer.name=adamw8bit needs bitsandbytes, which is not installed",
+            f"optimizer.name={name} needs bitsandbytes, which is not installed",
             fix="pip install bitsandbytes, or use --set optimizer.name=adamw",
         ) from None
-    optimizer: torch.optim.Optimizer = AdamW8bit(groups, **shared)
+    # On a CPU all state is in host memory anyway, where the same numbers need no pages.
+    on_gpu = groups[0]["params"][0].is_cuda
+    make = PagedAdamW8bit if name == "paged_adamw8bit" and on_gpu else AdamW8bit
+    optimizer: torch.optim.Optimizer = make(groups, **shared)
     return optimizer
 
 

@@ -12,13 +12,15 @@ from lora_trainer.train.guards import GuardState
 class Progress:
     """Optimizer steps finished, images they used, the guards' memory.
 
-    `ending` is set when no further step follows in this process.
+    `ending` is set when no further step follows in this process, `stopping` when somebody asked for
+    that: then only what a resume needs is done.
     """
 
     step: int
     images: int
     guard: GuardState
     ending: bool = False
+    stopping: bool = False
 
 
 class Action(Protocol):
@@ -27,5 +29,5 @@ class Action(Protocol):
     def due(self, progress: Progress) -> bool:
         """Say whether this step concerns it; must be cheap."""
 
-    def __call__(self, progress: Progress) -> None:
-        """Do it."""
+    def __call__(self, progress: Progress) -> GuardState | None:
+        """Do it; a guard state that is returned takes the place of the one of `progress`."""

@@ -73,6 +73,9 @@ class CountingTexts(TextEncoder):
     def count_tokens(self, prompt: str) -> int:
         return self.real.count_tokens(prompt)
 
+    def prompt_room(self) -> int:
+        return self.real.prompt_room()
+
 
 @dataclass(kw_only=True)
 class Studio:
@@ -131,11 +134,11 @@ class Studio:
         images: list[CountingImages] = []
         texts: list[CountingTexts] = []
 
-        def load_images() -> ImageEncoder:
+        def load_images(_device: torch.device) -> ImageEncoder:
             images.append(CountingImages(real=family.load_image_encoder(facts, device=CPU)))
             return images[0]
 
-        def load_texts() -> TextEncoder:
+        def load_texts(_device: torch.device) -> TextEncoder:
             real = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
             texts.append(CountingTexts(real=real))
             return texts[0]
@@ -148,6 +151,7 @@ class Studio:
             settings=self.settings,
             load_image_encoder=load_images,
             load_text_encoder=load_texts,
+            devices=[CPU],
             texts_as=self.texts_as(),
             events=stream,
         )
@@ -338,12 +342,33 @@ def test_sources_name_what_a_sample_needs(studio: Studio) -> None:
         assert source.geometry["corner"].shape == (1, 2)
 
 
-def test_a_long_caption_is_a_note(studio: Studio) -> None:
+def test_the_corner_told_is_that_of_the_picture_as_it_is_seen(studio: Studio) -> None:
+    """What is left over on the left is on the right in the mirror, which differs where it is odd."""
+    studio.settings = DataSettings(flip=True)
+    draw(studio.folder / "p1.png", seed=1, size=(41, 20))
+    wanted = studio.needs()
+    placements = {
+        source.plain.digest: wanted.latents[source.plain.digest].placement
+        for source in wanted.sources.values()
+    }
+    odd = 0
+    for source in wanted.sources.values():
+        placement = placements[source.plain.digest]
+        left_px, top_px = placement.left_px, placement.top_px
+        over_px = placement.scaled_width_px - placement.bucket.width_px
+        odd += over_px % 2
+        assert source.geometry["corner"].tolist() == [[left_px, top_px]]
+        assert source.mirrored_geometry["corner"].tolist() == [[over_px - left_px, top_px]]
+    assert odd, "or both corners are the same"
+
+
+def test_a_long_caption_is_a_note(studio: Studio, caplog: pytest.LogCaptureFixture) -> None:
     (studio.folder / "p1.txt").write_text("word " * 200)
     studio.encode()
     (problem,) = studio.problems()
     assert (problem["severity"], problem["code"]) == ("note", "CAP-03")
-    assert "75 are used" in problem["what"]
+    assert "has 600 tokens, there is room for 75" in problem["what"]
+    assert "longer than the specified maximum" not in caplog.text, "transformers' own words"
     assert studio.work() == (0, [])
 
 

@@ -214,6 +214,19 @@ def test_without_a_mirrored_entry_the_plain_one_is_used() -> None:
     assert {nearest(sample, feeder) for sample in other.prepare(0).samples} == {"plain"}
 
 
+def test_a_mirrored_sample_is_told_its_own_crop() -> None:
+    feeder = build_feeder([SQUARE], batch_size=20, data=EVERYTHING)
+    corners = {"geometry": torch.tensor([[3]]), "mirrored_geometry": torch.tensor([[4]])}
+    told = {name: {"time_ids": corner} for name, corner in corners.items()}
+    sources = {name: replace(source, **told) for name, source in feeder.sources.items()}
+    cropped = Feeder(**{**vars(feeder), "sources": sources, "_orders": {}})
+    found = {
+        (nearest(sample, feeder), int(sample.conditioning["time_ids"]))
+        for sample in cropped.prepare(0).samples
+    }
+    assert found == {("plain", 3), ("mirrored", 4)}
+
+
 @pytest.mark.parametrize(
     ("fraction", "low", "high"), [(0.0, 0, 0), (0.3, 85, 155), (1.0, 400, 400)]
 )
@@ -412,3 +425,17 @@ def test_an_error_of_the_thread_reaches_the_consumer(tmp_path: Path) -> None:
         assert next(batches).step == 0
         with pytest.raises(MachineError, match="vanished or was damaged"):
             list(batches)
+
+
+def test_large_buckets_may_have_a_lower_cap_of_their_own() -> None:
+    batch = batch_of([SQUARE] * 5 + [WIDE] * 5)
+    at_once = {(WIDE[1], WIDE[2]): 2}
+
+    def lengths(cap: int) -> dict[tuple[int, int, int], list[int]]:
+        found: dict[tuple[int, int, int], list[int]] = {SQUARE: [], WIDE: []}
+        for group in micro_batches(batch, cap=cap, at_once=at_once):
+            found[tuple(group[0].latents.shape)].append(len(group))
+        return found
+
+    assert lengths(4) == {SQUARE: [4, 1], WIDE: [2, 2, 1]}
+    assert lengths(1) == {SQUARE: [1] * 5, WIDE: [1] * 5}, "the present cap holds for all"

@@ -172,6 +172,9 @@ def _train(run: FakeRun, step: int) -> None:
         seconds=seconds,
         data_wait_s=0.0011,
         vram_bytes=0,
+        vram_reserved_bytes=0,
+        vram_used_bytes=0,
+        host_bytes=1 << 30,
         epoch=step * 8 / 14,
     )
     if step in (40, 41, 90):

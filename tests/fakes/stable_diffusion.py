@@ -7,7 +7,12 @@ from typing import Any
 
 from lora_trainer.families.base import BaseFacts, PartFacts
 from lora_trainer.families.costs import SampleCost, Targets, Workload
-from lora_trainer.families.unet_costs import adapter_layers, parameters, sample_cost
+from lora_trainer.families.unet_costs import (
+    adapter_layers,
+    linear_shapes,
+    parameters,
+    sample_cost,
+)
 
 SD15_UNET: Mapping[str, Any] = {
     "sample_size": 64,
@@ -35,11 +40,17 @@ MINI_UNET: Mapping[str, Any] = {
 class UNetCosts:
     """The cost side of a family built on UNet2DConditionModel."""
 
+    unquantised: tuple[str, ...] = ()
+    block_pattern = r".*?\.transformer_blocks\.\d+(?=\.)"
+
     def adapter_shapes(
         self, facts: BaseFacts, *, targets: Targets
     ) -> Mapping[str, tuple[int, ...]]:
         found = adapter_layers(facts.architecture, targets=targets)
         return {layer.name: layer.shape for layer in found}
+
+    def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
+        return linear_shapes(facts.architecture)
 
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         return sample_cost(

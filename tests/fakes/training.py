@@ -31,7 +31,7 @@ from lora_trainer.files import CappedFolder
 from lora_trainer.model.adapters import Adapter, inject
 from lora_trainer.train.guards import GuardState
 from lora_trainer.train.levels import Levels, table_levels
-from lora_trainer.train.loop import Model, Training
+from lora_trainer.train.loop import Model, Remedy, Training
 from lora_trainer.train.optim import build_optimizer, learning_rate
 from lora_trainer.train.progress import Action, Progress
 from tests.fakes.tiny_base import write_tiny_base
@@ -99,6 +99,7 @@ def build_feeder(
             texts=tuple(text(f"s{index} variant {variant}") for variant in range(texts)),
             size_px=(2 * shape[2], 2 * shape[1]),
             geometry={},
+            mirrored_geometry={},
         )
         for index, shape in enumerate(shapes)
     }
@@ -150,6 +151,8 @@ def build_training(
     actions: Sequence[Action] = (),
     stop: Callable[[], int | None] = lambda: None,
     adapt: Callable[[Model], Model] = lambda model: model,
+    remedies: Sequence[Remedy] = (),
+    restore: Callable[[], Progress] | None = None,
 ) -> TinyTraining:
     """Return a training on the tiny base; `adapt` may exchange the model for one that misbehaves."""
     family = families.detect(tiny_base())
@@ -184,6 +187,9 @@ def build_training(
         feeder=feeder,
         steps=steps,
         batch_size=feeder.batch_size,
+        micro_batch=feeder.batch_size,
+        remedies=remedies,
+        restore=restore,
         prefetch_steps=2,
         max_grad_norm=max_grad_norm,
         events=events,

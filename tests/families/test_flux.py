@@ -313,9 +313,9 @@ def test_diffusers_reads_the_names_of_a_file(
     assert (merged - plain).abs().max() > 1e-2
 
 
-def test_fused_formats_are_refused_with_a_reason() -> None:
-    assert FAMILY.file_formats == ("diffusers",)
-    assert set(FAMILY.refused_formats) == {"kohya", "comfyui"}
+def test_fused_names_are_refused_with_a_reason() -> None:
+    assert FAMILY.file_formats == ("diffusers", "comfyui")
+    assert set(FAMILY.refused_formats) == {"kohya"}
     assert all("diffusers format" in reason for reason in FAMILY.refused_formats.values())
 
 

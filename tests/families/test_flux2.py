@@ -98,10 +98,14 @@ def test_public_releases_have_the_sizes_of_their_configurations(
             "vae": AutoencoderKLFlux2(up_block_types=("UpDecoderBlock2D",) * 4),
             "text_encoder": Qwen3ForCausalLM(_qwen3(width)),
         }
-    assert {part: found.parameters for part, found in facts.parts.items()} == {
-        part: sum(weights.numel() for weights in network.parameters())
-        for part, network in built.items()
-    }
+    published = {part: _numbers(network) for part, network in built.items()}
+    assert facts.download_bytes == 2 * sum(published.values())
+    loaded = {**published, "text_encoder": _numbers(built["text_encoder"].model)}
+    assert {part: found.parameters for part, found in facts.parts.items()} == loaded
+
+
+def _numbers(network: nn.Module) -> int:
+    return sum(weights.numel() for weights in network.parameters())
 
 
 def _qwen3(width: int) -> Qwen3Config:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from lora_trainer.families.costs import Layer, SampleCost, Tape
+from lora_trainer.families.costs import Checkpointing, Layer, SampleCost, Tape
 from lora_trainer.families.liveness import cost_of
 
 ROW = 40  # bytes of ten fp32 numbers
@@ -12,7 +14,7 @@ MIDDLE = 4  # bytes of the adapter's one number of rank 1
 LAYER = Layer(name="to_q", group="attention", fan_in=10, out=10, parameters=100)
 
 
-def cost(tape: Tape, *, checkpointing: bool) -> SampleCost:
+def cost(tape: Tape, *, checkpointing: Checkpointing) -> SampleCost:
     return cost_of(tape, checkpointing=checkpointing, conditioning_bytes=0)
 
 
@@ -20,9 +22,9 @@ def adapted(rank: int = 1) -> Tape:
     return Tape(element_bytes=4, rank=rank)
 
 
-@pytest.mark.parametrize(("checkpointing", "saved_rows"), [(False, 4), (True, 3)])
+@pytest.mark.parametrize(("checkpointing", "saved_rows"), [("none", 4), ("full", 3)])
 def test_a_segment_keeps_its_input_and_brings_back_its_inside(
-    checkpointing: bool, saved_rows: int
+    checkpointing: Checkpointing, saved_rows: int
 ) -> None:
     """Activations t -> a -> b -> c after the adapted layer; a and b are made in a segment.
 
@@ -31,12 +33,12 @@ def test_a_segment_keeps_its_input_and_brings_back_its_inside(
     """
     tape = adapted()
     t = tape.linear(tape.array(10), LAYER)
-    with tape.segment():
+    with tape.segment("blocks.0"):
         b = tape.activation(tape.activation(t))
     tape.activation(b)
     found = cost(tape, checkpointing=checkpointing)
     assert found.saved_bytes == saved_rows * ROW + MIDDLE
-    peak_rows = 5 if checkpointing else 6
+    peak_rows = 6 if checkpointing == "none" else 5
     assert found.saved_bytes + found.temporary_bytes == peak_rows * ROW + MIDDLE
 
 
@@ -44,9 +46,10 @@ def test_the_input_of_a_segment_lives_until_its_first_operation_is_done() -> Non
     """t -> a (three rows) -> b (one number): at a, input, middle, t and two gradients live."""
     tape = adapted()
     t = tape.linear(tape.array(10), LAYER)
-    with tape.segment():
-        tape.copy(tape.activation(t, 30), elements=1)
-    found = cost(tape, checkpointing=True)
+    wide = Layer(name="conv", group="other", fan_in=10, out=30, parameters=300)
+    with tape.segment("blocks.0"):
+        tape.copy(tape.conv(t, wide, positions=1), elements=1)
+    found = cost(tape, checkpointing="full")
     assert found.saved_bytes == 2 * ROW + MIDDLE
     assert found.saved_bytes + found.temporary_bytes == (2 + 3 + 1) * ROW + MIDDLE
 
@@ -54,7 +57,7 @@ def test_the_input_of_a_segment_lives_until_its_first_operation_is_done() -> Non
 def test_without_an_adapter_nothing_needs_a_gradient() -> None:
     tape = adapted(rank=0)
     tape.activation(tape.linear(tape.array(10), LAYER))
-    found = cost(tape, checkpointing=False)
+    found = cost(tape, checkpointing="none")
     assert found.saved_bytes == found.adapter_saved_bytes == 0
     assert found.step_flops == found.forward_flops == 2 * 10 * 10
 
@@ -62,26 +65,27 @@ def test_without_an_adapter_nothing_needs_a_gradient() -> None:
 def test_an_adapter_beside_a_16_bit_layer_keeps_an_fp32_copy_of_its_input() -> None:
     tape = Tape(element_bytes=2, rank=1)
     tape.linear(tape.array(10), LAYER)
-    assert cost(tape, checkpointing=False).adapter_saved_bytes == ROW + MIDDLE
+    assert cost(tape, checkpointing="none").adapter_saved_bytes == ROW + MIDDLE
 
 
 def test_flops_of_a_step() -> None:
     """The first layer's input needs no gradient; the adapter takes twice its forward pass."""
     tape = adapted()
     tape.linear(tape.array(10), LAYER)
-    found = cost(tape, checkpointing=False)
+    found = cost(tape, checkpointing="none")
     layer, adapter = 2 * 10 * 10, 2 * 10 + 2 * 10
     assert found.forward_flops == layer + adapter
     assert found.step_flops == layer + 3 * adapter
 
 
-def test_recomputing_repeats_the_forward_pass_of_the_segment() -> None:
+def test_recomputing_repeats_the_forward_pass_as_far_as_something_is_kept() -> None:
+    """The layer and the adapter's way down, whose output the way up keeps before it runs."""
     tape = adapted()
-    with tape.segment():
+    with tape.segment("blocks.0"):
         tape.linear(tape.array(10), LAYER)
-    once, twice = cost(tape, checkpointing=False), cost(tape, checkpointing=True)
-    assert twice.step_flops - once.step_flops == once.forward_flops
-    assert twice.kernels > once.kernels
+    once, twice = cost(tape, checkpointing="none"), cost(tape, checkpointing="full")
+    assert twice.step_flops - once.step_flops == 2 * 10 * 10 + 2 * 10
+    assert twice.kernels == once.kernels + 2
 
 
 def test_a_pass_without_gradients_frees_what_was_read_and_is_not_held() -> None:
@@ -91,8 +95,8 @@ def test_a_pass_without_gradients_frees_what_was_read_and_is_not_held() -> None:
         x = tape.array(10)
         tape.activation(tape.activation(tape.activation(x)))
     held.hold(x)
-    assert cost(free, checkpointing=False).forward_bytes == 2 * ROW
-    assert cost(held, checkpointing=False).forward_bytes == 3 * ROW
+    assert cost(free, checkpointing="none").forward_bytes == 2 * ROW
+    assert cost(held, checkpointing="none").forward_bytes == 3 * ROW
 
 
 def test_recomputing_needs_what_passes_by_inside_a_segment() -> None:
@@ -103,32 +107,112 @@ def test_recomputing_needs_what_passes_by_inside_a_segment() -> None:
     """
     tape = adapted()
     t = tape.linear(tape.array(10), LAYER)
-    with tape.segment():
+    with tape.segment("blocks.0"):
         b = tape.add(t, tape.copy(tape.array(10), elements=100))
         output = tape.activation(b)
     tape.activation(output)
-    found = cost(tape, checkpointing=True)
+    found = cost(tape, checkpointing="full")
     assert found.saved_bytes == 4 * ROW + MIDDLE
     assert found.saved_bytes + found.temporary_bytes == (3 + 1 + 10 + 1) * ROW + MIDDLE
 
 
 def test_recomputing_stops_at_the_last_thing_kept() -> None:
-    """The layer after the activation keeps nothing, so torch does not run it a second time."""
+    """The activation keeps its input before it runs, so that neither it nor what follows runs again."""
     flops = 2 * 10 * 10
     tape = adapted()
     t = tape.linear(tape.array(10), LAYER)
     plain = Layer(name="proj", group="other", fan_in=10, out=10, parameters=100)
-    with tape.segment():
+    with tape.segment("blocks.0"):
         tape.linear(tape.activation(tape.linear(t, plain)), plain)
-    kept, recomputed = (cost(tape, checkpointing=on) for on in (False, True))
+    kept, recomputed = (cost(tape, checkpointing=on) for on in ("none", "full"))
     assert recomputed.step_flops == kept.step_flops + flops
-    assert recomputed.kernels == kept.kernels + 2
+    assert recomputed.kernels == kept.kernels + 1
+
+
+def test_what_keeps_its_own_output_runs_again() -> None:
+    tape = adapted()
+    q = tape.linear(tape.array(10), LAYER)
+    with tape.segment("blocks.0"):
+        tape.attention(q, q, q, heads=1, channels=10)
+    kept, recomputed = (cost(tape, checkpointing=on) for on in ("none", "full"))
+    assert recomputed.step_flops == kept.step_flops + 4 * 10
+
+
+def test_gradients_of_two_halves_are_joined_when_both_are_there() -> None:
+    """Kept: input, middle, wide and the gate's output. At the product two halves' gradients join its own."""
+    tape = adapted()
+    wide = tape.linear(tape.array(10), LAYER)
+    value, gate = tape.halves(wide)
+    tape.product(value, tape.activation(gate))
+    found = cost(tape, checkpointing="none")
+    assert found.saved_bytes == 2.5 * ROW + MIDDLE
+    assert found.saved_bytes + found.temporary_bytes == (2.5 + 1.5) * ROW + MIDDLE
+
+
+# ---- kinds of checkpointing
+
+
+def blocks(count: int) -> Tape:
+    """An adapted layer, then blocks of two activations, and a last copy of one number."""
+    tape = adapted()
+    x = tape.linear(tape.array(10), LAYER)
+    for index in range(count):
+        with tape.segment(f"blocks.{index}"):
+            x = tape.activation(tape.activation(x))
+    tape.copy(x, elements=1)
+    return tape
+
+
+def test_selective_recomputes_the_first_of_every_two_blocks() -> None:
+    """Kept: the layer's input and middle, each block's input, and the inside of blocks 1 and 3."""
+    saved = {
+        kind: cost(blocks(5), checkpointing=kind).saved_bytes for kind in get_args(Checkpointing)
+    }
+    assert saved["none"] == (1 + 5 + 5) * ROW + MIDDLE
+    assert saved["selective"] == (1 + 5 + 2) * ROW + MIDDLE
+    assert saved["full"] == (1 + 5) * ROW + MIDDLE
+    assert saved["offloaded"] == (1 + 2) * ROW + MIDDLE
+
+
+def test_offloaded_inputs_of_all_blocks_wait_on_the_host_and_two_also_on_the_device() -> None:
+    full, offloaded = (cost(blocks(9), checkpointing=kind) for kind in ("full", "offloaded"))
+    assert (full.host_bytes, offloaded.host_bytes) == (0, 9 * ROW)
+    assert full.saved_bytes - offloaded.saved_bytes == 7 * ROW
+    assert offloaded.step_flops == full.step_flops
+    assert offloaded.kernels == full.kernels
+
+
+def test_offloaded_inputs_return_one_block_before_they_are_needed() -> None:
+    """At the second activation of a block: the layer's input and middle, this block's input and that
+    of the block before, the inside, and the gradients of the block's output and inside."""
+    for count in (4, 9):
+        found = cost(blocks(count), checkpointing="offloaded")
+        peak = found.saved_bytes + found.temporary_bytes
+        assert peak == (1 + 2 + 1 + 2) * ROW + MIDDLE
+
+
+def test_few_blocks_stay_on_the_device() -> None:
+    full, offloaded = (cost(blocks(2), checkpointing=kind) for kind in ("full", "offloaded"))
+    assert offloaded.saved_bytes == full.saved_bytes
+    assert offloaded.host_bytes == 2 * ROW
+
+
+def test_what_has_no_gradient_is_not_offloaded() -> None:
+    """A text that every block reads stays on the device."""
+    tape = adapted()
+    text, x = tape.array(10), tape.linear(tape.array(10), LAYER)
+    for index in range(4):
+        with tape.segment(f"blocks.{index}"):
+            x = tape.activation(tape.product(text, x))
+    found = cost(tape, checkpointing="offloaded")
+    assert found.host_bytes == 4 * ROW
+    assert found.saved_bytes == (1 + 1 + 2) * ROW + MIDDLE
 
 
 def test_a_segment_that_keeps_nothing_is_not_run_again() -> None:
     tape = adapted()
-    with tape.segment():
+    with tape.segment("blocks.0"):
         x = tape.activation(tape.array(10))
     tape.linear(x, LAYER)
-    kept, recomputed = (cost(tape, checkpointing=on) for on in (False, True))
+    kept, recomputed = (cost(tape, checkpointing=on) for on in ("none", "full"))
     assert recomputed == kept

@@ -18,6 +18,7 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from lora_trainer.errors import InputError
 from lora_trainer.families.base import BaseFacts, FileFormat, Layout
@@ -82,7 +83,7 @@ def test_facts_are_those_of_the_pipeline(base: Base) -> None:
     for part, network in (
         ("denoiser", pipeline.transformer),
         ("vae", pipeline.vae),
-        ("text_encoder", pipeline.text_encoder),
+        ("text_encoder", pipeline.text_encoder.model.language_model),
     ):
         expected = sum(weight.numel() for weight in network.parameters())
         assert facts.parts[part].parameters == expected
@@ -99,11 +100,37 @@ def test_known_releases_have_the_parameters_of_their_architecture(source: str) -
         networks = {
             "denoiser": QwenImageTransformer2DModel.from_config(dict(facts.architecture)),
             "vae": AutoencoderKLQwenImage(),  # the release's configuration is the default
+            "text_encoder": Qwen2_5_VLForConditionalGeneration(_qwen_vl_7b()),
         }
-    for part, network in networks.items():
-        expected = sum(weight.numel() for weight in network.parameters())
-        assert facts.parts[part].parameters == expected
+    published = {part: _numbers(network) for part, network in networks.items()}
+    assert facts.download_bytes == 2 * sum(published.values())
+    loaded = {**published, "text_encoder": _numbers(networks["text_encoder"].model.language_model)}
+    assert {part: found.parameters for part, found in facts.parts.items()} == loaded
     json.dumps(dict(facts.architecture))  # the planner's cost table is keyed by it
+
+
+def _numbers(network: nn.Module) -> int:
+    return sum(weight.numel() for weight in network.parameters())
+
+
+def _qwen_vl_7b() -> Qwen2_5_VLConfig:
+    return Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": 152_064,
+            "hidden_size": 3584,
+            "intermediate_size": 18_944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+        },
+        vision_config={
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "out_hidden_size": 3584,
+        },
+    )
 
 
 @pytest.mark.parametrize("size_px", [(64, 64), (1024, 768)])

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from lora_trainer import families
 from lora_trainer.adapter_size import adapter_parameters
 from lora_trainer.config import AdapterSettings
 from lora_trainer.errors import InputError
-from lora_trainer.families.base import DENOISER, PARTS, Layout
+from lora_trainer.families.base import DENOISER, PARTS, Layout, TextEncoder
 from lora_trainer.families.costs import TARGET_GROUPS, Targets, Workload
 from lora_trainer.families.folder import read_header, weights
 from lora_trainer.model.adapters import inject
@@ -77,16 +79,25 @@ def test_the_registry_and_all_families_import_no_torch() -> None:
 
 @FAMILIES
 def test_parameter_counts_are_those_of_the_loaded_parts(name: str) -> None:
+    """Buffers that are saved count like parameters: SD3's table of positions is as large as a block."""
     family, facts = families.family(name), facts_of(name)
     text = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
-    counted = {
-        "denoiser": sum(p.numel() for p in denoiser_of(name).parameters()),
-        "text_encoder": sum(p.numel() for n in text.networks.values() for p in n.parameters()),
+    vae = family.plain_pipeline(facts, dtype=torch.float32, device=CPU).vae
+    loaded: Mapping[str, Sequence[nn.Module]] = {
+        "denoiser": [denoiser_of(name)],
+        "vae": [vae],
+        "text_encoder": list(text.networks.values()),
     }
-    found = {part: facts.parts[part].parameters for part in counted}
-    assert found["denoiser"] == counted["denoiser"]
-    # Buffers and heads that a loader leaves out are in the files all the same.
-    assert found["text_encoder"] >= counted["text_encoder"] > 0.5 * found["text_encoder"]
+    counted = {part: sum(map(saved_numbers, found)) for part, found in loaded.items()}
+    assert counted == {part: facts.parts[part].parameters for part in loaded}
+
+
+def saved_numbers(network: nn.Module) -> int:
+    """Count parameters, shared ones once, and persistent buffers but batch statistics."""
+    saved = network.state_dict().keys()
+    buffers = [b for name, b in network.named_buffers() if name in saved and "running_" not in name]
+    counted = [buffer for buffer in buffers if buffer.is_floating_point()]
+    return sum(tensor.numel() for tensor in (*network.parameters(), *counted))
 
 
 @FAMILIES
@@ -149,6 +160,45 @@ def test_texts_are_told_apart_and_counted(name: str) -> None:
     assert all(torch.equal(one[key], again[key]) for key in one)
     assert encoder.count_tokens("") == 0
     assert encoder.count_tokens("word " * 900) >= 900, "counted before truncation"
+
+
+@FAMILIES
+def test_a_prompt_has_the_room_that_its_encoder_leaves(name: str) -> None:
+    """One token more than there is room for and something is cut: nothing more comes in."""
+    encoder = families.family(name).load_text_encoder(
+        facts_of(name), dtype=torch.float32, device=CPU
+    )
+    room = encoder.prompt_room()
+    counts = [encoder.count_tokens(" ".join(["a"] * count)) for count in (room, room + 1)]
+    assert counts == [room, room + 1]
+    shorter, whole, cut = (reach(encoder, count) for count in (room - 1, room, room + 1))
+    assert shorter < whole == cut
+
+
+@pytest.mark.parametrize(
+    ("name", "room"),
+    [
+        ("sd15", 77 - 2),  # CLIP: begin and end
+        ("sd3", 256 - 1),  # T5: end
+        ("flux", 512 - 1),
+        # <|im_start|>user\n and <|im_end|>\n<|im_start|>assistant\n, in letters
+        ("zimage", 512 - 19),
+        ("flux2", 512 - 25),  # and an empty thought
+        ("qwen", 512 - 13),  # what comes before the prompt has room of its own
+    ],
+)
+def test_the_room_of_each_kind_of_encoder(name: str, room: int) -> None:
+    facts = facts_of(name)
+    encoder = families.family(name).load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    assert encoder.prompt_room() == room
+
+
+def reach(encoder: TextEncoder, words: int) -> int:
+    """Return how many places a prompt fills: by the mask, else those that the empty prompt leaves."""
+    tokens, empty = encoder.tokenize([" ".join(["a"] * words)]), encoder.tokenize([""])
+    if "mask" in tokens:
+        return int(tokens["mask"].sum())
+    return max(int((ids != empty[name]).sum()) for name, ids in tokens.items())
 
 
 @FAMILIES

@@ -248,7 +248,7 @@ def test_a_file_is_read_by_the_pipeline_as_the_live_adapter(base: Base, tmp_path
         wanted = FAMILY.predict(live, latents, sigmas, conditioning)
     assert (wanted - plain).abs().max() > 1e-2
     assert (wanted - found).abs().max() < 1e-4
-    assert set(FAMILY.refused_formats) == {"kohya", "comfyui"}
+    assert set(FAMILY.refused_formats) == {"kohya"}
 
 
 # ---- images

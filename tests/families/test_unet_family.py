@@ -418,6 +418,8 @@ def test_shapes_for_the_plan_are_in_the_order_of_the_modules(name: str) -> None:
     for targets in ("attention", "transformer", "all"):
         shapes = family.adapter_shapes(facts, targets=targets)
         assert list(shapes) == family.lora_targets(denoiser, targets)
-        for module, (fan_in, out) in shapes.items():
+        for module, (fan_in, out, *rest) in shapes.items():
             weight: Any = denoiser.get_submodule(module).weight
             assert (weight[0].numel(), len(weight)) == (fan_in, out), module
+            kernel = weight[0, 0].numel()
+            assert rest == ([kernel] if kernel > 1 else []), module

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -13,31 +14,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lora_trainer import families
 from lora_trainer.config import AdapterSettings
-from lora_trainer.families.base import Conditioning
-from lora_trainer.families.costs import SampleCost, Workload
-from lora_trainer.families.flow import FlowFamily
+from lora_trainer.families.base import Conditioning, Geometry
+from lora_trainer.families.costs import Checkpointing, SampleCost, Targets, Workload
 from lora_trainer.model.adapters import inject
+from lora_trainer.model.checkpointing import BlockRunner, apply_checkpointing
 from lora_trainer.model.live_storages import LiveStorages, storage_key
 from lora_trainer.model.meta_kernels import FusedKernels, MetaAnswers
-from lora_trainer.model.trace import StepTrace, trace_forward, trace_step, traced_network
+from lora_trainer.model.trace import (
+    StepTrace,
+    TracedNetwork,
+    host_bytes,
+    trace_forward,
+    trace_step,
+    traced_network,
+)
 from tests.fakes.family_bases import CPU, facts_of
 
-TEXT_TOKENS, RANK = 7, 4
+RANK = 4
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-
-
-def flow_family(name: str) -> FlowFamily:
-    family = families.family(name)
-    assert isinstance(family, FlowFamily)
-    return family
-
-
-FLOW = [name for name in families.MODULES if isinstance(families.family(name), FlowFamily)]
 
 
 @pytest.fixture(autouse=True)
@@ -57,66 +55,83 @@ def workload(name: str, **changes: Any) -> Workload:
         "element_bytes": 4,
         "rank": RANK,
         "targets": "transformer",
-        "checkpointing": False,
+        "checkpointing": "none",
     }
     return Workload(**given | changes)
 
 
-def prompt_of(name: str) -> dict[str, tuple[int, ...]]:
-    facts, family = facts_of(name), flow_family(name)
-    return dict(family.prompt_shapes(facts.architecture, text_tokens=TEXT_TOKENS))
+@cache
+def text_of(name: str) -> Conditioning:
+    """Return one encoded prompt."""
+    encoder = families.family(name).load_text_encoder(
+        facts_of(name), dtype=torch.float32, device=CPU
+    )
+    return encoder.encode_prompts(["a red square"])
+
+
+@cache
+def network_of(name: str, targets: Targets, element_bytes: int) -> TracedNetwork:
+    given = workload(name, targets=targets, element_bytes=element_bytes)
+    prompt = {key: tuple(tensor.shape) for key, tensor in text_of(name).items()}
+    return traced_network(families.family(name), facts_of(name), given, prompt=prompt)
 
 
 @cache
 def traced(name: str, given: Workload) -> SampleCost:
-    network = traced_network(flow_family(name), facts_of(name), given, prompt=prompt_of(name))
+    network = network_of(name, given.targets, given.element_bytes)
     return network.sample_cost(given, kernels_of="cpu")
+
+
+@cache
+def trained_network(name: str, targets: Targets, element_bytes: int) -> nn.Module:
+    """Return the tiny base in memory with a real adapter."""
+    family, dtype = families.family(name), DTYPES[element_bytes]
+    network = family.load_denoiser(facts_of(name), dtype=dtype, device=CPU).train()
+    inject(
+        {"denoiser": network},
+        modules={"denoiser": family.lora_targets(network, targets)},
+        settings=AdapterSettings(rank=RANK, targets=targets),
+        alpha=RANK,
+        seed=0,
+    )
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    return network
 
 
 class Real:
     """The tiny base in memory with a real adapter, and one micro-batch of random inputs."""
 
     def __init__(self, name: str, given: Workload) -> None:
-        self.handed: list[Tensor] | None = None
-        family, facts, dtype = flow_family(name), facts_of(name), DTYPES[given.element_bytes]
-        network: Any = family.load_denoiser(facts, dtype=dtype, device=CPU).train()
-        inject(
-            {"denoiser": network},
-            modules={"denoiser": family.lora_targets(network, given.targets)},
-            settings=AdapterSettings(rank=given.rank, targets=given.targets),
-            alpha=given.rank,
-            seed=0,
-        )
-        for parameter in network.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-        if given.checkpointing:
-            network.enable_gradient_checkpointing(self._recompute)
+        family, facts, dtype = families.family(name), facts_of(name), DTYPES[given.element_bytes]
         count, factor = given.micro_batch, facts.vae_factor
         size = (given.height_px // factor, given.width_px // factor)
         self.noisy = torch.randn(count, facts.latent_channels, *size).to(dtype)
-        self.timesteps = torch.full((count,), 500.0)
-        told = family.guidance_conditioning(facts, guidance_scale=1.0)
-        self.conditioning: Conditioning = {
-            **{name: _text(name, shape, count, dtype) for name, shape in prompt_of(name).items()},
-            **{name: value.repeat(count).to(dtype) for name, value in told.items()},
+        flow = facts.prediction == "flow"
+        self.timesteps = torch.full((count,), 500, dtype=torch.float32 if flow else torch.int64)
+        whole = Geometry(original_px=(64, 64), corner_px=(0, 0), target_px=(64, 64))
+        told = {
+            **text_of(name),
+            **family.geometry_conditioning(facts, whole),
+            **family.guidance_conditioning(facts, guidance_scale=1.0),
         }
-        self.network: nn.Module = network
+        self.conditioning: Conditioning = {
+            key: (tensor.to(dtype) if tensor.is_floating_point() else tensor).repeat_interleave(
+                count, 0
+            )
+            for key, tensor in told.items()
+        }
         self.family = family
+        self.network = trained_network(name, given.targets, given.element_bytes)
         self.inputs = [self.noisy, self.timesteps, *self.conditioning.values()]
+        apply_checkpointing(self.network, given.checkpointing)
 
     def __call__(self) -> Tensor:
         return self.family.predict(self.network, self.noisy, self.timesteps, self.conditioning)
 
-    def _recompute(self, module: nn.Module, *args: Any) -> Any:
-        """What diffusers does by default. A checkpoint holds tensors inside tuples unseen by hooks."""
-        if self.handed is not None:
-            self.handed += [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        return checkpoint(module.__call__, *args, use_reentrant=False)
-
     def kept(self) -> dict[int, torch.UntypedStorage]:
         """Run forward and return the storages that hooks or checkpoints were given and that are held."""
-        self.handed = []
         packed: weakref.WeakSet[Packed] = weakref.WeakSet()
 
         def pack(tensor: Tensor) -> Packed:
@@ -124,10 +139,42 @@ class Real:
             return found
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda found: found.tensor):
-            prediction = self()
-        tensors, self.handed = [*(found.tensor for found in packed), *self.handed], None
+            with inputs_of_blocks(self.network) as handed:
+                prediction = self()
+        tensors = [*(found.tensor for found in packed), *handed]
         del prediction  # what a branch keeps that leads to no output was freed before
         return {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
+
+
+@contextmanager
+def inputs_of_blocks(network: nn.Module) -> Iterator[list[Tensor]]:
+    """List what recomputed blocks are given: a checkpoint holds tensors inside tuples unseen by hooks."""
+    handed: list[Tensor] = []
+
+    def noting(run: BlockRunner) -> Callable[..., Any]:
+        def call(block: nn.Module, *args: Any) -> Any:
+            outputs = run(block, *args)
+            # Where no output has a gradient, the checkpoint holds nothing.
+            if run.recomputes(block) and any(leaf.requires_grad for leaf in tensors_in(outputs)):
+                handed.extend(tensors_in(args))
+            return outputs
+
+        return call
+
+    runners = {
+        module: vars(module)["_gradient_checkpointing_func"]
+        for module in network.modules()
+        if getattr(module, "gradient_checkpointing", False)
+    }
+    for module, run in runners.items():
+        module._gradient_checkpointing_func = noting(run)  # type: ignore[assignment]
+    yield handed
+    for module, run in runners.items():
+        module._gradient_checkpointing_func = run
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @dataclass(eq=False)
@@ -137,30 +184,24 @@ class Packed:
     tensor: Tensor
 
 
-def _text(name: str, shape: tuple[int, ...], count: int, dtype: torch.dtype) -> Tensor:
-    if name.endswith("mask"):
-        return torch.ones(count, *shape[1:], dtype=torch.int64)
-    return torch.randn(count, *shape[1:]).to(dtype)
-
-
-@pytest.mark.parametrize("targets", ["attention", "all"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("name", FLOW)
+@pytest.mark.parametrize("micro_batch", [1, 2])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", families.MODULES)
 def test_saved_bytes_are_those_that_autograd_is_given(
-    name: str, checkpointing: bool, targets: str
+    name: str, checkpointing: Checkpointing, micro_batch: int
 ) -> None:
-    count = 2 if checkpointing else 1
-    given = workload(name, checkpointing=checkpointing, micro_batch=count, targets=targets)
+    targets = "attention" if micro_batch == 1 else "all"
+    given = workload(name, checkpointing=checkpointing, micro_batch=micro_batch, targets=targets)
     real = Real(name, given)
     before, now = real.kept(), real.kept()
     # What two passes share is no activation: parameters, inputs, tables of positions.
     saved = sum(storage.nbytes() for key, storage in now.items() if key not in before)
-    assert traced(name, given).saved_bytes * count == saved > 0
+    assert traced(name, given).saved_bytes * micro_batch == saved > 0
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("name", FLOW)
-def test_peaks_and_work_are_those_of_a_run_in_memory(name: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("name", families.MODULES)
+def test_peaks_and_work_are_those_of_a_run_in_memory(name: str, checkpointing: Checkpointing) -> None:
     given = workload(name, checkpointing=checkpointing, micro_batch=2)
     real, cost = Real(name, given), traced(name, given)
     with torch.no_grad():
@@ -174,7 +215,22 @@ def test_peaks_and_work_are_those_of_a_run_in_memory(name: str, checkpointing: b
     assert cost.kernels == pytest.approx(step.kernels, rel=0.02)
 
 
-@pytest.mark.parametrize("name", FLOW)
+@pytest.mark.parametrize("name", families.MODULES)
+def test_offloaded_inputs_are_bytes_of_the_host_and_not_of_the_device(name: str) -> None:
+    """In a run in memory both lie on the CPU."""
+    given = workload(name, checkpointing="offloaded", micro_batch=2, targets="all")
+    real, cost = Real(name, given), traced(name, given)
+    with torch.no_grad():
+        real()
+    step = trace_step(real.network, real, inputs=real.inputs)
+    assert 2 * cost.host_bytes == host_bytes(real.network) > 0
+    assert 2 * cost.saved_bytes == step.saved_bytes - 2 * cost.host_bytes
+    full = traced(name, replace(given, checkpointing="full"))
+    assert cost.saved_bytes <= full.saved_bytes <= cost.saved_bytes + cost.host_bytes
+    assert (cost.step_flops, full.host_bytes) == (full.step_flops, 0)
+
+
+@pytest.mark.parametrize("name", families.MODULES)
 def test_a_16_bit_base_keeps_fp32_copies_for_its_adapter(name: str) -> None:
     """CPU and meta differ in the dtype of a layer norm's statistics, which are small."""
     given = workload(name, element_bytes=2)
@@ -187,7 +243,7 @@ def test_a_16_bit_base_keeps_fp32_copies_for_its_adapter(name: str) -> None:
     assert cost.adapter_saved_bytes > 3 * traced(name, workload(name)).adapter_saved_bytes
 
 
-@pytest.mark.parametrize("name", FLOW)
+@pytest.mark.parametrize("name", families.MODULES)
 def test_flops_are_torchs_own_count(name: str) -> None:
     given = workload(name)
     real = Real(name, given)

@@ -13,10 +13,9 @@ from diffusers import UNet2DConditionModel
 from diffusers.loaders.lora_conversion_utils import _convert_non_diffusers_lora_to_diffusers
 
 from lora_trainer.families import family
-from lora_trainer.output.adapter_names import file_names, parse_key, sgm_names
+from lora_trainer.output.adapter_names import file_names, parse_key
 
 ATTENTION = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_out.0"
-UPSAMPLER = "up_blocks.0.upsamplers.0.conv"
 CLIP = "text_model.encoder.layers.3.self_attn.q_proj"
 
 
@@ -94,19 +93,6 @@ def test_two_text_encoders_are_kept_apart() -> None:
     assert found[f"text_encoder_2.{CLIP}"] == f"text_encoder_2.{CLIP}"
 
 
-def test_every_module_has_at_least_one_spelling_of_its_own() -> None:
-    with torch.device("meta"):
-        unet = small_unet()
-    names = family("sd15").lora_targets(unet, "all")
-    found = file_names(family("sd15"), {"denoiser": names})
-    for name in names:
-        flat = "lora_unet_" + name.replace(".", "_")
-        assert found[flat] == found[f"unet.{name}"] == f"denoiser.{name}"
-
-
-# ---- sgm names
-
-
 def small_unet() -> UNet2DConditionModel:
     return UNet2DConditionModel(
         block_out_channels=(8, 16, 16),
@@ -119,33 +105,45 @@ def small_unet() -> UNet2DConditionModel:
     )
 
 
+def test_every_module_has_at_least_one_spelling_of_its_own() -> None:
+    with torch.device("meta"):
+        unet = small_unet()
+    names = family("sd15").lora_targets(unet, "all")
+    found = file_names(family("sd15"), {"denoiser": names})
+    for name in names:
+        flat = "lora_unet_" + name.replace(".", "_")
+        assert found[flat] == found[f"unet.{name}"] == f"denoiser.{name}"
+
+
+# ---- names of the releases' own code
+
+
 @pytest.mark.parametrize(
-    ("module", "expected"),
+    ("name", "module", "original"),
     [
-        ("conv_in", "input_blocks.0.0"),
-        ("down_blocks.0.resnets.1.conv2", "input_blocks.2.0.out_layers.3"),
-        ("down_blocks.0.downsamplers.0.conv", "input_blocks.3.0.op"),
-        ("down_blocks.1.attentions.0.proj_in", "input_blocks.4.1.proj_in"),
-        ("down_blocks.2.resnets.1.time_emb_proj", "input_blocks.8.0.emb_layers.1"),
-        ("mid_block.attentions.0.proj_out", "middle_block.1.proj_out"),
-        ("mid_block.resnets.1.conv1", "middle_block.2.in_layers.2"),
-        ("up_blocks.0.resnets.2.conv_shortcut", "output_blocks.2.0.skip_connection"),
-        ("up_blocks.0.upsamplers.0.conv", "output_blocks.2.2.conv"),
-        ("up_blocks.1.attentions.2.proj_in", "output_blocks.5.1.proj_in"),
-        ("up_blocks.2.resnets.0.conv1", "output_blocks.6.0.in_layers.2"),
-        ("conv_out", "out.2"),
+        ("sd15", "down_blocks.0.downsamplers.0.conv", "input_blocks.3.0.op"),
+        ("sd15", "up_blocks.0.upsamplers.0.conv", "output_blocks.2.1.conv"),
+        ("sd2", "up_blocks.1.upsamplers.0.conv", "output_blocks.5.2.conv"),
+        ("sdxl", "down_blocks.1.attentions.0.proj_in", "input_blocks.4.1.proj_in"),
+        ("sdxl", "down_blocks.2.resnets.1.time_emb_proj", "input_blocks.8.0.emb_layers.1"),
+        ("sdxl", "up_blocks.0.upsamplers.0.conv", "output_blocks.2.2.conv"),
     ],
 )
-def test_sgm_names_of_a_unet(module: str, expected: str) -> None:
-    """The numbers are those of the published XL base, as far as it has such a block."""
-    with torch.device("meta"):
-        names = [name for name, _ in small_unet().named_modules()]
-    assert sgm_names(names)[module] == expected
+@pytest.mark.parametrize("prefix", ["lora_unet_", "lycoris_", "diffusion_model."])
+def test_modules_of_a_unet_are_found_by_the_names_of_checkpoints(
+    name: str, module: str, original: str, prefix: str
+) -> None:
+    """The numbers are those of the published bases, whichever modules have an adapter."""
+    spelling = prefix + (original if prefix.endswith(".") else original.replace(".", "_"))
+    assert file_names(family(name), {"denoiser": [module]})[spelling] == f"denoiser.{module}"
 
 
-def test_an_upsampler_without_attention_beside_it() -> None:
-    modules = ["up_blocks.0.resnets.2.conv1", UPSAMPLER]
-    assert sgm_names(modules)[UPSAMPLER] == "output_blocks.2.1.conv"
+def test_modules_that_no_release_has_keep_their_own_names() -> None:
+    module = "down_blocks.7.resnets.0.conv1"
+    found = file_names(family("sdxl"), {"denoiser": []})
+    assert found == {}
+    assert family("sdxl").checkpoint_module(module) is None
+    assert family("flux").checkpoint_module("transformer_blocks.0.attn.to_q") is None
 
 
 def test_diffusers_understands_the_attention_names() -> None:
@@ -157,10 +155,6 @@ def test_diffusers_understands_the_attention_names() -> None:
     (spelling,) = {parsed[0] for name in converted if (parsed := parse_key(name))}
     module = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
     assert file_names(family("sd15"), {"denoiser": [module]})[spelling] == f"denoiser.{module}"
-
-
-def test_transformers_have_no_sgm_names() -> None:
-    assert sgm_names(["transformer_blocks.0.attn.to_q"]) == {}
 
 
 def test_names_cost_no_torch() -> None:

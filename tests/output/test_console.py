@@ -36,6 +36,9 @@ STEP = {
     "seconds": 0.2,
     "data_wait_s": 0.0,
     "vram_bytes": 0,
+    "vram_reserved_bytes": 0,
+    "vram_used_bytes": 0,
+    "host_bytes": 1 << 30,
     "epoch": 0.1,
 }
 
@@ -82,6 +85,14 @@ def test_a_problem_is_one_line_with_its_fix(tmp_path: Path) -> None:
         "warning: broken/owl <b>17</b>.jpg: image is cut off after 81,220 bytes and was left out."
         " Fix: export it again." in out.getvalue().splitlines()
     )
+
+
+@pytest.mark.parametrize(("private", "said"), [(True, "private"), (False, "public")])
+def test_an_upload_is_one_line_with_its_address(private: bool, said: str) -> None:
+    show, out = plain()
+    address = "https://huggingface.co/me/tabby"
+    EventStream(listeners=[show]).emit("uploaded", address=address, private=private)
+    assert out.getvalue().splitlines() == [f"uploaded: {address} ({said})"]
 
 
 def test_validation_says_how_it_compares(tmp_path: Path) -> None:

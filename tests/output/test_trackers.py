@@ -25,6 +25,9 @@ STEP: dict[str, Any] = {
     "seconds": 0.2,
     "data_wait_s": 0.01,
     "vram_bytes": 3 << 30,
+    "vram_reserved_bytes": 4 << 30,
+    "vram_used_bytes": 5 << 30,
+    "host_bytes": 2 << 30,
     "epoch": 0.1,
 }
 
@@ -68,6 +71,9 @@ def test_tags_of_a_step_and_a_validation() -> None:
             "time/step_s": 0.2,
             "time/data_wait_s": 0.01,
             "sys/vram_gib": 3.0,
+            "sys/vram_reserved_gib": 4.0,
+            "sys/vram_used_gib": 5.0,
+            "sys/host_gib": 2.0,
         },
         3,
     )

@@ -17,15 +17,15 @@ from lora_trainer.config import ObjectiveSettings, OptimizerSettings
 from lora_trainer.data.loader import StepBatch, micro_batches
 from lora_trainer.errors import StoppedBySignal, TrainingStopped, exit_code
 from lora_trainer.output.checkpoints import load_newest
+from lora_trainer.output.state_writer import StateWriter
 from lora_trainer.train.actions import SaveAction, load_scaler
-from lora_trainer.train.guards import GuardState
+from lora_trainer.train.guards import from_plain
 from lora_trainer.train.levels import flow_levels
 from lora_trainer.train.loop import Model, _gradients, run
 from lora_trainer.train.progress import Progress
 from tests.fakes.training import (
     MIXED,
     SQUARE,
-    WIDE,
     TinyTraining,
     at_start,
     awaken,
@@ -144,7 +144,9 @@ def test_what_is_cached_of_a_prompt_goes_through_embed() -> None:
         return {**conditioning, "text": conditioning["text"] * scale}
 
     loss = replace(model, embed=embed).losses(samples).sum()
-    assert float(loss.detach()) == pytest.approx(float(model.losses(samples).sum().detach()), rel=1e-6)
+    assert float(loss.detach()) == pytest.approx(
+        float(model.losses(samples).sum().detach()), rel=1e-6
+    )
     loss.backward()
     assert scale.grad is not None and float(scale.grad) != 0
 
@@ -236,63 +238,6 @@ class SavedBytes:
     def __call__(self, tensor: Tensor) -> Tensor:
         self.first_bytes += tensor.nbytes
         return tensor
-
-
-# ---- out of memory
-
-
-def out_of_memory_above(images: int) -> Callable[[Model], Model]:
-    """Return how a model changes on a device that holds this many images."""
-
-    def adapt(model: Model) -> Model:
-        def predict(denoiser: nn.Module, noisy: Tensor, *rest: Any) -> Tensor:
-            if len(noisy) > images:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
-            return model.predict(denoiser, noisy, *rest)
-
-        return replace(model, predict=predict)
-
-    return adapt
-
-
-UNEVEN = (SQUARE, WIDE, WIDE, WIDE)
-"""One micro-batch of one and one of three: the second fails after the first left its gradients."""
-
-
-def test_out_of_memory_changes_nothing_but_the_micro_batch() -> None:
-    feeder = build_feeder(UNEVEN)
-    assert [len(group) for group in micro_batches(feeder.prepare(1), cap=4)] in ([1, 3], [3, 1])
-    tiny = build_training(feeder, steps=4, adapt=out_of_memory_above(2))
-    end = run(tiny.training, at_start(micro_batch=4))
-    assert tiny.of_kind("change") == [
-        {
-            "key": "memory.micro_batch",
-            "old": 4,
-            "new": 2,
-            "reason": "CUDA out of memory. Tried to allocate 2.00 GiB",
-        }
-    ]
-    assert end == Progress(step=4, images=16, guard=GuardState(micro_batch=2), ending=True)
-    other = build_training(build_feeder(UNEVEN), steps=4)
-    run(other.training, at_start(micro_batch=2))
-    assert equal(values(tiny), values(other))
-    assert tiny.losses == other.losses
-
-
-def test_out_of_memory_halves_until_it_fits() -> None:
-    tiny = build_training(build_feeder([SQUARE]), steps=2, adapt=out_of_memory_above(1))
-    run(tiny.training, at_start(micro_batch=4))
-    assert [(change["old"], change["new"]) for change in tiny.of_kind("change")] == [(4, 2), (2, 1)]
-    assert len(tiny.losses) == 2
-
-
-def test_out_of_memory_with_one_image_stops_with_the_weights_untouched() -> None:
-    tiny = build_training(build_feeder(), steps=2, adapt=out_of_memory_above(0))
-    before = values(tiny)
-    with pytest.raises(TrainingStopped, match="one image at a time"):
-        run(tiny.training, at_start(micro_batch=4))
-    assert equal(values(tiny), before)
-    assert tiny.losses == []
 
 
 def test_other_errors_of_the_model_are_not_taken_for_memory() -> None:
@@ -469,18 +414,16 @@ def test_the_loss_scale_survives_a_resume(tmp_path: Path) -> None:
 
 def saving(tiny: TinyTraining, folder: Path) -> SaveAction:
     return SaveAction(
-        folder=folder,
+        writer=StateWriter(folder=folder, keep=2, events=tiny.training.events),
         adapter=tiny.adapter,
         optimizer=tiny.training.optimizer,
         scaler=tiny.training.scaler,
-        export=lambda progress: "none",
+        export=lambda progress, copy: lambda: "none",
         last_step=tiny.training.steps,
         every_steps=0,
         every_images=None,
         batch_size=tiny.training.batch_size,
-        keep_states=2,
         fingerprint="f",
-        events=tiny.training.events,
         asked=lambda: False,
     )
 
@@ -491,8 +434,7 @@ def restored(tiny: TinyTraining, folder: Path) -> Progress:
     tiny.adapter.load_state(state.adapter)
     tiny.training.optimizer.load_state_dict(dict(state.optimizer))
     load_scaler(tiny.training.scaler, state.extras)
-    names = ("micro_batch", "skipped", "skipped_in_row")
-    guard = GuardState(**{name: state.extras[name] for name in names})
+    guard = from_plain(state.extras["guard"])
     return Progress(step=state.step, images=state.images_seen, guard=guard)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -16,10 +17,16 @@ from torch import nn
 
 from lora_trainer.config import OptimizerSettings
 from lora_trainer.errors import MachineError
-from lora_trainer.train.optim import build_optimizer, learning_rate, set_learning_rate
+from lora_trainer.train.optim import (
+    build_optimizer,
+    learning_rate,
+    restore_optimizer,
+    set_learning_rate,
+)
 
 SCHEDULES = st.sampled_from(["constant", "linear", "cosine"])
-NAMES = pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+NAMES = pytest.mark.parametrize("name", ["adamw", "adamw8bit", "paged_adamw8bit"])
+EIGHT_BIT = pytest.mark.parametrize("name", ["adamw8bit", "paged_adamw8bit"])
 
 
 def settings(name: str = "adamw") -> OptimizerSettings:
@@ -75,16 +82,68 @@ def test_real_steps_equal_those_of_a_fresh_optimizer(name: str) -> None:
             torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
 
 
-def test_the_8_bit_optimizer_keeps_8_bits() -> None:
+@EIGHT_BIT
+def test_the_8_bit_optimizers_keep_8_bits(name: str) -> None:
     own = parameters()
-    optimizer = build_optimizer([one_group(own)], settings("adamw8bit"))
+    optimizer = build_optimizer([one_group(own)], settings(name))
     assert optimizer.state[own[0]]["state1"].dtype == torch.uint8
 
 
-def test_a_missing_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@EIGHT_BIT
+def test_a_missing_bitsandbytes_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    with pytest.raises(MachineError, match="adamw8bit needs bitsandbytes"):
-        build_optimizer([one_group(parameters())], settings("adamw8bit"))
+    with pytest.raises(MachineError, match=f"optimizer.name={name} needs bitsandbytes"):
+        build_optimizer([one_group(parameters())], settings(name))
+
+
+def test_a_gpu_gets_the_paged_class_and_a_cpu_the_plain_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU all state is in host memory, and the paged class would only warn of that."""
+    from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+
+    own = parameters()
+    assert type(build_optimizer([one_group(own)], settings("paged_adamw8bit"))) is AdamW8bit
+    monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
+    made = []
+    monkeypatch.setattr("lora_trainer.train.optim._allocate", made.append)
+    build_optimizer([one_group(own)], settings("paged_adamw8bit"))
+    build_optimizer([one_group(own)], settings("adamw8bit"))
+    assert [type(optimizer) for optimizer in made] == [PagedAdamW8bit, AdamW8bit]
+
+
+@NAMES
+def test_a_restored_optimizer_goes_on_to_the_same_bits(name: str) -> None:
+    own = parameters()
+    straight = build_optimizer([one_group(own)], settings(name))
+    for seed in range(4):
+        if seed == 2:
+            state = copy.deepcopy(straight.state_dict())
+            other = [nn.Parameter(parameter.detach().clone()) for parameter in own]
+        give_gradients(own, seed)
+        straight.step()
+    restored = build_optimizer([one_group(other)], settings(name))
+    restore_optimizer(restored, state)
+    for seed in (2, 3):
+        give_gradients(other, seed)
+        restored.step()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(own, other, strict=True))
+
+
+def test_paged_state_is_filled_where_it_is_and_not_replaced() -> None:
+    """bitsandbytes marks managed memory by an attribute, and puts new tensors in its place."""
+    own, other = parameters(), parameters()
+    saved = build_optimizer([one_group(own)], settings("adamw8bit"))
+    give_gradients(own, 1)
+    saved.step()
+    optimizer = build_optimizer([one_group(other)], settings("paged_adamw8bit"))
+    paged = {name: optimizer.state[other[0]][name] for name in ("state1", "state2")}
+    for tensor in paged.values():
+        tensor.is_paged = True
+    restore_optimizer(optimizer, saved.state_dict())
+    assert all(optimizer.state[other[0]][name] is tensor for name, tensor in paged.items())
+    found, wanted = optimizer.state[other[0]], saved.state[own[0]]
+    assert all(torch.equal(found[name], wanted[name]) for name in ("state1", "state2", "absmax1"))
 
 
 @NAMES

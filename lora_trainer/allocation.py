@@ -1,0 +1,326 @@
+"""The planner's memory part: which loads may be tried, how they are judged, and why one was taken.
+
+Input is the settings so far and what they are planned for; output an `Allocation`: the load that fits,
+its predictions, its time, and a decision with its reason for every setting it changed or filled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from lora_trainer.cards import card
+from lora_trainer.config import CHECKPOINTING, Checkpointing, build_config
+from lora_trainer.errors import MachineError, RequestError
+from lora_trainer.families.base import BaseFacts
+from lora_trainer.fitting import Choices, Fit, Judge, Limit, fit, gib, images_at_once
+from lora_trainer.hardware import GIB, Gpu, Hardware
+from lora_trainer.host_memory import HostPrediction, predict_host
+from lora_trainer.memory import RECOMPUTING, Load, Prediction, RememberedCosts, predict
+from lora_trainer.quantization import BasePrecision
+from lora_trainer.step_time import StepTime, cpu_step_time, gpu_step_time, step_work
+
+AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
+"""What `auto` may keep a base in; fp8 takes what int8 takes and rounds more."""
+# What a priority would rather take than fewer bits: a step that is so many times longer. Quality
+# takes any. Where one asks for more than the next, its steps are never longer.
+FEWER_BITS: Mapping[str, Mapping[BasePrecision, float]] = {
+    "speed": {"int8": 1.1, "fp8": 1.1, "nf4": 1.2},
+    "balanced": {"int8": 1.2, "fp8": 1.25, "nf4": 1.5},
+}
+RANK: Mapping[BasePrecision, int] = {"int8": 1, "fp8": 2, "nf4": 3}
+"""Order of precision; what is kept whole comes first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """One value the planner set; `bytes` is the predicted peak it was decided by, 0 if none was."""
+
+    key: str
+    value: Any
+    reason: str
+    bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """What was decided about memory; `images_at_once` is by bucket, (width, height) in pixels."""
+
+    load: Load
+    memory: Prediction
+    host: HostPrediction | None
+    time: StepTime
+    images_at_once: Mapping[tuple[int, int], int]
+    decisions: tuple[Decision, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocator:
+    """Settings without `auto` but for memory's, and what they are planned for; `gpu` None: the processor."""
+
+    values: Mapping[str, Any]
+    facts: BaseFacts
+    costs: RememberedCosts
+    hardware: Hardware
+    gpu: Gpu | None
+    buckets: Sequence[tuple[int, int]]
+    priority: str
+
+    def allocate(self) -> Allocation:
+        """Raise MachineError naming the nearest setting that fits when nothing does, or RequestError."""
+        self._refuse_impossible()
+        wanted, judge = self._wanted, self._judge
+        found = fit(
+            wanted,
+            choices=self._choices,
+            judge=judge,
+            limit=self.limit,
+            step_px=self.facts.bucket_step_px,
+        )
+        at_once = images_at_once(
+            found.load, self._all_buckets, most=wanted.micro_batch, judge=judge
+        )
+        loads = [
+            replace(found.load, bucket_px=bucket, micro_batch=count)
+            for bucket, count in at_once.items()
+        ]
+        memory = max((judge.predict(load) for load in loads), key=lambda made: made.peak_bytes)
+        return Allocation(
+            load=found.load,
+            memory=memory,
+            host=judge.predict_host(found.load),
+            time=self._time(found.load),
+            images_at_once=at_once,
+            decisions=tuple(self._decisions(found, max(at_once.values()), memory.peak_bytes)),
+        )
+
+    # ---- what may be tried
+
+    @property
+    def _all_buckets(self) -> Sequence[tuple[int, int]]:
+        side_px = int(self.values["data.resolution"])
+        return self.buckets or [(side_px, side_px)]
+
+    @cached_property
+    def _wanted(self) -> Load:
+        values = self.values
+        micro_batch, batch_size = values["memory.micro_batch"], values["train.batch_size"]
+        return Load(
+            device="cuda" if self.gpu else "cpu",
+            precision=values["train.precision"],
+            base_precision=self._choices.base_precisions[0],
+            adapter=build_config(values).adapter,
+            optimizer=values["optimizer.name"],
+            text_precision=values["memory.text_encoder_precision"],
+            text_offload=False,
+            micro_batch=batch_size if micro_batch == "auto" else micro_batch,
+            checkpointing=self._choices.checkpointing[0],
+            streamed_blocks=self._choices.streamed[0],
+            bucket_px=max(self._all_buckets, key=lambda size: size[0] * size[1]),
+            samples=bool(values["sampling.every_steps"]),
+            sample_side_px=int(values["data.resolution"]),
+            prepared_samples=values["data.prefetch_steps"] * batch_size,
+        )
+
+    @cached_property
+    def _choices(self) -> Choices:
+        kind, streamed = (
+            self.values["memory.gradient_checkpointing"],
+            self.values["memory.streamed_blocks"],
+        )
+        first = 0 if kind == "auto" else CHECKPOINTING.index(kind)
+        offload = self.values["memory.text_encoder_offload"]
+        may_offload = self.gpu is not None and not self.values["adapter.text_encoder"]
+        return Choices(
+            base_precisions=self._base_precisions(),
+            checkpointing=self._kinds(CHECKPOINTING[first:]),
+            streamed=(0 if streamed == "auto" else streamed, self._streamable),
+            text_offload=((True,) if offload is True else (False, True))
+            if may_offload
+            else (False,),
+        )
+
+    def _kinds(self, allowed: tuple[Checkpointing, ...]) -> tuple[Checkpointing, ...]:
+        """On the processor there is nowhere to offload to."""
+        if self.gpu is not None:
+            return allowed
+        return tuple(kind for kind in allowed if kind != "offloaded") or ("full",)
+
+    def _base_precisions(self) -> tuple[BasePrecision, ...]:
+        """A precision somebody chose stays: it changes the result."""
+        asked, whole = self.values["memory.base_precision"], self.values["train.precision"]
+        if asked != "auto":
+            return (asked,)
+        if self.gpu is None:
+            return (whole,)
+        return (whole, *(kind for kind in AUTOMATIC if kind != "nf4" or self._has_bitsandbytes))
+
+    @property
+    def _has_bitsandbytes(self) -> bool:
+        return self.hardware.packages.get("bitsandbytes") is not None
+
+    @property
+    def _streamable(self) -> int:
+        """What an assistant adds to a layer does not follow its weights."""
+        return self._blocks if self.gpu and self.values["base.assistant"] is None else 0
+
+    @cached_property
+    def _blocks(self) -> int:
+        shapes = self.costs.linear_shapes(self.facts)
+        return len({name for name in map(self.costs.block_of, shapes) if name})
+
+    def _refuse_impossible(self) -> None:
+        streamed, offload = (
+            self.values["memory.streamed_blocks"],
+            self.values["memory.text_encoder_offload"],
+        )
+        if streamed not in ("auto", 0) and self.values["base.assistant"] is not None:
+            raise RequestError(
+                "memory.streamed_blocks and base.assistant cannot be combined: an assistant runs "
+                "beside blocks that stay on the card",
+                fix="leave one of them out",
+            )
+        if streamed not in ("auto", 0) and self.gpu is None:
+            raise RequestError(
+                f"memory.streamed_blocks={streamed} is for a card, and this run is on the processor",
+                fix="leave it out",
+            )
+        if streamed != "auto" and streamed > self._blocks:
+            raise RequestError(
+                f"memory.streamed_blocks={streamed}, and {self.facts.source} has {self._blocks} blocks",
+                fix=f"use a number from 0 to {self._blocks}",
+            )
+        if offload is True and self.gpu is None:
+            raise RequestError(
+                "memory.text_encoder_offload is for a card, and this run is on the processor",
+                fix="leave it out",
+            )
+        if self.values["memory.base_precision"] == "nf4" and not self._has_bitsandbytes:
+            raise MachineError(
+                "memory.base_precision=nf4 needs bitsandbytes, which is not installed",
+                fix="pip install bitsandbytes, or use --set memory.base_precision=int8",
+            )
+
+    # ---- how it is judged
+
+    @cached_property
+    def limit(self) -> Limit:
+        """What may be used of the device, and what says so."""
+        if self.gpu is None:
+            return Limit(bytes=self.hardware.ram_free_bytes, reason="of memory free")
+        asked_gib = self.values["hardware.vram_limit_gib"]
+        if asked_gib is not None and asked_gib * GIB < self.gpu.free_bytes:
+            return Limit(bytes=int(asked_gib * GIB), reason="allowed by hardware.vram_limit_gib")
+        return Limit(bytes=self.gpu.free_bytes, reason=f"free on {self.gpu.name}")
+
+    @cached_property
+    def _judge(self) -> Judge:
+        return Judge(
+            predict=lambda load: predict(
+                load, facts=self.facts, costs=self.costs, limit_bytes=self.limit.bytes
+            ),
+            predict_host=self._predict_host,
+            seconds=lambda load: self._time(load).seconds,
+            price=self._price,
+        )
+
+    def _predict_host(self, load: Load) -> HostPrediction | None:
+        if self.gpu is None:
+            return None  # everything is in the machine's memory: that is the prediction
+        return predict_host(
+            load, facts=self.facts, costs=self.costs, limit_bytes=self.hardware.ram_free_bytes
+        )
+
+    def _time(self, load: Load) -> StepTime:
+        batch_size = self.values["train.batch_size"]
+        work = step_work(load, facts=self.facts, costs=self.costs, batch_size=batch_size)
+        if self.gpu is None:
+            return cpu_step_time(work, threads=self.values["hardware.threads"])
+        found = card(self.gpu.name, total_bytes=self.gpu.total_bytes)
+        return gpu_step_time(work, found, precision=load.precision)
+
+    def _price(self, precision: BasePrecision, seconds: float) -> tuple[float, ...]:
+        if self.priority in FEWER_BITS:
+            return (seconds * FEWER_BITS[self.priority].get(precision, 1.0),)
+        return (RANK.get(precision, 0), seconds)
+
+    # ---- why
+
+    def _decisions(self, found: Fit, at_once: int, peak_bytes: int) -> Iterator[Decision]:
+        load, limit = found.load, self.limit
+        against = f"{gib(peak_bytes)} predicted, {limit}"
+        chosen = {
+            "memory.base_precision": (load.base_precision, self._why_precision(found)),
+            "memory.gradient_checkpointing": (load.checkpointing, self._why_recomputing(load)),
+            "memory.streamed_blocks": (load.streamed_blocks, self._why_streaming(load)),
+            "memory.micro_batch": (at_once, self._why_micro_batch(load, at_once)),
+            "memory.text_encoder_offload": (load.text_offload, self._why_offload(load)),
+        }
+        for key, (value, why) in chosen.items():
+            before = self.values[key]
+            if before != value:
+                asked = "" if before == "auto" else f"asked for {_said(before)}: "
+                reason = f"{asked}{why or against}"
+                yield Decision(key=key, value=value, reason=reason, bytes=peak_bytes)
+        if found.sampling_bytes:
+            reason = f"sample images would take {gib(found.sampling_bytes)}, {limit}"
+            yield Decision(
+                key="sampling.every_steps", value=0, reason=reason, bytes=found.sampling_bytes
+            )
+
+    def _peak(self, load: Load) -> str:
+        return gib(self._judge.predict(load).peak_bytes)
+
+    def _why_precision(self, found: Fit) -> str:
+        load = found.load
+        others = [
+            f"{precision} {found.seconds[precision]:.3g} s"
+            if precision in found.seconds
+            else f"{precision} does not fit"
+            for precision in self._choices.base_precisions
+            if precision != load.base_precision
+        ]
+        if not others:
+            return "the dtype it is computed in" if load.base_precision == load.precision else ""
+        here = f"about {self._time(load).seconds:.3g} s a step"
+        return f"{here}; {', '.join(others)}; {self._taste()}"
+
+    def _taste(self) -> str:
+        if self.priority not in FEWER_BITS:
+            return "quality: the most precise that fits"
+        return f"{self.priority}: fewer bits only where clearly faster"
+
+    def _why_recomputing(self, load: Load) -> str:
+        if load.checkpointing == "none":
+            return ""
+        other: Checkpointing = CHECKPOINTING[CHECKPOINTING.index(load.checkpointing) - 1]
+        if load.streamed_blocks and other not in RECOMPUTING:
+            return "streamed blocks have to be recomputed"
+        return f"{other} would take {self._peak(replace(load, checkpointing=other))}, {self.limit}"
+
+    def _why_streaming(self, load: Load) -> str:
+        if not load.streamed_blocks:
+            return "all blocks fit on the device" if self.gpu else "there is no card"
+        whole = self._peak(replace(load, streamed_blocks=0))
+        return f"of {self._blocks}: all on the card would take {whole}, {self.limit}"
+
+    def _why_micro_batch(self, load: Load, at_once: int) -> str:
+        if at_once == self.values["train.batch_size"]:
+            return ""
+        more = self._peak(replace(load, micro_batch=load.micro_batch + 1))
+        width_px, height_px = load.bucket_px
+        return (
+            f"{load.micro_batch + 1} of {width_px}x{height_px} px would take {more}, {self.limit}"
+        )
+
+    def _why_offload(self, load: Load) -> str:
+        if not load.text_offload:
+            return "they fit on the device alone" if self.gpu else "there is no card"
+        whole = self._judge.predict(replace(load, text_offload=False)).phases["texts"]
+        return f"whole they would take {gib(whole)}, {self.limit}"
+
+
+def _said(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,103 @@
+"""Predicted memory of the machine beside the card: what waits there for the device, and what loads.
+
+Inputs are those of `memory.predict`; output is one `HostPrediction`. Weights are read from mapped
+files, which the system can drop and read again, so loading may exceed what is free: it then takes
+longer. What is pinned for the device may not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lora_trainer.families.base import BaseFacts
+from lora_trainer.frozen import ELEMENT_BYTES
+from lora_trainer.memory import GIB, PAGED, STATE_BYTES, Load, MemoryItem, RememberedCosts
+
+# Python with torch, diffusers and transformers, and the CUDA libraries it maps.
+HOST_RUNTIME_BYTES = 2 * GIB
+CACHE_RESIDENT_BYTES = GIB
+"""Latents and text embeddings kept from the disk, at most (`data.loader`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPrediction:
+    """`items` add up to `bytes`, which have to be there; `loading_bytes` are read through the file cache."""
+
+    items: tuple[MemoryItem, ...]
+    loading_bytes: int
+    limit_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(item.bytes for item in self.items)
+
+    @property
+    def fits(self) -> bool:
+        return self.bytes <= self.limit_bytes
+
+    @property
+    def loads_slowly(self) -> bool:
+        """Whether weights are read from the disk more than once."""
+        return HOST_RUNTIME_BYTES + self.loading_bytes > self.limit_bytes
+
+
+def predict_host(
+    load: Load, *, facts: BaseFacts, costs: RememberedCosts, limit_bytes: int
+) -> HostPrediction:
+    """Return what a run on a card needs of the machine's memory."""
+    text = facts.parts["text_encoder"].parameters * ELEMENT_BYTES[load.text_precision]
+    base = facts.parts["denoiser"].parameters * ELEMENT_BYTES[load.precision]
+    phases = (
+        _training(load, facts, costs),
+        _offloaded_text(load, text),
+        _quantising(load, facts, costs),
+    )
+    largest = max(phases, key=lambda items: sum(item.bytes for item in items))
+    runtime = MemoryItem(
+        name="runtime", bytes=HOST_RUNTIME_BYTES, note="Python, torch and CUDA libraries"
+    )
+    return HostPrediction(
+        items=(runtime, *largest),
+        loading_bytes=max(text, base),
+        limit_bytes=limit_bytes,
+    )
+
+
+def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
+    found = [
+        MemoryItem(
+            name="cached latents and texts",
+            bytes=CACHE_RESIDENT_BYTES,
+            note="at most; the rest is read from the disk",
+        )
+    ]
+    if load.streamed_blocks:
+        base = costs.frozen_base(facts, load)
+        note = f"{load.streamed_blocks} pinned blocks in {load.base_precision}"
+        streamed = base.streamed_bytes(load.streamed_blocks)
+        found.append(MemoryItem(name="streamed blocks", bytes=streamed, note=note))
+    waiting = load.micro_batch * costs.sample_cost(facts, load.workload()).host_bytes
+    if waiting:
+        note = f"pinned inputs of recomputed blocks, {load.micro_batch} at a time"
+        found.append(MemoryItem(name="offloaded activations", bytes=waiting, note=note))
+    if load.optimizer in PAGED:
+        adapter = costs.adapter_parameters(facts, load.adapter)
+        state = int(adapter * STATE_BYTES[load.optimizer])
+        found.append(MemoryItem(name="optimizer states", bytes=state, note=load.optimizer))
+    return found
+
+
+def _quantising(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
+    """A base that is streamed is quantised beside the card, before the card takes its own blocks."""
+    base = costs.frozen_base(facts, load)
+    if not (load.streamed_blocks and base.is_quantized):
+        return []
+    note = f"{load.base_precision}, before the card takes its own blocks"
+    return [MemoryItem(name="base while it is quantised", bytes=base.bytes, note=note)]
+
+
+def _offloaded_text(load: Load, text_bytes: int) -> list[MemoryItem]:
+    if not load.text_offload:
+        return []
+    note = f"{load.text_precision}, while texts are cached"
+    return [MemoryItem(name="text encoders", bytes=text_bytes, note=note)]

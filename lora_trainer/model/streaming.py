@@ -1,0 +1,204 @@
+"""Streams frozen blocks: their weights lie in host memory and are on the device while they are due.
+
+`stream_blocks` takes a network with adapters and checkpointing in place, on the CPU or on the device,
+and leaves it ready to train and sample on the device. Weights are copied one block ahead into one of
+two buffers, in the forward and in the backward pass, and never back: the base is frozen. Blocks must
+be recomputed, or autograd would keep weights that are written over; torch's version counters would
+then refuse the backward pass, so no gradient is ever silently wrong.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.errors import RequestError
+from lora_trainer.model.checkpointing import is_checkpointed
+from lora_trainer.model.copy_stream import CopyStream, Done
+from lora_trainer.model.host_weights import PackedBlock, base_tensors, pack, parts, pin, unpin
+from lora_trainer.streamed import BUFFERS, streamed_indices
+
+
+def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks that can be streamed by name, in module order, as diffusers declares them."""
+    kinds: Any = network._repeated_blocks or network._no_split_modules
+    return {name: found for name, found in network.named_modules() if type(found).__name__ in kinds}
+
+
+def block_sizes(network: nn.Module) -> list[int]:
+    """Return how many elements the base has in each repeated block; works on `meta` too."""
+    return [
+        sum(owner[name].numel() for owner, name in base_tensors(block))
+        for block in repeated_blocks(network).values()
+    ]
+
+
+def stream_blocks(network: nn.Module, *, count: int, device: torch.device) -> Streamed:
+    """Keep the frozen weights of `count` repeated blocks in host memory; all else goes to `device`.
+
+    Raises RequestError where there are not as many blocks, they are not recomputed, or their weights
+    are of a type that cannot be packed; MachineError when the host cannot pin the memory.
+    """
+    names = list(repeated_blocks(network))
+    if not 1 <= count <= len(names):
+        raise RequestError(
+            f"memory.streamed_blocks={count}, and the base has {len(names)} blocks",
+            fix=f"use at most {len(names)}",
+        )
+    return Streamed(
+        network, [names[index] for index in streamed_indices(len(names), count)], device=device
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class _Buffer:
+    """Device memory for the weights of one block; `block` is in it, or on its way until `arrived`."""
+
+    memory: Tensor
+    views: list[list[Tensor]]
+    """Of every block, as it lies in `memory`."""
+    block: int | None = None
+    arrived: Done = None
+
+
+class Streamed:
+    """The streamed blocks of a network; `remove` makes it a plain one again.
+
+    `loads` counts copies to the device, `late_loads` those that a block had to wait for in full.
+    """
+
+    def __init__(self, network: nn.Module, names: list[str], *, device: torch.device) -> None:
+        self.names, self.device = tuple(names), device
+        self.loads = self.late_loads = 0
+        blocks = [network.get_submodule(name) for name in names]
+        # Weak: a block's hook holds this object.
+        self._parents = [
+            weakref.ref(network.get_submodule(".".join(name.split(".")[:-2]))) for name in names
+        ]
+        for index, block in enumerate(blocks):
+            self._require_recomputation(index, block)
+        self._blocks = [PackedBlock(block) for block in blocks]
+        memory = pack(self._blocks)
+        self._unpin = self._pin(memory) if device.type == "cuda" else None
+        self._host = parts(memory, self._blocks)
+        self._host_views = [
+            block.views(part) for block, part in zip(self._blocks, self._host, strict=True)
+        ]
+        self._move_the_rest(network)
+        self._copies = CopyStream(device)
+        self._buffers = [self._buffer() for _ in range(min(BUFFERS, len(names)))]
+        self._order, self._last = list(range(len(names))), 0
+        self._handles = [
+            block.register_forward_pre_hook(partial(self._before, index))
+            for index, block in enumerate(blocks)
+        ]
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory."""
+        return sum(part.nbytes for part in self._host)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Device memory of the buffers."""
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
+
+    def remove(self) -> None:
+        """Put all weights on the device for good."""
+        for handle in self._handles:
+            handle.remove()
+        if self._unpin is not None:
+            torch.cuda.synchronize(self.device)  # copies may be under way
+        self._buffers.clear()
+        for block, part in zip(self._blocks, self._host, strict=True):
+            block.hold(block.views(part.to(self.device, copy=True)))
+        if self._unpin is not None:
+            self._unpin()
+
+    # ---- before a block runs: in the forward pass, and again when the backward pass recomputes it
+
+    def _before(self, index: int, module: nn.Module, _: tuple[Any, ...]) -> None:
+        backward = torch._C._current_graph_task_id() != -1
+        if torch.is_grad_enabled() and not backward:
+            self._require_recomputation(index, module)
+        buffer = self._buffer_of(index)
+        if buffer is None:
+            self.late_loads += 1
+            buffer = self._load(index)
+        self._copies.wait(buffer.arrived)
+        self._blocks[index].hold(buffer.views[index])
+        # The last in the list is in use; the first is free: the block before has been computed, and
+        # in the backward pass its gradients have, as autograd runs the later of two blocks first.
+        self._buffers.remove(buffer)
+        self._buffers.append(buffer)
+        following = self._previous(index) if backward else self._next(index)
+        if following is not None and self._buffer_of(following) is None:
+            self._load(following)
+
+    def _buffer_of(self, index: int) -> _Buffer | None:
+        return next((buffer for buffer in self._buffers if buffer.block == index), None)
+
+    def _load(self, index: int) -> _Buffer:
+        """Start the copy of a block into the free buffer; what was there is used no more."""
+        buffer, source = self._buffers[0], self._host[index]
+        if buffer.block is not None:
+            self._blocks[buffer.block].hold(self._host_views[buffer.block])
+        buffer.block = None
+        buffer.arrived = self._copies.copy(buffer.memory[: source.nbytes], source)
+        buffer.block = index
+        self.loads += 1
+        return buffer
+
+    def _next(self, index: int) -> int | None:
+        """Return the block that follows in the forward pass, and learn the order: modules may lie in another."""
+        order = self._order
+        if order.index(index) > order.index(self._last) + 1:
+            order.remove(index)
+            order.insert(order.index(self._last) + 1, index)
+        self._last = index
+        place = order.index(index) + 1
+        if place < len(order):
+            return order[place]
+        # Without gradients the next pass begins; with them the backward pass begins here.
+        return None if torch.is_grad_enabled() else order[0]
+
+    def _previous(self, index: int) -> int | None:
+        place = self._order.index(index) - 1
+        return self._order[place] if place >= 0 else None
+
+    # ---- setting up
+
+    def _require_recomputation(self, index: int, block: nn.Module) -> None:
+        parent = self._parents[index]()
+        if parent is None or not is_checkpointed(parent, block):
+            raise RequestError(
+                f"memory.streamed_blocks needs every block recomputed, and {self.names[index]} is not",
+                fix="use --set memory.gradient_checkpointing=full",
+            )
+
+    def _pin(self, memory: Tensor) -> weakref.finalize[..., Any]:
+        """Pin the host memory for as long as this object lives."""
+        pin(memory)
+        undo = weakref.finalize(self, unpin, memory.data_ptr())
+        undo.atexit = False  # CUDA may be gone by then
+        return undo
+
+    def _move_the_rest(self, network: nn.Module) -> None:
+        for block in self._blocks:
+            block.hold(None)
+        try:
+            network.to(self.device)
+        finally:
+            for block, views in zip(self._blocks, self._host_views, strict=True):
+                block.hold(views)
+
+    def _buffer(self) -> _Buffer:
+        memory = torch.empty(
+            max(block.bytes for block in self._blocks), dtype=torch.uint8, device=self.device
+        )
+        return _Buffer(memory=memory, views=[block.views(memory) for block in self._blocks])

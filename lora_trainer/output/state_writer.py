@@ -1,0 +1,184 @@
+"""Saves that training does not wait for: copied to the host between two steps, written by a thread.
+
+Inputs are a TrainingState and what else belongs to the save (the rolling export); output are a state
+on the disk and then, not before, the `saved` event: that event is the acknowledgement. At most one
+save is under way, the next one waits for it, so that `save_every_steps` stays the most a kill can
+lose. A disk that refuses is a problem twice and the end of the run the third time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lora_trainer.errors import LoraTrainError
+from lora_trainer.events import EventStream
+from lora_trainer.output.checkpoints import Frozen, TrainingState, freeze, thaw, write_state
+from lora_trainer.output.state_codec import Copy
+
+MAX_FAILURES = 3
+Export = Callable[[], str]
+"""Writes the rolling export of a save and returns its name; runs in the writer's thread."""
+Exporter = Callable[[Copy], Export]
+"""Copies what an export needs; runs in the training thread."""
+
+
+@dataclass(kw_only=True)
+class HostCopies:
+    """Host memory that every save uses again: mapping new pages would double what a copy costs.
+
+    Copies from a CUDA device go to pinned memory and may still be under way; `arrived` waits.
+    """
+
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    copied: torch.cuda.Event | None = None
+
+    def take(self, name: str, tensor: Tensor) -> Tensor:
+        """Copy `tensor` into the buffer of that name and return the buffer."""
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self.buffers[name] = buffer
+        if tensor.is_cuda and self.copied is None:
+            self.copied = torch.cuda.Event()
+        return buffer.copy_(tensor.detach(), non_blocking=True)
+
+    def mark(self) -> None:
+        """Note that all copies of a save have been asked for."""
+        if self.copied is not None:
+            self.copied.record()
+
+    def arrived(self) -> None:
+        """Return once all copies asked for before the last `mark` are made."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
+@dataclass(kw_only=True)
+class StateWriter:
+    """Writes the states of one run into `folder`, `keep` of them, and remembers the newest copy.
+
+    As a context manager it waits at the end for what is under way, unless somebody wants to quit at
+    once.
+    """
+
+    folder: Path
+    keep: int
+    events: EventStream
+    clock: Callable[[], float] = time.perf_counter
+    copies: HostCopies = field(default_factory=HostCopies)
+    failures: int = 0
+    _newest: Frozen | None = None
+    _thread: threading.Thread | None = None
+    _error: Exception | None = None
+    _unwritten: LoraTrainError | None = None
+
+    def __enter__(self) -> StateWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not KeyboardInterrupt:
+            self.wait()
+
+    def remember(self, state: TrainingState) -> None:
+        """Copy a state that `newest` shall return, without writing it; as `save`, waits and raises."""
+        self.wait()
+        self._newest = freeze(state, copy=self.copies.take)
+        self.copies.mark()
+
+    def save(self, state: TrainingState, *, export: Exporter | None) -> None:
+        """Copy `state` and have it written, then exported; returns after the copy.
+
+        Raises what the third failure in a row was, and SpoiltAdapter; in both cases nothing is
+        copied.
+        """
+        began = self.clock()
+        self.wait()
+        self._raise_repeated()
+        frozen = self._newest = freeze(state, copy=self.copies.take)
+        write_export = export(self.copies.take) if export is not None else None
+        self.copies.mark()
+        blocked_s = self.clock() - began
+        self._thread = threading.Thread(
+            target=self._work,
+            args=(frozen, write_export, began, blocked_s),
+            name="lora-train-state-writer",
+            daemon=True,  # quitting at once must not wait for the disk
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when no save is under way; raises what was no fault of the disk or the adapter."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None and not isinstance(self._error, LoraTrainError):
+            raise self._error
+
+    def wait_for_acknowledgement(self) -> None:
+        """Return when the last state is on the disk; raises MachineError when it is not."""
+        self.wait()
+        if self._unwritten is not None:
+            raise self._unwritten
+
+    def newest(self) -> TrainingState:
+        """Return the newest state that was copied, also when the disk refused it."""
+        if self._newest is None:
+            raise AssertionError("nothing was remembered at the start")
+        self.copies.arrived()
+        return thaw(self._newest)
+
+    def _raise_repeated(self) -> None:
+        if self.failures >= MAX_FAILURES and self._error is not None:
+            raise self._error
+
+    def _work(self, frozen: Frozen, export: Export | None, began: float, blocked_s: float) -> None:
+        self._error = self._unwritten = None
+        try:
+            self.copies.arrived()
+            try:
+                folder = write_state(self.folder, frozen, keep=self.keep)
+            except LoraTrainError as error:
+                self._unwritten = error
+                raise
+            file, failed = _attempt(export)
+            self.events.emit(
+                "saved",
+                step=frozen.step,
+                export=file,
+                state=folder.name,
+                bytes=sum(path.stat().st_size for path in folder.iterdir()),
+                seconds=self.clock() - began,
+                blocked_s=blocked_s,
+            )
+            if failed is not None:
+                raise failed
+        except LoraTrainError as error:
+            self.failures += 1
+            self._error = error
+            self.events.problem(
+                f"saving at step {frozen.step} failed ({self.failures} of {MAX_FAILURES} in a row "
+                f"end the run): {error.found}",
+                fix=error.fix,
+                code="CKP-03",
+            )
+        except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
+            self._error = error
+        else:
+            self.failures = 0
+
+
+def _attempt(export: Export | None) -> tuple[str | None, LoraTrainError | None]:
+    """Return the name of the export, or why there is none; a state counts without it."""
+    if export is None:
+        return None, None
+    try:
+        return export(), None
+    except LoraTrainError as error:
+        return None, error

@@ -1,0 +1,208 @@
+"""What `plan` says: as text for people, as plain values for scripts.
+
+Input is a prepared run; nothing is computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lora_trainer.config import Config, all_settings, concrete, flatten
+from lora_trainer.fitting import gib
+from lora_trainer.host_memory import HostPrediction
+from lora_trainer.memory import MemoryItem
+from lora_trainer.plan import Plan
+from lora_trainer.prepare import Prepared, remarks
+from lora_trainer.show_tables import STYLES, add_row, finding_line, key_table
+
+
+def plan_json(prepared: Prepared) -> dict[str, Any]:
+    """Return the machine-readable plan that scripts rely on (DESIGN section 3)."""
+    plan = prepared.plan
+    return {
+        "family": prepared.family.name,
+        "base": prepared.facts.source,
+        "tier": prepared.resolved.tier,
+        "priority": prepared.resolved.priority,
+        "preset": prepared.resolved.preset,
+        "settings": {
+            key: {
+                "value": value,
+                "origin": plan.origins[key].layer,
+                "reason": plan.origins[key].reason,
+            }
+            for key, value in flatten(prepared.config).items()
+        },
+        "memory": _memory_json(plan),
+        "time": {
+            "steps": plan.steps,
+            "epochs": plan.epochs,
+            "seconds_per_step": list(plan.seconds_per_step),
+            "note": plan.time_note,
+        },
+        "disk": dict(plan.disk_bytes),
+        "remarks": [
+            {"kind": found.kind, "what": found.what, "advice": found.advice}
+            for found in remarks(prepared)
+        ],
+    }
+
+
+def _memory_json(plan: Plan) -> dict[str, Any]:
+    memory, host = plan.memory, plan.host
+    return {
+        "items": _items_json(memory.items),
+        "phase": memory.peak_phase,
+        "phases": dict(memory.phases),
+        "by_phase": {phase: _items_json(items) for phase, items in memory.by_phase.items()},
+        "peak_bytes": memory.peak_bytes,
+        "limit_bytes": memory.limit_bytes,
+        "fits": memory.fits,
+        "images_at_once": {
+            f"{width}x{height}": count for (width, height), count in plan.images_at_once.items()
+        },
+        "host": None
+        if host is None
+        else {
+            "items": _items_json(host.items),
+            "bytes": host.bytes,
+            "limit_bytes": host.limit_bytes,
+            "loading_bytes": host.loading_bytes,
+        },
+    }
+
+
+def _items_json(items: Sequence[MemoryItem]) -> list[dict[str, Any]]:
+    return [{"name": item.name, "bytes": item.bytes, "note": item.note} for item in items]
+
+
+def plan_text(prepared: Prepared) -> RenderableType:
+    """Return the plan for people: what will run, memory item by item, time, disk, every setting with its origin."""
+    plan, config = prepared.plan, prepared.config
+    buckets = ", ".join(f"{name} x{count}" for name, count in prepared.report.buckets.items())
+    facts = key_table("")
+    add_row(facts, "base", f"{prepared.facts.source} ({prepared.family.name}){_download(prepared)}")
+    add_row(facts, "device", f"{config.hardware.device}: {plan.origins['hardware.device'].reason}")
+    add_row(facts, "preset", f"{prepared.resolved.preset}, priority {prepared.resolved.priority}")
+    add_row(
+        facts,
+        "data",
+        f"{len(prepared.trained)} images trained, {len(prepared.held_out)} held out; {buckets}",
+    )
+    add_row(
+        facts,
+        "length",
+        f"{plan.steps:,} steps of {config.train.batch_size} = {plan.epochs:.1f} epochs",
+    )
+    add_row(facts, "base kept", _base_text(config))
+    add_row(facts, "at once", _at_once_text(plan))
+    add_row(facts, "time", _time_text(prepared))
+    add_row(
+        facts, "disk", ", ".join(f"{name} {gib(size)}" for name, size in plan.disk_bytes.items())
+    )
+    settings = Table("setting", "value", "origin", "reason", box=None, pad_edge=False)
+    units = {info.key: info.unit for info in all_settings()}
+    for key, value in flatten(config).items():
+        origin = plan.origins[key]
+        shown = f"{value} {units[key]}".rstrip()
+        add_row(
+            settings,
+            key,
+            shown,
+            origin.layer,
+            origin.reason,
+            style="dim" if origin.layer == "default" else "",
+        )
+    return Group(facts, "", *_memory_tables(plan), "", settings, *_remark_lines(prepared))
+
+
+def _base_text(config: Config) -> str:
+    """Say in a line how the frozen base is held and what is computed twice."""
+    memory, parts = config.memory, [f"{config.memory.base_precision}"]
+    if memory.streamed_blocks:
+        parts.append(f"{memory.streamed_blocks} blocks streamed from host memory")
+    recomputed = {
+        "none": "nothing recomputed",
+        "selective": "every second block recomputed",
+        "full": "all blocks recomputed",
+        "offloaded": "all blocks recomputed, their inputs in host memory",
+    }
+    return ", ".join([*parts, recomputed[concrete(memory.gradient_checkpointing)]])
+
+
+def _at_once_text(plan: Plan) -> str:
+    counts = dict.fromkeys(plan.images_at_once.values())
+    if len(counts) == 1:
+        return _images(next(iter(counts)))
+    sizes = (f"{count} of {w}x{h}" for (w, h), count in plan.images_at_once.items())
+    return f"images by bucket: {', '.join(sizes)}"
+
+
+def _images(count: int) -> str:
+    return "1 image" if count == 1 else f"{count} images"
+
+
+def _memory_tables(plan: Plan) -> list[RenderableType]:
+    """Return the memory of the device, an item a row and a phase a column, and that of the machine."""
+    memory = plan.memory
+    table = Table("predicted memory", box=None, pad_edge=False)
+    for phase in memory.by_phase:
+        table.add_column(phase, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    sizes = {phase: {item.name: item for item in items} for phase, items in memory.by_phase.items()}
+    for name in _in_order(memory.by_phase.values()):
+        found = [items.get(name) for items in sizes.values()]
+        note = next(item.note for item in found if item is not None and item.note)
+        cells = [gib(item.bytes) if item is not None else "" for item in found]
+        add_row(table, name, *cells, "" if name == "allocator slack" else note, style="dim")
+    add_row(table, "sum", *(gib(size) for size in memory.phases.values()))
+    limit = f"of {gib(memory.limit_bytes)}" if memory.limit_bytes is not None else "no limit known"
+    lines: list[RenderableType] = [
+        table,
+        Text(f"predicted peak: {gib(memory.peak_bytes)} {limit}, while {memory.peak_phase}"),
+    ]
+    return lines if plan.host is None else [*lines, "", _host_table(plan.host)]
+
+
+def _remark_lines(prepared: Prepared) -> list[RenderableType]:
+    found = remarks(prepared)
+    lines = [Text(finding_line(one), style=STYLES[one.severity]) for one in found]
+    return ["", *lines] if lines else []
+
+
+def _download(prepared: Prepared) -> str:
+    facts = prepared.facts
+    if facts.layout is not None:
+        return ""
+    return f", not on this machine: {gib(facts.download_bytes)} to download"
+
+
+def _time_text(prepared: Prepared) -> str:
+    plan = prepared.plan
+    low, high = plan.seconds_per_step
+    whole = " to ".join(f"{seconds * plan.steps / 60:.0f}" for seconds in (low, high))
+    return f"{low:.3g} to {high:.3g} s a step, {whole} minutes ({plan.time_note})"
+
+
+def _host_table(host: HostPrediction) -> Table:
+    table = Table("beside the card", "host memory", "", box=None, pad_edge=False)
+    for item in host.items:
+        add_row(table, item.name, Text(gib(item.bytes), justify="right"), item.note, style="dim")
+    of = f"of {gib(host.limit_bytes)} free"
+    add_row(table, "sum", Text(gib(host.bytes), justify="right"), of)
+    if host.loads_slowly:
+        note = "more than is free: weights are read from their files piece by piece, slower"
+        add_row(table, "while loading", Text(gib(host.loading_bytes), justify="right"), note)
+    return table
+
+
+def _in_order(phases: Iterable[Sequence[MemoryItem]]) -> list[str]:
+    """Return the names of all items: the common frame around what the phases have."""
+    names = dict.fromkeys(item.name for items in phases for item in items)
+    last = [name for name in names if name == "allocator slack"]
+    return [name for name in names if name not in last] + last

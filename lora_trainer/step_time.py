@@ -1,0 +1,128 @@
+"""How long an optimizer step takes: an estimate from FLOPs, memory traffic and transfers, as a range.
+
+Input is what a step does (`StepWork`) and a card or a number of cores; output is the shortest and the
+longest time to expect, and a note that says what sets it. `seconds` of a range is the value plans are
+compared by: the geometric mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lora_trainer.cards import Card
+from lora_trainer.config import Checkpointing, Precision
+from lora_trainer.families.base import BaseFacts
+from lora_trainer.frozen import FrozenBase
+from lora_trainer.memory import Load, RememberedCosts
+from lora_trainer.quantization import BasePrecision
+
+# Share of the matrix rate that eager training reaches: its elementwise kernels move much memory.
+CARD_SHARE = (0.25, 0.8)
+# Share of the memory rate that dequantising reaches.
+TRAFFIC_SHARE = (0.5, 0.9)
+# Python, peft and autograd start one kernel in this time; small models on fast cards wait for it.
+KERNEL_START_S = (20e-6, 70e-6)
+# From pinned host memory, one way: PCIe 3 with 8 lanes to PCIe 4 with 16, as measured in practice.
+LINK_BYTES_PER_S = (6e9, 22e9)
+FP32_SLOWDOWN = 4
+# Measured on two cores: 49 GFLOP/s per core for a 4 M-parameter U-Net, everything included.
+CPU_GFLOPS_PER_CORE = (20, 80)
+# Bytes read and written to make one element whole in 16 bits, and the kernels of a layer.
+DEQUANTISE_BYTES: Mapping[BasePrecision, float] = {"int8": 7.0, "fp8": 7.0, "nf4": 2.6}
+DEQUANTISE_KERNELS: Mapping[BasePrecision, int] = {"int8": 2, "fp8": 2, "nf4": 3}
+# Forward, backward, and again for what is recomputed.
+WEIGHT_PASSES: Mapping[Checkpointing, float] = {
+    "none": 2.0,
+    "selective": 2.5,
+    "full": 3.0,
+    "offloaded": 3.0,
+}
+STREAM_PASSES = 2
+"""A streamed block comes once for the forward pass and once to be recomputed and go backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What one optimizer step does: arithmetic, kernels, bytes to dequantise, bytes over the bus one way."""
+
+    flops: float
+    kernels: int
+    dequantised_bytes: float
+    bus_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Shortest and longest expected seconds of an optimizer step; `note` says what sets them."""
+
+    low_s: float
+    high_s: float
+    note: str
+
+    @property
+    def seconds(self) -> float:
+        """One number to compare plans by."""
+        return math.sqrt(self.low_s * self.high_s)
+
+
+def step_work(load: Load, *, facts: BaseFacts, costs: RememberedCosts, batch_size: int) -> StepWork:
+    """Return what a step over `batch_size` images does, in micro-batches of `load.micro_batch`."""
+    cost, base = costs.sample_cost(facts, load.workload()), costs.frozen_base(facts, load)
+    passes = math.ceil(batch_size / load.micro_batch)
+    weights = passes * WEIGHT_PASSES[load.checkpointing] if base.is_quantized else 0.0
+    streamed = passes * STREAM_PASSES * base.streamed_bytes(load.streamed_blocks)
+    return StepWork(
+        flops=cost.step_flops * batch_size,
+        kernels=passes * cost.kernels + round(weights * _layer_kernels(base)),
+        dequantised_bytes=weights * _layer_bytes(base),
+        bus_bytes=streamed + 2 * cost.host_bytes * batch_size,
+    )
+
+
+def _layer_bytes(base: FrozenBase) -> float:
+    return base.linear_elements * DEQUANTISE_BYTES.get(base.kept_as, 0.0)
+
+
+def _layer_kernels(base: FrozenBase) -> int:
+    return len(base.shapes) * DEQUANTISE_KERNELS.get(base.kept_as, 0)
+
+
+def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTime:
+    """Estimate a step on a card: the longest of computing, starting kernels and waiting for the bus.
+
+    Copies run beside the computation, so they cost only what they take longer.
+    """
+    rate = card.flops_per_s / (FP32_SLOWDOWN if precision == "fp32" else 1)
+    ranges: dict[str, tuple[float, float]] = {
+        "arithmetic": _range(work.flops / rate, CARD_SHARE),
+        "starting kernels": (work.kernels * KERNEL_START_S[0], work.kernels * KERNEL_START_S[1]),
+        "copies from host memory": _range(work.bus_bytes, LINK_BYTES_PER_S),
+    }
+    dequantise = _range(work.dequantised_bytes / card.bytes_per_s, TRAFFIC_SHARE)
+    low, high = ranges["arithmetic"]
+    ranges["arithmetic"] = (low + dequantise[0], high + dequantise[1])
+    bound = max(ranges, key=lambda name: math.sqrt(ranges[name][0] * ranges[name][1]))
+    taken = f", taken for an {card.name}" if card.stands_for else ""
+    return StepTime(
+        low_s=max(low for low, _ in ranges.values()),
+        high_s=max(high for _, high in ranges.values()),
+        note=f"estimate for {card.stands_for or card.name}{taken}: "
+        f"{work.flops / 1e12:.1f} TFLOP a step, bound by {bound}",
+    )
+
+
+def _range(amount: float, slow_and_fast: tuple[float, float]) -> tuple[float, float]:
+    slow, fast = slow_and_fast
+    return amount / fast, amount / slow
+
+
+def cpu_step_time(work: StepWork, *, threads: int) -> StepTime:
+    """Estimate a step on the processor from a range of speeds per core."""
+    slow, fast = (rate * 1e9 * threads for rate in CPU_GFLOPS_PER_CORE)
+    return StepTime(
+        low_s=work.flops / fast,
+        high_s=work.flops / slow,
+        note=f"rough estimate for {threads} cores: {work.flops / 1e9:.1f} GFLOP a step",
+    )

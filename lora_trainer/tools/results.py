@@ -1,0 +1,77 @@
+"""What the tools say about what they wrote: lines for people, plain values for scripts.
+
+Input are the results of `convert`, `merge`, `merge --into`, `resize` and `extract`. Nothing is computed
+here but medians and percentages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from lora_trainer.tools.convert import Converted
+from lora_trainer.tools.extract import Extracted
+from lora_trainer.tools.merge import Merged
+from lora_trainer.tools.merge_base import Baked
+from lora_trainer.tools.resize import Cut, Resized
+
+Result = Converted | Merged | Baked | Resized | Extracted
+
+
+def result_json(result: Result) -> dict[str, Any]:
+    """Return a result's fields by name; `cuts` by "component.module"."""
+    return {**asdict(result), "file": str(result.file)}
+
+
+def result_text(result: Result) -> str:
+    """Return what was written and what it cost, a line each, notes last."""
+    lines = [f"wrote {result.file}", *_facts(result)]
+    return "\n".join([*lines, *(f"note: {note}" for note in result.notes)])
+
+
+def _facts(result: Result) -> Iterable[str]:
+    if isinstance(result, Baked):
+        yield f"a {result.family} base model, {result.layers} layers changed"
+        return
+    modules = result.modules if isinstance(result, Converted | Merged) else len(result.cuts)
+    yield f"{result.family}, {result.format} format, {result.precision}, {modules} modules"
+    if isinstance(result, Merged):
+        kept = (
+            "the whole sum"
+            if result.energy == 1
+            else f"{_share(result.energy)} of the sum's energy"
+        )
+        yield f"rank {result.rank} holds {kept}"
+    elif isinstance(result, Resized):
+        yield f"rank {_ranks(cut.old_rank for cut in result.cuts.values())} -> {_cuts(result.cuts)}"
+        yield f"kept {_share(result.energy)} of the energy{_least(result.cuts)}"
+    elif isinstance(result, Extracted):
+        yield f"rank {_cuts(result.cuts)}"
+        yield f"kept {_share(result.energy)} of these layers' energy{_least(result.cuts)}"
+        yield (
+            f"{_share(result.unreached)} of the whole difference is out of reach: other layers, norms, "
+            "biases, embeddings"
+        )
+
+
+def _cuts(cuts: Mapping[str, Cut]) -> str:
+    return _ranks(cut.new_rank for cut in cuts.values())
+
+
+def _ranks(found: Iterable[int]) -> str:
+    ranks = sorted(found)
+    if ranks[0] == ranks[-1]:
+        return str(ranks[0])
+    return f"{ranks[0]} to {ranks[-1]} (median {median(ranks):g})"
+
+
+def _least(cuts: Mapping[str, Cut]) -> str:
+    """Name the layer that lost most."""
+    key, cut = min(cuts.items(), key=lambda item: item[1].energy)
+    return f", least {_share(cut.energy)} in {key}" if cut.energy < 1 else ""
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.4g} %"

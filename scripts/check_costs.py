@@ -1,0 +1,131 @@
+"""Compares predicted costs of every public release with traces of its true-size network.
+
+`python scripts/check_costs.py [FAMILY ...]` prints the largest deviation of each release as a table in
+Markdown, for docs/memory.md. U-Nets are predicted by formulas, all others by the shipped table. Takes
+about a minute a release and thread; nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from lora_trainer import families
+from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.families.cost_table import TabledFamily, case_of, traced
+from lora_trainer.families.costs import Checkpointing, SampleCost, Workload
+from lora_trainer.families.unet_costs import prompt_shapes
+from lora_trainer.model.trace import traced_network
+
+SIZES_PX = ((512, 512), (640, 384), (704, 704), (896, 640), (1024, 1024), (1344, 768), (1536, 640))
+MICRO_BATCHES = (1, 2, 4)
+USUAL = Workload(
+    height_px=1024,
+    width_px=1024,
+    element_bytes=2,
+    rank=16,
+    targets="transformer",
+    checkpointing="none",
+)
+OTHERS = (
+    replace(USUAL, rank=64),
+    replace(USUAL, rank=64, targets="all", height_px=768, width_px=1344),
+    replace(USUAL, targets="attention", checkpointing="full", height_px=704, width_px=704),
+    replace(USUAL, element_bytes=4, checkpointing="full", height_px=896, width_px=640),
+    replace(USUAL, text_tokens=40, height_px=704, width_px=704),
+    replace(USUAL, text_tokens=200, checkpointing="full", micro_batch=2),
+)
+Quantity = Callable[[SampleCost], int]
+QUANTITIES: dict[str, Quantity] = {
+    "saved": lambda cost: cost.saved_bytes,
+    "peak": lambda cost: cost.saved_bytes + cost.temporary_bytes,
+    "forward": lambda cost: cost.forward_bytes,
+    "host": lambda cost: cost.host_bytes,
+    "step FLOPs": lambda cost: cost.step_flops,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """Predicted over traced, less 1, of one quantity of one workload."""
+
+    share: float
+    workload: Workload
+
+    def __str__(self) -> str:
+        load = self.workload
+        size = f"{load.width_px}x{load.height_px}"
+        return f"{self.share:+.1%} ({size} px, {load.checkpointing}, {load.micro_batch})"
+
+
+def main() -> None:
+    """Print the table."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("family", nargs="*", default=list(families.MODULES))
+    print(f"| release | traces | {' | '.join(QUANTITIES)} |")
+    print("|---|" + "---|" * (len(QUANTITIES) + 1))
+    for name in arguments.parse_args().family:
+        family = families.family(name)
+        for facts in releases(family):
+            found = deviations(family, facts)
+            worst = [str(found[quantity]) if quantity in found else "-" for quantity in QUANTITIES]
+            count = len(list(workloads(facts)))
+            print(f"| {facts.source} | {count} | {' | '.join(worst)} |", flush=True)
+
+
+def releases(family: Family) -> Iterator[BaseFacts]:
+    """Yield one release of each architecture."""
+    seen = []
+    ids = [family.default_source]
+    if isinstance(family, TabledFamily):
+        ids += [name for release in family.releases for name in release.ids]
+    for facts in map(family.known, ids):
+        assert facts is not None
+        if facts.architecture not in seen:
+            seen.append(facts.architecture)
+            yield facts
+
+
+def workloads(facts: BaseFacts) -> Iterator[Workload]:
+    """Yield all sizes, micro-batches and kinds of checkpointing, and a few other settings."""
+    for (width_px, height_px), micro_batch, kind in itertools.product(
+        SIZES_PX, MICRO_BATCHES, get_args(Checkpointing)
+    ):
+        yield replace(
+            USUAL,
+            width_px=width_px,
+            height_px=height_px,
+            micro_batch=micro_batch,
+            checkpointing=kind,
+        )
+    yield from OTHERS
+
+
+def deviations(family: Family, facts: BaseFacts) -> dict[str, Deviation]:
+    """Return the largest deviation of each quantity."""
+    worst: dict[str, Deviation] = {}
+    for workload in workloads(facts):
+        predicted, fresh = family.sample_cost(facts, workload), trace(family, facts, workload)
+        for name, quantity in QUANTITIES.items():
+            if not (truth := quantity(fresh)):
+                assert not quantity(predicted)
+                continue
+            found = Deviation(share=quantity(predicted) / truth - 1, workload=workload)
+            if name not in worst or abs(found.share) > abs(worst[name].share):
+                worst[name] = found
+    return worst
+
+
+def trace(family: Family, facts: BaseFacts, workload: Workload) -> SampleCost:
+    """Run the network of a release without memory."""
+    if isinstance(family, TabledFamily):
+        return traced(case_of(family, facts, text_tokens=workload.text_tokens), workload)
+    prompt = prompt_shapes(facts.architecture, text_tokens=facts.max_tokens)
+    return traced_network(family, facts, workload, prompt=prompt).sample_cost(workload)
+
+
+if __name__ == "__main__":
+    main()

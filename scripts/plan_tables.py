@@ -1,0 +1,187 @@
+"""Write docs/plans.md: what `plan` finds for SDXL and FLUX.1 on three cards. `python scripts/plan_tables.py`.
+
+The machine is assumed: three known cards, empty but for a desktop, 28 GiB of memory free beside them,
+20 pictures of 1024 px, priority balanced. tests/scripts/test_plan_tables.py fails when the page is old.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from lora_trainer.config import concrete
+from lora_trainer.families import family, known_base
+from lora_trainer.fitting import gib
+from lora_trainer.hardware import GIB, Gpu, Hardware, tier
+from lora_trainer.memory import MemoryItem
+from lora_trainer.plan import Plan, PlanInput, plan
+from lora_trainer.resolve import resolve
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "plans.md"
+CARDS = {"8 GiB (RTX 4060)": 8, "12 GiB (RTX 3060)": 12, "24 GiB (RTX 4090)": 24}
+BASES = {
+    "SDXL": "stabilityai/stable-diffusion-xl-base-1.0",
+    "FLUX.1-dev": "black-forest-labs/FLUX.1-dev",
+}
+IMAGES, SIDE_PX = 20, 1024
+DESKTOP_GIB = 0.5
+MACHINE_GIB = 28
+TEXT = """# Plans
+
+What `lora-train plan` chooses and predicts for two bases on three cards, before anything is downloaded or
+loaded, made by `scripts/plan_tables.py`. Assumed: the card is empty but for half a GiB of desktop, 28 GiB of
+the machine's memory are free, 20 pictures of 1024 px, priority `balanced`, everything else left to the plan.
+
+No card was at hand: the predictions follow from the networks' own arithmetic, checked against published
+measurements (tests/test_memory.py, tests/test_step_time.py); on these cards they are **not yet measured**.
+Times are estimates and given as a range.
+
+How it is decided. The batch is never changed; what somebody set is never raised. Of all that fits (base whole,
+in 8 or in 4 bits; nothing, every second block, or all recomputed, with their inputs in host memory where
+needed; blocks streamed from host memory; images at once), `speed` and `balanced` take the fastest by the
+estimate, fewer bits only where that is 10 to 20 % (`speed`) or 20 to 50 % (`balanced`) faster; `quality` takes the
+most precise, then the fastest. Sample images are kept where they make a step at most a fifth longer. Nothing
+fits: the run is refused with the nearest setting that does.
+"""
+
+
+def page() -> str:
+    """Return the whole page."""
+    return "\n".join([TEXT, *(line for name in BASES for line in _base(name))])
+
+
+def planned(source: str, card: str) -> Plan:
+    """Plan a base on one of the cards."""
+    facts = known_base(source)
+    assert facts is not None
+    hardware = machine(card)
+    return plan(
+        PlanInput(
+            resolved=resolve(
+                family=facts.family,
+                tier=tier(hardware.gpus[0].total_bytes),
+                priority="balanced",
+                preset="auto",
+                config_file=None,
+                overrides={"data.resolution": SIDE_PX},
+            ),
+            facts=facts,
+            family=family(facts.family),
+            hardware=hardware,
+            images=IMAGES,
+            samples_per_epoch=IMAGES,
+            buckets=[(SIDE_PX, SIDE_PX)],
+        )
+    )
+
+
+def machine(card: str) -> Hardware:
+    """Return a machine with that card."""
+    size = CARDS[card]
+    gpu = Gpu(
+        index=0,
+        name=f"NVIDIA GeForce {card.partition('(')[2].rstrip(')')}",
+        total_bytes=size * GIB,
+        free_bytes=int((size - DESKTOP_GIB) * GIB),
+        compute_capability=(8, 6),
+        driver="",
+    )
+    return Hardware(
+        gpus=(gpu,),
+        gpu_reason="assumed",
+        cpu_name="",
+        cpu_threads=8,
+        ram_total_bytes=32 * GIB,
+        ram_free_bytes=MACHINE_GIB * GIB,
+        packages={"bitsandbytes": "assumed"},
+        reasons={"cpu_threads": "assumed"},
+    )
+
+
+def _base(name: str) -> Iterator[str]:
+    plans = {card: planned(BASES[name], card) for card in CARDS}
+    yield f"## {name}, {SIDE_PX} px\n"
+    yield _line(["", *plans])
+    yield _line(["---", *("---:" for _ in plans)])
+    for label, cells in _rows(list(plans.values())):
+        yield _line([label, *cells])
+    yield ""
+    for card, made in plans.items():
+        yield from _items(f"{name} on {card}", made)
+
+
+def _rows(plans: list[Plan]) -> Iterator[tuple[str, list[str]]]:
+    memories = [made.config.memory for made in plans]
+    yield "base kept in", [str(memory.base_precision) for memory in memories]
+    yield "blocks streamed", [str(memory.streamed_blocks) for memory in memories]
+    yield "recomputed", [str(memory.gradient_checkpointing) for memory in memories]
+    yield (
+        "batch, images at once",
+        [f"{made.config.train.batch_size}, {made.config.memory.micro_batch}" for made in plans],
+    )
+    yield (
+        "text encoders while caching",
+        [
+            f"{memory.text_encoder_precision}, {'offloaded' if memory.text_encoder_offload else 'on the card'}"
+            for memory in memories
+        ],
+    )
+    yield (
+        "optimizer, rank, targets",
+        [
+            f"{made.config.optimizer.name}, {made.config.adapter.rank}, {made.config.adapter.targets}"
+            for made in plans
+        ],
+    )
+    yield (
+        "sample images",
+        ["yes" if concrete(made.config.sampling.every_steps) else "no room" for made in plans],
+    )
+    yield (
+        "**predicted peak**",
+        [f"**{gib(made.memory.peak_bytes)}** ({made.memory.peak_phase})" for made in plans],
+    )
+    yield "memory of the machine", [gib(made.host.bytes) if made.host else "" for made in plans]
+    yield (
+        "seconds a step",
+        [" to ".join(f"{seconds:.2g}" for seconds in made.seconds_per_step) for made in plans],
+    )
+
+
+def _items(title: str, made: Plan) -> Iterator[str]:
+    phases = made.memory.by_phase
+    sizes = {phase: {item.name: item for item in items} for phase, items in phases.items()}
+    yield f"**{title}**, GiB\n"
+    yield _line(["", *phases, ""])
+    yield _line(["---", *("---:" for _ in phases), "---"])
+    for name in _names(phases.values()):
+        found = [items.get(name) for items in sizes.values()]
+        note = next((item.note for item in found if item is not None and item.note), "")
+        yield _line([name, *(_size(item) for item in found), note])
+    sums = [f"**{size / GIB:.2f}**" for size in made.memory.phases.values()]
+    yield _line(["**sum**", *sums, ""])
+    yield ""
+
+
+def _names(phases: Iterable[tuple[MemoryItem, ...]]) -> list[str]:
+    names = dict.fromkeys(item.name for items in phases for item in items)
+    return sorted(names, key=lambda name: name == "allocator slack")
+
+
+def _size(item: MemoryItem | None) -> str:
+    return "" if item is None else f"{item.bytes / GIB:.2f}"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Rewrite docs/plans.md."""
+    PAGE.write_text(page().rstrip() + "\n", encoding="utf-8")
+    sys.stderr.write(f"wrote {PAGE.name}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Adapter files of every kind that the code writes, and the comparison of what a reader made of one.
+
+A reader is a function that patches a base with a file by its own code; `run` gives it every file,
+compares each weight with base + update and prints one line for each family, format and kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lora_trainer import families
+from lora_trainer.adapter_size import factorise
+from lora_trainer.errors import RequestError
+from lora_trainer.families.base import FileFormat
+from lora_trainer.formats import format_for
+from lora_trainer.output.adapter_tensors import AdapterTensors, ModuleTensors, update
+from lora_trainer.output.export import contents_of, export_bytes
+from scripts.readers.networks import Base, base_of
+from tests.fakes.adapters import adapter_for
+
+FORMATS: tuple[FileFormat, ...] = ("kohya", "diffusers", "comfyui")
+KINDS = ("lora", "text", "locon", "dora", "loha", "lokr", "oft")
+TOLERANCE = 1e-5
+"""Of the largest weight of a module, in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a reader did: keys of the file it did not use, and weights by "component.module"."""
+
+    unread: Sequence[str] = ()
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    refused: str | None = None
+
+
+Reader = Callable[[Path, Base], Reading]
+
+
+def run(
+    reader: Reader,
+    *,
+    name: str,
+    commit: str,
+    only: Sequence[str] = (),
+    prepare: Callable[[Base], Base] = lambda base: base,
+) -> None:
+    """Print what a reader makes of every file, in the order of families, formats and kinds.
+
+    `prepare` may change a base to what the reader can hold.
+    """
+    print(f"{name} at {commit}")
+    for family in only or families.MODULES:
+        base = prepare(base_of(family))
+        for format in FORMATS:
+            words = [f"{kind}: {_outcome(reader, base, format, kind)}" for kind in KINDS]
+            print(f"{family:7} {format:9} " + "; ".join(words), flush=True)
+
+
+def adapter(base: Base, kind: str) -> AdapterTensors | None:
+    """Return a random adapter with alpha other than the rank; None for what the family cannot train."""
+    targets = "all" if kind == "locon" else "transformer"
+    names = base.family.lora_targets(base.denoiser, targets)
+    if kind == "dora":
+        return adapter_for("denoiser", base.denoiser, names, dora=True, rank=2, scale=0.6)
+    if kind == "lokr":
+        weights = {
+            f"denoiser.{name}": base.denoiser.get_parameter(f"{name}.weight") for name in names
+        }
+        return {key: _lokr(tuple(weight.shape)) for key, weight in weights.items()}
+    if kind in ("loha", "oft"):
+        return adapter_for("denoiser", base.denoiser, names, kind=kind, rank=2, scale=0.6)
+    tensors = adapter_for("denoiser", base.denoiser, names, rank=2, scale=0.6)
+    if kind != "text":
+        return tensors
+    if not base.texts:
+        return None
+    for component, network in base.texts.items():
+        tensors |= adapter_for(
+            component, network, base.family.text_targets(network), rank=2, scale=0.6
+        )
+    return tensors
+
+
+def _lokr(shape: tuple[int, ...], *, rank: int = 2) -> ModuleTensors:
+    """A LoKr split as training splits it; readers rebuild the factors' shapes by the same rule."""
+    out, inputs, *kernel = shape
+    (out_left, out_right), (in_left, in_right) = (factorise(n, factor=-1) for n in (out, inputs))
+    right = in_right * math.prod(kernel)
+    tensors = {"w1": 0.2 * torch.randn(out_left, in_left)}
+    if rank >= max(in_right, out_right) / 2:
+        tensors["w2"] = 0.2 * torch.randn(out_right, in_right, *kernel)
+        return ModuleTensors(kind="lokr", tensors=tensors, rank=rank, scale=1.0)
+    tensors["w2_a"] = 0.2 * torch.randn(out_right, rank)
+    tensors["w2_b"] = 0.2 * torch.randn(rank, right)
+    return ModuleTensors(kind="lokr", tensors=tensors, rank=rank, scale=0.6)
+
+
+def _outcome(reader: Reader, base: Base, format: FileFormat, kind: str) -> str:
+    tensors = adapter(base, kind)
+    if tensors is None:
+        return "-"
+    try:
+        format_for(base.family, format, contents_of(tensors))
+    except RequestError:
+        return "not written"
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "a.safetensors"
+        data = export_bytes(
+            tensors, family=base.family, format=format, precision="fp32", metadata={}
+        )
+        file.write_bytes(data)
+        keys = len(load_file(file))
+        reading = reader(file, base)
+    if reading.refused is not None:
+        return f"REFUSED ({reading.refused[:100]})"
+    if reading.unread:
+        return f"{len(reading.unread)} of {keys} tensors UNREAD (first {reading.unread[0][:90]})"
+    worst = max(_errors(base, tensors, reading.weights))
+    return "equal" if worst[0] <= TOLERANCE else f"OFF by {worst[0]:.1e} ({worst[1]})"
+
+
+def _errors(
+    base: Base, tensors: AdapterTensors, found: Mapping[str, Tensor]
+) -> Iterator[tuple[float, str]]:
+    """Yield the largest error of each module, relative to its largest weight; unchanged ones too."""
+    networks = {"denoiser": base.denoiser, **base.texts}
+    for key, weight in found.items():
+        component, _, module = key.partition(".")
+        before = networks[component].get_parameter(f"{module}.weight").detach()
+        change = update(tensors[key], before) if key in tensors else torch.zeros_like(before)
+        difference = weight.reshape(before.shape) - (before + change.reshape(before.shape))
+        yield float(difference.abs().max() / before.abs().max()), key
+    if missing := tensors.keys() - found.keys():
+        raise KeyError(f"the reader gave no weight of {sorted(missing)[0]}")
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """Return the checkout of the reader, its commit and the families to check."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--checkout", type=Path, required=True, help="folder with its source")
+    parser.add_argument("--commit", required=True, help="what it was taken at, for the record")
+    parser.add_argument("--family", action="append", default=[], help="only this family")
+    return parser.parse_args()

@@ -1,0 +1,103 @@
+"""Adapter files of tiny bases, and what they add to the weights: material for the tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer import families
+from lora_trainer.config import Precision
+from lora_trainer.families.base import FileFormat
+from lora_trainer.output.adapter_tensors import ModuleTensors, update
+from lora_trainer.output.export import export_bytes, metadata
+from lora_trainer.tools.adapters import open_source
+from lora_trainer.tools.base_weights import open_base
+from tests.fakes.adapters import adapter_for, export_info
+from tests.fakes.family_bases import CPU, denoiser_of, facts_of
+
+Deltas = Mapping[str, Tensor]
+FORMATS: tuple[FileFormat, ...] = ("kohya", "diffusers", "comfyui")
+
+
+@cache
+def networks_of(name: str) -> Mapping[str, nn.Module]:
+    """Return the denoiser and the trainable text encoders of a family's tiny base by component."""
+    family = families.family(name)
+    texts: Mapping[str, nn.Module] = {}
+    if family.trainable_text:
+        loaded = family.load_text_encoder(facts_of(name), dtype=torch.float32, device=CPU)
+        texts = loaded.networks
+    return {"denoiser": denoiser_of(name), **texts}
+
+
+def adapter_of(name: str, *, text: bool = False, **options: Any) -> dict[str, ModuleTensors]:
+    """Return a random adapter on every layer that the family trains; `options` are `adapter_for`'s."""
+    family, networks = families.family(name), networks_of(name)
+    found = adapter_for(
+        "denoiser",
+        networks["denoiser"],
+        family.lora_targets(networks["denoiser"], "all"),
+        **options,
+    )
+    if text:
+        for component, network in networks.items():
+            if component != "denoiser":
+                found |= adapter_for(component, network, family.text_targets(network), **options)
+    return found
+
+
+def saved(
+    path: Path,
+    name: str,
+    tensors: Mapping[str, ModuleTensors],
+    *,
+    format: FileFormat,
+    precision: Precision = "fp32",
+    **entries: str,
+) -> Path:
+    """Write an adapter as a training of the family would export it."""
+    family, facts = families.family(name), facts_of(name)
+    info = export_info(
+        base_model_version=family.base_model_version(facts),
+        architecture=family.modelspec_architecture(facts),
+        prediction=facts.prediction,
+    )
+    data = export_bytes(
+        tensors,
+        family=family,
+        format=format,
+        precision=precision,
+        metadata={**metadata(info), **entries},
+    )
+    path.write_bytes(data)
+    return path
+
+
+def deltas(file: Path, base: Path | str) -> dict[str, Tensor]:
+    """Return what a file adds to each weight of a base, float64 [out, in, ...]."""
+    with open_base(str(base)) as weights, open_source(file, naming=weights.naming()) as source:
+        return {
+            key: delta(source.read(key), weights.places[key].weight()) for key in source.adapter
+        }
+
+
+def delta(module: ModuleTensors, weight: Tensor) -> Tensor:
+    """Return the update of a weight in float64."""
+    return update(module, weight.double())
+
+
+def distance(found: Deltas, wanted: Deltas) -> float:
+    """Return the largest |found - wanted| / |wanted| of a layer; infinite for other layers."""
+    if found.keys() != wanted.keys():
+        return float("inf")
+    return max(float((found[key] - wanted[key]).norm() / wanted[key].norm()) for key in wanted)
+
+
+def energy(found: Deltas) -> float:
+    """Return the squared norm of all layers together."""
+    return sum(float(each.square().sum()) for each in found.values())

@@ -1,0 +1,140 @@
+"""A tiny denoiser with a random adapter and a fixed batch, for tests of how a step is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer import families
+from lora_trainer.config import AdapterSettings
+from lora_trainer.families.base import DENOISER, BaseFacts, Conditioning, Family
+from lora_trainer.model.adapters import Adapter, inject
+from tests.fakes.family_bases import conditioning_of, denoiser_of, facts_of, side_of
+
+PROMPTS = ("one toy", "two words more")
+LAYERS = 4
+"""Blocks of the denoisers that have one list of them; some tiny bases have fewer."""
+LAYERS_OF_TWO = 3
+"""Blocks in either list of those that have two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """A family's denoiser in training; its batch has a sample for each of `PROMPTS`."""
+
+    family: Family
+    facts: BaseFacts
+    denoiser: nn.Module
+    adapter: Adapter
+    noisy: Tensor
+    timesteps: Tensor
+    conditioning: Conditioning
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return self.adapter.parameters()
+
+    def predict(self, rows: slice = slice(None)) -> Tensor:
+        """Run the denoiser on these samples."""
+        told = {name: tensor[rows] for name, tensor in self.conditioning.items()}
+        return self.family.predict(self.denoiser, self.noisy[rows], self.timesteps[rows], told)
+
+    def loss(self, rows: slice = slice(None)) -> Tensor:
+        return self.predict(rows).square().mean()
+
+    def gradients(self, *, micro_batch: int = len(PROMPTS)) -> list[Tensor]:
+        """Return the loss of a step and the gradient of each parameter, summed over micro-batches."""
+        losses = []
+        for first in range(0, len(PROMPTS), micro_batch):
+            losses.append(self.loss(slice(first, first + micro_batch)))
+            losses[-1].backward()
+        found = [torch.stack([loss.detach() for loss in losses])]
+        for parameter in self.parameters:
+            assert parameter.grad is not None
+            found.append(parameter.grad)
+            parameter.grad = None
+        return found
+
+
+def trainee(
+    name: str,
+    *,
+    prepare: Callable[[nn.Module], None] = lambda denoiser: None,
+    **settings: Any,
+) -> Trainee:
+    """Build one; equal calls give equal bits. `prepare` works on the denoiser before the adapter."""
+    family, facts = families.family(name), facts_of(name)
+    denoiser = _denoiser(name)
+    prepare(denoiser)
+    adapter = inject(
+        {DENOISER: denoiser},
+        modules={DENOISER: family.lora_targets(denoiser, "transformer")},
+        settings=AdapterSettings(**{"rank": 4, **settings}),
+        alpha=2.0,
+        seed=0,
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapter.parameters():  # so that every gradient depends on all others
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+    side = side_of(facts) // facts.vae_factor
+    shape = (len(PROMPTS), facts.latent_channels, side, side)
+    flow = facts.prediction == "flow"
+    return Trainee(
+        family=family,
+        facts=facts,
+        denoiser=denoiser,
+        adapter=adapter,
+        noisy=torch.randn(shape, generator=generator),
+        timesteps=torch.tensor([300.0, 800.0]) if flow else torch.tensor([300, 800]),
+        conditioning=_conditioning(name),
+    )
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    """Say whether all are equal bit by bit."""
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@contextmanager
+def failing(block: nn.Module, *, in_pass: int) -> Iterator[None]:
+    """Run out of memory after this pass of a block: the second is its recomputation."""
+    passes = count(1)
+
+    def fail(*_: object) -> None:
+        if next(passes) == in_pass:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    # In the middle of the block: after its first layer has run.
+    inside = next(module for module in block.modules() if isinstance(module, nn.Linear))
+    handle = inside.register_forward_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@cache
+def _conditioning(name: str) -> Conditioning:
+    return conditioning_of(families.family(name), facts_of(name), PROMPTS)
+
+
+def _denoiser(name: str) -> nn.Module:
+    """Return the tiny base's own denoiser, or one like it of more blocks."""
+    architecture = dict(facts_of(name).architecture)
+    layers = LAYERS_OF_TWO if "num_single_layers" in architecture else LAYERS
+    settings = architecture.keys() & {"num_layers", "num_single_layers", "n_layers"}
+    deeper = dict.fromkeys(settings, layers)
+    if not deeper:
+        return denoiser_of(name)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        denoiser = families.family(name).empty_denoiser(architecture | deeper)
+    return denoiser.requires_grad_(False)

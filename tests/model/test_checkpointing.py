@@ -1,0 +1,244 @@
+"""Gradient checkpointing of every family: the same bits, less memory, and right after errors."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lora_trainer import families
+from lora_trainer.families.costs import Checkpointing
+from lora_trainer.model.checkpointing import (
+    BlockRunner,
+    _Kept,
+    apply_checkpointing,
+    is_checkpointed,
+)
+from lora_trainer.model.copy_stream import CopyStream
+from lora_trainer.model.live_storages import LiveStorages, storage_key
+from lora_trainer.model.streaming import repeated_blocks
+from lora_trainer.model.trace import StepTrace, host_bytes, trace_step
+from tests.fakes.late_copies import LateCopies
+from tests.fakes.trainee import LAYERS, Trainee, failing, same, trainee
+
+FAMILIES = pytest.mark.parametrize("name", families.MODULES)
+KINDS: tuple[Checkpointing, ...] = get_args(Checkpointing)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors on several threads are slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@FAMILIES
+def test_loss_and_gradients_are_the_same_bits_whatever_is_recomputed(name: str) -> None:
+    at = trainee(name)
+    whole, split = at.gradients(), at.gradients(micro_batch=1)
+    assert all(gradient.any() for gradient in whole)
+    for kind in KINDS[1:]:
+        apply_checkpointing(at.denoiser, kind)
+        assert same(at.gradients(), whole), kind
+    assert same(at.gradients(micro_batch=1), split)
+
+
+@FAMILIES
+def test_more_recomputation_keeps_less(name: str) -> None:
+    at, kept = trainee(name), []
+    for kind in KINDS:
+        apply_checkpointing(at.denoiser, kind)
+        kept.append(kept_bytes(at))
+    none, selective, full, offloaded = kept
+    assert none > selective > full > offloaded
+
+
+def kept_bytes(at: Trainee) -> int:
+    """Count what autograd keeps for the backward pass, host memory and the network itself excepted."""
+    own = {storage_key(tensor) for tensor in (*at.denoiser.parameters(), *at.denoiser.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if storage_key(tensor) not in own:
+            kept[storage_key(tensor)] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = at.loss()
+    assert loss.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def test_offloading_leaves_the_inputs_of_two_blocks_on_the_device() -> None:
+    at = trainee("qwen")
+    at.denoiser.to("meta")
+    traced(at)  # networks keep tables from their first call
+    saved, moved = [], []
+    for kind in ("full", "offloaded"):
+        apply_checkpointing(at.denoiser, kind)
+        saved.append(traced(at).saved_bytes)
+        moved.append(host_bytes(at.denoiser))
+    # The first block's inputs have no gradient: nothing before it is trained. All others' are alike.
+    assert moved[0] == 0 < moved[1]
+    assert saved[0] - saved[1] == moved[1] * (LAYERS - 1 - 2) // (LAYERS - 1)
+
+
+def traced(at: Trainee) -> StepTrace:
+    """Trace a step on `meta`, where host memory does not count."""
+    for parameter in at.parameters:
+        parameter.grad = torch.empty_like(parameter)
+    noisy, timesteps = at.noisy.to("meta"), at.timesteps.to("meta")
+    told = {key: tensor.to("meta") for key, tensor in at.conditioning.items()}
+    return trace_step(
+        at.denoiser,
+        lambda: at.family.predict(at.denoiser, noisy, timesteps, told),
+        inputs=[noisy, timesteps, *told.values()],
+    )
+
+
+@pytest.mark.parametrize("name", ["sdxl", "flux", "zimage"])
+def test_selective_recomputes_every_second_block_of_each_list(name: str) -> None:
+    at, calls = trainee(name), Counter[str]()
+    apply_checkpointing(at.denoiser, "selective")
+    blocks = repeated_blocks(at.denoiser)
+    for path, block in blocks.items():
+        block.register_forward_pre_hook(lambda *_, path=path: calls.update([path]))
+    at.gradients()
+    # A block that is recomputed runs twice, but where no gradient goes through it.
+    assert {path for path in blocks if calls[path] == 2} <= {path for path in blocks if even(path)}
+    assert [path for path in blocks if even(path) and calls[path] == 1] in (
+        [],
+        ["context_refiner.0"],
+    )
+
+
+def even(path: str) -> bool:
+    return int(path.rpartition(".")[2]) % 2 == 0
+
+
+def test_random_draws_inside_a_network_are_repeated() -> None:
+    def with_dropout(denoiser: nn.Module) -> None:
+        for module in denoiser.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.3
+
+    at = trainee("sd15", prepare=with_dropout)
+    at.denoiser.train()
+    found = []
+    for kind in KINDS:
+        apply_checkpointing(at.denoiser, kind)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            found.append(at.gradients())
+    assert all(same(other, found[0]) for other in found)
+
+
+@pytest.mark.parametrize("name", ["sdxl", "flux"])
+def test_offloaded_inputs_are_waited_for_and_held_until_then(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trainee(name).gradients()
+    monkeypatch.setattr("lora_trainer.model.checkpointing.CopyStream", LateCopies)
+    at = trainee(name)
+    apply_checkpointing(at.denoiser, "offloaded")
+    assert same(at.gradients(), expected)
+    assert same(at.gradients(), expected)
+
+
+@pytest.mark.parametrize("copies", [CopyStream, LateCopies])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_step_after_one_that_ran_out_of_memory_is_right(
+    phase: str, copies: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lora_trainer.model.checkpointing.CopyStream", copies)
+    at = trainee("qwen")
+    apply_checkpointing(at.denoiser, "offloaded")
+    expected = at.gradients()
+    for block in repeated_blocks(at.denoiser).values():
+        wanted = {"forward": 1, "backward": 2}[phase]
+        with failing(block, in_pass=wanted), pytest.raises(torch.OutOfMemoryError):
+            at.gradients()
+        for parameter in at.parameters:
+            parameter.grad = None
+        assert same(at.gradients(), expected)
+
+
+@pytest.mark.parametrize("brought", [1, 2])
+def test_running_out_of_memory_for_an_input_on_its_way_back_loses_no_other(
+    brought: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lora_trainer.model.checkpointing.CopyStream", LateCopies)
+    at = trainee("flux")
+    apply_checkpointing(at.denoiser, "offloaded")
+    expected = at.gradients()
+    empty, numbers = _Kept._empty, count()
+
+    def limited(kept: _Kept, **where: Any) -> Tensor:
+        if kept._host is not None and next(numbers) == brought:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return empty(kept, **where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Kept, "_empty", limited)
+        with pytest.raises(torch.OutOfMemoryError):
+            at.gradients()
+    gc.collect()  # the failed step is gone, and with it all that only its graph held
+    for parameter in at.parameters:
+        parameter.grad = None
+    assert same(at.gradients(), expected)
+
+
+def test_a_graph_can_be_used_twice_and_two_at_once() -> None:
+    at = trainee("flux")
+    apply_checkpointing(at.denoiser, "offloaded")
+    gradients = at.gradients()[1:]
+    loss = at.loss()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    twice = [parameter.grad for parameter in at.parameters]
+    assert same(twice, [2 * gradient for gradient in gradients])
+    for parameter in at.parameters:
+        parameter.grad = None
+    (at.loss(slice(0, 1)) + at.loss(slice(1, 2))).backward()
+    together = [parameter.grad for parameter in at.parameters]
+    separate = at.gradients(micro_batch=1)[1:]
+    for one, other in zip(together, separate, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_nothing_is_left_behind_but_what_two_blocks_were_given() -> None:
+    at = trainee("qwen")
+    apply_checkpointing(at.denoiser, "offloaded")
+    at.gradients()
+    gc.disable()
+    try:
+        with LiveStorages() as live:
+            at.gradients()
+            left = live.now_bytes
+    finally:
+        gc.enable()
+    runner = at.denoiser._gradient_checkpointing_func
+    assert isinstance(runner, BlockRunner)
+    per_block = runner.host_bytes // 2 // (LAYERS - 1)
+    assert left <= 2 * per_block
+
+
+def test_a_network_without_recomputation_is_as_diffusers_made_it() -> None:
+    at = trainee("sd3")
+    apply_checkpointing(at.denoiser, "full")
+    block = at.denoiser.get_submodule("transformer_blocks.1")
+    assert is_checkpointed(at.denoiser, block)
+    apply_checkpointing(at.denoiser, "selective")
+    assert not is_checkpointed(at.denoiser, block)
+    apply_checkpointing(at.denoiser, "none")
+    assert not is_checkpointed(at.denoiser, at.denoiser.get_submodule("transformer_blocks.0"))
+    assert not at.denoiser.is_gradient_checkpointing

@@ -1,0 +1,68 @@
+"""The bound on the allocator: what was asked for, what the driver really has, or none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lora_trainer.memory import GIB, RUNTIME_BYTES
+from lora_trainer.model import memory_cap
+from lora_trainer.model.memory_cap import SPILL_MARGIN_BYTES, cap_allocator, driver_spills
+
+CARD = torch.device("cuda")
+CONTEXT = RUNTIME_BYTES["cuda"]
+
+
+@pytest.fixture
+def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    set_to: list[float] = []
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=24 * GIB)
+    )
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda fraction, device: set_to.append(fraction),
+    )
+    return set_to
+
+
+def test_what_is_asked_for_counts_with_the_context(fractions: list[float]) -> None:
+    assert cap_allocator(limit_bytes=8 * GIB, free_bytes=20 * GIB, device=CARD) == 8 * GIB - CONTEXT
+    assert fractions == [(8 * GIB - CONTEXT) / (24 * GIB)]
+
+
+def test_no_bound_where_the_driver_refuses(
+    fractions: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_cap, "driver_spills", lambda: False)
+    assert cap_allocator(limit_bytes=None, free_bytes=20 * GIB, device=CARD) is None
+    assert fractions == []
+
+
+def test_always_a_bound_where_the_driver_spills(
+    fractions: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_cap, "driver_spills", lambda: True)
+    allowed = cap_allocator(limit_bytes=None, free_bytes=20 * GIB, device=CARD)
+    assert allowed == 20 * GIB - SPILL_MARGIN_BYTES - CONTEXT
+    assert fractions == [allowed / (24 * GIB)]
+
+
+def test_a_bound_above_the_card_is_the_card(fractions: list[float]) -> None:
+    cap_allocator(limit_bytes=40 * GIB, free_bytes=20 * GIB, device=CARD)
+    assert fractions == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "spills"),
+    [
+        ("win32", "10", True),
+        ("linux", "5.15.153.1-microsoft-standard-WSL2", True),
+        ("linux", "6.8.0-generic", False),
+    ],
+)
+def test_windows_and_linux_under_it_spill(system: str, release: str, spills: bool) -> None:
+    assert driver_spills(system=system, release=release) is spills

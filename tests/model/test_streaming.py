@@ -1,0 +1,302 @@
+"""Streamed blocks against blocks that stay: the same bits, two of them on the device, right after errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lora_trainer import families
+from lora_trainer.errors import RequestError
+from lora_trainer.families.costs import Checkpointing
+from lora_trainer.model.checkpointing import apply_checkpointing
+from lora_trainer.model.copy_stream import CopyStream
+from lora_trainer.model.host_weights import ALIGNMENT_BYTES
+from lora_trainer.model.live_storages import storage_key
+from lora_trainer.model.quantize import quantize
+from lora_trainer.model.streaming import Streamed, block_sizes, repeated_blocks, stream_blocks
+from lora_trainer.streamed import BUFFERS, moved_bytes, saved_bytes, streamed_indices
+from tests.fakes.family_bases import CPU
+from tests.fakes.late_copies import LateCopies
+from tests.fakes.trainee import Trainee, failing, same, trainee
+
+FAMILIES = pytest.mark.parametrize("name", families.MODULES)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors on several threads are slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def streamed(
+    at: Trainee, *, count: int | None = None, checkpointing: Checkpointing = "full"
+) -> Streamed:
+    apply_checkpointing(at.denoiser, checkpointing)
+    count = count or len(repeated_blocks(at.denoiser))
+    return stream_blocks(at.denoiser, count=count, device=CPU)
+
+
+# ---- the same bits
+
+
+@FAMILIES
+def test_steps_and_predictions_are_the_same_bits(name: str) -> None:
+    at = trainee(name)
+    whole, split = at.gradients(), at.gradients(micro_batch=1)
+    assert all(gradient.any() for gradient in whole)
+    with torch.no_grad():
+        predicted = at.predict()
+    blocks = streamed(at)
+    assert same(at.gradients(), whole)
+    with torch.no_grad():
+        assert torch.equal(at.predict(), predicted)
+        assert torch.equal(at.predict(), predicted)
+    assert same(at.gradients(micro_batch=1), split)
+    assert blocks.loads > 2 * len(blocks.names), "two buffers were enough for all blocks"
+
+
+@pytest.mark.parametrize("name", ["sdxl", "flux", "zimage"])
+def test_a_copy_is_waited_for_before_it_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = trainee(name)
+    expected = at.gradients()
+    monkeypatch.setattr("lora_trainer.model.checkpointing.CopyStream", LateCopies)
+    monkeypatch.setattr("lora_trainer.model.streaming.CopyStream", LateCopies)
+    streamed(at, checkpointing="offloaded")
+    assert same(at.gradients(), expected)
+    assert same(at.gradients(), expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dora": True},
+        {"init": "pissa"},
+        {"kind": "loha"},
+        {"kind": "lokr"},
+        {"kind": "oft"},
+    ],
+    ids=str,
+)
+def test_every_kind_of_adapter_trains_the_same(settings: dict[str, Any]) -> None:
+    at = trainee("flux2", **settings)
+    expected = at.gradients()
+    streamed(at)
+    assert same(at.gradients(), expected)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "nf4"])
+def test_quantised_weights_are_streamed_as_they_are(kind: Any) -> None:
+    at = trainee("flux", prepare=partial(quantize, kind=kind, device=CPU))
+    expected = at.gradients()
+    blocks = streamed(at)
+    assert same(at.gradients(), expected)
+    assert blocks.host_bytes < sum(block_sizes(trainee("flux").denoiser)) * 4 * 0.6
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_any_number_of_blocks_can_be_streamed(count: int) -> None:
+    at = trainee("sd15")
+    expected = at.gradients()
+    names = list(repeated_blocks(at.denoiser))
+    blocks = streamed(at, count=count)
+    assert blocks.names == tuple(names[index] for index in streamed_indices(len(names), count))
+    assert same(at.gradients(), expected)
+    assert same(at.gradients(), expected)
+
+
+def test_several_passes_before_a_backward_pass_are_right() -> None:
+    at = trainee("flux")
+    apply_checkpointing(at.denoiser, "full")
+
+    def together() -> list[Tensor]:
+        (at.loss(slice(0, 1)) * at.loss(slice(1, 2))).backward(retain_graph=False)
+        found = [parameter.grad for parameter in at.parameters]
+        for parameter in at.parameters:
+            parameter.grad = None
+        return [gradient for gradient in found if gradient is not None]
+
+    expected = together()
+    streamed(at)
+    assert same(together(), expected)
+
+
+# ---- after errors
+
+
+@pytest.mark.parametrize("copies", [CopyStream, LateCopies])
+@pytest.mark.parametrize("wanted", [1, 2], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", ["sd15", "flux"])
+def test_a_step_after_one_that_ran_out_of_memory_is_right(
+    name: str, wanted: int, copies: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lora_trainer.model.streaming.CopyStream", copies)
+    at = trainee(name)
+    expected = at.gradients()
+    streamed(at)
+    for block in list(repeated_blocks(at.denoiser).values())[::3]:
+        with failing(block, in_pass=wanted), pytest.raises(torch.OutOfMemoryError):
+            at.gradients()
+        for parameter in at.parameters:
+            parameter.grad = None
+        assert same(at.gradients(), expected)
+
+
+# ---- what is on the device
+
+
+@FAMILIES
+def test_two_blocks_at_most_are_on_the_device(name: str) -> None:
+    at = trainee(name)
+    blocks = streamed(at)
+    host = {storage_key(part) for part in blocks._host}
+    on_device = []
+
+    def watch(*_: object) -> None:
+        there = [
+            block
+            for block in repeated_blocks(at.denoiser).values()
+            if any(storage_key(tensor) not in host for tensor in weights_of(block))
+        ]
+        on_device.append(len(there))
+
+    for block in repeated_blocks(at.denoiser).values():
+        block.register_forward_hook(watch, always_call=True)
+    at.gradients()
+    assert max(on_device) == BUFFERS
+    largest = max(4 * size for size in block_sizes(at.denoiser))
+    assert largest <= blocks.buffer_bytes / BUFFERS <= largest + 64 * ALIGNMENT_BYTES
+
+
+def weights_of(block: nn.Module) -> list[Tensor]:
+    return [tensor for tensor in block.parameters() if not tensor.requires_grad]
+
+
+def test_the_planner_s_bytes_are_those_of_the_network() -> None:
+    plain = trainee("sdxl")
+    with torch.device("meta"):
+        empty = plain.family.empty_denoiser(plain.facts.architecture)
+    assert block_sizes(empty) == block_sizes(plain.denoiser)
+    block_bytes = [4 * size for size in block_sizes(empty)]
+    for count in (3, len(block_bytes)):
+        blocks = streamed(trainee("sdxl"), count=count)
+        padding = 64 * ALIGNMENT_BYTES * count
+        assert 0 <= blocks.host_bytes - moved_bytes(block_bytes, count) < padding
+        freed = blocks.host_bytes - blocks.buffer_bytes
+        assert abs(freed - saved_bytes(block_bytes, count)) < padding
+
+
+def test_all_but_the_streamed_weights_move_to_the_device() -> None:
+    at = trainee("zimage", init="pissa")
+    apply_checkpointing(at.denoiser, "full")
+    blocks = stream_blocks(at.denoiser, count=2, device=torch.device("meta"))
+    there = {name for name, tensor in at.denoiser.named_parameters() if tensor.device.type == "cpu"}
+    assert there
+    for name in there:
+        assert name.startswith(tuple(f"{block}." for block in blocks.names))
+        assert "lora_" not in name
+        assert "initial_" not in name
+
+
+# ---- the way there
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl", "zimage"])
+def test_after_one_step_every_copy_is_foreseen_and_none_is_made_twice(name: str) -> None:
+    at = trainee(name)
+    blocks = streamed(at)
+    count = len(blocks.names)
+    at.gradients()
+    learning, late = blocks.loads, blocks.late_loads
+    at.gradients()
+    assert blocks.late_loads == late
+    # The last two of a pass are the first two of the pass that follows.
+    assert blocks.loads - learning == 2 * (count - BUFFERS)
+    with torch.no_grad():
+        at.predict()
+        at.predict()
+    assert blocks.late_loads == late
+
+
+def test_modules_in_another_order_than_they_run_in_are_learnt() -> None:
+    at = trainee("sdxl")
+    blocks = streamed(at)
+    assert blocks.names[-1].startswith("mid_block")
+    at.gradients()
+    assert blocks.late_loads == 1 + 2  # the first of all, into the middle, and out of it
+
+
+# ---- what cannot be
+
+
+@pytest.mark.parametrize("kind", ["none", "selective"])
+def test_blocks_that_autograd_would_keep_are_refused(kind: Checkpointing) -> None:
+    at = trainee("flux")
+    with pytest.raises(
+        RequestError, match=r"needs every block recomputed.*gradient_checkpointing=full"
+    ):
+        streamed(at, checkpointing=kind)
+    expected = at.gradients()
+    blocks = streamed(at)
+    apply_checkpointing(at.denoiser, kind)
+    with pytest.raises(RequestError, match="needs every block recomputed"):
+        at.gradients()
+    with torch.no_grad():
+        at.predict()
+    apply_checkpointing(at.denoiser, "full")
+    assert same(at.gradients(), expected)
+    assert blocks.loads
+
+
+def test_a_kept_weight_that_is_written_over_stops_the_backward_pass() -> None:
+    """The last line of defence: somebody else's checkpointing that does not recompute."""
+    at = trainee("flux")
+    streamed(at)
+    at.denoiser.enable_gradient_checkpointing(lambda block, *args: block(*args))
+    loss = at.loss()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("count", [-1, 0, 7])
+def test_there_are_only_so_many_blocks(count: int) -> None:
+    at = trainee("flux")
+    apply_checkpointing(at.denoiser, "full")
+    with pytest.raises(RequestError, match=rf"streamed_blocks={count}, and the base has 6 blocks"):
+        stream_blocks(at.denoiser, count=count, device=CPU)
+
+
+def test_weights_that_are_no_plain_tensors_are_refused_before_anything_is_moved() -> None:
+    class Wrapped(nn.Parameter):
+        pass
+
+    at = trainee("flux")
+    expected = at.gradients()
+    layer = repeated_blocks(at.denoiser)["single_transformer_blocks.2"].get_submodule("norm.linear")
+    layer.weight = Wrapped(layer.get_parameter("weight").detach(), requires_grad=False)
+    with pytest.raises(RequestError, match=r"weights of type Wrapped.*streamed_blocks=0"):
+        streamed(at)
+    assert same(at.gradients(), expected)
+
+
+def test_a_network_is_plain_again_after_remove() -> None:
+    at = trainee("sd15")
+    expected = at.gradients()
+    weights = {name: tensor.clone() for name, tensor in at.denoiser.state_dict().items()}
+    blocks = streamed(at)
+    at.gradients()
+    blocks.remove()
+    loads = blocks.loads
+    apply_checkpointing(at.denoiser, "none")
+    assert same(at.gradients(), expected)
+    assert blocks.loads == loads
+    after = at.denoiser.state_dict()
+    assert weights.keys() == after.keys()
+    assert same(list(after.values()), list(weights.values()))

@@ -1,0 +1,234 @@
+"""Safetensors files written tensor by tensor: read back by the library, hashed right, whole or absent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file, save
+
+from lora_trainer.errors import MachineError, RequestError
+from lora_trainer.output import stream_file
+from lora_trainer.output.stream_file import (
+    HASHES,
+    LEGACY_HASH,
+    MODEL_HASH,
+    MODELSPEC_HASH,
+    Slot,
+    header_bytes,
+    ordered,
+    write_tensors,
+)
+
+DTYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64, "I64": np.int64, "U8": np.uint8}
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def slots_of(arrays: Arrays) -> list[Slot]:
+    names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+    return ordered(
+        Slot(name=name, dtype=names[array.dtype], shape=array.shape)
+        for name, array in arrays.items()
+    )
+
+
+def written(path: Path, arrays: Arrays, metadata: dict[str, str], **options: Any) -> Path:
+    slots = slots_of(arrays)
+    bodies = (arrays[slot.name].tobytes() for slot in slots)
+    write_tensors(path, slots, bodies, metadata=metadata, **options)
+    return path
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="np") as opened:
+        return dict(opened.metadata())
+
+
+def body_of(path: Path) -> bytes:
+    data = path.read_bytes()
+    return data[8 + int.from_bytes(data[:8], "little") :]
+
+
+ARRAYS = {
+    "b": np.arange(6, dtype=np.float16).reshape(2, 3),
+    "a": np.arange(4, dtype=np.float32),
+    "c": np.array(7, dtype=np.int64),
+    "empty": np.zeros((0, 3), dtype=np.uint8),
+}
+
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+arrays = st.dictionaries(
+    st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20).filter(
+        lambda name: name != "__metadata__"
+    ),
+    st.builds(
+        lambda shape, dtype: np.full(shape, 3, dtype=DTYPES[dtype]),
+        shapes,
+        st.sampled_from(sorted(DTYPES)),
+    ),
+    max_size=6,
+)
+texts = st.dictionaries(
+    st.text(st.characters(codec="utf-8"), max_size=10).filter(lambda key: key not in HASHES),
+    st.text(st.characters(codec="utf-8"), max_size=30),
+    max_size=4,
+)
+
+
+@given(arrays=arrays, metadata=texts)
+def test_the_library_reads_what_was_written(
+    arrays: Arrays, metadata: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    file = written(tmp_path_factory.mktemp("stream") / "a.safetensors", arrays, metadata)
+    found = load_file(file)
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert found[name].dtype == array.dtype and np.array_equal(found[name], array)
+    entries = metadata_of(file)
+    assert {key: entries.pop(key) for key in HASHES}
+    assert entries == metadata
+
+
+def test_the_tensors_lie_as_the_library_lays_them(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.safetensors", ARRAYS, {})
+    theirs = tmp_path / "theirs.safetensors"
+    theirs.write_bytes(save(ARRAYS))
+    assert body_of(file) == body_of(theirs)
+
+
+def test_hashes_are_those_readers_compute(tmp_path: Path) -> None:
+    """A1111 takes the SHA-256 of all tensor bytes; kohya's legacy hash looks at 64 KiB at 1 MiB."""
+    large = {"x": np.random.default_rng(0).random(300_000, dtype=np.float32)}
+    training = {"ss_steps": "9"}
+    file = written(tmp_path / "a.safetensors", large, {**training, "other": "x"})
+    found, digest = metadata_of(file), sha256(body_of(file)).hexdigest()
+    assert (found[MODEL_HASH], found[MODELSPEC_HASH]) == (digest, f"0x{digest}")
+    as_kohya = header_bytes(slots_of(large), training) + body_of(file)
+    legacy = sha256(as_kohya[0x100000:0x110000]).hexdigest()[:8]
+    assert found[LEGACY_HASH] == legacy != sha256(b"").hexdigest()[:8]
+
+
+def test_only_the_hashes_asked_for_are_written_and_old_ones_never_kept(tmp_path: Path) -> None:
+    stale = {MODEL_HASH: "old", LEGACY_HASH: "old", "mine": "kept"}
+    file = written(tmp_path / "a.safetensors", ARRAYS, stale, hashes=[MODEL_HASH])
+    found = metadata_of(file)
+    assert found == {MODEL_HASH: sha256(body_of(file)).hexdigest(), "mine": "kept"}
+
+
+def test_tensors_are_aligned(tmp_path: Path) -> None:
+    for length in range(9):
+        written(tmp_path / "a.safetensors", ARRAYS, {"x": "y" * length}, force=True)
+        data = (tmp_path / "a.safetensors").read_bytes()
+        assert int.from_bytes(data[:8], "little") % 8 == 0
+
+
+def test_lone_surrogates_become_valid_text(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.safetensors", ARRAYS, {"name": "a\udc80b"})
+    assert metadata_of(file)["name"] == "a?b"
+
+
+def test_bodies_are_taken_one_at_a_time(tmp_path: Path) -> None:
+    """The file grows with each of them: none is kept for later."""
+    sizes: list[int] = []
+    slots = [Slot(name=str(number), dtype="U8", shape=(100_000,)) for number in range(5)]
+
+    def bodies() -> Iterator[bytes]:
+        for _ in slots:
+            sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+            yield bytes(100_000)
+
+    write_tensors(tmp_path / "a.safetensors", slots, bodies(), metadata={})
+    assert all(later - earlier >= 90_000 for earlier, later in zip(sizes[1:], sizes[2:]))  # noqa: B905 - one is shorter
+
+
+# ---- whole or absent
+
+
+@pytest.mark.parametrize("before", [None, b"old"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MachineError("no", fix="no"), ValueError])
+def test_an_interrupted_write_leaves_what_was_there(
+    before: bytes | None, error: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.safetensors"
+    if before is not None:
+        path.write_bytes(before)
+    slots = slots_of(ARRAYS)
+
+    def bodies() -> Iterator[bytes]:
+        yield ARRAYS[slots[0].name].tobytes()
+        raise error
+
+    with pytest.raises(error if isinstance(error, type) else type(error)):
+        write_tensors(path, slots, bodies(), metadata={}, force=True)
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == ([before] if before else [])
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 6])
+def test_too_few_bodies_or_too_many_or_of_other_sizes_are_bugs(count: int, tmp_path: Path) -> None:
+    slots = slots_of(ARRAYS)
+    bodies = [ARRAYS[slot.name].tobytes() for slot in slots]
+    wrong = (bodies + [b""] * 2)[:count] if count != 4 else [bodies[0] + b"x", *bodies[1:]]
+    with pytest.raises(ValueError, match=r"shorter|longer|planned"):
+        write_tensors(tmp_path / "a.safetensors", slots, wrong, metadata={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_an_error_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(MachineError, match="No space left"):
+        written(tmp_path / "a.safetensors", ARRAYS, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_gives_other_bytes_back_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_file, "_body_sha256", lambda file, start: "0" * 64)
+    with pytest.raises(MachineError, match="reads back with other bytes"):
+        written(tmp_path / "a.safetensors", ARRAYS, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_came_into_being_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    slots = slots_of(ARRAYS)
+
+    def bodies() -> Iterator[bytes]:
+        path.write_bytes(b"of another program")
+        yield from (ARRAYS[slot.name].tobytes() for slot in slots)
+
+    with pytest.raises(RequestError, match="exists already"):
+        write_tensors(path, slots, bodies(), metadata={})
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"of another program"]
+
+
+def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    for path, force, said in (
+        (tmp_path / "absent" / "a", False, "does not exist"),
+        (tmp_path / "file" / "a", False, "does not exist"),
+        (tmp_path / "folder", True, "is a folder"),
+        (tmp_path / "file", False, "exists already"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            written(path, ARRAYS, {}, force=force)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_long_name_is_no_trouble(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 240 + ".safetensors")
+    assert load_file(written(path, ARRAYS, {})).keys() == ARRAYS.keys()

@@ -1,0 +1,372 @@
+"""Random `kill -9` of whole trainings, each resumed and compared bit for bit with an uninterrupted one.
+
+Usage: python tests/reliability/kill.py --kills 500 [--seed 0] [--work DIR] [--json FILE]
+
+One process loads everything that is slow to import and forks for every start, so that a start costs
+a fraction of a second. A chain is one run, killed one to three times and then left to finish; a kill
+comes at a random time from the start on (one in five), at a random moment after a random step, or
+at one after a state began to be written. A kill counts as inside a save when it left a state
+half-written, half-removed or not yet logged. With --work, chains are recorded there and an
+interrupted campaign goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from lora_trainer.events import read_jsonl  # noqa: E402
+from tests.fakes.runs import MEASURES, Toy, last_state, toy  # noqa: E402
+
+STEPS = 10
+TIMEOUT_S = 300.0
+POLL_S = 0.002
+SCENARIOS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {"optimizer__name": "adamw", "output__save_every_steps": 1},
+    "8 bit, batches": {
+        "optimizer__name": "adamw8bit",
+        "train__batch_size": 3,
+        "memory__micro_batch": 2,
+        "output__save_every_steps": 2,
+        "data__caption_dropout": 0.3,
+    },
+    "guards, flips": {
+        "train__lower_on_plateau": True,
+        "train__tighten_on_spike": True,
+        "train__validate_every_steps": 2,
+        "data__flip": True,
+        "data__shuffle_tags": True,
+        "output__save_every_steps": 1,
+        "output__keep_states": 3,
+    },
+}
+QUIET: Mapping[str, Any] = {
+    "logging__trackers": [],
+    "sampling__every_steps": 0,
+    "train__validate_every_steps": 0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """One kill: the newest state it left, the last step logged, and whether it hit a save."""
+
+    left: int
+    reached: int
+    inside_save: bool
+    while_caching: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """One run, its kills, and in what it differs from the uninterrupted one (nothing, if all is well)."""
+
+    scenario: str
+    kills: tuple[Kill, ...]
+    differences: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a campaign of kills showed."""
+
+    kills: int
+    inside_save: int
+    while_caching: int
+    chains: int
+    differing_chains: int
+    most_steps_lost: int
+    most_steps_lost_by_scenario: Mapping[str, int]
+    seed: int
+    seconds: float
+
+
+# ---- starting and killing
+
+
+def start(arguments: Sequence[str], log: Path) -> int:
+    """Fork a training; return its pid. The parent never computes, so that forking stays safe."""
+    child = os.fork()
+    if child:
+        return child
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    from lora_trainer import cli
+
+    code = 1
+    try:
+        code = cli.run(list(arguments))
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def wait(child: int) -> int:
+    """Return the exit code of a child; one that hangs is killed and is a TimeoutError."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if (code := ended(child)) is not None:
+            return code
+        time.sleep(POLL_S)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise TimeoutError(f"a training hung for {TIMEOUT_S:g} s")
+
+
+def ended(child: int) -> int | None:
+    """Return the exit code of a child, None while it runs."""
+    pid, status = os.waitpid(child, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if pid else None
+
+
+def kill_somewhere(child: int, run: Path, draw: random.Random) -> bool:
+    """Kill a child at a random moment; return False when it had ended before."""
+    aim, moment_s = draw.random(), time.monotonic() + draw.uniform(0.0, 2.0)
+    step = draw.randint(logged(run), STEPS)
+
+    def reached() -> bool:
+        if aim < 0.2:
+            return time.monotonic() >= moment_s
+        return logged(run) >= step and (aim < 0.5 or is_saving(run))
+
+    while not reached():
+        if ended(child) is not None:
+            return False
+        time.sleep(POLL_S)
+    time.sleep(draw.uniform(0.0, 0.08 if aim < 0.5 else 0.03))
+    if ended(child) is not None:
+        return False
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return True
+
+
+# ---- looking at what is left
+
+
+def logged(run: Path) -> int:
+    """Return the last step that was logged."""
+    rows = read_jsonl(run / "events.jsonl")
+    return max((row["step"] for row in rows if row["event"] == "step"), default=0)
+
+
+def is_saving(run: Path) -> bool:
+    """Whether a state is being written."""
+    states = run / "states"
+    return states.is_dir() and any(states.glob(".tmp-*"))
+
+
+def post_mortem(run: Path) -> Kill:
+    """Look at what a kill left."""
+    states = run / "states"
+    names = [path.name for path in states.iterdir()] if states.is_dir() else []
+    published = [int(name.removeprefix("step-")) for name in names if name.startswith("step-")]
+    half_done = [name for name in names if name.startswith((".tmp-", ".del-"))]
+    recorded = {row["step"] for row in read_jsonl(states / "log.jsonl")}
+    rows = read_jsonl(run / "events.jsonl")
+    return Kill(
+        left=max(published, default=0),
+        reached=logged(run),
+        inside_save=bool(half_done or set(published) - recorded),
+        while_caching=not any(row["event"] == "cached" for row in rows),
+    )
+
+
+def fingerprint(run: Path) -> dict[str, Any]:
+    """Return all that must be equal: last state, exported tensors, every logged figure."""
+    state = last_state(run)
+    files = ("adapter.safetensors", "optim.safetensors", "optim.json", "state.json")
+    found: dict[str, Any] = {name: _sha256(state / name) for name in files}
+    found["state"] = state.name
+    found["export"] = _tensor_bytes(run / f"{run.name}.safetensors")
+    rows = read_jsonl(run / "events.jsonl")
+    found["losses"] = [[row[name] for name in MEASURES] for row in rows if row["event"] == "step"]
+    found["validations"] = [
+        [row["step"], row["loss"]] for row in rows if row["event"] == "validation"
+    ]
+    found["leftovers"] = sorted(path.name for path in run.rglob(".*") if path.name != ".lock")
+    return found
+
+
+def differences(run: Path, expected: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of what differs from the uninterrupted run."""
+    found = fingerprint(run)
+    return tuple(name for name in expected if found[name] != expected[name])
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _tensor_bytes(file: Path) -> str:
+    """Hash a safetensors file without its header, which holds the time and the name of the run."""
+    data = file.read_bytes()
+    return hashlib.sha256(data[8 + int.from_bytes(data[:8], "little") :]).hexdigest()
+
+
+# ---- campaigns
+
+
+def command(place: Toy, scenario: str, name: str, *, cache: Path | None = None) -> list[str]:
+    """Return the command line of a run of a scenario."""
+    settings = {**QUIET, **SCENARIOS[scenario]}
+    if cache is not None:
+        settings["data__cache_dir"] = str(cache)
+    return place.arguments("--name", name, steps=STEPS, **settings)
+
+
+def reference(place: Toy, scenario: str) -> dict[str, Any]:
+    """Train a scenario without interruption and return its fingerprint."""
+    name = f"whole-{list(SCENARIOS).index(scenario)}"
+    log = place.folder / f"{name}.log"
+    code = wait(start(command(place, scenario, name), log))
+    if code != 0:
+        raise RuntimeError(f"the uninterrupted run ended with {code}: {log.read_text()[-2000:]}")
+    return fingerprint(place.runs / name)
+
+
+def chain(
+    place: Toy, scenario: str, name: str, expected: Mapping[str, Any], draw: random.Random
+) -> Chain:
+    """Start a run, kill it one to three times, let it finish, compare."""
+    run, log = place.runs / name, place.folder / f"{name}.log"
+    # Every fourth run has a cache of its own, so that kills hit caching too.
+    cache = place.folder / f"{name}-cache" if draw.random() < 0.25 else None
+    line, kills = command(place, scenario, name, cache=cache), []
+    for _ in range(draw.randint(1, 3)):
+        child = start([*line, "--resume"] if run.is_dir() else line, log)
+        if not kill_somewhere(child, run, draw):
+            break
+        kills.append(post_mortem(run))
+    code = wait(start([*line, "--resume"] if run.is_dir() else line, log))
+    wrong = (f"exit code {code}: {log.read_text()[-500:]}",)
+    if code == 0:
+        wrong = differences(run, expected)
+    return Chain(scenario=scenario, kills=tuple(kills), differences=wrong)
+
+
+def campaign(folder: Path, *, kills: int, seed: int, quiet: bool = False) -> Iterator[Chain]:
+    """Yield chains until that many kills have been survived or not; goes on with what is in `folder`."""
+    done = read_jsonl(folder / "chains.jsonl")
+    count = sum(len(row["kills"]) for row in done)
+    place = prepare(folder)
+    expected = {scenario: reference(place, scenario) for scenario in SCENARIOS}
+    number = len(done)
+    while count < kills:
+        draw = random.Random(f"{seed}-{number}")
+        scenario = list(SCENARIOS)[number % len(SCENARIOS)]
+        found = chain(place, scenario, f"chain-{number}", expected[scenario], draw)
+        with (folder / "chains.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(found)) + "\n")
+        count += len(found.kills)
+        number += 1
+        if not found.differences:
+            _remove(place, f"chain-{number - 1}")
+        if not quiet:
+            mark = "; ".join(found.differences) or "equal"
+            print(f"{count}/{kills} kills, chain {number}: {mark}", flush=True)
+        yield found
+
+
+def prepare(folder: Path) -> Toy:
+    """Write dataset and base into `folder`, in another process: this one only forks."""
+    place = Toy(folder=folder)
+    for stale in (place.runs, place.dataset):
+        shutil.rmtree(stale, ignore_errors=True)
+    toy(folder)
+    child = os.fork()
+    if child == 0:
+        place.with_base()
+        os._exit(0)
+    wait(child)
+    return place
+
+
+def _remove(place: Toy, name: str) -> None:
+    shutil.rmtree(place.runs / name)
+    shutil.rmtree(place.folder / f"{name}-cache", ignore_errors=True)
+    (place.folder / f"{name}.log").unlink(missing_ok=True)
+
+
+def summary(rows: Sequence[Mapping[str, Any]], *, seed: int, seconds: float) -> Summary:
+    """Return the figures of recorded chains."""
+    kills = [(row["scenario"], kill) for row in rows for kill in row["kills"]]
+    lost = [(name, max(0, kill["reached"] - kill["left"])) for name, kill in kills]
+    return Summary(
+        kills=len(kills),
+        inside_save=sum(kill["inside_save"] for _, kill in kills),
+        while_caching=sum(kill["while_caching"] for _, kill in kills),
+        chains=len(rows),
+        differing_chains=sum(bool(row["differences"]) for row in rows),
+        most_steps_lost=max((count for _, count in lost), default=0),
+        most_steps_lost_by_scenario={
+            name: max((count for own, count in lost if own == name), default=0)
+            for name in SCENARIOS
+        },
+        seed=seed,
+        seconds=round(seconds, 1),
+    )
+
+
+def load_everything() -> None:
+    """Import all that is slow, once for all forks."""
+    import diffusers
+    import transformers
+
+    import lora_trainer.run  # noqa: F401
+
+    for library, names in (
+        (diffusers, ("AutoencoderKL", "StableDiffusionPipeline", "UNet2DConditionModel")),
+        (transformers, ("CLIPTextModel", "CLIPTokenizer")),
+    ):
+        for name in names:
+            getattr(library, name)
+    gc.freeze()  # else collecting copies every page in every child
+
+
+def main() -> int:
+    """Run a campaign; return 0 when every chain ended with the same bits."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=25)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, help="folder that keeps the campaign")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    options = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    load_everything()
+    with tempfile.TemporaryDirectory(prefix="lora-train-kill-") as temporary:
+        folder = options.work or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        for _ in campaign(folder, kills=options.kills, seed=options.seed):
+            pass
+        rows = read_jsonl(folder / "chains.jsonl")
+        found = summary(rows, seed=options.seed, seconds=time.monotonic() - began)
+    print(json.dumps(asdict(found), indent=2))
+    if options.json:
+        options.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
+    return 1 if found.differing_chains else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,343 @@
+"""CKP-02 and CKP-03: every writer is killed and failed at every one of its file operations.
+
+What counts is what is found afterwards: the old content or the new one, whole, and nothing half-done.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from filelock import FileLock
+
+from lora_trainer.data.cache import Cache, text_key
+from lora_trainer.errors import MachineError
+from lora_trainer.events import read_jsonl
+from lora_trainer.families import family
+from lora_trainer.files import CappedFolder, HashMemo
+from lora_trainer.output.checkpoints import load_newest, save_state
+from lora_trainer.output.export import read_back, write_export
+from lora_trainer.run_folder import RunFolder, cut_events, read_run, write_run
+from tests.fakes.adapters import export_info, small_adapter
+from tests.fakes.disk import Disk, Killed, operations_of
+from tests.fakes.states import bits, loaded_step, state_at
+
+Figure = Callable[..., None]
+FAMILY = family("sd15")
+KEY = text_key(text="a cat", encoder_identity="encoder", max_tokens=77, content="fp32")
+
+
+@pytest.fixture(scope="module")
+def two_states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "states"
+    for step in (100, 200):
+        save_state(folder, state_at(step), keep=2)
+    return folder
+
+
+ERRORS = [errno.EIO, errno.ENOSPC, errno.EACCES, errno.EPERM]
+Faulty = Callable[[int, BaseException, bool], tuple[Path, bool]]
+
+
+@pytest.fixture
+def save_300_with_fault(two_states: Path, tmp_path: Path) -> Faulty:
+    """Return a function that saves step 300 over states 100 and 200 on a disk with one fault.
+
+    It returns the folder and whether step 300 was published when the fault struck.
+    """
+
+    def save(at: int, error: BaseException, after: bool) -> tuple[Path, bool]:
+        folder = tmp_path / f"{at}-{after}"
+        shutil.copytree(two_states, folder)
+        with (
+            pytest.raises((Killed, MachineError)) as raised,
+            Disk(at=at, error=error, after=after).in_use(),
+        ):
+            save_state(folder, state_at(300), keep=2)
+        assert isinstance(raised.value, Killed) == isinstance(error, Killed)
+        return folder, (folder / "step-00000300").exists()
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def operations(two_states: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
+    folder = tmp_path_factory.mktemp("count") / "states"
+    shutil.copytree(two_states, folder)
+    return operations_of(lambda: save_state(folder, state_at(300), keep=2))
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_ckp_02_a_kill_at_any_operation_leaves_the_old_or_the_new_state(
+    operations: int, save_300_with_fault: Faulty, after: bool, figure: Figure
+) -> None:
+    outcomes = []
+    for at in range(operations):
+        folder, was_published = save_300_with_fault(at, Killed(), after)
+        assert loaded_step(folder) == (300 if was_published else 200)
+        outcomes.append(was_published)
+        save_state(folder, state_at(300), keep=2)
+        assert loaded_step(folder) == 300
+        assert [path.name for path in sorted(folder.glob("step-*"))] == [
+            "step-00000200",
+            "step-00000300",
+        ]
+    assert operations >= 30
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {False, True}, "kills before and after the rename were tried"
+    figure("io_kills", tried=operations, survived=len(outcomes))
+
+
+@pytest.mark.parametrize("code", ERRORS)
+@pytest.mark.parametrize("after", [False, True])
+def test_ckp_03_an_error_at_any_operation_is_reported_and_harms_nothing(
+    operations: int, save_300_with_fault: Faulty, after: bool, code: int, figure: Figure
+) -> None:
+    for at in range(operations):
+        folder, was_published = save_300_with_fault(at, OSError(code, os.strerror(code)), after)
+        assert loaded_step(folder) == (300 if was_published else 200)
+    figure("io_errors", tried=operations, survived=operations)
+
+
+def test_ckp_03_saving_works_again_after_the_disk_was_full(
+    two_states: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "states"
+    shutil.copytree(two_states, folder)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        pytest.raises(MachineError, match=r"step-00000300.*No space.*free"),
+        Disk(at=2, error=full).in_use(),
+    ):
+        save_state(folder, state_at(300), keep=2)
+    assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+    save_state(folder, state_at(300), keep=2)
+    assert loaded_step(folder) == 300
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_ckp_02_a_kill_during_the_first_save_ever(tmp_path: Path, after: bool) -> None:
+    count = operations_of(lambda: save_state(tmp_path / "whole" / "states", state_at(1), keep=2))
+    for at in range(count):
+        folder = tmp_path / f"run{at}" / "states"
+        with pytest.raises(Killed), Disk(at=at, error=Killed(), after=after).in_use():
+            save_state(folder, state_at(1), keep=2)
+        assert loaded_step(folder) == (1 if (folder / "step-00000001").exists() else None)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_ckp_02_a_kill_while_the_only_state_is_replaced(tmp_path: Path, after: bool) -> None:
+    """Saving a step again must not have a moment in which neither version exists."""
+    old, new = state_at(1), state_at(1, seed=99)
+
+    def prepared(name: str) -> Path:
+        save_state(tmp_path / name, old, keep=2)
+        return tmp_path / name
+
+    whole = prepared("whole")
+    seen = set()
+    for at in range(operations_of(lambda: save_state(whole, new, keep=2))):
+        folder = prepared(f"kill{at}")
+        with pytest.raises(Killed), Disk(at=at, error=Killed(), after=after).in_use():
+            save_state(folder, new, keep=2)
+        found = bits(load_newest(folder, events=None))
+        assert found in (bits(old), bits(new))
+        assert bits(load_newest(folder, events=None)) == found, "it is still on the disk"
+        seen.add(found == bits(new))
+        assert {path.name for path in folder.iterdir()} <= {"step-00000001", "log.jsonl"}
+    assert seen == {False, True}
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("error", [Killed(), OSError(errno.EIO, "Input/output error")])
+def test_ckp_02_03_a_fault_while_loading_loses_nothing(
+    two_states: Path, tmp_path: Path, error: BaseException, after: bool
+) -> None:
+    """The newest state is damaged and leftovers lie about; loading is stopped at each operation."""
+
+    def prepared(name: str) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(two_states, folder)
+        (folder / "step-00000300").mkdir()
+        shutil.copytree(folder / "step-00000100", folder / ".tmp-step-00000400.999999999")
+        (folder / ".del-step-00000050.999999999").mkdir()
+        return folder
+
+    whole = prepared("whole")
+    count = operations_of(lambda: load_newest(whole, events=None))
+    assert count >= 8
+    for at in range(count):
+        folder = prepared(f"fault{at}")
+        with Disk(at=at, error=error, after=after).in_use():
+            try:
+                found = load_newest(folder, events=None)
+            except Killed:
+                found = None
+        assert found is None or bits(found) == bits(state_at(200))
+        assert loaded_step(folder) == 200
+        assert (folder / "bad-step-00000300").is_dir()
+
+
+# ---- the other writers: a file that is replaced, seen by whoever reads it next
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writer:
+    """Writes version 0 or 1 of something into a folder; `read` says which is there, None: nothing."""
+
+    write: Callable[[Path, int], object]
+    read: Callable[[Path], int | None]
+
+
+def write_cache(folder: Path, version: int) -> None:
+    cache(folder).write(KEY, {"mean": np.full((2, 3, 4), float(version), dtype=np.float32)})
+
+
+def read_cache(folder: Path) -> int | None:
+    arrays = cache(folder).read(KEY)
+    return None if arrays is None else int(arrays["mean"].min())
+
+
+def cache(folder: Path) -> Cache:
+    def problem(what: str, **_: object) -> None:
+        raise AssertionError(f"a fault of the disk is no damaged entry: {what}")
+
+    return Cache(
+        folder=CappedFolder(root=folder / "cache", limit_bytes=1 << 30), on_problem=problem
+    )
+
+
+def write_adapter(folder: Path, version: int) -> None:
+    write_export(
+        folder / "a.safetensors",
+        small_adapter(version),
+        family=FAMILY,
+        info=export_info(),
+        format="kohya",
+        precision="fp16",
+    )
+
+
+def read_adapter(folder: Path) -> int | None:
+    file = folder / "a.safetensors"
+    if not file.exists():
+        return None
+    equal = [read_back(file, small_adapter(version), family=FAMILY) < 1e-2 for version in (0, 1)]
+    assert equal.count(True) == 1
+    return equal.index(True)
+
+
+def write_record(folder: Path, version: int) -> None:
+    write_run(RunFolder(path=folder, lock=FileLock(folder / ".lock")), {"version": version})
+
+
+def read_record(folder: Path) -> int | None:
+    return int(read_run(folder)["version"]) if (folder / "run.json").exists() else None
+
+
+def write_log(folder: Path, version: int) -> None:
+    """A resume drops what came after its state; version 0 is the whole log, 1 the shortened one."""
+    if version == 0:
+        rows = [{"event": "step", "step": step} for step in (1, 2, 3)]
+        (folder / "events.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    else:
+        cut_events(RunFolder(path=folder, lock=FileLock(folder / ".lock")), step=2)
+
+
+def read_log(folder: Path) -> int | None:
+    steps = [row["step"] for row in read_jsonl(folder / "events.jsonl")]
+    return {(): None, (1, 2, 3): 0, (1, 2): 1}[tuple(steps)]
+
+
+def write_memo(folder: Path, version: int) -> None:
+    HashMemo(file=folder / ".hashes.json", entries={"a": [version]}).save()
+
+
+def read_memo(folder: Path) -> int | None:
+    entries = HashMemo.load(folder / ".hashes.json").entries
+    return entries["a"][0] if entries else None
+
+
+WRITERS = {
+    "cache entry": Writer(write=write_cache, read=read_cache),
+    "export": Writer(write=write_adapter, read=read_adapter),
+    "run.json": Writer(write=write_record, read=read_record),
+    "events.jsonl": Writer(write=write_log, read=read_log),
+    "hashes": Writer(write=write_memo, read=read_memo),
+}
+
+
+CASES = [
+    pytest.param(name, first, id=f"{name}, {'new' if first else 'replaced'}")
+    for name in WRITERS
+    for first in (False, True)
+    if not (first and name == "events.jsonl")  # a log that is not there is not cut
+]
+
+
+def faulted(writer: Writer, folder: Path, *, first: bool, disk: Disk) -> None:
+    """Write on a disk with a fault; `first`: there was nothing before."""
+    folder.mkdir()
+    if not first:
+        writer.write(folder, 0)
+    with disk.in_use():
+        try:
+            writer.write(folder, 1)
+        except (Killed, MachineError):
+            return
+        assert disk.error is None, "the fault was not noticed"
+
+
+@pytest.mark.parametrize(("name", "first"), CASES)
+def test_ckp_02_a_kill_leaves_each_file_as_it_was_or_as_it_should_be(
+    name: str, first: bool, tmp_path: Path, figure: Figure
+) -> None:
+    writer = WRITERS[name]
+    counting = Disk()
+    faulted(writer, tmp_path / "count", first=first, disk=counting)
+    seen = set()
+    for at in range(counting.count):
+        for after in (False, True):
+            folder = tmp_path / f"{at}-{after}"
+            faulted(writer, folder, first=first, disk=Disk(at=at, error=Killed(), after=after))
+            found = writer.read(folder)
+            assert found in ((None, 1) if first else (0, 1))
+            seen.add(found)
+            writer.write(folder, 1)
+            assert writer.read(folder) == 1, "what a kill left is no obstacle"
+    assert len(seen) == 2, "kills before and after the moment that counts were tried"
+    figure("io_kills", tried=2 * counting.count, survived=2 * counting.count)
+
+
+@pytest.mark.parametrize(("name", "first"), CASES)
+def test_ckp_03_an_error_is_one_line_and_leaves_each_file_whole(
+    name: str, first: bool, tmp_path: Path, figure: Figure
+) -> None:
+    writer = WRITERS[name]
+    counting = Disk()
+    faulted(writer, tmp_path / "count", first=first, disk=counting)
+    for at in range(counting.count):
+        for code in ERRORS:
+            folder = tmp_path / f"{at}-{code}"
+            folder.mkdir()
+            if not first:
+                writer.write(folder, 0)
+            error = OSError(code, os.strerror(code))
+            try:
+                with Disk(at=at, error=error).in_use():
+                    writer.write(folder, 1)
+            except MachineError as told:
+                assert os.strerror(code) in told.found
+                assert writer.read(folder) in ((None, 1) if first else (0, 1))
+            else:
+                assert writer.read(folder) == 1, "only what did not matter may pass"
+            left = [path for path in folder.rglob(".tmp-*") if at < counting.count - 1]
+            assert not left, "the temporary file is removed"
+    figure("io_errors", tried=4 * counting.count, survived=4 * counting.count)

@@ -1,0 +1,113 @@
+"""What sets the pace: shares add up, the largest cause is named, its advice is a setting that exists."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.bottleneck import CAUSES, Measured, verdict
+from lora_trainer.config import Config, build_config, setting_keys
+
+RESOLVED: dict[str, Any] = {
+    "data.resolution": 512,
+    "hardware.device": "cuda",
+    "memory.gradient_checkpointing": "none",
+    "memory.micro_batch": 2,
+    "output.save_every_steps": 100,
+    "train.batch_size": 4,
+    "train.precision": "bf16",
+    "train.steps": 1000,
+}
+EVEN = Measured(wall_s=1.0, data_wait_s=0.0, work_s={"aten::mm": 1.0}, save_s=0.0)
+seconds = st.floats(0, 100, allow_nan=False)
+
+
+def config(**changes: Any) -> Config:
+    return build_config(
+        RESOLVED | {key.replace("__", "."): value for key, value in changes.items()}
+    )
+
+
+@given(
+    st.builds(
+        Measured,
+        wall_s=seconds,
+        data_wait_s=seconds,
+        work_s=st.dictionaries(st.sampled_from(["aten::mm", "aten::add", "aten::copy_"]), seconds),
+        save_s=seconds,
+    )
+)
+def test_shares_add_up_and_the_largest_is_the_cause(measured: Measured) -> None:
+    found = verdict(measured, config())
+    assert found.shares.keys() == set(CAUSES)
+    assert all(0 <= share <= 1 for share in found.shares.values())
+    total = sum(found.shares.values())
+    assert total == pytest.approx(1) or total == 0
+    assert found.shares[found.cause] == max(found.shares.values())
+    for key in re.findall(r"\b[a-z]+\.[a-z_]+\b", found.sentence):
+        assert key in setting_keys(), "advice names a setting that exists"
+
+
+def test_each_cause_is_told_from_the_others() -> None:
+    slow_data = replace(EVEN, data_wait_s=0.6, work_s={"aten::mm": 0.4})
+    idle = replace(EVEN, work_s={"aten::mm": 0.2, "aten::add": 0.1})
+    moving = replace(EVEN, work_s={"aten::mm": 0.3, "aten::native_layer_norm": 0.4, "add": 0.3})
+    saving = replace(EVEN, save_s=500.0)
+    found = [verdict(m, config()) for m in (slow_data, idle, EVEN, moving, saving)]
+    assert [each.cause for each in found] == ["data", "host", "compute", "memory", "saving"]
+    assert found[0].shares["data"] == pytest.approx(0.6)
+    assert found[1].shares["host"] == pytest.approx(0.7)
+    assert found[3].shares["memory"] == pytest.approx(0.7)
+    assert found[4].shares["saving"] == pytest.approx(5 / 6), "500 s every 100 steps of 1 s"
+
+
+def test_kernels_that_overlap_do_not_count_for_more_than_the_step() -> None:
+    found = verdict(replace(EVEN, work_s={"gemm": 3.0, "elementwise": 1.0}), config())
+    assert found.shares["compute"] == pytest.approx(0.75)
+    assert found.shares["memory"] == pytest.approx(0.25)
+
+
+def test_the_advice_is_about_what_is_set_now() -> None:
+    idle = replace(EVEN, work_s={"aten::mm": 0.1})
+    assert "memory.micro_batch (now 2 of train.batch_size=4)" in verdict(idle, config()).sentence
+    whole = verdict(idle, config(memory__micro_batch=4)).sentence
+    assert "memory.micro_batch" not in whole
+    assert "changes the training" in whole
+    assert "train.precision=bf16" in verdict(EVEN, config(train__precision="fp32")).sentence
+    on_cpu = config(train__precision="fp32", hardware__device="cpu")
+    assert "precision" not in verdict(EVEN, on_cpu).sentence
+    recomputing = config(memory__gradient_checkpointing="full")
+    assert "gradient_checkpointing=full" in verdict(EVEN, recomputing).sentence
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aten::addmm",
+        "aten::convolution_backward",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>",
+        "fmha_cutlassF_bf16_aligned_64x64_rf_sm80",
+    ],
+)
+def test_matrix_work_is_known_by_its_names(name: str) -> None:
+    assert verdict(replace(EVEN, work_s={name: 1.0}), config()).cause == "compute"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aten::native_group_norm",
+        "aten::copy_",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+        "multi_tensor_apply_kernel",
+    ],
+)
+def test_moving_numbers_is_no_matrix_work(name: str) -> None:
+    assert verdict(replace(EVEN, work_s={name: 1.0}), config()).cause == "memory"

@@ -1,0 +1,75 @@
+"""Bytes of a frozen base: as `model/quantize.py` stores them and `model/streaming.py` moves them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lora_trainer.families import MODULES, family
+from lora_trainer.frozen import FrozenBase
+from lora_trainer.model.quantize import QuantizedLinear, quantizable, quantize
+from lora_trainer.model.streaming import repeated_blocks
+from lora_trainer.quantization import BasePrecision, Quantization
+from tests.fakes.family_bases import denoiser_of, facts_of
+
+CPU = torch.device("cpu")
+
+
+def frozen(name: str, kept_as: BasePrecision) -> FrozenBase:
+    chosen, facts = family(name), facts_of(name)
+    return FrozenBase(
+        parameters=facts.parts["denoiser"].parameters,
+        shapes=chosen.linear_shapes(facts),
+        unquantised=chosen.unquantised,
+        block_pattern=chosen.block_pattern,
+        dtype="fp32",
+        kept_as=kept_as,
+    )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_layers_counted_are_those_that_are_quantised(name: str) -> None:
+    """Or nearly: what no adapter can change is not in the table, so a little less is counted."""
+    counted = frozen(name, "int8").shapes
+    real = quantizable(denoiser_of(name), skip=family(name).unquantised)
+    assert counted.items() <= real.items()
+    left_out = sum(fan_in * out for key, (fan_in, out) in real.items() if key not in counted)
+    assert left_out <= 0.25 * sum(fan_in * out for fan_in, out in real.values())
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_predicted_bytes_are_stored_bytes(name: str, kind: Quantization) -> None:
+    network, counted = denoiser_of(name), frozen(name, kind)
+    quantize(network, kind, device=CPU, skip=family(name).unquantised)
+    for module, size in counted.layer_bytes.items():
+        layer = network.get_submodule(module)
+        assert isinstance(layer, QuantizedLinear)
+        assert layer.stored_bytes == size, module
+    assert counted.bytes == counted.linear_bytes + counted.other_bytes
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_blocks_are_those_that_can_be_streamed(name: str) -> None:
+    blocks = repeated_blocks(denoiser_of(name))
+    counted = frozen(name, "fp32").block_bytes
+    assert len(counted) == len(blocks)
+    for size, block in zip(counted, blocks.values(), strict=True):
+        real = sum(parameter.nbytes for parameter in block.parameters())
+        assert 0.5 * real < size <= real
+
+
+def test_unquantised_layers_keep_their_dtype() -> None:
+    base = FrozenBase(
+        parameters=300,
+        shapes={"blocks.0.a": (10, 10), "blocks.0.guide.b": (10, 10)},
+        unquantised=("guide",),
+        block_pattern=r"\w+\.\d+(?=\.)",
+        dtype="bf16",
+        kept_as="int8",
+    )
+    assert base.layer_bytes == {"blocks.0.a": 100 + 40, "blocks.0.guide.b": 200}
+    assert base.other_bytes == 2 * 100
+    assert base.block_bytes == (340,)
+    assert base.dequantized_bytes == 200
+    assert base.streamed_bytes(0) == base.buffer_bytes(0) == 0

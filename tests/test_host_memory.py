@@ -1,0 +1,93 @@
+"""What a run needs of the machine beside the card: the largest of its phases, item by item."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lora_trainer.config import AdapterSettings
+from lora_trainer.families import family, known_base
+from lora_trainer.host_memory import HOST_RUNTIME_BYTES, HostPrediction, predict_host
+from lora_trainer.memory import GIB, Load, RememberedCosts
+from lora_trainer.quantization import BasePrecision
+
+LOAD = Load(
+    device="cuda",
+    precision="bf16",
+    base_precision="bf16",
+    adapter=AdapterSettings(rank=16, targets="attention"),
+    text_precision="bf16",
+    text_offload=False,
+    optimizer="adamw8bit",
+    micro_batch=2,
+    checkpointing="full",
+    streamed_blocks=0,
+    bucket_px=(1024, 1024),
+    samples=False,
+    sample_side_px=1024,
+    prepared_samples=4,
+)
+COSTS = RememberedCosts(family=family("flux"))
+
+
+def host(**changes: Any) -> HostPrediction:
+    facts = known_base("black-forest-labs/FLUX.1-dev")
+    assert facts is not None
+    load = replace(LOAD, **changes)
+    return predict_host(load, facts=facts, costs=COSTS, limit_bytes=16 * GIB)
+
+
+def items(made: HostPrediction) -> dict[str, int]:
+    return {item.name: item.bytes for item in made.items}
+
+
+def test_items_add_up_and_the_runtime_is_always_there() -> None:
+    for made in (host(), host(text_offload=True), host(streamed_blocks=20)):
+        assert sum(items(made).values()) == made.bytes
+        assert items(made)["runtime"] == HOST_RUNTIME_BYTES
+        assert all(item.note for item in made.items)
+
+
+def test_streamed_blocks_are_pinned_in_the_dtype_they_are_kept_in() -> None:
+    blocks = {
+        kind: items(host(streamed_blocks=57, base_precision=kind)) for kind in ("bf16", "int8")
+    }
+    assert blocks["bf16"]["streamed blocks"] == pytest.approx(23.66e9, rel=1e-3)
+    assert "streamed blocks" not in items(host())
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_streamed_base_is_quantised_whole_beside_the_card(kind: BasePrecision) -> None:
+    few = items(host(streamed_blocks=10, base_precision=kind))
+    assert few["base while it is quantised"] > 0.5 * 11.9e9
+    assert "base while it is quantised" not in items(host(base_precision=kind))
+
+
+def test_offloaded_inputs_wait_for_all_images_of_a_pass() -> None:
+    one, two = (
+        items(host(checkpointing="offloaded", micro_batch=count))["offloaded activations"]
+        for count in (1, 2)
+    )
+    assert one > 0
+    assert two == pytest.approx(2 * one, rel=0.01)
+
+
+def test_text_encoders_are_there_only_while_they_are_offloaded() -> None:
+    assert items(host(text_offload=True))["text encoders"] == 2 * 4_885_371_136
+    assert "text encoders" not in items(host())
+    both = items(host(text_offload=True, streamed_blocks=57))
+    assert "text encoders" not in both, "never at the same time as streamed blocks"
+
+
+def test_paged_states_may_have_to_lie_here() -> None:
+    assert "optimizer states" in items(host(optimizer="paged_adamw8bit"))
+    assert "optimizer states" not in items(host())
+
+
+def test_what_is_read_through_the_file_cache_is_not_needed() -> None:
+    made = host()
+    assert made.loading_bytes > made.limit_bytes
+    assert made.fits and made.loads_slowly
+    assert not replace(made, limit_bytes=made.bytes - 1).fits

@@ -1,0 +1,144 @@
+"""Estimated seconds of a step: published and measured ones lie in the range, and what costs time does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lora_trainer.cards import Card, card
+from lora_trainer.config import AdapterSettings, Checkpointing
+from lora_trainer.families import family, known_base
+from lora_trainer.families.base import BaseFacts
+from lora_trainer.memory import GIB, Load, RememberedCosts
+from lora_trainer.quantization import BasePrecision
+from lora_trainer.step_time import StepTime, StepWork, cpu_step_time, gpu_step_time, step_work
+from tests.fakes.stable_diffusion import UNetCosts, mini_facts, sd15_facts
+
+LOAD = Load(
+    device="cuda",
+    precision="bf16",
+    base_precision="bf16",
+    adapter=AdapterSettings(rank=16, targets="attention"),
+    text_precision="fp32",
+    text_offload=False,
+    optimizer="adamw",
+    micro_batch=1,
+    checkpointing="none",
+    streamed_blocks=0,
+    bucket_px=(512, 512),
+    samples=False,
+    sample_side_px=512,
+    prepared_samples=4,
+)
+COSTS = RememberedCosts(family=UNetCosts())
+FLUX_COSTS = RememberedCosts(family=family("flux"))
+
+
+def flux_facts() -> BaseFacts:
+    facts = known_base("black-forest-labs/FLUX.1-dev")
+    assert facts is not None
+    return facts
+
+
+def gpu_time(name: str, *, batch_size: int = 1, **changes: Any) -> StepTime:
+    load = replace(LOAD, **changes)
+    work = step_work(load, facts=sd15_facts(), costs=COSTS, batch_size=batch_size)
+    return gpu_step_time(work, card(name, total_bytes=8 * GIB), precision=load.precision)
+
+
+def flux_work(**changes: Any) -> StepWork:
+    load = replace(LOAD, bucket_px=(1024, 1024), checkpointing="full")
+    return step_work(replace(load, **changes), facts=flux_facts(), costs=FLUX_COSTS, batch_size=2)
+
+
+@pytest.mark.parametrize(("checkpointing", "published_s"), [("none", 0.181), ("full", 0.305)])
+def test_a_published_step_on_an_h100_lies_in_the_range(
+    checkpointing: Checkpointing, published_s: float
+) -> None:
+    time = gpu_time("NVIDIA H100 80GB HBM3", checkpointing=checkpointing)
+    assert time.low_s < published_s < time.high_s
+    assert "estimate" in time.note
+    assert "starting kernels" in time.note
+
+
+def test_published_steps_of_flux_on_a_4090_lie_in_the_range() -> None:
+    """nf4, 512 px: 1.4 s; 1024 px: 3.5 s (another trainer's quick start)."""
+    for side_px, published_s in ((512, 1.4), (1024, 3.5)):
+        load = replace(
+            LOAD, base_precision="nf4", checkpointing="full", bucket_px=(side_px, side_px)
+        )
+        work = step_work(load, facts=flux_facts(), costs=FLUX_COSTS, batch_size=1)
+        time = gpu_step_time(work, card("RTX 4090", total_bytes=24 * GIB), precision="bf16")
+        assert time.low_s < published_s < time.high_s
+
+
+def test_slow_cards_are_bound_by_arithmetic() -> None:
+    slow = gpu_time("NVIDIA GeForce RTX 3060", batch_size=4, micro_batch=4)
+    fast = gpu_time("NVIDIA GeForce RTX 4090", batch_size=4, micro_batch=4)
+    assert slow.high_s > 2 * fast.high_s
+    assert "arithmetic" in slow.note
+
+
+def test_splitting_and_fp32_make_a_step_longer() -> None:
+    name = "NVIDIA GeForce RTX 4090"
+    whole = gpu_time(name, batch_size=4, micro_batch=4)
+    assert gpu_time(name, batch_size=4, micro_batch=1).high_s > whole.high_s
+    assert gpu_time(name, batch_size=4, micro_batch=4, precision="fp32").high_s > whole.high_s
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "nf4"])
+def test_dequantising_is_paid_once_for_each_pass_over_the_weights(kind: BasePrecision) -> None:
+    once = flux_work(base_precision=kind, micro_batch=2)
+    assert flux_work(base_precision=kind).dequantised_bytes == 2 * once.dequantised_bytes
+    kept = flux_work(base_precision=kind, micro_batch=2, checkpointing="none")
+    assert once.dequantised_bytes == 1.5 * kept.dequantised_bytes
+    assert flux_work(micro_batch=2).dequantised_bytes == 0
+    assert once.kernels > flux_work(micro_batch=2).kernels
+
+
+def test_a_streamed_block_comes_twice_in_every_pass() -> None:
+    blocks = FLUX_COSTS.frozen_base(flux_facts(), LOAD).streamed_bytes(57)
+    assert blocks == pytest.approx(23.66e9, rel=1e-3)
+    assert flux_work(streamed_blocks=57, micro_batch=2).bus_bytes == 2 * blocks
+    assert flux_work(streamed_blocks=57, micro_batch=1).bus_bytes == 4 * blocks
+    assert flux_work(micro_batch=2).bus_bytes == 0
+
+
+def test_offloaded_inputs_go_and_come_back_for_every_image() -> None:
+    cost = FLUX_COSTS.sample_cost(
+        flux_facts(), replace(LOAD, bucket_px=(1024, 1024), checkpointing="offloaded").workload()
+    )
+    assert cost.host_bytes > 0
+    for micro_batch in (1, 2):
+        work = flux_work(checkpointing="offloaded", micro_batch=micro_batch)
+        assert work.bus_bytes == pytest.approx(4 * cost.host_bytes, rel=0.01)
+
+
+def test_copies_cost_only_what_they_take_longer_than_the_arithmetic() -> None:
+    machine = Card(name="toy", flops_per_s=1e12, bytes_per_s=1e12)
+    busy = StepWork(flops=1e12, kernels=0, dequantised_bytes=0, bus_bytes=0)
+    hidden = gpu_step_time(replace(busy, bus_bytes=1e9), machine, precision="bf16")
+    shown = gpu_step_time(replace(busy, bus_bytes=1e12), machine, precision="bf16")
+    assert hidden == gpu_step_time(busy, machine, precision="bf16")
+    assert shown.low_s > 10 * hidden.low_s
+    assert "host memory" in shown.note
+
+
+def test_a_measured_step_on_two_cores_lies_in_the_range() -> None:
+    """300 steps of 8 pictures of 64 px on a U-Net of this size took 55 s on two cores."""
+    load = replace(
+        LOAD,
+        precision="fp32",
+        base_precision="fp32",
+        bucket_px=(64, 64),
+        adapter=AdapterSettings(rank=16, targets="all"),
+    )
+    costs = RememberedCosts(family=UNetCosts())
+    work = step_work(load, facts=mini_facts(), costs=costs, batch_size=8)
+    time = cpu_step_time(work, threads=2)
+    assert time.low_s < 55 / 300 < time.high_s
+    assert time.low_s < time.seconds < time.high_s
+    assert "rough" in time.note
+    assert cpu_step_time(work, threads=1).low_s == 2 * time.low_s

@@ -1,0 +1,394 @@
+"""The tools as people and scripts call them: what they say, one line for what is wrong, nothing left behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lora_trainer import cli
+from lora_trainer.output import stream_file
+from lora_trainer.tools import merge_base
+from tests.fakes.family_bases import base_of, copy_of
+from tests.fakes.ldm_file import write_checkpoint
+from tests.fakes.runs import contents
+from tests.fakes.tool_files import adapter_of, deltas, distance, saved
+
+Hostile = Callable[[Path], Path]
+"""Makes a file out of a good adapter."""
+
+
+def adapter(path: Path, name: str = "sd15", **options: Any) -> Path:
+    return saved(path, name, dict(list(adapter_of(name, **options).items())[::9]), format="kohya")
+
+
+def commands(file: Path, output: Path) -> dict[str, list[str]]:
+    """Return a command line of each tool that reads an adapter."""
+    base, out = str(base_of("sd15")), str(output)
+    return {
+        "convert": ["convert", str(file), "--format", "diffusers", "--output", out, "--base", base],
+        "merge": ["merge", f"{file}:0.5", "--output", out, "--base", base],
+        "cut": ["merge", str(file), "--rank", "1", "--output", out, "--base", base],
+        "into": ["merge", str(file), "--output", out.removesuffix(".safetensors"), "--into", base],
+        "resize": ["resize", str(file), "--rank", "1", "--output", out, "--base", base],
+    }
+
+
+TOOLS = ("convert", "merge", "cut", "into", "resize")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return adapter(tmp_path / "a.safetensors")
+
+
+def said(capsys: pytest.CaptureFixture[str], *line: str) -> str:
+    """Return what a command that succeeds prints; nothing goes to stderr."""
+    capsys.readouterr()
+    code = cli.run(list(line))
+    out, error = capsys.readouterr()
+    assert (code, error) == (0, "")
+    return str(out)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], line: list[str], folder: Path, *, code: int) -> str:
+    """Return the one line of a command that fails with a code and changes nothing."""
+    before = contents(folder)
+    capsys.readouterr()  # what making the files has said
+    assert cli.run(line) == code
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    assert contents(folder) == before
+    assert not list(folder.rglob(".tmp-*")), "no temporary file stays"
+    return str(error)
+
+
+# ---- what they say
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_each_tool_names_what_it_wrote(
+    tool: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = commands(file, tmp_path / "out.safetensors")[tool]
+    shown = said(capsys, *line)
+    written = line[line.index("--output") + 1]
+    assert shown.splitlines()[0] == f"wrote {written}"
+    assert Path(written).exists()
+    assert "sd15" in shown
+
+    found = json.loads(said(capsys, *line, "--json", "--force"))
+    assert found["file"] == written
+    assert found["family"] == "sd15"
+    assert isinstance(found["notes"], list)
+
+
+def test_the_numbers_of_a_resize_are_shown(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = commands(file, tmp_path / "out.safetensors")["resize"]
+    found = json.loads(said(capsys, *line, "--json"))
+    shown = said(capsys, *line, "--force")
+    assert "rank 4 -> 1" in shown
+    assert f"kept {100 * found['energy']:.4g} %" in shown
+    least = min(found["cuts"], key=lambda key: found["cuts"][key]["energy"])
+    assert least in shown
+    assert found["cuts"][least].keys() == {"old_rank", "new_rank", "energy"}
+
+
+def test_an_extraction_says_what_is_out_of_reach(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, tuned = str(base_of("sd15")), str(tmp_path / "tuned")
+    said(capsys, "merge", str(file), "--output", tuned, "--into", base)
+    norm = tmp_path / "tuned/unet/diffusion_pytorch_model.safetensors"
+    tensors = load_file(norm)
+    tensors["conv_norm_out.weight"] += 1
+    save_file(tensors, norm)
+    line = ["extract", tuned, base, "--output", str(tmp_path / "out.safetensors"), "--rank", "4"]
+    shown = said(capsys, *line)
+    found = json.loads(said(capsys, *line, "--force", "--json"))
+    assert 0 < found["unreached"] < 1
+    assert f"{100 * found['unreached']:.4g} % of the whole difference is out of reach" in shown
+    assert "rank 4" in shown
+    assert distance(deltas(tmp_path / "out.safetensors", base), deltas(file, base)) < 2e-3
+
+
+def test_a_weight_and_several_files_on_the_command_line(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, base = tmp_path / "out.safetensors", str(base_of("sd15"))
+    said(
+        capsys,
+        "merge",
+        f"{file}:2",
+        f"{file}:-0.5",
+        str(file),
+        "--output",
+        str(out),
+        "--base",
+        base,
+    )
+    wanted = {key: 2.5 * value for key, value in deltas(file, base).items()}
+    assert distance(deltas(out, base), wanted) < 1e-6
+
+
+# ---- files that cannot be used
+
+
+def truncated(file: Path) -> Path:
+    file.write_bytes(file.read_bytes()[:-100])
+    return file
+
+
+def cut_in_the_header(file: Path) -> Path:
+    file.write_bytes(file.read_bytes()[:500])
+    return file
+
+
+def with_a_tensor(role: str, value: float) -> Hostile:
+    def make(file: Path) -> Path:
+        tensors = load_file(file)
+        name = max(key for key in tensors if role in key)
+        tensors[name].view(-1)[0] = value
+        save_file(tensors, file)
+        return file
+
+    return make
+
+
+def of_another_family(file: Path) -> Path:
+    return adapter(file, "sdxl")
+
+
+def of_an_unknown_family(file: Path) -> Path:
+    save_file({"x.lora_A.weight": torch.ones(2, 2), "x.lora_B.weight": torch.ones(2, 2)}, file)
+    return file
+
+
+def without_a_factor(file: Path) -> Path:
+    tensors = load_file(file)
+    tensors.pop(next(key for key in tensors if ".lora_up" in key))
+    save_file(tensors, file)
+    return file
+
+
+def of_two_ranks(file: Path) -> Path:
+    tensors = load_file(file)
+    name = next(key for key in tensors if ".lora_up" in key)
+    tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, file)
+    return file
+
+
+def no_adapter(file: Path) -> Path:
+    save_file({"weight": torch.ones(2)}, file)
+    return file
+
+
+def empty(file: Path) -> Path:
+    file.write_bytes(b"")
+    return file
+
+
+def a_pickle(file: Path) -> Path:
+    torch.save({"x": torch.ones(1)}, file)
+    return file
+
+
+def absent(file: Path) -> Path:
+    file.unlink()
+    return file
+
+
+def a_folder(file: Path) -> Path:
+    file.unlink()
+    file.mkdir()
+    return file
+
+
+HOSTILE: list[Hostile] = [
+    *(truncated, cut_in_the_header, of_another_family, of_an_unknown_family, without_a_factor),
+    *(of_two_ranks, no_adapter, empty, a_pickle, absent, a_folder),
+    *(with_a_tensor(".lora_up", value) for value in (float("nan"), float("inf"))),
+    with_a_tensor(".alpha", float("nan")),
+]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("make", HOSTILE, ids=lambda make: make.__qualname__.partition(".")[0])
+def test_a_file_that_cannot_be_used_is_one_line_and_exit_code_3(
+    tool: str, make: Hostile, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = make(file)
+    line = commands(hostile, tmp_path / "out.safetensors")[tool]
+    assert "a.safetensors" in refusal(capsys, line, tmp_path, code=3)
+
+
+@pytest.mark.parametrize("which", ["tuned", "base"])
+@pytest.mark.parametrize(
+    "make",
+    [truncated, cut_in_the_header, no_adapter, empty, absent],
+    ids=lambda make: make.__name__,
+)
+def test_a_base_that_cannot_be_used_is_one_line_and_exit_code_3(
+    which: str, make: Hostile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lora_trainer.families import family
+
+    single = write_checkpoint(base_of("sd15"), tmp_path / "b.safetensors", family("sd15").texts)
+    make(single)
+    sources = [str(single), str(base_of("sd15"))]
+    sources = sources if which == "tuned" else sources[::-1]
+    out = str(tmp_path / "out.safetensors")
+    line = ["extract", *sources, "--rank", "1", "--output", out]
+    assert "b.safetensors" in refusal(capsys, line, tmp_path, code=3)
+    if which == "base":
+        good = adapter(tmp_path / "a.safetensors")
+        line = ["merge", str(good), "--into", str(single), "--output", out]
+        assert "b.safetensors" in refusal(capsys, line, tmp_path, code=3)
+
+
+def test_a_missing_shard_and_a_pickled_base_are_named(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = copy_of("sd15", tmp_path / "base")
+    (base / "unet/diffusion_pytorch_model.safetensors").unlink()
+    line = ["merge", str(file), "--into", str(base), "--output", str(tmp_path / "out")]
+    assert "unet" in refusal(capsys, line, tmp_path, code=3)
+    (tmp_path / "old.ckpt").write_bytes(b"PK")
+    line[3] = str(tmp_path / "old.ckpt")
+    assert "pickle" in refusal(capsys, line, tmp_path, code=3)
+    line[3] = str(file)
+    assert "is a LoRA" in refusal(capsys, [*line[:-1], str(tmp_path / "o.safetensors")],
+                                  tmp_path, code=3)  # fmt: skip
+
+
+# ---- outputs that cannot be
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_an_existing_output_is_refused_before_any_work(
+    tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The input is not even looked for; with --force it is what is missing."""
+    out = tmp_path / "out.safetensors"
+    line = commands(tmp_path / "absent.safetensors", out)[tool]
+    there = Path(line[line.index("--output") + 1])
+    if tool == "into":
+        copy_of("sd15", there)
+    else:
+        there.write_bytes(b"mine")
+    assert f"{there} exists already" in refusal(capsys, line, tmp_path, code=2)
+    assert "absent.safetensors" in refusal(capsys, [*line, "--force"], tmp_path, code=3)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_folder_that_is_not_there_is_refused(
+    tool: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = commands(file, tmp_path / "absent" / "out.safetensors")[tool]
+    assert "does not exist" in refusal(capsys, line, tmp_path, code=2)
+
+
+@pytest.mark.parametrize("option", ["--rank=2", "--format=kohya", "--precision=fp16", "--base=x"])
+def test_what_does_not_go_with_into_is_refused(
+    option: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [*commands(file, tmp_path / "out.safetensors")["into"], option]
+    error = refusal(capsys, line, tmp_path, code=2)
+    assert option.partition("=")[0] in error and "--into" in error
+
+
+# ---- a disk that is full, a person who is in a hurry
+
+
+class FullDisk(io.FileIO):
+    """A file that takes nothing more."""
+
+    def write(self, data: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool != "into"])
+def test_a_full_disk_while_spooling_is_one_line(
+    tool: str,
+    file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The buffer refuses when it is emptied, and once more when it is closed."""
+
+    def full(dir: Path, prefix: str) -> io.BufferedRandom:
+        path = dir / f"{prefix}spool"
+        raw = FullDisk(path, "w+")
+        path.unlink()
+        return io.BufferedRandom(raw, buffer_size=64)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    line = commands(file, tmp_path / "out.safetensors")[tool]
+    assert "No space left" in refusal(capsys, line, tmp_path, code=4)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_full_disk_at_the_end_is_one_line(
+    tool: str,
+    file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    line = commands(file, tmp_path / "out.safetensors")[tool]
+    assert "No space left" in refusal(capsys, line, tmp_path, code=4)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_an_interrupted_tool_leaves_what_was_there(
+    tool: str,
+    file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out.safetensors"
+    line = [*commands(file, out)[tool], "--force"]
+    there = Path(line[line.index("--output") + 1])
+    if tool == "into":
+        copy_of("sd15", there)
+    else:
+        there.write_bytes(b"mine")
+
+    def hurried(*_: Any, **__: Any) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stream_file, "_body_sha256", hurried)  # all is written but for its name
+    assert "nothing was written" in refusal(capsys, line, tmp_path, code=130)
+
+
+def test_an_interrupted_copy_of_a_base_leaves_no_folder(
+    file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def hurried(source: Path, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(merge_base, "_copy", hurried)
+    line = commands(file, tmp_path / "out.safetensors")["into"]
+    refusal(capsys, line, tmp_path, code=130)

@@ -1,0 +1,320 @@
+"""The difference of two bases: a known LoRA comes back, and what no LoRA reaches is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lora_trainer import families
+from lora_trainer.errors import InputError, RequestError
+from lora_trainer.output.inspect import inspect_file
+from lora_trainer.tools import low_rank
+from lora_trainer.tools.base_weights import open_base
+from lora_trainer.tools.extract import extract
+from lora_trainer.tools.merge import Weighted
+from lora_trainer.tools.merge_base import bake
+from tests.fakes.family_bases import base_of, copy_of
+from tests.fakes.ldm_file import write_checkpoint
+from tests.fakes.tool_files import adapter_of, deltas, distance, energy, saved
+
+RANK = 3
+UNETS = ["sd15", "sd2", "sdxl"]
+UNET = Path("unet/diffusion_pytorch_model.safetensors")
+
+
+def known(path: Path, name: str, **options: Any) -> Path:
+    """Write an adapter of low rank on every third layer."""
+    own = families.family(name).file_formats[0]
+    modules = list(adapter_of(name, rank=RANK, **options).items())[::3]
+    return saved(path, name, dict(modules), format=own)
+
+
+def tuned_by(file: Path, base: Path, output: Path) -> Path:
+    return bake([Weighted(file=file, weight=1.0)], base=str(base), output=output).file
+
+
+def checkpoint(path: Path, name: str, base: Path | None = None, **options: Any) -> Path:
+    return write_checkpoint(base or base_of(name), path, families.family(name).texts, **options)
+
+
+@pytest.mark.parametrize("name", families.MODULES)
+def test_a_known_lora_comes_back_in_every_family(name: str, tmp_path: Path) -> None:
+    base, file = base_of(name), known(tmp_path / "known.safetensors", name, text=True)
+    tuned = tuned_by(file, base, tmp_path / "tuned")
+    done = extract(
+        str(tuned),
+        str(base),
+        output=tmp_path / "found.safetensors",
+        rank=RANK,
+        precision="fp32",
+    )
+    wanted, found = deltas(file, base), deltas(done.file, base)
+    assert found.keys() == wanted.keys(), "layers that are equal get none"
+    assert distance(found, wanted) < 1e-5
+    assert done.energy == pytest.approx(1, abs=1e-9)
+    assert done.unreached == 0
+    assert done.notes == ()
+    assert done.family == name
+    assert not inspect_file(done.file).problems
+
+
+@pytest.mark.parametrize("name", UNETS)
+@pytest.mark.parametrize("which", ["tuned", "base", "both"])
+def test_checkpoints_and_folders_can_be_compared(name: str, which: str, tmp_path: Path) -> None:
+    base, file = base_of(name), known(tmp_path / "known.safetensors", name, text=True)
+    tuned = tuned_by(file, base, tmp_path / "tuned")
+    if which != "base":
+        tuned = checkpoint(tmp_path / "tuned.safetensors", name, base=tuned)
+    first = checkpoint(tmp_path / "base.safetensors", name) if which != "tuned" else base
+    done = extract(
+        str(tuned), str(first), output=tmp_path / "f.safetensors", rank=RANK, precision="fp32"
+    )
+    assert distance(deltas(done.file, base), deltas(file, base)) < 1e-5
+    assert (done.unreached, done.notes) == (0, ())
+
+
+@pytest.mark.parametrize("layout", ["folders", "checkpoints", "mixed"])
+@pytest.mark.parametrize("name", ["sd15", "sd2"])
+def test_what_no_lora_reaches_is_measured(name: str, layout: str, tmp_path: Path) -> None:
+    base, file = base_of(name), known(tmp_path / "known.safetensors", name)
+    tuned = tuned_by(file, base, tmp_path / "tuned")
+    moves = {
+        "mid_block.resnets.0.norm1.weight": 2.0,  # a norm
+        "down_blocks.0.resnets.0.conv1.bias": 0.5,  # a bias
+        "time_embedding.linear_1.weight": 0.1,  # a layer outside the targets
+    }
+    text = {
+        "text_model.embeddings.token_embedding.weight": 0.01,
+        "text_model.final_layer_norm.bias": 0.7,
+        "text_model.encoder.layers.0.layer_norm1.weight": 0.3,
+        "text_model.encoder.layers.0.self_attn.k_proj.bias": 0.2,
+    }
+    out_of_reach = 0.0
+    for part, updates in ((UNET, moves), (Path("text_encoder/model.safetensors"), text)):
+        tensors = load_file(tuned / part)
+        bare = {key.removeprefix("text_model."): key for key in tensors}
+        for key, move in updates.items():
+            own = bare[key.removeprefix("text_model.")]
+            tensors[own] += move
+            out_of_reach += move**2 * tensors[own].numel()
+        save_file(tensors, tuned / part)
+    one, other = tuned, base
+    if layout != "folders":
+        one = checkpoint(tmp_path / "tuned.safetensors", name, base=tuned)
+    if layout == "checkpoints":
+        other = checkpoint(tmp_path / "base.safetensors", name)
+    done = extract(str(one), str(other), output=tmp_path / "f.safetensors", rank=RANK)
+    reached = energy(deltas(file, base))
+    assert done.unreached == pytest.approx(out_of_reach / (out_of_reach + reached), rel=1e-4)
+
+
+def test_targets_leave_layers_out_and_count_them_as_out_of_reach(tmp_path: Path) -> None:
+    base, file = base_of("sd15"), known(tmp_path / "known.safetensors", "sd15")
+    tuned = str(tuned_by(file, base, tmp_path / "tuned"))
+    done = extract(
+        tuned, str(base), output=tmp_path / "f.safetensors", rank=RANK, targets="attention"
+    )
+    wanted = deltas(file, base)
+    taken = {key: value for key, value in wanted.items() if key in done.cuts}
+    assert {key for key in wanted if ".attn" in key} == done.cuts.keys()
+    assert done.unreached == pytest.approx(1 - energy(taken) / energy(wanted), rel=1e-4)
+
+
+# ---- ranks and energies
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base whose every layer differs by a matrix of full rank with falling values."""
+    folder = copy_of("sd15", tmp_path_factory.mktemp("dense") / "tuned")
+    tensors = load_file(folder / UNET)
+    generator = torch.Generator().manual_seed(0)
+    for key, value in tensors.items():
+        if value.ndim > 1:
+            noise = torch.randn(value.flatten(1).shape, generator=generator)
+            left, values, right = torch.linalg.svd(noise, full_matrices=False)
+            fall = 0.8 ** torch.arange(len(values))
+            tensors[key] = value + 0.1 * (left * fall @ right).reshape(value.shape)
+    save_file(tensors, folder / UNET)
+    return folder
+
+
+def differences(tuned: Path, base: Path) -> dict[str, Tensor]:
+    with open_base(str(tuned)) as one, open_base(str(base)) as other:
+        return {
+            key: (one.places[key].weight().double() - place.weight().double()).flatten(1)
+            for key, place in other.places.items()
+        }
+
+
+@pytest.mark.parametrize("exact_side", [512, 0], ids=["exact", "iterated"])
+@pytest.mark.parametrize(("rank", "wanted"), [(None, 0.9), (None, 0.999), (4, 0.99), (5, None)])
+def test_the_rank_is_the_lowest_that_will_do_and_the_energy_the_measured_one(
+    rank: int | None,
+    wanted: float | None,
+    exact_side: int,
+    dense: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large layers are decomposed by iteration: the same answers."""
+    monkeypatch.setattr(low_rank, "EXACT_SIDE", exact_side)
+    monkeypatch.setattr(low_rank, "OVERSAMPLING", 4)
+    base = base_of("sd15")
+    done = extract(
+        str(dense),
+        str(base),
+        output=tmp_path / "f.safetensors",
+        rank=rank,
+        energy=wanted,
+        precision="fp32",
+    )
+    found, whole = deltas(done.file, base), differences(dense, base)
+    for key, cut in done.cuts.items():
+        values = torch.linalg.svdvals(whole[key]).square()
+        shares = values.cumsum(0) / values.sum()
+        lowest = len(values) if wanted is None else int((shares < wanted).sum()) + 1
+        assert cut.new_rank == min(lowest, rank or lowest, len(values)), key
+        kept = float(found[key].square().sum() / values.sum())
+        assert cut.energy == pytest.approx(kept, rel=1e-5)
+        assert cut.energy == pytest.approx(float(shares[cut.new_rank - 1]), rel=1e-4)
+    reached = {key: whole[key] for key in done.cuts}
+    assert done.energy == pytest.approx(energy(found) / energy(reached), rel=1e-5)
+
+
+def test_the_same_models_give_the_same_bytes(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draws are a layer's own: that others were left out changes nothing."""
+    monkeypatch.setattr(low_rank, "EXACT_SIDE", 0)
+    monkeypatch.setattr(low_rank, "OVERSAMPLING", 2)
+    monkeypatch.setattr(low_rank, "ITERATIONS", 1)
+    files = []
+    for number in (1, 2):
+        torch.manual_seed(number)
+        files.append(tmp_path / f"{number}" / "f.safetensors")
+        files[-1].parent.mkdir()
+        extract(str(dense), str(base_of("sd15")), output=files[-1], rank=2)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    fewer = extract(
+        str(dense),
+        str(base_of("sd15")),
+        output=tmp_path / "g.safetensors",
+        rank=2,
+        targets="attention",
+    )
+    one, all_ = load_file(fewer.file), load_file(files[0])
+    assert all(torch.equal(one[key], all_[key]) for key in one)
+
+
+# ---- precisions
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_alone_is_no_difference(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A fine-tune published in half precision against a base in full: only its own layers differ."""
+    base, file = base_of("sd15"), known(tmp_path / "known.safetensors", "sd15", size=0.5)
+    tuned = tuned_by(file, base, tmp_path / "tuned")
+    half = checkpoint(tmp_path / "half.safetensors", "sd15", base=tuned, dtype=dtype)
+    done = extract(str(half), str(base), output=tmp_path / "f.safetensors", rank=RANK)
+    assert done.cuts.keys() == deltas(file, base).keys()
+    assert done.unreached == 0
+    assert distance(deltas(done.file, base), deltas(file, base)) < 0.05
+
+
+def test_the_header_says_what_it_is(tmp_path: Path) -> None:
+    base, file = base_of("sd15"), known(tmp_path / "known.safetensors", "sd15")
+    tuned = tuned_by(file, base, tmp_path / "tuned")
+    done = extract(str(tuned), str(base), output=tmp_path / "my style.safetensors", rank=RANK)
+    with safe_open(done.file, framework="pt") as opened:
+        found = opened.metadata()
+    assert found["modelspec.description"] == "tuned minus sd15"
+    assert found["modelspec.title"] == found["ss_output_name"] == "my style"
+    assert (found["ss_network_dim"], found["ss_network_alpha"]) == (str(RANK), str(float(RANK)))
+    assert found["ss_base_model_version"] == "sd_v1"
+    assert not [value for value in found.values() if str(tmp_path) in value]
+
+
+# ---- refusals: nothing is left behind
+
+
+def refused(folder: Path, kind: type[Exception], match: str, *sources: Any, **options: Any) -> None:
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(kind, match=match):
+        extract(*map(str, sources), output=folder / "no.safetensors", **{"rank": 2, **options})
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_models_without_a_difference_are_refused(tmp_path: Path) -> None:
+    base = base_of("sd15")
+    refused(tmp_path, InputError, "are the same in every layer", base, base)
+    half = checkpoint(tmp_path / "half.safetensors", "sd15", dtype=torch.float16)
+    refused(tmp_path, InputError, "are the same in every layer", half, base)
+
+
+def test_models_of_two_families_are_refused(tmp_path: Path) -> None:
+    refused(tmp_path, InputError, "is of family sd2, .* of sdxl", base_of("sd2"), base_of("sdxl"))
+
+
+def test_a_pruned_or_distilled_model_is_refused(tmp_path: Path) -> None:
+    """A student with fewer layers is another architecture; the line says whose layers are missing."""
+    small = checkpoint(tmp_path / "small.safetensors", "sd15")
+    tensors = load_file(small)
+    gone = {key for key in tensors if ".middle_block.1." in key}
+    save_file({key: value for key, value in tensors.items() if key not in gone}, small)
+    for sources in ((small, base_of("sd15")), (base_of("sd15"), small)):
+        refused(tmp_path, InputError, "layers that .*small.safetensors lacks.*distilled", *sources)
+
+
+def test_other_sizes_are_refused(tmp_path: Path) -> None:
+    other = checkpoint(tmp_path / "other.safetensors", "sd15")
+    tensors = load_file(other)
+    name = next(key for key in tensors if key.endswith("attn1.to_v.weight"))
+    tensors[name] = tensors[name][:-1]
+    save_file(tensors, other)
+    refused(tmp_path, InputError, "in one model and .* in the other", other, base_of("sd15"))
+
+
+def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
+    packed = checkpoint(tmp_path / "packed.safetensors", "sd15")
+    tensors = load_file(packed)
+    name = next(key for key in tensors if key.endswith("attn1.to_v.weight"))
+    save_file({**tensors, name: tensors[name].to(torch.uint8)}, packed)
+    refused(tmp_path, InputError, "is quantised", base_of("sd15"), packed)
+
+
+def test_a_difference_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    spoilt = copy_of("sd15", tmp_path / "spoilt")
+    tensors = load_file(spoilt / UNET)
+    tensors["conv_out.weight"][0, 0, 0, 0] = float("nan")
+    save_file(tensors, spoilt / UNET)
+    refused(tmp_path, InputError, "conv_out.weight .* NaN", spoilt, base_of("sd15"))
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"rank": None}, "give --rank, --energy"),
+        ({"rank": 0}, "--rank 0"),
+        ({"energy": 2}, "--energy 2"),
+    ],
+)
+def test_limits_that_are_none_are_refused(
+    limits: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    refused(tmp_path, RequestError, said, base_of("sd15"), base_of("sd15"), **limits)
+
+
+def test_a_text_encoder_that_one_model_lacks_is_named(tmp_path: Path) -> None:
+    base, file = base_of("sd15"), known(tmp_path / "known.safetensors", "sd15", text=True)
+    tuned = tuned_by(file, base, tmp_path / "tuned")
+    alone = checkpoint(tmp_path / "unet.safetensors", "sd15", base=tuned, parts=["denoiser"])
+    done = extract(str(alone), str(base), output=tmp_path / "f.safetensors", rank=RANK)
+    assert done.notes == ("text_encoder was not compared: only one of the models has it",)
+    assert not [key for key in done.cuts if key.startswith("text_encoder")]

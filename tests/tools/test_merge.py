@@ -1,0 +1,258 @@
+"""Sums of adapters: exact where ranks add up, the best of their rank where they are cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from lora_trainer import families
+from lora_trainer.errors import InputError, RequestError
+from lora_trainer.output.adapter_tensors import ModuleTensors
+from lora_trainer.output.inspect import inspect_file
+from lora_trainer.tools.merge import Weighted, merge, parse_weighted
+from tests.fakes.family_bases import base_of
+from tests.fakes.tool_files import adapter_of, deltas, distance, energy, saved
+
+BASE = "sd15"
+
+
+def base(name: str = BASE) -> str:
+    return str(base_of(name))
+
+
+def adapter(seed: int, *, name: str = BASE, **options: Any) -> dict[str, ModuleTensors]:
+    """Return an adapter on every third layer, other numbers for another seed."""
+    found = list(adapter_of(name, **options).items())
+    rolled = [module for _, module in found]
+    for module in rolled:
+        for tensor in module.tensors.values():
+            generator = torch.Generator().manual_seed(seed * 1000 + tensor.numel())
+            tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
+    return dict(found[::3])
+
+
+def written(path: Path, seed: int, *, name: str = BASE, **options: Any) -> Path:
+    how = {key: options.pop(key) for key in ("format", "precision") if key in options}
+    return saved(path, name, adapter(seed, name=name, **options), **{"format": "kohya", **how})
+
+
+def weighted_sum(files: dict[Path, float], *, name: str = BASE) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file, weight in files.items():
+        for key, value in deltas(file, base(name)).items():
+            found[key] = found.get(key, 0) + weight * value
+    return found
+
+
+def inputs(files: dict[Path, float]) -> list[Weighted]:
+    return [Weighted(file=file, weight=weight) for file, weight in files.items()]
+
+
+# ---- exact sums
+
+
+@pytest.mark.parametrize("name", families.MODULES)
+def test_the_sum_is_the_sum_in_every_family(name: str, tmp_path: Path) -> None:
+    own = families.family(name).file_formats[0]
+    files = {
+        written(tmp_path / "a.safetensors", 1, name=name, format=own, rank=3, scale=0.7): 0.6,
+        written(tmp_path / "b.safetensors", 2, name=name, format=own, rank=4, scale=1.3): -1.1,
+    }
+    done = merge(inputs(files), output=tmp_path / "sum.safetensors", base=base(name))
+    assert distance(deltas(done.file, base(name)), weighted_sum(files, name=name)) < 1e-6
+    assert (done.rank, done.energy, done.format) == (7, 1.0, own)
+    assert not inspect_file(done.file).problems
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_inputs_add_up_without_rounding(precision: Any, tmp_path: Path) -> None:
+    files = {
+        written(tmp_path / "a.safetensors", 1, precision=precision, scale=0.3): 0.6,
+        written(tmp_path / "b.safetensors", 2, precision=precision, scale=1.3): 1.0,
+    }
+    done = merge(inputs(files), output=tmp_path / "sum.safetensors", base=base())
+    assert distance(deltas(done.file, base()), weighted_sum(files)) < 1e-6
+    assert done.precision == "fp32" and "fp32" in done.notes[0]
+
+    rounded = merge(
+        inputs(files), output=tmp_path / "r.safetensors", base=base(), precision=precision
+    )
+    assert rounded.precision == precision
+    assert 1e-5 < distance(deltas(rounded.file, base()), weighted_sum(files)) < 2e-2
+
+
+def test_one_strength_for_all_is_stated_and_no_bit_moves(tmp_path: Path) -> None:
+    """Equal strengths need not be multiplied in, so that fp16 stays fp16."""
+    files = {
+        written(tmp_path / "a.safetensors", 1, precision="fp16", scale=0.3): 0.6,
+        written(tmp_path / "b.safetensors", 2, precision="fp16", scale=0.3): 0.6,
+    }
+    done = merge(inputs(files), output=tmp_path / "sum.safetensors", base=base())
+    assert (done.precision, done.notes) == ("fp16", ())
+    ours, theirs = load_file(done.file), [load_file(file) for file in files]
+    for key, tensor in ours.items():
+        if ".lora_" in key:
+            side = 0 if ".lora_down" in key else 1
+            assert torch.equal(tensor, torch.cat([each[key] for each in theirs], dim=side)), key
+    assert distance(deltas(done.file, base()), weighted_sum(files)) < 1e-6
+
+
+def test_kinds_mix_and_modules_need_not_be_the_same(tmp_path: Path) -> None:
+    loha, text = adapter(1, kind="loha", rank=1), adapter(2, text=True)
+    files = {
+        saved(tmp_path / "a.safetensors", BASE, loha, format="kohya"): 1.4,
+        saved(tmp_path / "b.safetensors", BASE, text, format="diffusers"): 0.5,
+        written(tmp_path / "c.safetensors", 3, kind="lokr", rank=1): 1.0,
+    }
+    done = merge(inputs(files), output=tmp_path / "sum.safetensors", base=base())
+    wanted = weighted_sum(files)
+    assert distance(deltas(done.file, base()), wanted) < 1e-6
+    assert set(wanted) == loha.keys() | text.keys()
+
+
+@pytest.mark.parametrize("kind", ["lora", "loha", "lokr"])
+def test_one_file_with_a_weight_is_the_same_file_at_another_strength(
+    kind: str, tmp_path: Path
+) -> None:
+    files = {written(tmp_path / "a.safetensors", 1, kind=kind): -0.3}
+    done = merge(inputs(files), output=tmp_path / "weak.safetensors", base=base())
+    assert distance(deltas(done.file, base()), weighted_sum(files)) < 1e-6
+    assert inspect_file(done.file).kinds == (kind,)
+
+
+@pytest.mark.parametrize("kind", ["dora", "oft"])
+def test_what_is_not_linear_is_refused_with_the_way_out(kind: str, tmp_path: Path) -> None:
+    options = {"dora": True} if kind == "dora" else {"kind": "oft"}
+    file, plain = written(tmp_path / "a.safetensors", 1, **options), tmp_path / "b.safetensors"
+    written(plain, 2)
+    for asked in (
+        {"inputs": inputs({file: 0.5})},
+        {"inputs": inputs({file: 1.0, plain: 1.0})},
+        {"inputs": inputs({file: 1.0}), "rank": 2},
+    ):
+        with pytest.raises(RequestError, match="with --into"):
+            merge(output=tmp_path / "no.safetensors", base=base(), **asked)
+    assert sorted(tmp_path.iterdir()) == [file, plain]
+    done = merge(inputs({file: 1.0}), output=tmp_path / "same.safetensors", base=base())
+    assert distance(deltas(done.file, base()), weighted_sum({file: 1.0})) < 1e-6
+
+
+# ---- cut sums
+
+
+def test_a_cut_sum_is_the_best_of_its_rank_and_says_what_is_left(tmp_path: Path) -> None:
+    files = {
+        written(tmp_path / "a.safetensors", 1, scale=0.7): 0.6,
+        written(tmp_path / "b.safetensors", 2, scale=1.3): 1.0,
+    }
+    done = merge(inputs(files), output=tmp_path / "cut.safetensors", base=base(), rank=2)
+    whole, cut = weighted_sum(files), deltas(done.file, base())
+    best = {}
+    for key, value in whole.items():
+        left, values, right = torch.linalg.svd(value.flatten(1), full_matrices=False)
+        best[key] = (left[:, :2] * values[:2] @ right[:2]).reshape(value.shape)
+    assert distance(cut, best) < 1e-5
+    assert done.energy == pytest.approx(energy(cut) / energy(whole), rel=1e-6)
+    assert 0.2 < done.energy < 0.99
+    assert done.rank == 2
+
+
+def test_a_cut_above_the_sum_of_ranks_loses_nothing(tmp_path: Path) -> None:
+    files = {written(tmp_path / "a.safetensors", 1, rank=2): 1.0}
+    done = merge(inputs(files), output=tmp_path / "cut.safetensors", base=base(), rank=500)
+    assert distance(deltas(done.file, base()), weighted_sum(files)) < 1e-5
+    assert done.energy == pytest.approx(1, abs=1e-9)
+    assert done.rank == 2
+
+
+# ---- refusals
+
+
+def test_adapters_of_two_families_are_refused(tmp_path: Path) -> None:
+    one = written(tmp_path / "a.safetensors", 1, name="sd2")
+    other = written(tmp_path / "b.safetensors", 1, name="sdxl")
+    with pytest.raises(InputError, match="a.safetensors is for sd2, b.safetensors for sdxl"):
+        merge(inputs({one: 1.0, other: 1.0}), output=tmp_path / "no.safetensors")
+    assert sorted(tmp_path.iterdir()) == [one, other]
+
+
+def test_adapters_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    tensors = adapter(1)
+    other = {
+        key: ModuleTensors(
+            kind="lora",
+            tensors={**module.tensors, "up": module.tensors["up"][:-1]},
+            rank=module.rank,
+            scale=1.0,
+        )
+        for key, module in tensors.items()
+    }
+    files = {
+        saved(tmp_path / "a.safetensors", BASE, tensors, format="kohya"): 1.0,
+        saved(tmp_path / "b.safetensors", BASE, other, format="kohya"): 1.0,
+    }
+    with pytest.raises(InputError, match="made for different base models"):
+        merge(inputs(files), output=tmp_path / "no.safetensors", base=base())
+    assert sorted(tmp_path.iterdir()) == sorted(files)
+
+
+@pytest.mark.parametrize("rank", [0, -1])
+def test_a_rank_that_is_none_is_refused(rank: int, tmp_path: Path) -> None:
+    file = written(tmp_path / "a.safetensors", 1)
+    with pytest.raises(RequestError, match="is no rank"):
+        merge(inputs({file: 1.0}), output=tmp_path / "no.safetensors", rank=rank)
+
+
+# ---- headers and arguments
+
+
+def test_the_header_names_the_files_and_keeps_what_they_share(tmp_path: Path) -> None:
+    files = []
+    for name, author in (("one", "me"), ("two", "you")):
+        entries = {"modelspec.author": author, "lora_train.settings": '{"base.model": "a/b"}'}
+        path = tmp_path / f"{name}.safetensors"
+        files.append(saved(path, BASE, adapter(1), format="kohya", **entries))
+    done = merge([Weighted(file=file, weight=1.0) for file in files],
+                 output=tmp_path / "both.safetensors", base=base())  # fmt: skip
+    with safe_open(done.file, framework="pt") as opened:
+        found = opened.metadata()
+    assert found["modelspec.merged_from"] == "one, two"
+    assert found["modelspec.title"] == found["ss_output_name"] == "both"
+    assert found["ss_base_model_version"] == "sd_v1"
+    assert "modelspec.author" not in found
+    assert found["lora_train.settings"] == '{"base.model": "a/b"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "weight"),
+    [
+        ("a.safetensors", "a.safetensors", 1.0),
+        ("a.safetensors:0.7", "a.safetensors", 0.7),
+        ("a.safetensors:-2", "a.safetensors", -2.0),
+        ("folder:1/a.safetensors:.5", "folder:1/a.safetensors", 0.5),
+        (r"C:\loras\a.safetensors", r"C:\loras\a.safetensors", 1.0),
+        (r"C:\loras\a.safetensors:3e-1", r"C:\loras\a.safetensors", 0.3),
+    ],
+)
+def test_a_weight_stands_behind_the_last_colon(text: str, file: str, weight: float) -> None:
+    assert parse_weighted(text) == Weighted(file=Path(file), weight=weight)
+
+
+def test_a_file_whose_name_ends_like_a_weight_is_that_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("v:2").touch()
+    assert parse_weighted("v:2") == Weighted(file=Path("v:2"), weight=1.0)
+    assert parse_weighted("w:2") == Weighted(file=Path("w"), weight=2.0)
+
+
+@pytest.mark.parametrize("number", ["0", "nan", "inf"])
+def test_a_weight_that_is_none_is_refused(number: str) -> None:
+    with pytest.raises(RequestError, match="has weight"):
+        parse_weighted(f"a.safetensors:{number}")

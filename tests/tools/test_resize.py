@@ -1,0 +1,175 @@
+"""Lower ranks: what is kept is measured, no rank is higher than asked for, none is lower than needed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lora_trainer import families
+from lora_trainer.errors import RequestError
+from lora_trainer.output.adapter_tensors import ModuleTensors
+from lora_trainer.output.inspect import inspect_file
+from lora_trainer.tools.resize import Limits, resize
+from tests.fakes.family_bases import base_of
+from tests.fakes.tool_files import adapter_of, deltas, distance, energy, saved
+
+RANK = 8
+NAMES = list(families.MODULES)
+
+
+def falling(name: str, **options: Any) -> dict[str, ModuleTensors]:
+    """Return an adapter on every third layer whose singular values fall, as trained ones do."""
+    found = dict(list(adapter_of(name, rank=RANK, scale=0.7 / RANK, **options).items())[::3])
+    for module in found.values():
+        if module.kind == "lora":
+            up = module.tensors["up"]
+            up *= (0.6 ** torch.arange(RANK)).reshape(1, -1, *(1,) * (up.ndim - 2))
+    return found
+
+
+def written(path: Path, name: str = "sd15", **options: Any) -> Path:
+    own = families.family(name).file_formats[0]
+    return saved(path, name, falling(name, **options), format=own)
+
+
+def values_of(update: Tensor) -> Tensor:
+    return torch.linalg.svdvals(update.flatten(1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("limits", [Limits(rank=3), Limits(ratio=4), Limits(energy=0.9)])
+def test_the_reported_energy_is_the_measured_one(name: str, limits: Limits, tmp_path: Path) -> None:
+    file, base = written(tmp_path / "a.safetensors", name), str(base_of(name))
+    done = resize(file, limits, output=tmp_path / "b.safetensors", base=base)
+    before, after = deltas(file, base), deltas(done.file, base)
+    assert done.energy == pytest.approx(energy(after) / energy(before), rel=1e-6)
+    for key, cut in done.cuts.items():
+        kept = energy({key: after[key]}) / energy({key: before[key]})
+        lost = energy({key: after[key] - before[key]}) / energy({key: before[key]})
+        assert cut.energy == pytest.approx(kept, rel=1e-6) == pytest.approx(1 - lost, abs=1e-6)
+        assert (cut.old_rank, cut.new_rank) == (RANK, inspect_rank(done.file, key, cut.new_rank))
+
+
+def inspect_rank(file: Path, key: str, expected: int) -> int:
+    """Return `expected` if a module of the file has that rank, else -1."""
+    ranks = {min(t.shape[0], 10**9) for name, t in load_file(file).items() if is_down(name)}
+    return expected if expected in ranks else -1
+
+
+def is_down(name: str) -> bool:
+    return "lora_down" in name or "lora_A" in name
+
+
+def test_each_choice_of_a_rank_is_the_lowest_that_will_do(tmp_path: Path) -> None:
+    file, base = written(tmp_path / "a.safetensors"), str(base_of("sd15"))
+    before = deltas(file, base)
+    for limits in (Limits(energy=0.93), Limits(ratio=5), Limits(rank=2, energy=0.99)):
+        done = resize(file, limits, output=tmp_path / "b.safetensors", base=base, force=True)
+        for key, cut in done.cuts.items():
+            values = values_of(before[key])
+            shares = values.square().cumsum(0) / values.square().sum()
+            if limits.ratio is not None:
+                wanted = int((values >= values[0] / limits.ratio).sum())
+            else:
+                assert limits.energy is not None
+                wanted = int((shares < limits.energy).sum()) + 1
+            assert cut.new_rank == min(wanted, limits.rank or wanted), (key, limits)
+        assert len({cut.new_rank for cut in done.cuts.values()}) > 1 or limits.rank == 2
+
+
+def test_what_keeps_its_rank_keeps_its_bits(tmp_path: Path) -> None:
+    file, base = written(tmp_path / "a.safetensors"), str(base_of("sd15"))
+    done = resize(file, Limits(rank=RANK), output=tmp_path / "b.safetensors", base=base)
+    assert done.energy == 1.0
+    first, last = load_file(file), load_file(done.file)
+    assert first.keys() == last.keys()
+    assert all(torch.equal(first[key], last[key]) for key in first)
+
+
+@pytest.mark.parametrize("kind", ["loha", "lokr"])
+def test_other_kinds_become_lora(kind: Any, tmp_path: Path) -> None:
+    file = saved(
+        tmp_path / "a.safetensors", "qwen", adapter_of("qwen", kind=kind, rank=1), format="kohya"
+    )
+    base = str(base_of("qwen"))
+    done = resize(file, Limits(energy=1.0), output=tmp_path / "b.safetensors", base=base)
+    assert distance(deltas(done.file, base), deltas(file, base)) < 1e-5
+    found = inspect_file(done.file)
+    assert (found.kinds, found.format) == (("lora",), "kohya")
+    assert not found.problems
+
+
+@pytest.mark.parametrize("options", [{"dora": True}, {"kind": "oft"}])
+def test_what_has_no_singular_values_of_its_own_is_refused(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    file = saved(tmp_path / "a.safetensors", "sd15", adapter_of("sd15", **options), format="kohya")
+    with pytest.raises(RequestError, match="cannot be resized"):
+        resize(file, Limits(rank=1), output=tmp_path / "b.safetensors", base=str(base_of("sd15")))
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_format_stays_or_is_the_one_asked_for(tmp_path: Path) -> None:
+    file = saved(tmp_path / "a.safetensors", "sd15", falling("sd15"), format="diffusers")
+    base = str(base_of("sd15"))
+    kept = resize(file, Limits(rank=2), output=tmp_path / "b.safetensors", base=base)
+    asked = resize(
+        file, Limits(rank=2), output=tmp_path / "c.safetensors", base=base, format="kohya"
+    )
+    assert (kept.format, asked.format) == ("diffusers", "kohya")
+    assert distance(deltas(asked.file, base), deltas(kept.file, base)) < 1e-6
+
+
+def test_half_precision_stays_half(tmp_path: Path) -> None:
+    file = saved(
+        tmp_path / "a.safetensors", "sd15", falling("sd15"), format="kohya", precision="fp16"
+    )
+    base = str(base_of("sd15"))
+    done = resize(file, Limits(rank=2), output=tmp_path / "b.safetensors", base=base)
+    assert done.precision == "fp16"
+    after = energy(deltas(done.file, base)) / energy(deltas(file, base))
+    assert done.energy == pytest.approx(after, rel=1e-3)
+
+
+def test_an_update_of_zero_stays_zero(tmp_path: Path) -> None:
+    tensors = {
+        key: ModuleTensors(
+            kind="lora",
+            tensors={**module.tensors, "up": torch.zeros_like(module.tensors["up"])},
+            rank=module.rank,
+            scale=module.scale,
+        )
+        for key, module in falling("sd15").items()
+    }
+    file = saved(tmp_path / "a.safetensors", "sd15", tensors, format="kohya")
+    done = resize(
+        file, Limits(energy=0.5), output=tmp_path / "b.safetensors", base=str(base_of("sd15"))
+    )
+    assert done.energy == 1.0
+    assert {cut.new_rank for cut in done.cuts.values()} == {1}
+    assert energy(deltas(done.file, base_of("sd15"))) == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        (Limits(), "nothing says how much"),
+        (Limits(ratio=2, energy=0.5), "two answers"),
+        (Limits(rank=0), "--rank 0"),
+        (Limits(ratio=0.5), "--ratio 0.5"),
+        (Limits(ratio=math.inf), "--ratio inf"),
+        (Limits(ratio=math.nan), "--ratio nan"),
+        (Limits(energy=0), "--energy 0"),
+        (Limits(energy=1.5), "--energy 1.5"),
+        (Limits(energy=math.nan), "--energy nan"),
+    ],
+)
+def test_limits_that_are_none_are_refused(limits: Limits, said: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=said):
+        resize(tmp_path / "absent.safetensors", limits, output=tmp_path / "b.safetensors")

@@ -1,0 +1,329 @@
+"""A device that is full anywhere, at any step: remedies are taken, and the adapter is what it would have been."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.data.loader import micro_batches
+from lora_trainer.errors import TrainingStopped
+from lora_trainer.train.guards import FIRST_PATIENCE_STEPS, GuardState
+from lora_trainer.train.loop import Model, Remedy, run
+from lora_trainer.train.progress import Progress
+from tests.fakes.training import (
+    SQUARE,
+    WIDE,
+    TinyTraining,
+    at_start,
+    build_feeder,
+    build_training,
+    distance,
+)
+
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB"
+UNEVEN = (SQUARE, WIDE, WIDE, WIDE)
+"""One micro-batch of one and one of three: the second fails after the first left its gradients."""
+
+
+def full() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError(f"{MESSAGE}\nmore")
+
+
+def values(tiny: TinyTraining) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in tiny.adapter.parameters()]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def same_adapter(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Say whether two adapters are equal as DESIGN section 2 means it."""
+    worst = max(distance([a], [b]) for a, b in zip(one, other, strict=True))
+    return distance(one, other) < 5e-5 and worst < 1e-3
+
+
+def changes(tiny: TinyTraining) -> list[tuple[Any, Any, Any]]:
+    return [(row["key"], row["old"], row["new"]) for row in tiny.of_kind("change")]
+
+
+def holding(images: int) -> Callable[[Model], Model]:
+    """Return how a model changes on a device that holds this many images."""
+
+    def adapt(model: Model) -> Model:
+        def predict(denoiser: nn.Module, noisy: Tensor, *rest: Any) -> Tensor:
+            if len(noisy) > images:
+                raise full()
+            return model.predict(denoiser, noisy, *rest)
+
+        return replace(model, predict=predict)
+
+    return adapt
+
+
+# ---- the micro-batch
+
+
+def test_nothing_changes_but_the_micro_batch() -> None:
+    feeder = build_feeder(UNEVEN)
+    assert [len(group) for group in micro_batches(feeder.prepare(1), cap=4)] in ([1, 3], [3, 1])
+    tiny = build_training(feeder, steps=4, adapt=holding(2))
+    end = run(tiny.training, at_start(micro_batch=4))
+    assert tiny.of_kind("change") == [
+        {"key": "memory.micro_batch", "old": 4, "new": 2, "reason": MESSAGE}
+    ]
+    assert (end.step, end.images, end.guard.micro_batch) == (4, 16, 2)
+    other = build_training(build_feeder(UNEVEN), steps=4)
+    run(other.training, at_start(micro_batch=2))
+    assert equal(values(tiny), values(other))
+    assert tiny.losses == other.losses
+
+
+def test_it_is_halved_until_it_fits() -> None:
+    tiny = build_training(build_feeder([SQUARE]), steps=2, adapt=holding(1))
+    run(tiny.training, at_start(micro_batch=4))
+    assert changes(tiny) == [("memory.micro_batch", 4, 2), ("memory.micro_batch", 2, 1)]
+    assert len(tiny.losses) == 2
+
+
+def test_it_grows_back_once_enough_steps_have_fitted() -> None:
+    tiny = build_training(build_feeder([SQUARE]), steps=12)
+    progress = Progress(step=0, images=0, guard=GuardState(micro_batch=1, patience_steps=5))
+    end = run(tiny.training, progress)
+    assert changes(tiny) == [("memory.micro_batch", 1, 2), ("memory.micro_batch", 2, 4)]
+    assert end.guard.micro_batch == 4
+    assert len(tiny.losses) == 12
+
+
+# ---- remedies
+
+
+@dataclass
+class Device:
+    """A device that holds one image once `relief` remedies have been taken, and none before."""
+
+    relief: int
+    taken: list[str] = field(default_factory=list)
+
+    def adapt(self, model: Model) -> Model:
+        def predict(denoiser: nn.Module, noisy: Tensor, *rest: Any) -> Tensor:
+            if len(noisy) > 1 or len(self.taken) < self.relief:
+                raise full()
+            return model.predict(denoiser, noisy, *rest)
+
+        return replace(model, predict=predict)
+
+    def remedies(self, *names: str) -> list[Remedy]:
+        return [
+            Remedy(key=name, old="no", new="yes", apply=lambda name=name: self.taken.append(name))
+            for name in names
+        ]
+
+
+def test_at_one_image_remedies_are_taken_in_their_order() -> None:
+    device = Device(relief=2)
+    tiny = build_training(
+        build_feeder(),
+        steps=2,
+        adapt=device.adapt,
+        remedies=device.remedies("first", "second", "third"),
+    )
+    end = run(tiny.training, at_start(micro_batch=4))
+    assert device.taken == ["first", "second"]
+    assert changes(tiny)[-2:] == [("first", "no", "yes"), ("second", "no", "yes")]
+    assert end.guard.remedies == 2
+    other = build_training(build_feeder(), steps=2)
+    run(other.training, at_start(micro_batch=1))
+    assert equal(values(tiny), values(other))
+
+
+def test_without_a_remedy_left_it_stops_with_the_weights_untouched() -> None:
+    device = Device(relief=2)
+    tiny = build_training(
+        build_feeder(), steps=2, adapt=device.adapt, remedies=device.remedies("only")
+    )
+    before = values(tiny)
+    with pytest.raises(TrainingStopped, match="one image at a time"):
+        run(tiny.training, at_start(micro_batch=4))
+    assert equal(values(tiny), before)
+    assert tiny.losses == []
+
+
+# ---- everywhere
+
+
+@dataclass(kw_only=True)
+class Accidents:
+    """Runs out of memory in a phase of chosen steps, once each; `done` says where it did."""
+
+    at: dict[int, str]
+    done: list[tuple[int, str]] = field(default_factory=list)
+    step: int = 0
+
+    def happens(self, phase: str) -> bool:
+        if self.at.get(self.step) != phase:
+            return False
+        del self.at[self.step]
+        self.done.append((self.step, phase))
+        return True
+
+    def adapt(self, model: Model) -> Model:
+        def predict(denoiser: nn.Module, noisy: Tensor, *rest: Any) -> Tensor:
+            if self.happens("forward"):
+                raise full()
+            predicted = model.predict(denoiser, noisy, *rest)
+            if self.happens("backward"):
+                predicted.register_hook(_raise)
+            return predicted
+
+        return replace(model, predict=predict)
+
+    @contextmanager
+    def in_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Spoil a parameter and a moment before failing, as an update that stops half-way does."""
+        whole = optimizer.step
+
+        def step(*arguments: Any, **named: Any) -> Any:
+            if self.happens("optimizer"):
+                parameter = optimizer.param_groups[0]["params"][0]
+                with torch.no_grad():
+                    parameter.add_(1.0)
+                optimizer.state[parameter]["exp_avg"].add_(1.0)
+                raise full()
+            return whole(*arguments, **named)
+
+        optimizer.step = step  # type: ignore[method-assign]
+        yield
+        optimizer.step = whole  # type: ignore[method-assign]
+
+    # ---- an action, which knows what step comes next
+
+    def due(self, progress: Progress) -> bool:
+        self.step = progress.step
+        return True
+
+    def __call__(self, progress: Progress) -> None:
+        if self.happens("action"):
+            raise full()
+
+
+def _raise(_: Tensor) -> None:
+    raise full()
+
+
+@dataclass(kw_only=True)
+class Snapshots:
+    """Keeps a copy of the training every few steps, and puts it back."""
+
+    every: int
+    tiny: TinyTraining | None = None
+    kept: tuple[dict[str, Tensor], dict[str, Any], Progress] | None = None
+    restored: list[int] = field(default_factory=list)
+
+    def due(self, progress: Progress) -> bool:
+        return progress.step % self.every == 0
+
+    def __call__(self, progress: Progress) -> None:
+        assert self.tiny is not None
+        state = {name: value.clone() for name, value in self.tiny.adapter.state().items()}
+        optimizer = copy.deepcopy(self.tiny.training.optimizer.state_dict())
+        self.kept = (state, optimizer, progress)
+
+    def restore(self) -> Progress:
+        assert self.tiny is not None
+        assert self.kept is not None
+        state, optimizer, progress = self.kept
+        self.tiny.adapter.load_state(state)
+        self.tiny.training.optimizer.load_state_dict(copy.deepcopy(optimizer))
+        self.restored.append(progress.step)
+        return progress
+
+
+def accident_run(accidents: Accidents, *, steps: int, every: int = 7) -> TinyTraining:
+    snapshots = Snapshots(every=every)
+    tiny = build_training(
+        build_feeder(batch_size=2),
+        steps=steps,
+        adapt=accidents.adapt,
+        actions=(snapshots, accidents),
+        restore=snapshots.restore,
+        remedies=[
+            Remedy(key=f"remedy {n}", old=0, new=1, apply=lambda: None) for n in range(steps)
+        ],
+    )
+    snapshots.tiny = tiny
+    with accidents.in_optimizer(tiny.training.optimizer):
+        run(tiny.training, at_start(micro_batch=2))
+    return tiny
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "action"])
+def test_an_accident_in_any_phase_changes_nothing(phase: str) -> None:
+    accidents = Accidents(at={9: phase})
+    tiny = accident_run(accidents, steps=20)
+    assert accidents.done == [(9, phase)]
+    plain = build_training(build_feeder(batch_size=2), steps=20)
+    run(plain.training, at_start(micro_batch=2))
+    assert same_adapter(values(tiny), values(plain))
+    steps = [row["step"] for row in tiny.of_kind("step")]
+    again = [8, 9, 10] if phase == "optimizer" else []
+    assert sorted(set(steps)) == list(range(1, 21))
+    assert sorted(step for step in set(steps) if steps.count(step) > 1) == again[:2]
+
+
+def test_accidents_at_fifty_random_steps_change_nothing() -> None:
+    chosen = random.Random(4)
+    phases = ["forward", "backward", "optimizer", "action"]
+    at = {step: chosen.choice(phases) for step in chosen.sample(range(1, 60), 50)}
+    assert {*at.values()} == {*phases}
+    accidents = Accidents(at=dict(at))
+    tiny = accident_run(accidents, steps=60, every=3)
+    assert len(accidents.done) == 50, "every accident happened"
+    plain = build_training(build_feeder(batch_size=2), steps=60)
+    run(plain.training, at_start(micro_batch=2))
+    assert same_adapter(values(tiny), values(plain))
+    last = {row["step"]: row for row in tiny.of_kind("step")}
+    assert [last[step]["loss"] for step in range(1, 61)] == pytest.approx(plain.losses, rel=1e-4)
+    assert [last[step]["images"] for step in range(1, 61)] == list(range(2, 122, 2))
+
+
+def test_a_torn_optimizer_step_without_a_good_state_is_the_end() -> None:
+    accidents = Accidents(at={1: "optimizer"})
+    tiny = build_training(build_feeder(), steps=3, adapt=accidents.adapt, actions=(accidents,))
+    with (
+        accidents.in_optimizer(tiny.training.optimizer),
+        pytest.raises(TrainingStopped, match="in the optimizer") as caught,
+    ):
+        run(tiny.training, at_start(micro_batch=4))
+    assert "--resume" in caught.value.fix
+
+
+def test_an_action_that_never_fits_is_left_out_and_said() -> None:
+    class Hungry:
+        def due(self, progress: Progress) -> bool:
+            return progress.step == 2
+
+        def __call__(self, _progress: Progress) -> None:
+            raise full()
+
+    tiny = build_training(build_feeder(), steps=3, actions=(Hungry(),))
+    assert run(tiny.training, at_start(micro_batch=4)).step == 3
+    (problem,) = tiny.of_kind("problem")
+    assert "Hungry at step 2 was left out" in problem["what"]
+    assert tiny.of_kind("change") == []
+
+
+def test_memory_of_accidents_is_part_of_the_progress() -> None:
+    accidents = Accidents(at={3: "forward"})
+    tiny = build_training(build_feeder(), steps=5, adapt=accidents.adapt, actions=(accidents,))
+    end = run(tiny.training, at_start(micro_batch=4))
+    assert end.guard.patience_steps == 2 * FIRST_PATIENCE_STEPS
+    assert end.guard.fitting_steps == 2, "the step that was done again, and the last"

@@ -1,0 +1,296 @@
+"""Instability: back to the last good state at a lower rate, then the end; what guards change is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.errors import TrainingStopped
+from lora_trainer.output.checkpoints import TrainingState, load_newest
+from lora_trainer.output.state_writer import StateWriter
+from lora_trainer.train import trends
+from lora_trainer.train.actions import SaveAction
+from lora_trainer.train.guards import MAX_ROLLBACKS, GuardState, after_validation, from_plain
+from lora_trainer.train.loop import Model, run
+from lora_trainer.train.progress import Progress
+from tests.fakes.training import SQUARE, TinyTraining, at_start, build_feeder, build_training
+
+
+@dataclass
+class Weather:
+    """Spoils predictions: at the calls in `storms`, counted from 1 over the whole process."""
+
+    storms: frozenset[int]
+    calls: int = 0
+    spoil: Callable[[Tensor], Tensor] = lambda predicted: predicted * torch.nan
+
+    def adapt(self, model: Model) -> Model:
+        real = model.predict
+
+        def predict(*args: Any) -> Tensor:
+            self.calls += 1
+            predicted = real(*args)
+            return self.spoil(predicted) if self.calls in self.storms else predicted
+
+        return replace(model, predict=predict)
+
+
+@dataclass
+class Voyage:
+    """A training that can go back to its last save, as a run builds it."""
+
+    tiny: TinyTraining
+    writer: StateWriter
+    saves: SaveAction
+
+    @property
+    def rates(self) -> list[tuple[int, float]]:
+        """Return (step, learning rate over that of the schedule) of every step that was tried."""
+        rate = self.tiny.training.learning_rate
+        steps = self.tiny.of_kind("step")
+        return [(row["step"], row["lr"] / rate(row["step"] - 1)) for row in steps]
+
+    def run(self, start: Progress | None = None, **changes: Any) -> Progress:
+        start = start or at_start(micro_batch=2)
+        self.writer.remember(self.saves.state(start))
+        actions = [*changes.pop("actions", ()), self.saves]
+        training = replace(self.tiny.training, actions=actions, restore=self.restore, **changes)
+        with self.writer:
+            return run(training, start)
+
+    def restore(self) -> Progress:
+        self.writer.wait()
+        return self.load(self.writer.newest())
+
+    def load(self, state: TrainingState) -> Progress:
+        self.tiny.adapter.load_state(state.adapter)
+        self.tiny.training.optimizer.load_state_dict(dict(state.optimizer))
+        guard = from_plain(state.extras["guard"])
+        return Progress(step=state.step, images=state.images_seen, guard=guard)
+
+    def on_disk(self) -> TrainingState:
+        state = load_newest(self.writer.folder, events=None)
+        assert state is not None
+        return state
+
+
+def voyage(folder: Path, weather: Weather, *, steps: int = 12, every: int = 4) -> Voyage:
+    feeder = build_feeder([SQUARE] * 5, batch_size=2)
+    tiny = build_training(feeder, steps=steps, adapt=weather.adapt)
+    writer = StateWriter(folder=folder, keep=2, events=tiny.training.events)
+    saves = SaveAction(
+        writer=writer,
+        adapter=tiny.adapter,
+        optimizer=tiny.training.optimizer,
+        scaler=tiny.training.scaler,
+        export=lambda progress, copy: lambda: "none",
+        last_step=steps,
+        every_steps=every,
+        every_images=None,
+        batch_size=2,
+        fingerprint="f",
+        asked=lambda: False,
+    )
+    return Voyage(tiny=tiny, writer=writer, saves=saves)
+
+
+def weights(found: Voyage) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in found.tiny.adapter.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def storm(first: int, count: int) -> frozenset[int]:
+    return frozenset(range(first, first + count))
+
+
+def test_after_five_it_goes_on_from_the_last_save_at_half_the_rate(tmp_path: Path) -> None:
+    found = voyage(tmp_path, Weather(storm(6, 5)))  # steps 6-10; saved at 4 and, skipping, at 8
+    end = found.run()
+    assert end.step == 12
+    assert (end.guard.rollbacks, end.guard.lr_scale, end.guard.skipped) == (1, 0.5, 5)
+    assert found.rates == [(step, pytest.approx(1.0)) for step in range(1, 11)] + [
+        (step, pytest.approx(0.5)) for step in range(9, 13)
+    ]
+    (change,) = found.tiny.of_kind("change")
+    assert (change["old"], change["new"]) == (1.0, 0.5)
+    assert change["reason"].startswith("back to step 8: the gradients were not finite numbers 5")
+    assert all(weight.isfinite().all() for weight in weights(found))
+    assert found.on_disk().extras["guard"]["lr_scale"] == 0.5
+
+
+def test_before_the_first_save_it_goes_back_to_the_start(tmp_path: Path) -> None:
+    found = voyage(tmp_path, Weather(storm(1, 5)), every=0)
+    start = weights(found)
+    seen: list[list[Tensor]] = []
+
+    @dataclass
+    class Look:
+        def due(self, progress: Progress) -> bool:
+            return progress.step == 1
+
+        def __call__(self, progress: Progress) -> None:
+            seen.append(weights(found))
+
+    end = found.run(actions=[Look()])
+    assert (end.step, end.guard.rollbacks) == (12, 1)
+    assert [step for step, _ in found.rates] == [*range(1, 6), *range(1, 13)]
+    assert same(seen[0], start), "its only step was skipped"
+    assert not same(seen[1], start)
+
+
+def test_each_time_lower_then_the_end_with_the_last_good_values(tmp_path: Path) -> None:
+    found = voyage(tmp_path, Weather(storm(7, 10_000)), steps=40)
+    with pytest.raises(TrainingStopped, match=r"3 times at ever lower.*last good values") as ended:
+        found.run()
+    assert ended.value.exit_code == 5
+    lowered = [change["new"] for change in found.tiny.of_kind("change")]
+    assert lowered == [0.5, 0.25, 0.125]
+    assert len(lowered) == MAX_ROLLBACKS
+    assert same(weights(found), list_of(found.on_disk(), found))
+
+
+def list_of(state: TrainingState, found: Voyage) -> list[Tensor]:
+    names = found.tiny.adapter.state().keys()
+    return [state.adapter[name] for name in names]
+
+
+def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
+    """The killed run is resumed from its state on the disk and meets the same weather."""
+    whole = voyage(tmp_path / "whole", Weather(storm(6, 5)))
+    whole.run()
+    first = voyage(tmp_path / "killed", Weather(storm(6, 5)), steps=12)
+
+    @dataclass
+    class Kill:
+        def due(self, progress: Progress) -> bool:
+            return progress.step == 10 and progress.guard.rollbacks == 1
+
+        def __call__(self, progress: Progress) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        first.run(actions=[Kill()])
+    first.writer.wait()
+    again = voyage(tmp_path / "killed", Weather(storm(1, 2)))  # calls 9 and 10 were bad weather
+    start = again.load(again.on_disk())
+    assert (start.step, start.guard.skipped_in_row) == (8, 3)
+    again.run(start)
+    assert same(weights(again), weights(whole))
+    assert again.on_disk().extras == whole.on_disk().extras
+
+
+def test_a_weight_that_is_spoilt_is_never_saved_and_undone(tmp_path: Path) -> None:
+    found = voyage(tmp_path, Weather(frozenset()))
+    spoilt = []
+
+    @dataclass
+    class Spoil:
+        def due(self, progress: Progress) -> bool:
+            return progress.step == 8 and not spoilt
+
+        def __call__(self, progress: Progress) -> None:
+            spoilt.append(True)
+            with torch.no_grad():
+                found.tiny.adapter.parameters()[0].view(-1)[0] = torch.nan
+
+    end = found.run(actions=[Spoil()])
+    assert (end.step, end.guard.rollbacks) == (12, 1)
+    (change,) = found.tiny.of_kind("change")
+    assert change["reason"].startswith("back to step 4: step 8 is not saved")
+    assert all(weight.isfinite().all() for weight in weights(found))
+    assert all(tensor.isfinite().all() for tensor in found.on_disk().adapter.values())
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_though_its_gradients_are(tmp_path: Path) -> None:
+    def adapt(model: Model) -> Model:
+        return _Infinite(**vars(model))
+
+    feeder = build_feeder([SQUARE] * 2, batch_size=2)
+    tiny = build_training(feeder, steps=1, adapt=adapt)
+    before = [parameter.detach().clone() for parameter in tiny.adapter.parameters()]
+    end = run(tiny.training, at_start(micro_batch=2))
+    assert end.guard.skipped == 1
+    assert same([parameter.detach() for parameter in tiny.adapter.parameters()], before)
+
+
+class _Infinite(Model):
+    """Adds an infinite constant to the losses, which no gradient sees."""
+
+    def losses(self, samples: Any) -> Tensor:
+        return super().losses(samples) + torch.inf
+
+
+# ---- spikes and plateaus in the loop
+
+
+def test_losses_that_jump_are_clipped_tighter_from_the_next_step_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trends, "WARMUP_LOSSES", 20)
+    limits: list[float] = []
+    real = nn.utils.clip_grad_norm_
+
+    def clip(parameters: Any, limit: float, **options: Any) -> Tensor:
+        limits.append(limit)
+        return real(parameters, limit, **options)
+
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", clip)
+    wild = Weather(storm(31, 100), spoil=lambda predicted: predicted + 5)
+    found = voyage(tmp_path, wild, steps=40)
+    end = found.run(watch_spikes=True)
+    assert end.guard.clip_scale == 0.5
+    (change,) = found.tiny.of_kind("change")
+    assert (change["key"], change["new"]) == ("train.max_grad_norm factor", 0.5)
+    first = limits.index(0.5)
+    assert 31 <= first <= 38
+    assert limits == [1.0] * first + [0.5] * (40 - first)
+    assert f"at step {first}" in change["reason"], "the step after the one that was judged"
+
+
+def test_without_being_asked_to_nothing_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trends, "WARMUP_LOSSES", 10)
+    wild = Weather(storm(16, 100), spoil=lambda predicted: predicted + 1e4)
+    end = voyage(tmp_path, wild, steps=25).run()
+    assert end.guard == GuardState(micro_batch=2)
+
+
+@dataclass
+class Flat:
+    """A validation whose loss never changes."""
+
+    def due(self, progress: Progress) -> bool:
+        return progress.step % 2 == 0
+
+    def __call__(self, progress: Progress) -> GuardState:
+        return after_validation(progress.guard, 1.0)
+
+
+def test_a_plateau_lowers_the_rate_and_is_resumed_to_the_bit(tmp_path: Path) -> None:
+    whole = voyage(tmp_path / "whole", Weather(frozenset()), steps=14)
+    whole.run(actions=[Flat()])
+    assert [rate for _, rate in whole.rates] == pytest.approx([1.0] * 6 + [0.5] * 6 + [0.25] * 2)
+    changes = whole.tiny.of_kind("change")
+    assert [change["new"] for change in changes] == [0.5, 0.25]
+    assert "validation" in changes[0]["reason"]
+
+    state = load_newest(whole.writer.folder, events=None)
+    assert state is not None
+    middle = voyage(tmp_path / "whole", Weather(frozenset()), steps=14)
+    states = sorted(path.name for path in whole.writer.folder.glob("step-*"))
+    assert states == ["step-00000012", "step-00000014"]
+    (whole.writer.folder / states[1]).rename(tmp_path / "aside")
+    again = middle.load(middle.on_disk())
+    assert (again.step, again.guard.lr_scale, again.guard.plateau.stale) == (12, 0.25, 0)
+    middle.run(again, actions=[Flat()])
+    assert same(weights(middle), weights(whole))
