@@ -16,9 +16,11 @@ from lora_trainer.config import CHECKPOINTING, Checkpointing, build_config
 from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.fitting import Choices, Fit, Judge, Limit, fit, gib, images_at_once
+from lora_trainer.frozen import ELEMENT_BYTES
 from lora_trainer.hardware import GIB, Gpu, Hardware
 from lora_trainer.host_memory import HostPrediction, predict_host
-from lora_trainer.memory import RECOMPUTING, Load, Prediction, RememberedCosts, predict
+from lora_trainer.loads import Load, RememberedCosts
+from lora_trainer.memory import RECOMPUTING, Prediction, predict
 from lora_trainer.quantization import BasePrecision
 from lora_trainer.step_time import StepTime, cpu_step_time, gpu_step_time, step_work
 
@@ -143,10 +145,17 @@ class Allocator:
         )
 
     def _kinds(self, allowed: tuple[Checkpointing, ...]) -> tuple[Checkpointing, ...]:
-        """On the processor there is nowhere to offload to."""
+        """On the processor there is nowhere to offload to; what only a trace could judge is not tried unasked."""
+        known = self.costs.family.known_checkpointing(
+            self.facts,
+            element_bytes=ELEMENT_BYTES[self.values["train.precision"]],
+            targets=self.values["adapter.targets"],
+        )
+        asked = allowed[0] if self.values["memory.gradient_checkpointing"] != "auto" else None
+        found = (kind for kind in allowed if kind in known or kind == asked)
         if self.gpu is not None:
-            return allowed
-        return tuple(kind for kind in allowed if kind != "offloaded") or ("full",)
+            return tuple(found)
+        return tuple(kind for kind in found if kind != "offloaded") or ("full",)
 
     def _base_precisions(self) -> tuple[BasePrecision, ...]:
         """A precision somebody chose stays: it changes the result."""

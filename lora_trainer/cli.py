@@ -43,7 +43,11 @@ Sets = Annotated[
     list[str], Parameter(name="--set", negative="", help="section.key=value, repeatable")
 ]
 Base = Annotated[
-    str | None, Parameter(help="`embedded`, a diffusers folder or a Hub id [default: by hardware]")
+    str | None,
+    Parameter(
+        help="`embedded`, a diffusers folder, a .safetensors checkpoint or a Hub id "
+        "[default: by hardware]"
+    ),
 ]
 Preset = Annotated[
     str, Parameter(help="auto, a tier such as 10-12, or a settings file (JSON, TOML)")
@@ -157,11 +161,11 @@ for command in tool_commands.COMMANDS:
 
 @app.command
 def sample(
-    run: Path,
+    run: Annotated[Path, Parameter(help="a run folder or an adapter file")],
     /,
     *,
     prompt: Annotated[list[str], Parameter(negative="", help="what to draw, repeatable")],
-    base: Base = None,
+    base: Annotated[str | None, Parameter(help="another base than it was trained on")] = None,
     output: Annotated[Path, Parameter(help="folder for the images")] = Path("samples"),
     seed: Annotated[int, Parameter(help="seed of the first image")] = 1234,
     strength: Annotated[float, Parameter(help="how strongly the LoRA is applied")] = 1.0,

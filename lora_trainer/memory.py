@@ -8,17 +8,16 @@ same for the machine's memory beside a card.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from lora_trainer.adapter_size import adapter_parameters, rebuilt_elements
-from lora_trainer.config import AdapterSettings, Checkpointing, Precision
+from lora_trainer.adapter_size import rebuilt_elements
+from lora_trainer.config import Checkpointing
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.costs import SampleCost, Targets, Workload
+from lora_trainer.families.costs import SampleCost
 from lora_trainer.frozen import ELEMENT_BYTES, FrozenBase
-from lora_trainer.quantization import BasePrecision
+from lora_trainer.loads import Load, RememberedCosts
 
 GIB = 2**30
 MASTER_BYTES = GRADIENT_BYTES = 4
@@ -87,120 +86,6 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
-
-
-class CostModel(Protocol):
-    """The part of a family that prediction needs."""
-
-    def adapter_shapes(
-        self, facts: BaseFacts, *, targets: Targets
-    ) -> Mapping[str, tuple[int, ...]]:
-        """Return (fan_in, out) of each module of the denoiser that gets an adapter."""
-
-    def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
-        """Return (fan_in, out) of the linear layers in the denoiser's repeated blocks."""
-
-    def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
-        """Return the cost of training on one sample."""
-
-    @property
-    def unquantised(self) -> tuple[str, ...]:
-        """Parts of the names of layers in blocks that are never kept in few bits."""
-
-    @property
-    def block_pattern(self) -> str:
-        """Regular expression that matches the name of a layer's block at the name's beginning."""
-
-
-@dataclass(kw_only=True)
-class RememberedCosts:
-    """A cost model that computes each workload once: a search asks for the same few again."""
-
-    family: CostModel
-    costs: dict[Workload, SampleCost] = field(default_factory=dict)
-    shapes: dict[Targets, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
-    linear: Mapping[str, tuple[int, int]] | None = None
-    bases: dict[tuple[Precision, BasePrecision], FrozenBase] = field(default_factory=dict)
-    parameters: dict[str, int] = field(default_factory=dict)
-
-    def adapter_shapes(
-        self, facts: BaseFacts, *, targets: Targets
-    ) -> Mapping[str, tuple[int, ...]]:
-        """All calls must be about the same base."""
-        if targets not in self.shapes:
-            self.shapes[targets] = self.family.adapter_shapes(facts, targets=targets)
-        return self.shapes[targets]
-
-    def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
-        """All calls must be about the same base."""
-        if self.linear is None:
-            self.linear = self.family.linear_shapes(facts)
-        return self.linear
-
-    def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
-        """All calls must be about the same base."""
-        if workload not in self.costs:
-            self.costs[workload] = self.family.sample_cost(facts, workload)
-        return self.costs[workload]
-
-    def frozen_base(self, facts: BaseFacts, load: Load) -> FrozenBase:
-        """All calls must be about the same base."""
-        kept = (load.precision, load.base_precision)
-        if kept not in self.bases:
-            self.bases[kept] = FrozenBase(
-                parameters=facts.parts["denoiser"].parameters,
-                shapes=self.linear_shapes(facts),
-                unquantised=self.family.unquantised,
-                block_pattern=self.family.block_pattern,
-                dtype=load.precision,
-                kept_as=load.base_precision,
-            )
-        return self.bases[kept]
-
-    def block_of(self, module: str) -> str:
-        """Return the name of the repeated block a module is in, or the empty string."""
-        found = re.match(self.family.block_pattern, module)
-        return found[0] if found else ""
-
-    def adapter_parameters(self, facts: BaseFacts, settings: AdapterSettings) -> int:
-        """Return how many parameters the denoiser's adapter has; all calls about the same base."""
-        key = settings.model_dump_json()
-        if key not in self.parameters:
-            shapes = self.adapter_shapes(facts, targets=settings.targets)
-            self.parameters[key] = adapter_parameters(shapes, settings)
-        return self.parameters[key]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """The settings that decide how much memory a run takes; `bucket_px` is (width, height)."""
-
-    device: Literal["cpu", "cuda"]
-    precision: Precision
-    base_precision: BasePrecision
-    adapter: AdapterSettings
-    optimizer: str
-    text_precision: Precision
-    text_offload: bool
-    micro_batch: int
-    checkpointing: Checkpointing
-    streamed_blocks: int
-    bucket_px: tuple[int, int]
-    samples: bool
-    sample_side_px: int
-    prepared_samples: int
-
-    def workload(self) -> Workload:
-        width_px, height_px = self.bucket_px
-        return Workload(
-            height_px=height_px,
-            width_px=width_px,
-            element_bytes=ELEMENT_BYTES[self.precision],
-            rank=self.adapter.rank,
-            targets=self.adapter.targets,
-            checkpointing=self.checkpointing,
-            micro_batch=min(self.micro_batch, 2),  # per sample, two are like any number
-        )
 
 
 def predict(

@@ -19,7 +19,8 @@ from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.costs import SampleCost
 from lora_trainer.hardware import Gpu, Hardware
 from lora_trainer.host_memory import HostPrediction
-from lora_trainer.memory import CostModel, Load, Prediction, RememberedCosts
+from lora_trainer.loads import CostModel, Load, RememberedCosts
+from lora_trainer.memory import Prediction
 from lora_trainer.resolve import Origin, Resolved
 
 PLANNER = "planner"

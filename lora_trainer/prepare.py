@@ -23,7 +23,7 @@ from lora_trainer.data.quality import DatasetReport, inspect_images
 from lora_trainer.data.scan import Dataset, ImageRecord, scan
 from lora_trainer.data.split import hold_out
 from lora_trainer.errors import InputError, RequestError
-from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.families.base import BaseFacts, Family, FileFormat
 from lora_trainer.files import HashMemo
 from lora_trainer.formats import format_notes, planned_contents, resolve_format
 from lora_trainer.hardware import Gpu, Hardware, Tier, assume_card, detect, tier, tier_problem
@@ -120,7 +120,11 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
 def examine(request: Request, *, hardware: Hardware | None = None) -> DatasetReport:
     """Return the dataset report alone (`check`); raises RequestError, InputError or MachineError."""
     basis = _basis(request, hardware)
-    settings = basis.resolved.config
+    config = basis.resolved.config
+    # Every picture may be bad here: the report lists them, a training would refuse.
+    settings = config.model_copy(
+        update={"data": config.data.model_copy(update={"max_bad_fraction": 1.0})}
+    )
     dataset = scan_with_memo(request.dataset, settings, cache_folder(settings))
     placements = place_all(dataset, settings, basis.facts)
     return inspect_images(dataset, placements=placements, settings=settings.data)
@@ -144,7 +148,7 @@ def remarks(prepared: Prepared) -> tuple[Finding, ...]:
     if too_small := tier_problem(card.total_bytes if card else None):
         advice = "lower data.resolution or adapter.rank if it does not fit"
         found.append(warning("card", None, too_small, advice=advice))
-    format = concrete(config.output.format)
+    format: FileFormat = concrete(config.output.format)
     advice = "choose another output.format or adapter if that matters to you"
     for missed in format_notes(format, planned_contents(config.adapter)):
         found.append(warning("format", None, f"output.format={format}: {missed}", advice=advice))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
 from lora_trainer.bottleneck import Measured, Verdict, verdict
@@ -139,14 +138,14 @@ class _Watch:
         kernels = {
             row.key: row.self_device_time_total * 1e-6
             for row in rows
-            if row.device_type == DeviceType.CUDA and not row.is_user_annotation
+            if row.device_type.name == "CUDA" and not row.is_user_annotation
         }
         if kernels:
             return kernels
         return {
             row.key: row.self_cpu_time_total * 1e-6
             for row in rows
-            if row.device_type == DeviceType.CPU and row.key.startswith(("aten::", "mkldnn"))
+            if row.device_type.name == "CPU" and row.key.startswith(("aten::", "mkldnn"))
         }
 
 

@@ -283,7 +283,7 @@ def _recorded(
 
 def _stop_signals() -> list[int]:
     """Return the signals that stop a run; SIGHUP is left alone where `nohup` has it ignored."""
-    stopping = [signal.SIGINT, signal.SIGTERM]
+    stopping: list[int] = [signal.SIGINT, signal.SIGTERM]
     hangup = getattr(signal, "SIGHUP", None)  # Windows has none
     if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
         stopping.append(hangup)

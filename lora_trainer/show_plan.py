@@ -105,7 +105,10 @@ def plan_text(prepared: Prepared) -> RenderableType:
     add_row(
         facts, "disk", ", ".join(f"{name} {gib(size)}" for name, size in plan.disk_bytes.items())
     )
-    settings = Table("setting", "value", "origin", "reason", box=None, pad_edge=False)
+    settings = Table(box=None, pad_edge=False)
+    settings.add_column("setting", no_wrap=True)  # cut short, a name is of no use
+    for title in ("value", "origin", "reason"):
+        settings.add_column(title, overflow="fold")
     units = {info.key: info.unit for info in all_settings()}
     for key, value in flatten(config).items():
         origin = plan.origins[key]

@@ -11,14 +11,16 @@ import argparse
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import get_args
+from functools import lru_cache
 
 from lora_trainer import families
+from lora_trainer.config import CHECKPOINTING
 from lora_trainer.families.base import BaseFacts, Family
-from lora_trainer.families.cost_table import TabledFamily, case_of, traced
-from lora_trainer.families.costs import Checkpointing, SampleCost, Workload
+from lora_trainer.families.cost_table import case_of, traced
+from lora_trainer.families.costs import SampleCost, Workload
+from lora_trainer.families.flow import FlowFamily
 from lora_trainer.families.unet_costs import prompt_shapes
-from lora_trainer.model.trace import traced_network
+from lora_trainer.model.trace import TracedNetwork, traced_network
 
 SIZES_PX = ((512, 512), (640, 384), (704, 704), (896, 640), (1024, 1024), (1344, 768), (1536, 640))
 MICRO_BATCHES = (1, 2, 4)
@@ -38,6 +40,8 @@ OTHERS = (
     replace(USUAL, text_tokens=40, height_px=704, width_px=704),
     replace(USUAL, text_tokens=200, checkpointing="full", micro_batch=2),
 )
+BUILT = ("element_bytes", "rank", "targets")
+"""What a network is built for; the rest of a workload is the size of its inputs."""
 Quantity = Callable[[SampleCost], int]
 QUANTITIES: dict[str, Quantity] = {
     "saved": lambda cost: cost.saved_bytes,
@@ -80,7 +84,7 @@ def releases(family: Family) -> Iterator[BaseFacts]:
     """Yield one release of each architecture."""
     seen = []
     ids = [family.default_source]
-    if isinstance(family, TabledFamily):
+    if isinstance(family, FlowFamily):
         ids += [name for release in family.releases for name in release.ids]
     for facts in map(family.known, ids):
         assert facts is not None
@@ -92,7 +96,7 @@ def releases(family: Family) -> Iterator[BaseFacts]:
 def workloads(facts: BaseFacts) -> Iterator[Workload]:
     """Yield all sizes, micro-batches and kinds of checkpointing, and a few other settings."""
     for (width_px, height_px), micro_batch, kind in itertools.product(
-        SIZES_PX, MICRO_BATCHES, get_args(Checkpointing)
+        SIZES_PX, MICRO_BATCHES, CHECKPOINTING
     ):
         yield replace(
             USUAL,
@@ -121,10 +125,19 @@ def deviations(family: Family, facts: BaseFacts) -> dict[str, Deviation]:
 
 def trace(family: Family, facts: BaseFacts, workload: Workload) -> SampleCost:
     """Run the network of a release without memory."""
-    if isinstance(family, TabledFamily):
+    if isinstance(family, FlowFamily):
         return traced(case_of(family, facts, text_tokens=workload.text_tokens), workload)
+    built = replace(USUAL, **{name: getattr(workload, name) for name in BUILT})
+    return unet(family, facts.source, built).sample_cost(workload)
+
+
+@lru_cache(maxsize=4)
+def unet(family: Family, source: str, built: Workload) -> TracedNetwork:
+    """Build the network of a release for tracing."""
+    facts = family.known(source)
+    assert facts is not None
     prompt = prompt_shapes(facts.architecture, text_tokens=facts.max_tokens)
-    return traced_network(family, facts, workload, prompt=prompt).sample_cost(workload)
+    return traced_network(family, facts, built, prompt=prompt)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import diffusers
 
 from lora_trainer import families
+from lora_trainer.config import CHECKPOINTING, Checkpointing
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.cost_curves import POINTS
 from lora_trainer.families.cost_table import (
@@ -31,22 +32,21 @@ from lora_trainer.families.cost_table import (
     configuration,
     traced,
 )
-from lora_trainer.families.costs import Checkpointing, SampleCost, Targets
+from lora_trainer.families.costs import SampleCost, Targets
 from lora_trainer.families.flow import FlowFamily
 
 ELEMENT_BYTES = (2, 4)
-KINDS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 INDEXED = re.compile(r"(.*?\.)(\d+)\.(.*)")
 
 
 def main() -> None:
-    """Write the table."""
-    table = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
+    """Write the table, family by family."""
     for name in sys.argv[1:] or families.MODULES:
         family = families.family(name)
         if isinstance(family, FlowFamily):
-            table[name] = family_table(family)
-    FILE.write_text(written(dict(sorted(table.items()))) + "\n", encoding="utf-8")
+            found = family_table(family)
+            table = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
+            FILE.write_text(written(dict(sorted({**table, name: found}.items()))) + "\n", "utf-8")
 
 
 def family_table(family: FlowFamily) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def traces(
 ) -> dict[str, Any]:
     """Trace all points with each kind of checkpointing."""
     varies = case_of(family, facts).text_varies
-    costs: dict[Checkpointing, list[SampleCost]] = {kind: [] for kind in KINDS}
+    costs: dict[Checkpointing, list[SampleCost]] = {kind: [] for kind in CHECKPOINTING}
     for point in POINTS:
         if point.short_text and not varies:
             continue
@@ -105,7 +105,7 @@ def traces(
             )
             case = case_of(family, facts, text_tokens=workload.text_tokens)
             found.append(traced(case, workload))
-    steps = {kind: step_table(found) for kind, found in costs.items()}
+    steps: dict[str, Any] = {kind: step_table(found) for kind, found in costs.items()}
     # Where the inputs of blocks lie changes no work.
     for name in ("step_mflop", "kernels"):
         assert steps["offloaded"].pop(name) == steps["full"][name]

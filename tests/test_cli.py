@@ -154,7 +154,7 @@ def test_plan_json_has_the_keys_scripts_rely_on(
 ) -> None:
     plan = answer(capsys, "plan", place.dataset, "--json", "--set", "adapter.rank=4")
     designed = {"family", "tier", "priority", "settings", "memory", "time", "disk"}
-    assert plan.keys() == designed | {"base", "preset"}
+    assert plan.keys() == designed | {"base", "preset", "remarks"}
     memory = {"items", "peak_bytes", "limit_bytes", "fits"}
     beside = {"phase", "phases", "by_phase", "images_at_once", "host"}
     assert plan["memory"].keys() == memory | beside
@@ -304,12 +304,15 @@ def test_too_many_unusable_pictures_are_exit_code_3(
 ) -> None:
     dataset = toy(tmp_path, images=8).dataset
     (dataset / "torn.png").write_bytes((dataset / "p0.png").read_bytes()[:100])
-    code, error = refused(capsys, "check", dataset)
+    code, error = refused(capsys, "plan", dataset)
     assert code == 3
     assert "torn.png" in error
 
     one_in_nine = ["--set", "data.max_bad_fraction=0.12"]
-    assert said(capsys, "check", dataset, *one_in_nine)[0] == 0
+    assert said(capsys, "plan", dataset, *one_in_nine)[0] == 0
+    code, report = said(capsys, "check", dataset)
+    assert code == 0, "what only looks lists them instead"
+    assert "torn.png" in report
 
 
 @pytest.mark.parametrize("command", ["plan", "check"])

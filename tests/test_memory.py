@@ -15,7 +15,8 @@ from lora_trainer.families import family as load_family
 from lora_trainer.families import known_base
 from lora_trainer.families.base import BaseFacts, PartFacts
 from lora_trainer.families.costs import SampleCost, Workload
-from lora_trainer.memory import GIB, Load, Prediction, RememberedCosts, predict
+from lora_trainer.loads import Load, RememberedCosts
+from lora_trainer.memory import GIB, Prediction, predict
 from lora_trainer.quantization import BasePrecision
 from tests.fakes.stable_diffusion import UNetCosts, mini_facts, sd15_facts
 

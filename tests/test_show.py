@@ -33,8 +33,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return prepare(Request(dataset=place.dataset, overrides=overrides))
 
 
-def text(shown: RenderableType) -> str:
-    console = Console(width=400)
+def text(shown: RenderableType, *, width: int = 400) -> str:
+    console = Console(width=width)
     with console.capture() as captured:
         console.print(shown, highlight=False)
     return captured.get()
@@ -53,6 +53,12 @@ def test_plan_shows_every_setting_with_value_origin_and_reason(prepared: Prepare
         assert origin.reason in line
     assert "12" in row(shown, "train.steps ")
     assert "px" in row(shown, "data.resolution ")
+
+
+def test_names_of_settings_are_whole_on_a_narrow_terminal(prepared: Prepared) -> None:
+    shown = text(plan_text(prepared), width=80)
+    assert "…" not in shown
+    assert all(row(shown, f"{key} ") for key in setting_keys())
 
 
 def test_plan_shows_every_item_of_the_peak(prepared: Prepared) -> None:

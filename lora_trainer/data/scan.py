@@ -23,8 +23,8 @@ from lora_trainer.data.captions import (
     with_trigger,
 )
 from lora_trainer.data.faults import ImageFault
+from lora_trainer.data.findings import Finding as Finding
 from lora_trainer.data.findings import (
-    MAX_FILES_NAMED,
     Severity,
     by_severity,
     named,
@@ -32,7 +32,6 @@ from lora_trainer.data.findings import (
     unusable,
     warning,
 )
-from lora_trainer.data.findings import Finding as Finding
 from lora_trainer.data.images import VerifiedImage, VerifiedImages, background_rgb, verify
 from lora_trainer.data.listing import FOLDER_NAME, MAX_REPEATS, ListedPicture, list_dataset
 from lora_trainer.data.measures import Measures
@@ -48,6 +47,7 @@ _NOTES: Mapping[str, tuple[Severity, str, str]] = {
     "depth": ("note", "IMG-05", "nothing to do"),
     "exif": ("note", "IMG-03", "check that it stands upright"),
 }
+MAX_REASONS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def scan(
     """Read and check the dataset in `folder`; the caller saves `memo` and `verified`.
 
     Raises InputError when the folder is missing, holds no pictures, or more than
-    `data.max_bad_fraction` of them are unusable (the message names up to five with the reason).
+    `data.max_bad_fraction` of them are unusable (the message names them all, each with its fix).
     """
     background_rgb(settings)
     listing = list_dataset(folder, settings=settings)
@@ -167,12 +167,12 @@ def _refuse_too_many_bad(
     allowed = int(settings.max_bad_fraction * total + 1e-9)  # 0.29 * 100 is 28.999...
     if good and len(bad) <= allowed:
         return
-    reasons = [f"{shown(finding.file or '')} {finding.what}" for finding in bad]
-    rest = len(bad) - MAX_FILES_NAMED
+    reasons = [f"{shown(finding.file or '')} {finding.what}: {finding.advice}" for finding in bad]
+    rest = len(bad) - MAX_REASONS
     limit = f"data.max_bad_fraction={settings.max_bad_fraction:g} allows {allowed}"
     raise InputError(
         f"{len(bad)} of {total} pictures in {shown(str(folder))} cannot be used, {limit}: "
-        + "; ".join(reasons[:MAX_FILES_NAMED])
+        + "; ".join(reasons[:MAX_REASONS])
         + (f"; and {rest} more" if rest > 0 else ""),
         fix="replace or remove them, or raise data.max_bad_fraction to go on without them",
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lora_trainer.config import CHECKPOINTING, Checkpointing
 from lora_trainer.families.costs import SampleCost, Targets, Workload
 
 if TYPE_CHECKING:
@@ -249,6 +250,12 @@ class Family(ABC):
     @abstractmethod
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         """Return memory and FLOPs of training on one sample, from the architecture alone."""
+
+    def known_checkpointing(
+        self, facts: BaseFacts, *, element_bytes: int, targets: Targets
+    ) -> tuple[Checkpointing, ...]:
+        """Return the kinds of checkpointing whose `sample_cost` is known without running the network."""
+        return CHECKPOINTING
 
     @abstractmethod
     def adapter_shapes(

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lora_trainer.config import CHECKPOINTING, Checkpointing
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.families.cost_curves import bytes_at, flops_at
 from lora_trainer.families.costs import TARGET_GROUPS, SampleCost, Targets, Workload
@@ -48,11 +49,21 @@ class TabledFamily(Family):
         """An unknown architecture is traced, once per workload."""
         case = case_of(self, facts, text_tokens=workload.text_tokens)
         release = _release(facts)
-        if release is None or str(workload.element_bytes) not in release["costs"]:
-            cost = traced(case, workload)
-        else:
+        if release is not None and _covers(release, workload):
             cost = _tabled(release, self._padded(workload))
+        else:
+            cost = traced(case, workload)
         return replace(cost, conditioning_bytes=case.conditioning_bytes)
+
+    def known_checkpointing(
+        self, facts: BaseFacts, *, element_bytes: int, targets: Targets
+    ) -> tuple[Checkpointing, ...]:
+        """An architecture that is not in the table is traced anyway."""
+        release = _release(facts)
+        if release is None:
+            return CHECKPOINTING
+        traces = release["costs"].get(str(element_bytes), {}).get(targets, {})
+        return tuple(kind for kind in CHECKPOINTING if kind in traces) or CHECKPOINTING
 
     def adapter_shapes(
         self, facts: BaseFacts, *, targets: Targets
@@ -140,6 +151,11 @@ def configuration(architecture: Mapping[str, Any]) -> dict[str, Any]:
     public = {key: value for key, value in architecture.items() if not key.startswith("_")}
     found: dict[str, Any] = json.loads(json.dumps(public))
     return found
+
+
+def _covers(release: Mapping[str, Any], workload: Workload) -> bool:
+    traces = release["costs"].get(str(workload.element_bytes), {}).get(workload.targets, {})
+    return workload.checkpointing in traces
 
 
 def _tabled(release: Mapping[str, Any], workload: Workload) -> SampleCost:

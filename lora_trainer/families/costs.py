@@ -44,11 +44,6 @@ class Workload:
     micro_batch: int = 1
     text_tokens: int | None = None
 
-    def __post_init__(self) -> None:
-        if isinstance(self.checkpointing, bool):  # callers from before there were four kinds
-            kind: Checkpointing = "full" if self.checkpointing else "none"
-            object.__setattr__(self, "checkpointing", kind)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCost:
@@ -126,23 +121,19 @@ class Array:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """One kernel: reads `inputs`, makes `output`.
+    """One kernel: reads `inputs`, whose storages are `reads`, and makes `output`.
 
-    Autograd keeps `keeps`, which are storages; local variables keep `holds` alive until here, read or not.
+    Autograd keeps `keeps`, storages too; local variables keep `holds` alive until here, read or not.
     """
 
     inputs: tuple[Array, ...]
+    reads: tuple[Array, ...]
     output: Array
     keeps: tuple[Array, ...]
     holds: tuple[Array, ...]
     flops: int
     backward_flops: int
     segment: str | None
-
-    @property
-    def reads(self) -> tuple[Array, ...]:
-        """The storages of `inputs`."""
-        return tuple(array.storage for array in self.inputs)
 
 
 @dataclass(kw_only=True)
@@ -277,6 +268,7 @@ class Tape:
     ) -> Array:
         op = Op(
             inputs=inputs,
+            reads=tuple(array.storage for array in inputs),
             output=output,
             keeps=tuple(array.storage for array in keeps) if output.requires_grad else (),
             holds=(),

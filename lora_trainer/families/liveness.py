@@ -10,16 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
-from lora_trainer.families.costs import (
-    Array,
-    Checkpointing,
-    Op,
-    SampleCost,
-    Tape,
-    is_recomputed,
-)
+from lora_trainer.config import Checkpointing
+from lora_trainer.families.costs import Array, Op, SampleCost, Tape, is_recomputed
 
 SEGMENTS_ON_DEVICE = 2
 """Segments whose offloaded inputs are on the device at a time: one at work, one on its way."""
@@ -60,6 +54,10 @@ class _Segment:
     """The last operation that keeps something: torch recomputes no further. -1: it recomputes nothing."""
     inside: frozenset[Array]
     """Storages made inside: they vanish after forward and are made again for backward."""
+
+    @property
+    def size(self) -> int:
+        return self.last - self.first + 1
 
 
 class _Timeline:
@@ -129,23 +127,29 @@ class _Timeline:
         for array, number in self.offloaded.items():
             gone = self.segments[number + SEGMENTS_ON_DEVICE].first - 1
             until[array] = max(until[array], gone)
-        return self._peak(
-            (array.bytes, made, until[array])
-            for array, made in self.made_at.items()
-            if array in until
+        return _peak(
+            (
+                (array.bytes, made, until[array])
+                for array, made in self.made_at.items()
+                if array in until
+            ),
+            len(self.ops),
         )
 
     def inference_peak(self) -> int:
         """A pass without gradients: storages live from their making to their last reader."""
-        return self._peak(
-            (array.bytes, made, self.alive_until[array])
-            for array, made in self.made_at.items()
-            if array in self.alive_until
+        return _peak(
+            (
+                (array.bytes, made, self.alive_until[array])
+                for array, made in self.made_at.items()
+                if array in self.alive_until
+            ),
+            len(self.ops),
         )
 
     def backward_peak(self) -> int:
         """Saved storages fall away as backward comes down; gradients come and go on the way."""
-        return self._peak(self._backward_intervals())
+        return _peak(self._backward_intervals(), len(self.ops))
 
     def _saved_intervals(self) -> Iterator[Interval]:
         """When backward finds what it needs on the device; offloaded inputs return a segment early."""
@@ -175,19 +179,15 @@ class _Timeline:
 
         Everything before it is saved, and gradients wait that have come down to this operation.
         """
-        waiting = self._sums(
-            [
-                *self._saved_intervals(),
-                *(
-                    (array.gradient_bytes, made, self.read_last_at.get(array, self.end) - 1)
-                    for array, made in self.made_at.items()
-                    if array.requires_grad
-                ),
-            ]
+        gradients = (
+            (array.gradient_bytes, made, self.read_last_at.get(array, self.end) - 1)
+            for array, made in self.made_at.items()
+            if array.requires_grad
         )
+        waiting = _sums(chain(self._saved_intervals(), gradients), len(self.ops))
         return max(
             (
-                waiting[segment.stop] + self._peak(self._recompute_intervals(segment))
+                waiting[segment.stop] + _peak(self._recompute_intervals(segment), segment.size)
                 for segment in self.segments
                 if segment.stop >= 0
             ),
@@ -195,6 +195,7 @@ class _Timeline:
         )
 
     def _recompute_intervals(self, segment: _Segment) -> Iterator[Interval]:
+        """Count operations from the segment's first."""
         until: dict[Array, int] = {}
         for index, op in enumerate(self.recomputed(segment), start=segment.first):
             until.setdefault(op.output, index)
@@ -204,18 +205,20 @@ class _Timeline:
             until.update(dict.fromkeys(op.keeps, segment.stop))
         for array, last in until.items():
             if array not in self.needed_from and self.made_at[array] >= segment.first:
-                yield array.bytes, self.made_at[array], last
+                yield array.bytes, self.made_at[array] - segment.first, last - segment.first
 
-    def _peak(self, intervals: Iterable[Interval]) -> int:
-        return max(self._sums(intervals))
 
-    def _sums(self, intervals: Iterable[Interval]) -> list[int]:
-        """Return the bytes alive during each operation."""
-        change = [0] * (len(self.ops) + 1)
-        for size, first, last in intervals:
-            change[first] += size
-            change[last + 1] -= size
-        return list(accumulate(change))
+def _peak(intervals: Iterable[Interval], operations: int) -> int:
+    return max(_sums(intervals, operations))
+
+
+def _sums(intervals: Iterable[Interval], operations: int) -> list[int]:
+    """Return the bytes alive during each operation."""
+    change = [0] * (operations + 1)
+    for size, first, last in intervals:
+        change[first] += size
+        change[last + 1] -= size
+    return list(accumulate(change))
 
 
 def _segments(ops: list[Op], checkpointing: Checkpointing) -> Iterator[_Segment]:

@@ -273,6 +273,13 @@ class QwenImage(FlowFamily):
             "negative_prompt_embeds_mask": negative["text_mask"],
         }
 
+    def prompt_arguments(
+        self, prompt: str, negative: str, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        """What the pipeline calls `guidance_scale` it does not use."""
+        told = {"prompt": prompt, "true_cfg_scale": guidance_scale}
+        return told if guidance_scale <= 1 else {**told, "negative_prompt": negative}
+
     def decodable(
         self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
     ) -> Tensor:

@@ -129,14 +129,21 @@ def _sample_cost(
     architecture: str, workload: Workload, *, vae_factor: int, text_tokens: int
 ) -> SampleCost:
     unet = read_unet(json.loads(architecture))
-    tape = Tape(element_bytes=workload.element_bytes, rank=workload.rank, targets=workload.targets)
-    sample = Shape(workload.height_px // vae_factor, workload.width_px // vae_factor)
-    walk(unet, tape, sample=sample, text_tokens=text_tokens)
+    kept = replace(workload, checkpointing="none")  # any kind is read off the same tape
+    tape = _recorded(architecture, kept, vae_factor=vae_factor, text_tokens=text_tokens)
     return cost_of(
         tape,
         checkpointing=workload.checkpointing,
         conditioning_bytes=(text_tokens * unet.text_width + unet.pooled_width) * CONDITIONING_BYTES,
     )
+
+
+@lru_cache(maxsize=8)
+def _recorded(architecture: str, workload: Workload, *, vae_factor: int, text_tokens: int) -> Tape:
+    tape = Tape(element_bytes=workload.element_bytes, rank=workload.rank, targets=workload.targets)
+    sample = Shape(workload.height_px // vae_factor, workload.width_px // vae_factor)
+    walk(read_unet(json.loads(architecture)), tape, sample=sample, text_tokens=text_tokens)
+    return tape
 
 
 def prompt_shapes(

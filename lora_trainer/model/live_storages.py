@@ -34,6 +34,8 @@ class LiveStorages(TorchDispatchMode):
         self._ignored = {storage_key(tensor): tensor.untyped_storage() for tensor in ignored}
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._marked: set[int] = set()
+        self.marking = False
+        """Whether storages are marked as they are made."""
         self._answers = MetaAnswers()
         self.now_bytes = self.peak_bytes = self.flops = self.kernels = 0
 
@@ -73,6 +75,8 @@ class LiveStorages(TorchDispatchMode):
         size = storage.nbytes()
         self._alive[key] = (size, weakref.ref(storage, lambda _: self._forget(key)))
         self.now_bytes += size
+        if self.marking:
+            self._marked.add(key)
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
     def _forget(self, key: int) -> None:

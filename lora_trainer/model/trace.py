@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -112,21 +112,21 @@ def _adapter_inputs_marked(network: nn.Module, live: LiveStorages) -> Iterator[N
     def before_layer(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         given[layer] = storage_key(args[0])
 
-    def after_down(
-        layer: nn.Module, _: nn.Module, args: tuple[Tensor, ...], middle: Tensor
-    ) -> None:
+    def before_down(layer: nn.Module, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         if storage_key(args[0]) != given[layer]:
             live.mark(args[0])
-        live.mark(middle)
+        live.marking = True  # the middle, and a copy of an input that is not contiguous
+
+    def after_down(*_: Any) -> None:
+        live.marking = False
 
     handles = []
     for layer in network.modules():
         if isinstance(layer, LoraLayer):
             handles.append(layer.register_forward_pre_hook(before_layer))
-            handles += [
-                down.register_forward_hook(partial(after_down, layer))
-                for down in layer.lora_A.values()
-            ]
+            for down in layer.lora_A.values():
+                handles.append(down.register_forward_pre_hook(partial(before_down, layer)))
+                handles.append(down.register_forward_hook(after_down, always_call=True))
     try:
         yield
     finally:
@@ -144,6 +144,8 @@ class TracedNetwork:
     dtype: torch.dtype
     conditioning: Conditioning
     """Batch 1, on `meta`, in the dtypes of training."""
+    forward_peaks: dict[tuple[Workload, KernelsOf], int] = field(default_factory=dict)
+    """Of passes without gradients, in which no kind of checkpointing makes a difference."""
 
     def sample_cost(self, workload: Workload, *, kernels_of: KernelsOf = "cuda") -> SampleCost:
         """Trace one micro-batch of this size; rank, targets and dtype are the network's.
@@ -158,13 +160,17 @@ class TracedNetwork:
             return self.family.predict(self.network, noisy, timesteps, conditioning)
 
         apply_checkpointing(self.network, workload.checkpointing)
-        forward_bytes = trace_forward(self.network, forward, inputs=tensors, kernels_of=kernels_of)
+        plain = (replace(workload, checkpointing="none"), kernels_of)
+        if plain not in self.forward_peaks:
+            self.forward_peaks[plain] = trace_forward(
+                self.network, forward, inputs=tensors, kernels_of=kernels_of
+            )
         step = trace_step(self.network, forward, inputs=tensors, kernels_of=kernels_of)
         return SampleCost(
             saved_bytes=step.saved_bytes // count,
             adapter_saved_bytes=step.adapter_saved_bytes // count,
             temporary_bytes=(step.peak_bytes - step.saved_bytes) // count,
-            forward_bytes=forward_bytes // count,
+            forward_bytes=self.forward_peaks[plain] // count,
             conditioning_bytes=0,
             forward_flops=step.forward_flops // count,
             step_flops=step.step_flops // count,

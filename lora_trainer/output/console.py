@@ -115,7 +115,7 @@ class ConsoleListener:
         self._update(name, done=done, total=total, figures=fields["message"])
         if name != self._phase and name not in _QUIET_PHASES:
             self._say_plainly(f"{name}: {fields['message']}" if fields["message"] else name)
-        if done:
+        if done and name not in _QUIET_PHASES:
             self._say_sometimes(name, f"{name} {_share(done, total)}", done=done, total=total)
         self._phase = name
 

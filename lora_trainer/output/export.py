@@ -80,7 +80,7 @@ def export_bytes(
     kohya files state the strength of LoRAs as `alpha`, one for all modules, as diffusers 0.42 gives
     attention layers the most frequent one; what a module's own differs by is multiplied into `up`. In
     the other formats all of it is, as their readers disagree about where it is written, and so is
-    that of a LoHa and a LoKr, whose alpha is always their rank (docs/formats.md). The header gets
+    that of a LoHa and a LoKr, whose alpha in kohya files is their rank (docs/formats.md). The header gets
     `metadata` and hashes of the tensor bytes. Raises TrainingStopped when a value is not finite or
     does not fit `precision`.
     """
@@ -237,11 +237,11 @@ def file_tensors(
 def _alpha(module: ModuleTensors, *, format: FileFormat, lora_alpha: float) -> float | None:
     """Return the alpha that the file states, kept in fp32: readers take it with .item().
 
-    The alpha of an OFT is a limit on its rotations; 0 is none. That of a LoHa and a LoKr is the rank:
-    diffusers 0.42 loads a LoKr without its alpha, LyCORIS 4.1 merges both with its square. Readers of
-    ComfyUI's names take an alpha for all kinds, but diffusers not for a LoRA's.
+    The alpha of an OFT is a limit on its rotations; 0 is none. That of a LoHa and a LoKr is the rank, as
+    LyCORIS 4.1 merges alpha / rank squared. Readers of ComfyUI's names take an alpha for all kinds,
+    but diffusers 0.42 refuses it beside a LoRA or a LoKr.
     """
-    if format == "diffusers" or (format == "comfyui" and module.kind == "lora"):
+    if format == "diffusers" or (format == "comfyui" and module.kind != "oft"):
         return None
     if module.kind == "oft":
         return 0.0

@@ -56,9 +56,6 @@ class SampleAction:
 
     def __call__(self, progress: Progress) -> None:
         """Make the images; a failure is a problem of the samples, never of the training (TRN-03)."""
-        self.events.emit(
-            "phase", phase="sample", message="sample images", done=0, total=len(self.prompts)
-        )
         target = self.folder / f"step-{progress.step:08d}"
         try:
             target.mkdir(parents=True, exist_ok=True)
@@ -85,6 +82,13 @@ class SampleAction:
                     code="CKP-07",
                 )
                 break
+            self.events.emit(
+                "phase",
+                phase="sample",
+                message="sample images",
+                done=index,
+                total=len(self.prompts),
+            )
             images.append(self._write(target, index))
         return images
 

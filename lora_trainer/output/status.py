@@ -58,7 +58,7 @@ class Status:
 
 @dataclass
 class StatusWriter:
-    """Listener that keeps status.json: at once when the state changes, else every half second."""
+    """Listener that keeps status.json: at once when state or phase change, else every half second."""
 
     run_folder: Path
     events: EventStream
@@ -79,9 +79,10 @@ class StatusWriter:
     def __call__(self, event: Event) -> None:
         """Take an event; a disk that refuses the file is reported once and training goes on."""
         self.status = after(self.status, event)
-        self.beat()
+        # What begins may take minutes without an event: the file must not name what was before it.
+        self.beat(at_once=event.kind == "phase" and not event.fields["done"])
 
-    def beat(self) -> None:
+    def beat(self, *, at_once: bool = False) -> None:
         """Show that the process lives; cheap enough for every micro-batch."""
         now_s = self.clock()
         last = self._written
@@ -89,7 +90,7 @@ class StatusWriter:
             self.status.state,
             self.status.exit_code,
         )
-        if changed or last is None or abs(now_s - last.heartbeat_s) >= INTERVAL_S:
+        if changed or at_once or last is None or abs(now_s - last.heartbeat_s) >= INTERVAL_S:
             self.status = replace(self.status, heartbeat_s=now_s)
             self._written = self.status
             self._write()

@@ -113,7 +113,7 @@ def _options(info: ExportInfo) -> dict[str, Any]:
     return {
         "ss_optimizer": f"{name}(weight_decay={decay},betas={betas},eps={epsilon})",
         "ss_mixed_precision": _PRECISIONS[settings["train.precision"]],
-        "ss_gradient_checkpointing": settings["memory.gradient_checkpointing"],
+        "ss_gradient_checkpointing": settings["memory.gradient_checkpointing"] != "none",
         "ss_max_grad_norm": settings["train.max_grad_norm"],
         "ss_loss_type": "l2",
         "ss_min_snr_gamma": settings["objective.min_snr_gamma"],

@@ -70,7 +70,8 @@ def _ranks(found: Iterable[int]) -> str:
 def _least(cuts: Mapping[str, Cut]) -> str:
     """Name the layer that lost most."""
     key, cut = min(cuts.items(), key=lambda item: item[1].energy)
-    return f", least {_share(cut.energy)} in {key}" if cut.energy < 1 else ""
+    shown = _share(cut.energy)
+    return "" if shown == _share(1.0) else f", least {shown} in {key}"
 
 
 def _share(value: float) -> str:

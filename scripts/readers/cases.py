@@ -7,7 +7,6 @@ compares each weight with base + update and prints one line for each family, for
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +17,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.adapter_size import factorise
 from lora_trainer.errors import RequestError
 from lora_trainer.families.base import FileFormat
 from lora_trainer.formats import format_for
-from lora_trainer.output.adapter_tensors import AdapterTensors, ModuleTensors, update
+from lora_trainer.output.adapter_tensors import AdapterTensors, update
 from lora_trainer.output.export import contents_of, export_bytes
 from scripts.readers.networks import Base, base_of
-from tests.fakes.adapters import adapter_for
+from tests.fakes.adapters import adapter_for, draw_lokr
 
 FORMATS: tuple[FileFormat, ...] = ("kohya", "diffusers", "comfyui")
 KINDS = ("lora", "text", "locon", "dora", "loha", "lokr", "oft")
@@ -72,10 +70,11 @@ def adapter(base: Base, kind: str) -> AdapterTensors | None:
     if kind == "dora":
         return adapter_for("denoiser", base.denoiser, names, dora=True, rank=2, scale=0.6)
     if kind == "lokr":
-        weights = {
-            f"denoiser.{name}": base.denoiser.get_parameter(f"{name}.weight") for name in names
+        weights = {name: base.denoiser.get_parameter(f"{name}.weight") for name in names}
+        return {
+            f"denoiser.{name}": draw_lokr(tuple(weight.shape), rank=2, scale=0.6, seed=number)
+            for number, (name, weight) in enumerate(weights.items())
         }
-        return {key: _lokr(tuple(weight.shape)) for key, weight in weights.items()}
     if kind in ("loha", "oft"):
         return adapter_for("denoiser", base.denoiser, names, kind=kind, rank=2, scale=0.6)
     tensors = adapter_for("denoiser", base.denoiser, names, rank=2, scale=0.6)
@@ -88,20 +87,6 @@ def adapter(base: Base, kind: str) -> AdapterTensors | None:
             component, network, base.family.text_targets(network), rank=2, scale=0.6
         )
     return tensors
-
-
-def _lokr(shape: tuple[int, ...], *, rank: int = 2) -> ModuleTensors:
-    """A LoKr split as training splits it; readers rebuild the factors' shapes by the same rule."""
-    out, inputs, *kernel = shape
-    (out_left, out_right), (in_left, in_right) = (factorise(n, factor=-1) for n in (out, inputs))
-    right = in_right * math.prod(kernel)
-    tensors = {"w1": 0.2 * torch.randn(out_left, in_left)}
-    if rank >= max(in_right, out_right) / 2:
-        tensors["w2"] = 0.2 * torch.randn(out_right, in_right, *kernel)
-        return ModuleTensors(kind="lokr", tensors=tensors, rank=rank, scale=1.0)
-    tensors["w2_a"] = 0.2 * torch.randn(out_right, rank)
-    tensors["w2_b"] = 0.2 * torch.randn(rank, right)
-    return ModuleTensors(kind="lokr", tensors=tensors, rank=rank, scale=0.6)
 
 
 def _outcome(reader: Reader, base: Base, format: FileFormat, kind: str) -> str:

@@ -1,4 +1,4 @@
-"""What diffusers makes of exported files: `python -m scripts.readers.diffusers_loaders`.
+"""What diffusers makes of exported files: `python -m scripts.readers.diffusers_loaders [FAMILY ...]`.
 
 Runs the installed library's own loader mixins and merges what they loaded.
 """
@@ -6,6 +6,7 @@ Runs the installed library's own loader mixins and merges what they loaded.
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +32,17 @@ MIXINS = {
 
 
 def read(file: Path, base: Base) -> Reading:
-    """Load a file as `load_lora_weights` does, part by part, and merge it into copies."""
+    """Load a file with `load_lora_weights` into copies, and merge it into them."""
     mixin: Any = getattr(lora_pipeline, MIXINS[base.family.name])
+    pipeline = mixin()
     denoiser = copy.deepcopy(base.denoiser)
+    pipeline.unet = pipeline.transformer = denoiser
+    pipeline.components, pipeline.hf_device_map = {}, None
     texts = {component: copy.deepcopy(network) for component, network in base.texts.items()}
+    for component in ("text_encoder", "text_encoder_2"):
+        setattr(pipeline, component, texts.get(component))
     try:
-        if base.texts:
-            state, alphas, metadata = mixin.lora_state_dict(
-                str(file), unet_config=denoiser.config, return_lora_metadata=True
-            )
-            mixin.load_lora_into_unet(
-                state, network_alphas=alphas, unet=denoiser, metadata=metadata
-            )
-            for component, network in texts.items():
-                mixin.load_lora_into_text_encoder(
-                    state, network_alphas=alphas, text_encoder=network, prefix=component
-                )
-        elif "Flux" in MIXINS[base.family.name] and base.family.name != "flux2":
-            state, alphas = mixin.lora_state_dict(str(file), return_alphas=True)[:2]
-            mixin.load_lora_into_transformer(state, network_alphas=alphas, transformer=denoiser)
-        else:
-            mixin.load_lora_into_transformer(mixin.lora_state_dict(str(file)), transformer=denoiser)
+        pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
     except (ValueError, IndexError, KeyError) as error:
         return Reading(refused=f"{type(error).__name__}: {error}".replace("\n", " "))
     weights: dict[str, Tensor] = {}
@@ -73,4 +64,5 @@ def _merged(network: nn.Module) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
-    run(read, name="diffusers", commit=f"{diffusers.__version__}, peft {peft.__version__}")
+    versions = f"{diffusers.__version__}, peft {peft.__version__}"
+    run(read, name="diffusers", commit=versions, only=sys.argv[1:])

@@ -372,11 +372,20 @@ def test_more_bad_pictures_than_allowed_are_refused(tmp_path: Path) -> None:
     message = str(caught.value)
     assert message.startswith("7 of 20 pictures in ")
     assert "data.max_bad_fraction=0.3 allows 6" in message
-    assert "p04.png is empty (0 bytes); and 2 more" in message
-    assert "p05.png" not in message
+    named = [f"p{index:02}.png is empty (0 bytes): replace it with" for index in range(7)]
+    assert all(part in message for part in named), "all at once, each with its fix"
     (tmp_path / "p00.png").unlink()
     draw(tmp_path / "p00.png", "white")
     assert len(scanned(tmp_path, DataSettings(max_bad_fraction=0.3)).records) == 14
+
+
+def test_of_very_many_bad_pictures_a_hundred_are_named(tmp_path: Path) -> None:
+    fill(tmp_path, 1)
+    for index in range(103):
+        (tmp_path / f"bad{index:03}.png").write_bytes(b"")
+    with pytest.raises(InputError, match=r"bad099\.png is empty.*; and 3 more") as caught:
+        scanned(tmp_path, DataSettings())
+    assert "bad100" not in str(caught.value)
 
 
 def test_the_share_allowed_is_not_rounded_away(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from lora_trainer.adapter_size import factorise
 from lora_trainer.config import Config, flatten
 from lora_trainer.output.adapter_tensors import AdapterKind, ModuleTensors, update
 from lora_trainer.output.export import ExportInfo, SubsetSummary
@@ -58,6 +59,21 @@ def draw_module(
                 kind=kind, tensors={"blocks": draw(out // 2, 2, 2) * size}, rank=2, scale=1.0
             )
     return ModuleTensors(kind=kind, tensors=tensors, rank=rank, scale=scale)
+
+
+def draw_lokr(
+    shape: tuple[int, ...], *, rank: int = RANK, scale: float = ALPHA / RANK, seed: int = 0
+) -> ModuleTensors:
+    """Return a LoKr split as training splits it: readers rebuild the factors' shapes by that rule."""
+    draw, (out, inputs, *kernel) = Draws(seed), shape
+    (out_left, out_right), (in_left, in_right) = (factorise(n, factor=-1) for n in (out, inputs))
+    tensors = {"w1": draw(out_left, in_left) * 0.2}
+    if rank >= max(in_right, out_right) / 2:
+        tensors["w2"] = draw(out_right, in_right, *kernel) * 0.2
+        return ModuleTensors(kind="lokr", tensors=tensors, rank=rank, scale=1.0)
+    tensors["w2_a"] = draw(out_right, rank) * 0.2
+    tensors["w2_b"] = draw(rank, in_right * int(torch.Size(kernel).numel())) * 0.2
+    return ModuleTensors(kind="lokr", tensors=tensors, rank=rank, scale=scale)
 
 
 def with_magnitude(module: ModuleTensors, weight: Tensor, *, seed: int = 0) -> ModuleTensors:
@@ -121,7 +137,7 @@ def export_info(**changes: object) -> ExportInfo:
         "train.batch_size": 4,
         "train.precision": "fp32",
         "data.resolution": 512,
-        "memory.gradient_checkpointing": False,
+        "memory.gradient_checkpointing": "none",
         "adapter.rank": RANK,
         "adapter.alpha": ALPHA,
     }

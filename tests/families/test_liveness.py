@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 
-from lora_trainer.families.costs import Checkpointing, Layer, SampleCost, Tape
+from lora_trainer.config import CHECKPOINTING, Checkpointing
+from lora_trainer.families.costs import Layer, SampleCost, Tape
 from lora_trainer.families.liveness import cost_of
 
 ROW = 40  # bytes of ten fp32 numbers
@@ -165,9 +164,7 @@ def blocks(count: int) -> Tape:
 
 def test_selective_recomputes_the_first_of_every_two_blocks() -> None:
     """Kept: the layer's input and middle, each block's input, and the inside of blocks 1 and 3."""
-    saved = {
-        kind: cost(blocks(5), checkpointing=kind).saved_bytes for kind in get_args(Checkpointing)
-    }
+    saved = {kind: cost(blocks(5), checkpointing=kind).saved_bytes for kind in CHECKPOINTING}
     assert saved["none"] == (1 + 5 + 5) * ROW + MIDDLE
     assert saved["selective"] == (1 + 5 + 2) * ROW + MIDDLE
     assert saved["full"] == (1 + 5) * ROW + MIDDLE

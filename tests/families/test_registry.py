@@ -8,7 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -119,11 +121,11 @@ def test_a_sample_costs_something_and_more_when_larger(name: str) -> None:
         element_bytes=4,
         rank=4,
         targets="transformer",
-        checkpointing=False,
+        checkpointing="none",
     )
     cost = family.sample_cost(facts, load)
     larger = family.sample_cost(facts, replace(load, width_px=2 * side))
-    recomputed = family.sample_cost(facts, replace(load, checkpointing=True))
+    recomputed = family.sample_cost(facts, replace(load, checkpointing="full"))
     assert 0 < cost.saved_bytes < larger.saved_bytes
     assert cost.step_flops > cost.forward_flops > 0 and cost.conditioning_bytes > 0
     assert recomputed.saved_bytes < cost.saved_bytes
@@ -218,6 +220,35 @@ def test_the_denoiser_is_frozen_and_predicts(name: str, dtype: torch.dtype) -> N
     with torch.no_grad():
         found = family.predict(denoiser, noisy, timesteps, told)
     assert found.shape == noisy.shape and found.dtype == dtype and found.isfinite().all()
+
+
+# ---- pictures
+
+
+@FAMILIES
+def test_a_guidance_scale_means_the_same_to_sampler_and_pipeline(name: str) -> None:
+    """Also where the pipeline has another name for it; and it changes the picture, or nothing is shown."""
+    family, facts = families.family(name), facts_of(name)
+    texts = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    prompt, negative = (texts.encode_prompts([text]) for text in ("a toy", "blue words"))
+    sampler = family.build_sampler(facts, denoiser=denoiser_of(name), device=CPU)
+    pipeline = family.plain_pipeline(facts, dtype=torch.float32, device=CPU)
+    pipeline.set_progress_bar_config(disable=True)
+    side, drawn = side_of(facts), []
+    for scale in (1.0, 9.0):
+        image = sampler.image(
+            prompt, negative, seed=3, size_px=(side, side), steps=3, guidance_scale=scale
+        )
+        plain: Any = pipeline(
+            **family.prompt_arguments("a toy", "blue words", guidance_scale=scale),
+            generator=torch.Generator().manual_seed(3),
+            num_inference_steps=3,
+            width=side,
+            height=side,
+        )
+        drawn.append(np.asarray(image, dtype=int))
+        assert np.abs(drawn[-1] - np.asarray(plain.images[0], dtype=int)).max() <= 1, scale
+    assert np.abs(drawn[0] - drawn[1]).max() > 5
 
 
 # ---- adapters

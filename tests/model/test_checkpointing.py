@@ -21,7 +21,7 @@ from lora_trainer.model.checkpointing import (
     apply_checkpointing,
     is_checkpointed,
 )
-from lora_trainer.model.copy_stream import CopyStream
+from lora_trainer.model.copy_stream import CopyStream, Done
 from lora_trainer.model.live_storages import LiveStorages, storage_key
 from lora_trainer.model.streaming import repeated_blocks
 from lora_trainer.model.trace import StepTrace, host_bytes, trace_step
@@ -152,6 +152,27 @@ def test_offloaded_inputs_are_waited_for_and_held_until_then(
     apply_checkpointing(at.denoiser, "offloaded")
     assert same(at.gradients(), expected)
     assert same(at.gradients(), expected)
+
+
+def test_the_inputs_of_the_block_before_are_on_their_way_when_a_block_is_recomputed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[Tensor] = []
+
+    class Counted(CopyStream):
+        def copy(self, target: Tensor, source: Tensor) -> Done:
+            started.append(target)
+            return super().copy(target, source)
+
+    monkeypatch.setattr("lora_trainer.model.checkpointing.CopyStream", Counted)
+    at, copies = trainee("qwen"), []
+    apply_checkpointing(at.denoiser, "offloaded")
+    for block in at.denoiser.get_submodule("transformer_blocks").children():
+        block.register_forward_pre_hook(lambda *_: copies.append(len(started)))
+    at.gradients()
+    # Image and text of the second to the last block go; those of the last two never left.
+    assert copies[:LAYERS] == [0, 2, 4, 6]
+    assert copies[LAYERS:] == [6, 6 + 2, 6 + 2, 6 + 2]
 
 
 @pytest.mark.parametrize("copies", [CopyStream, LateCopies])

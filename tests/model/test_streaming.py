@@ -152,7 +152,7 @@ def test_a_step_after_one_that_ran_out_of_memory_is_right(
 # ---- what is on the device
 
 
-@FAMILIES
+@pytest.mark.parametrize("name", ["sdxl", "flux2", "zimage"])
 def test_two_blocks_at_most_are_on_the_device(name: str) -> None:
     at = trainee(name)
     blocks = streamed(at)

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lora_trainer import families
-from lora_trainer.config import AdapterSettings
+from lora_trainer.config import AdapterSettings, Checkpointing
 from lora_trainer.families.base import Conditioning, Geometry
-from lora_trainer.families.costs import Checkpointing, SampleCost, Targets, Workload
+from lora_trainer.families.costs import SampleCost, Targets, Workload
 from lora_trainer.model.adapters import inject
 from lora_trainer.model.checkpointing import BlockRunner, apply_checkpointing
 from lora_trainer.model.live_storages import LiveStorages, storage_key
@@ -138,9 +138,9 @@ class Real:
             packed.add(found := Packed(tensor.detach()))
             return found
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda found: found.tensor):
-            with inputs_of_blocks(self.network) as handed:
-                prediction = self()
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda found: found.tensor)
+        with hooks, inputs_of_blocks(self.network) as handed:
+            prediction = self()
         tensors = [*(found.tensor for found in packed), *handed]
         del prediction  # what a branch keeps that leads to no output was freed before
         return {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
@@ -201,7 +201,9 @@ def test_saved_bytes_are_those_that_autograd_is_given(
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("name", families.MODULES)
-def test_peaks_and_work_are_those_of_a_run_in_memory(name: str, checkpointing: Checkpointing) -> None:
+def test_peaks_and_work_are_those_of_a_run_in_memory(
+    name: str, checkpointing: Checkpointing
+) -> None:
     given = workload(name, checkpointing=checkpointing, micro_batch=2)
     real, cost = Real(name, given), traced(name, given)
     with torch.no_grad():

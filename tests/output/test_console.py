@@ -95,6 +95,14 @@ def test_an_upload_is_one_line_with_its_address(private: bool, said: str) -> Non
     assert out.getvalue().splitlines() == [f"uploaded: {address} ({said})"]
 
 
+def test_sample_images_are_counted_on_the_live_line_only() -> None:
+    show, out = plain()
+    events = EventStream(listeners=[show])
+    for done in range(4):
+        events.emit("phase", phase="sample", message="sample images", done=done, total=4)
+    assert out.getvalue() == ""
+
+
 def test_validation_says_how_it_compares(tmp_path: Path) -> None:
     show, out = plain()
     relay(fake_run(tmp_path), EventStream(listeners=[show]))

@@ -19,11 +19,13 @@ from diffusers import (
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from lora_trainer.families import family
+from lora_trainer.families import MODULES, family
 from lora_trainer.families.base import FileFormat
-from lora_trainer.output.adapter_tensors import AdapterTensors, ModuleTensors
-from lora_trainer.output.export import write_export
-from tests.fakes.adapters import adapted, adapter_for, draw_module, export_info
+from lora_trainer.formats import format_for
+from lora_trainer.output.adapter_tensors import AdapterKind, AdapterTensors, ModuleTensors, update
+from lora_trainer.output.export import contents_of, export_bytes, read_back, write_export
+from tests.fakes.adapters import adapted, adapter_for, draw_lokr, draw_module, export_info
+from tests.fakes.family_bases import CPU, denoiser_of, facts_of
 
 FAMILY = family("sd15")
 BOTH: tuple[FileFormat, ...] = ("kohya", "diffusers")
@@ -238,3 +240,88 @@ def test_dora_of_a_transformer(tmp_path: Path) -> None:
         )
     assert (base - live).abs().max() > 0.01
     assert (found - live).abs().max() <= 1e-4
+
+
+# ---- every family
+
+
+KINDS: tuple[AdapterKind, ...] = ("lora", "loha", "lokr", "oft")
+
+
+def some_of(name: str, kind: AdapterKind) -> dict[str, ModuleTensors]:
+    """Return an adapter on every fourth layer."""
+    denoiser = denoiser_of(name)
+    names = family(name).lora_targets(denoiser, "all")[::4]
+    if kind != "lokr":
+        return adapter_for("denoiser", denoiser, names, kind=kind, rank=2, scale=0.3)
+    shapes = [tuple(denoiser.get_parameter(f"{module}.weight").shape) for module in names]
+    return {
+        f"denoiser.{module}": draw_lokr(shape, rank=1, scale=3.0, seed=number)
+        for number, (module, shape) in enumerate(zip(names, shapes, strict=True))
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODULES)
+def test_every_family_writes_every_kind(name: str, kind: AdapterKind) -> None:
+    """LyCORIS's kinds go where ComfyUI and A1111 look for them, with its names for their factors."""
+    tensors = some_of(name, kind)
+    format = format_for(family(name), "auto", contents_of(tensors))
+    assert (format == "diffusers") == (kind == "lora" and family(name).file_formats[0] != "kohya")
+    data = export_bytes(tensors, family=family(name), format=format, precision="fp32", metadata={})
+    assert read_back(data, tensors, family=family(name)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "module", "key"),
+    [
+        ("sd15", "kohya", "mid_block.resnets.0.conv1", "lora_unet_mid_block_resnets_0_conv1"),
+        ("sd15", "diffusers", "mid_block.resnets.0.conv1", "unet.mid_block.resnets.0.conv1"),
+        (
+            "sdxl",
+            "kohya",
+            "up_blocks.0.attentions.1.proj_in",
+            "lora_unet_output_blocks_1_1_proj_in",
+        ),
+        ("sd3", "comfyui", "transformer_blocks.0.attn.to_q", None),
+        ("flux", "diffusers", "single_transformer_blocks.0.proj_mlp", None),
+        ("flux", "comfyui", "single_transformer_blocks.0.proj_mlp", None),
+        ("flux2", "comfyui", "transformer_blocks.0.ff.linear_in", None),
+        ("chroma", "comfyui", "transformer_blocks.0.attn.add_k_proj", None),
+        ("zimage", "diffusers", "layers.0.attention.to_q", None),
+        ("zimage", "comfyui", "layers.0.attention.to_q", "diffusion_model.layers.0.attention.to_q"),
+        (
+            "qwen",
+            "kohya",
+            "transformer_blocks.0.img_mlp.net.2",
+            "lora_unet_transformer_blocks_0_img_mlp_net_2",
+        ),
+    ],
+)
+def test_names_are_those_that_readers_were_seen_to_take(
+    name: str, format: FileFormat, module: str, key: str | None
+) -> None:
+    """As docs/formats.md has them; None stands for diffusers' name behind `transformer.`."""
+    found = family(name).file_module(format, "denoiser", module)
+    assert found == (key or f"transformer.{module}")
+
+
+@pytest.mark.parametrize("name", ["flux2", "zimage"])
+def test_lokr_of_a_transformer_in_diffusers(name: str, tmp_path: Path) -> None:
+    """diffusers refuses an alpha beside a LoKr: its strength must not be in there."""
+    tensors = some_of(name, "lokr")
+    data = export_bytes(
+        tensors, family=family(name), format="comfyui", precision="fp32", metadata={}
+    )
+    (tmp_path / "a.safetensors").write_bytes(data)
+    pipeline = family(name).plain_pipeline(facts_of(name), dtype=torch.float32, device=CPU)
+    pipeline.load_lora_weights(tmp_path, weight_name="a.safetensors")
+    base = denoiser_of(name)
+    for key, module in tensors.items():
+        path = key.partition(".")[2]
+        layer: Any = pipeline.transformer.get_submodule(path)
+        layer.merge()
+        weight = base.get_parameter(f"{path}.weight")
+        change = update(module, weight)
+        assert change.abs().max() > 0.001
+        torch.testing.assert_close(layer.get_base_layer().weight, weight + change)

@@ -133,6 +133,14 @@ def test_the_end_is_final() -> None:
     assert after(ended, late) == ended
 
 
+def test_what_begins_is_named_at_once(tmp_path: Path) -> None:
+    events, _ = writer(tmp_path)
+    start(events)
+    for done, message in ((0, "training"), (0, "sample images"), (1, "the second image")):
+        events.emit("phase", phase="train", message=message, done=done, total=4)
+    assert content(tmp_path)["message"] == "sample images", "the half second is not over"
+
+
 def test_beat_moves_the_heartbeat_between_events(tmp_path: Path) -> None:
     clock, events = Clock(), EventStream()
     status = StatusWriter(tmp_path, events, clock=clock)

@@ -271,7 +271,11 @@ def test_the_stated_alpha_is_that_of_the_tensors(kind: str, tmp_path: Path) -> N
     done = convert(
         file, format="kohya", base=str(base_of("qwen")), output=tmp_path / "b.safetensors"
     )
-    assert metadata_of(done.file)["ss_network_alpha"] == "0.7"
+    (alpha,) = {
+        float(each) for key, each in tensors_of(done.file).items() if key.endswith(".alpha")
+    }
+    assert alpha == pytest.approx(0.7 if kind == "lora" else 4)
+    assert float(metadata_of(done.file)["ss_network_alpha"]) == pytest.approx(alpha)
     assert not inspect_file(done.file).problems
 
 

@@ -1,0 +1,57 @@
+"""docs/adding-a-family.md names what is there: every member to fill, existing tests, files and scripts."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from lora_trainer.families.base import Family
+from lora_trainer.families.flow import FlowFamily
+from lora_trainer.families.unet import UNetFamily
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "adding-a-family.md").read_text(encoding="utf-8")
+TRANSFORMERS, U_NETS = PAGE.split("## U-Nets")
+
+
+def annotated(kind: type) -> set[str]:
+    """Return the attributes that a family must set: annotated, and without a value."""
+    names = {name for owner in kind.__mro__ for name in inspect.get_annotations(owner)}
+    return {name for name in names if not hasattr(kind, name)}
+
+
+@pytest.mark.parametrize(("kind", "text"), [(FlowFamily, TRANSFORMERS), (UNetFamily, U_NETS)])
+def test_every_member_to_fill_is_named(kind: type[Family], text: str) -> None:
+    wanted = annotated(kind) | kind.__abstractmethods__
+    assert len(wanted) > 6
+    assert not {name for name in wanted if not re.search(rf"\b{name}\b", text)}
+
+
+def test_the_quoted_error_is_the_one_python_gives() -> None:
+    quoted = re.search(r"abstract methods ([\w,\s]+)```", TRANSFORMERS)
+    assert quoted is not None
+    assert re.findall(r"\w+", quoted[1]) == sorted(FlowFamily.__abstractmethods__)
+
+
+def test_named_files_and_tests_exist() -> None:
+    folders = "docs|lora_trainer|presets|scripts|tests"
+    files = {
+        name.replace("NAME", "zimage")
+        for name in re.findall(rf"\b((?:{folders})/[\w./-]*\w)", PAGE)
+    }
+    assert len(files) > 10
+    assert not [name for name in sorted(files) if not (ROOT / name).exists()]
+    written = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    tests = {name for name in re.findall(r"\btest_\w+\b", PAGE) if not (PAGE.count(f"{name}.py"))}
+    assert len(tests) > 5
+    assert not [name for name in sorted(tests) if f"def {name}(" not in written]
+
+
+def test_named_members_exist() -> None:
+    """The defaults listed in section 7 and the members of a text encoder."""
+    hiding = PAGE.split("Defaults that nothing asks you about")[1].split("##")[0]
+    names = re.findall(r"`(\w+)`", hiding)
+    assert len(names) > 10 and all(hasattr(FlowFamily, name) for name in names)

@@ -1,0 +1,237 @@
+"""TRN-01, 02 and 03: not-a-number and out-of-memory at any moment, samples that fail; no run is lost.
+
+The trainings are real ones on the tiny base; what goes wrong is put in between. Their number is small
+here and larger where RELIABILITY_INJECTIONS says so.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lora_trainer.data import encode
+from lora_trainer.events import read_jsonl
+from lora_trainer.output.checkpoints import ADAPTER, OPTIMIZER_TENSORS
+from lora_trainer.output.samples import SampleAction
+from lora_trainer.train import loop
+from lora_trainer.train.loop import Model
+from tests.fakes.runs import STEPS, Toy, events, last_state, toy, trajectory
+from tests.fakes.training import at_start, build_feeder, build_training, distance
+
+INJECTIONS = int(os.environ.get("RELIABILITY_INJECTIONS", "3"))
+Figure = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """The undisturbed run, at four images a step so that there is something to halve."""
+    place = toy(tmp_path_factory.mktemp("trn")).with_base()
+    assert train(place, "toy") == 0
+    return place
+
+
+def train(place: Toy, name: str, *more: str, **settings: Any) -> int:
+    chosen = {"logging__trackers": [], "train__batch_size": 4, "sampling__every_steps": 0}
+    return place.train("--name", name, *more, **{**chosen, **settings})
+
+
+@dataclass
+class Fault:
+    """Spoils calls of a function: those whose number, from 1 on, is in `at`."""
+
+    real: Callable[..., Any]
+    at: frozenset[int]
+    spoil: Callable[[Any], Any]
+    calls: int = 0
+    hits: list[int] = field(default_factory=list)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        if self.calls not in self.at:
+            return self.real(*args, **options)
+        self.hits.append(self.calls)
+        return self.spoil(self.real(*args, **options))
+
+
+def out_of_memory(_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def nan(losses: Tensor) -> Tensor:
+    return losses * torch.nan
+
+
+# ---- TRN-01
+
+
+@pytest.mark.parametrize("number", range(INJECTIONS))
+def test_trn_01_not_a_number_anywhere_loses_no_run_and_is_never_saved(
+    number: int, tmp_path_factory: pytest.TempPathFactory, place: Toy, figure: Figure
+) -> None:
+    """Up to eleven spoilt steps, in rows of up to six: skipped, or gone back from."""
+    draw = random.Random(number)
+    rows = [(draw.randint(1, 10), draw.randint(1, 6)) for _ in range(draw.randint(1, 2))]
+    at = frozenset(call for first, length in rows for call in range(first, first + length))
+    with pytest.MonkeyPatch.context() as patch:
+        fault = Fault(Model.losses, at, nan)
+        patch.setattr(Model, "losses", lambda *args: fault(*args))
+        name = f"nan-{number}"
+        assert train(place, name, train__validate_every_steps=0, memory__micro_batch=4) == 0
+    run = place.runs / name
+    assert fault.hits
+    assert [row["step"] for row in events(run, "step")] == list(range(1, STEPS + 1))
+    problems = [row for row in read_jsonl(run / "problems.jsonl") if row["code"] == "TRN-01"]
+    assert problems
+    files = [run / f"{name}.safetensors", *run.glob("states/*/*.safetensors")]
+    assert_finite(*files)
+    figure("injections", tried=1, lost=0, nan_files=0)
+
+
+def assert_finite(*files: Path) -> None:
+    for file in files:
+        for tensor in load_file(file).values():
+            assert tensor.double().isfinite().all(), file
+
+
+# ---- TRN-02
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("number", range(max(1, INJECTIONS // 2)))
+def test_trn_02_out_of_memory_halves_the_micro_batch_and_nothing_else(
+    where: str, number: int, place: Toy, figure: Figure
+) -> None:
+    draw = random.Random(f"{where}-{number}")
+    at = frozenset({draw.randint(1, 8)})
+    name = f"oom-{where}-{number}"
+    with pytest.MonkeyPatch.context() as patch:
+        if where == "forward":
+            fault = Fault(Model.losses, at, out_of_memory)
+            patch.setattr(Model, "losses", lambda *args: fault(*args))
+        else:
+            fault = Fault(Tensor.backward, at, out_of_memory)
+            patch.setattr(Tensor, "backward", lambda *args: fault(*args))
+        settings = {"memory__micro_batch": 4, "train__validate_every_steps": 0}
+        assert train(place, name, **settings) == 0
+    run = place.runs / name
+    assert fault.hits == sorted(at)
+    changes = [row for row in events(run, "change") if row["key"] == "memory.micro_batch"]
+    assert changes
+    assert all(row["new"] < row["old"] for row in changes)
+    assert [row["images"] for row in events(run, "step")] == [4 * k for k in range(1, STEPS + 1)]
+    ours, whole = (tensors(run), tensors(place.run))
+    assert distance(ours, whole) < 5e-5, "the same adapter, up to rounding"
+    figure("injections", tried=1, lost=0, nan_files=0)
+
+
+def tensors(run: Path) -> list[Tensor]:
+    found = load_file(last_state(run) / ADAPTER)
+    return [found[name] for name in sorted(found)]
+
+
+def test_trn_02_out_of_memory_in_the_optimizer_goes_back_to_whole_weights(
+    place: Toy, figure: Figure
+) -> None:
+    """Half of the weights may have moved: the steps since the last save are done again."""
+    with pytest.MonkeyPatch.context() as patch:
+        fault = Fault(torch.optim.AdamW.step, frozenset({6}), out_of_memory)
+        patch.setattr(torch.optim.AdamW, "step", lambda *args, **options: fault(*args, **options))
+        settings = {"optimizer__name": "adamw", "memory__micro_batch": 4}
+        assert train(place, "optimizer", **settings) == 0
+    run = place.runs / "optimizer"
+    assert fault.hits
+    assert [row["step"] for row in events(run, "step")] == list(range(1, STEPS + 1))
+    assert train(place, "undisturbed", **settings) == 0
+    assert distance(tensors(run), tensors(place.runs / "undisturbed")) < 5e-5
+    figure("injections", tried=1, lost=0, nan_files=0)
+
+
+def test_trn_02_out_of_memory_in_the_vae_is_one_line_and_keeps_what_was_encoded(
+    place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = {"data__cache_dir": str(tmp_path / "cache")}
+    with pytest.MonkeyPatch.context() as patch:
+        fault = Fault(encode._encode_image, frozenset(range(3, 100)), out_of_memory)
+        patch.setattr(encode, "_encode_image", fault)
+        capsys.readouterr()
+        assert train(place, "vae", **cache) == 4
+    assert "ran out of memory while caching" in capsys.readouterr().err
+    assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 2
+    assert train(place, "vae", "--resume", **cache) == 0
+    assert trajectory(place.runs / "vae") == trajectory(place.run)
+
+
+# ---- TRN-03
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("shapes do not match"),
+        OSError(28, "No space left on device"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_trn_03_samples_that_fail_are_a_problem_and_nothing_else(
+    error: Exception, place: Toy
+) -> None:
+    def fail(*_: object) -> Any:
+        raise error
+
+    name = f"samples-{type(error).__name__}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SampleAction, "_write", fail)
+        assert train(place, name, sampling__every_steps=3) == 0
+    run = place.runs / name
+    problems = [row for row in read_jsonl(run / "problems.jsonl") if row["code"] == "TRN-03"]
+    assert [problem["what"].split(":")[0] for problem in problems] == [
+        f"no sample images at step {step}" for step in (0, 3, 6)
+    ]
+    assert trajectory(run) == trajectory(place.run), "and the weights are the exact ones again"
+
+
+# ---- TRN-04
+
+
+def test_trn_04_fp16_overflows_advance_neither_the_optimizer_nor_the_row(tmp_path: Path) -> None:
+    """Every third step overflows: the loss scale falls, the schedule goes by steps, nothing is lost."""
+    tiny = build_training(build_feeder(batch_size=2), steps=9, precision=torch.float16)
+    scaler = tiny.training.scaler
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 8.0})
+    fault = Fault(tiny.training.model.losses, frozenset({3, 6, 9}), lambda losses: losses * 1e38)
+    model = tiny.training.model
+    spoilt = _Faulty(**vars(model), fault=fault)
+    loop.run(replace(tiny.training, model=spoilt), at_start(micro_batch=2))
+    overflows = [row for row in tiny.of_kind("change") if row["key"] == "loss scale"]
+    assert len(overflows) == len(fault.hits) > 0
+    counts = {float(state["step"]) for state in tiny.training.optimizer.state.values()}
+    assert counts == {9.0 - len(fault.hits)}
+    assert [row["step"] for row in tiny.of_kind("step")] == list(range(1, 10))
+    assert [row["lr"] for row in tiny.of_kind("step")] == [
+        tiny.training.learning_rate(step) for step in range(9)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Faulty(Model):
+    fault: Fault
+
+    def losses(self, samples: Any) -> Tensor:
+        losses: Tensor = self.fault(samples)
+        return losses
+
+
+def test_states_of_disturbed_runs_hold_finite_moments(place: Toy) -> None:
+    for run in place.runs.iterdir():
+        for file in run.glob(f"states/*/{OPTIMIZER_TENSORS}"):
+            assert_finite(file)
