@@ -24,7 +24,7 @@ from lora_trainer.resolve import Priority
 
 HELP = """Train a diffusion LoRA: `lora-train DATASET` detects the card, picks a preset, caches, trains and exports.
 
-Without a GPU it trains the embedded miniature base model, in about a minute. Everything that has no
+Without a GPU it trains the embedded miniature base model, in a few minutes. Everything that has no
 flag is a setting: `--set section.key=value`; `lora-train plan DATASET` lists them all with origins."""
 
 app = App(

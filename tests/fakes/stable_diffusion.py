@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lora_trainer.config import CHECKPOINTING, Checkpointing
 from lora_trainer.families.base import BaseFacts, PartFacts
 from lora_trainer.families.costs import SampleCost, Targets, Workload
 from lora_trainer.families.unet_costs import (
@@ -51,6 +52,11 @@ class UNetCosts:
 
     def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
         return linear_shapes(facts.architecture)
+
+    def known_checkpointing(
+        self, facts: BaseFacts, *, element_bytes: int, targets: Targets
+    ) -> tuple[Checkpointing, ...]:
+        return CHECKPOINTING
 
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         return sample_cost(

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_trainer import families
-from lora_trainer.config import CHECKPOINTING
+from lora_trainer.config import CHECKPOINTING, Checkpointing
 from lora_trainer.families import cost_table
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.cost_curves import (
@@ -79,14 +79,15 @@ def test_every_public_release_is_in_the_table(source: str) -> None:
 PLAN = """
 import sys
 from lora_trainer import families
-from lora_trainer.config import CHECKPOINTING
 from lora_trainer.families.costs import Workload
 for source in sys.argv[1:]:
     facts = families.known_base(source)
     family = families.family(facts.family)
     for element_bytes in (2, 4):
         for targets in ("attention", "transformer", "all"):
-            for checkpointing in CHECKPOINTING:
+            for checkpointing in family.known_checkpointing(
+                facts, element_bytes=element_bytes, targets=targets
+            ):
                 family.sample_cost(facts, Workload(height_px=768, width_px=1344, rank=32,
                     element_bytes=element_bytes, targets=targets, checkpointing=checkpointing))
                 family.adapter_shapes(facts, targets=targets)
@@ -104,8 +105,8 @@ def test_the_table_needs_no_torch() -> None:
     [
         (SMALLEST, {"height_px": 1248, "width_px": 832, "rank": 24}),
         (SMALLEST, {"height_px": 640, "width_px": 416, "checkpointing": "none", "micro_batch": 3}),
-        (SMALLEST, {"height_px": 576, "width_px": 960, "checkpointing": "selective"}),
-        (SMALLEST, {"height_px": 832, "width_px": 832, "checkpointing": "offloaded"}),
+        (UNPADDED, {"height_px": 576, "width_px": 960, "checkpointing": "selective"}),
+        (UNPADDED, {"height_px": 832, "width_px": 832, "checkpointing": "offloaded"}),
         (SMALLEST, {"height_px": 896, "width_px": 640, "rank": 4, "targets": "attention"}),
         (SMALLEST, {"height_px": 704, "width_px": 704, "rank": 64, "targets": "all"}),
         (UNPADDED, {"height_px": 768, "width_px": 512, "text_tokens": 100, "micro_batch": 4}),
@@ -122,8 +123,8 @@ def test_the_table_agrees_with_a_fresh_trace_of_the_true_size(
     assert found.adapter_saved_bytes == pytest.approx(fresh.adapter_saved_bytes, rel=0.03)
     assert peak(found) == pytest.approx(peak(fresh), rel=0.03)
     assert found.forward_bytes == pytest.approx(fresh.forward_bytes, rel=0.03)
-    assert found.forward_flops == pytest.approx(fresh.forward_flops, rel=0.005)
-    assert found.step_flops == pytest.approx(fresh.step_flops, rel=0.005)
+    assert found.forward_flops == pytest.approx(fresh.forward_flops, rel=0.01)
+    assert found.step_flops == pytest.approx(fresh.step_flops, rel=0.01)
     assert found.host_bytes == pytest.approx(fresh.host_bytes, rel=0.01)
     assert found.kernels == pytest.approx(fresh.kernels, rel=0.02)
 
@@ -138,11 +139,38 @@ def test_costs_grow_with_size_rank_and_text(source: str) -> None:
         assert least.saved_bytes < more.saved_bytes and least.step_flops < more.step_flops
 
 
+def known_kinds(source: str) -> tuple[Checkpointing, ...]:
+    return RELEASES[source].known_checkpointing(
+        facts_by_name(source), element_bytes=WORKLOAD.element_bytes, targets=WORKLOAD.targets
+    )
+
+
 @pytest.mark.parametrize("source", RELEASES)
+def test_recomputing_trades_bytes_for_work(source: str) -> None:
+    assert {"none", "full"} <= set(known_kinds(source))
+    none, full = (cost(source, checkpointing=kind) for kind in ("none", "full"))
+    assert peak(full) < peak(none) / 5
+    assert none.step_flops < full.step_flops
+    assert none.host_bytes == full.host_bytes == 0
+
+
+def test_a_kind_that_is_not_in_the_table_is_not_called_known() -> None:
+    facts = facts_by_name(UNPADDED)
+    kinds = [
+        RELEASES[UNPADDED].known_checkpointing(facts, element_bytes=size, targets="transformer")
+        for size in (2, 4)
+    ]
+    table = json.loads(FILE.read_text(encoding="utf-8"))[facts.family]["releases"][0]["costs"]
+    for size, found in zip(("2", "4"), kinds, strict=True):
+        assert found == tuple(kind for kind in CHECKPOINTING if kind in table[size]["transformer"])
+
+
+@pytest.mark.parametrize(
+    "source", [source for source in RELEASES if known_kinds(source) == CHECKPOINTING]
+)
 def test_each_kind_of_checkpointing_trades_bytes_for_work(source: str) -> None:
     kinds = {kind: cost(source, checkpointing=kind) for kind in CHECKPOINTING}
     none, selective, full, offloaded = kinds.values()
-    assert peak(full) < peak(none) / 5
     assert selective.saved_bytes == pytest.approx(
         (none.saved_bytes + full.saved_bytes) / 2, rel=0.05
     )

@@ -29,6 +29,16 @@ def header_of(data: bytes) -> dict[str, Any]:
     return header
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("none", "False"), ("selective", "True"), ("full", "True"), ("offloaded", "True")],
+)
+def test_checkpointing_is_a_truth_value_to_others(kind: str, said: str) -> None:
+    info = export_info()
+    settings = {**info.settings, "memory.gradient_checkpointing": kind}
+    assert metadata(replace(info, settings=settings))["ss_gradient_checkpointing"] == said
+
+
 def test_metadata_that_readers_use() -> None:
     found = metadata(export_info())
     expected = {
