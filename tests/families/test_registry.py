@@ -230,7 +230,7 @@ def test_a_guidance_scale_means_the_same_to_sampler_and_pipeline(name: str) -> N
     """Also where the pipeline has another name for it; and it changes the picture, or nothing is shown."""
     family, facts = families.family(name), facts_of(name)
     texts = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
-    prompt, negative = (texts.encode_prompts([text]) for text in ("a toy", "blue words"))
+    prompt, negative = (texts.encode_prompts([text]) for text in ("a toy", ""))
     sampler = family.build_sampler(facts, denoiser=denoiser_of(name), device=CPU)
     pipeline = family.plain_pipeline(facts, dtype=torch.float32, device=CPU)
     pipeline.set_progress_bar_config(disable=True)
@@ -240,7 +240,7 @@ def test_a_guidance_scale_means_the_same_to_sampler_and_pipeline(name: str) -> N
             prompt, negative, seed=3, size_px=(side, side), steps=3, guidance_scale=scale
         )
         plain: Any = pipeline(
-            **family.prompt_arguments("a toy", "blue words", guidance_scale=scale),
+            **family.prompt_arguments("a toy", "", guidance_scale=scale),
             generator=torch.Generator().manual_seed(3),
             num_inference_steps=3,
             width=side,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,15 @@ from tests.fakes.training import (
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB"
 UNEVEN = (SQUARE, WIDE, WIDE, WIDE)
 """One micro-batch of one and one of three: the second fails after the first left its gradients."""
+
+
+@pytest.fixture(autouse=True)
+def _few_objects_to_collect() -> Iterator[None]:
+    """Each remedy collects garbage, which takes seconds among the objects of a whole test session."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def full() -> torch.OutOfMemoryError:
