@@ -16,7 +16,17 @@ from lora_trainer.config import setting_keys
 from tests.fakes.runs import ROOT, Toy, python, start, toy
 
 TOOLS = {"convert", "extract", "merge", "resize"}
-COMMANDS = {"check", "doctor", "gui", "inspect", "plan", "presets", "sample"} | TOOLS
+COMMANDS = {
+    "bench",
+    "check",
+    "doctor",
+    "gui",
+    "inspect",
+    "plan",
+    "presets",
+    "profile",
+    "sample",
+} | TOOLS
 TRAIN_FLAGS = {
     "--base", "--config", "--dry-run", "--help", "--name", "--output", "--preset", "--priority",
     "--resume", "--resume-from", "--seed", "--set", "--steps", "--strict", "--version",
@@ -38,6 +48,12 @@ FLAGS = {
         "--targets",
     },
     "sample": {"--base", "--output", "--prompt", "--seed", "--strength"},
+    "profile": {
+        *("--base", "--config", "--json", "--output", "--preset", "--priority", "--set", "--steps"),
+    },
+    "bench": {
+        *("--base", "--config", "--json", "--only", "--preset", "--priority", "--set", "--steps"),
+    },
     "presets": set[str](),
     "doctor": {"--json"},
     "gui": set[str](),
@@ -310,7 +326,7 @@ def test_too_many_unusable_pictures_are_exit_code_3(
 
     one_in_nine = ["--set", "data.max_bad_fraction=0.12"]
     assert said(capsys, "plan", dataset, *one_in_nine)[0] == 0
-    code, report = said(capsys, "check", dataset)
+    code, report, _ = said(capsys, "check", dataset)
     assert code == 0, "what only looks lists them instead"
     assert "torn.png" in report
 
