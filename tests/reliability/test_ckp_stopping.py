@@ -115,12 +115,14 @@ class Steps:
 def test_ckp_07_samples_do_not_hold_up_a_stop(place: Toy) -> None:
     listener = Steps(signals_at(MOMENTS["while sampling"][0], signal.SIGTERM))
     with pytest.raises(StoppedBySignal):
-        train(asked(place, "unsampled"), listeners=(listener,))
+        train(
+            asked(place, "unsampled", sampling__prompts=["a toy", "another"]), listeners=(listener,)
+        )
     run = place.runs / "unsampled"
     assert [row["step"] for row in events(run, "sample")] == [0, 3]
-    assert events(run, "sample")[-1]["images"] == []
+    assert [image["prompt"] for image in events(run, "sample")[-1]["images"]] == ["a toy"]
     notes = [row["what"] for row in read_jsonl(run / "problems.jsonl")]
-    assert "0 of 1 sample images at step 3: asked to stop" in notes
+    assert "1 of 2 sample images at step 3: asked to stop" in notes
     assert any(note.startswith("asked to stop: finishing the step") for note in notes)
 
 

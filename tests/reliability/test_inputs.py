@@ -162,7 +162,7 @@ def captions() -> dict[str, bytes]:
         "only a mark": b"\xef\xbb\xbf",
         "nul": b"a\x00cat",
         "smart quote": b"the cat\x92s toy",
-        "gbk": "一只猫".encode("gbk"),
+        "gbk": "一只黑猫".encode("gbk"),  # without the third letter it would be valid UTF-8
         "shift jis": "猫の絵".encode("shift_jis"),
         "big5": "貓".encode("big5"),
         "utf-16": text.encode("utf-16"),
