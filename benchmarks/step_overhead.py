@@ -41,9 +41,10 @@ from lora_trainer.config import Config  # noqa: E402
 from lora_trainer.events import Event, EventStream, JsonlWriter  # noqa: E402
 from lora_trainer.output.status import StatusWriter  # noqa: E402
 from lora_trainer.train.guards import GuardState  # noqa: E402
-from lora_trainer.train.loop import Model, Training, run  # noqa: E402
+from lora_trainer.train.loop import run  # noqa: E402
 from lora_trainer.train.optim import build_optimizer, learning_rate  # noqa: E402
 from lora_trainer.train.progress import Progress  # noqa: E402
+from lora_trainer.train.training import Model, Training  # noqa: E402
 
 
 @dataclass(kw_only=True)

@@ -139,7 +139,7 @@ def plan(
 def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = False) -> None:  # noqa: B006 - as above
     """Report on a dataset: score, buckets, unusable files, captions, duplicates; each with advice."""
     from lora_trainer.prepare import Request, examine
-    from lora_trainer.show import check_text
+    from lora_trainer.show.answers import check_text
 
     report = examine(Request(dataset=dataset, overrides=_overrides(set_, base=base)))
     _print(report.to_json() if json else check_text(report), as_json=json)
@@ -149,7 +149,7 @@ def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = 
 def inspect(file: Path, /, *, json: Json = False) -> None:
     """Say what a LoRA file is: family, key format, rank, alpha, metadata, problems."""
     from lora_trainer.output.inspect import inspect_file
-    from lora_trainer.show import inspect_text
+    from lora_trainer.show.answers import inspect_text
 
     inspection = inspect_file(file)
     _print(inspection.to_json() if json else inspect_text(inspection), as_json=json)
@@ -202,7 +202,7 @@ def profile(
     from lora_trainer.output.console import ConsoleListener
     from lora_trainer.prepare import Request
     from lora_trainer.profiling import profile_run
-    from lora_trainer.show_measures import profile_text
+    from lora_trainer.show.measures import profile_text
 
     request = Request(
         dataset=dataset,
@@ -235,7 +235,7 @@ def bench(
     """Measure short trainings that differ in one setting each: batch sizes, kernels, resolutions."""
     from lora_trainer.bench import bench
     from lora_trainer.prepare import Request
-    from lora_trainer.show_measures import bench_table
+    from lora_trainer.show.measures import bench_table
 
     request = Request(
         dataset=dataset,
@@ -258,7 +258,7 @@ def bench(
 @app.command
 def presets() -> None:
     """List every preset cell: what each hardware tier and priority sets."""
-    from lora_trainer.show import presets_text
+    from lora_trainer.show.answers import presets_text
 
     out.print(presets_text())
 
@@ -267,7 +267,7 @@ def presets() -> None:
 def doctor(*, json: Json = False) -> None:
     """Say what this machine has, each fact with its reason, and what is missing."""
     from lora_trainer.hardware import detect
-    from lora_trainer.show import doctor_json, doctor_text
+    from lora_trainer.show.answers import doctor_json, doctor_text
 
     hardware = detect()
     _print(doctor_json(hardware) if json else doctor_text(hardware), as_json=json)
@@ -339,7 +339,7 @@ def _show_plan(
     as_json: bool,
 ) -> None:
     from lora_trainer.prepare import Request, prepare
-    from lora_trainer.show_plan import plan_json, plan_text
+    from lora_trainer.show.plan import plan_json, plan_text
 
     if vram is not None and not 0 < vram <= 1024:
         raise RequestError(

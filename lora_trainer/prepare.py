@@ -28,7 +28,7 @@ from lora_trainer.files import HashMemo
 from lora_trainer.formats import format_notes, planned_contents, resolve_format
 from lora_trainer.hardware import Gpu, Hardware, Tier, assume_card, detect, tier, tier_problem
 from lora_trainer.model.load import EMBEDDED, describe, with_choices
-from lora_trainer.plan import Plan, PlanInput, plan
+from lora_trainer.planning.plan import Plan, PlanInput, plan
 from lora_trainer.resolve import Origin, Priority, Resolved, resolve
 from lora_trainer.settings_file import read_settings_file
 

@@ -15,7 +15,7 @@ from torch import nn
 from lora_trainer.config import CHECKPOINTING, MemorySettings, concrete
 from lora_trainer.model.checkpointing import apply_checkpointing
 from lora_trainer.model.streaming import repeated_blocks, stream_blocks
-from lora_trainer.train.loop import Remedy
+from lora_trainer.train.training import Remedy
 
 
 def remedies(

@@ -20,18 +20,19 @@ from typing import Any
 
 from lora_trainer import __version__
 from lora_trainer.config import Config, concrete, flatten
+from lora_trainer.device import setup_torch
 from lora_trainer.errors import InputError, LoraTrainError, MachineError, exit_code
 from lora_trainer.events import EventStream, JsonlWriter, Listener
 from lora_trainer.exporting import Job
 from lora_trainer.families.base import Layout
 from lora_trainer.files import HashMemo
-from lora_trainer.fitting import gib
 from lora_trainer.model.load import identified, locate, with_choices
 from lora_trainer.output.checkpoints import TrainingState, load_newest
 from lora_trainer.output.hub import check_upload
 from lora_trainer.output.report import write_report
 from lora_trainer.output.status import Control, StatusWriter
 from lora_trainer.output.trackers import start_trackers, usable_trackers
+from lora_trainer.planning.fitting import gib
 from lora_trainer.prepare import Prepared, Request, bucket_counts, prepare, remarks
 from lora_trainer.run_folder import (
     EVENTS_FILE,
@@ -46,9 +47,9 @@ from lora_trainer.run_folder import (
     read_run,
     write_run,
 )
-from lora_trainer.session import sample_prompts, setup_torch, train_job
-from lora_trainer.show import doctor_json
-from lora_trainer.show_plan import plan_json
+from lora_trainer.session import sample_prompts, train_job
+from lora_trainer.show.answers import doctor_json
+from lora_trainer.show.plan import plan_json
 from lora_trainer.train.progress import Action
 
 SAMPLE_PROMPTS = 4

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from lora_trainer.config import concrete
 from lora_trainer.families import family, known_base
-from lora_trainer.fitting import gib
 from lora_trainer.hardware import GIB, Gpu, Hardware, tier
-from lora_trainer.memory import MemoryItem
-from lora_trainer.plan import Plan, PlanInput, plan
+from lora_trainer.planning.fitting import gib
+from lora_trainer.planning.memory import MemoryItem
+from lora_trainer.planning.plan import Plan, PlanInput, plan
 from lora_trainer.resolve import resolve
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plans.md"
@@ -34,8 +34,8 @@ loaded, made by `scripts/plan_tables.py`. Assumed: the card is empty but for hal
 the machine's memory are free, 20 pictures of 1024 px, priority `balanced`, everything else left to the plan.
 
 No card was at hand: the predictions follow from the networks' own arithmetic, checked against published
-measurements (tests/test_memory.py, tests/test_step_time.py); on these cards they are **not yet measured**.
-Times are estimates and given as a range.
+measurements (tests/planning/test_memory.py, tests/planning/test_step_time.py); on these cards they are **not yet
+measured**. Times are estimates and given as a range.
 
 How it is decided. The batch is never changed; what somebody set is never raised. Of all that fits (base whole,
 in 8 or in 4 bits; nothing, every second block, or all recomputed, with their inputs in host memory where

@@ -40,3 +40,5 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv("HF_HUB_OFFLINE", "1")
     set_hypothesis_home_dir(f"{home.name}/hypothesis")  # else `.hypothesis/` in the checkout
     patch.setenv("TOKENIZERS_PARALLELISM", "false")  # else a warning in every forked child
+    if "PYTEST_XDIST_WORKER" in os.environ:  # two torch pools on the same cores stop each other
+        patch.setenv("OMP_NUM_THREADS", "1")

@@ -88,9 +88,9 @@ def test_module_says_what_it_is_for(path: Path) -> None:
 
 def light_modules() -> list[str]:
     """Return the modules behind the commands that must answer at once."""
-    names = ["cli", "config", "hardware", "memory", "output.inspect", "plan", "prepare", "resolve"]
-    found = [f"lora_trainer.{name}" for name in [*names, "show"]]
-    for folder in ("data", "families"):
+    names = ["cli", "config", "hardware", "output.inspect", "prepare", "resolve"]
+    found = [f"lora_trainer.{name}" for name in [*names, "show.answers", "show.plan"]]
+    for folder in ("data", "families", "planning"):
         found += [
             module_name(path) for path in MODULES if path.parent == ROOT / "lora_trainer" / folder
         ]

@@ -14,7 +14,7 @@ from lora_trainer import cli
 from lora_trainer.bench import Row, Variant, bench, variants
 from lora_trainer.errors import RequestError
 from lora_trainer.prepare import Request, prepare
-from lora_trainer.show_measures import bench_table
+from lora_trainer.show.measures import bench_table
 from tests.fakes.runs import SETTINGS, Toy, toy
 
 

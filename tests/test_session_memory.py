@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer import session
+from lora_trainer import device, networks, session
 from lora_trainer.config import build_config
 from lora_trainer.events import read_jsonl
 from lora_trainer.families import family
@@ -45,25 +45,23 @@ def prepared(name: str, **settings: Any) -> Prepared:
 
 def gradients(made: Prepared) -> tuple[nn.Module, dict[str, Tensor]]:
     """Load, inject, arrange as a run does; return the network and the adapter's gradients of a loss."""
-    networks = session._load_networks(made)
-    adapter = session._inject(made, networks, None)
-    session._arrange(made, networks.denoiser)
+    loaded = networks.load_networks(made)
+    adapter = networks.with_adapter(made, loaded, None)
+    networks.arrange(made, loaded.denoiser)
     torch.manual_seed(0)
-    for parameter in networks.denoiser.parameters():
+    for parameter in loaded.denoiser.parameters():
         if parameter.requires_grad:
             parameter.data.add_(0.02 * torch.randn_like(parameter))
     side = side_of(made.facts) // made.facts.vae_factor
     noisy = torch.randn(1, made.facts.latent_channels, side, side)
     told = conditioning_of(made.family, made.facts, ["a hat"])
-    loss = (
-        made.family.predict(networks.denoiser, noisy, torch.tensor([500.0]), told).square().mean()
-    )
+    loss = made.family.predict(loaded.denoiser, noisy, torch.tensor([500.0]), told).square().mean()
     loss.backward()
-    names = {id(parameter): name for name, parameter in networks.denoiser.named_parameters()}
+    names = {id(parameter): name for name, parameter in loaded.denoiser.named_parameters()}
     groups = adapter.groups(made.config.optimizer)
     trained = [parameter for group in groups for parameter in group["params"]]
     assert trained and all(parameter.grad is not None for parameter in trained)
-    return networks.denoiser, {names[id(p)]: p.grad for p in trained}
+    return loaded.denoiser, {names[id(p)]: p.grad for p in trained}
 
 
 @pytest.mark.parametrize("name", ["flux", "sdxl"])
@@ -129,13 +127,13 @@ def test_sample_images_are_the_same_from_streamed_and_from_quantised_blocks() ->
 
 def test_a_cap_is_set_at_the_start_of_a_run_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Mapping[str, Any]] = []
-    monkeypatch.setattr(session, "cap_allocator", lambda **given: seen.append(given))
+    monkeypatch.setattr(device, "cap_allocator", lambda **given: seen.append(given))
     card = SimpleNamespace(free_bytes=7)
     made = SimpleNamespace(
         config=build_config({**PLAIN, "hardware.vram_limit_gib": 6}),
         hardware=SimpleNamespace(gpus=(card,)),
     )
-    session._cap(cast(Prepared, made), torch.device("cuda"))
+    device._cap(cast(Prepared, made), torch.device("cuda"))
     assert seen == [{"limit_bytes": 6 * 2**30, "free_bytes": 7, "device": torch.device("cuda")}]
 
 

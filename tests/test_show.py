@@ -13,14 +13,14 @@ from lora_trainer.data.findings import Finding
 from lora_trainer.output.inspect import Inspection, Problem, Spread
 from lora_trainer.prepare import Prepared, Request, prepare
 from lora_trainer.resolve import PRIORITIES, TIERS, Origin, preset_families
-from lora_trainer.show import (
+from lora_trainer.show.answers import (
     check_text,
     doctor_json,
     doctor_text,
     inspect_text,
     presets_text,
 )
-from lora_trainer.show_plan import plan_json, plan_text
+from lora_trainer.show.plan import plan_json, plan_text
 from tests.fakes.runs import toy
 
 ODD = "[bold]odd[/] [/red] :cat:"

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.adapter_size import first_match
 from lora_trainer.config import AdapterSettings, OptimizerSettings
 from lora_trainer.errors import RequestError
 from lora_trainer.families.base import DENOISER
@@ -25,6 +24,7 @@ from lora_trainer.output.adapter_tensors import (
     comfyui_magnitude,
     split_key,
 )
+from lora_trainer.planning.adapter_size import first_match
 
 _INITIAL = "initial."
 

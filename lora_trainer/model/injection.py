@@ -18,7 +18,6 @@ from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, inject_adapter_
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
-from lora_trainer.adapter_size import Width, block_size, layer_width
 from lora_trainer.config import AdapterSettings
 from lora_trainer.errors import RequestError
 from lora_trainer.families.base import DENOISER
@@ -30,6 +29,7 @@ from lora_trainer.output.adapter_tensors import (
     ModuleTensors,
     split_key,
 )
+from lora_trainer.planning.adapter_size import Width, block_size, layer_width
 from lora_trainer.randomness import Stream, draw_seed
 
 _NAME = "default"

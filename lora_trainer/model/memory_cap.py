@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from lora_trainer.memory import RUNTIME_BYTES
+from lora_trainer.planning.memory import RUNTIME_BYTES
 
 SPILL_MARGIN_BYTES = 256 * 2**20
 """Left for other programs where the driver spills: what they take later moves ours to the host."""

@@ -20,8 +20,8 @@ from lora_trainer.output.checkpoints import SpoiltAdapter, TrainingState
 from lora_trainer.output.state_codec import Copy
 from lora_trainer.output.state_writer import Export, StateWriter
 from lora_trainer.train.guards import GuardState, Unstable, after_validation, to_plain
-from lora_trainer.train.loop import Model
 from lora_trainer.train.progress import Progress
+from lora_trainer.train.training import Model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,26 +7,22 @@ encodes or touches the disk, and every random number it uses was drawn by the fe
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lora_trainer.data.loader import Feeder, Prepared, StepBatch, micro_batches, to_device
 from lora_trainer.errors import RESUME, StoppedBySignal, TrainingStopped, first_line
 from lora_trainer.events import EventStream
-from lora_trainer.families.base import Conditioning, Prediction
 from lora_trainer.model.device_memory import device_memory
 from lora_trainer.model.out_of_memory import free_memory, is_out_of_memory
+from lora_trainer.train.gradients import apply_whole, gradients_that_fit, relieved
 from lora_trainer.train.guards import (
     GuardState,
     Unstable,
-    after_fitting,
-    after_out_of_memory,
     after_rollback,
     after_step,
     after_torn_step,
@@ -34,91 +30,11 @@ from lora_trainer.train.guards import (
     changes,
     stopped,
 )
-from lora_trainer.train.objective import add_noise, sample_losses, target
-from lora_trainer.train.optim import LearningRate, set_learning_rate
+from lora_trainer.train.optim import set_learning_rate
 from lora_trainer.train.progress import Action, Progress
+from lora_trainer.train.training import TornStep, Training
 
 CUDA_REPORT_LAG = 2  # steps; reading a loss at once would make the host wait for the device
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """The frozen denoiser with its adapter, and how it is asked for a prediction, in which dtype, where.
-
-    `embed` turns what is cached of a prompt into conditioning: nothing is left to do, unless the text
-    encoders are trained along and run in every step.
-    """
-
-    denoiser: nn.Module
-    predict: Callable[[nn.Module, Tensor, Tensor, Conditioning], Tensor]
-    embed: Callable[[Conditioning], Conditioning]
-    prediction: Prediction
-    precision: torch.dtype
-    device: torch.device
-
-    def losses(self, samples: Sequence[Prepared]) -> Tensor:
-        """Return the unweighted loss of each sample (all of one shape), float32 [B], with its graph."""
-        batch = to_device(samples, device=self.device, dtype=self.precision)
-        level = (batch.alpha, batch.sigma)
-        noisy = add_noise(batch.latents, batch.noise, *level)
-        predicted = self.predict(
-            self.denoiser,
-            noisy.to(self.precision),
-            batch.timesteps,
-            self.embed(batch.conditioning),
-        )
-        return sample_losses(predicted, target(batch.latents, batch.noise, *level, self.prediction))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Remedy:
-    """Something that needs less memory for the same result; applied in place and for good."""
-
-    key: str
-    old: Any
-    new: Any
-    apply: Callable[[], None]
-
-
-class TornStep(Exception):
-    """An optimizer step ran out of memory: adapter and optimizer may be half-way."""
-
-    def __init__(self, guard: GuardState, *, reason: str) -> None:
-        super().__init__(reason)
-        self.guard, self.reason = guard, reason
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """All the loop needs. `stop()` returns a signal number once the run should end; `clock` is in seconds.
-
-    `batch_size` is images per optimizer step; `scaler` is enabled for fp16 only; `max_grad_norm` 0
-    means no clipping. `micro_batch` is the planned cap in images, `images_at_once` caps by (height,
-    width) of the latents. `remedies` are taken in their order when the device is full; those a
-    resumed run has taken are in force already.
-    `restore()` puts adapter and optimizer back to the last good state and returns where that was;
-    without it, instability is the end. `watch_spikes` clips tighter when losses jump.
-    """
-
-    model: Model
-    parameters: Sequence[nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    learning_rate: LearningRate
-    scaler: torch.amp.GradScaler
-    feeder: Feeder
-    steps: int
-    batch_size: int
-    micro_batch: int
-    prefetch_steps: int
-    max_grad_norm: float
-    events: EventStream
-    actions: Sequence[Action]
-    stop: Callable[[], int | None]
-    images_at_once: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    remedies: Sequence[Remedy] = ()
-    restore: Callable[[], Progress] | None = None
-    watch_spikes: bool = False
-    clock: Callable[[], float] = time.perf_counter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +72,7 @@ def run(training: Training, start: Progress) -> Progress:
 
 def _mended(training: Training, torn: TornStep) -> Progress:
     """Go back before a step that ran out of memory while weights were changing, with a remedy taken."""
-    guard = _relieved(training, torn.guard, images=torn.guard.micro_batch, reason=torn.reason)
+    guard = relieved(training, torn.guard, images=torn.guard.micro_batch, reason=torn.reason)
     if training.restore is None:
         raise TrainingStopped(
             f"the device ran out of memory in the optimizer: {torn.reason}",
@@ -187,8 +103,8 @@ def _train(training: Training, start: Progress) -> Progress:
             # ---- step: noise, predict, weighted loss, backward, clip, optimizer
             rate = training.learning_rate(progress.step) * progress.guard.lr_scale
             set_learning_rate(training.optimizer, rate)
-            loss, guard = _gradients_that_fit(training, batch, progress.guard)
-            grad_norm = _apply_whole(training, loss, guard)
+            loss, guard = gradients_that_fit(training, batch, progress.guard)
+            grad_norm = apply_whole(training, loss, guard)
 
             # ---- report, a few steps late on a GPU
             step, images = progress.step + 1, progress.images + len(batch.samples)
@@ -263,107 +179,6 @@ def _tell_changes(events: EventStream, old: GuardState, new: GuardState, *, reas
             fix="nothing if this is rare; else lower optimizer.learning_rate",
             code="TRN-01",
         )
-
-
-def _gradients_that_fit(
-    training: Training, batch: StepBatch, guard: GuardState
-) -> tuple[Tensor, GuardState]:
-    """Accumulate the step's gradients, taking one remedy after the other until the device can hold it.
-
-    The whole step is done again: its draws are already made, so nothing is lost or seen twice.
-    """
-    while True:
-        try:
-            loss = _gradients(training, batch, cap=guard.micro_batch)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = first_line(error)
-        else:
-            return loss, _grown(training, guard)
-        # Outside the except block: its traceback would keep the tensors alive that must go.
-        images = max(len(group) for group in _split(training, batch, cap=guard.micro_batch))
-        guard = _relieved(training, guard, images=images, reason=reason)
-
-
-def _relieved(training: Training, guard: GuardState, *, images: int, reason: str) -> GuardState:
-    """Take the next remedy after `images` at once did not fit; raises TrainingStopped without one."""
-    training.optimizer.zero_grad(set_to_none=True)
-    free_memory()
-    smaller = after_out_of_memory(guard, images=images, remedies=len(training.remedies))
-    for remedy in training.remedies[guard.remedies : smaller.remedies]:
-        remedy.apply()
-        training.events.emit(
-            "change", key=remedy.key, old=remedy.old, new=remedy.new, reason=reason
-        )
-    _tell_micro_batch(training, guard, smaller, reason=reason)
-    return smaller
-
-
-def _grown(training: Training, guard: GuardState) -> GuardState:
-    """Count a step that fitted; the next may hold more images at once again."""
-    larger = after_fitting(guard, planned=training.micro_batch)
-    reason = f"{guard.patience_steps} steps in a row fitted"
-    _tell_micro_batch(training, guard, larger, reason=reason)
-    return larger
-
-
-def _tell_micro_batch(training: Training, old: GuardState, new: GuardState, *, reason: str) -> None:
-    if new.micro_batch != old.micro_batch:
-        training.events.emit(
-            "change",
-            key="memory.micro_batch",
-            old=old.micro_batch,
-            new=new.micro_batch,
-            reason=reason,
-        )
-
-
-def _gradients(training: Training, batch: StepBatch, *, cap: int) -> Tensor:
-    """Add the gradients of (1/B) sum of weight_i loss_i; return that loss, detached, on the device."""
-    total = torch.zeros((), device=training.model.device)
-    for samples in _split(training, batch, cap=cap):
-        weights = torch.tensor([sample.weight for sample in samples], device=training.model.device)
-        loss = (training.model.losses(samples) * weights).sum() / training.batch_size
-        training.scaler.scale(loss).backward()
-        total += loss.detach()
-    return total
-
-
-def _split(training: Training, batch: StepBatch, *, cap: int) -> list[tuple[Prepared, ...]]:
-    return micro_batches(batch, cap=cap, at_once=training.images_at_once)
-
-
-def _apply_whole(training: Training, loss: Tensor, guard: GuardState) -> Tensor:
-    """Apply the gradients; raises TornStep when the device ran out of memory on the way."""
-    try:
-        return _apply_gradients(training, loss, clip_scale=guard.clip_scale)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise TornStep(guard, reason=first_line(error)) from None
-
-
-def _apply_gradients(training: Training, loss: Tensor, *, clip_scale: float) -> Tensor:
-    """Clip and step unless loss or gradients are not finite; return the norm before clipping.
-
-    Fused optimizers mask the step on the device through `found_inf`; others make the host wait.
-    """
-    optimizer, scaler = training.optimizer, training.scaler
-    scaler.unscale_(optimizer)
-    limit = training.max_grad_norm * clip_scale or float("inf")
-    norm = nn.utils.clip_grad_norm_(training.parameters, limit, foreach=True)
-    norm = torch.where(loss.isfinite(), norm, loss)
-    if scaler.is_enabled():
-        scaler.step(optimizer)
-        scaler.update()
-    elif getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-        optimizer.step()
-    elif bool(norm.isfinite()):
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm.detach()
 
 
 def _report(training: Training, report: _Report, progress: Progress) -> Progress:

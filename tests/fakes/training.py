@@ -31,9 +31,9 @@ from lora_trainer.files import CappedFolder
 from lora_trainer.model.adapters import Adapter, inject
 from lora_trainer.train.guards import GuardState
 from lora_trainer.train.levels import Levels, table_levels
-from lora_trainer.train.loop import Model, Remedy, Training
 from lora_trainer.train.optim import build_optimizer, learning_rate
 from lora_trainer.train.progress import Action, Progress
+from lora_trainer.train.training import Model, Remedy, Training
 from tests.fakes.tiny_base import write_tiny_base
 
 CPU = torch.device("cpu")

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.adapter_size import adapter_parameters
 from lora_trainer.config import AdapterSettings
 from lora_trainer.errors import InputError
 from lora_trainer.families.base import DENOISER, PARTS, Layout, TextEncoder
@@ -24,6 +23,7 @@ from lora_trainer.families.costs import TARGET_GROUPS, Targets, Workload
 from lora_trainer.families.folder import read_header, weights
 from lora_trainer.model.adapters import inject
 from lora_trainer.model.load import EMBEDDED_FOLDER
+from lora_trainer.planning.adapter_size import adapter_parameters
 from lora_trainer.resolve import preset_families
 from tests.fakes.family_bases import (
     CPU,

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lora_trainer.memory import GIB, RUNTIME_BYTES
 from lora_trainer.model import memory_cap
 from lora_trainer.model.memory_cap import SPILL_MARGIN_BYTES, cap_allocator, driver_spills
+from lora_trainer.planning.memory import GIB, RUNTIME_BYTES
 
 CARD = torch.device("cuda")
 CONTEXT = RUNTIME_BYTES["cuda"]

@@ -23,7 +23,7 @@ from lora_trainer.events import read_jsonl
 from lora_trainer.output.checkpoints import ADAPTER, OPTIMIZER_TENSORS
 from lora_trainer.output.samples import SampleAction
 from lora_trainer.train import loop
-from lora_trainer.train.loop import Model
+from lora_trainer.train.training import Model
 from tests.fakes.runs import STEPS, Toy, events, last_state, toy, trajectory
 from tests.fakes.training import at_start, build_feeder, build_training, distance
 

@@ -19,10 +19,12 @@ from lora_trainer.errors import StoppedBySignal, TrainingStopped, exit_code
 from lora_trainer.output.checkpoints import load_newest
 from lora_trainer.output.state_writer import StateWriter
 from lora_trainer.train.actions import SaveAction, load_scaler
+from lora_trainer.train.gradients import add_gradients
 from lora_trainer.train.guards import from_plain
 from lora_trainer.train.levels import flow_levels
-from lora_trainer.train.loop import Model, _gradients, run
+from lora_trainer.train.loop import run
 from lora_trainer.train.progress import Progress
+from lora_trainer.train.training import Model
 from tests.fakes.training import (
     MIXED,
     SQUARE,
@@ -45,7 +47,7 @@ def splittable(tiny: TinyTraining) -> StepBatch:
 def first_gradients(cap: int) -> list[Tensor]:
     tiny = build_training(build_feeder(), steps=1)
     awaken(tiny.adapter)
-    _gradients(tiny.training, splittable(tiny), cap=cap)
+    add_gradients(tiny.training, splittable(tiny), cap=cap)
     return gradients(tiny.adapter)
 
 
@@ -222,7 +224,7 @@ def test_gradient_checkpointing_changes_memory_only() -> None:
         awaken(tiny.adapter)
         saved = SavedBytes()
         with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
-            loss = _gradients(tiny.training, tiny.training.feeder.prepare(0), cap=4)
+            loss = add_gradients(tiny.training, tiny.training.feeder.prepare(0), cap=4)
         found[checkpointing] = (float(loss), gradients(tiny.adapter), saved.first_bytes)
     assert found[True][0] == pytest.approx(found[False][0], rel=1e-6)
     assert distance(found[True][1], found[False][1]) < 1e-6

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from lora_trainer.data.loader import micro_batches
 from lora_trainer.errors import TrainingStopped
 from lora_trainer.train.guards import FIRST_PATIENCE_STEPS, GuardState
-from lora_trainer.train.loop import Model, Remedy, run
+from lora_trainer.train.loop import run
 from lora_trainer.train.progress import Progress
+from lora_trainer.train.training import Model, Remedy
 from tests.fakes.training import (
     SQUARE,
     WIDE,

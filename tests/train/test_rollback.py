@@ -17,8 +17,9 @@ from lora_trainer.output.state_writer import StateWriter
 from lora_trainer.train import trends
 from lora_trainer.train.actions import SaveAction
 from lora_trainer.train.guards import MAX_ROLLBACKS, GuardState, after_validation, from_plain
-from lora_trainer.train.loop import Model, run
+from lora_trainer.train.loop import run
 from lora_trainer.train.progress import Progress
+from lora_trainer.train.training import Model
 from tests.fakes.training import SQUARE, TinyTraining, at_start, build_feeder, build_training
 
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lora_trainer.adapter_size import adapter_parameters
 from lora_trainer.config import CHECKPOINTING, build_config, concrete, flatten, parse_assignment
 from lora_trainer.errors import MachineError, RequestError, exit_code
 from lora_trainer.families.base import BaseFacts, PartFacts
 from lora_trainer.hardware import GIB, Hardware
-from lora_trainer.loads import RememberedCosts
 from lora_trainer.nvml import Gpu
-from lora_trainer.plan import Plan, PlanInput, plan
+from lora_trainer.planning.adapter_size import adapter_parameters
+from lora_trainer.planning.loads import RememberedCosts
+from lora_trainer.planning.plan import Plan, PlanInput, plan
 from lora_trainer.resolve import Origin, resolve
 from tests.fakes.stable_diffusion import UNetCosts, mini_facts, sd15_facts
 
@@ -449,5 +449,5 @@ def test_the_embedded_base_plans_on_a_processor() -> None:
 
 
 def test_planning_imports_no_torch() -> None:
-    code = "import sys, lora_trainer.plan; sys.exit('torch' in sys.modules)"
+    code = "import sys, lora_trainer.planning.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,11 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.data.quality import DatasetReport
-from lora_trainer.fitting import gib
 from lora_trainer.hardware import Hardware
 from lora_trainer.output.inspect import Inspection, Spread
+from lora_trainer.planning.fitting import gib
 from lora_trainer.resolve import PRIORITIES, TIERS, load_presets, preset_families
-from lora_trainer.show_tables import STYLES, add_row, finding_line, key_table
+from lora_trainer.show.tables import STYLES, add_row, finding_line, key_table
 
 BLOCKS_SHOWN = 12
 """Blocks of an adapter that are listed with their norm."""

@@ -12,7 +12,7 @@ from lora_trainer.errors import MachineError, RequestError, exit_code
 from lora_trainer.families import family, known_base
 from lora_trainer.hardware import GIB, Hardware
 from lora_trainer.nvml import Gpu
-from lora_trainer.plan import Plan, PlanInput, plan
+from lora_trainer.planning.plan import Plan, PlanInput, plan
 from lora_trainer.resolve import Priority, resolve
 
 FLUX = "black-forest-labs/FLUX.1-dev"

@@ -11,11 +11,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lora_trainer.cards import Card
 from lora_trainer.config import Checkpointing, Precision
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.frozen import FrozenBase
-from lora_trainer.loads import Load, RememberedCosts
+from lora_trainer.planning.cards import Card
+from lora_trainer.planning.frozen import FrozenBase
+from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.quantization import BasePrecision
 
 # Share of the matrix rate that eager training reaches: its elementwise kernels move much memory.

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lora_trainer.config import Precision
-from lora_trainer.frozen import ELEMENT_BYTES
-from lora_trainer.memory import MASTER_BYTES, STATE_BYTES
+from lora_trainer.planning.frozen import ELEMENT_BYTES
+from lora_trainer.planning.memory import MASTER_BYTES, STATE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

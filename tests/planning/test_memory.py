@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.adapter_size import adapter_parameters
 from lora_trainer.config import CHECKPOINTING, AdapterSettings, Checkpointing, Precision
 from lora_trainer.families import family as load_family
 from lora_trainer.families import known_base
 from lora_trainer.families.base import BaseFacts, PartFacts
 from lora_trainer.families.costs import SampleCost, Workload
-from lora_trainer.loads import Load, RememberedCosts
-from lora_trainer.memory import GIB, Prediction, predict
+from lora_trainer.planning.adapter_size import adapter_parameters
+from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.memory import GIB, Prediction, predict
 from lora_trainer.quantization import BasePrecision
 from tests.fakes.stable_diffusion import UNetCosts, mini_facts, sd15_facts
 

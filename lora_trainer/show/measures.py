@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.bench import Row
-from lora_trainer.fitting import gib
+from lora_trainer.planning.fitting import gib
 
 if TYPE_CHECKING:  # it imports torch, these tables do not
     from lora_trainer.profiling import Profiled

@@ -7,14 +7,20 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.cards import Card, card
 from lora_trainer.config import AdapterSettings, Checkpointing
 from lora_trainer.families import family, known_base
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.loads import Load, RememberedCosts
-from lora_trainer.memory import GIB
+from lora_trainer.planning.cards import Card, card
+from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.memory import GIB
+from lora_trainer.planning.step_time import (
+    StepTime,
+    StepWork,
+    cpu_step_time,
+    gpu_step_time,
+    step_work,
+)
 from lora_trainer.quantization import BasePrecision
-from lora_trainer.step_time import StepTime, StepWork, cpu_step_time, gpu_step_time, step_work
 from tests.fakes.stable_diffusion import UNetCosts, mini_facts, sd15_facts
 
 LOAD = Load(

@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lora_trainer.allocation import Allocation, Allocator, Decision
 from lora_trainer.config import Config, Precision, build_config, concrete, flatten
 from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.estimates import DiskUse, disk_bytes, run_length
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.costs import SampleCost
 from lora_trainer.hardware import Gpu, Hardware
-from lora_trainer.host_memory import HostPrediction
-from lora_trainer.loads import CostModel, Load, RememberedCosts
-from lora_trainer.memory import Prediction
+from lora_trainer.planning.allocation import Allocation, Allocator, Decision
+from lora_trainer.planning.estimates import DiskUse, disk_bytes, run_length
+from lora_trainer.planning.host_memory import HostPrediction
+from lora_trainer.planning.loads import CostModel, Load, RememberedCosts
+from lora_trainer.planning.memory import Prediction
 from lora_trainer.resolve import Origin, Resolved
 
 PLANNER = "planner"

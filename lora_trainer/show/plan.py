@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.config import Config, all_settings, concrete, flatten
-from lora_trainer.fitting import gib
-from lora_trainer.host_memory import HostPrediction
-from lora_trainer.memory import MemoryItem
-from lora_trainer.plan import Plan
+from lora_trainer.planning.fitting import gib
+from lora_trainer.planning.host_memory import HostPrediction
+from lora_trainer.planning.memory import MemoryItem
+from lora_trainer.planning.plan import Plan
 from lora_trainer.prepare import Prepared, remarks
-from lora_trainer.show_tables import STYLES, add_row, finding_line, key_table
+from lora_trainer.show.tables import STYLES, add_row, finding_line, key_table
 
 
 def plan_json(prepared: Prepared) -> dict[str, Any]:

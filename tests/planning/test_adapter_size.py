@@ -11,7 +11,10 @@ from peft.tuners.lokr.layer import factorization
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.adapter_size import (
+from lora_trainer.config import AdapterSettings
+from lora_trainer.errors import RequestError
+from lora_trainer.model.adapters import inject
+from lora_trainer.planning.adapter_size import (
     adapter_parameters,
     block_size,
     factorise,
@@ -19,9 +22,6 @@ from lora_trainer.adapter_size import (
     layer_width,
     rebuilt_elements,
 )
-from lora_trainer.config import AdapterSettings
-from lora_trainer.errors import RequestError
-from lora_trainer.model.adapters import inject
 from tests.fakes.family_bases import denoiser_of, facts_of
 
 KINDS = [

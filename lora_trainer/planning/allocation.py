@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lora_trainer.cards import card
 from lora_trainer.config import CHECKPOINTING, Checkpointing, build_config
 from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.fitting import Choices, Fit, Judge, Limit, fit, gib, images_at_once
-from lora_trainer.frozen import ELEMENT_BYTES
 from lora_trainer.hardware import GIB, Gpu, Hardware
-from lora_trainer.host_memory import HostPrediction, predict_host
-from lora_trainer.loads import Load, RememberedCosts
-from lora_trainer.memory import RECOMPUTING, Prediction, predict
+from lora_trainer.planning.cards import card
+from lora_trainer.planning.fitting import Choices, Fit, Judge, Limit, fit, gib, images_at_once
+from lora_trainer.planning.frozen import ELEMENT_BYTES
+from lora_trainer.planning.host_memory import HostPrediction, predict_host
+from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.memory import RECOMPUTING, Prediction, predict
+from lora_trainer.planning.step_time import StepTime, cpu_step_time, gpu_step_time, step_work
 from lora_trainer.quantization import BasePrecision
-from lora_trainer.step_time import StepTime, cpu_step_time, gpu_step_time, step_work
 
 AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
 """What `auto` may keep a base in; fp8 takes what int8 takes and rounds more."""

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lora_trainer.families import MODULES, family
-from lora_trainer.frozen import FrozenBase
 from lora_trainer.model.quantize import QuantizedLinear, quantizable, quantize
 from lora_trainer.model.streaming import repeated_blocks
+from lora_trainer.planning.frozen import FrozenBase
 from lora_trainer.quantization import BasePrecision, Quantization
 from tests.fakes.family_bases import denoiser_of, facts_of
 

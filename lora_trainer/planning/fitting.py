@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from lora_trainer.config import Checkpointing
 from lora_trainer.errors import MachineError
-from lora_trainer.host_memory import HostPrediction
-from lora_trainer.loads import Load
-from lora_trainer.memory import GIB, RECOMPUTING, Prediction
+from lora_trainer.planning.host_memory import HostPrediction
+from lora_trainer.planning.loads import Load
+from lora_trainer.planning.memory import GIB, RECOMPUTING, Prediction
 from lora_trainer.quantization import QUANTIZATIONS, BasePrecision
 
 SAMPLES_WORTH = 1.2

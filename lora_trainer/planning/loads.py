@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from lora_trainer.adapter_size import adapter_parameters
 from lora_trainer.config import AdapterSettings, Checkpointing, Precision
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.costs import SampleCost, Targets, Workload
-from lora_trainer.frozen import ELEMENT_BYTES, FrozenBase
+from lora_trainer.planning.adapter_size import adapter_parameters
+from lora_trainer.planning.frozen import ELEMENT_BYTES, FrozenBase
 from lora_trainer.quantization import BasePrecision
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.frozen import ELEMENT_BYTES
-from lora_trainer.loads import Load, RememberedCosts
-from lora_trainer.memory import GIB, PAGED, STATE_BYTES, MemoryItem
+from lora_trainer.planning.frozen import ELEMENT_BYTES
+from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.memory import GIB, PAGED, STATE_BYTES, MemoryItem
 
 # Python with torch, diffusers and transformers, and the CUDA libraries it maps.
 HOST_RUNTIME_BYTES = 2 * GIB

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.estimates import LENGTH_RULES, DiskUse, disk_bytes, run_length
+from lora_trainer.planning.estimates import LENGTH_RULES, DiskUse, disk_bytes, run_length
 
 PRIORITIES = ("speed", "balanced", "quality")
 

@@ -9,9 +9,9 @@ import pytest
 
 from lora_trainer.config import AdapterSettings
 from lora_trainer.families import family, known_base
-from lora_trainer.host_memory import HOST_RUNTIME_BYTES, HostPrediction, predict_host
-from lora_trainer.loads import Load, RememberedCosts
-from lora_trainer.memory import GIB
+from lora_trainer.planning.host_memory import HOST_RUNTIME_BYTES, HostPrediction, predict_host
+from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.memory import GIB
 from lora_trainer.quantization import BasePrecision
 
 LOAD = Load(

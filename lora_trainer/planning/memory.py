@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lora_trainer.adapter_size import rebuilt_elements
 from lora_trainer.config import Checkpointing
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.costs import SampleCost
-from lora_trainer.frozen import ELEMENT_BYTES, FrozenBase
-from lora_trainer.loads import Load, RememberedCosts
+from lora_trainer.planning.adapter_size import rebuilt_elements
+from lora_trainer.planning.frozen import ELEMENT_BYTES, FrozenBase
+from lora_trainer.planning.loads import Load, RememberedCosts
 
 GIB = 2**30
 MASTER_BYTES = GRADIENT_BYTES = 4

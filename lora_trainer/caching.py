@@ -1,0 +1,87 @@
+"""Filling the caches of a training, with the encoders where the plan puts them."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import torch
+
+from lora_trainer.config import concrete
+from lora_trainer.data.cache import Cache
+from lora_trainer.data.encode import Needs, TextEntries, fill, needs
+from lora_trainer.device import CPU, DTYPES, planned_device
+from lora_trainer.events import EventStream
+from lora_trainer.exporting import Job
+from lora_trainer.families.base import TextEncoder
+from lora_trainer.files import CappedFolder
+from lora_trainer.hardware import GIB
+from lora_trainer.model.offload import offload
+from lora_trainer.prepare import Prepared
+
+
+def open_cache(prepared: Prepared, events: EventStream) -> Cache:
+    folder = CappedFolder(
+        root=prepared.cache_root, limit_bytes=int(prepared.config.data.cache_max_gib * GIB)
+    )
+    folder.create()
+    return Cache(folder=folder, on_problem=events.problem)
+
+
+def fill_caches(job: Job, cache: Cache) -> Needs:
+    prepared, config, family = job.prepared, job.prepared.config, job.prepared.family
+    device = planned_device(prepared)
+    wanted = needs(
+        (*prepared.trained, *prepared.held_out),
+        prepared.placements,
+        prompts=(*job.prompts, config.sampling.negative_prompt),
+        facts=prepared.facts,
+        texts_as=texts_as(prepared),
+        geometry=partial(family.geometry_conditioning, prepared.facts),
+        settings=config.data,
+        seed=config.train.seed,
+    )
+    text_dtype = DTYPES[concrete(config.memory.text_encoder_precision)]
+    began = time.monotonic()
+    done = fill(
+        wanted,
+        cache,
+        settings=config.data,
+        load_image_encoder=lambda place: family.load_image_encoder(prepared.facts, device=place),
+        load_text_encoder=partial(_caching_text_encoder, prepared, text_dtype),
+        devices=tuple(dict.fromkeys((device, CPU))),
+        texts_as=texts_as(prepared),
+        events=job.events,
+        stop=job.stop,
+    )
+    job.events.emit(
+        "cached",
+        latents=done.latents,
+        texts=done.texts,
+        found=done.found,
+        seconds=time.monotonic() - began,
+    )
+    cache.prune(wanted.keys())
+    return wanted
+
+
+def _caching_text_encoder(
+    prepared: Prepared, dtype: torch.dtype, device: torch.device
+) -> TextEncoder:
+    """Load the text encoders where they run, or beside it where they are too large to lie there."""
+    family = prepared.family
+    if not concrete(prepared.config.memory.text_encoder_offload):
+        return family.load_text_encoder(prepared.facts, dtype=dtype, device=device)
+    encoder = family.load_text_encoder(prepared.facts, dtype=dtype, device=CPU)
+    for network in encoder.networks.values():
+        offload(network, device)
+    return encoder
+
+
+def texts_as(prepared: Prepared) -> TextEntries:
+    return TextEntries(
+        encoder_identity=prepared.facts.parts["text_encoder"].identity,
+        max_tokens=prepared.facts.max_tokens,
+        precision=concrete(prepared.config.memory.text_encoder_precision),
+        tokens_only=prepared.config.adapter.text_encoder,
+    )

@@ -1,0 +1,61 @@
+"""The device of a training: which one, how much of it, and what bit-exactness depends on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lora_trainer.config import concrete
+from lora_trainer.errors import MachineError
+from lora_trainer.hardware import GIB
+from lora_trainer.model.memory_cap import cap_allocator
+from lora_trainer.prepare import Prepared
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CPU = torch.device("cpu")
+
+
+def setup_torch(prepared: Prepared) -> dict[str, Any]:
+    """Set threads and determinism for the process; return what bit-exactness depends on.
+
+    Raises MachineError when the planned device is not there for this torch.
+    """
+    config = prepared.config
+    torch.set_num_threads(concrete(config.hardware.threads))
+    device = planned_device(prepared)
+    if device.type == "cuda":
+        _cap(prepared, device)
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else prepared.hardware.cpu_name,
+        "deterministic": device.type == "cpu" or config.train.deterministic,
+    }
+
+
+def _cap(prepared: Prepared, device: torch.device) -> None:
+    """Bound what the allocator may take to what was asked for, or to what the driver really has."""
+    asked_gib, card = prepared.config.hardware.vram_limit_gib, prepared.hardware.gpus[0]
+    cap_allocator(
+        limit_bytes=None if asked_gib is None else int(asked_gib * GIB),
+        free_bytes=card.free_bytes,
+        device=device,
+    )
+
+
+def planned_device(prepared: Prepared) -> torch.device:
+    if prepared.config.hardware.device != "cuda":
+        return CPU
+    if not torch.cuda.is_available():
+        raise MachineError(
+            f"the machine has {prepared.hardware.gpus[0].name} but torch {torch.__version__} cannot use it",
+            fix="install the CUDA build of torch, or use --set hardware.device=cpu",
+        )
+    return torch.device("cuda")

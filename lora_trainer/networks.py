@@ -1,0 +1,125 @@
+"""The networks of a training: loaded, quantised, streamed and given their adapter, as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from lora_trainer.config import Config, concrete
+from lora_trainer.device import CPU, DTYPES, planned_device
+from lora_trainer.families.base import DENOISER, Conditioning, TextEncoder
+from lora_trainer.model.adapters import Adapter, inject, layer_names
+from lora_trainer.model.assistant import Assistant, attach
+from lora_trainer.model.attention import apply_attention
+from lora_trainer.model.checkpointing import apply_checkpointing
+from lora_trainer.model.quantize import quantize
+from lora_trainer.model.streaming import stream_blocks
+from lora_trainer.output.adapter_names import file_names
+from lora_trainer.output.adapter_read import read_tensors
+from lora_trainer.output.checkpoints import TrainingState
+from lora_trainer.prepare import Prepared
+from lora_trainer.quantization import QUANTIZATIONS, BasePrecision
+from lora_trainer.train.training import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Networks:
+    """What is on the device while training: the denoiser, text encoders trained along, an assistant."""
+
+    denoiser: nn.Module
+    text: TextEncoder | None
+    assistant: Assistant | None
+
+
+def load_networks(prepared: Prepared) -> Networks:
+    config, device, family = prepared.config, planned_device(prepared), prepared.family
+    precision = DTYPES[concrete(config.train.precision)]
+    # A base that will be smaller on the device than as it is loaded is never whole there.
+    streamed = concrete(config.memory.streamed_blocks)
+    kept: BasePrecision = concrete(config.memory.base_precision)
+    smaller = streamed or kept in QUANTIZATIONS
+    place = CPU if smaller else device
+    denoiser = family.load_denoiser(prepared.facts, dtype=precision, device=place)
+    apply_attention(denoiser, concrete(config.memory.attention))
+    if kept in ("int8", "fp8", "nf4"):
+        quantize(denoiser, kept, device=device, skip=family.unquantised)
+    if not streamed:
+        denoiser.to(device)
+    text = None
+    if config.adapter.text_encoder:
+        text = family.load_text_encoder(prepared.facts, dtype=precision, device=device)
+    return Networks(denoiser=denoiser, text=text, assistant=_assistant(prepared, denoiser))
+
+
+def _assistant(prepared: Prepared, denoiser: nn.Module) -> Assistant | None:
+    file = prepared.config.base.assistant
+    if file is None:
+        return None
+    names = file_names(prepared.family, {DENOISER: layer_names(denoiser)})
+    return attach(denoiser, read_tensors(Path(file).expanduser(), names=names))
+
+
+def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | None) -> Adapter:
+    config, family = prepared.config, prepared.family
+    inside: dict[str, nn.Module] = {DENOISER: networks.denoiser}
+    modules = {DENOISER: family.lora_targets(networks.denoiser, config.adapter.targets)}
+    if networks.text is not None:
+        inside |= networks.text.networks
+        modules |= {
+            name: family.text_targets(network) for name, network in networks.text.networks.items()
+        }
+    adapter = inject(
+        inside,
+        modules=modules,
+        settings=config.adapter,
+        alpha=_alpha(config),
+        seed=config.train.seed,
+        initial=state.adapter if state is not None else None,
+    )
+    if config.train.init_from is not None and state is None:
+        names = file_names(family, modules)
+        file = Path(config.train.init_from).expanduser()
+        adapter.load_tensors(read_tensors(file, names=names))
+    return adapter
+
+
+def _alpha(config: Config) -> float:
+    """Return alpha; OFT has none, which leaves its setting at auto."""
+    alpha = config.adapter.alpha
+    return float(config.adapter.rank) if alpha == "auto" else alpha
+
+
+def arrange(prepared: Prepared, denoiser: nn.Module) -> None:
+    """Let blocks be recomputed, and streamed; both with their adapters in place."""
+    memory = prepared.config.memory
+    apply_checkpointing(denoiser, concrete(memory.gradient_checkpointing))
+    if count := concrete(memory.streamed_blocks):
+        stream_blocks(denoiser, count=count, device=planned_device(prepared))
+
+
+def build_model(prepared: Prepared, networks: Networks) -> Model:
+    return Model(
+        denoiser=networks.denoiser,
+        predict=prepared.family.predict,
+        embed=_embedding(networks.text),
+        prediction=prepared.facts.prediction,
+        precision=DTYPES[concrete(prepared.config.train.precision)],
+        device=planned_device(prepared),
+    )
+
+
+def _embedding(text: TextEncoder | None) -> Callable[[Conditioning], Conditioning]:
+    """Return what turns a batch's texts into conditioning: cached outputs as they are, tokens by running."""
+    if text is None:
+        return lambda conditioning: conditioning
+    names = frozenset(text.tokenize([""]))
+
+    def embed(conditioning: Conditioning) -> Conditioning:
+        tokens = {name: conditioning[name] for name in names}
+        told = {name: value for name, value in conditioning.items() if name not in names}
+        return {**text.embed(tokens), **told}
+
+    return embed

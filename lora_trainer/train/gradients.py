@@ -1,0 +1,121 @@
+"""The gradients of one optimizer step and what they do to the weights, within what the device can hold.
+
+A step that does not fit is done again with the next remedy; its draws are made, so the result is the
+same. One that runs out of memory while weights are changing is torn: the loop goes back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.data.loader import Prepared, StepBatch, micro_batches
+from lora_trainer.errors import first_line
+from lora_trainer.model.out_of_memory import free_memory, is_out_of_memory
+from lora_trainer.train.guards import (
+    GuardState,
+    after_fitting,
+    after_out_of_memory,
+)
+from lora_trainer.train.training import TornStep, Training
+
+
+def gradients_that_fit(
+    training: Training, batch: StepBatch, guard: GuardState
+) -> tuple[Tensor, GuardState]:
+    """Accumulate the step's gradients, taking one remedy after the other until the device can hold it.
+
+    The whole step is done again: its draws are already made, so nothing is lost or seen twice.
+    """
+    while True:
+        try:
+            loss = add_gradients(training, batch, cap=guard.micro_batch)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = first_line(error)
+        else:
+            return loss, _grown(training, guard)
+        # Outside the except block: its traceback would keep the tensors alive that must go.
+        images = max(len(group) for group in _split(training, batch, cap=guard.micro_batch))
+        guard = relieved(training, guard, images=images, reason=reason)
+
+
+def relieved(training: Training, guard: GuardState, *, images: int, reason: str) -> GuardState:
+    """Take the next remedy after `images` at once did not fit; raises TrainingStopped without one."""
+    training.optimizer.zero_grad(set_to_none=True)
+    free_memory()
+    smaller = after_out_of_memory(guard, images=images, remedies=len(training.remedies))
+    for remedy in training.remedies[guard.remedies : smaller.remedies]:
+        remedy.apply()
+        training.events.emit(
+            "change", key=remedy.key, old=remedy.old, new=remedy.new, reason=reason
+        )
+    _tell_micro_batch(training, guard, smaller, reason=reason)
+    return smaller
+
+
+def _grown(training: Training, guard: GuardState) -> GuardState:
+    """Count a step that fitted; the next may hold more images at once again."""
+    larger = after_fitting(guard, planned=training.micro_batch)
+    reason = f"{guard.patience_steps} steps in a row fitted"
+    _tell_micro_batch(training, guard, larger, reason=reason)
+    return larger
+
+
+def _tell_micro_batch(training: Training, old: GuardState, new: GuardState, *, reason: str) -> None:
+    if new.micro_batch != old.micro_batch:
+        training.events.emit(
+            "change",
+            key="memory.micro_batch",
+            old=old.micro_batch,
+            new=new.micro_batch,
+            reason=reason,
+        )
+
+
+def add_gradients(training: Training, batch: StepBatch, *, cap: int) -> Tensor:
+    """Add the gradients of (1/B) sum of weight_i loss_i; return that loss, detached, on the device."""
+    total = torch.zeros((), device=training.model.device)
+    for samples in _split(training, batch, cap=cap):
+        weights = torch.tensor([sample.weight for sample in samples], device=training.model.device)
+        loss = (training.model.losses(samples) * weights).sum() / training.batch_size
+        training.scaler.scale(loss).backward()
+        total += loss.detach()
+    return total
+
+
+def _split(training: Training, batch: StepBatch, *, cap: int) -> list[tuple[Prepared, ...]]:
+    return micro_batches(batch, cap=cap, at_once=training.images_at_once)
+
+
+def apply_whole(training: Training, loss: Tensor, guard: GuardState) -> Tensor:
+    """Apply the gradients; raises TornStep when the device ran out of memory on the way."""
+    try:
+        return _apply_gradients(training, loss, clip_scale=guard.clip_scale)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise TornStep(guard, reason=first_line(error)) from None
+
+
+def _apply_gradients(training: Training, loss: Tensor, *, clip_scale: float) -> Tensor:
+    """Clip and step unless loss or gradients are not finite; return the norm before clipping.
+
+    Fused optimizers mask the step on the device through `found_inf`; others make the host wait.
+    """
+    optimizer, scaler = training.optimizer, training.scaler
+    scaler.unscale_(optimizer)
+    limit = training.max_grad_norm * clip_scale or float("inf")
+    norm = nn.utils.clip_grad_norm_(training.parameters, limit, foreach=True)
+    norm = torch.where(loss.isfinite(), norm, loss)
+    if scaler.is_enabled():
+        scaler.step(optimizer)
+        scaler.update()
+    elif getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif bool(norm.isfinite()):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm.detach()

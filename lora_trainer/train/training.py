@@ -1,0 +1,101 @@
+"""What a training consists of: the model, its parameters and data, and what it may fall back on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.data.loader import Feeder, Prepared, to_device
+from lora_trainer.events import EventStream
+from lora_trainer.families.base import Conditioning, Prediction
+from lora_trainer.train.guards import (
+    GuardState,
+)
+from lora_trainer.train.objective import add_noise, sample_losses, target
+from lora_trainer.train.optim import LearningRate
+from lora_trainer.train.progress import Action, Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The frozen denoiser with its adapter, and how it is asked for a prediction, in which dtype, where.
+
+    `embed` turns what is cached of a prompt into conditioning: nothing is left to do, unless the text
+    encoders are trained along and run in every step.
+    """
+
+    denoiser: nn.Module
+    predict: Callable[[nn.Module, Tensor, Tensor, Conditioning], Tensor]
+    embed: Callable[[Conditioning], Conditioning]
+    prediction: Prediction
+    precision: torch.dtype
+    device: torch.device
+
+    def losses(self, samples: Sequence[Prepared]) -> Tensor:
+        """Return the unweighted loss of each sample (all of one shape), float32 [B], with its graph."""
+        batch = to_device(samples, device=self.device, dtype=self.precision)
+        level = (batch.alpha, batch.sigma)
+        noisy = add_noise(batch.latents, batch.noise, *level)
+        predicted = self.predict(
+            self.denoiser,
+            noisy.to(self.precision),
+            batch.timesteps,
+            self.embed(batch.conditioning),
+        )
+        return sample_losses(predicted, target(batch.latents, batch.noise, *level, self.prediction))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """Something that needs less memory for the same result; applied in place and for good."""
+
+    key: str
+    old: Any
+    new: Any
+    apply: Callable[[], None]
+
+
+class TornStep(Exception):
+    """An optimizer step ran out of memory: adapter and optimizer may be half-way."""
+
+    def __init__(self, guard: GuardState, *, reason: str) -> None:
+        super().__init__(reason)
+        self.guard, self.reason = guard, reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """All the loop needs. `stop()` returns a signal number once the run should end; `clock` is in seconds.
+
+    `batch_size` is images per optimizer step; `scaler` is enabled for fp16 only; `max_grad_norm` 0
+    means no clipping. `micro_batch` is the planned cap in images, `images_at_once` caps by (height,
+    width) of the latents. `remedies` are taken in their order when the device is full; those a
+    resumed run has taken are in force already.
+    `restore()` puts adapter and optimizer back to the last good state and returns where that was;
+    without it, instability is the end. `watch_spikes` clips tighter when losses jump.
+    """
+
+    model: Model
+    parameters: Sequence[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    learning_rate: LearningRate
+    scaler: torch.amp.GradScaler
+    feeder: Feeder
+    steps: int
+    batch_size: int
+    micro_batch: int
+    prefetch_steps: int
+    max_grad_norm: float
+    events: EventStream
+    actions: Sequence[Action]
+    stop: Callable[[], int | None]
+    images_at_once: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    remedies: Sequence[Remedy] = ()
+    restore: Callable[[], Progress] | None = None
+    watch_spikes: bool = False
+    clock: Callable[[], float] = time.perf_counter
