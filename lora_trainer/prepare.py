@@ -28,6 +28,7 @@ from lora_trainer.files import HashMemo
 from lora_trainer.formats import format_notes, planned_contents, resolve_format
 from lora_trainer.hardware import Gpu, Hardware, Tier, assume_card, detect, tier, tier_problem
 from lora_trainer.model.load import EMBEDDED, describe, with_choices
+from lora_trainer.planning.full_cards import FullCard, FullCards
 from lora_trainer.planning.plan import Plan, PlanInput, plan
 from lora_trainer.resolve import Origin, Priority, Resolved, resolve
 from lora_trainer.settings_file import read_settings_file
@@ -62,6 +63,7 @@ class Prepared:
     held_out: tuple[ImageRecord, ...]
     placements: Mapping[str, Placement]
     cache_root: Path
+    full_card: FullCard | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,9 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             fix="add images or use --set data.validation_fraction=0",
         )
     placements = place_all(dataset, settings, basis.facts)
+    full_card = None
+    if request.run_settings is None:  # a resumed run knows itself what it did about a full card
+        full_card = FullCards.of(cache_root).known(basis.hardware, basis.family.name)
     chosen = plan(
         PlanInput(
             resolved=basis.resolved,
@@ -98,6 +103,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             images=len(trained),
             samples_per_epoch=sum(record.repeats for record in trained),
             buckets=[(p.bucket.width_px, p.bucket.height_px) for p in placements.values()],
+            full_card=full_card,
         )
     )
     chosen = _with_base(_with_format(chosen, basis), basis)
@@ -114,6 +120,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         held_out=held_out,
         placements=placements,
         cache_root=cache_root,
+        full_card=full_card,
     )
 
 

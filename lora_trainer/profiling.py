@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
@@ -104,6 +104,7 @@ def _activities() -> list[ProfilerActivity]:
 class _Watch:
     """Starts the profiler after the warm-up, stops it after `last`, and notes what events tell."""
 
+    what: ClassVar = "the profile"
     last: int
     profiler: profile = field(default_factory=lambda: profile(activities=_activities()))
     rows: list[Mapping[str, Any]] = field(default_factory=list)

@@ -1,20 +1,26 @@
-"""What a run does when the device is full with one image at a time: the same result in less memory.
+"""What a run does when the device is full: the same result in less memory, and a smaller plan next time.
 
-Input is a denoiser as planned, output the remedies in the order of what they cost: blocks are
-recomputed, their inputs wait in host memory, then their weights do.
+Remedies are for one image at a time, in the order of what they cost: blocks are recomputed, their
+inputs wait in host memory, then their weights do. Whatever did not fit on a card is remembered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import nn
 
 from lora_trainer.config import CHECKPOINTING, MemorySettings, concrete
+from lora_trainer.errors import MachineError, first_line
+from lora_trainer.events import Event, EventStream, Listener
 from lora_trainer.model.checkpointing import apply_checkpointing
+from lora_trainer.model.out_of_memory import is_out_of_memory
 from lora_trainer.model.streaming import repeated_blocks, stream_blocks
+from lora_trainer.planning.full_cards import FullCards
+from lora_trainer.prepare import Prepared
 from lora_trainer.train.training import Remedy
 
 
@@ -49,3 +55,49 @@ def _remedies(
 
 def _stream(denoiser: nn.Module, count: int, device: torch.device) -> None:
     stream_blocks(denoiser, count=count, device=device)
+
+
+@contextmanager
+def told_if_full(doing: str, *, events: EventStream) -> Iterator[None]:
+    """Turn running out of device memory into an event and a MachineError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = first_line(error)
+        events.emit("out_of_memory", images_at_once=0, reason=reason)
+        raise MachineError(
+            f"the device ran out of memory while {doing}: {reason}",
+            fix="close what else uses it and run the same command again, or set hardware.vram_limit_gib",
+        ) from error
+
+
+def full_card_memo(prepared: Prepared, events: EventStream) -> Listener:
+    """Return a listener that remembers a card on which the plan did not fit (once: a plan is one)."""
+    memory, known = prepared.plan.memory, prepared.full_card
+    limit_bytes = memory.limit_bytes or 0
+    told = False
+
+    def listener(event: Event) -> None:
+        nonlocal told
+        if told or event.kind != "out_of_memory" or prepared.config.hardware.device != "cuda":
+            return
+        told = True
+        memo = FullCards.of(prepared.cache_root)
+        found = memo.remember(
+            prepared.hardware,
+            prepared.family.name,
+            planned_bytes=memory.peak_bytes,
+            limit_bytes=int(limit_bytes / known.share) if known else limit_bytes,
+        )
+        if found is not None:
+            events.problem(
+                f"{prepared.hardware.gpus[0].name} was planned to {memory.peak_bytes / limit_bytes:.0%}"
+                f" of its limit and ran out of memory: later plans there take {found}",
+                fix=f"nothing; delete {memo.file.name} in the cache folder to forget it",
+                severity="note",
+                code="TRN-02",
+            )
+
+    return listener

@@ -34,6 +34,7 @@ from lora_trainer.output.status import Control, StatusWriter
 from lora_trainer.output.trackers import start_trackers, usable_trackers
 from lora_trainer.planning.fitting import gib
 from lora_trainer.prepare import Prepared, Request, bucket_counts, prepare, remarks
+from lora_trainer.remedies import full_card_memo
 from lora_trainer.run_folder import (
     EVENTS_FILE,
     PROBLEMS_FILE,
@@ -149,6 +150,7 @@ def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
     resumption = _resumption(before, prepared, environment) if before else None
     folder = claim(previous) if previous is not None else create(*_place(prepared))
     with folder, _recorded(folder, prepared, listeners) as (events, stop):
+        events.subscribe(full_card_memo(prepared, events))
         job = Job(
             prepared=prepared,
             folder=folder,

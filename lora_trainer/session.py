@@ -27,7 +27,7 @@ from lora_trainer.output.state_codec import Copy
 from lora_trainer.output.state_writer import Export, StateWriter
 from lora_trainer.output.status import Control
 from lora_trainer.prepare import Prepared
-from lora_trainer.remedies import remedies
+from lora_trainer.remedies import remedies, told_if_full
 from lora_trainer.run_folder import EVENTS_FILE, RunFolder, cut_events
 from lora_trainer.train.actions import SaveAction, ValidateAction, load_scaler
 from lora_trainer.train.guards import GuardState, from_plain
@@ -50,9 +50,10 @@ def train_job(job: Job) -> Path:
 
     # ---- model, adapter, optimizer
     events.emit("phase", phase="load", message=prepared.facts.source, done=0, total=0)
-    networks = load_networks(prepared)
-    adapter = with_adapter(prepared, networks, job.state)
-    arrange(prepared, networks.denoiser)
+    with told_if_full(f"loading {prepared.facts.source}", events=events):
+        networks = load_networks(prepared)
+        adapter = with_adapter(prepared, networks, job.state)
+        arrange(prepared, networks.denoiser)
     model = build_model(prepared, networks)
     groups = adapter.groups(config.optimizer)
     optimizer = build_optimizer(groups, config.optimizer)
@@ -109,7 +110,8 @@ def train_job(job: Job) -> Path:
     # ---- export
     file = job.folder.path / final_export_name(job.folder.name)
     events.emit("phase", phase="export", message=file.name, done=0, total=0)
-    export(job, adapter, file, end)
+    with told_if_full("exporting", events=events):
+        export(job, adapter, file, end)
     base_loss, last_loss = _validation_losses(job.folder)
     events.emit(
         "finished",

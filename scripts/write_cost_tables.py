@@ -1,18 +1,18 @@
 """Traces every public release of the registered families and writes the planner's cost table.
 
-`python scripts/write_cost_tables.py [FAMILY ...]`: all, or these anew beside the others. Minutes on
-one thread; the networks are built on `meta`, so no weights and little memory are needed.
+`python scripts/write_cost_tables.py [FAMILY ...] [--anew]`: what is missing, or everything again. A
+few minutes a release on one thread; networks are built on `meta`: no weights and little memory.
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import math
 import re
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import diffusers
@@ -35,55 +35,77 @@ from lora_trainer.families.cost_table import (
 from lora_trainer.families.costs import SampleCost, Targets
 from lora_trainer.families.flow import FlowFamily
 
-ELEMENT_BYTES = (2, 4)
+KINDS: Mapping[int, tuple[Checkpointing, ...]] = {2: CHECKPOINTING, 4: ("none", "full")}
+"""What is traced, by bytes of an element: cards compute in 16 bits, and only there is the choice wide."""
 INDEXED = re.compile(r"(.*?\.)(\d+)\.(.*)")
 
 
 def main() -> None:
-    """Write the table, family by family."""
-    for name in sys.argv[1:] or families.MODULES:
+    """Add what is missing in the table, release by release; it can be stopped and started again."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("families", nargs="*", default=[*families.MODULES])
+    options.add_argument("--anew", action="store_true", help="trace again what is there already")
+    asked = options.parse_args()
+    table = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
+    for name in asked.families:
         family = families.family(name)
         if isinstance(family, FlowFamily):
-            found = family_table(family)
-            table = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
-            FILE.write_text(written(dict(sorted({**table, name: found}.items()))) + "\n", "utf-8")
+            before = table.pop(name, None)
+            known = [] if before is None or asked.anew else before["releases"]
+            found = table[name] = {"defaults": defaults(family), "releases": []}
+            for facts in architectures(family):
+                release = release_table(family, facts, known=known)
+                found["releases"].append(release)
+                FILE.write_text(written(dict(sorted(table.items()))) + "\n", encoding="utf-8")
 
 
-def family_table(family: FlowFamily) -> dict[str, Any]:
-    """Trace each architecture among a family's releases once."""
+def defaults(family: FlowFamily) -> dict[str, Any]:
+    """Return what diffusers takes for the keys that a configuration leaves out."""
     parameters = inspect.signature(getattr(diffusers, family.denoiser_class).__init__).parameters
-    defaults = {
-        name: parameter.default
-        for name, parameter in parameters.items()
-        if parameter.default is not parameter.empty
-    }
-    releases: list[dict[str, Any]] = []
+    return configuration(
+        {
+            name: parameter.default
+            for name, parameter in parameters.items()
+            if parameter.default is not parameter.empty
+        }
+    )
+
+
+def architectures(family: FlowFamily) -> Iterator[BaseFacts]:
+    """Yield the first release of each architecture of a family."""
+    seen: list[Any] = []
     for source in (name for release in family.releases for name in release.ids):
         facts = family.known(source)
         assert facts is not None
-        config = configuration(facts.architecture)
-        if not any(
-            (found["config"], found["max_tokens"]) == (config, facts.max_tokens)
-            for found in releases
-        ):
-            releases.append(release_table(family, facts))
-    return {"defaults": configuration(defaults), "releases": releases}
+        key = [configuration(facts.architecture), facts.max_tokens]
+        if key not in seen:
+            seen.append(key)
+            yield facts
 
 
-def release_table(family: FlowFamily, facts: BaseFacts) -> dict[str, Any]:
+def release_table(
+    family: FlowFamily, facts: BaseFacts, *, known: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return the configuration of a release, its modules and its traces by dtype and targets."""
     started = time.monotonic()
-    costs = {
-        str(element_bytes): {
-            targets: traces(family, facts, element_bytes=element_bytes, targets=targets)
+    config = configuration(facts.architecture)
+    before = next(
+        (row for row in known if (row["config"], row["max_tokens"]) == (config, facts.max_tokens)),
+        None,
+    )
+    costs: dict[str, Any] = {}
+    for size in KINDS:
+        found = before["costs"].get(str(size), {}) if before else {}
+        costs[str(size)] = {
+            targets: traces(
+                family, facts, element_bytes=size, targets=targets, known=found.get(targets, {})
+            )
             for targets in TARGETS
         }
-        for element_bytes in ELEMENT_BYTES
-    }
     print(f"{facts.source}: {time.monotonic() - started:.0f} s", flush=True)
     return {
         "name": facts.source,
-        "config": configuration(facts.architecture),
+        "config": config,
         "max_tokens": facts.max_tokens,
         "modules": modules(case_of(family, facts)),
         "costs": costs,
@@ -91,29 +113,40 @@ def release_table(family: FlowFamily, facts: BaseFacts) -> dict[str, Any]:
 
 
 def traces(
-    family: FlowFamily, facts: BaseFacts, *, element_bytes: int, targets: Targets
+    family: FlowFamily,
+    facts: BaseFacts,
+    *,
+    element_bytes: int,
+    targets: Targets,
+    known: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Trace all points with each kind of checkpointing."""
+    """Trace all points with each kind of checkpointing that is not in `known`."""
     varies = case_of(family, facts).text_varies
-    costs: dict[Checkpointing, list[SampleCost]] = {kind: [] for kind in CHECKPOINTING}
-    for point in POINTS:
-        if point.short_text and not varies:
-            continue
-        for kind, found in costs.items():
+    points = [point for point in POINTS if varies or not point.short_text]
+
+    def costs(kind: Checkpointing) -> list[SampleCost]:
+        found = []
+        for point in points:
             workload = point.workload(
                 element_bytes=element_bytes, targets=targets, checkpointing=kind
             )
-            case = case_of(family, facts, text_tokens=workload.text_tokens)
-            found.append(traced(case, workload))
-    steps: dict[str, Any] = {kind: step_table(found) for kind, found in costs.items()}
-    # Where the inputs of blocks lie changes no work.
-    for name in ("step_mflop", "kernels"):
-        assert steps["offloaded"].pop(name) == steps["full"][name]
-    return {
-        "forward_kib": [in_kib(cost.forward_bytes) for cost in costs["none"]],
-        "forward_mflop": [round(cost.forward_flops / MEGA) for cost in costs["none"]],
-        **steps,
-    }
+            found.append(traced(case_of(family, facts, text_tokens=workload.text_tokens), workload))
+        return found
+
+    table = dict(known)
+    for kind in KINDS[element_bytes]:
+        if kind in table:
+            continue
+        found = costs(kind)
+        table[kind] = step_table(found)
+        if kind == "none":
+            table["forward_kib"] = [in_kib(cost.forward_bytes) for cost in found]
+            table["forward_mflop"] = [round(cost.forward_flops / MEGA) for cost in found]
+        if kind == "offloaded":  # where the inputs of blocks lie changes no work
+            for name in ("step_mflop", "kernels"):
+                assert table[kind].pop(name) == table["full"][name]
+    order = ("forward_kib", "forward_mflop", *KINDS[element_bytes])
+    return {name: table[name] for name in order}
 
 
 def step_table(costs: Sequence[SampleCost]) -> dict[str, Any]:

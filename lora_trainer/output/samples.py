@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from PIL.PngImagePlugin import PngInfo
@@ -21,6 +22,7 @@ from lora_trainer.errors import MachineError, first_line
 from lora_trainer.events import EventStream
 from lora_trainer.families.base import Conditioning, Sampler
 from lora_trainer.model.adapters import Adapter
+from lora_trainer.model.out_of_memory import is_out_of_memory
 from lora_trainer.train.progress import Progress
 
 
@@ -32,6 +34,7 @@ class SampleAction:
     trained along run on the prompts' tokens with the adapter of the moment.
     """
 
+    what: ClassVar = "the sample images"
     sampler: Sampler
     adapter: Adapter
     without: Callable[[], AbstractContextManager[None]]
@@ -55,13 +58,18 @@ class SampleAction:
         return (regular or self.asked()) and not progress.stopping
 
     def __call__(self, progress: Progress) -> None:
-        """Make the images; a failure is a problem of the samples, never of the training (TRN-03)."""
+        """Make the images; a failure is a problem of the samples, never of the training (TRN-03).
+
+        Raises RuntimeError when the device is out of memory: with less in its caches they may fit.
+        """
         target = self.folder / f"step-{progress.step:08d}"
         try:
             target.mkdir(parents=True, exist_ok=True)
             with self.adapter.rounded(self.precision), self.without(), torch.no_grad():
                 images = self._images(target, step=progress.step)
         except (OSError, RuntimeError, MachineError) as error:
+            if isinstance(error, RuntimeError) and is_out_of_memory(error):
+                raise
             self.events.problem(
                 f"no sample images at step {progress.step}: {first_line(error)}",
                 fix="free memory or disk, or use --set sampling.every_steps=0",

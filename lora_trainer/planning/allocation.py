@@ -18,6 +18,7 @@ from lora_trainer.hardware import GIB, Gpu, Hardware
 from lora_trainer.planning.cards import card
 from lora_trainer.planning.fitting import Choices, Fit, Judge, Limit, fit, gib, images_at_once
 from lora_trainer.planning.frozen import ELEMENT_BYTES
+from lora_trainer.planning.full_cards import FullCard
 from lora_trainer.planning.host_memory import HostPrediction, predict_host
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import RECOMPUTING, Prediction, predict
@@ -67,6 +68,7 @@ class Allocator:
     costs: RememberedCosts
     hardware: Hardware
     gpu: Gpu | None
+    full_card: FullCard | None
     buckets: Sequence[tuple[int, int]]
     priority: str
 
@@ -219,10 +221,14 @@ class Allocator:
         """What may be used of the device, and what says so."""
         if self.gpu is None:
             return Limit(bytes=self.hardware.ram_free_bytes, reason="of memory free")
+        size, reason = self.gpu.free_bytes, f"free on {self.gpu.name}"
         asked_gib = self.values["hardware.vram_limit_gib"]
-        if asked_gib is not None and asked_gib * GIB < self.gpu.free_bytes:
-            return Limit(bytes=int(asked_gib * GIB), reason="allowed by hardware.vram_limit_gib")
-        return Limit(bytes=self.gpu.free_bytes, reason=f"free on {self.gpu.name}")
+        if asked_gib is not None and asked_gib * GIB < size:
+            size, reason = int(asked_gib * GIB), "allowed by hardware.vram_limit_gib"
+        if self.full_card is None:
+            return Limit(bytes=size, reason=reason)
+        usable = int(size * self.full_card.share)
+        return Limit(bytes=usable, reason=f"({gib(size)} {reason}; {self.full_card})")
 
     @cached_property
     def _judge(self) -> Judge:

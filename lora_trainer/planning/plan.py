@@ -18,6 +18,7 @@ from lora_trainer.families.costs import SampleCost
 from lora_trainer.hardware import Gpu, Hardware
 from lora_trainer.planning.allocation import Allocation, Allocator, Decision
 from lora_trainer.planning.estimates import DiskUse, disk_bytes, run_length
+from lora_trainer.planning.full_cards import FullCard
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.loads import CostModel, Load, RememberedCosts
 from lora_trainer.planning.memory import Prediction
@@ -35,7 +36,8 @@ LARGE_TEXT_ENCODER = 2_000_000_000
 class PlanInput:
     """What a plan is made from: `images` are the different pictures trained on.
 
-    `samples_per_epoch` counts repeats; `buckets` are the (width, height) in use, in pixels.
+    `samples_per_epoch` counts repeats; `buckets` are the (width, height) in use, in pixels;
+    `full_card` is what an earlier run found out about this card.
     """
 
     resolved: Resolved
@@ -45,6 +47,7 @@ class PlanInput:
     images: int
     samples_per_epoch: int
     buckets: Sequence[tuple[int, int]]
+    full_card: FullCard | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +215,7 @@ class _Planner:
             costs=self.costs,
             hardware=self.given.hardware,
             gpu=self.gpu,
+            full_card=self.given.full_card,
             buckets=self.given.buckets,
             priority=self.given.resolved.priority,
         ).allocate()

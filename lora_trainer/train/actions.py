@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +31,7 @@ class ValidateAction:
     Step 0 is the untouched base, so the gain of the adapter can be read off.
     """
 
+    what: ClassVar = "the validation"
     batches: Sequence[StepBatch]
     model: Model
     every_steps: int
@@ -73,6 +74,7 @@ class SaveAction:
     copies, except at the end, where it waits for the acknowledgement.
     """
 
+    what: ClassVar = "the saved state"
     writer: StateWriter
     adapter: Adapter
     optimizer: torch.optim.Optimizer

@@ -43,6 +43,7 @@ def gradients_that_fit(
 
 def relieved(training: Training, guard: GuardState, *, images: int, reason: str) -> GuardState:
     """Take the next remedy after `images` at once did not fit; raises TrainingStopped without one."""
+    training.events.emit("out_of_memory", images_at_once=images, reason=reason)
     training.optimizer.zero_grad(set_to_none=True)
     free_memory()
     smaller = after_out_of_memory(guard, images=images, remedies=len(training.remedies))

@@ -150,24 +150,27 @@ def _act(training: Training, due: Sequence[Action], progress: Progress) -> Progr
 
 
 def _with_room(training: Training, action: Action, progress: Progress) -> GuardState | None:
-    """Do an action, once more with an emptied cache where the device ran out of memory, else without it.
+    """Do an action; where the device ran out of memory once more one image at a time, else without it.
 
     Training goes on as it would have: no action decides what the adapter becomes but by its guards.
     """
-    for last_try in (False, True):
+    images = progress.guard.micro_batch
+    for at_once in (images, 1):
+        tried = replace(progress, guard=replace(progress.guard, micro_batch=at_once))
         try:
-            return action(progress)
+            guard = action(tried)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             reason = first_line(error)
+        else:
+            return None if guard is None else replace(guard, micro_batch=images)
         free_memory()
-        if last_try:
-            training.events.problem(
-                f"{type(action).__name__} at step {progress.step} was left out: {reason}",
-                fix="free memory on the device, or lower hardware.vram_limit_gib",
-                code="TRN-03",
-            )
+    training.events.problem(
+        f"{action.what} of step {progress.step} had to be left out: {reason}",
+        fix="free memory on the device, or lower hardware.vram_limit_gib",
+        code="TRN-03",
+    )
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from lora_trainer.train.guards import GuardState
 
@@ -25,6 +25,9 @@ class Progress:
 
 class Action(Protocol):
     """Something done between steps; asked once before the first step and after every step."""
+
+    what: ClassVar[str]
+    """What it makes, to begin a sentence with."""
 
     def due(self, progress: Progress) -> bool:
         """Say whether this step concerns it; must be cheap."""

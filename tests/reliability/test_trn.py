@@ -194,9 +194,13 @@ def test_trn_03_samples_that_fail_are_a_problem_and_nothing_else(
         assert train(place, name, sampling__every_steps=3) == 0
     run = place.runs / name
     problems = [row for row in read_jsonl(run / "problems.jsonl") if row["code"] == "TRN-03"]
-    assert [problem["what"].split(":")[0] for problem in problems] == [
-        f"no sample images at step {step}" for step in (0, 3, 6)
+    told = [
+        f"the sample images of step {step} had to be left out"
+        if isinstance(error, torch.OutOfMemoryError)
+        else f"no sample images at step {step}"
+        for step in (0, 3, 6)
     ]
+    assert [problem["what"].split(":")[0] for problem in problems] == told
     assert trajectory(run) == trajectory(place.run), "and the weights are the exact ones again"
 
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -319,6 +319,8 @@ def test_a_torn_optimizer_step_without_a_good_state_is_the_end() -> None:
 
 def test_an_action_that_never_fits_is_left_out_and_said() -> None:
     class Hungry:
+        what: ClassVar = "the meal"
+
         def due(self, progress: Progress) -> bool:
             return progress.step == 2
 
@@ -328,7 +330,7 @@ def test_an_action_that_never_fits_is_left_out_and_said() -> None:
     tiny = build_training(build_feeder(), steps=3, actions=(Hungry(),))
     assert run(tiny.training, at_start(micro_batch=4)).step == 3
     (problem,) = tiny.of_kind("problem")
-    assert "Hungry at step 2 was left out" in problem["what"]
+    assert "the meal of step 2 had to be left out: " in problem["what"]
     assert tiny.of_kind("change") == []
 
 

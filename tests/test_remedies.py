@@ -1,0 +1,119 @@
+"""What a run does beyond its loop when a card is full: one line, and a memo by which the next is planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from lora_trainer.errors import MachineError
+from lora_trainer.events import Event, EventStream
+from lora_trainer.hardware import GIB, Hardware, assume_card
+from lora_trainer.planning.full_cards import BELOW, FullCards
+from lora_trainer.prepare import Prepared, Request, prepare
+from lora_trainer.remedies import full_card_memo, told_if_full
+from tests.fakes.runs import toy
+
+MACHINE = assume_card(
+    Hardware(
+        gpus=(),
+        gpu_reason="none in this test",
+        cpu_name="a processor",
+        cpu_threads=3,
+        ram_total_bytes=64 * GIB,
+        ram_free_bytes=48 * GIB,
+        packages={"torch": "2.13", "bitsandbytes": "0.50"},
+        reasons={"cpu_threads": "given"},
+    ),
+    vram_gib=12,
+)
+
+
+def stream() -> tuple[EventStream, list[Event]]:
+    events, seen = EventStream(), list[Event]()
+    events.subscribe(seen.append)
+    return events, seen
+
+
+def test_a_run_that_did_not_fit_makes_the_next_plan_smaller_and_a_resume_keeps_its_own(
+    tmp_path: Path,
+) -> None:
+    place = toy(tmp_path)
+    request = Request(
+        dataset=place.dataset,
+        overrides={
+            "data.cache_dir": str(place.cache),
+            "base.model": "stabilityai/stable-diffusion-xl-base-1.0",
+            "train.batch_size": 16,
+            "sampling.every_steps": 0,
+        },
+    )
+    first = prepare(request, hardware=MACHINE)
+    assert first.full_card is None
+    events, seen = stream()
+    events.subscribe(full_card_memo(first, events))
+    for _ in range(3):
+        events.emit("out_of_memory", images_at_once=4, reason="CUDA out of memory")
+    (note,) = [event.fields for event in seen if event.kind == "problem"]
+    assert "an assumed 12 GiB card was planned to" in note["what"]
+
+    second = prepare(request, hardware=MACHINE)
+    assert second.full_card is not None
+    assert second.plan.memory.peak_bytes < BELOW * first.plan.memory.peak_bytes
+    assert second.config.train.batch_size == first.config.train.batch_size
+    resumed = prepare(
+        Request(
+            dataset=place.dataset,
+            overrides=request.overrides,
+            run_settings={"train.steps": 7},
+        ),
+        hardware=MACHINE,
+    )
+    assert resumed.full_card is None
+    assert resumed.plan.memory.peak_bytes == first.plan.memory.peak_bytes
+
+    # The smaller plan fails too: the limit it is measured by is that of the card, not its own.
+    events, _ = stream()
+    events.subscribe(full_card_memo(second, events))
+    events.emit("out_of_memory", images_at_once=4, reason="CUDA out of memory")
+    third = FullCards.of(second.cache_root).known(MACHINE, "sdxl")
+    assert third is not None
+    planned = second.plan.memory.peak_bytes / MACHINE.gpus[0].free_bytes
+    assert third.share == pytest.approx(BELOW * planned, abs=2e-4)
+
+
+def test_a_processor_that_is_full_is_not_remembered(tmp_path: Path) -> None:
+    made: Any = SimpleNamespace(
+        plan=SimpleNamespace(memory=SimpleNamespace(limit_bytes=10, peak_bytes=10)),
+        full_card=None,
+        config=SimpleNamespace(hardware=SimpleNamespace(device="cpu")),
+        cache_root=tmp_path,
+    )
+    events, seen = stream()
+    events.subscribe(full_card_memo(cast(Prepared, made), events))
+    events.emit("out_of_memory", images_at_once=1, reason="no memory")
+    assert len(seen) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_running_out_of_memory_while_loading_is_one_line_with_the_right_code() -> None:
+    events, seen = stream()
+    with (
+        pytest.raises(
+            MachineError, match="ran out of memory while loading a base: CUDA out"
+        ) as told,
+        told_if_full("loading a base", events=events),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
+    assert "\n" not in str(told.value)
+    assert [event.kind for event in seen] == ["out_of_memory"]
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    events, seen = stream()
+    with pytest.raises(RuntimeError, match="shapes"), told_if_full("loading", events=events):
+        raise RuntimeError("shapes do not match")
+    assert seen == []
