@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 
@@ -11,7 +12,8 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     """accelerate knows the allocators' messages; the CUDA runtime and cuBLAS have others."""
     text = str(error)
     return (
-        bool(should_reduce_batch_size(error))
+        isinstance(error, torch.OutOfMemoryError)
+        or bool(should_reduce_batch_size(error))
         or "CUDA error: out of memory" in text
         or "CUBLAS_STATUS_ALLOC_FAILED" in text
     )
