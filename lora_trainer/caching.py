@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from lora_trainer.files import CappedFolder
 from lora_trainer.hardware import GIB
 from lora_trainer.model.offload import offload
 from lora_trainer.prepare import Prepared
+from lora_trainer.train.ranks import Ranks
 
 
 def open_cache(prepared: Prepared, events: EventStream) -> Cache:
@@ -43,9 +45,9 @@ def fill_caches(job: Job, cache: Cache) -> Needs:
     )
     text_dtype = DTYPES[concrete(config.memory.text_encoder_precision)]
     began = time.monotonic()
-    done = fill(
-        wanted,
-        cache,
+    encode = partial(
+        fill,
+        cache=cache,
         settings=config.data,
         load_image_encoder=lambda place: family.load_image_encoder(prepared.facts, device=place),
         load_text_encoder=partial(_caching_text_encoder, prepared, text_dtype),
@@ -54,15 +56,32 @@ def fill_caches(job: Job, cache: Cache) -> Needs:
         events=job.events,
         stop=job.stop,
     )
+    done = [encode(share) for share in shares(wanted, job.ranks)]
     job.events.emit(
         "cached",
-        latents=done.latents,
-        texts=done.texts,
-        found=done.found,
+        latents=sum(part.latents for part in done),
+        texts=sum(part.texts for part in done),
+        found=done[-1].found,
         seconds=time.monotonic() - began,
     )
-    cache.prune(wanted.keys())
+    if job.ranks.place.local_rank == 0:
+        cache.prune(wanted.keys())
     return wanted
+
+
+def shares(wanted: Needs, ranks: Ranks) -> Iterator[Needs]:
+    """Yield what this process encodes: its share, what its machine then still lacks, and what is left.
+
+    Between them it waits until the others have done theirs, without a collective: a machine without
+    the shared cache encodes what it needs.
+    """
+    place = ranks.place
+    if not ranks.alone:
+        yield wanted.share(place.rank, place.count)
+        ranks.wait_for_all("encoded")
+        yield wanted.share(place.local_rank, place.local_count)
+        ranks.wait_for_all("encoded here")
+    yield wanted
 
 
 def _caching_text_encoder(

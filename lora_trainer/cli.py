@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +17,7 @@ from rich.console import Console
 
 from lora_trainer import __version__, tool_commands
 from lora_trainer.config import parse_assignment
-from lora_trainer.errors import LoraTrainError, MachineError, RequestError, exit_code
+from lora_trainer.errors import LoraTrainError, RequestError, exit_code
 from lora_trainer.library_noise import quiet_libraries
 from lora_trainer.resolve import Priority
 
@@ -96,7 +95,6 @@ def train(
     if dry_run:
         _show_plan(dataset, preset, priority, config, overrides, vram=None, as_json=False)
         return
-    _refuse_many_processes()
     quiet_libraries()
     from lora_trainer.output.console import ConsoleListener
     from lora_trainer.prepare import Request
@@ -197,7 +195,6 @@ def profile(
     json: Json = False,
 ) -> None:
     """Train a few steps under torch's profiler and say what sets the pace, and which setting changes it."""
-    _refuse_many_processes()
     quiet_libraries()
     from lora_trainer.output.console import ConsoleListener
     from lora_trainer.prepare import Request
@@ -364,12 +361,3 @@ def _print(value: Any, *, as_json: bool) -> None:
         sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
     else:
         out.print(value, highlight=False)
-
-
-def _refuse_many_processes() -> None:
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if processes != "1":
-        raise MachineError(
-            f"started as {processes} processes; this version trains in one",
-            fix="start it without a launcher, or with --num_processes 1",
-        )

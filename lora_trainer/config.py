@@ -322,6 +322,13 @@ class HardwareSettings(Section):
         gt=0,
         le=1024,
     )
+    process_timeout_s: float = setting(
+        120.0,
+        "with several processes: how long one may be silent before all are ended",
+        unit="s",
+        ge=5,
+        le=86_400,
+    )
 
 
 class OutputSettings(Section):

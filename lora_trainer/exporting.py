@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lora_trainer.output.state_codec import Copy
 from lora_trainer.prepare import Prepared, bucket_counts
 from lora_trainer.run_folder import RunFolder
 from lora_trainer.train.progress import Action, Progress
+from lora_trainer.train.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class Job:
     """What a training needs besides its plan: where it writes, what it tells, when it should stop.
 
     `state` is what a resumed run goes on from, None at the start of one; `watchers` are asked between
-    steps like any other action.
+    steps like any other action; `ranks` are the processes that share the work.
     """
 
     prepared: Prepared
@@ -39,6 +40,7 @@ class Job:
     events: EventStream
     stop: Callable[[], int | None]
     started_at_s: float
+    ranks: Ranks = field(default_factory=Ranks)
     watchers: Sequence[Action] = ()
 
 

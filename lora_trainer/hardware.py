@@ -88,6 +88,15 @@ class Hardware:
         return shutil.disk_usage(existing).free
 
 
+def hardware_from(values: Mapping[str, Any]) -> Hardware:
+    """Return the hardware whose `asdict` was sent as JSON by another process."""
+    gpus = []
+    for gpu in values["gpus"]:
+        capability = gpu["compute_capability"]
+        gpus.append(Gpu(**{**gpu, "compute_capability": tuple(capability) if capability else None}))
+    return Hardware(**{**values, "gpus": tuple(gpus)})
+
+
 def detect(
     *,
     nvml: Nvml | None = None,

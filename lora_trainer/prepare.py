@@ -36,7 +36,10 @@ from lora_trainer.settings_file import read_settings_file
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked, flattened: `overrides` are the settings typed on this command line."""
+    """What was asked, flattened: `overrides` are the settings typed on this command line.
+
+    `processes` share each optimizer step; the plan is for one of them.
+    """
 
     dataset: Path
     preset: str = "auto"
@@ -45,6 +48,7 @@ class Request:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     run_settings: Mapping[str, Any] | None = None
     assumed_vram_gib: float | None = None
+    processes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,7 @@ class Prepared:
     placements: Mapping[str, Placement]
     cache_root: Path
     full_card: FullCard | None
+    processes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +109,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             samples_per_epoch=sum(record.repeats for record in trained),
             buckets=[(p.bucket.width_px, p.bucket.height_px) for p in placements.values()],
             full_card=full_card,
+            processes=request.processes,
         )
     )
     chosen = _with_base(_with_format(chosen, basis), basis)
@@ -121,6 +127,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         placements=placements,
         cache_root=cache_root,
         full_card=full_card,
+        processes=request.processes,
     )
 
 
@@ -149,6 +156,18 @@ def remarks(prepared: Prepared) -> tuple[Finding, ...]:
                 f"{facts.source} is distilled: training wears off its ability to draw in few steps",
                 advice="train on the undistilled release, "
                 "or give an assistant adapter with --set base.assistant=FILE",
+            )
+        )
+    batch, processes = config.train.batch_size, prepared.processes
+    if batch % processes:
+        busy, full = min(batch, processes), -(-batch // processes) * processes
+        found.append(
+            warning(
+                "processes",
+                None,
+                f"train.batch_size={batch} does not divide by {processes} processes: "
+                + (f"only {busy} have work" if busy < processes else "some wait for others"),
+                advice=f"train.batch_size={full} would use all of them in every step",
             )
         )
     card = prepared.hardware.accelerator().value

@@ -6,16 +6,12 @@ command line imports it only to train.
 
 from __future__ import annotations
 
-import queue
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from lora_trainer import __version__
@@ -25,8 +21,7 @@ from lora_trainer.errors import InputError, LoraTrainError, MachineError, exit_c
 from lora_trainer.events import EventStream, JsonlWriter, Listener
 from lora_trainer.exporting import Job
 from lora_trainer.families.base import Layout
-from lora_trainer.files import HashMemo
-from lora_trainer.model.load import identified, locate, with_choices
+from lora_trainer.launch import place
 from lora_trainer.output.checkpoints import TrainingState, load_newest
 from lora_trainer.output.hub import check_upload
 from lora_trainer.output.report import write_report
@@ -34,6 +29,7 @@ from lora_trainer.output.status import Control, StatusWriter
 from lora_trainer.output.trackers import start_trackers, usable_trackers
 from lora_trainer.planning.fitting import gib
 from lora_trainer.prepare import Prepared, Request, bucket_counts, prepare, remarks
+from lora_trainer.processes import follow, gather, with_base
 from lora_trainer.remedies import full_card_memo
 from lora_trainer.run_folder import (
     EVENTS_FILE,
@@ -51,14 +47,11 @@ from lora_trainer.run_folder import (
 from lora_trainer.session import sample_prompts, train_job
 from lora_trainer.show.answers import doctor_json
 from lora_trainer.show.plan import plan_json
+from lora_trainer.stopping import StopFlag, taking_signals
 from lora_trainer.train.progress import Action
+from lora_trainer.train.ranks import Ranks, joined
 
 SAMPLE_PROMPTS = 4
-_ANSWERS = (
-    "asked to stop: finishing the step, then saving",
-    "still saving; a third signal quits at once, the previous state stays valid",
-    "quitting at once",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,71 +69,26 @@ class TrainRequest:
     watchers: tuple[Action, ...] = ()
 
 
-@dataclass
-class StopFlag:
-    """Remembers a signal, or a control/stop file, until the loop asks; the third signal quits at once."""
-
-    control: Control
-    said: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
-    number: int | None = None
-    received: int = 0
-    last_s: float = float("-inf")
-    clock: Callable[[], float] = time.monotonic
-
-    def __call__(self) -> int | None:
-        pending = self.control.pending()
-        if "stop_now" in pending:
-            self.control.done("stop_now")
-            raise KeyboardInterrupt
-        if self.number is None and "stop" in pending:
-            self.control.done("stop")
-            self.number = int(signal.SIGTERM)
-        return self.number
-
-    def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Take a signal; those within one second (launchers forward them) count once.
-
-        A terminal that goes away (SIGHUP) stops the run as SIGTERM does.
-        """
-        now_s = self.clock()
-        if now_s - self.last_s >= 1.0:
-            self.received += 1
-            self.last_s = now_s
-            self.said.put(_ANSWERS[min(self.received, 3) - 1])
-        self.number = number if number in (signal.SIGINT, signal.SIGTERM) else signal.SIGTERM
-        if self.received >= 3:
-            raise KeyboardInterrupt
-
-    @contextmanager
-    def announced(self, events: EventStream) -> Iterator[None]:
-        """Tell what signals were answered while the block runs.
-
-        A handler may not: it interrupts whatever runs, maybe a write to the same terminal.
-        """
-
-        def announce() -> None:
-            while (message := self.said.get()) is not None:
-                fix = "wait a moment; with --resume the run goes on where it stopped"
-                events.problem(message, fix=fix, severity="note", code="CKP-07")
-
-        thread = threading.Thread(target=announce, name="lora-train-signals", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self.said.put(None)
-            thread.join()
-
-
 def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
-    """Train as asked and return the exported file.
+    """Train as asked and return the exported file (in a process that follows: where that will be).
 
     Raises LoraTrainError; once there is a run folder, its events, status and report say so too.
     """
+    timeout_s = Config().hardware.process_timeout_s
+    here = place()
+    request = replace(asked.request, processes=here.count)
+    with joined(here, timeout_s=timeout_s) as ranks:
+        if here.leads:
+            return _lead(replace(asked, request=request), ranks, listeners)
+        return follow(request, ranks)
+
+
+def _lead(asked: TrainRequest, ranks: Ranks, listeners: tuple[Listener, ...]) -> Path:
+    """Plan, write and speak for all processes, and do a share of the work."""
     previous = _previous(asked)
     before = read_run(previous) if previous is not None and not is_unborn(previous) else None
     request = replace(asked.request, run_settings=before["settings"] if before else None)
-    prepared = _with_base(prepare(request))
+    prepared = with_base(prepare(request))
     if asked.strict:
         _refuse_problems(prepared)
     _refuse_small_disk(prepared)
@@ -151,14 +99,17 @@ def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
     folder = claim(previous) if previous is not None else create(*_place(prepared))
     with folder, _recorded(folder, prepared, listeners) as (events, stop):
         events.subscribe(full_card_memo(prepared, events))
+        prompts = sample_prompts(prepared, count=SAMPLE_PROMPTS)
+        gather(ranks, prepared, folder, events, prompts=prompts)
         job = Job(
             prepared=prepared,
             folder=folder,
-            prompts=sample_prompts(prepared, count=SAMPLE_PROMPTS),
+            prompts=prompts,
             state=_newest_state(folder, events) if previous is not None else None,
             events=events,
             stop=stop,
             started_at_s=before["started_at_s"] if before else time.time(),
+            ranks=ranks,
             watchers=asked.watchers,
         )
         _announce(job, resumption)
@@ -195,18 +146,6 @@ def _place(prepared: Prepared) -> tuple[Path, str]:
     output = prepared.config.output
     name = prepared.dataset.folder.resolve().name if output.name == "auto" else output.name
     return Path(output.folder), name
-
-
-def _with_base(prepared: Prepared) -> Prepared:
-    """Return `prepared` with the base on this machine and its parts identified by content."""
-    config = prepared.config
-    facts = with_choices(
-        locate(config.base), config.base, zero_terminal_snr=prepared.facts.zero_terminal_snr
-    )
-    memo = HashMemo.load(prepared.cache_root / ".hashes.json")
-    facts = identified(facts, memo)
-    memo.save()
-    return replace(prepared, facts=facts)
 
 
 def _refuse_problems(prepared: Prepared) -> None:
@@ -267,8 +206,7 @@ def _recorded(
     events.subscribe(StatusWriter(folder.path, events))
     control = Control(folder.path)
     stop = StopFlag(control=control)
-    previous = {number: signal.signal(number, stop.handle) for number in _stop_signals()}
-    try:
+    with taking_signals(stop):
         usable, problems = usable_trackers(
             prepared.config.logging.trackers, packages=prepared.hardware.packages
         )
@@ -279,18 +217,6 @@ def _recorded(
         )
         with stop.announced(events):
             yield events, stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _stop_signals() -> list[int]:
-    """Return the signals that stop a run; SIGHUP is left alone where `nohup` has it ignored."""
-    stopping: list[int] = [signal.SIGINT, signal.SIGTERM]
-    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
-    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
-        stopping.append(hangup)
-    return stopping
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ FREE_SETTINGS = frozenset(
         "sampling.negative_prompt", "sampling.every_steps", "sampling.steps", "sampling.guidance_scale",
         "sampling.seed", "logging.trackers", "data.cache_dir", "data.cache_max_gib", "data.prefetch_steps",
         "data.max_bad_fraction", "data.max_megapixels", "train.validate_every_steps", "hardware.vram_limit_gib",
+        "hardware.process_timeout_s",
         "output.description", "output.author", "output.license", "output.hub_repo", "output.hub_private",
     }
 )  # fmt: skip

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from lora_trainer.caching import fill_caches, open_cache, texts_as
 from lora_trainer.config import concrete
@@ -20,7 +21,7 @@ from lora_trainer.events import read_jsonl
 from lora_trainer.exporting import Job, copied, export, exporter, upload
 from lora_trainer.model.adapters import Adapter
 from lora_trainer.networks import Networks, arrange, build_model, load_networks, with_adapter
-from lora_trainer.output.checkpoints import TrainingState
+from lora_trainer.output.checkpoints import TrainingState, freeze, state_bytes, state_of
 from lora_trainer.output.export import final_export_name, prune_exports, step_export_name
 from lora_trainer.output.samples import SampleAction
 from lora_trainer.output.state_codec import Copy
@@ -29,20 +30,43 @@ from lora_trainer.output.status import Control
 from lora_trainer.prepare import Prepared
 from lora_trainer.remedies import remedies, told_if_full
 from lora_trainer.run_folder import EVENTS_FILE, RunFolder, cut_events
-from lora_trainer.train.actions import SaveAction, ValidateAction, load_scaler
+from lora_trainer.train.actions import CompareAction, SaveAction, ValidateAction, load_scaler
 from lora_trainer.train.guards import GuardState, from_plain
 from lora_trainer.train.levels import Levels, flow_levels, table_levels
 from lora_trainer.train.loop import run
 from lora_trainer.train.optim import build_optimizer, learning_rate, restore_optimizer
-from lora_trainer.train.progress import Progress
+from lora_trainer.train.progress import Action, Progress
+from lora_trainer.train.ranks import Ranks
 from lora_trainer.train.training import Model, Training
 
 VALIDATION_QUANTILES = 8
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """What is trained and with what: the same in every process."""
+
+    networks: Networks
+    adapter: Adapter
+    model: Model
+    optimizer: torch.optim.Optimizer
+    parameters: Sequence[nn.Parameter]
+    scaler: torch.amp.GradScaler
+
+    def restored(self, state: TrainingState, *, micro_batch: int) -> Progress:
+        """Put adapter, optimizer and loss scale where `state` has them; return where that is."""
+        self.adapter.load_state(state.adapter)
+        restore_optimizer(self.optimizer, state.optimizer)
+        load_scaler(self.scaler, state.extras)
+        guard = from_plain(state.extras["guard"])
+        guard = replace(guard, micro_batch=min(micro_batch, guard.micro_batch))
+        return Progress(step=state.step, images=state.images_seen, guard=guard)
+
+
 def train_job(job: Job) -> Path:
     """Cache, train, export; return the exported file. Raises LoraTrainError."""
     prepared, config, events = job.prepared, job.prepared.config, job.events
+    micro_batch = concrete(config.memory.micro_batch)
 
     # ---- caches: encoders are loaded only if something is missing, and dropped before the denoiser
     cache = open_cache(prepared, events)
@@ -50,57 +74,39 @@ def train_job(job: Job) -> Path:
 
     # ---- model, adapter, optimizer
     events.emit("phase", phase="load", message=prepared.facts.source, done=0, total=0)
-    with told_if_full(f"loading {prepared.facts.source}", events=events):
-        networks = load_networks(prepared)
-        adapter = with_adapter(prepared, networks, job.state)
-        arrange(prepared, networks.denoiser)
-    model = build_model(prepared, networks)
-    groups = adapter.groups(config.optimizer)
-    optimizer = build_optimizer(groups, config.optimizer)
-    scaler = torch.amp.GradScaler(model.device.type, enabled=config.train.precision == "fp16")
-    start = _restore(
-        job.state, adapter, optimizer, scaler, micro_batch=concrete(config.memory.micro_batch)
-    )
+    _share(job.ranks, job.state)
+    parts = _parts(job)
+    start = Progress(step=0, images=0, guard=GuardState(micro_batch=micro_batch))
+    if job.state is not None:
+        start = parts.restored(job.state, micro_batch=micro_batch)
 
     # ---- train
-    feeder = _feeder(prepared, wanted, cache)
+    feeder = _feeder(job, wanted, cache)
     writer = StateWriter(folder=job.folder.states, keep=config.output.keep_states, events=events)
-    saves = _saves(job, writer, adapter, optimizer, scaler)
+    saves = _saves(job, writer, parts)
     writer.remember(saves.state(start))
+    _share(job.ranks, writer.newest())
 
     def restore() -> Progress:
         writer.wait()
         state = writer.newest()
         cut_events(job.folder, step=state.step)
-        return _restore(state, adapter, optimizer, scaler, micro_batch=start.guard.micro_batch)
+        _share(job.ranks, state)
+        return parts.restored(state, micro_batch=start.guard.micro_batch)
 
-    found = remedies(networks.denoiser, config.memory, device=model.device)
-    for remedy in found[: start.guard.remedies]:
-        remedy.apply()  # what this run found out before it was interrupted
-    training = Training(
-        model=model,
-        parameters=[parameter for group in groups for parameter in group["params"]],
-        optimizer=optimizer,
-        learning_rate=learning_rate(config.optimizer, steps=concrete(config.train.steps)),
-        scaler=scaler,
-        feeder=feeder,
-        steps=concrete(config.train.steps),
-        batch_size=config.train.batch_size,
-        micro_batch=concrete(config.memory.micro_batch),
-        prefetch_steps=config.data.prefetch_steps,
-        max_grad_norm=config.train.max_grad_norm,
-        events=events,
+    training = _training(
+        job,
+        parts,
+        feeder,
+        start,
         actions=[
             *job.watchers,
-            _validation(job, wanted, feeder, model),
-            _samples(job, feeder.entries, model, networks, adapter),
+            _validation(job, wanted, feeder, parts.model),
+            _samples(job, feeder.entries, parts),
+            CompareAction(saves=saves, ranks=job.ranks),
             saves,
         ],
-        stop=job.stop,
-        images_at_once=_latents_at_once(prepared),
-        remedies=found,
         restore=restore,
-        watch_spikes=config.train.tighten_on_spike,
     )
     events.emit("phase", phase="train", message="training", done=start.step, total=training.steps)
     began = time.monotonic()
@@ -111,7 +117,7 @@ def train_job(job: Job) -> Path:
     file = job.folder.path / final_export_name(job.folder.name)
     events.emit("phase", phase="export", message=file.name, done=0, total=0)
     with told_if_full("exporting", events=events):
-        export(job, adapter, file, end)
+        export(job, parts.adapter, file, end)
     base_loss, last_loss = _validation_losses(job.folder)
     events.emit(
         "finished",
@@ -121,8 +127,95 @@ def train_job(job: Job) -> Path:
         validation_loss=last_loss,
         base_validation_loss=base_loss,
     )
-    upload(job, adapter, file)
+    upload(job, parts.adapter, file)
     return file
+
+
+def follow_job(job: Job) -> None:
+    """Do this process's share of a training that another one leads: nothing is written but caches."""
+    ranks, cache = job.ranks, open_cache(job.prepared, job.events)
+    wanted = fill_caches(job, cache)
+    parts = _parts(replace(job, state=_shared(ranks)))
+    micro_batch = concrete(job.prepared.config.memory.micro_batch)
+
+    def restore() -> Progress:
+        state = _shared(ranks)
+        assert state is not None
+        return parts.restored(state, micro_batch=micro_batch)
+
+    start = restore()
+    feeder = _feeder(job, wanted, cache)
+    unwritten = StateWriter(folder=job.folder.states, keep=0, events=job.events)
+    actions: list[Action] = [
+        _validation(job, wanted, feeder, parts.model),
+        CompareAction(saves=_saves(job, unwritten, parts), ranks=ranks),
+    ]
+    run(_training(job, parts, feeder, start, actions=actions, restore=restore), start)
+
+
+def _share(ranks: Ranks, state: TrainingState | None) -> None:
+    """Give a state, or that there is none, to all other processes."""
+    if not ranks.alone:
+        ranks.from_leader(b"" if state is None else state_bytes(freeze(state)))
+
+
+def _shared(ranks: Ranks) -> TrainingState | None:
+    data = ranks.from_leader(None)
+    return state_of(data) if data else None
+
+
+def _parts(job: Job) -> _Parts:
+    prepared, config = job.prepared, job.prepared.config
+    with told_if_full(f"loading {prepared.facts.source}", events=job.events):
+        networks = load_networks(prepared)
+        adapter = with_adapter(prepared, networks, job.state)
+        arrange(prepared, networks.denoiser)
+    model = build_model(prepared, networks)
+    groups = adapter.groups(config.optimizer)
+    return _Parts(
+        networks=networks,
+        adapter=adapter,
+        model=model,
+        optimizer=build_optimizer(groups, config.optimizer),
+        parameters=[parameter for group in groups for parameter in group["params"]],
+        scaler=torch.amp.GradScaler(model.device.type, enabled=config.train.precision == "fp16"),
+    )
+
+
+def _training(
+    job: Job,
+    parts: _Parts,
+    feeder: Feeder,
+    start: Progress,
+    *,
+    actions: Sequence[Action],
+    restore: Callable[[], Progress],
+) -> Training:
+    config = job.prepared.config
+    found = remedies(parts.networks.denoiser, config.memory, device=parts.model.device)
+    for remedy in found[: start.guard.remedies]:
+        remedy.apply()  # what this run found out before it was interrupted
+    return Training(
+        model=parts.model,
+        parameters=parts.parameters,
+        optimizer=parts.optimizer,
+        learning_rate=learning_rate(config.optimizer, steps=concrete(config.train.steps)),
+        scaler=parts.scaler,
+        feeder=feeder,
+        steps=concrete(config.train.steps),
+        batch_size=config.train.batch_size,
+        micro_batch=concrete(config.memory.micro_batch),
+        prefetch_steps=config.data.prefetch_steps,
+        max_grad_norm=config.train.max_grad_norm,
+        events=job.events,
+        actions=actions,
+        stop=job.stop,
+        ranks=job.ranks,
+        images_at_once=_latents_at_once(job.prepared),
+        remedies=found,
+        restore=restore,
+        watch_spikes=config.train.tighten_on_spike,
+    )
 
 
 def _validation_losses(folder: RunFolder) -> tuple[float | None, float | None]:
@@ -151,26 +244,8 @@ def _latents_at_once(prepared: Prepared) -> dict[tuple[int, int], int]:
     }
 
 
-def _restore(
-    state: TrainingState | None,
-    adapter: Adapter,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    *,
-    micro_batch: int,
-) -> Progress:
-    if state is None:
-        return Progress(step=0, images=0, guard=GuardState(micro_batch=micro_batch))
-    adapter.load_state(state.adapter)
-    restore_optimizer(optimizer, state.optimizer)
-    load_scaler(scaler, state.extras)
-    guard = from_plain(state.extras["guard"])
-    guard = replace(guard, micro_batch=min(micro_batch, guard.micro_batch))
-    return Progress(step=state.step, images=state.images_seen, guard=guard)
-
-
-def _feeder(prepared: Prepared, wanted: Needs, cache: Cache) -> Feeder:
-    config = prepared.config
+def _feeder(job: Job, wanted: Needs, cache: Cache) -> Feeder:
+    prepared, config = job.prepared, job.prepared.config
     samples = [sample for record in prepared.trained for sample in record.sample_ids()]
     return Feeder(
         sources={sample: wanted.sources[sample] for sample in samples},
@@ -185,6 +260,7 @@ def _feeder(prepared: Prepared, wanted: Needs, cache: Cache) -> Feeder:
         objective=config.objective,
         batch_size=config.train.batch_size,
         seed=config.train.seed,
+        place=job.ranks.place,
     )
 
 
@@ -206,22 +282,22 @@ def _validation(job: Job, wanted: Needs, feeder: Feeder, model: Model) -> Valida
         model=model,
         every_steps=concrete(job.prepared.config.train.validate_every_steps),
         events=job.events,
+        ranks=job.ranks,
         watch_plateaus=job.prepared.config.train.lower_on_plateau,
     )
 
 
-def _samples(
-    job: Job, entries: Entries, model: Model, networks: Networks, adapter: Adapter
-) -> SampleAction:
+def _samples(job: Job, entries: Entries, parts: _Parts) -> SampleAction:
     prepared, config = job.prepared, job.prepared.config
     side, key = concrete(config.data.resolution), texts_as(prepared).key
+    assistant = parts.networks.assistant
     return SampleAction(
         sampler=prepared.family.build_sampler(
-            prepared.facts, denoiser=model.denoiser, device=model.device
+            prepared.facts, denoiser=parts.model.denoiser, device=parts.model.device
         ),
-        adapter=adapter,
-        without=networks.assistant.off if networks.assistant else nullcontext,
-        embed=model.embed,
+        adapter=parts.adapter,
+        without=assistant.off if assistant else nullcontext,
+        embed=parts.model.embed,
         precision=DTYPES[config.output.precision],
         entries=entries,
         prompts=[(prompt, key(prompt)) for prompt in job.prompts],
@@ -236,20 +312,14 @@ def _samples(
     )
 
 
-def _saves(
-    job: Job,
-    writer: StateWriter,
-    adapter: Adapter,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-) -> SaveAction:
+def _saves(job: Job, writer: StateWriter, parts: _Parts) -> SaveAction:
     config = job.prepared.config
     per_epoch = sum(record.repeats for record in job.prepared.trained)
     every_epochs = config.output.save_every_epochs
 
     def export_step(progress: Progress, copy: Copy) -> Export:
         file = job.folder.path / step_export_name(job.folder.name, step=progress.step)
-        write = exporter(job, copied(adapter.tensors(), copy), file, progress)
+        write = exporter(job, copied(parts.adapter.tensors(), copy), file, progress)
 
         def write_and_prune() -> str:
             write()
@@ -260,9 +330,9 @@ def _saves(
 
     return SaveAction(
         writer=writer,
-        adapter=adapter,
-        optimizer=optimizer,
-        scaler=scaler,
+        adapter=parts.adapter,
+        optimizer=parts.optimizer,
+        scaler=parts.scaler,
         export=export_step,
         last_step=concrete(config.train.steps),
         every_steps=concrete(config.output.save_every_steps),

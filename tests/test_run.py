@@ -302,13 +302,13 @@ def resume_from(place: Toy, run: Path, **settings: Any) -> int:
 def test_a_distilled_base_is_remarked_unless_an_assistant_helps(
     helped: bool, copied: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    located = run_module._with_base
+    located = run_module.with_base
 
     def distilled(prepared: Prepared) -> Prepared:
         found = located(prepared)
         return replace(found, facts=replace(found.facts, distilled=True))
 
-    monkeypatch.setattr(run_module, "_with_base", distilled)
+    monkeypatch.setattr(run_module, "with_base", distilled)
     assistant = str(copied.run / "toy.safetensors") if helped else None
     settings = {**QUIET, "base__assistant": assistant, "output__save_every_steps": 0}
     line = copied.arguments("--name", "fast", steps=1, **settings)

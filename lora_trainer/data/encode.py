@@ -9,7 +9,7 @@ encoders are trained along, a text's entry is its tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -58,6 +58,18 @@ class Needs:
     latents: Mapping[str, LatentJob]
     texts: Mapping[str, tuple[str, CacheKey]]
     sources: Mapping[str, Source]
+
+    def share(self, rank: int, count: int) -> Needs:
+        """Return what process `rank` of `count` encodes; every entry is in one share."""
+
+        def own(digest: str) -> bool:
+            return int(digest[:8], 16) % count == rank
+
+        return replace(
+            self,
+            latents={digest: job for digest, job in self.latents.items() if own(digest)},
+            texts={digest: text for digest, text in self.texts.items() if own(digest)},
+        )
 
     def keys(self) -> list[CacheKey]:
         """Return all keys in use."""

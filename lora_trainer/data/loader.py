@@ -23,6 +23,7 @@ from lora_trainer.data.cache import Cache, CacheKey
 from lora_trainer.data.captions import is_dropped, variant_of
 from lora_trainer.errors import MachineError
 from lora_trainer.families.base import Conditioning, Prediction
+from lora_trainer.launch import Place
 from lora_trainer.randomness import Stream, draw_seed, draw_uniform, shuffled
 from lora_trainer.train.levels import Level, Levels
 from lora_trainer.train.objective import draw_noise, min_snr_weight
@@ -60,7 +61,7 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """The samples of one optimizer step (0-based `step`) and the epochs finished after it."""
+    """This process's samples of one optimizer step (0-based `step`) and the epochs finished after it."""
 
     step: int
     samples: tuple[Prepared, ...]
@@ -108,7 +109,10 @@ class Entries:
 
 @dataclass(frozen=True, kw_only=True)
 class Feeder:
-    """Prepares steps. `sources` maps sample ids to cache entries; `told` is conditioning all samples share."""
+    """Prepares steps. `sources` maps sample ids to cache entries; `told` is conditioning all samples share.
+
+    Of several processes each prepares its share of a step, `place` says which.
+    """
 
     sources: Mapping[str, Source]
     empty_text: CacheKey
@@ -120,6 +124,7 @@ class Feeder:
     objective: ObjectiveSettings
     batch_size: int
     seed: int
+    place: Place = field(default_factory=Place)
     _orders: dict[int, list[str]] = field(default_factory=dict)
 
     def sample_at(self, position: int) -> tuple[int, str]:
@@ -130,11 +135,23 @@ class Feeder:
     def prepare(self, step: int) -> StepBatch:
         """Return everything step `step` (0-based) needs, on the CPU."""
         first = step * self.batch_size
-        places = [self.sample_at(first + k) for k in range(self.batch_size)]
-        samples = tuple(self.prepare_sample(epoch, sample) for epoch, sample in places)
+        samples = tuple(self.prepare_sample(epoch, sample) for epoch, sample in self.share(step))
         return StepBatch(
             step=step, samples=samples, epoch=(first + self.batch_size) / len(self.sources)
         )
+
+    def share(self, step: int) -> list[tuple[int, str]]:
+        """Return (epoch, sample id) of what this process does of a step.
+
+        Samples of one shape stay together, so that they can be done at once.
+        """
+        first, place = step * self.batch_size, self.place
+        found = [self.sample_at(first + k) for k in range(self.batch_size)]
+        if place.count == 1:
+            return found
+        found.sort(key=lambda at: self.sources[at[1]].size_px)
+        start, end = (len(found) * rank // place.count for rank in (place.rank, place.rank + 1))
+        return found[start:end]
 
     def prepare_sample(self, epoch: int, sample: str) -> Prepared:
         """Draw all of one sample's randomness for one epoch."""

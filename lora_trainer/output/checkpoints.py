@@ -8,6 +8,7 @@ Older states are pruned only after the new one is durable, and two are always ke
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -103,6 +104,33 @@ def thaw(frozen: Frozen) -> TrainingState:
         optimizer=unpack(Packed(tree=frozen.optimizer.tree, tensors=tensors)),
         extras=unpack(frozen.extras)["extras"],
     )
+
+
+def tensors_digest(frozen: Frozen) -> bytes:
+    """Return the SHA-256 of all tensors of a state, which is the same for the same bits only."""
+    digest = hashlib.sha256()
+    for tensors in (frozen.adapter, frozen.optimizer.tensors):
+        for part in file_parts(tensors):
+            digest.update(part)
+    return digest.digest()
+
+
+def state_bytes(frozen: Frozen) -> bytes:
+    """Return a state in one piece, to be sent to another process."""
+    contents = {name: b"".join(parts_of(data)) for name, data in _encode(frozen).items()}
+    sizes = [len(contents[name]).to_bytes(8, "little") for name in FILES]
+    return b"".join([*sizes, *(contents[name] for name in FILES)])
+
+
+def state_of(data: bytes) -> TrainingState:
+    """Return the state of `state_bytes`."""
+    start = 8 * len(FILES)
+    contents = {}
+    for index, name in enumerate(FILES):
+        size = int.from_bytes(data[8 * index : 8 * index + 8], "little")
+        contents[name] = data[start : start + size]
+        start += size
+    return _decode(contents)
 
 
 class SpoiltAdapter(TrainingStopped):

@@ -6,6 +6,7 @@ its predictions, its time, and a decision with its reason for every setting it c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -69,6 +70,7 @@ class Allocator:
     hardware: Hardware
     gpu: Gpu | None
     full_card: FullCard | None
+    processes: int
     buckets: Sequence[tuple[int, int]]
     priority: str
 
@@ -103,6 +105,11 @@ class Allocator:
     # ---- what may be tried
 
     @property
+    def _share(self) -> int:
+        """Images of a step that one process does at most."""
+        return math.ceil(int(self.values["train.batch_size"]) / self.processes)
+
+    @property
     def _all_buckets(self) -> Sequence[tuple[int, int]]:
         side_px = int(self.values["data.resolution"])
         return self.buckets or [(side_px, side_px)]
@@ -110,7 +117,7 @@ class Allocator:
     @cached_property
     def _wanted(self) -> Load:
         values = self.values
-        micro_batch, batch_size = values["memory.micro_batch"], values["train.batch_size"]
+        micro_batch, batch_size = values["memory.micro_batch"], self._share
         return Load(
             device="cuda" if self.gpu else "cpu",
             precision=values["train.precision"],
@@ -249,7 +256,7 @@ class Allocator:
         )
 
     def _time(self, load: Load) -> StepTime:
-        batch_size = self.values["train.batch_size"]
+        batch_size = self._share
         work = step_work(load, facts=self.facts, costs=self.costs, batch_size=batch_size)
         if self.gpu is None:
             return cpu_step_time(work, threads=self.values["hardware.threads"])
@@ -322,7 +329,7 @@ class Allocator:
         return f"of {self._blocks}: all on the card would take {whole}, {self.limit}"
 
     def _why_micro_batch(self, load: Load, at_once: int) -> str:
-        if at_once == self.values["train.batch_size"]:
+        if at_once == self._share:
             return ""
         more = self._peak(replace(load, micro_batch=load.micro_batch + 1))
         width_px, height_px = load.bucket_px

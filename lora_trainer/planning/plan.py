@@ -37,7 +37,7 @@ class PlanInput:
     """What a plan is made from: `images` are the different pictures trained on.
 
     `samples_per_epoch` counts repeats; `buckets` are the (width, height) in use, in pixels;
-    `full_card` is what an earlier run found out about this card.
+    `full_card` is what an earlier run found out about this card; `processes` share each step.
     """
 
     resolved: Resolved
@@ -48,6 +48,7 @@ class PlanInput:
     samples_per_epoch: int
     buckets: Sequence[tuple[int, int]]
     full_card: FullCard | None = None
+    processes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +217,7 @@ class _Planner:
             hardware=self.given.hardware,
             gpu=self.gpu,
             full_card=self.given.full_card,
+            processes=self.given.processes,
             buckets=self.given.buckets,
             priority=self.given.resolved.priority,
         ).allocate()

@@ -7,7 +7,7 @@ step has happened, and a resume repeats nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,11 +16,12 @@ import torch
 from lora_trainer.data.loader import StepBatch, micro_batches
 from lora_trainer.events import EventStream
 from lora_trainer.model.adapters import Adapter
-from lora_trainer.output.checkpoints import SpoiltAdapter, TrainingState
+from lora_trainer.output.checkpoints import SpoiltAdapter, TrainingState, freeze, tensors_digest
 from lora_trainer.output.state_codec import Copy
 from lora_trainer.output.state_writer import Export, StateWriter
 from lora_trainer.train.guards import GuardState, Unstable, after_validation, to_plain
 from lora_trainer.train.progress import Progress
+from lora_trainer.train.ranks import Ranks
 from lora_trainer.train.training import Model
 
 
@@ -28,7 +29,8 @@ from lora_trainer.train.training import Model
 class ValidateAction:
     """Mean unweighted loss of the held-out pictures over stratified timesteps, with fixed noise.
 
-    Step 0 is the untouched base, so the gain of the adapter can be read off.
+    Step 0 is the untouched base, so the gain of the adapter can be read off. `batches` hold every
+    picture; each of `ranks` does its share.
     """
 
     what: ClassVar = "the validation"
@@ -36,6 +38,7 @@ class ValidateAction:
     model: Model
     every_steps: int
     events: EventStream
+    ranks: Ranks
     watch_plateaus: bool = False
 
     def due(self, progress: Progress) -> bool:
@@ -46,23 +49,23 @@ class ValidateAction:
         )
 
     def __call__(self, progress: Progress) -> GuardState | None:
+        cap, images = progress.guard.micro_batch, len(self.batches[0].samples)
+        sums = self.ranks.sum([self._loss_sum(batch, cap=cap) for batch in self.batches])
         by_timestep = [
-            [batch.step, self._loss(batch, cap=progress.guard.micro_batch)]
-            for batch in self.batches
+            [batch.step, total / images] for batch, total in zip(self.batches, sums, strict=True)
         ]
         mean = sum(loss for _, loss in by_timestep) / len(by_timestep)
-        images = len(self.batches[0].samples)
         self.events.emit(
             "validation", step=progress.step, loss=mean, by_timestep=by_timestep, images=images
         )
         return after_validation(progress.guard, mean) if self.watch_plateaus else None
 
     @torch.no_grad()
-    def _loss(self, batch: StepBatch, *, cap: int) -> float:
-        groups = micro_batches(batch, cap=cap)
-        return float(torch.stack([self.model.losses(group).sum() for group in groups]).sum()) / len(
-            batch.samples
-        )
+    def _loss_sum(self, batch: StepBatch, *, cap: int) -> float:
+        place = self.ranks.place
+        own = replace(batch, samples=batch.samples[place.rank :: place.count])
+        sums = [self.model.losses(group).sum() for group in micro_batches(own, cap=cap)]
+        return float(torch.stack(sums).sum()) if sums else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +93,14 @@ class SaveAction:
     def due(self, progress: Progress) -> bool:
         if progress.step == 0:
             return False
+        return self.is_regular(progress) or self.asked()
+
+    def is_regular(self, progress: Progress) -> bool:
+        """Say whether a save is due here by itself, which all processes answer alike."""
+        if progress.step == 0:
+            return False
         regular = self.every_steps > 0 and progress.step % self.every_steps == 0
-        return regular or progress.ending or self._ends_epoch(progress) or self.asked()
+        return regular or progress.ending or self._ends_epoch(progress)
 
     def __call__(self, progress: Progress) -> None:
         """Copy the state and start writing it; raises as `StateWriter.save`, Unstable if it is spoilt."""
@@ -123,6 +132,26 @@ class SaveAction:
             progress.images // self.every_images
             > (progress.images - self.batch_size) // self.every_images
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareAction:
+    """Before each save: every process has come to the same weights and moments, or none saves."""
+
+    what: ClassVar = "the comparison of states"
+    saves: SaveAction
+    ranks: Ranks
+
+    def due(self, progress: Progress) -> bool:
+        return not self.ranks.alone and self.saves.is_regular(progress)
+
+    def __call__(self, progress: Progress) -> None:
+        """Raise Unstable for weights that are no numbers and TrainingStopped for others; on all alike."""
+        try:
+            frozen = freeze(self.saves.state(progress))
+        except SpoiltAdapter as error:
+            raise Unstable(error.found, progress.guard) from None
+        self.ranks.require_same(tensors_digest(frozen), step=progress.step)
 
 
 def _at_the_end(progress: Progress) -> bool:

@@ -73,7 +73,7 @@ def run(training: Training, start: Progress) -> Progress:
 def _mended(training: Training, torn: TornStep) -> Progress:
     """Go back before a step that ran out of memory while weights were changing, with a remedy taken."""
     guard = relieved(training, torn.guard, images=torn.guard.micro_batch, reason=torn.reason)
-    if training.restore is None:
+    if training.restore is None or not training.ranks.alone:
         raise TrainingStopped(
             f"the device ran out of memory in the optimizer: {torn.reason}",
             fix="run the same command with --resume",
@@ -104,10 +104,11 @@ def _train(training: Training, start: Progress) -> Progress:
             rate = training.learning_rate(progress.step) * progress.guard.lr_scale
             set_learning_rate(training.optimizer, rate)
             loss, guard = gradients_that_fit(training, batch, progress.guard)
+            loss = training.ranks.reduce(training.parameters, loss, stop=training.stop())
             grad_norm = apply_whole(training, loss, guard)
 
             # ---- report, a few steps late on a GPU
-            step, images = progress.step + 1, progress.images + len(batch.samples)
+            step, images = progress.step + 1, progress.images + training.batch_size
             progress = Progress(step=step, images=images, guard=guard)
             fields = {"step": step, "images": images, "lr": rate, "epoch": batch.epoch}
             fields |= {"seconds": training.clock() - began, "data_wait_s": waited}
@@ -116,7 +117,7 @@ def _train(training: Training, start: Progress) -> Progress:
                 progress = _report(training, pending.popleft(), progress)
 
             # ---- save, sample, validate, stop
-            signal_number = training.stop() if step < training.steps else None
+            signal_number = training.ranks.stop_asked() if step < training.steps else None
             stopping = signal_number is not None
             progress = replace(
                 progress, ending=stopping or step == training.steps, stopping=stopping
@@ -166,6 +167,8 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
         else:
             return None if guard is None else replace(guard, micro_batch=images)
         free_memory()
+    if not training.ranks.alone:  # the others wait for this one's part
+        raise TrainingStopped(f"{action.what} of step {progress.step}: {reason}", fix=RESUME)
     training.events.problem(
         f"{action.what} of step {progress.step} had to be left out: {reason}",
         fix="free memory on the device, or lower hardware.vram_limit_gib",

@@ -19,6 +19,7 @@ from lora_trainer.train.guards import (
 from lora_trainer.train.objective import add_noise, sample_losses, target
 from lora_trainer.train.optim import LearningRate
 from lora_trainer.train.progress import Action, Progress
+from lora_trainer.train.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,8 @@ class Training:
     width) of the latents. `remedies` are taken in their order when the device is full; those a
     resumed run has taken are in force already.
     `restore()` puts adapter and optimizer back to the last good state and returns where that was;
-    without it, instability is the end. `watch_spikes` clips tighter when losses jump.
+    without it, instability is the end. `ranks` are the processes it is shared by. `watch_spikes`
+    clips tighter when losses jump.
     """
 
     model: Model
@@ -94,6 +96,7 @@ class Training:
     events: EventStream
     actions: Sequence[Action]
     stop: Callable[[], int | None]
+    ranks: Ranks = field(default_factory=Ranks)
     images_at_once: Mapping[tuple[int, int], int] = field(default_factory=dict)
     remedies: Sequence[Remedy] = ()
     restore: Callable[[], Progress] | None = None

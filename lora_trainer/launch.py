@@ -1,0 +1,55 @@
+"""Who this process is among those that a launcher (`accelerate launch`, torchrun, Slurm through them) started.
+
+Input is the environment every launcher sets, output a `Place`. Without a launcher there is one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lora_trainer.errors import MachineError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """This process is number `rank` of `count`, and `local_rank` of the `local_count` on its machine."""
+
+    rank: int = 0
+    count: int = 1
+    local_rank: int = 0
+    local_count: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process plans, writes and speaks for all."""
+        return self.rank == 0
+
+
+def place(environment: Mapping[str, str] = os.environ) -> Place:
+    """Return the place of this process; raises MachineError where the launcher contradicts itself."""
+    names = {
+        "rank": "RANK",
+        "count": "WORLD_SIZE",
+        "local_rank": "LOCAL_RANK",
+        "local_count": "LOCAL_WORLD_SIZE",
+    }
+    given = {field: environment[name] for field, name in names.items() if environment.get(name)}
+    if given.get("count", "1") == "1":
+        return Place()
+    try:
+        found = Place(**{field: int(value) for field, value in given.items()})
+    except ValueError:
+        raise _contradiction(given) from None
+    if not (0 <= found.rank < found.count and 0 <= found.local_rank < found.local_count):
+        raise _contradiction(given)
+    return found
+
+
+def _contradiction(given: Mapping[str, str]) -> MachineError:
+    told = ", ".join(f"{name} {value}" for name, value in given.items())
+    return MachineError(
+        f"the launcher says {told}, which is no place of a process",
+        fix="start it with `accelerate launch -m lora_trainer ...`, or without a launcher",
+    )

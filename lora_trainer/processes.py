@@ -1,0 +1,128 @@
+"""Several processes, one training: the first plans and tells the others what was decided; they obey.
+
+What goes between them is JSON in the launcher's store, before any collective is possible.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from lora_trainer.config import flatten
+from lora_trainer.device import planned_device, setup_torch
+from lora_trainer.errors import InputError, MachineError
+from lora_trainer.events import EventStream
+from lora_trainer.exporting import Job
+from lora_trainer.files import HashMemo
+from lora_trainer.hardware import hardware_from
+from lora_trainer.model.load import identified, locate, with_choices
+from lora_trainer.prepare import Prepared, Request, prepare
+from lora_trainer.run_folder import RunFolder, last_step
+from lora_trainer.session import follow_job
+from lora_trainer.stopping import StopFlag, taking_signals
+from lora_trainer.train.loop import CUDA_REPORT_LAG
+from lora_trainer.train.ranks import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What the leader has decided, as JSON for the others."""
+
+    settings: dict[str, Any]
+    hardware: dict[str, Any]
+    fingerprint: str
+    identities: dict[str, str]
+    prompts: list[str]
+    folder: str
+
+
+def gather(
+    ranks: Ranks,
+    prepared: Prepared,
+    folder: RunFolder,
+    events: EventStream,
+    *,
+    prompts: Sequence[str],
+) -> None:
+    """Tell the other processes what was decided, and wait for them."""
+    if ranks.watch is None:
+        return
+
+    def ended(reason: str) -> None:
+        step = last_step(folder)
+        events.emit("stopped", reason=reason, exit_code=MachineError.exit_code, step=step)
+
+    ranks.watch.on_end = ended
+    ranks.watch.timeout_s = prepared.config.hardware.process_timeout_s
+    ranks.watch.record(events)
+    orders = Orders(
+        settings=flatten(prepared.config),
+        hardware=asdict(prepared.hardware),
+        fingerprint=prepared.dataset.fingerprint,
+        identities={name: part.identity for name, part in prepared.facts.parts.items()},
+        prompts=list(prompts),
+        folder=str(folder.path),
+    )
+    ranks.watch.give("orders", json.dumps(asdict(orders)))
+    _connect(ranks, prepared)
+
+
+def follow(asked: Request, ranks: Ranks) -> Path:
+    """Do a share of what another process leads: same settings, same data, same base, nothing written."""
+    assert ranks.watch is not None
+    orders = Orders(**json.loads(ranks.watch.take("orders")))
+    ranks.watch.timeout_s = float(orders.settings["hardware.process_timeout_s"])
+    request = Request(
+        dataset=asked.dataset, run_settings=orders.settings, processes=asked.processes
+    )
+    hardware = hardware_from(orders.hardware)
+    prepared = with_base(prepare(request, hardware=hardware))
+    identities = {name: part.identity for name, part in prepared.facts.parts.items()}
+    if (prepared.dataset.fingerprint, identities) != (orders.fingerprint, orders.identities):
+        what = "base" if identities != orders.identities else "dataset"
+        raise InputError(
+            f"process {ranks.place.rank} finds another {what} under the same name than process 0",
+            fix="give all machines the same files",
+        )
+    setup_torch(prepared)
+    _connect(ranks, prepared)
+    events, folder = EventStream(), Path(orders.folder)
+    events.subscribe(ranks.watch.tell)
+    stop = StopFlag()
+    with taking_signals(stop):
+        follow_job(
+            Job(
+                prepared=prepared,
+                folder=RunFolder(path=folder, lock=FileLock(folder / ".not-ours")),
+                prompts=orders.prompts,
+                state=None,
+                events=events,
+                stop=stop,
+                started_at_s=time.time(),
+                ranks=ranks,
+            )
+        )
+    return folder
+
+
+def _connect(ranks: Ranks, prepared: Prepared) -> None:
+    device = planned_device(prepared)
+    ranks.connect(device, lag=CUDA_REPORT_LAG if device.type == "cuda" else 0)
+
+
+def with_base(prepared: Prepared) -> Prepared:
+    """Return `prepared` with the base on this machine and its parts identified by content."""
+    config = prepared.config
+    facts = with_choices(
+        locate(config.base), config.base, zero_terminal_snr=prepared.facts.zero_terminal_snr
+    )
+    memo = HashMemo.load(prepared.cache_root / ".hashes.json")
+    facts = identified(facts, memo)
+    memo.save()
+    return replace(prepared, facts=facts)
