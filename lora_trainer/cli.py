@@ -18,6 +18,7 @@ from rich.console import Console
 from lora_trainer import __version__, tool_commands
 from lora_trainer.config import parse_assignment
 from lora_trainer.errors import LoraTrainError, RequestError, exit_code
+from lora_trainer.launch import place
 from lora_trainer.library_noise import quiet_libraries
 from lora_trainer.resolve import Priority
 
@@ -195,6 +196,11 @@ def profile(
     json: Json = False,
 ) -> None:
     """Train a few steps under torch's profiler and say what sets the pace, and which setting changes it."""
+    if (processes := place().count) > 1:
+        raise RequestError(
+            f"profile looks at one process, and the launcher started {processes}",
+            fix="start it without the launcher",
+        )
     quiet_libraries()
     from lora_trainer.output.console import ConsoleListener
     from lora_trainer.prepare import Request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from lora_trainer.config import concrete
 from lora_trainer.errors import MachineError
 from lora_trainer.hardware import GIB
+from lora_trainer.launch import place
 from lora_trainer.model.memory_cap import cap_allocator
 from lora_trainer.prepare import Prepared
 
@@ -23,8 +25,11 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
     """
     config = prepared.config
     torch.set_num_threads(concrete(config.hardware.threads))
+    if config.train.deterministic:  # read when CUDA starts, which the next lines do
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = planned_device(prepared)
     if device.type == "cuda":
+        torch.cuda.set_device(device)
         _cap(prepared, device)
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -32,6 +37,7 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
+        "processes": prepared.processes,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name()
         if device.type == "cuda"
@@ -51,6 +57,7 @@ def _cap(prepared: Prepared, device: torch.device) -> None:
 
 
 def planned_device(prepared: Prepared) -> torch.device:
+    """Return the device of this process, with its index: several processes take a card each."""
     if prepared.config.hardware.device != "cuda":
         return CPU
     if not torch.cuda.is_available():
@@ -58,4 +65,4 @@ def planned_device(prepared: Prepared) -> torch.device:
             f"the machine has {prepared.hardware.gpus[0].name} but torch {torch.__version__} cannot use it",
             fix="install the CUDA build of torch, or use --set hardware.device=cpu",
         )
-    return torch.device("cuda")
+    return torch.device("cuda", place().local_rank % torch.cuda.device_count())

@@ -38,6 +38,8 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
     given = {field: environment[name] for field, name in names.items() if environment.get(name)}
     if given.get("count", "1") == "1":
         return Place()
+    if missing := names.keys() - given.keys():
+        raise _contradiction(given | dict.fromkeys(missing, "nothing"))
     try:
         found = Place(**{field: int(value) for field, value in given.items()})
     except ValueError:

@@ -33,12 +33,16 @@ from lora_trainer.planning.plan import Plan, PlanInput, plan
 from lora_trainer.resolve import Origin, Priority, Resolved, resolve
 from lora_trainer.settings_file import read_settings_file
 
+PLANNED_BY = ("memory.", "hardware.", "adapter.", "base.", "data.resolution", "train.batch_size")
+"""Settings that decide how much memory a run takes: with another one it is planned again."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What was asked, flattened: `overrides` are the settings typed on this command line.
 
-    `processes` share each optimizer step; the plan is for one of them.
+    `run_settings` and `run_at_once` (images at once by "WIDTHxHEIGHT") are those of a run that goes
+    on. `processes` share each optimizer step; the plan is for one of them.
     """
 
     dataset: Path
@@ -47,6 +51,7 @@ class Request:
     config_file: Path | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     run_settings: Mapping[str, Any] | None = None
+    run_at_once: Mapping[str, int] | None = None
     assumed_vram_gib: float | None = None
     processes: int = 1
 
@@ -110,6 +115,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             buckets=[(p.bucket.width_px, p.bucket.height_px) for p in placements.values()],
             full_card=full_card,
             processes=request.processes,
+            kept_at_once=_kept_at_once(request),
         )
     )
     chosen = _with_base(_with_format(chosen, basis), basis)
@@ -129,6 +135,22 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         full_card=full_card,
         processes=request.processes,
     )
+
+
+def _kept_at_once(request: Request) -> Mapping[tuple[int, int], int] | None:
+    """Return the split of a run that goes on: a fresh one would change its bits with today's free memory."""
+    before = request.run_settings
+    if before is None or request.run_at_once is None:
+        return None
+    typed = [key for key, value in request.overrides.items() if before.get(key) != value]
+    if any(key.startswith(PLANNED_BY) for key in typed):
+        return None
+    sizes = (size.split("x") for size in request.run_at_once)
+    counts = request.run_at_once.values()
+    return {
+        (int(width), int(height)): count
+        for (width, height), count in zip(sizes, counts, strict=True)
+    }
 
 
 def examine(request: Request, *, hardware: Hardware | None = None) -> DatasetReport:

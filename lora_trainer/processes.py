@@ -26,7 +26,7 @@ from lora_trainer.prepare import Prepared, Request, prepare
 from lora_trainer.run_folder import RunFolder, last_step
 from lora_trainer.session import follow_job
 from lora_trainer.stopping import StopFlag, taking_signals
-from lora_trainer.train.loop import CUDA_REPORT_LAG
+from lora_trainer.train.loop import report_lag
 from lora_trainer.train.ranks import Ranks
 
 
@@ -35,6 +35,7 @@ class Orders:
     """What the leader has decided, as JSON for the others."""
 
     settings: dict[str, Any]
+    at_once: dict[str, int]
     hardware: dict[str, Any]
     fingerprint: str
     identities: dict[str, str]
@@ -63,6 +64,10 @@ def gather(
     ranks.watch.record(events)
     orders = Orders(
         settings=flatten(prepared.config),
+        at_once={
+            f"{width}x{height}": count
+            for (width, height), count in prepared.plan.images_at_once.items()
+        },
         hardware=asdict(prepared.hardware),
         fingerprint=prepared.dataset.fingerprint,
         identities={name: part.identity for name, part in prepared.facts.parts.items()},
@@ -79,7 +84,10 @@ def follow(asked: Request, ranks: Ranks) -> Path:
     orders = Orders(**json.loads(ranks.watch.take("orders")))
     ranks.watch.timeout_s = float(orders.settings["hardware.process_timeout_s"])
     request = Request(
-        dataset=asked.dataset, run_settings=orders.settings, processes=asked.processes
+        dataset=asked.dataset,
+        run_settings=orders.settings,
+        run_at_once=orders.at_once,
+        processes=asked.processes,
     )
     hardware = hardware_from(orders.hardware)
     prepared = with_base(prepare(request, hardware=hardware))
@@ -113,7 +121,7 @@ def follow(asked: Request, ranks: Ranks) -> Path:
 
 def _connect(ranks: Ranks, prepared: Prepared) -> None:
     device = planned_device(prepared)
-    ranks.connect(device, lag=CUDA_REPORT_LAG if device.type == "cuda" else 0)
+    ranks.connect(device, lag=report_lag(device))
 
 
 def with_base(prepared: Prepared) -> Prepared:

@@ -87,7 +87,7 @@ def _lead(asked: TrainRequest, ranks: Ranks, listeners: tuple[Listener, ...]) ->
     """Plan, write and speak for all processes, and do a share of the work."""
     previous = _previous(asked)
     before = read_run(previous) if previous is not None and not is_unborn(previous) else None
-    request = replace(asked.request, run_settings=before["settings"] if before else None)
+    request = replace(asked.request, **_as_planned(before, processes=ranks.place.count))
     prepared = with_base(prepare(request))
     if asked.strict:
         _refuse_problems(prepared)
@@ -124,6 +124,16 @@ def _lead(asked: TrainRequest, ranks: Ranks, listeners: tuple[Listener, ...]) ->
         events.emit("phase", phase="report", message="report.html", done=0, total=0)
         write_report(folder.path)
         return file
+
+
+def _as_planned(before: dict[str, Any] | None, *, processes: int) -> dict[str, Any]:
+    """Return what a request takes over from the run it goes on with."""
+    if before is None:
+        return {}
+    found = {"run_settings": before["settings"]}
+    if before["environment"]["exactness"].get("processes") == processes:
+        found["run_at_once"] = before["plan"]["memory"]["images_at_once"]
+    return found
 
 
 def _previous(asked: TrainRequest) -> Path | None:

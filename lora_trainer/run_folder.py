@@ -38,6 +38,16 @@ FREE_SETTINGS = frozenset(
         "output.description", "output.author", "output.license", "output.hub_repo", "output.hub_private",
     }
 )  # fmt: skip
+# Settings that say how it is computed: a resume may change them and keeps every draw, not every bit.
+ROUNDING_SETTINGS = frozenset(
+    {
+        "memory.attention",
+        "memory.gradient_checkpointing",
+        "memory.micro_batch",
+        "memory.streamed_blocks",
+        "memory.text_encoder_offload",
+    }
+)
 # What decides the shapes of the adapter and of the optimizer's state, and where both began.
 FORBIDDEN_SETTINGS = frozenset(
     {
@@ -129,7 +139,7 @@ def compare(
     """Return ("EXACT" | "SAME-STREAM" | "CHANGED", differences) of a resume; raises RequestError.
 
     Settings in FORBIDDEN_SETTINGS cannot change; others make it CHANGED; another environment (torch,
-    threads, processor, device) keeps every draw but not every bit.
+    threads, processor, device), or one that is not deterministic, keeps every draw but not every bit.
     """
     free = FREE_SETTINGS - (
         {"train.validate_every_steps"} if now["train.lower_on_plateau"] else set()
@@ -149,9 +159,10 @@ def compare(
         for key, value in environment_now.items()
         if environment.get(key) != value
     ]
-    if lines:
+    if any(key not in ROUNDING_SETTINGS for key in changed):
         return "CHANGED", lines + moved
-    return ("SAME-STREAM", moved) if moved else ("EXACT", [])
+    exact = environment_now["deterministic"] and not (lines or moved)
+    return ("EXACT" if exact else "SAME-STREAM"), lines + moved
 
 
 def is_unborn(path: Path) -> bool:

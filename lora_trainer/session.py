@@ -77,14 +77,15 @@ def train_job(job: Job) -> Path:
     _share(job.ranks, job.state)
     parts = _parts(job)
     start = Progress(step=0, images=0, guard=GuardState(micro_batch=micro_batch))
-    if job.state is not None:
-        start = parts.restored(job.state, micro_batch=micro_batch)
+    writer = StateWriter(folder=job.folder.states, keep=config.output.keep_states, events=events)
+    saves = _saves(job, writer, parts)
+    with told_if_full("preparing the first step", events=events):
+        if job.state is not None:
+            start = parts.restored(job.state, micro_batch=micro_batch)
+        writer.remember(saves.state(start))
 
     # ---- train
     feeder = _feeder(job, wanted, cache)
-    writer = StateWriter(folder=job.folder.states, keep=config.output.keep_states, events=events)
-    saves = _saves(job, writer, parts)
-    writer.remember(saves.state(start))
     _share(job.ranks, writer.newest())
 
     def restore() -> Progress:
@@ -170,13 +171,14 @@ def _parts(job: Job) -> _Parts:
         networks = load_networks(prepared)
         adapter = with_adapter(prepared, networks, job.state)
         arrange(prepared, networks.denoiser)
+        groups = adapter.groups(config.optimizer)
+        optimizer = build_optimizer(groups, config.optimizer)
     model = build_model(prepared, networks)
-    groups = adapter.groups(config.optimizer)
     return _Parts(
         networks=networks,
         adapter=adapter,
         model=model,
-        optimizer=build_optimizer(groups, config.optimizer),
+        optimizer=optimizer,
         parameters=[parameter for group in groups for parameter in group["params"]],
         scaler=torch.amp.GradScaler(model.device.type, enabled=config.train.precision == "fp16"),
     )

@@ -342,13 +342,36 @@ def test_a_cache_folder_that_cannot_be_is_exit_code_4(
     assert str(in_the_way) in error
 
 
-def test_several_processes_are_refused_until_they_are_supported(
+def test_profiling_is_of_one_process(
     place: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    code, error = refused(capsys, "profile", place.dataset)
+    assert code == 2
+    assert "the launcher started 2" in error
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "two"},
+    ],
+)
+def test_a_launcher_that_contradicts_itself_is_refused(
+    told: dict[str, str],
+    place: Toy,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
     code, error = refused(capsys, place.dataset, "--output", "runs")
     assert code == 4
-    assert "2 processes" in error
+    assert "accelerate launch" in error
     assert not Path("runs").exists()
 
 

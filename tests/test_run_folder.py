@@ -16,6 +16,7 @@ from lora_trainer.events import read_jsonl
 from lora_trainer.run_folder import (
     FORBIDDEN_SETTINGS,
     FREE_SETTINGS,
+    ROUNDING_SETTINGS,
     RunFolder,
     claim,
     compare,
@@ -28,8 +29,8 @@ from lora_trainer.run_folder import (
 
 BEFORE: dict[str, Any] = {key: "before" for key in setting_keys()}
 BEFORE["train.lower_on_plateau"] = False
-OTHERS = sorted(set(setting_keys()) - FREE_SETTINGS - set(FORBIDDEN_SETTINGS))
-MACHINE = {"torch": "2.13.0", "threads": 1}
+OTHERS = sorted(set(setting_keys()) - FREE_SETTINGS - ROUNDING_SETTINGS - set(FORBIDDEN_SETTINGS))
+MACHINE = {"torch": "2.13.0", "threads": 1, "deterministic": True}
 
 
 def compared(
@@ -117,6 +118,19 @@ def test_what_is_computed_may_change_and_is_said(keys: set[str], moved: bool) ->
     assert exactness == "CHANGED"
     expected = [f"{key}: {BEFORE[key]} -> now" for key in keys]
     assert sorted(differences) == sorted(expected + ["threads: 1 -> 2"] * moved)
+
+
+@given(st.sets(st.sampled_from(sorted(ROUNDING_SETTINGS)), min_size=1))
+def test_how_it_is_computed_keeps_the_draws_and_not_the_bits(keys: set[str]) -> None:
+    exactness, differences = compared(dict.fromkeys(keys, "now"))
+    assert exactness == "SAME-STREAM"
+    assert len(differences) == len(keys)
+
+
+def test_a_device_that_is_not_deterministic_never_promises_the_bits() -> None:
+    """Nothing differs there, and the bits do."""
+    loose = MACHINE | {"deterministic": False}
+    assert compare(BEFORE, BEFORE, environment=loose, environment_now=loose) == ("SAME-STREAM", [])
 
 
 def test_how_often_is_validated_matters_where_it_decides_the_learning_rate() -> None:

@@ -73,10 +73,16 @@ class Allocator:
     processes: int
     buckets: Sequence[tuple[int, int]]
     priority: str
+    kept: Mapping[tuple[int, int], int] | None = None
+    """Images at once by bucket of a run that goes on, whose settings are in `values`: nothing is decided."""
 
     def allocate(self) -> Allocation:
         """Raise MachineError naming the nearest setting that fits when nothing does, or RequestError."""
         self._refuse_impossible()
+        if self.kept is not None and set(self._all_buckets) <= self.kept.keys():
+            return self._allocated(
+                self._wanted, {size: self.kept[size] for size in self._all_buckets}
+            )
         wanted, judge = self._wanted, self._judge
         found = fit(
             wanted,
@@ -88,18 +94,22 @@ class Allocator:
         at_once = images_at_once(
             found.load, self._all_buckets, most=wanted.micro_batch, judge=judge
         )
+        made = self._allocated(found.load, at_once)
+        decisions = self._decisions(found, max(at_once.values()), made.memory.peak_bytes)
+        return replace(made, decisions=tuple(decisions))
+
+    def _allocated(self, load: Load, at_once: Mapping[tuple[int, int], int]) -> Allocation:
         loads = [
-            replace(found.load, bucket_px=bucket, micro_batch=count)
-            for bucket, count in at_once.items()
+            replace(load, bucket_px=bucket, micro_batch=count) for bucket, count in at_once.items()
         ]
-        memory = max((judge.predict(load) for load in loads), key=lambda made: made.peak_bytes)
+        memory = max(map(self._judge.predict, loads), key=lambda made: made.peak_bytes)
         return Allocation(
-            load=found.load,
+            load=load,
             memory=memory,
-            host=judge.predict_host(found.load),
-            time=self._time(found.load),
+            host=self._judge.predict_host(load),
+            time=self._time(load),
             images_at_once=at_once,
-            decisions=tuple(self._decisions(found, max(at_once.values()), memory.peak_bytes)),
+            decisions=(),
         )
 
     # ---- what may be tried

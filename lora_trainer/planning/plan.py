@@ -37,7 +37,8 @@ class PlanInput:
     """What a plan is made from: `images` are the different pictures trained on.
 
     `samples_per_epoch` counts repeats; `buckets` are the (width, height) in use, in pixels;
-    `full_card` is what an earlier run found out about this card; `processes` share each step.
+    `full_card` is what an earlier run found out about this card; `processes` share each step;
+    `kept_at_once` are the images at once of a run that goes on as it was planned.
     """
 
     resolved: Resolved
@@ -49,6 +50,7 @@ class PlanInput:
     buckets: Sequence[tuple[int, int]]
     full_card: FullCard | None = None
     processes: int = 1
+    kept_at_once: Mapping[tuple[int, int], int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +220,7 @@ class _Planner:
             gpu=self.gpu,
             full_card=self.given.full_card,
             processes=self.given.processes,
+            kept=self.given.kept_at_once,
             buckets=self.given.buckets,
             priority=self.given.resolved.priority,
         ).allocate()

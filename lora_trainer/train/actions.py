@@ -178,3 +178,6 @@ def load_scaler(scaler: torch.amp.GradScaler, values: Mapping[str, Any]) -> None
             scaler.state_dict()
             | {"scale": values["loss_scale"], "_growth_tracker": values["loss_scale_growth"]}
         )
+        # A step that was torn after unscaling would else count as unscaled for ever; torch resets
+        # this in `update` only, which would also change the scale.
+        scaler._per_optimizer_states.clear()

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_trainer.errors import RESUME, StoppedBySignal, TrainingStopped, first_line
+from lora_trainer.errors import (
+    RESUME,
+    MachineError,
+    StoppedBySignal,
+    TrainingStopped,
+    first_line,
+)
 from lora_trainer.events import EventStream
 from lora_trainer.model.device_memory import device_memory
 from lora_trainer.model.out_of_memory import free_memory, is_out_of_memory
@@ -66,16 +72,19 @@ def run(training: Training, start: Progress) -> Progress:
             reason = f"back to step {good.step}: {unstable.found}"
             _tell_changes(training.events, unstable.state, guard, reason=reason)
             progress = replace(good, guard=guard, ending=False)
-        except TornStep as torn:
-            progress = _mended(training, torn)
+            continue
+        except TornStep as error:
+            torn = error.guard, error.reason
+        # Outside the except block: its traceback would keep gradients alive that must go.
+        progress = _mended(training, *torn)
 
 
-def _mended(training: Training, torn: TornStep) -> Progress:
+def _mended(training: Training, torn: GuardState, reason: str) -> Progress:
     """Go back before a step that ran out of memory while weights were changing, with a remedy taken."""
-    guard = relieved(training, torn.guard, images=torn.guard.micro_batch, reason=torn.reason)
+    guard = relieved(training, torn, images=torn.micro_batch, reason=reason)
     if training.restore is None or not training.ranks.alone:
         raise TrainingStopped(
-            f"the device ran out of memory in the optimizer: {torn.reason}",
+            f"the device ran out of memory in the optimizer: {reason}",
             fix="run the same command with --resume",
         )
     good = training.restore()
@@ -90,21 +99,25 @@ def _mended(training: Training, torn: TornStep) -> Progress:
 def _train(training: Training, start: Progress) -> Progress:
     """Train from `start` to the end; raises Unstable besides what `run` raises."""
     progress, pending = start, deque[_Report]()
-    lag = CUDA_REPORT_LAG if training.model.device.type == "cuda" else 0
+    lag = report_lag(training.model.device)
     with training.feeder.stream(
         start.step, training.steps, ahead=training.prefetch_steps
     ) as batches:
         while progress.step < training.steps:
-            # ---- data: prepared ahead, so what is measured here is only the wait for it
-            began = training.clock()
-            batch = next(batches)
-            waited = training.clock() - began
+            try:
+                # ---- data: prepared ahead, so what is measured here is only the wait for it
+                began = training.clock()
+                batch = next(batches)
+                waited = training.clock() - began
 
-            # ---- step: noise, predict, weighted loss, backward, clip, optimizer
-            rate = training.learning_rate(progress.step) * progress.guard.lr_scale
-            set_learning_rate(training.optimizer, rate)
-            loss, guard = gradients_that_fit(training, batch, progress.guard)
-            loss = training.ranks.reduce(training.parameters, loss, stop=training.stop())
+                # ---- step: noise, predict, weighted loss, backward, clip, optimizer
+                rate = training.learning_rate(progress.step) * progress.guard.lr_scale
+                set_learning_rate(training.optimizer, rate)
+                loss, guard = gradients_that_fit(training, batch, progress.guard)
+            except (MachineError, TrainingStopped):
+                _save_whole_steps(training, pending, progress, since=start.step)
+                raise
+            loss = training.ranks.reduce(training.parameters, loss, ask=training.stop)
             grad_norm = apply_whole(training, loss, guard)
 
             # ---- report, a few steps late on a GPU
@@ -117,7 +130,9 @@ def _train(training: Training, start: Progress) -> Progress:
                 progress = _report(training, pending.popleft(), progress)
 
             # ---- save, sample, validate, stop
-            signal_number = training.ranks.stop_asked() if step < training.steps else None
+            signal_number = (
+                training.ranks.stop_asked(training.stop) if step < training.steps else None
+            )
             stopping = signal_number is not None
             progress = replace(
                 progress, ending=stopping or step == training.steps, stopping=stopping
@@ -133,6 +148,25 @@ def _train(training: Training, start: Progress) -> Progress:
                     fix=RESUME,
                 )
     return progress
+
+
+def report_lag(device: torch.device) -> int:
+    """Return how many steps late a loss is read; bit-exact runs do not depend on when they stop."""
+    if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+        return 0
+    return CUDA_REPORT_LAG
+
+
+def _save_whole_steps(
+    training: Training, pending: deque[_Report], progress: Progress, *, since: int
+) -> None:
+    """Save what the steps before one that cannot be done came to, as a stop would."""
+    if progress.step == since or not training.ranks.alone:
+        return
+    while pending:
+        progress = _report(training, pending.popleft(), progress)
+    progress = replace(progress, ending=True, stopping=True)
+    _act(training, _due(training, progress), progress)
 
 
 def _due(training: Training, progress: Progress) -> list[Action]:
@@ -167,8 +201,10 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
         else:
             return None if guard is None else replace(guard, micro_batch=images)
         free_memory()
-    if not training.ranks.alone:  # the others wait for this one's part
-        raise TrainingStopped(f"{action.what} of step {progress.step}: {reason}", fix=RESUME)
+    if progress.stopping or not training.ranks.alone:  # it is needed, or others wait for this part
+        raise TrainingStopped(
+            f"{action.what} of step {progress.step} is missing: {reason}", fix=RESUME
+        )
     training.events.problem(
         f"{action.what} of step {progress.step} had to be left out: {reason}",
         fix="free memory on the device, or lower hardware.vram_limit_gib",

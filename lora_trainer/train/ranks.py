@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -75,16 +75,16 @@ class Ranks:
     # ---- the step
 
     def reduce(
-        self, parameters: Sequence[nn.Parameter], loss: Tensor, *, stop: int | None
+        self, parameters: Sequence[nn.Parameter], loss: Tensor, *, ask: Callable[[], int | None]
     ) -> Tensor:
         """Sum gradients and loss over all processes, in place; return the loss of the whole batch.
 
         A parameter that has no gradient anywhere keeps none: optimizers leave it alone, as they do
-        in one process. `stop` is the signal this process was asked to end with.
+        in one process. `ask` returns the signal this process was asked to end with.
         """
         if self.alone:
-            self._stop = stop
             return loss
+        stop = ask()
         flat = self._flat = self._buffer(parameters)
         views, told = self._views(flat, parameters), flat[-len(parameters) - len(STOPS) - 1 :]
         for view, parameter in zip(views, parameters, strict=True):
@@ -121,8 +121,10 @@ class Ranks:
         parts = flat[: sum(sizes)].split(sizes)
         return [part.view_as(like) for part, like in zip(parts, parameters, strict=True)]
 
-    def stop_asked(self) -> int | None:
-        """Return the signal to end with after this step, the same on all processes."""
+    def stop_asked(self, ask: Callable[[], int | None]) -> int | None:
+        """Return the signal to end with after this step, the same on all processes; alone, `ask` it."""
+        if self.alone:
+            return ask()
         while len(self._asked) > self.lag:
             counts = self._asked.popleft().tolist()
             asked = [number for number, count in zip(STOPS, counts, strict=True) if count]
@@ -150,6 +152,8 @@ class Ranks:
         with self._together():
             dist.broadcast(length, src=0)
             size = int(length.item())
+            if size == 0:
+                return b""
             if data is None:
                 buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
             else:

@@ -28,8 +28,22 @@ from lora_trainer.launch import Place
 INTERVAL_S = 0.5
 GRACE_S = 5.0
 """What the main thread has to end by itself, with the reason, before it is ended."""
-TOLD = ("problem", "change", "out_of_memory")
-"""Kinds of events of followers that belong into the records of the run."""
+STORE_GONE = "the process that kept the launcher's store ended"
+
+
+def _is_local(event: Event) -> bool:
+    """Whether an event belongs into the records of the run although the leader has not seen it.
+
+    What the guards decide (TRN-01) follows from the same numbers everywhere: the leader says it.
+    """
+    match event.kind:
+        case "out_of_memory":
+            return True
+        case "problem":
+            return bool(event.fields["code"] != "TRN-01")
+        case "change":
+            return str(event.fields["key"]).startswith("memory.")
+    return False
 
 
 @dataclass(kw_only=True)
@@ -80,8 +94,8 @@ class Watch:
         self._events = events
 
     def tell(self, event: Event) -> None:
-        """Listener of a follower's events: hand the leader what belongs into the records."""
-        if event.kind in TOLD:
+        """Listener of a follower's events: hand the leader what only happened here."""
+        if _is_local(event):
             number = self._told.get(self.place.rank, 0)
             row = {"kind": event.kind, "fields": dict(event.fields)}
             self.store.set(f"told/{self.place.rank}/{number}", json.dumps(row))
@@ -117,7 +131,11 @@ class Watch:
         """Return why another process ended, as soon as that is known; empty when nobody knows."""
         deadline_s = self.clock() + GRACE_S / 2
         while self.clock() < deadline_s:
-            if found := self._failure():
+            try:
+                found = self._failure()
+            except RuntimeError:
+                return STORE_GONE
+            if found:
                 return found
             time.sleep(INTERVAL_S / 5)
         return ""
@@ -132,8 +150,8 @@ class Watch:
                 self._beat(number)
                 self._listen()
                 found = self._failure()
-            except RuntimeError:  # the store went with the process that kept it
-                found = "the process that keeps the launcher's store ended"
+            except RuntimeError:
+                found = STORE_GONE
             if found:
                 self._end(found)
 

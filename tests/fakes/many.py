@@ -1,0 +1,290 @@
+"""Trainings of several processes, many of them in one go: imported once, forked for every process.
+
+`python -m tests.fakes.many FOLDER` runs the scenarios below and writes FOLDER/results.json; a test
+reads them. Faults are put into the children, by rank. Without a launcher: each child has the
+environment that one gives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.events import read_jsonl
+from tests.fakes.runs import Toy, toy
+from tests.reliability.kill import load_everything
+
+STEPS = 20
+TIMEOUT_S = 90.0
+IN_A_STEP = 11
+"""A call of the loss in the second or third step: the first eight are of the first validation."""
+SETTINGS: Mapping[str, Any] = {
+    "logging__trackers": [],
+    "sampling__every_steps": 0,
+    "train__batch_size": 4,
+    "memory__micro_batch": 4,
+    "train__validate_every_steps": 5,
+    "output__save_every_steps": 4,
+    "optimizer__name": "adamw",
+    "hardware__process_timeout_s": 5,
+}
+Fault = Callable[["Process"], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """A child about to start."""
+
+    rank: int
+    count: int
+    notes: Path
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a run of several processes came to; `codes` are negative for signals."""
+
+    codes: list[int]
+    seconds: float
+    output: list[str] = field(default_factory=list)
+
+
+def run(
+    place: Toy,
+    name: str,
+    count: int,
+    *more: str,
+    faults: Mapping[int, Fault] | None = None,
+    meanwhile: Callable[[list[int], Path], None] = lambda pids, run: None,
+    **settings: Any,
+) -> Run:
+    """Train in `count` processes; `meanwhile` may do something to them."""
+    notes = place.folder / f"notes-{name}"
+    notes.mkdir(exist_ok=True)
+    line = place.arguments("--name", name, *more, steps=STEPS, **{**SETTINGS, **settings})
+    port, began, pids = free_port(), time.monotonic(), []
+    for rank in range(count):
+        child = os.fork()
+        if child == 0:
+            _be(Process(rank=rank, count=count, notes=notes), line, port, faults or {})
+        pids.append(child)
+    meanwhile(pids, place.runs / name)
+    codes = [_wait(pid, began) for pid in pids]
+    output = [
+        (notes / f"{rank}.log").read_text(encoding="utf-8", errors="replace")[-3000:]
+        for rank in range(count)
+    ]
+    return Run(codes=codes, seconds=time.monotonic() - began, output=output)
+
+
+def _be(process: Process, line: list[str], port: int, faults: Mapping[int, Fault]) -> None:
+    log = os.open(process.notes / f"{process.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if process.count > 1:
+        os.environ |= {
+            "RANK": str(process.rank),
+            "LOCAL_RANK": str(process.rank),
+            "WORLD_SIZE": str(process.count),
+            "LOCAL_WORLD_SIZE": str(process.count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    code = 1
+    try:
+        note_draws(process)
+        if fault := faults.get(process.rank):
+            fault(process)
+        from lora_trainer import cli
+
+        code = cli.run(line)
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _wait(pid: int, began: float) -> int:
+    """Return how a child ended; one that hangs is killed, which no test expects."""
+    while time.monotonic() - began < TIMEOUT_S:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return 1000
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ---- what a child notes down
+
+
+def note_draws(process: Process) -> None:
+    """Note every sample with its noise, entries encoded, and the gradients of the first step."""
+    import torch
+    from safetensors.torch import save_file
+
+    from lora_trainer.data import encode
+    from lora_trainer.data.cache import Cache
+    from lora_trainer.data.loader import Feeder
+    from lora_trainer.train.ranks import Ranks
+
+    draws = (process.notes / f"draws-{process.rank}.txt").open("a")
+    encoded = (process.notes / f"encoded-{process.rank}.txt").open("a")
+    prepare, reduce, write = Feeder.prepare, Ranks.reduce, Cache.write
+
+    def noted_prepare(self: Feeder, step: int) -> Any:
+        batch = prepare(self, step)
+        for sample in batch.samples:
+            parts = (sample.latents, sample.noise, torch.tensor(sample.level.timestep))
+            digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
+            draws.write(f"{step} {sample.sample} {digest}\n")
+        draws.flush()
+        return batch
+
+    def noted_reduce(self: Ranks, parameters: Any, loss: Any, **options: Any) -> Any:
+        found = reduce(self, parameters, loss, **options)
+        file = process.notes / "gradients.safetensors"
+        if self.place.leads and not file.exists():
+            save_file({str(n): p.grad.clone() for n, p in enumerate(parameters)}, file)
+        return found
+
+    def noted_write(self: Cache, key: Any, arrays: Any) -> Any:
+        encoded.write(f"{key.digest}\n")
+        encoded.flush()
+        return write(self, key, arrays)
+
+    Feeder.prepare = noted_prepare  # type: ignore[method-assign]
+    Ranks.reduce = noted_reduce  # type: ignore[method-assign]
+    Cache.write = noted_write  # type: ignore[method-assign]
+    assert encode  # imported before the fork's first use of it
+
+
+# ---- faults
+
+
+def losses_at(call: int, spoil: Callable[[Any], Any]) -> Fault:
+    """Return a fault that spoils one call of the loss."""
+
+    def fault(process: Process) -> None:
+        from lora_trainer.train.training import Model
+
+        real, calls = Model.losses, iter(range(1, 1_000_000))
+
+        def losses(self: Model, samples: Any) -> Any:
+            found = real(self, samples)
+            return spoil(found) if next(calls) == call else found
+
+        Model.losses = losses  # type: ignore[method-assign]
+
+    return fault
+
+
+def out_of_memory(_: Any) -> Any:
+    import torch
+
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def broken(_: Any) -> Any:
+    raise ValueError("a bug in this process")
+
+
+def other_weights(process: Process) -> None:
+    """Let this process's optimizer do a little more than the others'."""
+    import torch
+
+    real = torch.optim.AdamW.step
+
+    def step(self: Any, *args: Any, **options: Any) -> Any:
+        found = real(self, *args, **options)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1e-7)
+        return found
+
+    torch.optim.AdamW.step = step  # type: ignore[method-assign]
+
+
+def after_step(step: int, act: Callable[[list[int]], None]) -> Callable[[list[int], Path], None]:
+    """Return something to do once that step is logged."""
+
+    def meanwhile(pids: list[int], run: Path) -> None:
+        until = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < until:
+            rows = read_jsonl(run / "events.jsonl") if run.is_dir() else []
+            if any(row["event"] == "step" and row["step"] >= step for row in rows):
+                act(pids)
+                return
+            time.sleep(0.005)
+
+    return meanwhile
+
+
+def signalled(rank: int, number: int) -> Callable[[list[int]], None]:
+    return lambda pids: os.kill(pids[rank], number)
+
+
+# ---- scenarios
+
+
+def scenarios(place: Toy) -> dict[str, Run]:
+    """Run all; the order matters where one goes on with another."""
+    import torch
+
+    found: dict[str, Run] = {}
+    nan = losses_at(IN_A_STEP, lambda losses: losses * torch.nan)
+    found["one"] = run(place, "one", 1)
+    for count in (2, 3, 4):
+        found[f"of {count}"] = run(place, f"of {count}", count)
+    found["cold"] = run(place, "cold", 2, data__cache_dir=str(place.folder / "cold"))
+    found["no memory"] = run(place, "no memory", 2, faults={1: losses_at(IN_A_STEP, out_of_memory)})
+    found["nan"] = run(place, "nan", 2, faults={1: nan})
+    found["bug"] = run(place, "bug", 2, faults={1: losses_at(IN_A_STEP, broken)})
+    found["bug resumed"] = run(place, "bug", 2, "--resume")
+    found["apart"] = run(place, "apart", 2, faults={1: other_weights})
+    for rank in (0, 1):
+        kill = after_step(6, signalled(rank, signal.SIGKILL))
+        found[f"killed {rank}"] = run(place, f"killed {rank}", 2, meanwhile=kill)
+        found[f"killed {rank} resumed"] = run(place, f"killed {rank}", 2, "--resume")
+    freeze = after_step(6, signalled(1, signal.SIGSTOP))
+    found["frozen"] = run(place, "frozen", 2, meanwhile=freeze)
+    stop = after_step(6, signalled(1, signal.SIGTERM))
+    found["stopped"] = run(place, "stopped", 2, meanwhile=stop)
+    found["stopped resumed"] = run(place, "stopped", 2, "--resume")
+    found["idle"] = run(place, "idle", 2, train__batch_size=1, memory__micro_batch=1)
+    found["idle alone"] = run(place, "idle alone", 1, train__batch_size=1, memory__micro_batch=1)
+    return found
+
+
+def main() -> None:
+    """Run the scenarios in the folder named on the command line."""
+    folder = Path(sys.argv[1])
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    load_everything()
+    place = toy(folder, images=14)
+    child = os.fork()  # this process only forks: torch must not compute in it
+    if child == 0:
+        place.with_base()
+        os._exit(0)
+    _wait(child, time.monotonic())
+    (place.dataset / "cut.png").write_bytes((place.dataset / "p0.png").read_bytes()[:200])
+    found = {name: vars(made) for name, made in scenarios(place).items()}
+    (folder / "results.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

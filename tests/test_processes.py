@@ -1,0 +1,258 @@
+"""Several processes, one trajectory: equal to one process, also when a process fails, freezes or is killed.
+
+One child process runs all trainings (tests/fakes/many.py); what is asserted here is what they left.
+MPR-01 to 03 of the fault list.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lora_trainer.events import read_jsonl
+from lora_trainer.output.checkpoints import ADAPTER
+from tests.fakes.many import SETTINGS, STEPS, free_port
+from tests.fakes.runs import MEASURES, ROOT, Toy, events, last_state
+from tests.fakes.training import distance
+
+SPLITS = ("of 2", "of 3", "of 4", "cold", "no memory")
+FAILED = ("bug", "killed 0", "killed 1", "frozen", "apart")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    folder = tmp_path_factory.mktemp("many")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fakes.many", str(folder)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return Toy(folder=folder)
+
+
+@pytest.fixture(scope="module")
+def results(place: Toy) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((place.folder / "results.json").read_text())
+    return found
+
+
+def adapter(place: Toy, name: str) -> list[Tensor]:
+    found = load_file(last_state(place.runs / name) / ADAPTER)
+    return [found[key] for key in sorted(found)]
+
+
+def gradients(place: Toy, name: str) -> list[Tensor]:
+    found = load_file(place.folder / f"notes-{name}" / "gradients.safetensors")
+    return [found[key] for key in sorted(found, key=int)]
+
+
+def draws(place: Toy, name: str) -> Counter[str]:
+    """Return every (step, sample, hash of latents, noise and timestep) that any process prepared."""
+    files = (place.folder / f"notes-{name}").glob("draws-*.txt")
+    return Counter(line for file in files for line in file.read_text().splitlines())
+
+
+def encoded(place: Toy, name: str) -> list[list[str]]:
+    files = sorted((place.folder / f"notes-{name}").glob("encoded-*.txt"))
+    return [file.read_text().splitlines() for file in files]
+
+
+def worst(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    return max(distance([a], [b]) for a, b in zip(ours, theirs, strict=True))
+
+
+# ---- the same trajectory
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_any_number_of_processes_is_one_training(
+    name: str, place: Toy, results: dict[str, Any]
+) -> None:
+    assert set(results[name]["codes"]) == {0}, results[name]["output"]
+    assert draws(place, name) == draws(place, "one")
+    assert distance(gradients(place, name), gradients(place, "one")) < 1e-5
+    assert distance(adapter(place, name), adapter(place, "one")) < 5e-5
+    assert worst(adapter(place, name), adapter(place, "one")) < 1e-3
+    ours, one = (events(place.runs / run, "step") for run in (name, "one"))
+    assert [row["step"] for row in ours] == list(range(1, STEPS + 1))
+    assert [row["images"] for row in ours] == [row["images"] for row in one]
+    assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in one], rel=1e-4)
+    validations = [
+        [row["loss"] for row in events(place.runs / run, "validation")] for run in (name, "one")
+    ]
+    assert validations[0] == pytest.approx(validations[1], rel=1e-4)
+    assert len(validations[0]) == 1 + STEPS // 5
+
+
+def test_each_process_has_a_share_and_nobody_twice(place: Toy, results: dict[str, Any]) -> None:
+    counts = [
+        len((place.folder / "notes-of 3" / f"draws-{rank}.txt").read_text().splitlines())
+        for rank in range(3)
+    ]
+    assert sum(counts) == 4 * STEPS
+    assert sorted(counts) == [STEPS, STEPS, 2 * STEPS], "2 + 1 + 1"
+    assert max(draws(place, "of 3").values()) == 1
+
+
+def test_out_of_memory_in_one_process_stays_there_and_is_recorded(
+    place: Toy, results: dict[str, Any]
+) -> None:
+    run = place.runs / "no memory"
+    (accident,) = events(run, "out_of_memory")
+    assert accident["reason"].startswith("process 1: CUDA out of memory")
+    changes = [row for row in events(run, "change") if row["key"] == "memory.micro_batch"]
+    assert [(row["old"], row["new"]) for row in changes] == [(4, 1)]
+    assert events(place.runs / "of 2", "out_of_memory") == []
+
+
+def test_what_is_no_number_in_one_process_is_skipped_by_all(
+    place: Toy, results: dict[str, Any]
+) -> None:
+    assert results["nan"]["codes"] == [0, 0]
+    problems = [
+        row["what"]
+        for row in read_jsonl(place.runs / "nan" / "problems.jsonl")
+        if row["code"] == "TRN-01"
+    ]
+    assert len(problems) == 1 and "was skipped" in problems[0]
+    losses = [row["loss"] for row in events(place.runs / "nan", "step")]
+    assert losses.count(None) == 1
+    assert all(tensor.isfinite().all() for tensor in adapter(place, "nan"))
+
+
+def test_a_bad_picture_is_left_out_by_all(place: Toy, results: dict[str, Any]) -> None:
+    for name in ("one", "of 3"):
+        problems = read_jsonl(place.runs / name / "problems.jsonl")
+        assert [row["file"] for row in problems if row["severity"] == "error"] == ["cut.png"]
+
+
+def test_a_process_without_a_sample_changes_nothing(place: Toy, results: dict[str, Any]) -> None:
+    assert results["idle"]["codes"] == [0, 0]
+    assert draws(place, "idle") == draws(place, "idle alone")
+    ours, alone = adapter(place, "idle"), adapter(place, "idle alone")
+    assert distance(ours, alone) < 5e-5
+    (remark,) = [
+        row
+        for row in read_jsonl(place.runs / "idle" / "problems.jsonl")
+        if "does not divide by 2 processes" in row["what"]
+    ]
+    assert "only 1 have work" in remark["what"]
+
+
+# ---- caches
+
+
+def test_each_entry_is_encoded_once_by_one_process(place: Toy, results: dict[str, Any]) -> None:
+    shares = encoded(place, "cold")
+    assert all(shares), "both had work"
+    assert max(Counter(shares[0] + shares[1]).values()) == 1
+    assert sorted(shares[0] + shares[1]) == sorted(encoded(place, "one")[0])
+
+
+def test_a_warm_cache_is_not_encoded_again(place: Toy, results: dict[str, Any]) -> None:
+    assert encoded(place, "of 2") == [[], []]
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("name", FAILED)
+def test_mpr_01_02_03_a_process_that_fails_ends_all_with_the_reason(
+    name: str, place: Toy, results: dict[str, Any]
+) -> None:
+    found = results[name]
+    assert 0 not in found["codes"] and 1000 not in found["codes"], "none went on, none hung"
+    assert found["seconds"] < 5 + 30, "the timeout and half a minute"
+    reason = {
+        "bug": "process 1: ValueError: a bug in this process",
+        "killed 0": "the process that kept the launcher's store ended",
+        "killed 1": "process 1 of 2 was killed or crashed",
+        "frozen": "process 1 of 2 has been silent for",
+        "apart": "process 1 of 2 came to other weights than process 0 by step 4",
+    }[name]
+    assert reason in "".join(found["output"]) + _status(place, name)
+
+
+def _status(place: Toy, name: str) -> str:
+    return (place.runs / name / "status.json").read_text(encoding="utf-8")
+
+
+def test_mpr_02_a_frozen_process_is_named_in_the_status(
+    place: Toy, results: dict[str, Any]
+) -> None:
+    status = json.loads(_status(place, "frozen"))
+    assert (status["state"], status["exit_code"]) == ("failed", 4)
+    assert "process 1 of 2 has been silent" in status["message"]
+    stopped = events(place.runs / "frozen", "stopped")
+    assert len(stopped) == 1
+
+
+def test_mpr_03_states_that_differ_are_never_saved(place: Toy, results: dict[str, Any]) -> None:
+    assert results["apart"]["codes"] == [5, 5]
+    assert not list((place.runs / "apart").glob("states/step-*"))
+
+
+@pytest.mark.parametrize("name", ["bug", "killed 0", "killed 1", "stopped"])
+def test_mpr_01_a_resume_of_all_processes_comes_to_the_same_bits(
+    name: str, place: Toy, results: dict[str, Any]
+) -> None:
+    assert results[f"{name} resumed"]["codes"] == [0, 0], results[f"{name} resumed"]["output"]
+    for file in (ADAPTER, "optim.safetensors", "state.json"):
+        ours, whole = (last_state(place.runs / run) / file for run in (name, "of 2"))
+        assert ours.read_bytes() == whole.read_bytes()
+    ours, whole = (
+        [[row[key] for key in MEASURES] for row in events(place.runs / run, "step")]
+        for run in (name, "of 2")
+    )
+    assert ours == whole
+    assert events(place.runs / name, "resumed")[0]["exactness"] == "EXACT"
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(
+    place: Toy, results: dict[str, Any]
+) -> None:
+    assert results["stopped"]["codes"] == [143, 143]
+    text = "".join(results["stopped"]["output"])
+    assert len(set(re.findall(r"stopped after step (\d+)", text))) == 1, "both name the same step"
+
+
+# ---- between machines
+
+
+def test_accelerate_launch_over_two_machines(place: Toy, results: dict[str, Any]) -> None:
+    """Two launchers as on two machines, here by the loopback; the run is that of one process."""
+    line = place.arguments("--name", "machines", steps=STEPS, **SETTINGS)
+    port = free_port()
+    launchers = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "accelerate.commands.launch", "--cpu"),
+                *("--num_machines", "2", "--num_processes", "2", "--machine_rank", str(machine)),
+                *("--main_process_ip", "127.0.0.1", "--main_process_port", str(port)),
+                *("--mixed_precision", "no", "--dynamo_backend", "no", "-m", "lora_trainer"),
+                *line,
+            ],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for machine in range(2)
+    ]
+    output = [launcher.communicate(timeout=110)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], output
+    assert distance(adapter(place, "machines"), adapter(place, "one")) < 5e-5
