@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from lora_trainer import __version__
+from lora_trainer.caching import refuse_small_cache
 from lora_trainer.config import Config, concrete, flatten
 from lora_trainer.device import setup_torch
 from lora_trainer.errors import InputError, LoraTrainError, MachineError, exit_code
@@ -143,7 +144,9 @@ def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
     prepared = _with_base(prepare(request))
     if asked.strict:
         _refuse_problems(prepared)
+    prompts = sample_prompts(prepared, count=SAMPLE_PROMPTS)
     _refuse_small_disk(prepared)
+    refuse_small_cache(prepared, prompts)
     if prepared.config.output.hub_repo is not None:
         check_upload(prepared.config.output.hub_repo)
     environment = setup_torch(prepared)
@@ -154,7 +157,7 @@ def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
         job = Job(
             prepared=prepared,
             folder=folder,
-            prompts=sample_prompts(prepared, count=SAMPLE_PROMPTS),
+            prompts=prompts,
             state=_newest_state(folder, events) if previous is not None else None,
             events=events,
             stop=stop,
@@ -220,17 +223,14 @@ def _refuse_problems(prepared: Prepared) -> None:
 
 
 def _refuse_small_disk(prepared: Prepared) -> None:
-    """Raise MachineError when caches, states and exports are predicted not to fit (FAULTS CKP-06)."""
-    disk = prepared.plan.disk_bytes
-    output = Path(prepared.config.output.folder)
-    for folder, names in ((prepared.cache_root, ("cache",)), (output, ("states", "exports"))):
-        needed = sum(disk[name] for name in names)
-        free = prepared.hardware.disk_free_bytes(folder)
-        if needed > free:
-            raise MachineError(
-                f"{folder} has {gib(free)} free, the run needs {gib(needed)} for {' and '.join(names)}",
-                fix="free some space, or choose other folders with --output and --set data.cache_dir=FOLDER",
-            )
+    """Raise MachineError when states and exports are predicted not to fit (FAULTS CKP-06)."""
+    folder, disk = Path(prepared.config.output.folder), prepared.plan.disk_bytes
+    needed, free = disk["states"] + disk["exports"], prepared.hardware.disk_free_bytes(folder)
+    if needed > free:
+        raise MachineError(
+            f"{folder} has {gib(free)} free, the run needs {gib(needed)} for states and exports",
+            fix="free some space, or choose another folder with --output",
+        )
 
 
 def _newest_state(folder: RunFolder, events: EventStream) -> TrainingState | None:
