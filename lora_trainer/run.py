@@ -40,6 +40,7 @@ from lora_trainer.run_folder import (
     EVENTS_FILE,
     PROBLEMS_FILE,
     RunFolder,
+    checked_name,
     claim,
     compare,
     create,
@@ -145,13 +146,14 @@ def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
     if asked.strict:
         _refuse_problems(prepared)
     prompts = sample_prompts(prepared, count=SAMPLE_PROMPTS)
+    place = _place(prepared)
     _refuse_small_disk(prepared)
     refuse_small_cache(prepared, prompts)
     if prepared.config.output.hub_repo is not None:
         check_upload(prepared.config.output.hub_repo)
     environment = setup_torch(prepared)
     resumption = _resumption(before, prepared, environment) if before else None
-    folder = claim(previous) if previous is not None else create(*_place(prepared))
+    folder = claim(previous) if previous is not None else create(*place)
     with folder, _recorded(folder, prepared, listeners) as (events, stop):
         events.subscribe(full_card_memo(prepared, events))
         job = Job(
@@ -197,7 +199,7 @@ def _previous(asked: TrainRequest) -> Path | None:
 def _place(prepared: Prepared) -> tuple[Path, str]:
     output = prepared.config.output
     name = prepared.dataset.folder.resolve().name if output.name == "auto" else output.name
-    return Path(output.folder), name
+    return Path(output.folder), checked_name(name)
 
 
 def _with_base(prepared: Prepared) -> Prepared:
