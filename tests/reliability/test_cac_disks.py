@@ -320,6 +320,7 @@ def test_cac_06_what_another_run_reads_is_pruned_last(studio: Studio, tmp_path: 
     studio.cache.write(other, {"x": np.zeros(3, dtype=np.float32)})
     os.utime(studio.cache.path(other), (1_000_000_000, 1_000_000_000))
     assert studio.work() == (0, [])
+    assert all(studio.cache.path(key).stat().st_mtime > 1_000_000_000 for key in used)
     limit_bytes = studio.cache.folder.used_bytes() - 1
     small = replace(studio.cache, folder=CappedFolder(root=root, limit_bytes=limit_bytes))
     small.prune([])
