@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -30,19 +30,21 @@ def open_cache(prepared: Prepared, events: EventStream) -> Cache:
     return Cache(folder=folder, on_problem=events.problem)
 
 
+def refuse_small_cache(prepared: Prepared, prompts: Sequence[str]) -> None:
+    """Raise MachineError unless what a run still has to encode fits, before it begins (FAULTS CAC-05).
+
+    Entries of the run are counted, the planner's size of them is taken.
+    """
+    cache, keys = open_cache(prepared, EventStream()), _wanted(prepared, prompts).keys()
+    missing = sum(not cache.has(key) for key in keys)
+    needed_bytes = prepared.plan.disk_bytes["cache"]
+    cache.check_room(needed_bytes, missing_bytes=needed_bytes * missing // len(keys))
+
+
 def fill_caches(job: Job, cache: Cache) -> Needs:
     prepared, config, family = job.prepared, job.prepared.config, job.prepared.family
     device = planned_device(prepared)
-    wanted = needs(
-        (*prepared.trained, *prepared.held_out),
-        prepared.placements,
-        prompts=(*job.prompts, config.sampling.negative_prompt),
-        facts=prepared.facts,
-        texts_as=texts_as(prepared),
-        geometry=partial(family.geometry_conditioning, prepared.facts),
-        settings=config.data,
-        seed=config.train.seed,
-    )
+    wanted = _wanted(prepared, job.prompts)
     text_dtype = DTYPES[concrete(config.memory.text_encoder_precision)]
     began = time.monotonic()
     encode = partial(
@@ -82,6 +84,21 @@ def shares(wanted: Needs, ranks: Ranks) -> Iterator[Needs]:
         yield wanted.share(place.local_rank, place.local_count)
         ranks.wait_for_all("encoded here")
     yield wanted
+
+
+def _wanted(prepared: Prepared, prompts: Sequence[str]) -> Needs:
+    """Return every entry the run reads; `prompts` are those of its sample images."""
+    config = prepared.config
+    return needs(
+        (*prepared.trained, *prepared.held_out),
+        prepared.placements,
+        prompts=(*prompts, config.sampling.negative_prompt),
+        facts=prepared.facts,
+        texts_as=texts_as(prepared),
+        geometry=partial(prepared.family.geometry_conditioning, prepared.facts),
+        settings=config.data,
+        seed=config.train.seed,
+    )
 
 
 def _caching_text_encoder(

@@ -7,6 +7,7 @@ and torch is imported only by the commands that need it, so that help, plan and 
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -284,12 +285,17 @@ def gui() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with the code DESIGN gives the outcome."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What a terminal or a pipe cannot show, such as a file's name, is escaped and ends no run.
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run(arguments))
 
 
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code. One line for every error a user can meet."""
     try:
+        _refuse_undecodable(sys.argv[1:] if arguments is None else arguments)
         answer = app(
             arguments, exit_on_error=False, print_error=False, console=out, error_console=err
         )
@@ -301,6 +307,10 @@ def run(arguments: list[str] | None = None) -> int:
     except LoraTrainError as error:
         err.print(f"error: {error}", style="bold red", markup=False, highlight=False)
         return exit_code(error)
+    except UnicodeEncodeError as error:  # a name written in a settings file
+        told = _not_text(error.object, error.encoding)
+        err.print(f"error: {told}", style="bold red", markup=False, highlight=False)
+        return exit_code(told)
     except KeyboardInterrupt:
         err.print(
             "stopped at once; the last saved state is valid: run again with --resume",
@@ -367,3 +377,18 @@ def _print(value: Any, *, as_json: bool) -> None:
         sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
     else:
         out.print(value, highlight=False)
+
+
+def _refuse_undecodable(arguments: list[str]) -> None:
+    for word in arguments:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise _not_text(word, sys.getfilesystemencoding()) from None
+
+
+def _not_text(name: str, encoding: str) -> RequestError:
+    return RequestError(
+        f"{ascii(name)} is no name in this system's encoding, {encoding}",
+        fix="set PYTHONUTF8=1, or use another name",
+    )

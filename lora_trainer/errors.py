@@ -76,6 +76,17 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+BROKEN_PACKAGE = (ImportError, OSError, RuntimeError)
+"""What importing a package raises that is missing, or whose native part does not fit this machine."""
+
+
+def package_problem(error: BaseException) -> str:
+    """Say what is wrong with a package whose import raised one of `BROKEN_PACKAGE`."""
+    if isinstance(error, ModuleNotFoundError):
+        return "which is not installed"
+    return f"which does not work here: {first_line(error)}"
+
+
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the nearest allowed name, or the empty string."""
     nearest = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)

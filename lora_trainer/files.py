@@ -32,8 +32,9 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
 
     Raises MachineError naming the path and the free bytes when the disk refuses.
     """
+    # A name has at most 255 bytes, and a character up to four.
     temporary = path.with_name(
-        f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}"[:200]
+        f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}"[:80]
     )
     try:
         write_file(temporary, data, durable=durable)

@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from lora_trainer.nvml import Gpu as Gpu
 from lora_trainer.nvml import Nvml, find_gpus
 
 Tier = Literal["cpu", "6-8", "10-12", "16-24"]
 GIB = 2**30
+DISTRIBUTION = "lora-train"
 PACKAGES = (
     "torch",
     "diffusers",
@@ -134,6 +137,33 @@ def assume_card(hardware: Hardware, *, vram_gib: float) -> Hardware:
         assumed=True,
     )
     return replace(hardware, gpus=(card,), gpu_reason="asked for with --vram, nothing else on it")
+
+
+def package_notes(
+    packages: Mapping[str, str | None], *, requirements: Iterable[str] | None = None
+) -> dict[str, str]:
+    """Return, by package, what is wrong with it: missing, or of a version that was not tried.
+
+    `requirements` are those of this package unless given; a checkout that is not installed has none.
+    """
+    if requirements is None:
+        requirements = _requirements()
+    wanted = {(found := Requirement(text)).name: found.specifier for text in requirements}
+    notes = {}
+    for name, version in packages.items():
+        allowed = wanted.get(name, SpecifierSet())
+        if version is None:
+            notes[name] = f"not installed: pip install {name}"
+        elif not allowed.contains(version, prereleases=True):
+            notes[name] = f'{allowed} is needed: pip install "{name}{allowed}"'
+    return notes
+
+
+def _requirements() -> Iterable[str]:
+    try:
+        return importlib.metadata.requires(DISTRIBUTION) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return ()
 
 
 def tier(total_bytes: int | None) -> Tier:

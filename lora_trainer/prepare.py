@@ -113,6 +113,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             images=len(trained),
             samples_per_epoch=sum(record.repeats for record in trained),
             buckets=[(p.bucket.width_px, p.bucket.height_px) for p in placements.values()],
+            captions=len({record.caption for record in dataset.records}),
             full_card=full_card,
             processes=request.processes,
             kept_at_once=_kept_at_once(request),

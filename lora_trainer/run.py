@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer import __version__
+from lora_trainer.caching import refuse_small_cache
 from lora_trainer.config import Config, concrete, flatten
 from lora_trainer.device import setup_torch
 from lora_trainer.errors import InputError, LoraTrainError, MachineError, exit_code
@@ -35,6 +36,7 @@ from lora_trainer.run_folder import (
     EVENTS_FILE,
     PROBLEMS_FILE,
     RunFolder,
+    checked_name,
     claim,
     compare,
     create,
@@ -91,12 +93,15 @@ def _lead(asked: TrainRequest, ranks: Ranks, listeners: tuple[Listener, ...]) ->
     prepared = with_base(prepare(request))
     if asked.strict:
         _refuse_problems(prepared)
+    prompts = sample_prompts(prepared, count=SAMPLE_PROMPTS)
+    place = _place(prepared)
     _refuse_small_disk(prepared)
+    refuse_small_cache(prepared, prompts)
     if prepared.config.output.hub_repo is not None:
         check_upload(prepared.config.output.hub_repo)
     environment = setup_torch(prepared)
     resumption = _resumption(before, prepared, environment) if before else None
-    folder = claim(previous) if previous is not None else create(*_place(prepared))
+    folder = claim(previous) if previous is not None else create(*place)
     with folder, _recorded(folder, prepared, listeners) as (events, stop):
         events.subscribe(full_card_memo(prepared, events))
         prompts = sample_prompts(prepared, count=SAMPLE_PROMPTS)
@@ -155,7 +160,7 @@ def _previous(asked: TrainRequest) -> Path | None:
 def _place(prepared: Prepared) -> tuple[Path, str]:
     output = prepared.config.output
     name = prepared.dataset.folder.resolve().name if output.name == "auto" else output.name
-    return Path(output.folder), name
+    return Path(output.folder), checked_name(name)
 
 
 def _refuse_problems(prepared: Prepared) -> None:
@@ -169,17 +174,14 @@ def _refuse_problems(prepared: Prepared) -> None:
 
 
 def _refuse_small_disk(prepared: Prepared) -> None:
-    """Raise MachineError when caches, states and exports are predicted not to fit (FAULTS CKP-06)."""
-    disk = prepared.plan.disk_bytes
-    output = Path(prepared.config.output.folder)
-    for folder, names in ((prepared.cache_root, ("cache",)), (output, ("states", "exports"))):
-        needed = sum(disk[name] for name in names)
-        free = prepared.hardware.disk_free_bytes(folder)
-        if needed > free:
-            raise MachineError(
-                f"{folder} has {gib(free)} free, the run needs {gib(needed)} for {' and '.join(names)}",
-                fix="free some space, or choose other folders with --output and --set data.cache_dir=FOLDER",
-            )
+    """Raise MachineError when states and exports are predicted not to fit (FAULTS CKP-06)."""
+    folder, disk = Path(prepared.config.output.folder), prepared.plan.disk_bytes
+    needed, free = disk["states"] + disk["exports"], prepared.hardware.disk_free_bytes(folder)
+    if needed > free:
+        raise MachineError(
+            f"{folder} has {gib(free)} free, the run needs {gib(needed)} for states and exports",
+            fix="free some space, or choose another folder with --output",
+        )
 
 
 def _newest_state(folder: RunFolder, events: EventStream) -> TrainingState | None:

@@ -26,6 +26,8 @@ RUN_FILE = "run.json"
 EVENTS_FILE = "events.jsonl"
 PROBLEMS_FILE = "problems.jsonl"
 STATES = "states"
+MAX_NAME_BYTES = 180
+"""A run's name is part of its files' names, also of unfinished ones; file systems allow 255 bytes."""
 # Settings that say where and how much, not what is computed: a resume may change them and stay exact.
 FREE_SETTINGS = frozenset(
     {
@@ -81,6 +83,21 @@ class RunFolder:
     @property
     def states(self) -> Path:
         return self.path / STATES
+
+
+def checked_name(name: str) -> str:
+    """Return the name of a run if a folder and its files can bear it; raises RequestError."""
+    if not name.isprintable():  # also halves of characters: bytes of a name that are no text
+        problem = "holds signs that cannot be shown"
+    elif name != name.strip() or not name.strip(".") or set(name) & set("/\\"):
+        problem = "is no plain name of a folder"
+    elif len(name.encode()) > MAX_NAME_BYTES:
+        problem = f"is {len(name.encode())} bytes long, {MAX_NAME_BYTES} are allowed"
+    else:
+        return name
+    raise RequestError(
+        f"{name!r} cannot be the name of a run: it {problem}", fix="give another one with --name"
+    )
 
 
 def create(parent: Path, name: str) -> RunFolder:

@@ -2,18 +2,20 @@
 
 An entry is one safetensors file of float32 arrays at ROOT/KIND/ab/DIGEST.safetensors. Its digest is
 a hash of everything the arrays depend on, so it is never stale; its header carries that key and
-a checksum over names, shapes and bytes, so it is never wrong: a damaged or swapped entry is moved
-aside, reported and encoded again. Writes are atomic but not flushed, because they can be repeated.
+a checksum over the key, names, shapes and bytes, so it is never wrong: a damaged or swapped entry is
+moved aside, reported and encoded again. Writes are atomic but not flushed: they can be repeated.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,10 +37,10 @@ from lora_trainer.files import (
     write_atomic,
 )
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+"""Part of every key: raise it when decoding, cutting or the layout of entries changes."""
 DTYPES = (np.float32, np.int64)
 """Numbers of the encoders, and tokens and masks."""
-"""Part of every key: raise it when decoding, cutting or the layout of entries changes."""
 DAMAGED_FOLDER = "damaged"
 # One metadata key holding JSON: safetensors writes several keys in random order, and equal entries
 # should be equal files.
@@ -125,14 +127,19 @@ class Cache:
         """
         path = self.path(key)
         try:
-            return _parse(path.read_bytes(), digest=key.digest)
+            arrays = _parse(path.read_bytes(), digest=key.digest)
         except FileNotFoundError:
             return None
         except OSError as error:
             self._report(path, f"cannot be read ({error.strerror or error})")
+            return None
         except _Damaged as error:
             self._report(path, f"is damaged ({error}){self._moved_aside(path)}")
-        return None
+            return None
+        # Disks are mounted to note no reading: another run would prune what this one is using.
+        with suppress(OSError):
+            os.utime(path)
+        return arrays
 
     def verify(self, key: CacheKey) -> bool:
         """Say whether the entry is there and whole; a damaged one is treated as by `read`."""
@@ -226,14 +233,21 @@ def _build(key: CacheKey, arrays: Mapping[str, NDArray[Any]]) -> bytes:
         raise TypeError(f"cache entries are float32 or int64 arrays, got {wrong or 'none'}")
     # safetensors reads the memory behind a transposed array as if it were in order.
     ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    header = {
-        "format_version": FORMAT_VERSION,
-        "kind": key.kind,
-        "key": key.digest,
-        "fields": dict(key.fields),
-        "sha256": _checksum(ordered),
-    }
+    header = _header(key.kind, key.fields, ordered)
     return build_safetensors(ordered, metadata={_METADATA_KEY: _canonical(header)})
+
+
+def _header(
+    kind: str, fields: Mapping[str, str | int], arrays: Mapping[str, NDArray[Any]]
+) -> dict[str, Any]:
+    key = _digest(kind, fields)
+    return {
+        "format_version": FORMAT_VERSION,
+        "kind": kind,
+        "key": key,
+        "fields": dict(fields),
+        "sha256": _checksum(key, arrays),
+    }
 
 
 def _parse(data: bytes, *, digest: str) -> Arrays:
@@ -243,8 +257,7 @@ def _parse(data: bytes, *, digest: str) -> Arrays:
         metadata = json.loads(data[8 : 8 + header_bytes])["__metadata__"]
         header = json.loads(metadata[_METADATA_KEY])
         arrays = parse_safetensors(data)
-        whole = _digest(header["kind"], header["fields"]) == header["key"]
-        checksum = header["sha256"]
+        key, whole = header["key"], _header(header["kind"], header["fields"], arrays)
     except (
         SafetensorError,
         struct.error,
@@ -254,15 +267,15 @@ def _parse(data: bytes, *, digest: str) -> Arrays:
         RecursionError,
     ) as error:
         raise _Damaged(f"unreadable header: {type(error).__name__}") from None
-    if header["key"] != digest or not whole:
+    if key != digest:
         raise _Damaged("it holds another entry")
-    if checksum != _checksum(arrays):
+    if header != whole:
         raise _Damaged("its checksum does not match")
     return arrays
 
 
-def _checksum(arrays: Mapping[str, NDArray[Any]]) -> str:
-    digest = hashlib.sha256()
+def _checksum(key: str, arrays: Mapping[str, NDArray[Any]]) -> str:
+    digest = hashlib.sha256(key.encode())
     for name in sorted(arrays):
         array = arrays[name]
         digest.update(_canonical([name, array.dtype.name, list(array.shape)]).encode())

@@ -29,6 +29,9 @@ from lora_trainer.train.levels import Level, Levels
 from lora_trainer.train.objective import draw_noise, min_snr_weight
 
 RESIDENT_LIMIT_BYTES = 1 << 30  # entries kept in RAM; a small dataset is read from disk once
+LEAVING_S = (
+    10.0  # a read that hangs in the kernel cannot be stopped; its thread dies with the process
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,11 +200,15 @@ class Feeder:
 
     @contextmanager
     def stream(self, first: int, last: int, *, ahead: int) -> Iterator[Iterator[StepBatch]]:
-        """Yield an iterator over steps first..last-1, prepared by a thread at most `ahead` steps early."""
-        ready: queue.Queue[StepBatch | Exception] = queue.Queue(maxsize=ahead)
+        """Yield an iterator over steps first..last-1, prepared by a thread at most `ahead` steps early.
+
+        The iterator raises what the thread raised. Leaving waits for the thread, but not for a disk that
+        does not answer it.
+        """
+        ready: queue.Queue[StepBatch | BaseException] = queue.Queue(maxsize=ahead)
         stopping = threading.Event()
 
-        def put(item: StepBatch | Exception) -> bool:
+        def put(item: StepBatch | BaseException) -> bool:
             while not stopping.is_set():
                 try:
                     ready.put(item, timeout=0.1)
@@ -215,7 +222,7 @@ class Feeder:
                 for step in range(first, last):
                     if not put(self.prepare(step)):
                         return
-            except Exception as error:  # noqa: BLE001 - handed to the consumer, which raises it
+            except BaseException as error:  # noqa: BLE001 - handed to the consumer, which raises it
                 put(error)
 
         thread = threading.Thread(target=work, name="lora-train-feeder", daemon=True)
@@ -224,13 +231,13 @@ class Feeder:
             yield self._consume(ready, last - first)
         finally:
             stopping.set()
-            thread.join()
+            thread.join(timeout=LEAVING_S)
 
     @staticmethod
-    def _consume(ready: queue.Queue[StepBatch | Exception], count: int) -> Iterator[StepBatch]:
+    def _consume(ready: queue.Queue[StepBatch | BaseException], count: int) -> Iterator[StepBatch]:
         for _ in range(count):
             item = ready.get()
-            if isinstance(item, Exception):
+            if isinstance(item, BaseException):
                 raise item
             yield item
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import nn
 
-from lora_trainer.errors import MachineError, first_line
+from lora_trainer.errors import BROKEN_PACKAGE, MachineError, first_line
 
 
 def apply_attention(denoiser: nn.Module, kind: Literal["sdpa", "xformers"]) -> None:
@@ -19,7 +19,7 @@ def apply_attention(denoiser: nn.Module, kind: Literal["sdpa", "xformers"]) -> N
         return
     try:
         denoiser.enable_xformers_memory_efficient_attention()  # type: ignore[operator]
-    except (ImportError, ValueError, NotImplementedError) as error:
+    except (*BROKEN_PACKAGE, ValueError) as error:
         raise MachineError(
             f"memory.attention=xformers cannot be used: {first_line(error)}",
             fix="use --set memory.attention=sdpa",

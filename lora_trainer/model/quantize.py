@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lora_trainer.errors import MachineError
+from lora_trainer.errors import BROKEN_PACKAGE, MachineError, package_problem
 from lora_trainer.quantization import NF4_BLOCK, NF4_SCALES_BLOCK, Quantization
 
 Stored = Mapping[str, Tensor]
@@ -213,10 +213,10 @@ def _decode_nf4(stored: Stored, *, shape: tuple[int, ...], dtype: torch.dtype) -
 def _require_bitsandbytes() -> None:
     try:
         import bitsandbytes  # noqa: F401
-    except ImportError:
+    except BROKEN_PACKAGE as error:
         raise MachineError(
-            "memory.base_precision=nf4 needs bitsandbytes, which is not installed",
-            fix="pip install bitsandbytes, or use --set memory.base_precision=int8",
+            f"memory.base_precision=nf4 needs bitsandbytes, {package_problem(error)}",
+            fix="pip install -U bitsandbytes, or use --set memory.base_precision=int8",
         ) from None
 
 

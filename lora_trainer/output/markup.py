@@ -2,7 +2,8 @@
 
 Inputs: tag names of this package, texts and attribute values from anywhere. Output: `Html`, the
 only kind of string that is inserted as it stands. Control characters and lone surrogates, which
-no document may hold, become the replacement character.
+no document may hold, become the replacement character, and so do the signs that turn the direction
+of what follows them: a caption must not rearrange the sentence it stands in.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from collections.abc import Iterable
 
 _FORBIDDEN = re.compile(
-    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff\u202a-\u202e\u2066-\u2069]"
 )
 _VOID = frozenset({"br", "img", "meta"})
 

@@ -62,11 +62,14 @@ def run_length(*, images: int, batch_size: int, priority: str) -> Length:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskUse:
-    """What decides the disk a run needs; `latent_elements` are those of the largest image."""
+    """What decides the disk a run needs; `latent_elements` are those of the largest image.
+
+    `texts` are the different ones, the empty caption among them.
+    """
 
     images: int
     flip: bool
-    captions_per_image: int
+    texts: int
     latent_elements: int
     conditioning_bytes: int
     adapter_parameters: int
@@ -79,7 +82,7 @@ class DiskUse:
 def disk_bytes(use: DiskUse) -> dict[str, int]:
     """Return bytes of cache, states and exports; one more state and export exist while saving."""
     latents = use.images * (2 if use.flip else 1) * 2 * 4 * use.latent_elements
-    texts = (use.images * use.captions_per_image + 1) * use.conditioning_bytes
+    texts = use.texts * use.conditioning_bytes
     state = int(use.adapter_parameters * (MASTER_BYTES + STATE_BYTES[use.optimizer]))
     export = use.adapter_parameters * ELEMENT_BYTES[use.export_precision]
     return {

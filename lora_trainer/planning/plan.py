@@ -36,7 +36,8 @@ LARGE_TEXT_ENCODER = 2_000_000_000
 class PlanInput:
     """What a plan is made from: `images` are the different pictures trained on.
 
-    `samples_per_epoch` counts repeats; `buckets` are the (width, height) in use, in pixels;
+    `samples_per_epoch` counts repeats; `buckets` are the (width, height) in use, in pixels, of each
+    picture, held-out ones too. `captions` counts the different ones; None: each has its own.
     `full_card` is what an earlier run found out about this card; `processes` share each step;
     `kept_at_once` are the images at once of a run that goes on as it was planned.
     """
@@ -48,6 +49,7 @@ class PlanInput:
     images: int
     samples_per_epoch: int
     buckets: Sequence[tuple[int, int]]
+    captions: int | None = None
     full_card: FullCard | None = None
     processes: int = 1
     kept_at_once: Mapping[tuple[int, int], int] | None = None
@@ -252,10 +254,13 @@ class _Planner:
     def _disk(self, config: Config, load: Load, cost: SampleCost) -> dict[str, int]:
         facts, (width_px, height_px) = self.given.facts, load.bucket_px
         latent_px = (width_px // facts.vae_factor) * (height_px // facts.vae_factor)
+        images = max(self.given.images, len(self.given.buckets))
+        captions = images if self.given.captions is None else self.given.captions
+        variants = config.data.caption_variants if config.data.shuffle_tags else 1
         use = DiskUse(
-            images=self.given.images,
+            images=images,
             flip=config.data.flip,
-            captions_per_image=config.data.caption_variants if config.data.shuffle_tags else 1,
+            texts=captions * variants + 1,
             latent_elements=facts.latent_channels * latent_px,
             conditioning_bytes=cost.conditioning_bytes,
             adapter_parameters=self.costs.adapter_parameters(facts, load.adapter),

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.data.quality import DatasetReport
-from lora_trainer.hardware import Hardware
+from lora_trainer.hardware import Hardware, package_notes
 from lora_trainer.output.inspect import Inspection, Spread
 from lora_trainer.planning.fitting import gib
 from lora_trainer.resolve import PRIORITIES, TIERS, load_presets, preset_families
@@ -124,6 +124,7 @@ def doctor_json(hardware: Hardware) -> dict[str, Any]:
             for name, fact in hardware.facts().items()
         },
         "packages": dict(hardware.packages),
+        "package_notes": package_notes(hardware.packages),
     }
 
 
@@ -140,6 +141,7 @@ def doctor_text(hardware: Hardware) -> RenderableType:
     for name, fact in hardware.facts().items():
         shown = gib(fact.value) if name.endswith("_bytes") else str(fact.value)
         add_row(table, name, f"{shown} ({fact.reason})")
+    notes = package_notes(hardware.packages)
     for name, version in hardware.packages.items():
-        add_row(table, name, version or f"not installed: pip install {name}")
+        add_row(table, name, "; ".join(filter(None, (version, notes.get(name)))))
     return table

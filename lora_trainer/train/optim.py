@@ -16,7 +16,7 @@ from diffusers.optimization import get_scheduler
 from torch import nn
 
 from lora_trainer.config import OptimizerSettings
-from lora_trainer.errors import MachineError
+from lora_trainer.errors import BROKEN_PACKAGE, MachineError, package_problem
 
 LearningRate = Callable[[int], float]
 _HYPERPARAMETERS = ("betas", "eps", "weight_decay")
@@ -89,10 +89,10 @@ def _adamw_8bit(
 ) -> torch.optim.Optimizer:
     try:
         from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
-    except ImportError:
+    except BROKEN_PACKAGE as error:
         raise MachineError(
-            f"optimizer.name={name} needs bitsandbytes, which is not installed",
-            fix="pip install bitsandbytes, or use --set optimizer.name=adamw",
+            f"optimizer.name={name} needs bitsandbytes, {package_problem(error)}",
+            fix="pip install -U bitsandbytes, or use --set optimizer.name=adamw",
         ) from None
     # On a CPU all state is in host memory anyway, where the same numbers need no pages.
     on_gpu = groups[0]["params"][0].is_cuda

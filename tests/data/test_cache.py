@@ -148,7 +148,7 @@ def test_digests_are_the_same_in_every_process() -> None:
     assert (
         KEY.digest == CacheKey(kind="text", fields=dict(reversed(list(KEY.fields.items())))).digest
     )
-    assert KEY.digest.startswith("ac6753db35f622c6")
+    assert KEY.digest.startswith("debdee51be436c6d")
 
 
 def test_keys_can_be_counted() -> None:
@@ -268,7 +268,7 @@ def test_every_single_flipped_bit_is_caught_or_harmless(entry: bytes, tmp_path: 
         data = bytearray(entry)
         data[bit // 8] ^= 1 << bit % 8
         harmless += check_damage(tmp_path, bytes(data))
-    assert harmless < 25  # padding of the header and the version number, nothing else
+    assert harmless < 20  # how JSON is spelled, nothing else
 
 
 def test_every_truncation_is_caught(entry: bytes, tmp_path: Path) -> None:

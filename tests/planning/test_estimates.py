@@ -58,7 +58,7 @@ def test_disk_counts_cache_states_and_exports() -> None:
     use = DiskUse(
         images=10,
         flip=False,
-        captions_per_image=1,
+        texts=11,
         latent_elements=1000,
         conditioning_bytes=500,
         adapter_parameters=100,
@@ -67,13 +67,13 @@ def test_disk_counts_cache_states_and_exports() -> None:
         keep_states=2,
         keep_exports=3,
     )
-    # mean and deviation in fp32; one empty caption; one state and two exports more than kept
+    # mean and deviation in fp32; one state and two exports more than kept
     assert disk_bytes(use) == {
         "cache": 10 * 2 * 4 * 1000 + 11 * 500,
         "states": 3 * 100 * 12,
         "exports": 5 * 100 * 2,
     }
-    flipped = disk_bytes(replace(use, flip=True, captions_per_image=4))
+    flipped = disk_bytes(replace(use, flip=True, texts=41))
     assert flipped["cache"] == 20 * 2 * 4 * 1000 + 41 * 500
 
 

@@ -1,0 +1,242 @@
+"""A dataset folder, a base and a cache, filled as a run does it by real encoders that count their work."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lora_trainer import families
+from lora_trainer.config import DataSettings, Precision
+from lora_trainer.data.buckets import buckets_for, place
+from lora_trainer.data.cache import Cache
+from lora_trainer.data.encode import Encoded, Needs, TextEntries, fill, needs
+from lora_trainer.data.scan import scan
+from lora_trainer.events import Event, EventStream
+from lora_trainer.families.base import (
+    BaseFacts,
+    Conditioning,
+    Geometry,
+    ImageEncoder,
+    Latents,
+    Layout,
+    TextEncoder,
+)
+from lora_trainer.files import CappedFolder, HashMemo
+from lora_trainer.model.load import identified
+from tests.fakes.training import CPU, tiny_base
+
+SIZES = ((20, 20), (40, 20), (20, 34))
+PROMPT = "a prompt for the samples"
+ENTRIES = 8
+"""Three latents, three captions, the empty text and the prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountingImages(ImageEncoder):
+    """A real VAE that remembers what it was given."""
+
+    real: ImageEncoder
+    seen: list[Tensor] = field(default_factory=list)
+
+    def encode_images(self, pixels: Tensor) -> list[Latents]:
+        self.seen.extend(pixels)
+        return self.real.encode_images(pixels)
+
+
+@dataclass(kw_only=True)
+class CountingTexts(TextEncoder):
+    """Real text encoders that remember which texts were tokenized and how many ran the networks."""
+
+    real: TextEncoder
+    seen: list[str] = field(default_factory=list)
+    embedded: int = 0
+
+    def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        self.seen.extend(prompts)
+        return self.real.tokenize(prompts)
+
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        self.embedded += 1
+        return self.real.embed(tokens)
+
+    def count_tokens(self, prompt: str) -> int:
+        return self.real.count_tokens(prompt)
+
+    def prompt_room(self) -> int:
+        return self.real.prompt_room()
+
+
+def facts_of(base: Path) -> BaseFacts:
+    return families.detect(base).facts(Layout(folder=base), source="tiny", identities={})
+
+
+@cache
+def image_encoder(base: Path) -> ImageEncoder:
+    """Return the image encoder of a base, loaded once for all tests of the process."""
+    return families.detect(base).load_image_encoder(facts_of(base), device=CPU)
+
+
+@cache
+def text_encoder(base: Path) -> TextEncoder:
+    """Return the text encoder of a base, loaded once for all tests of the process."""
+    family = families.detect(base)
+    return family.load_text_encoder(facts_of(base), dtype=torch.float32, device=CPU)
+
+
+@dataclass(kw_only=True)
+class Studio:
+    """A dataset folder, a base and a cache; `encode` is what a run does with them."""
+
+    folder: Path
+    cache: Cache
+    base: Path
+    settings: DataSettings = field(default_factory=DataSettings)
+    resolution_px: int = 16
+    max_aspect: float = 2.0
+    prompt: str = PROMPT
+    precision: Precision = "fp32"
+    tokens_only: bool = False
+    max_tokens: int | None = None
+    """Instead of what the base has."""
+    events: list[Event] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+
+    def facts(self) -> BaseFacts:
+        memo = HashMemo(file=self.folder / "memo.json", entries={})
+        found = identified(facts_of(self.base), memo)
+        return replace(found, max_tokens=self.max_tokens or found.max_tokens)
+
+    def needs(self) -> Needs:
+        memo = HashMemo(file=Path("unused.json"), entries={})
+        records = scan(self.folder, settings=self.settings, memo=memo).records
+        facts = self.facts()
+        buckets = buckets_for(
+            resolution_px=self.resolution_px,
+            step_px=facts.bucket_step_px,
+            max_aspect=self.max_aspect,
+        )
+        return needs(
+            records,
+            {r.name: place(r.width_px, r.height_px, buckets=buckets) for r in records},
+            prompts=[self.prompt],
+            facts=facts,
+            texts_as=self.texts_as(),
+            geometry=self.told,
+            settings=self.settings,
+            seed=1,
+        )
+
+    def told(self, geometry: Geometry) -> Conditioning:
+        return {"corner": torch.tensor([geometry.corner_px])}
+
+    def texts_as(self) -> TextEntries:
+        facts = self.facts()
+        return TextEntries(
+            encoder_identity=facts.parts["text_encoder"].identity,
+            max_tokens=facts.max_tokens,
+            precision=self.precision,
+            tokens_only=self.tokens_only,
+        )
+
+    def encode(
+        self, wanted: Needs | None = None
+    ) -> tuple[Encoded, CountingImages | None, CountingTexts | None]:
+        """Fill the cache; return what it says it did and the encoders that were loaded."""
+        images: list[CountingImages] = []
+        texts: list[CountingTexts] = []
+
+        def load_images(_device: torch.device) -> ImageEncoder:
+            images.append(CountingImages(real=image_encoder(self.base)))
+            return images[0]
+
+        def load_texts(_device: torch.device) -> TextEncoder:
+            texts.append(CountingTexts(real=text_encoder(self.base)))
+            return texts[0]
+
+        stream = EventStream()
+        stream.subscribe(self.events.append)
+        done = fill(
+            wanted or self.needs(),
+            self.cache,
+            settings=self.settings,
+            load_image_encoder=load_images,
+            load_text_encoder=load_texts,
+            devices=[CPU],
+            texts_as=self.texts_as(),
+            events=stream,
+        )
+        assert len(images) <= 1 and len(texts) <= 1
+        return done, images[0] if images else None, texts[0] if texts else None
+
+    def work(self) -> tuple[int, list[str]]:
+        """Fill the cache; return how many images and which texts the encoders really saw."""
+        done, image_encoder, text_encoder = self.encode()
+        images = len(image_encoder.seen) if image_encoder else 0
+        texts = text_encoder.seen if text_encoder else []
+        assert (done.latents, done.texts) == (images, len(texts))
+        return images, sorted(texts)
+
+    def problems(self) -> list[Mapping[str, Any]]:
+        return [event.fields for event in self.events if event.kind == "problem"]
+
+
+def studio_in(folder: Path) -> Studio:
+    """Return three pictures of three shapes with captions, nothing cached."""
+    pictures = folder / "pictures"
+    pictures.mkdir()
+    for index, size in enumerate(SIZES):
+        draw(pictures / f"p{index}.png", seed=index, size=size)
+        (pictures / f"p{index}.txt").write_text(f"picture number {index}")
+    cache_folder = CappedFolder(root=folder / "cache", limit_bytes=1 << 30)
+    cache_folder.create()
+    damage: list[str] = []
+    return Studio(
+        folder=pictures,
+        base=tiny_base(),
+        cache=Cache(folder=cache_folder, on_problem=lambda what, **_: damage.append(what)),
+        damage=damage,
+    )
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    """Return the entries of a cache, by name; those moved aside and the unfinished are none."""
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in root.glob("*/??/*.safetensors")
+        if not path.name.startswith(".")
+    }
+
+
+def elsewhere(studio: Studio, root: Path) -> Studio:
+    """Return the same studio with another cache, empty unless there is one."""
+    folder = CappedFolder(root=root, limit_bytes=1 << 30)
+    folder.create()
+    damage: list[str] = []
+    cache = Cache(folder=folder, on_problem=lambda what, **_: damage.append(what))
+    return replace(studio, cache=cache, damage=damage, events=[])
+
+
+@contextmanager
+def few_objects() -> Iterator[None]:
+    """Leave what there is to no garbage collector: caching calls it whenever it lets go of an encoder."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def draw(path: Path, *, seed: int, size: tuple[int, int] = (20, 20)) -> None:
+    noise = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)

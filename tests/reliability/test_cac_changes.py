@@ -1,0 +1,254 @@
+"""CAC-03, 07 and CAP-05: a change encodes exactly the entries it affects, and no old one is used.
+
+There is no setting of clip skip; the choice of a layer would belong to the key as the precision does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from lora_trainer.data import cache as cache_module
+from lora_trainer.data.encode import Needs
+from lora_trainer.errors import InputError
+from lora_trainer.files import HashMemo
+from tests.fakes.studio import (
+    ENTRIES,
+    PROMPT,
+    Studio,
+    draw,
+    elsewhere,
+    few_objects,
+    files_of,
+    studio_in,
+)
+from tests.fakes.tiny_base import copy_base
+
+Figure = Callable[..., None]
+VAE_FILE, TEXT_FILE = "diffusion_pytorch_model.safetensors", "model.safetensors"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_garbage() -> Iterator[None]:
+    """Caching collects garbage when it lets go of an encoder: here among few objects."""
+    with few_objects():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+
+
+@pytest.fixture
+def studio(tmp_path: Path) -> Studio:
+    return studio_in(tmp_path)
+
+
+# ---- CAC-03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What is changed about a studio of three pictures, and what has to be encoded again."""
+
+    make: Callable[[Studio], None]
+    latents: int = 0
+    texts: tuple[str, ...] = ()
+
+
+def another_weight(part: str, file: str) -> Callable[[Studio], None]:
+    def make(studio: Studio) -> None:
+        studio.base = copy_base(studio.base, studio.folder.with_name("other base"))
+        weights = load_file(studio.base / part / file)
+        next(iter(weights.values())).view(-1)[0] += 0.5
+        save_file(weights, studio.base / part / file, metadata={"format": "pt"})
+
+    return make
+
+
+def settings(**values: Any) -> Callable[[Studio], None]:
+    def make(studio: Studio) -> None:
+        studio.settings = studio.settings.model_copy(update=values)
+
+    return make
+
+
+def fields(**values: Any) -> Callable[[Studio], None]:
+    def make(studio: Studio) -> None:
+        for name, value in values.items():
+            setattr(studio, name, value)
+
+    return make
+
+
+CAPTIONS = tuple(f"picture number {index}" for index in range(3))
+ALL_TEXTS = ("", PROMPT, *CAPTIONS)
+CHANGES = {
+    "a caption": Change(
+        make=lambda studio: write(studio.folder / "p1.txt", "something else"),
+        texts=("something else",),
+    ),
+    "the bytes of a picture": Change(
+        make=lambda studio: draw(studio.folder / "p0.png", seed=77), latents=1
+    ),
+    "the resolution": Change(make=fields(resolution_px=24), latents=3),
+    "the rule of the buckets": Change(make=fields(max_aspect=1.0), latents=2),
+    "mirroring": Change(make=settings(flip=True), latents=3),
+    "what is behind a transparent picture": Change(
+        make=settings(alpha_background="black"), latents=1
+    ),
+    "the VAE": Change(make=another_weight("vae", VAE_FILE), latents=3),
+    "the text encoder": Change(make=another_weight("text_encoder", TEXT_FILE), texts=ALL_TEXTS),
+    "the precision of the text encoder": Change(make=fields(precision="bf16"), texts=ALL_TEXTS),
+    "how many tokens are read": Change(make=fields(max_tokens=40), texts=ALL_TEXTS),
+    "the trigger": Change(
+        make=settings(trigger="sks"), texts=tuple(f"sks, {caption}" for caption in CAPTIONS)
+    ),
+    "a prompt of the samples": Change(make=fields(prompt="another"), texts=("another",)),
+}
+assert len(CHANGES) == 12
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_cac_03_a_change_encodes_exactly_what_it_affects(
+    name: str, studio: Studio, tmp_path: Path, figure: Figure
+) -> None:
+    change = CHANGES[name]
+    transparent(studio.folder / "p2.png")
+    studio.encode()
+    change.make(studio)
+    assert studio.work() == (change.latents, sorted(change.texts))
+    afresh = elsewhere(studio, tmp_path / "afresh")
+    afresh.encode()
+    wanted, ours = files_of(afresh.cache.folder.root), files_of(studio.cache.folder.root)
+    assert wanted.items() <= ours.items(), "what is used is what an empty cache would get"
+    figure("stale_cache", tried=1, detected=1, needless=0)
+
+
+HARMLESS: dict[str, Callable[[Studio], None]] = {
+    "names": lambda studio: rename(studio.folder, "p0", "new"),
+    "repeats": settings(repeats=5),
+    "caption dropout": settings(caption_dropout=0.5),
+    "what may be bad": settings(max_bad_fraction=0.5, max_megapixels=50.0),
+    "a background without a transparent picture": settings(alpha_background="black"),
+    "the denoiser": another_weight("unet", VAE_FILE),
+    "spaces around a caption": lambda studio: write(
+        studio.folder / "p1.txt", f"  {CAPTIONS[1]}\r\n"
+    ),
+    "times of files": lambda studio: os.utime(studio.folder / "p0.png", (0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_cac_03_other_changes_encode_nothing(name: str, studio: Studio, figure: Figure) -> None:
+    studio.encode()
+    HARMLESS[name](studio)
+    assert studio.work() == (0, [])
+    figure("harmless_changes", tried=1, needless=0)
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def rename(folder: Path, old: str, new: str) -> None:
+    for suffix in (".png", ".txt"):
+        (folder / f"{old}{suffix}").rename(folder / f"{new}{suffix}")
+
+
+def transparent(path: Path) -> None:
+    """Make one picture half transparent, so that its background matters."""
+    picture = Image.open(path).convert("RGBA")
+    picture.putalpha(128)
+    picture.save(path)
+
+
+# ---- CAP-05
+
+
+def test_cap_05_a_picture_with_its_old_size_and_time_is_seen_to_be_another(studio: Studio) -> None:
+    """The hash memo of a run goes by times and sizes; a change behind its back is found out too."""
+    file, memo = studio.folder / "p0.png", studio.folder.with_name("hashes.json")
+    os.utime(file, (1_000_000_000, 1_000_000_000))
+    known = HashMemo.load(memo)
+    before = known.sha256(file)
+    known.save()
+    data, stat = bytearray(file.read_bytes()), file.stat()
+    data[-30] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    again = file.stat()
+    assert (again.st_size, again.st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    assert HashMemo.load(memo).sha256(file) != before
+
+
+def test_cap_05_a_picture_that_changes_while_it_is_cached_is_never_mixed_in(studio: Studio) -> None:
+    wanted = studio.needs()
+    draw(studio.folder / "p2.png", seed=5)
+    with pytest.raises(InputError, match=r"p2.png.*changed while in use.*start the run again"):
+        studio.encode(wanted)
+    assert studio.work() == (1, sorted(ALL_TEXTS)), "two were encoded before, as they still are"
+
+
+# ---- CAC-07
+
+
+def of_format(version: int, studio: Studio, monkeypatch: pytest.MonkeyPatch) -> Needs:
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module, "FORMAT_VERSION", version)
+        wanted = studio.needs()
+        studio.encode(wanted)
+    return wanted
+
+
+def test_cac_07_entries_of_another_format_are_left_alone_and_not_used(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_format(cache_module.FORMAT_VERSION - 1, studio, monkeypatch)
+    old = files_of(studio.cache.folder.root)
+    assert len(old) == ENTRIES
+    images, texts = studio.work()
+    assert images + len(texts) == ENTRIES
+    both = files_of(studio.cache.folder.root)
+    assert both.items() > old.items()
+    assert len(both) == 2 * ENTRIES
+    assert studio.damage == []
+
+
+def test_cac_07_an_old_entry_under_a_new_name_is_damage(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = of_format(cache_module.FORMAT_VERSION - 1, studio, monkeypatch).keys()
+    new = studio.needs().keys()
+    for before, now in zip(old, new, strict=True):
+        studio.cache.path(now).parent.mkdir(exist_ok=True)
+        shutil.copy(studio.cache.path(before), studio.cache.path(now))
+    images, texts = studio.work()
+    assert images + len(texts) == len(studio.damage) == ENTRIES
+
+
+def test_cac_07_numbers_in_another_byte_order_are_damage(studio: Studio) -> None:
+    """safetensors is little-endian by definition; a file of a program that forgot is found out."""
+    studio.encode()
+    key = next(iter(studio.needs().latents.values())).key
+    path = studio.cache.path(key)
+    data = path.read_bytes()
+    body = 8 + struct.unpack_from("<Q", data)[0]
+    swapped = np.frombuffer(data[body:], dtype=np.float32).byteswap().tobytes()
+    path.write_bytes(data[:body] + swapped)
+    assert studio.work() == (1, [])
+    assert path.read_bytes() == data

@@ -1,0 +1,323 @@
+"""IMG-03 to IMG-09: odd pictures by the dozen, each used as it is displayed or refused by name.
+
+What each pixel becomes is in `tests/data/test_images.py`; here a whole folder of them is scanned as
+before a run, with what it must find for every file.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import signal
+import socket
+import struct
+import unicodedata
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import chdir
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lora_trainer.config import DataSettings
+from lora_trainer.data.findings import Finding
+from lora_trainer.data.images import decode
+from lora_trainer.data.scan import Dataset, scan
+from lora_trainer.files import HashMemo
+from tests.fakes.odd_pictures import chunk, cmyk_profile, encoded, picture, png, stored_for
+from tests.fakes.runs import python, run_cli, toy
+
+Figure = Callable[..., None]
+WHITE = (255, 255, 255)
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    signal.alarm(10)
+    yield
+    signal.alarm(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A file, and what the scan must say: the code of a refusal, or the kinds of notes on a used one.
+
+    `size_px` is that as displayed, `corner` the colour of its pixel (2, 2) within 3 of 255.
+    """
+
+    data: bytes
+    refused: str = ""
+    notes: tuple[str, ...] = ()
+    size_px: tuple[int, int] | None = None
+    corner: tuple[int, int, int] | None = None
+
+
+def with_exif(orientation: int, kind: str) -> Case:
+    exif = Image.Exif()
+    exif[274] = orientation
+    upright = picture()
+    real = orientation in range(1, 9)
+    stored = stored_for(orientation, upright) if real else upright
+    notes = () if real or orientation == 0 else ("exif",)
+    lossless = {"lossless": True} if kind == "WEBP" else {}
+    data = encoded(stored, kind, exif=exif, **lossless)
+    corner = upright.getpixel((2, 2)) if kind != "JPEG" else None
+    assert corner is None or isinstance(corner, tuple)
+    return Case(data=data, notes=notes, size_px=upright.size, corner=corner)
+
+
+def img_03() -> dict[str, Case]:
+    """Orientations 0 to 8 and beyond in four formats, and EXIF data that is none."""
+    kinds = ("PNG", "JPEG", "WEBP", "TIFF")
+    found = {
+        f"{kind.lower()} orientation {number}": with_exif(number, kind)
+        for kind in kinds
+        for number in (*range(9), 99)
+    }
+    draw = random.Random(3)
+    for kind in kinds[:3]:
+        garbage = b"Exif\0\0" + draw.randbytes(80)
+        data = encoded(picture(), kind, exif=garbage)
+        found[f"{kind.lower()} garbage"] = Case(data=data, notes=("exif",), size_px=(48, 32))
+    return found
+
+
+def img_04() -> dict[str, Case]:
+    """Transparency of every kind: on white, and told."""
+    half = picture().convert("RGBA")
+    half.putalpha(Image.new("L", half.size, 0))
+    gray = Image.new("LA", (20, 20), (100, 0))
+    palette = Image.new("P", (20, 20), 0)
+    palette.putpalette([10, 20, 30, 40, 50, 60])
+    opaque = picture().convert("RGBA")
+    rows = (b"\0" + b"\x80\x01" * 16) * 16
+    hidden = png(16, 16, 16, 0, rows, chunk(b"tRNS", b"\x80\x01"))
+    colours = {"rgba": half, "la": gray}
+    cases = {
+        name: Case(data=encoded(image), notes=("alpha",), corner=WHITE)
+        for name, image in colours.items()
+    }
+    transparent = encoded(palette, transparency=0)
+    return {
+        **cases,
+        "webp": Case(data=encoded(half, "WEBP", lossless=True), notes=("alpha",), corner=WHITE),
+        "palette": Case(data=transparent, notes=("alpha",), corner=WHITE),
+        "gif": Case(data=encoded(palette, "GIF", transparency=0), notes=("alpha",), corner=WHITE),
+        "gray 16 tRNS": Case(data=hidden, notes=("depth", "alpha"), corner=WHITE),
+        "opaque alpha": Case(data=encoded(opaque), corner=(255, 0, 0)),
+    }
+
+
+def img_05() -> dict[str, Case]:
+    """Depths and inks: scaled, converted, or refused where the range is not known."""
+    deep = Image.fromarray(np.full((20, 20), 0x8080, np.uint16))
+    rows = b"".join(b"\0" + b"\x40\x40" * 48 for _ in range(16))
+    inks = Image.new("CMYK", (20, 20), (255, 0, 0, 0))
+    bits = Image.new("1", (20, 20), 1)
+    profile = cmyk_profile((136, 208, 195))
+    found = {
+        "gray 16 png": Case(data=encoded(deep), notes=("depth",), corner=(128, 128, 128)),
+        "gray 16 tiff": Case(data=encoded(deep, "TIFF"), notes=("depth",), corner=(128,) * 3),
+        "rgb 16": Case(data=png(16, 16, 16, 2, rows), notes=("depth",), corner=(64, 64, 64)),
+        "one bit": Case(data=encoded(bits), corner=WHITE),
+        "cmyk": Case(data=encoded(inks, "TIFF"), notes=("cmyk-profile",), corner=(0, 255, 255)),
+        "cmyk with a profile": Case(
+            data=encoded(inks, "TIFF", icc_profile=profile), notes=("cmyk",)
+        ),
+        "cmyk with a broken profile": Case(
+            data=encoded(inks, "JPEG", icc_profile=profile[:200]), notes=("cmyk-profile",)
+        ),
+    }
+    for name, kind in (("float", np.float32), ("int 32", np.int32)):
+        values = Image.fromarray(np.ones((20, 20), kind))
+        found[name] = Case(data=encoded(values, "TIFF"), refused="IMG-05")
+    return found
+
+
+def img_06() -> dict[str, Case]:
+    """Animations: their first frame, told."""
+    frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "lime", "blue")]
+    options = {"save_all": True, "append_images": frames[1:]}
+    return {
+        f"animated {kind.lower()}": Case(
+            data=encoded(frames[0], kind, **options), notes=("animated",), corner=(255, 0, 0)
+        )
+        for kind in ("GIF", "WEBP", "PNG", "TIFF")
+    }
+
+
+def img_07() -> dict[str, Case]:
+    """Bombs, which are refused from their headers, and sizes nothing can be learned from."""
+    pixels = (b"\0" + bytes(16)) * 16
+    text = b"Comment\0\0" + zlib.compress(bytes(200 << 20), 9)
+    found = {
+        "25000x25000": Case(data=png(25_000, 25_000, 8, 2, b"\0"), refused="IMG-07"),
+        "13500x13000": Case(data=png(13_500, 13_000, 8, 2, b"\0"), refused="IMG-07"),
+        "2^31-1": Case(data=png(2**31 - 1, 2**31 - 1, 8, 2, b"\0"), refused="IMG-07"),
+        "gif": Case(data=b"GIF89a" + struct.pack("<HHBBB", 65535, 65535, 0, 0, 0) + b"\x2c"
+                    + struct.pack("<HHHHB", 0, 0, 65535, 65535, 0) + b"\x08\x00;", refused="IMG-07"),
+        "bmp": Case(data=b"BM" + struct.pack("<IIIIiiHHIIiiII", 54, 0, 54, 40, 60000, 60000, 1,
+                    24, 0, 0, 0, 0, 0, 0), refused="IMG-07"),
+        "text of 200 MB": Case(data=png(16, 16, 8, 0, pixels, chunk(b"zTXt", text)), refused="IMG-02"),
+        "1x1": Case(data=encoded(Image.new("RGB", (1, 1))), refused="IMG-07"),
+        "1x4000": Case(data=encoded(Image.new("RGB", (1, 4000))), refused="IMG-07"),
+        "16x330": Case(data=encoded(Image.new("RGB", (16, 330))), refused="IMG-07"),
+        "16x320": Case(data=encoded(Image.new("RGB", (16, 320))), size_px=(16, 320)),
+    }  # fmt: skip
+    inflating = png(16, 16, 8, 0, pixels + bytes(64 << 20))
+    return {**found, "pixels of 64 MB behind 16x16": Case(data=inflating, size_px=(16, 16))}
+
+
+GROUPS: dict[str, Callable[[], dict[str, Case]]] = {
+    "img_03": img_03,
+    "img_04": img_04,
+    "img_05": img_05,
+    "img_06": img_06,
+    "img_07": img_07,
+}
+
+
+def scanned(folder: Path, **settings: float) -> Dataset:
+    chosen = DataSettings(max_bad_fraction=1.0).model_copy(update=settings)
+    return scan(folder, settings=chosen, memo=HashMemo(file=folder / "unused", entries={}))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_img_03_04_05_06_07_each_is_used_as_displayed_or_refused_by_name(
+    group: str, tmp_path: Path, figure: Figure
+) -> None:
+    cases = GROUPS[group]()
+    Image.new("RGB", (32, 32)).save(tmp_path / "good.png")
+    for name, case in cases.items():
+        (tmp_path / f"{name}.png").write_bytes(case.data)
+    dataset = scanned(tmp_path)
+    used = {record.name: record for record in dataset.records}
+    said: dict[str, list[Finding]] = {}
+    for finding in dataset.findings:
+        said.setdefault(finding.file or "", []).append(finding)
+    for name, case in cases.items():
+        file = f"{name}.png"
+        codes = [row.code for row in said.get(file, []) if row.severity == "error"]
+        assert codes == ([case.refused] if case.refused else []), name
+        assert (file in used) != bool(case.refused), name
+        if case.refused:
+            continue
+        kinds = sorted(row.kind for row in said.get(file, []) if row.kind != "duplicate")
+        assert kinds == sorted(case.notes), name
+        shown = decode(tmp_path / file, settings=DataSettings()).image
+        assert (used[file].width_px, used[file].height_px) == shown.size
+        assert case.size_px in (None, shown.size), name
+        if case.corner is not None:
+            difference = np.subtract(shown.getpixel((2, 2)), case.corner)
+            assert np.abs(difference).max() <= 3, name
+    figure("bad_inputs", tried=len(cases), handled=len(cases), crashes=0, hangs=0)
+
+
+MEMORY = """
+import resource, sys
+from pathlib import Path
+from lora_trainer.config import DataSettings
+from lora_trainer.data.scan import scan
+from lora_trainer.files import HashMemo
+
+def peak_mib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+folder = Path(sys.argv[1])
+settings = DataSettings(max_bad_fraction=1.0)
+before = peak_mib()
+found = scan(folder, settings=settings, memo=HashMemo(file=folder / "unused", entries={}))
+print(len(found.records), peak_mib() - before)
+"""
+
+
+def test_img_07_bombs_take_no_memory(tmp_path: Path) -> None:
+    for name, case in img_07().items():
+        (tmp_path / f"{name}.png").write_bytes(case.data)
+    done = python(MEMORY, str(tmp_path), timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    used, grown_mib = done.stdout.split()
+    assert int(used) == 2
+    assert float(grown_mib) < 300
+
+
+def test_img_08_names_that_nearly_clash_are_kept_apart_and_told(
+    tmp_path: Path, figure: Figure
+) -> None:
+    composed, decomposed = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
+    names = ["a.png", "a.jpg", "A.PNG", f"{composed}.png", f"{decomposed}.png", "copy.png"]
+    for index, name in enumerate(names[:-1]):
+        noise = np.random.default_rng(index).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(tmp_path / name, "PNG")
+    (tmp_path / "copy.png").write_bytes((tmp_path / "A.PNG").read_bytes())
+    (tmp_path / "a.txt").write_text("whose caption is this")
+    dataset = scanned(tmp_path)
+    assert {record.name for record in dataset.records} == set(names)
+    contents = {record.name: record.content_hash for record in dataset.records}
+    assert len(set(contents.values())) == len(names) - 1, "only the copy shares an entry"
+    samples = [sample for record in dataset.records for sample in record.sample_ids()]
+    assert len(set(samples)) == len(names)
+    kinds = {finding.kind: finding for finding in dataset.findings if finding.code == "IMG-08"}
+    assert "A.PNG, a.jpg, a.png" in kinds["ambiguous-caption"].what
+    assert kinds["duplicate"].file == "copy.png"
+    figure("bad_inputs", tried=len(names), handled=len(names), crashes=0, hangs=0)
+
+
+def test_img_09_what_is_no_regular_file_is_named_and_never_opened(
+    tmp_path: Path, figure: Figure
+) -> None:
+    folder, outside = tmp_path / "data", tmp_path / "outside.png"
+    folder.mkdir()
+    Image.new("RGB", (32, 32), "red").save(outside)
+    Image.new("RGB", (32, 32), "blue").save(folder / "good.png")
+    (folder / "dangling.png").symlink_to(tmp_path / "nowhere.png")
+    (folder / "loop.png").symlink_to(folder / "loop.png")
+    (folder / "device.png").symlink_to("/dev/zero")
+    (folder / "folder.png").mkdir()
+    (folder / "linked.png").symlink_to(outside)
+    (folder / "again").symlink_to(folder)
+    for name in ("pipe.png", "pipe.txt"):
+        os.mkfifo(folder / name)
+    with socket.socket(socket.AF_UNIX) as listener, chdir(folder):
+        listener.bind("socket.png")
+    dataset = scanned(folder)
+    bad = {row.file for row in dataset.findings if row.severity == "error"}
+    assert bad == {
+        f"{name}.png" for name in ("dangling", "loop", "device", "folder", "pipe", "socket")
+    }
+    named = {row.file for row in dataset.findings if row.code == "IMG-09"}
+    assert named == bad | {"linked.png", "again/", "pipe.txt"}
+    assert {record.name for record in dataset.records} == {"good.png", "linked.png"}
+    figure("bad_inputs", tried=len(named), handled=len(named), crashes=0, hangs=0)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_img_09_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    for name in ("good.png", "locked.png"):
+        Image.new("RGB", (32, 32), "red").save(tmp_path / name)
+    (tmp_path / "locked.png").chmod(0)
+    (bad,) = [row for row in scanned(tmp_path).findings if row.severity == "error"]
+    assert (bad.file, bad.code) == ("locked.png", "IMG-09")
+
+
+def test_check_lists_what_a_training_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = toy(tmp_path, images=4)
+    torn = io.BytesIO()
+    Image.new("RGB", (60, 60)).save(torn, "PNG")
+    for index in range(6):
+        (place.dataset / f"torn{index}.png").write_bytes(torn.getvalue()[: 20 + index])
+    cache = ["--set", f"data.cache_dir={place.cache}"]
+    capsys.readouterr()
+    assert run_cli(["check", str(place.dataset), *cache]) == 0
+    report = " ".join(capsys.readouterr().out.split())
+    for index in range(6):
+        assert f"torn{index}.png" in report
+    assert report.count("replace it with an intact copy") == 6
+    assert run_cli([str(place.dataset), "--dry-run", *cache]) == 3
+    assert "6 of 10 pictures" in capsys.readouterr().err

@@ -1,0 +1,196 @@
+"""TRN-05 and 06: logs and dashboards that fail cost no run; what prepares the steps never hangs one.
+
+Steps are prepared by one thread of the process, so there is no worker to be killed, to crash alone
+or to be spawned; what is left of TRN-06 is a thread that raises, ends or waits for a disk.
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.tracking import TensorBoardTracker
+
+from lora_trainer import files
+from lora_trainer.data import loader
+from lora_trainer.data.loader import Feeder, StepBatch
+from lora_trainer.events import read_jsonl
+from lora_trainer.output import status
+from tests.fakes.runs import ROOT, STEPS, Toy, events, toy, trajectory
+from tests.fakes.training import build_feeder
+
+QUIET: dict[str, Any] = {"sampling__every_steps": 0, "train__validate_every_steps": 0}
+DASHBOARD = {"logging__trackers": ["tensorboard"]}
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """The undisturbed run."""
+    place = toy(tmp_path_factory.mktemp("trn")).with_base()
+    assert place.train(**QUIET, logging__trackers=[]) == 0
+    return place
+
+
+def complaints(run: Path) -> list[str]:
+    rows = read_jsonl(run / "problems.jsonl")
+    return [row["what"] for row in rows if row["code"] == "TRN-05"]
+
+
+def failing(after: int, error: OSError) -> Callable[..., None]:
+    calls = 0
+
+    def fail(*_: object, **__: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise error
+
+    return fail
+
+
+# ---- TRN-05
+
+
+@pytest.mark.parametrize(
+    ("method", "after", "error"),
+    [
+        ("start", 0, PermissionError(errno.EACCES, os.strerror(errno.EACCES))),
+        ("log", 3, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+        ("log", 0, ConnectionError("the dashboard is down")),
+        ("finish", 0, TimeoutError("the dashboard does not answer")),
+    ],
+    ids=["unwritable", "full", "down", "no answer at the end"],
+)
+def test_trn_05_a_dashboard_that_fails_is_one_warning(
+    method: str, after: int, error: OSError, place: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TensorBoardTracker, method, failing(after, error))
+    name = f"{method}-{after}-{type(error).__name__}"
+    assert place.train("--name", name, **QUIET, **DASHBOARD) == 0
+    run = place.runs / name
+    (complaint,) = complaints(run)
+    assert complaint.startswith("tracker tensorboard stopped logging: ")
+    assert str(error) in complaint
+    assert trajectory(run) == trajectory(place.run)
+
+
+@pytest.mark.parametrize(
+    ("file", "lines", "steps"),
+    [("events.jsonl", 4, 2), ("problems.jsonl", 0, STEPS), ("status.json", 5, STEPS)],
+)
+def test_trn_05_a_log_whose_disk_is_full_is_one_warning(
+    file: str,
+    lines: int,
+    steps: int,
+    place: Toy,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The pictures are enlarged to 64 px, which is a problem to be recorded."""
+    refuse = failing(lines, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    real_open, real_write = Path.open, files.write_file
+
+    def open_(self: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if self.name == file and mode == "a":
+            refuse()
+        return real_open(self, mode, *args, **options)
+
+    def write(path: Path, data: files.Data, *, durable: bool) -> None:
+        if path.name.endswith(file):
+            refuse()
+        real_write(path, data, durable=durable)
+
+    monkeypatch.setattr(Path, "open", open_)
+    monkeypatch.setattr(files, "write_file", write)
+    monkeypatch.setattr(status, "INTERVAL_S", 0.0)
+    capsys.readouterr()
+    name = f"no-{Path(file).stem}"
+    assert place.train("--name", name, **QUIET, data__resolution=64, logging__trackers=[]) == 0
+    run, shown = place.runs / name, capsys.readouterr()
+    assert (run / f"{name}.safetensors").exists()
+    assert (run / "report.html").exists()
+    assert (shown.out + shown.err).count("No space left on device") == 1
+    assert len(events(run, "step")) == steps
+    assert len(read_jsonl(run / "problems.jsonl")) == 0 or file != "problems.jsonl"
+
+
+# ---- TRN-06
+
+
+class Unpicklable(Exception):
+    """Cannot be sent to another process, which made data loaders wait for ever."""
+
+    def __init__(self, *, path: str) -> None:
+        super().__init__(path)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be pickled")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Unpicklable(path="a.png"), RuntimeError("shapes"), SystemExit(3), MemoryError()],
+    ids=lambda error: type(error).__name__,
+)
+def test_trn_06_whatever_ends_the_thread_reaches_the_loop(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = Feeder.prepare
+
+    def prepare(self: Feeder, step: int) -> StepBatch:
+        if step == 2:
+            raise error
+        return usual(self, step)
+
+    monkeypatch.setattr(Feeder, "prepare", prepare)
+    with build_feeder().stream(0, 10, ahead=4) as batches:
+        assert [next(batches).step, next(batches).step] == [0, 1]
+        with pytest.raises(type(error)) as raised:
+            next(batches)
+        assert raised.value is error
+
+
+def test_trn_06_a_disk_that_does_not_answer_holds_up_nobody_who_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The third signal raises KeyboardInterrupt while the thread hangs in a read."""
+    answered = threading.Event()
+    monkeypatch.setattr(Feeder, "prepare", lambda self, step: answered.wait())
+    monkeypatch.setattr(loader, "LEAVING_S", 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt), build_feeder().stream(0, 10, ahead=4):
+            raise KeyboardInterrupt
+    finally:
+        answered.set()
+        for thread in threading.enumerate():
+            if thread.name == "lora-train-feeder":
+                thread.join()
+
+
+def test_trn_06_there_are_no_worker_processes() -> None:
+    """What has no process needs no start method, no pickle and no restart."""
+    found = []
+    for path in (ROOT / "lora_trainer").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
+            module = getattr(node, "module", None) or ""
+            imported = {module, *names, *(f"{module}.{name}" for name in names)}
+            if imported & {"multiprocessing", "torch.utils.data", "concurrent.futures.process"}:
+                found.append(path.name)
+            if imported & {"multiprocessing.Process", "multiprocessing.Pool", "DataLoader"}:
+                found.append(path.name)
+    assert found == []
