@@ -95,7 +95,10 @@ def train(
     """Train a LoRA on the images in DATASET; the result is runs/NAME/NAME.safetensors and report.html."""
     overrides = _overrides(set_, base=base, output=output, name=name, steps=steps, seed=seed)
     if dry_run:
-        _show_plan(dataset, preset, priority, config, overrides, vram=None, as_json=False)
+        here = place().count
+        _show_plan(
+            dataset, preset, priority, config, overrides, vram=None, processes=here, as_json=False
+        )
         return
     quiet_libraries()
     from lora_trainer.output.console import ConsoleListener
@@ -127,11 +130,21 @@ def plan(
     config: ConfigFile = None,
     set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
     vram: Vram = None,
+    processes: Annotated[int, Parameter(help="answer for that many, a card each")] = 1,
     json: Json = False,
 ) -> None:
     """Predict memory, time and disk of a training, with every setting and its origin. Needs no GPU."""
+    if not 1 <= processes <= 4096:
+        raise RequestError(f"--processes {processes}", fix="give a number from 1 to 4096")
     _show_plan(
-        dataset, preset, priority, config, _overrides(set_, base=base), vram=vram, as_json=json
+        dataset,
+        preset,
+        priority,
+        config,
+        _overrides(set_, base=base),
+        vram=vram,
+        processes=processes,
+        as_json=json,
     )
 
 
@@ -349,6 +362,7 @@ def _show_plan(
     overrides: dict[str, Any],
     *,
     vram: float | None,
+    processes: int,
     as_json: bool,
 ) -> None:
     from lora_trainer.prepare import Request, prepare
@@ -367,6 +381,7 @@ def _show_plan(
             config_file=config,
             overrides=overrides,
             assumed_vram_gib=vram,
+            processes=processes,
         )
     )
     _print(plan_json(prepared) if as_json else plan_text(prepared), as_json=as_json)

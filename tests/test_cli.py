@@ -32,7 +32,16 @@ TRAIN_FLAGS = {
     "--resume", "--resume-from", "--seed", "--set", "--steps", "--strict", "--version",
 }  # fmt: skip
 FLAGS = {
-    "plan": {"--base", "--config", "--json", "--preset", "--priority", "--set", "--vram"},
+    "plan": {
+        "--base",
+        "--config",
+        "--json",
+        "--preset",
+        "--priority",
+        "--processes",
+        "--set",
+        "--vram",
+    },
     "check": {"--base", "--json", "--set"},
     "inspect": {"--json"},
     "convert": {"--base", "--force", "--format", "--json", "--output", "--precision"},
@@ -170,7 +179,7 @@ def test_plan_json_has_the_keys_scripts_rely_on(
 ) -> None:
     plan = answer(capsys, "plan", place.dataset, "--json", "--set", "adapter.rank=4")
     designed = {"family", "tier", "priority", "settings", "memory", "time", "disk"}
-    assert plan.keys() == designed | {"base", "preset", "remarks"}
+    assert plan.keys() == designed | {"base", "preset", "processes", "remarks"}
     memory = {"items", "peak_bytes", "limit_bytes", "fits"}
     beside = {"phase", "phases", "by_phase", "images_at_once", "host"}
     assert plan["memory"].keys() == memory | beside

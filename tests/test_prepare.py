@@ -12,7 +12,7 @@ import pytest
 
 from lora_trainer import families
 from lora_trainer import prepare as prepare_module
-from lora_trainer.config import Config, build_config
+from lora_trainer.config import Config, build_config, flatten
 from lora_trainer.errors import InputError, RequestError, exit_code
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware import Hardware, assume_card
@@ -26,6 +26,7 @@ from lora_trainer.prepare import (
     prepare,
     remarks,
 )
+from lora_trainer.show.plan import shares
 from tests.fakes.family_bases import base_of
 from tests.fakes.runs import Toy, listing, toy
 
@@ -350,3 +351,56 @@ def test_the_cache_folder_is_the_setting_or_the_user_s(
         assert cache_folder(Config()) == tmp_path / "xdg" / "lora-train"
         monkeypatch.delenv("XDG_CACHE_HOME")
         assert cache_folder(Config()) == tmp_path / ".cache" / "lora-train"
+
+
+# ---- going on, and several processes
+
+
+def of_a_card(free_gib: float) -> Hardware:
+    card = replace(CARD.gpus[0], free_bytes=int(free_gib * (1 << 30)))
+    return replace(CARD, gpus=(card,), ram_free_bytes=32 << 30)
+
+
+def test_a_run_goes_on_as_it_was_planned_whatever_is_free_today(place: Toy) -> None:
+    wanted = asked(
+        place,
+        base__model="stabilityai/stable-diffusion-xl-base-1.0",
+        train__batch_size=8,
+        memory__gradient_checkpointing="full",
+        sampling__every_steps=0,
+    )
+    first = prepare(wanted, hardware=of_a_card(9.0))
+    before = {
+        "run_settings": flatten(first.config),
+        "run_at_once": {f"{w}x{h}": count for (w, h), count in first.plan.images_at_once.items()},
+    }
+    today = of_a_card(8.0)
+    fresh = prepare(wanted, hardware=today)
+    assert fresh.plan.images_at_once != first.plan.images_at_once
+    resumed = prepare(replace(wanted, overrides={}, **before), hardware=today)
+    assert resumed.plan.images_at_once == first.plan.images_at_once
+    assert resumed.config == first.config
+    typed = {"memory.streamed_blocks": 4}
+    again = prepare(replace(wanted, overrides=typed, **before), hardware=today)
+    assert again.plan.images_at_once != first.plan.images_at_once
+    longer = prepare(replace(wanted, overrides={"train.steps": 9000}, **before), hardware=today)
+    assert longer.plan.images_at_once == first.plan.images_at_once
+
+
+@pytest.mark.parametrize(
+    ("batch", "processes", "images", "said"),
+    [(4, 2, [2, 2], ""), (4, 3, [1, 1, 2], "some wait"), (1, 2, [0, 1], "only 1 have work")],
+)
+def test_a_step_is_shared_by_processes_and_each_is_planned_for_its_share(
+    batch: int, processes: int, images: list[int], said: str, place: Toy
+) -> None:
+    wanted = asked(place, train__batch_size=batch)
+    made = prepare(replace(wanted, processes=processes), hardware=CARD)
+    assert made.config.train.batch_size == batch
+    assert list(shares(made)) == images
+    assert max(made.plan.images_at_once.values()) <= max(images)
+    told = [finding.what for finding in remarks(made) if finding.kind == "processes"]
+    assert (said in told[0]) if said else not told
+    alone = prepare(wanted, hardware=CARD)
+    if batch > 1:
+        assert made.plan.seconds_per_step < alone.plan.seconds_per_step

@@ -137,6 +137,20 @@ def test_a_cap_is_set_at_the_start_of_a_run_on_a_card(monkeypatch: pytest.Monkey
     assert seen == [{"limit_bytes": 6 * 2**30, "free_bytes": 7, "device": torch.device("cuda")}]
 
 
+@pytest.mark.parametrize(("local_rank", "cards", "index"), [(0, 1, 0), (1, 2, 1), (1, 1, 0)])
+def test_each_process_has_a_card_by_its_number(
+    local_rank: int, cards: int, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a scheduler shows each process only its own card, that one is number 0."""
+    told = {"WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 2}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    made = SimpleNamespace(config=build_config({**PLAIN, "hardware.device": "cuda"}))
+    assert device.planned_device(cast(Prepared, made)) == torch.device("cuda", index)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return toy(tmp_path_factory.mktemp("small")).with_base()

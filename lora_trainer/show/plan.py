@@ -5,7 +5,7 @@ Input is a prepared run; nothing is computed here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -46,6 +46,7 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
             "note": plan.time_note,
         },
         "disk": dict(plan.disk_bytes),
+        "processes": {"count": prepared.processes, "images": list(shares(prepared))},
         "remarks": [
             {"kind": found.kind, "what": found.what, "advice": found.advice}
             for found in remarks(prepared)
@@ -101,6 +102,8 @@ def plan_text(prepared: Prepared) -> RenderableType:
     )
     add_row(facts, "base kept", _base_text(config))
     add_row(facts, "at once", _at_once_text(plan))
+    if prepared.processes > 1:
+        add_row(facts, "processes", _processes_text(prepared))
     add_row(facts, "time", _time_text(prepared))
     add_row(
         facts, "disk", ", ".join(f"{name} {gib(size)}" for name, size in plan.disk_bytes.items())
@@ -144,6 +147,22 @@ def _at_once_text(plan: Plan) -> str:
         return _images(next(iter(counts)))
     sizes = (f"{count} of {w}x{h}" for (w, h), count in plan.images_at_once.items())
     return f"images by bucket: {', '.join(sizes)}"
+
+
+def shares(prepared: Prepared) -> Iterator[int]:
+    """Yield how many images of each optimizer step a process does."""
+    batch, count = prepared.config.train.batch_size, prepared.processes
+    for rank in range(count):
+        yield batch * (rank + 1) // count - batch * rank // count
+
+
+def _processes_text(prepared: Prepared) -> str:
+    batch, counts = prepared.config.train.batch_size, list(shares(prepared))
+    full = -(-batch // len(counts)) * len(counts)
+    busy = f"{batch / (max(counts) * len(counts)):.0%} of them have work at a time"
+    split = " + ".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)}"
+    more = "" if full == batch else f"; train.batch_size={full} would use them all"
+    return f"{len(counts)}: {split} of {batch} images a step, {busy}{more}"
 
 
 def _images(count: int) -> str:

@@ -11,7 +11,7 @@ from lora_trainer.model import memory_cap
 from lora_trainer.model.memory_cap import SPILL_MARGIN_BYTES, cap_allocator, driver_spills
 from lora_trainer.planning.memory import GIB, RUNTIME_BYTES
 
-CARD = torch.device("cuda")
+CARD = torch.device("cuda", 0)
 CONTEXT = RUNTIME_BYTES["cuda"]
 
 
@@ -21,11 +21,12 @@ def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=24 * GIB)
     )
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_per_process_memory_fraction",
-        lambda fraction, device: set_to.append(fraction),
-    )
+
+    def bound(fraction: float, device: torch.device) -> None:
+        assert device.index is not None, "torch refuses a device without one"
+        set_to.append(fraction)
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", bound)
     return set_to
 
 

@@ -7,15 +7,15 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lora_trainer.config import ObjectiveSettings, OptimizerSettings
-from lora_trainer.data.loader import StepBatch, micro_batches
-from lora_trainer.errors import StoppedBySignal, TrainingStopped, exit_code
+from lora_trainer.data.loader import Feeder, StepBatch, micro_batches
+from lora_trainer.errors import MachineError, StoppedBySignal, TrainingStopped, exit_code
 from lora_trainer.output.checkpoints import load_newest
 from lora_trainer.output.state_writer import StateWriter
 from lora_trainer.train.actions import SaveAction, load_scaler
@@ -262,6 +262,7 @@ def test_other_errors_of_the_model_are_not_taken_for_memory() -> None:
 class Recorder:
     """An action that is always due and remembers what it saw."""
 
+    what: ClassVar = "a look"
     look: Callable[[], Any] = lambda: None
     progress: list[Progress] = field(default_factory=list)
     looks: list[Any] = field(default_factory=list)
@@ -310,6 +311,68 @@ def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_alone(name: str)
 
 def counters(tiny: TinyTraining) -> list[float]:
     return [float(state["step"]) for state in tiny.training.optimizer.state.values()]
+
+
+def test_a_loss_scale_goes_on_after_a_step_that_was_torn_once_unscaled() -> None:
+    tiny = trained(2, precision=torch.float16)
+    scaler, optimizer = tiny.training.scaler, tiny.training.optimizer
+    for parameter in tiny.training.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    state = scaler.state_dict()
+    scaler.unscale_(optimizer)
+    load_scaler(scaler, {"loss_scale": 8.0, "loss_scale_growth": 3})
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+    assert scaler.state_dict()["_growth_tracker"] == 4
+    assert state["scale"] != 8.0
+
+
+@pytest.mark.parametrize("where", ["the data", "the step"])
+def test_what_ends_a_run_between_saves_loses_no_whole_step(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    tiny = build_training(build_feeder(), steps=9, actions=[recorder])
+    if where == "the data":
+        fail: Exception = MachineError("cache entry vanished", fix="resume")
+        monkeypatch.setattr(Feeder, "prepare", failing(Feeder.prepare, fail, after=3))
+    else:
+        fail = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        monkeypatch.setattr(Model, "losses", failing(Model.losses, fail, after=9))
+    expected = MachineError if where == "the data" else TrainingStopped
+    with pytest.raises(expected):
+        run(tiny.training, at_start(micro_batch=1 if where == "the step" else 4))
+    last = recorder.progress[-1]
+    assert (last.ending, last.stopping) == (True, True), "it is asked to save"
+    steps = [row["step"] for row in tiny.of_kind("step")]
+    assert last.step == len(steps) > 0
+
+
+def failing(real: Callable[..., Any], error: Exception, *, after: int) -> Callable[..., Any]:
+    """Return a function that does as `real` so many times and then raises."""
+    calls = iter(range(1_000_000))
+
+    def function(*arguments: Any) -> Any:
+        if next(calls) >= after:
+            raise error
+        return real(*arguments)
+
+    return function
+
+
+def test_a_stop_whose_save_does_not_fit_says_so() -> None:
+    class Full(Recorder):
+        what: ClassVar = "the saved state"
+
+        def __call__(self, progress: Progress) -> None:
+            if progress.stopping:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    tiny = build_training(build_feeder(), steps=9, actions=[Full()], stop=lambda: 15)
+    with pytest.raises(TrainingStopped, match="the saved state of step 1 is missing"):
+        run(tiny.training, at_start(micro_batch=4))
 
 
 def test_five_in_a_row_stop_with_the_last_good_values() -> None:
