@@ -188,7 +188,8 @@ def _notes(chart: Chart, steps: Sequence[StepRow]) -> Iterator[str]:
     if len(finite) < len(steps):
         count = len(steps) - len(finite)
         yield f"Steps whose loss is not a number: {count}. The line is broken there."
-    above = [row for row in finite if row.loss > axes_of(chart, size=LARGE[0]).y_range[1]]
+    top = axes_of(chart, size=LARGE[0]).y_range[1]
+    above = [row for row in finite if row.loss > top]
     if above:
         highest = max(above, key=lambda row: row.loss)
         where = f"the highest is {loss_text(highest.loss)} at step {highest.step:,}"
