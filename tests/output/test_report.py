@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lora_trainer.errors import RequestError
+from lora_trainer.output import charts, report_curves
 from lora_trainer.output.history import read_history
 from lora_trainer.output.markup import Html, tag, text
 from lora_trainer.output.report import document, verdict, write_report
@@ -443,6 +444,28 @@ def test_losses_that_are_no_numbers_are_counted_and_drawn_over(tmp_path: Path) -
     assert not [path for path in page.all("path") if "nan" in str(path["d"])]
     raw = page.all("path", **{"class": "line raw"})[0]
     assert str(raw["d"]).count("M") == 2
+
+
+def test_work_grows_with_the_run_and_not_with_its_square(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is stopped waits for its report."""
+    real, calls = charts.axes_of, list[int]()
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[-1] += 1
+        return real(*args, **options)
+
+    monkeypatch.setattr(charts, "axes_of", counted)
+    monkeypatch.setattr(report_curves, "axes_of", counted)
+    for steps in (100, 1000):
+        calls.append(0)
+        run = fake_run(tmp_path / f"run-{steps}", steps=steps)
+        rows = [event for event in run.events if event["event"] == "step"]
+        for event in rows[:: len(rows) // 50]:
+            event["loss"] *= 30
+        page_of(run)
+    assert calls[0] == calls[1] > 0
 
 
 def test_outlier_does_not_squeeze_the_chart(tmp_path: Path) -> None:
