@@ -188,7 +188,6 @@ def _notes(chart: Chart, steps: Sequence[StepRow]) -> Iterator[str]:
     if len(finite) < len(steps):
         count = len(steps) - len(finite)
         yield f"Steps whose loss is not a number: {count}. The line is broken there."
-    top = axes_of(chart, size=LARGE[0]).y_range[1]
     top = axes_of(chart, size=LARGE[0]).y_range[1] if finite else math.inf
     above = [row for row in finite if row.loss > top]
     if above:
