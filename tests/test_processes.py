@@ -20,9 +20,10 @@ from torch import Tensor
 
 from lora_trainer.events import read_jsonl
 from lora_trainer.output.checkpoints import ADAPTER
-from tests.fakes.many import SETTINGS, STEPS, free_port
+from tests.fakes.many import SETTINGS, STEPS
 from tests.fakes.runs import MEASURES, ROOT, Toy, events, last_state
 from tests.fakes.training import distance
+from tests.reliability.kill import free_port
 
 SPLITS = ("of 2", "of 3", "of 4", "cold", "no memory")
 FAILED = ("bug", "killed 0", "killed 1", "frozen", "apart")

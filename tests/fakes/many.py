@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from typing import Any
 
 from lora_trainer.events import read_jsonl
 from tests.fakes.runs import Toy, toy
-from tests.reliability.kill import load_everything
+from tests.reliability.kill import free_port, load_everything
 
 STEPS = 20
 TIMEOUT_S = 90.0
@@ -122,12 +121,6 @@ def _wait(pid: int, began: float) -> int:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return 1000
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # ---- what a child notes down

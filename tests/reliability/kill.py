@@ -1,13 +1,14 @@
 """Random `kill -9` of whole trainings, each resumed and compared bit for bit with an uninterrupted one.
 
-Usage: python tests/reliability/kill.py --kills 500 [--seed 0] [--work DIR] [--json FILE]
+Usage: python tests/reliability/kill.py --kills 500 [--processes 1] [--seed 0] [--work DIR] [--json FILE]
 
 One process loads everything that is slow to import and forks for every start, so that a start costs
 a fraction of a second. A chain is one run, killed one to three times and then left to finish; a kill
 comes at a random time from the start on (one in five), at a random moment after a random step, or
 at one after a state began to be written. A kill counts as inside a save when it left a state
-half-written, half-removed or not yet logged. With --work, chains are recorded there and an
-interrupted campaign goes on where it was.
+half-written, half-removed or not yet logged. With several --processes one of them, drawn at random,
+is killed; the others have to end by themselves, soon and not with success. With --work, chains are
+recorded there and an interrupted campaign goes on where it was.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,9 @@ class Kill:
     reached: int
     inside_save: bool
     while_caching: bool
+    rank: int = 0
+    left_s: float = 0.0
+    """What the other processes took to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +99,8 @@ class Summary:
     differing_chains: int
     most_steps_lost: int
     most_steps_lost_by_scenario: Mapping[str, int]
+    most_seconds_left: float
+    processes: int
     seed: int
     seconds: float
 
@@ -101,11 +108,30 @@ class Summary:
 # ---- starting and killing
 
 
-def start(arguments: Sequence[str], log: Path) -> int:
-    """Fork a training; return its pid. The parent never computes, so that forking stays safe."""
+def start(arguments: Sequence[str], log: Path, *, processes: int = 1) -> list[int]:
+    """Fork a training; return its pids. The parent never computes, so that forking stays safe."""
+    port = free_port()
+    return [_started(arguments, log, rank, processes, port) for rank in range(processes)]
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _started(arguments: Sequence[str], log: Path, rank: int, count: int, port: int) -> int:
     child = os.fork()
     if child:
         return child
+    if count > 1:  # what a launcher tells
+        os.environ |= {
+            **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -119,15 +145,19 @@ def start(arguments: Sequence[str], log: Path) -> int:
         os._exit(code)
 
 
-def wait(child: int) -> int:
-    """Return the exit code of a child; one that hangs is killed and is a TimeoutError."""
-    deadline_s = time.monotonic() + TIMEOUT_S
+def wait(children: Sequence[int]) -> list[int]:
+    """Return the exit codes of children; if one hangs all are killed, and it is a TimeoutError."""
+    deadline_s, codes = time.monotonic() + TIMEOUT_S, dict[int, int]()
     while time.monotonic() < deadline_s:
-        if (code := ended(child)) is not None:
-            return code
+        for child in set(children) - codes.keys():
+            if (code := ended(child)) is not None:
+                codes[child] = code
+        if len(codes) == len(children):
+            return [codes[child] for child in children]
         time.sleep(POLL_S)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    for child in set(children) - codes.keys():
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     raise TimeoutError(f"a training hung for {TIMEOUT_S:g} s")
 
 
@@ -233,18 +263,24 @@ def command(place: Toy, scenario: str, name: str, *, cache: Path | None = None) 
     return place.arguments("--name", name, steps=STEPS, **settings)
 
 
-def reference(place: Toy, scenario: str) -> dict[str, Any]:
+def reference(place: Toy, scenario: str, *, processes: int) -> dict[str, Any]:
     """Train a scenario without interruption and return its fingerprint."""
     name = f"whole-{list(SCENARIOS).index(scenario)}"
     log = place.folder / f"{name}.log"
-    code = wait(start(command(place, scenario, name), log))
-    if code != 0:
-        raise RuntimeError(f"the uninterrupted run ended with {code}: {log.read_text()[-2000:]}")
+    codes = wait(start(command(place, scenario, name), log, processes=processes))
+    if any(codes):
+        raise RuntimeError(f"the uninterrupted run ended with {codes}: {log.read_text()[-2000:]}")
     return fingerprint(place.runs / name)
 
 
 def chain(
-    place: Toy, scenario: str, name: str, expected: Mapping[str, Any], draw: random.Random
+    place: Toy,
+    scenario: str,
+    name: str,
+    expected: Mapping[str, Any],
+    draw: random.Random,
+    *,
+    processes: int,
 ) -> Chain:
     """Start a run, kill it one to three times, let it finish, compare."""
     run, log = place.runs / name, place.folder / f"{name}.log"
@@ -252,28 +288,50 @@ def chain(
     cache = place.folder / f"{name}-cache" if draw.random() < 0.25 else None
     line, kills = command(place, scenario, name, cache=cache), []
     for _ in range(draw.randint(1, 3)):
-        child = start([*line, "--resume"] if run.is_dir() else line, log)
-        if not kill_somewhere(child, run, draw):
+        going_on = [*line, "--resume"] if run.is_dir() else line
+        children = start(going_on, log, processes=processes)
+        rank = draw.randrange(processes)
+        others = [child for child in children if child != children[rank]]
+        if not kill_somewhere(children[rank], run, draw):
+            wait(others)
             break
-        kills.append(post_mortem(run))
-    code = wait(start([*line, "--resume"] if run.is_dir() else line, log))
-    wrong = (f"exit code {code}: {log.read_text()[-500:]}",)
-    if code == 0:
+        began = time.monotonic()
+        codes = wait(others)
+        left_s = round(time.monotonic() - began, 2)
+        kills.append(replace(post_mortem(run), rank=rank, left_s=left_s))
+        if 0 in codes and not is_finished(run):
+            return Chain(
+                scenario=scenario,
+                kills=tuple(kills),
+                differences=(f"the others ended with {codes}",),
+            )
+    going_on = [*line, "--resume"] if run.is_dir() else line
+    codes = wait(start(going_on, log, processes=processes))
+    wrong = (f"exit codes {codes}: {log.read_text()[-500:]}",)
+    if not any(codes):
         wrong = differences(run, expected)
     return Chain(scenario=scenario, kills=tuple(kills), differences=wrong)
 
 
-def campaign(folder: Path, *, kills: int, seed: int, quiet: bool = False) -> Iterator[Chain]:
+def is_finished(run: Path) -> bool:
+    """Whether the run's work was done before the kill: then the others end well."""
+    return any(row["event"] == "finished" for row in read_jsonl(run / "events.jsonl"))
+
+
+def campaign(
+    folder: Path, *, kills: int, seed: int, processes: int = 1, quiet: bool = False
+) -> Iterator[Chain]:
     """Yield chains until that many kills have been survived or not; goes on with what is in `folder`."""
     done = read_jsonl(folder / "chains.jsonl")
     count = sum(len(row["kills"]) for row in done)
     place = prepare(folder)
-    expected = {scenario: reference(place, scenario) for scenario in SCENARIOS}
+    expected = {name: reference(place, name, processes=processes) for name in SCENARIOS}
     number = len(done)
     while count < kills:
         draw = random.Random(f"{seed}-{number}")
         scenario = list(SCENARIOS)[number % len(SCENARIOS)]
-        found = chain(place, scenario, f"chain-{number}", expected[scenario], draw)
+        name = f"chain-{number}"
+        found = chain(place, scenario, name, expected[scenario], draw, processes=processes)
         with (folder / "chains.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(found)) + "\n")
         count += len(found.kills)
@@ -296,7 +354,7 @@ def prepare(folder: Path) -> Toy:
     if child == 0:
         place.with_base()
         os._exit(0)
-    wait(child)
+    wait([child])
     return place
 
 
@@ -306,7 +364,9 @@ def _remove(place: Toy, name: str) -> None:
     (place.folder / f"{name}.log").unlink(missing_ok=True)
 
 
-def summary(rows: Sequence[Mapping[str, Any]], *, seed: int, seconds: float) -> Summary:
+def summary(
+    rows: Sequence[Mapping[str, Any]], *, seed: int, seconds: float, processes: int = 1
+) -> Summary:
     """Return the figures of recorded chains."""
     kills = [(row["scenario"], kill) for row in rows for kill in row["kills"]]
     lost = [(name, max(0, kill["reached"] - kill["left"])) for name, kill in kills]
@@ -321,6 +381,8 @@ def summary(rows: Sequence[Mapping[str, Any]], *, seed: int, seconds: float) -> 
             name: max((count for own, count in lost if own == name), default=0)
             for name in SCENARIOS
         },
+        most_seconds_left=max((kill.get("left_s", 0.0) for _, kill in kills), default=0.0),
+        processes=processes,
         seed=seed,
         seconds=round(seconds, 1),
     )
@@ -348,6 +410,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=25)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="folder that keeps the campaign")
     parser.add_argument("--json", type=Path, help="where to write the figures")
@@ -358,10 +421,17 @@ def main() -> int:
         folder = options.work or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
-        for _ in campaign(folder, kills=options.kills, seed=options.seed):
+        for _ in campaign(
+            folder, kills=options.kills, seed=options.seed, processes=options.processes
+        ):
             pass
         rows = read_jsonl(folder / "chains.jsonl")
-        found = summary(rows, seed=options.seed, seconds=time.monotonic() - began)
+        found = summary(
+            rows,
+            seed=options.seed,
+            seconds=time.monotonic() - began,
+            processes=options.processes,
+        )
     print(json.dumps(asdict(found), indent=2))
     if options.json:
         options.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
