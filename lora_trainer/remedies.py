@@ -85,12 +85,21 @@ def full_card_memo(prepared: Prepared, events: EventStream) -> Listener:
             return
         told = True
         memo = FullCards.of(prepared.cache_root)
-        found = memo.remember(
-            prepared.hardware,
-            prepared.family.name,
-            planned_bytes=memory.peak_bytes,
-            limit_bytes=int(limit_bytes / known.share) if known else limit_bytes,
-        )
+        try:
+            found = memo.remember(
+                prepared.hardware,
+                prepared.family.name,
+                planned_bytes=memory.peak_bytes,
+                limit_bytes=int(limit_bytes / known.share) if known else limit_bytes,
+            )
+        except MachineError as error:  # what ran out of memory is worth more than the memo of it
+            events.problem(
+                f"that this card was full could not be remembered: {error.found}",
+                fix=error.fix,
+                severity="note",
+                code="TRN-02",
+            )
+            return
         if found is not None:
             events.problem(
                 f"{prepared.hardware.gpus[0].name} was planned to {memory.peak_bytes / limit_bytes:.0%}"

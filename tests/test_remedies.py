@@ -99,6 +99,29 @@ def test_a_processor_that_is_full_is_not_remembered(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_memo_that_cannot_be_written_is_a_note_and_hides_nothing(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.write_text("a file where the folder should be")
+    made: Any = SimpleNamespace(
+        plan=SimpleNamespace(memory=SimpleNamespace(limit_bytes=10, peak_bytes=10)),
+        full_card=None,
+        config=SimpleNamespace(hardware=SimpleNamespace(device="cuda")),
+        cache_root=cache,
+        hardware=MACHINE,
+        family=SimpleNamespace(name="sdxl"),
+    )
+    events, seen = stream()
+    events.subscribe(full_card_memo(cast(Prepared, made), events))
+    with (
+        pytest.raises(MachineError, match="ran out of memory while loading a base"),
+        told_if_full("loading a base", events=events),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    (note,) = [event.fields for event in seen if event.kind == "problem"]
+    assert note["severity"] == "note"
+    assert "could not be remembered" in note["what"]
+
+
 def test_running_out_of_memory_while_loading_is_one_line_with_the_right_code() -> None:
     events, seen = stream()
     with (
