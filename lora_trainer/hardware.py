@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from lora_trainer.nvml import Gpu as Gpu
-from lora_trainer.nvml import Nvml, find_gpus
+from lora_trainer.nvml import Nvml, find_gpus, number_by_bus
 
 Tier = Literal["cpu", "6-8", "10-12", "16-24"]
 GIB = 2**30
@@ -106,8 +106,14 @@ def detect(
     environment: Mapping[str, str] | None = None,
     root: Path = Path("/"),
 ) -> Hardware:
-    """Look at this machine; the arguments (`root` is that of /proc and /sys) are for tests."""
-    gpus, gpu_reason = find_gpus(nvml, os.environ if environment is None else environment)
+    """Look at this machine; the arguments (`root` is that of /proc and /sys) are for tests.
+
+    CUDA is told to number cards as they are found here, and has not started yet: torch is imported later.
+    """
+    if environment is None:
+        number_by_bus(os.environ)
+        environment = os.environ
+    gpus, gpu_reason = find_gpus(nvml, environment)
     total, free = _memory(root)
     facts: dict[str, Fact[Any]] = {
         "cpu_name": _cpu_name(root),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -137,7 +138,26 @@ def test_cards_that_differ_may_be_ordered_otherwise_by_cuda() -> None:
     differing = FakeNvml(cards=(CARD, A100))
     assert "CUDA_DEVICE_ORDER" in found(differing).gpu_reason
     assert "CUDA_DEVICE_ORDER" not in found(differing, CUDA_DEVICE_ORDER="PCI_BUS_ID").gpu_reason
+    asked = found(differing, CUDA_DEVICE_ORDER="FASTEST_FIRST").gpu_reason
+    assert "set CUDA_DEVICE_ORDER=PCI_BUS_ID" in asked
     assert "CUDA_DEVICE_ORDER" not in found(FakeNvml(cards=(CARD, CARD))).gpu_reason
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")]
+)
+def test_cuda_numbers_cards_as_they_are_listed_unless_somebody_chose_an_order(
+    before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself CUDA puts the A100 first, and a run planned for the other card would train there."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", before or "")  # also noted for the end of the test
+    if before is None:
+        monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    result = detect(nvml=FakeNvml(cards=(CARD, A100)))
+    assert os.environ["CUDA_DEVICE_ORDER"] == after
+    assert result.gpus[0].name == CARD.name
+    assert ("CUDA_DEVICE_ORDER" in result.gpu_reason) == (before is not None)
 
 
 def test_torch_without_cuda_makes_the_card_useless_and_says_so() -> None:
