@@ -42,7 +42,10 @@ class Nvml(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One card, or one MIG slice. `index` counts as CUDA does; an unknown capability is None."""
+    """One card, or one MIG slice. `index` counts as CUDA does; an unknown capability is None.
+
+    `spills` says that its driver moves memory to the host when it is full.
+    """
 
     index: int
     name: str
@@ -51,6 +54,7 @@ class Gpu:
     compute_capability: tuple[int, int] | None
     driver: str
     uuid: str = ""
+    spills: bool = False
     assumed: bool = False
 
 

@@ -15,7 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer import hardware
-from lora_trainer.hardware import GIB, Hardware, assume_card, detect, tier, tier_problem
+from lora_trainer.hardware import (
+    GIB,
+    Hardware,
+    assume_card,
+    detect,
+    driver_spills,
+    tier,
+    tier_problem,
+)
 from tests.fakes.nvml import FakeCard, FakeNvml
 
 CARD = FakeCard()
@@ -278,3 +286,25 @@ def test_a_card_below_the_smallest_tier_is_a_problem() -> None:
 def test_detection_imports_no_torch() -> None:
     code = "import sys, lora_trainer.hardware as h; h.detect(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "spills"),
+    [
+        ("win32", "10", True),
+        ("linux", "5.15.153.1-microsoft-standard-WSL2", True),
+        ("linux", "6.8.0-generic", False),
+    ],
+)
+def test_windows_and_linux_under_it_spill(system: str, release: str, spills: bool) -> None:
+    assert driver_spills(system=system, release=release) is spills
+
+
+@pytest.mark.parametrize("spills", [True, False])
+def test_a_card_is_said_to_spill_where_its_driver_does(
+    spills: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "driver_spills", lambda: spills)
+    result = found(FakeNvml(cards=(CARD,)))
+    assert [gpu.spills for gpu in result.gpus] == [spills]
+    assert assume_card(result, vram_gib=8).gpus[0].spills is spills
