@@ -240,7 +240,7 @@ class ObjectiveSettings(Section):
 class OptimizerSettings(Section):
     name: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = setting(
         "adamw",
-        "AdamW; bitsandbytes' with 8-bit state; paged: the state goes to host memory on a full card",
+        "AdamW; bitsandbytes' with 8-bit state; paged: its large tensors go to host memory on a full card",
     )
     learning_rate: float = setting(1e-4, "peak learning rate", gt=0.0, le=10.0)
     text_encoder_learning_rate: float | None = setting(

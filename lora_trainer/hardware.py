@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from lora_trainer.nvml import Gpu as Gpu
-from lora_trainer.nvml import Nvml, find_gpus
+from lora_trainer.nvml import Nvml, find_gpus, number_by_bus
 
 Tier = Literal["cpu", "6-8", "10-12", "16-24"]
 GIB = 2**30
@@ -40,6 +41,8 @@ PACKAGES = (
 )
 # An assumed card is an ordinary one of the last years: it has bf16.
 ASSUMED_CAPABILITY = (8, 6)
+SPILL_MARGIN_BYTES = 256 * 2**20
+"""Left for other programs where the driver spills: what they take later moves ours to the host."""
 T = TypeVar("T")
 
 
@@ -106,8 +109,16 @@ def detect(
     environment: Mapping[str, str] | None = None,
     root: Path = Path("/"),
 ) -> Hardware:
-    """Look at this machine; the arguments (`root` is that of /proc and /sys) are for tests."""
-    gpus, gpu_reason = find_gpus(nvml, os.environ if environment is None else environment)
+    """Look at this machine; the arguments (`root` is that of /proc and /sys) are for tests.
+
+    CUDA is told to number cards as they are found here, and has not started yet: torch is imported later.
+    """
+    if environment is None:
+        number_by_bus(os.environ)
+        environment = os.environ
+    gpus, gpu_reason = find_gpus(nvml, environment)
+    if driver_spills():
+        gpus = tuple(replace(gpu, spills=True) for gpu in gpus)
     total, free = _memory(root)
     facts: dict[str, Fact[Any]] = {
         "cpu_name": _cpu_name(root),
@@ -124,6 +135,17 @@ def detect(
     )
 
 
+def driver_spills(*, system: str = sys.platform, release: str = platform.release()) -> bool:
+    """Say whether this driver moves device memory to the host when a card is full, instead of refusing."""
+    return system == "win32" or "microsoft" in release.lower()
+
+
+def free_ram_bytes(root: Path = Path("/")) -> int:
+    """Return the memory of the machine that is free now, or of the container."""
+    _, free = _memory(root)
+    return free.value
+
+
 def assume_card(hardware: Hardware, *, vram_gib: float) -> Hardware:
     """Return this machine with one empty card of that size in place of its own (`plan --vram`)."""
     size = int(vram_gib * GIB)
@@ -134,6 +156,7 @@ def assume_card(hardware: Hardware, *, vram_gib: float) -> Hardware:
         free_bytes=size,
         compute_capability=ASSUMED_CAPABILITY,
         driver="",
+        spills=any(gpu.spills for gpu in hardware.gpus),
         assumed=True,
     )
     return replace(hardware, gpus=(card,), gpu_reason="asked for with --vram, nothing else on it")

@@ -2,16 +2,18 @@
 
 Every call of NVML may fail by itself (no driver, broken driver, card lost, not supported): such a
 failure becomes a reason. CUDA's view is kept: CUDA_VISIBLE_DEVICES picks and orders the cards, and
-a card split by MIG is shown as its slices, because a program can only use those.
+a card split by MIG is shown as its slices, because a program can only use those. Cards are numbered by
+their place on the bus; `number_by_bus` lets CUDA do so too.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+_ORDER, _BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 _INIT_FAILURES = {
     "Shared Library Not Found": "no NVIDIA driver (libnvidia-ml.so.1 not found)",
     "Driver Not Loaded": "the NVIDIA driver is installed but not loaded",
@@ -40,7 +42,10 @@ class Nvml(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One card, or one MIG slice. `index` counts as CUDA does; an unknown capability is None."""
+    """One card, or one MIG slice. `index` counts as CUDA does; an unknown capability is None.
+
+    `spills` says that its driver moves memory to the host when it is full.
+    """
 
     index: int
     name: str
@@ -49,7 +54,16 @@ class Gpu:
     compute_capability: tuple[int, int] | None
     driver: str
     uuid: str = ""
+    spills: bool = False
     assumed: bool = False
+
+
+def number_by_bus(environment: MutableMapping[str, str]) -> None:
+    """Let CUDA number cards as NVML does, unless somebody chose an order; call it before CUDA starts.
+
+    By itself CUDA counts from the fastest: a run would be planned for one card and train on another.
+    """
+    environment.setdefault(_ORDER, _BY_BUS)
 
 
 def find_gpus(nvml: Nvml | None, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
@@ -89,10 +103,8 @@ def _find(nvml: Nvml, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], 
         said.append(f"driver {driver}")
     if visible is not None and len(chosen) < len(cards):
         said.append(f"CUDA_VISIBLE_DEVICES={visible!r} hides the others")
-    if len({gpu.name for gpu in gpus}) > 1 and "CUDA_DEVICE_ORDER" not in environment:
-        said.append(
-            "cards differ and CUDA may order them otherwise: set CUDA_DEVICE_ORDER=PCI_BUS_ID"
-        )
+    if len({gpu.name for gpu in gpus}) > 1 and environment.get(_ORDER) != _BY_BUS:
+        said.append(f"cards differ and CUDA may order them otherwise: set {_ORDER}={_BY_BUS}")
     return gpus, "; ".join([*said, *asker.failures])
 
 

@@ -1,7 +1,8 @@
 """What a run does when the device is full: the same result in less memory, and a smaller plan next time.
 
 Remedies are for one image at a time, in the order of what they cost: blocks are recomputed, their
-inputs wait in host memory, then their weights do. Whatever did not fit on a card is remembered.
+inputs wait in host memory, then their weights do, as far as there is room; on the processor that would
+free nothing. Whatever did not fit on a card is remembered.
 """
 
 from __future__ import annotations
@@ -16,12 +17,18 @@ from torch import nn
 from lora_trainer.config import CHECKPOINTING, MemorySettings, concrete
 from lora_trainer.errors import MachineError, first_line
 from lora_trainer.events import Event, EventStream, Listener
+from lora_trainer.hardware import GIB, free_ram_bytes
 from lora_trainer.model.checkpointing import apply_checkpointing
+from lora_trainer.model.host_weights import base_tensors
 from lora_trainer.model.out_of_memory import is_out_of_memory
 from lora_trainer.model.streaming import repeated_blocks, stream_blocks
 from lora_trainer.planning.full_cards import FullCards
 from lora_trainer.prepare import Prepared
+from lora_trainer.streamed import moved_bytes
 from lora_trainer.train.training import Remedy
+
+HOST_MARGIN_BYTES = GIB
+"""Left free of the machine's memory by weights that move there unplanned."""
 
 
 def remedies(
@@ -35,7 +42,10 @@ def _remedies(
     denoiser: nn.Module, settings: MemorySettings, device: torch.device
 ) -> Iterator[Remedy]:
     planned = concrete(settings.gradient_checkpointing)
+    on_host = device.type == "cpu"
     stronger = CHECKPOINTING[CHECKPOINTING.index(planned) :]
+    if on_host:
+        stronger = tuple(kind for kind in stronger if kind != "offloaded")
     for old, new in zip(stronger, stronger[1:], strict=False):
         yield Remedy(
             key="memory.gradient_checkpointing",
@@ -43,14 +53,28 @@ def _remedies(
             new=new,
             apply=partial(apply_checkpointing, denoiser, new),
         )
-    blocks = len(repeated_blocks(denoiser))
-    if not concrete(settings.streamed_blocks) and blocks:
+    if on_host or concrete(settings.streamed_blocks):
+        return
+    blocks = _room_for(denoiser, free_bytes=free_ram_bytes() - HOST_MARGIN_BYTES)
+    if blocks:
         yield Remedy(
             key="memory.streamed_blocks",
             old=0,
             new=blocks,
             apply=partial(_stream, denoiser, blocks, device),
         )
+
+
+def _room_for(denoiser: nn.Module, *, free_bytes: int) -> int:
+    """Return how many streamed blocks the machine's free memory has room for."""
+    sizes = [
+        sum(owner[name].nbytes for owner, name in base_tensors(block))
+        for block in repeated_blocks(denoiser).values()
+    ]
+    fitting = (
+        count for count in range(len(sizes), 0, -1) if moved_bytes(sizes, count) <= free_bytes
+    )
+    return next(fitting, 0)
 
 
 def _stream(denoiser: nn.Module, count: int, device: torch.device) -> None:
@@ -85,12 +109,21 @@ def full_card_memo(prepared: Prepared, events: EventStream) -> Listener:
             return
         told = True
         memo = FullCards.of(prepared.cache_root)
-        found = memo.remember(
-            prepared.hardware,
-            prepared.family.name,
-            planned_bytes=memory.peak_bytes,
-            limit_bytes=int(limit_bytes / known.share) if known else limit_bytes,
-        )
+        try:
+            found = memo.remember(
+                prepared.hardware,
+                prepared.family.name,
+                planned_bytes=memory.peak_bytes,
+                limit_bytes=int(limit_bytes / known.share) if known else limit_bytes,
+            )
+        except MachineError as error:  # what ran out of memory is worth more than the memo of it
+            events.problem(
+                f"that this card was full could not be remembered: {error.found}",
+                fix=error.fix,
+                severity="note",
+                code="TRN-02",
+            )
+            return
         if found is not None:
             events.problem(
                 f"{prepared.hardware.gpus[0].name} was planned to {memory.peak_bytes / limit_bytes:.0%}"

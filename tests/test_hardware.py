@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer import hardware
-from lora_trainer.hardware import GIB, Hardware, assume_card, detect, tier, tier_problem
+from lora_trainer.hardware import (
+    GIB,
+    Hardware,
+    assume_card,
+    detect,
+    driver_spills,
+    tier,
+    tier_problem,
+)
 from tests.fakes.nvml import FakeCard, FakeNvml
 
 CARD = FakeCard()
@@ -137,7 +146,26 @@ def test_cards_that_differ_may_be_ordered_otherwise_by_cuda() -> None:
     differing = FakeNvml(cards=(CARD, A100))
     assert "CUDA_DEVICE_ORDER" in found(differing).gpu_reason
     assert "CUDA_DEVICE_ORDER" not in found(differing, CUDA_DEVICE_ORDER="PCI_BUS_ID").gpu_reason
+    asked = found(differing, CUDA_DEVICE_ORDER="FASTEST_FIRST").gpu_reason
+    assert "set CUDA_DEVICE_ORDER=PCI_BUS_ID" in asked
     assert "CUDA_DEVICE_ORDER" not in found(FakeNvml(cards=(CARD, CARD))).gpu_reason
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")]
+)
+def test_cuda_numbers_cards_as_they_are_listed_unless_somebody_chose_an_order(
+    before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself CUDA puts the A100 first, and a run planned for the other card would train there."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", before or "")  # also noted for the end of the test
+    if before is None:
+        monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    result = detect(nvml=FakeNvml(cards=(CARD, A100)))
+    assert os.environ["CUDA_DEVICE_ORDER"] == after
+    assert result.gpus[0].name == CARD.name
+    assert ("CUDA_DEVICE_ORDER" in result.gpu_reason) == (before is not None)
 
 
 def test_torch_without_cuda_makes_the_card_useless_and_says_so() -> None:
@@ -258,3 +286,25 @@ def test_a_card_below_the_smallest_tier_is_a_problem() -> None:
 def test_detection_imports_no_torch() -> None:
     code = "import sys, lora_trainer.hardware as h; h.detect(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "spills"),
+    [
+        ("win32", "10", True),
+        ("linux", "5.15.153.1-microsoft-standard-WSL2", True),
+        ("linux", "6.8.0-generic", False),
+    ],
+)
+def test_windows_and_linux_under_it_spill(system: str, release: str, spills: bool) -> None:
+    assert driver_spills(system=system, release=release) is spills
+
+
+@pytest.mark.parametrize("spills", [True, False])
+def test_a_card_is_said_to_spill_where_its_driver_does(
+    spills: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "driver_spills", lambda: spills)
+    result = found(FakeNvml(cards=(CARD,)))
+    assert [gpu.spills for gpu in result.gpus] == [spills]
+    assert assume_card(result, vram_gib=8).gpus[0].spills is spills

@@ -8,13 +8,19 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
+from lora_trainer import remedies
+from lora_trainer.config import MemorySettings
 from lora_trainer.errors import MachineError
 from lora_trainer.events import Event, EventStream
 from lora_trainer.hardware import GIB, Hardware, assume_card
+from lora_trainer.model.streaming import block_sizes
 from lora_trainer.planning.full_cards import BELOW, FullCards
 from lora_trainer.prepare import Prepared, Request, prepare
 from lora_trainer.remedies import full_card_memo, told_if_full
+from lora_trainer.train.training import Remedy
+from tests.fakes.family_bases import CPU, denoiser_of
 from tests.fakes.runs import toy
 
 MACHINE = assume_card(
@@ -36,6 +42,45 @@ def stream() -> tuple[EventStream, list[Event]]:
     events, seen = EventStream(), list[Event]()
     events.subscribe(seen.append)
     return events, seen
+
+
+def kinds(found: tuple[Remedy, ...]) -> list[tuple[str, object, object]]:
+    return [(remedy.key, remedy.old, remedy.new) for remedy in found]
+
+
+def denoiser() -> nn.Module:
+    return denoiser_of("flux")
+
+
+PLANNED = MemorySettings.model_validate({"gradient_checkpointing": "none", "streamed_blocks": 0})
+RECOMPUTED = [
+    ("memory.gradient_checkpointing", "none", "selective"),
+    ("memory.gradient_checkpointing", "selective", "full"),
+]
+OFFLOADED = ("memory.gradient_checkpointing", "full", "offloaded")
+
+
+def test_a_processor_is_not_offered_what_frees_nothing_there() -> None:
+    """Inputs and weights that wait in host memory are where they were."""
+    assert kinds(remedies.remedies(denoiser(), PLANNED, device=CPU)) == RECOMPUTED
+
+
+@pytest.mark.parametrize(("room", "streamed"), [(10.0, 3), (1.0, 3), (0.6, 1), (0.0, 0)])
+def test_weights_are_streamed_as_far_as_the_machine_has_room(
+    room: float, streamed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`room` is free memory over what the blocks take; the tiny FLUX has three, four bytes a number."""
+    network = denoiser()
+    taken = 4 * sum(block_sizes(network))
+    free = int(room * taken) + remedies.HOST_MARGIN_BYTES
+    monkeypatch.setattr(remedies, "free_ram_bytes", lambda: free)
+    found = kinds(remedies.remedies(network, PLANNED, device=torch.device("cuda")))
+    last = [("memory.streamed_blocks", 0, streamed)] if streamed else []
+    assert found == [*RECOMPUTED, OFFLOADED, *last]
+    fewer = MemorySettings.model_validate(
+        {"gradient_checkpointing": "offloaded", "streamed_blocks": 2}
+    )
+    assert remedies.remedies(network, fewer, device=torch.device("cuda")) == ()
 
 
 def test_a_run_that_did_not_fit_makes_the_next_plan_smaller_and_a_resume_keeps_its_own(
@@ -97,6 +142,29 @@ def test_a_processor_that_is_full_is_not_remembered(tmp_path: Path) -> None:
     events.emit("out_of_memory", images_at_once=1, reason="no memory")
     assert len(seen) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_memo_that_cannot_be_written_is_a_note_and_hides_nothing(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.write_text("a file where the folder should be")
+    made: Any = SimpleNamespace(
+        plan=SimpleNamespace(memory=SimpleNamespace(limit_bytes=10, peak_bytes=10)),
+        full_card=None,
+        config=SimpleNamespace(hardware=SimpleNamespace(device="cuda")),
+        cache_root=cache,
+        hardware=MACHINE,
+        family=SimpleNamespace(name="sdxl"),
+    )
+    events, seen = stream()
+    events.subscribe(full_card_memo(cast(Prepared, made), events))
+    with (
+        pytest.raises(MachineError, match="ran out of memory while loading a base"),
+        told_if_full("loading a base", events=events),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    (note,) = [event.fields for event in seen if event.kind == "problem"]
+    assert note["severity"] == "note"
+    assert "could not be remembered" in note["what"]
 
 
 def test_running_out_of_memory_while_loading_is_one_line_with_the_right_code() -> None:

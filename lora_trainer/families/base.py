@@ -266,6 +266,10 @@ class Family(ABC):
         `fan_in` counts the kernel; where that has more than one element, its size comes third.
         """
 
+    def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        """Return by component what `adapter_shapes` does, of the modules that `text_targets` names."""
+        return {}
+
     def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
         """Return (fan_in, out) of the linear layers in the denoiser's repeated blocks, in module order."""
         found = self.adapter_shapes(facts, targets="all")

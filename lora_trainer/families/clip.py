@@ -26,8 +26,17 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "mlp.fc1", "mlp.fc2")
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClipSize:
+    """What decides the shapes of an encoder's layers: how many, their width and that of their MLP."""
+
+    layers: int
+    width: int
+    inner: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClipPart:
-    """One CLIP text encoder of a family.
+    """One CLIP text encoder of a family; `released` is the size of the public releases'.
 
     `component` is its folder and its name in adapter keys, `network` its transformers class,
     `tokenizer` the tokenizer's folder, `kohya` the prefix of its adapter in kohya's files, and
@@ -40,6 +49,7 @@ class ClipPart:
     tokenizer: str = "tokenizer"
     kohya: str = "lora_te"
     checkpoint: str
+    released: ClipSize
 
 
 class ClipEncoder(TextEncoder):
@@ -143,6 +153,19 @@ def text_targets(network: nn.Module) -> list[str]:
         for name, _ in network.named_modules()
         if "encoder.layers." in name and name.endswith(TARGETS)
     ]
+
+
+def target_shapes(size: ClipSize) -> dict[str, tuple[int, int]]:
+    """Return (fan_in, out) of each layer of `text_targets`."""
+    inner = {"mlp.fc1": (size.width, size.inner), "mlp.fc2": (size.inner, size.width)}
+    square = (size.width, size.width)
+    return {
+        f"encoder.layers.{number}.{name if name in inner else f'self_attn.{name}'}": inner.get(
+            name, square
+        )
+        for number in range(size.layers)
+        for name in TARGETS
+    }
 
 
 def stable_name(module: str) -> str:

@@ -90,11 +90,13 @@ class FlowSampler(Sampler):
             num_inference_steps=steps,
             output_type="latent",
         ).images
-        vae = self.vae.to(self.device)
-        with torch.no_grad():
-            ready = self.family.decodable(self.pipeline, vae, latents, size_px)
-            pixels = vae.decode(ready.float(), return_dict=False)[0]
-        vae.to("cpu")
+        try:
+            vae = self.vae.to(self.device)
+            with torch.no_grad():
+                ready = self.family.decodable(self.pipeline, vae, latents, size_px)
+                pixels = vae.decode(ready.float(), return_dict=False)[0]
+        finally:
+            self.vae.to("cpu")  # training needs the room, most of all where decoding had too little
         if pixels.dim() == 5:  # a video VAE: one frame
             pixels = pixels[:, :, 0]
         image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]

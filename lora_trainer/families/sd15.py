@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_trainer.families.base import BaseFacts, PartFacts
-from lora_trainer.families.clip import ClipPart
+from lora_trainer.families.clip import ClipPart, ClipSize
 from lora_trainer.families.single_file import UNetTraits
 from lora_trainer.families.unet import UNetFamily
 
@@ -63,7 +63,12 @@ class StableDiffusion1(UNetFamily):
     default_source = IDS[0]
     pipeline_class = "StableDiffusionPipeline"
     released_unet = ARCHITECTURE
-    texts = (ClipPart(checkpoint="cond_stage_model.transformer."),)
+    texts = (
+        ClipPart(
+            checkpoint="cond_stage_model.transformer.",
+            released=ClipSize(layers=12, width=768, inner=3072),
+        ),
+    )
 
     def owns(self, traits: UNetTraits) -> bool:
         """Projections around attention are convolutions; text of any width, for miniature bases."""

@@ -13,7 +13,7 @@ from statistics import pstdev
 from typing import Any
 
 from lora_trainer.families.base import BaseFacts, Layout, PartFacts, Prediction
-from lora_trainer.families.clip import ClipPart
+from lora_trainer.families.clip import ClipPart, ClipSize
 from lora_trainer.families.folder import part_file
 from lora_trainer.families.single_file import UNET, UNetTraits, read_numbers
 from lora_trainer.families.unet import UNetFamily
@@ -72,7 +72,12 @@ class StableDiffusion2(UNetFamily):
     default_source = f"{OWNERS[0]}/stable-diffusion-2-1"
     pipeline_class = "StableDiffusionPipeline"
     released_unet = ARCHITECTURE
-    texts = (ClipPart(checkpoint="cond_stage_model.model."),)
+    texts = (
+        ClipPart(
+            checkpoint="cond_stage_model.model.",
+            released=ClipSize(layers=23, width=1024, inner=4096),
+        ),
+    )
 
     def owns(self, traits: UNetTraits) -> bool:
         """Projections around attention are linear, and there is no vector beside the timestep."""

@@ -86,6 +86,7 @@ class StableDiffusionXL(UNetFamily):
         clip.ClipPart(
             kohya="lora_te1",
             checkpoint="conditioner.embedders.0.transformer.",
+            released=clip.ClipSize(layers=12, width=768, inner=3072),
         ),
         clip.ClipPart(
             component="text_encoder_2",
@@ -93,6 +94,7 @@ class StableDiffusionXL(UNetFamily):
             tokenizer="tokenizer_2",
             kohya="lora_te2",
             checkpoint="conditioner.embedders.1.model.",
+            released=clip.ClipSize(layers=32, width=1280, inner=5120),
         ),
     )
     text_encoder_class = clip.ClipPairEncoder
@@ -154,6 +156,12 @@ class StableDiffusionXL(UNetFamily):
 
     def modelspec_architecture(self, facts: BaseFacts) -> str:
         return "stable-diffusion-xl-v1-base/lora"
+
+    def trained_size(self, part: clip.ClipPart, facts: BaseFacts) -> clip.ClipSize:
+        """Leave out what `text_targets` does: the last layer of the encoder that is read before it."""
+        size = super().trained_size(part, facts)
+        whole = part is self.texts[-1]
+        return size if whole else replace(size, layers=size.layers - 1)
 
     # ---- training
 

@@ -52,6 +52,7 @@ from lora_trainer.families.unet_names import ldm_module
 from lora_trainer.families.unet_parts import (
     V_PREDICTION,
     ZERO_TERMINAL_SNR,
+    clip_size,
     count_text,
     count_unet,
     count_vae,
@@ -199,6 +200,16 @@ class UNetFamily(Family):
             layer.name: layer.shape
             for layer in sorted(found, key=lambda layer: module_order(layer.name))
         }
+
+    def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, int]]]:
+        return {
+            part.component: clip.target_shapes(self.trained_size(part, facts))
+            for part in self.texts
+        }
+
+    def trained_size(self, part: clip.ClipPart, facts: BaseFacts) -> clip.ClipSize:
+        """Return the size of a text encoder as far as it is trained."""
+        return clip_size(facts.layout, part)
 
     def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
         found = linear_shapes(facts.architecture)

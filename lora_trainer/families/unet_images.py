@@ -101,10 +101,12 @@ class UNetSampler(Sampler):
             guidance_scale=guidance_scale,
             output_type="latent",
         ).images
-        vae = self.vae.to(self.device)
-        with torch.no_grad():
-            pixels = vae.decode(latents.float() / vae.config.scaling_factor).sample
-        vae.to("cpu")
+        try:
+            vae = self.vae.to(self.device)
+            with torch.no_grad():
+                pixels = vae.decode(latents.float() / vae.config.scaling_factor).sample
+        finally:
+            self.vae.to("cpu")  # training needs the room, most of all where decoding had too little
         image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
         return image
 

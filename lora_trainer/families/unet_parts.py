@@ -14,7 +14,7 @@ from typing import Any
 from lora_trainer.errors import InputError
 from lora_trainer.families import single_file
 from lora_trainer.families.base import Header, Layout
-from lora_trainer.families.clip import ClipPart
+from lora_trainer.families.clip import ClipPart, ClipSize
 from lora_trainer.families.folder import (
     AGAIN,
     count_parameters,
@@ -141,6 +141,18 @@ def count_text(layout: Layout, part: ClipPart) -> int:
             fix=_WRONG_COMPANION,
         )
     return wanted
+
+
+def clip_size(layout: Layout | None, part: ClipPart) -> ClipSize:
+    """Return the size of a text encoder, that of the releases where the base is not on this machine."""
+    if layout is None:
+        return part.released
+    config = read_json(layout.folder / part.component / "config.json")
+    return ClipSize(
+        layers=number(config, "num_hidden_layers"),
+        width=number(config, "hidden_size"),
+        inner=number(config, "intermediate_size"),
+    )
 
 
 def clip_parameters(part: ClipPart, config: Mapping[str, Any]) -> int:

@@ -21,7 +21,6 @@ from lora_trainer.model.injection import AdaptedLayer, adapt
 from lora_trainer.output.adapter_tensors import (
     AdapterTensors,
     ModuleTensors,
-    comfyui_magnitude,
     split_key,
 )
 from lora_trainer.planning.adapter_size import first_match
@@ -74,14 +73,6 @@ class Adapter:
         """
         return {key: layer.tensors() for key, layer in self.layers.items()}
 
-    def comfyui_magnitudes(self) -> dict[str, Tensor]:
-        """Return the `dora_scale` [out] of each layer for ComfyUI and Forge; empty without DoRA."""
-        return {
-            key: comfyui_magnitude(layer.tensors(), layer.weight)
-            for key, layer in self.layers.items()
-            if "magnitude" in layer.parameters
-        }
-
     def state(self) -> dict[str, Tensor]:
         """Return {"component.module.tensor": value} for a resume, and PiSSA's start as "initial....".
 
@@ -124,12 +115,15 @@ class Adapter:
 
     @contextmanager
     def rounded(self, dtype: torch.dtype) -> Iterator[None]:
-        """Hold the values an export in `dtype` holds while the block runs, then the exact ones again."""
+        """Hold the values an export in `dtype` holds while the block runs, then the exact ones again.
+
+        Also when the device runs out of memory while they are rounded.
+        """
         held = list(self.state().values())
         exact = [tensor.clone() for tensor in held]
-        for tensor in held:
-            tensor.copy_(tensor.to(dtype))
         try:
+            for tensor in held:
+                tensor.copy_(tensor.to(dtype))
             yield
         finally:
             for tensor, value in zip(held, exact, strict=True):

@@ -46,14 +46,8 @@ class AdaptedLayer:
 
     kind: AdapterKind
     width: Width
-    base: nn.Module
     parameters: Mapping[str, nn.Parameter]
     initial: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def weight(self) -> Tensor:
-        """The frozen weight, [out, in, ...]; of a quantised layer what it stands for."""
-        return frozen_weight(self.base)
 
     def tensors(self) -> ModuleTensors:
         """Return the live values, detached; PiSSA's as a LoRA of twice the rank on the untouched base."""
@@ -173,9 +167,7 @@ def _peft_layer(
     if settings.init == "pissa":
         down, up = _start(key, base, width, seed=seed, saved=initial)
         frozen = start_at(layer, _NAME, down=down, up=up)
-    return AdaptedLayer(
-        kind=settings.kind, width=width, base=base, parameters=parameters, initial=frozen
-    )
+    return AdaptedLayer(kind=settings.kind, width=width, parameters=parameters, initial=frozen)
 
 
 def _initialise(
@@ -243,6 +235,5 @@ def _rotate(network: nn.Module, key: str, layer: nn.Module, rank: int) -> Adapte
     return AdaptedLayer(
         kind="oft",
         width=Width(rank=size, scale=1.0),
-        base=layer,
         parameters={"blocks": rotated.blocks},
     )

@@ -6,15 +6,10 @@ card is not an error but a run ten times slower: there the bound is always set.
 
 from __future__ import annotations
 
-import platform
-import sys
-
 import torch
 
+from lora_trainer.hardware import SPILL_MARGIN_BYTES, driver_spills
 from lora_trainer.planning.memory import RUNTIME_BYTES
-
-SPILL_MARGIN_BYTES = 256 * 2**20
-"""Left for other programs where the driver spills: what they take later moves ours to the host."""
 
 
 def cap_allocator(*, limit_bytes: int | None, free_bytes: int, device: torch.device) -> int | None:
@@ -22,16 +17,12 @@ def cap_allocator(*, limit_bytes: int | None, free_bytes: int, device: torch.dev
 
     `limit_bytes` is what the whole process may take, context included; `free_bytes` what is free.
     """
+    if driver_spills():
+        room_bytes = free_bytes - SPILL_MARGIN_BYTES
+        limit_bytes = room_bytes if limit_bytes is None else min(limit_bytes, room_bytes)
     if limit_bytes is None:
-        if not driver_spills():
-            return None
-        limit_bytes = free_bytes - SPILL_MARGIN_BYTES
+        return None
     total = torch.cuda.get_device_properties(device).total_memory
     allowed = min(total, max(limit_bytes - RUNTIME_BYTES["cuda"], 0))
     torch.cuda.set_per_process_memory_fraction(allowed / total, device)
     return allowed
-
-
-def driver_spills(*, system: str = sys.platform, release: str = platform.release()) -> bool:
-    """Say whether this driver moves device memory to the host when the card is full."""
-    return system == "win32" or "microsoft" in release.lower()

@@ -7,15 +7,29 @@ import gc
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
+_SAYING_SO = (
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+_ON_A_FULL_CARD = (
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "unable to find an engine to execute this computation",
+)
+"""What cuBLAS and cuDNN say without room for a workspace, but also for other reasons."""
+NEARLY_FULL_BYTES = 256 * 2**20
+"""Less than this free on a card leaves no room for a context or a workspace of theirs."""
+
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """accelerate knows the allocators' messages; the CUDA runtime and cuBLAS have others."""
+    """accelerate knows the allocators' messages; CUDA, cuBLAS and cuDNN have others."""
     text = str(error)
     return (
         isinstance(error, torch.OutOfMemoryError)
         or bool(should_reduce_batch_size(error))
-        or "CUDA error: out of memory" in text
-        or "CUBLAS_STATUS_ALLOC_FAILED" in text
+        or any(message in text for message in _SAYING_SO)
+        or (any(message in text for message in _ON_A_FULL_CARD) and _nearly_full())
     )
 
 
@@ -26,3 +40,13 @@ def free_memory() -> None:
     """
     gc.collect()
     clear_device_cache(garbage_collection=False)
+
+
+def _nearly_full() -> bool:
+    if not torch.cuda.is_available():
+        return False
+    try:
+        free_bytes, _ = torch.cuda.mem_get_info()
+    except RuntimeError:  # a card that cannot say so did not merely run out of memory
+        return False
+    return free_bytes < NEARLY_FULL_BYTES

@@ -69,12 +69,12 @@ class _Buffer:
 class Streamed:
     """The streamed blocks of a network; `remove` makes it a plain one again.
 
-    `loads` counts copies to the device, `late_loads` those that a block had to wait for in full.
+    `loads` counts copies to the device.
     """
 
     def __init__(self, network: nn.Module, names: list[str], *, device: torch.device) -> None:
         self.names, self.device = tuple(names), device
-        self.loads = self.late_loads = 0
+        self.loads = 0
         blocks = [network.get_submodule(name) for name in names]
         # Weak: a block's hook holds this object.
         self._parents = [
@@ -127,8 +127,7 @@ class Streamed:
         if torch.is_grad_enabled() and not backward:
             self._require_recomputation(index, module)
         buffer = self._buffer_of(index)
-        if buffer is None:
-            self.late_loads += 1
+        if buffer is None:  # not foreseen: this block waits for the whole copy
             buffer = self._load(index)
         self._copies.wait(buffer.arrived)
         self._blocks[index].hold(buffer.views[index])

@@ -133,23 +133,6 @@ def per_output(values: Tensor, like: Tensor) -> Tensor:
     return values.reshape(-1, *(1,) * (like.dim() - 1))
 
 
-def comfyui_magnitude(module: ModuleTensors, weight: Tensor) -> Tensor:
-    """Return the `dora_scale` [out] with which ComfyUI and Forge compute this DoRA's update.
-
-    They divide by the norms of the weight without the update; the paper, peft and LyCORIS by those
-    with it.
-    """
-    plain = ModuleTensors(
-        kind="lora",
-        tensors={name: module.tensors[name] for name in ("down", "up")},
-        rank=module.rank,
-        scale=module.scale,
-    )
-    change = update(plain, weight)
-    before = row_norms(weight.to(change.dtype))
-    return module.tensors["magnitude"] * before / row_norms(weight + change)
-
-
 def _factor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """Return a factor of a lokr, full or as the product of two."""
     if name in tensors:

@@ -18,7 +18,7 @@ from PIL.PngImagePlugin import PngInfo
 from lora_trainer.config import SamplingSettings
 from lora_trainer.data.cache import CacheKey
 from lora_trainer.data.loader import Entries
-from lora_trainer.errors import MachineError, first_line
+from lora_trainer.errors import StoppedBySignal, first_line
 from lora_trainer.events import EventStream
 from lora_trainer.families.base import Conditioning, Sampler
 from lora_trainer.model.adapters import Adapter
@@ -67,7 +67,9 @@ class SampleAction:
             target.mkdir(parents=True, exist_ok=True)
             with self.adapter.rounded(self.precision), self.without(), torch.no_grad():
                 images = self._images(target, step=progress.step)
-        except (OSError, RuntimeError, MachineError) as error:
+        except StoppedBySignal:
+            raise
+        except Exception as error:  # noqa: BLE001 - a pipeline may raise anything, none of it the training's
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 raise
             self.events.problem(

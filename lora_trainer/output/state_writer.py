@@ -3,22 +3,25 @@
 Inputs are a TrainingState and what else belongs to the save (the rolling export); output are a state
 on the disk and then, not before, the `saved` event: that event is the acknowledgement. At most one
 save is under way, the next one waits for it, so that `save_every_steps` stays the most a kill can
-lose. A disk that refuses is a problem twice and the end of the run the third time.
+lose. A disk that refuses is a problem twice and the end of the run the third time; the last save of a
+run is tried all the same.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lora_trainer.errors import LoraTrainError
+from lora_trainer.errors import LoraTrainError, MachineError, first_line
 from lora_trainer.events import EventStream
+from lora_trainer.model.out_of_memory import is_out_of_memory
 from lora_trainer.output.checkpoints import Frozen, TrainingState, freeze, thaw, write_state
 from lora_trainer.output.state_codec import Copy
 
@@ -76,8 +79,9 @@ class StateWriter:
     failures: int = 0
     _newest: Frozen | None = None
     _thread: threading.Thread | None = None
-    _error: Exception | None = None
+    _failed: LoraTrainError | None = None
     _unwritten: LoraTrainError | None = None
+    _mistake: Exception | None = None
 
     def __enter__(self) -> StateWriter:
         return self
@@ -92,22 +96,23 @@ class StateWriter:
         self._newest = freeze(state, copy=self.copies.take)
         self.copies.mark()
 
-    def save(self, state: TrainingState, *, export: Exporter | None) -> None:
+    def save(self, state: TrainingState, *, export: Exporter | None, last: bool = False) -> None:
         """Copy `state` and have it written, then exported; returns after the copy.
 
-        Raises what the third failure in a row was, and SpoiltAdapter; in both cases nothing is
-        copied.
+        Raises what the third failure in a row was, unless it is the `last` save of the run, and
+        SpoiltAdapter; in both cases nothing is copied.
         """
         began = self.clock()
         self.wait()
-        self._raise_repeated()
+        if not last:
+            self._raise_repeated()
         frozen = self._newest = freeze(state, copy=self.copies.take)
         write_export = export(self.copies.take) if export is not None else None
         self.copies.mark()
         blocked_s = self.clock() - began
         self._thread = threading.Thread(
             target=self._work,
-            args=(frozen, write_export, began, blocked_s),
+            args=(frozen, write_export, began, blocked_s, last),
             name="lora-train-state-writer",
             daemon=True,  # quitting at once must not wait for the disk
         )
@@ -118,8 +123,9 @@ class StateWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None and not isinstance(self._error, LoraTrainError):
-            raise self._error
+        mistake, self._mistake = self._mistake, None
+        if mistake is not None:
+            raise mistake
 
     def wait_for_acknowledgement(self) -> None:
         """Return when the last state is on the disk; raises MachineError when it is not."""
@@ -135,15 +141,18 @@ class StateWriter:
         return thaw(self._newest)
 
     def _raise_repeated(self) -> None:
-        if self.failures >= MAX_FAILURES and self._error is not None:
-            raise self._error
+        if self.failures >= MAX_FAILURES and self._failed is not None:
+            raise self._failed
 
-    def _work(self, frozen: Frozen, export: Export | None, began: float, blocked_s: float) -> None:
-        self._error = self._unwritten = None
+    def _work(
+        self, frozen: Frozen, export: Export | None, began: float, blocked_s: float, last: bool
+    ) -> None:
+        self._failed = self._unwritten = None
         try:
-            self.copies.arrived()
             try:
-                folder = write_state(self.folder, frozen, keep=self.keep)
+                with _memory_for("the state"):
+                    self.copies.arrived()
+                    folder = write_state(self.folder, frozen, keep=self.keep)
             except LoraTrainError as error:
                 self._unwritten = error
                 raise
@@ -161,15 +170,16 @@ class StateWriter:
                 raise failed
         except LoraTrainError as error:
             self.failures += 1
-            self._error = error
+            self._failed = error
+            counted = f"{self.failures} of {MAX_FAILURES} in a row end the run"
             self.events.problem(
-                f"saving at step {frozen.step} failed ({self.failures} of {MAX_FAILURES} in a row "
-                f"end the run): {error.found}",
+                f"saving at step {frozen.step} failed ({'the last save' if last else counted}): "
+                f"{error.found}",
                 fix=error.fix,
                 code="CKP-03",
             )
         except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
-            self._error = error
+            self._mistake = error
         else:
             self.failures = 0
 
@@ -179,6 +189,21 @@ def _attempt(export: Export | None) -> tuple[str | None, LoraTrainError | None]:
     if export is None:
         return None, None
     try:
-        return export(), None
+        with _memory_for("the exported file"):
+            return export(), None
     except LoraTrainError as error:
         return None, error
+
+
+@contextmanager
+def _memory_for(what: str) -> Iterator[None]:
+    """Turn running out of memory into a MachineError: a save that failed, as one the disk refused."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            raise
+        raise MachineError(
+            f"there was not enough memory for {what}: {first_line(error)}",
+            fix="close what else uses the machine's memory",
+        ) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -85,15 +86,30 @@ def adapter_parameters(
     *,
     component: str = "denoiser",
 ) -> int:
-    """Return how many numbers the adapter of these layers trains, exactly.
+    """Return how many numbers the adapter of these layers trains, exactly; as `adapter_tensors`."""
+    return total_elements(adapter_tensors(shapes, settings, component=component))
+
+
+def adapter_tensors(
+    shapes: Mapping[str, Sequence[int]],
+    settings: AdapterSettings,
+    *,
+    component: str = "denoiser",
+) -> Counter[int]:
+    """Return the sizes of the tensors that the adapter of these layers trains: elements -> how many.
 
     A shape is (fan_in, out), or (fan_in, out, kernel) where the kernel has more than one element;
     `fan_in` counts the kernel. PiSSA's frozen factors come on top: as many again.
     """
-    return sum(
-        _layer_parameters(f"{component}.{module}", shape, settings)
-        for module, shape in shapes.items()
-    )
+    found: Counter[int] = Counter()
+    for module, shape in shapes.items():
+        found.update(_layer_tensors(f"{component}.{module}", shape, settings))
+    return found
+
+
+def total_elements(tensors: Mapping[int, int]) -> int:
+    """Return how many numbers these tensors hold together."""
+    return sum(elements * count for elements, count in tensors.items())
 
 
 def rebuilt_elements(shapes: Mapping[str, Sequence[int]], settings: AdapterSettings) -> int:
@@ -107,19 +123,20 @@ def rebuilt_elements(shapes: Mapping[str, Sequence[int]], settings: AdapterSetti
     return sum(fan_in * out for fan_in, out, *_ in shapes.values())
 
 
-def _layer_parameters(key: str, shape: Sequence[int], settings: AdapterSettings) -> int:
+def _layer_tensors(key: str, shape: Sequence[int], settings: AdapterSettings) -> tuple[int, ...]:
     fan_in, out, kernel = (*shape, 1)[:3]
     rank = layer_width(key, kernel=kernel, settings=settings, alpha=1.0).rank
     match settings.kind:
         case "lora":
-            return rank * (fan_in + out) + (out if settings.dora else 0)
+            return (rank * fan_in, rank * out, *((out,) if settings.dora else ()))
         case "loha":
-            return 2 * rank * (fan_in + out)
+            return 2 * (rank * fan_in, rank * out)
         case "lokr":
             in_left, in_right = factorise(fan_in // kernel, factor=settings.lokr_factor)
             out_left, out_right = factorise(out, factor=settings.lokr_factor)
             full = rank >= max(in_right, out_right) / 2
             right = in_right * kernel
-            return out_left * in_left + (out_right * right if full else rank * (out_right + right))
+            second = (out_right * right,) if full else (rank * out_right, rank * right)
+            return (out_left * in_left, *second)
         case "oft":
-            return out * block_size(out, rank=rank)
+            return (out * block_size(out, rank=rank),)

@@ -15,7 +15,7 @@ from typing import Any
 from lora_trainer.config import CHECKPOINTING, Checkpointing, build_config
 from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.hardware import GIB, Gpu, Hardware
+from lora_trainer.hardware import GIB, SPILL_MARGIN_BYTES, Gpu, Hardware
 from lora_trainer.planning.cards import card
 from lora_trainer.planning.fitting import Choices, Fit, Judge, Limit, fit, gib, images_at_once
 from lora_trainer.planning.frozen import ELEMENT_BYTES
@@ -239,6 +239,8 @@ class Allocator:
         if self.gpu is None:
             return Limit(bytes=self.hardware.ram_free_bytes, reason="of memory free")
         size, reason = self.gpu.free_bytes, f"free on {self.gpu.name}"
+        if self.gpu.spills:  # the allocator is bound to as much, see model/memory_cap.py
+            size, reason = max(0, size - SPILL_MARGIN_BYTES), f"{reason} but for a margin"
         asked_gib = self.values["hardware.vram_limit_gib"]
         if asked_gib is not None and asked_gib * GIB < size:
             size, reason = int(asked_gib * GIB), "allowed by hardware.vram_limit_gib"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lora_trainer.config import Precision
 from lora_trainer.planning.frozen import ELEMENT_BYTES
-from lora_trainer.planning.memory import MASTER_BYTES, STATE_BYTES
+from lora_trainer.planning.trained_bytes import MASTER_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,10 @@ def run_length(*, images: int, batch_size: int, priority: str) -> Length:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskUse:
-    """What decides the disk a run needs; `latent_elements` are those of the largest image.
+    """What decides the disk a run needs.
 
-    `texts` are the different ones, the empty caption among them.
+    `texts` are the different ones, the empty caption among them; `latent_elements` are those of the
+    largest image, `state_bytes` the optimizer's states.
     """
 
     images: int
@@ -73,7 +74,7 @@ class DiskUse:
     latent_elements: int
     conditioning_bytes: int
     adapter_parameters: int
-    optimizer: str
+    state_bytes: int
     export_precision: Precision
     keep_states: int
     keep_exports: int
@@ -83,7 +84,7 @@ def disk_bytes(use: DiskUse) -> dict[str, int]:
     """Return bytes of cache, states and exports; one more state and export exist while saving."""
     latents = use.images * (2 if use.flip else 1) * 2 * 4 * use.latent_elements
     texts = use.texts * use.conditioning_bytes
-    state = int(use.adapter_parameters * (MASTER_BYTES + STATE_BYTES[use.optimizer]))
+    state = MASTER_BYTES * use.adapter_parameters + use.state_bytes
     export = use.adapter_parameters * ELEMENT_BYTES[use.export_precision]
     return {
         "cache": latents + texts,

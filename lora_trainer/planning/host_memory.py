@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.planning.frozen import ELEMENT_BYTES
 from lora_trainer.planning.loads import Load, RememberedCosts
-from lora_trainer.planning.memory import GIB, PAGED, STATE_BYTES, MemoryItem
+from lora_trainer.planning.memory import GIB, MemoryItem, prepared_batches, saved_copies
+from lora_trainer.planning.trained_bytes import state_bytes
 
 # Python with torch, diffusers and transformers, and the CUDA libraries it maps.
 HOST_RUNTIME_BYTES = 2 * GIB
+PINNED_AT_MOST = 2
+"""Torch takes powers of two for pinned memory; of inputs only the sum is known, not each one's size."""
 CACHE_RESIDENT_BYTES = GIB
 """Latents and text embeddings kept from the disk, at most (`data.loader`)."""
 
@@ -70,7 +73,9 @@ def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
             name="cached latents and texts",
             bytes=CACHE_RESIDENT_BYTES,
             note="at most; the rest is read from the disk",
-        )
+        ),
+        prepared_batches(load, facts, costs),
+        *saved_copies(load, facts, costs),
     ]
     if load.streamed_blocks:
         base = costs.frozen_base(facts, load)
@@ -79,12 +84,13 @@ def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
         found.append(MemoryItem(name="streamed blocks", bytes=streamed, note=note))
     waiting = load.micro_batch * costs.sample_cost(facts, load.workload()).host_bytes
     if waiting:
-        note = f"pinned inputs of recomputed blocks, {load.micro_batch} at a time"
-        found.append(MemoryItem(name="offloaded activations", bytes=waiting, note=note))
-    if load.optimizer in PAGED:
-        adapter = costs.adapter_parameters(facts, load.adapter)
-        state = int(adapter * STATE_BYTES[load.optimizer])
-        found.append(MemoryItem(name="optimizer states", bytes=state, note=load.optimizer))
+        size = PINNED_AT_MOST * waiting
+        note = f"inputs of recomputed blocks, {load.micro_batch} at a time, pinned in powers of two"
+        found.append(MemoryItem(name="offloaded activations", bytes=size, note=note))
+    states = state_bytes(costs.adapter_tensors(facts, load.adapter), load.optimizer)
+    if states.paged:
+        note = f"{load.optimizer}, what is paged"
+        found.append(MemoryItem(name="optimizer states", bytes=states.paged, note=note))
     return found
 
 

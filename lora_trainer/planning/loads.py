@@ -6,6 +6,7 @@ A `Load` is what the search varies; `RememberedCosts` asks a family each questio
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -13,7 +14,7 @@ from typing import Literal, Protocol
 from lora_trainer.config import AdapterSettings, Checkpointing, Precision
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.costs import SampleCost, Targets, Workload
-from lora_trainer.planning.adapter_size import adapter_parameters
+from lora_trainer.planning.adapter_size import adapter_tensors, total_elements
 from lora_trainer.planning.frozen import ELEMENT_BYTES, FrozenBase
 from lora_trainer.quantization import BasePrecision
 
@@ -25,6 +26,9 @@ class CostModel(Protocol):
         self, facts: BaseFacts, *, targets: Targets
     ) -> Mapping[str, tuple[int, ...]]:
         """Return (fan_in, out) of each module of the denoiser that gets an adapter."""
+
+    def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        """Return by component what `adapter_shapes` does of the text networks that can be trained along."""
 
     def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
         """Return (fan_in, out) of the linear layers in the denoiser's repeated blocks."""
@@ -55,7 +59,8 @@ class RememberedCosts:
     shapes: dict[Targets, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     linear: Mapping[str, tuple[int, int]] | None = None
     bases: dict[tuple[Precision, BasePrecision], FrozenBase] = field(default_factory=dict)
-    parameters: dict[str, int] = field(default_factory=dict)
+    text_shapes: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None
+    tensors: dict[str, Counter[int]] = field(default_factory=dict)
 
     def adapter_shapes(
         self, facts: BaseFacts, *, targets: Targets
@@ -64,6 +69,12 @@ class RememberedCosts:
         if targets not in self.shapes:
             self.shapes[targets] = self.family.adapter_shapes(facts, targets=targets)
         return self.shapes[targets]
+
+    def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        """All calls must be about the same base."""
+        if self.text_shapes is None:
+            self.text_shapes = self.family.text_adapter_shapes(facts)
+        return self.text_shapes
 
     def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
         """All calls must be about the same base."""
@@ -96,13 +107,21 @@ class RememberedCosts:
         found = re.match(self.family.block_pattern, module)
         return found[0] if found else ""
 
-    def adapter_parameters(self, facts: BaseFacts, settings: AdapterSettings) -> int:
-        """Return how many parameters the denoiser's adapter has; all calls about the same base."""
+    def adapter_tensors(self, facts: BaseFacts, settings: AdapterSettings) -> Mapping[int, int]:
+        """Return the sizes of all that is trained, elements -> tensors; all calls about the same base."""
         key = settings.model_dump_json()
-        if key not in self.parameters:
+        if key not in self.tensors:
             shapes = self.adapter_shapes(facts, targets=settings.targets)
-            self.parameters[key] = adapter_parameters(shapes, settings)
-        return self.parameters[key]
+            found = adapter_tensors(shapes, settings)
+            if settings.text_encoder:
+                for component, own in self.text_adapter_shapes(facts).items():
+                    found += adapter_tensors(own, settings, component=component)
+            self.tensors[key] = found
+        return self.tensors[key]
+
+    def adapter_parameters(self, facts: BaseFacts, settings: AdapterSettings) -> int:
+        """Return how many numbers are trained; all calls about the same base."""
+        return total_elements(self.adapter_tensors(facts, settings))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,22 +14,18 @@ from typing import Literal
 
 from lora_trainer.config import Checkpointing
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.costs import SampleCost
 from lora_trainer.planning.adapter_size import rebuilt_elements
 from lora_trainer.planning.frozen import ELEMENT_BYTES, FrozenBase
 from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.trained_bytes import (
+    GRADIENT_BYTES,
+    MASTER_BYTES,
+    PAGED,
+    copied_bytes,
+    state_bytes,
+)
 
 GIB = 2**30
-MASTER_BYTES = GRADIENT_BYTES = 4
-# AdamW keeps two moments in fp32; bitsandbytes two in 8 bits, with one fp32 scale per 256 elements.
-EIGHT_BIT_STATE_BYTES = 2 + 2 * 4 / 256
-STATE_BYTES: Mapping[str, float] = {
-    "adamw": 8.0,
-    "adamw8bit": EIGHT_BIT_STATE_BYTES,
-    "paged_adamw8bit": EIGHT_BIT_STATE_BYTES,
-}
-PAGED = frozenset({"paged_adamw8bit"})
-"""Optimizers whose state the driver moves to host memory while the card is full."""
 # CUDA context 0.3-0.5 GiB and workspaces of cuBLAS and cuDNN; Python with torch and diffusers.
 RUNTIME_BYTES: Mapping[str, int] = {"cuda": int(0.6 * GIB), "cpu": int(0.7 * GIB)}
 # What the allocator reserves beyond what is in use: blocks are rounded and split.
@@ -109,9 +105,12 @@ def predict(
 def _resident(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
     """What stays on the device from the first step to the last."""
     adapter = costs.adapter_parameters(facts, load.adapter)
-    paged = load.optimizer in PAGED
-    state = 0 if paged else int(adapter * STATE_BYTES[load.optimizer])
-    where = "moved to host memory when the card is full" if paged else "allocated before step 1"
+    states = state_bytes(costs.adapter_tensors(facts, load.adapter), load.optimizer)
+    if load.device == "cuda":
+        state = states.on_device
+        where = "what is not paged" if load.optimizer in PAGED else "allocated before step 1"
+    else:
+        state, where = states.total, "allocated before step 1"
     return [
         *_weights(load, costs.frozen_base(facts, load)),
         *_trained_text(load, facts),
@@ -122,7 +121,20 @@ def _resident(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
         ),
         MemoryItem(name="adapter gradients", bytes=adapter * GRADIENT_BYTES, note="fp32"),
         MemoryItem(name="optimizer states", bytes=state, note=f"{load.optimizer}, {where}"),
+        *(saved_copies(load, facts, costs) if load.device == "cpu" else []),
     ]
+
+
+def saved_copies(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
+    """Host memory that a run saves from without waiting for the disk, all along."""
+    size = copied_bytes(
+        costs.adapter_tensors(facts, load.adapter),
+        load.optimizer if load.device == "cuda" else load.optimizer.removeprefix("paged_"),
+        pissa=load.adapter.init == "pissa",
+        pinned=load.device == "cuda",
+    )
+    note = "adapter, optimizer states and export as they are saved"
+    return [MemoryItem(name="copies for saving", bytes=size, note=note)]
 
 
 def _weights(load: Load, base: FrozenBase) -> list[MemoryItem]:
@@ -182,12 +194,26 @@ def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
             bytes=count * cost.temporary_bytes,
             note="gradients on their way and what is recomputed",
         ),
-        MemoryItem(
-            name="prepared batches",
-            bytes=load.prepared_samples * _prepared_bytes(load, facts, cost),
-            note=f"{load.prepared_samples} samples ahead: latents, noise, target, text",
-        ),
+        _inputs(load, facts, costs),
     ]
+
+
+def _inputs(load: Load, facts: BaseFacts, costs: RememberedCosts) -> MemoryItem:
+    """What was prepared ahead waits in host memory; a card gets the inputs of one pass at a time."""
+    what = "latents, noise, target, text"
+    if load.device == "cuda":
+        size = load.micro_batch * prepared_bytes(load, facts, costs)
+        return MemoryItem(name="inputs", bytes=size, note=f"{load.micro_batch} at a time: {what}")
+    return prepared_batches(load, facts, costs)
+
+
+def prepared_batches(load: Load, facts: BaseFacts, costs: RememberedCosts) -> MemoryItem:
+    """Return what waits in host memory for its step."""
+    return MemoryItem(
+        name="prepared batches",
+        bytes=load.prepared_samples * prepared_bytes(load, facts, costs),
+        note=f"{load.prepared_samples} samples ahead: latents, noise, target, text",
+    )
 
 
 KEPT: Mapping[Checkpointing, str] = {
@@ -199,14 +225,20 @@ KEPT: Mapping[Checkpointing, str] = {
 
 
 def _rebuilt(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
-    """LoHa and LoKr build the change of every weight, and autograd keeps it; PiSSA keeps its start."""
+    """LoHa and LoKr build the change of every weight, and autograd keeps it; PiSSA keeps its start.
+
+    Text encoders are not checkpointed.
+    """
     shapes = costs.adapter_shapes(facts, targets=load.adapter.targets)
+    texts = costs.text_adapter_shapes(facts).values() if load.adapter.text_encoder else ()
     found = []
     if load.adapter.init == "pissa":
         start = MASTER_BYTES * costs.adapter_parameters(facts, load.adapter)
         found.append(MemoryItem(name="adapter's start", bytes=start, note="PiSSA, fp32"))
     if elements := rebuilt_elements(shapes, load.adapter):
-        size = int(MASTER_BYTES * elements * REBUILT_SHARE[load.checkpointing])
+        kept = elements * REBUILT_SHARE[load.checkpointing]
+        kept += sum(rebuilt_elements(own, load.adapter) for own in texts)
+        size = int(MASTER_BYTES * kept)
         found.append(
             MemoryItem(name="rebuilt weights", bytes=size, note=f"{load.adapter.kind}, fp32")
         )
@@ -222,7 +254,9 @@ REBUILT_SHARE: Mapping[Checkpointing, float] = {
 }
 
 
-def _prepared_bytes(load: Load, facts: BaseFacts, cost: SampleCost) -> int:
+def prepared_bytes(load: Load, facts: BaseFacts, costs: RememberedCosts) -> int:
+    """Return what one prepared sample takes, in fp32."""
+    cost = costs.sample_cost(facts, load.workload())
     width_px, height_px = load.bucket_px
     latent = (
         facts.latent_channels * (width_px // facts.vae_factor) * (height_px // facts.vae_factor)

@@ -16,12 +16,14 @@ from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.costs import SampleCost
 from lora_trainer.hardware import Gpu, Hardware
+from lora_trainer.planning.adapter_size import total_elements
 from lora_trainer.planning.allocation import Allocation, Allocator, Decision
 from lora_trainer.planning.estimates import DiskUse, disk_bytes, run_length
 from lora_trainer.planning.full_cards import FullCard
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.loads import CostModel, Load, RememberedCosts
 from lora_trainer.planning.memory import Prediction
+from lora_trainer.planning.trained_bytes import state_bytes
 from lora_trainer.resolve import Origin, Resolved
 
 PLANNER = "planner"
@@ -253,6 +255,7 @@ class _Planner:
 
     def _disk(self, config: Config, load: Load, cost: SampleCost) -> dict[str, int]:
         facts, (width_px, height_px) = self.given.facts, load.bucket_px
+        tensors = self.costs.adapter_tensors(facts, load.adapter)
         latent_px = (width_px // facts.vae_factor) * (height_px // facts.vae_factor)
         images = max(self.given.images, len(self.given.buckets))
         captions = images if self.given.captions is None else self.given.captions
@@ -263,8 +266,8 @@ class _Planner:
             texts=captions * variants + 1,
             latent_elements=facts.latent_channels * latent_px,
             conditioning_bytes=cost.conditioning_bytes,
-            adapter_parameters=self.costs.adapter_parameters(facts, load.adapter),
-            optimizer=load.optimizer,
+            adapter_parameters=total_elements(tensors),
+            state_bytes=state_bytes(tensors, load.optimizer).total,
             export_precision=config.output.precision,
             keep_states=config.output.keep_states,
             keep_exports=config.output.keep_last,

@@ -74,7 +74,9 @@ class SaveAction:
 
     `export(progress, copy)` copies the adapter and returns what writes the rolling file and prunes;
     there is none at the very end, where the final export takes its place. Training waits only for
-    copies, except at the end, where it waits for the acknowledgement.
+    copies, except at the end, where it waits for the acknowledgement. The last save is tried whatever
+    became of those before: refused at the very end it is a problem, refused at a stop it is the error
+    that the run ends with, as then nothing else holds the work.
     """
 
     what: ClassVar = "the saved state"
@@ -103,11 +105,14 @@ class SaveAction:
         return regular or progress.ending or self._ends_epoch(progress)
 
     def __call__(self, progress: Progress) -> None:
-        """Copy the state and start writing it; raises as `StateWriter.save`, Unstable if it is spoilt."""
+        """Copy the state and start writing it; raises as `StateWriter.save`, Unstable if it is spoilt.
+
+        Raises MachineError when the run is asked to stop and the disk refuses its state.
+        """
         finished = progress.step == self.last_step
         export = None if finished else partial(self.export, progress)
         try:
-            self.writer.save(self.state(progress), export=export)
+            self.writer.save(self.state(progress), export=export, last=progress.ending)
         except SpoiltAdapter as error:
             raise Unstable(error.found, progress.guard) from None
         if finished:

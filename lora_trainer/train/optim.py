@@ -16,10 +16,10 @@ from diffusers.optimization import get_scheduler
 from torch import nn
 
 from lora_trainer.config import OptimizerSettings
-from lora_trainer.errors import BROKEN_PACKAGE, MachineError, package_problem
+from lora_trainer.errors import BROKEN_PACKAGE, MachineError, RequestError, package_problem
 
 LearningRate = Callable[[int], float]
-_HYPERPARAMETERS = ("betas", "eps", "weight_decay")
+_HYPERPARAMETERS = ("betas", "eps", "weight_decay", "lr_scale")
 Group = Mapping[str, Any]
 """`params`, a list of parameters, and `lr_scale`, the factor on the learning rate."""
 
@@ -46,8 +46,14 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 
     A resume may change them; torch would put the old ones back without a word. Paged state stays paged:
     bitsandbytes would replace its managed memory by tensors on the device, and a run that fitted
-    would not fit once it is resumed.
+    would not fit once it is resumed. Raises RequestError when parameters are grouped otherwise.
     """
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    if saved != [len(group["params"]) for group in optimizer.param_groups]:
+        raise RequestError(
+            "the saved state groups the layers by learning rate otherwise than these settings do",
+            fix="resume with the run's own learning rates of text encoders and patterns, and LoRA+",
+        )
     paged = [
         (parameter, name, tensor)
         for parameter, values in optimizer.state.items()

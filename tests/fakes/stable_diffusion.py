@@ -7,6 +7,7 @@ from typing import Any
 
 from lora_trainer.config import CHECKPOINTING, Checkpointing
 from lora_trainer.families.base import BaseFacts, PartFacts
+from lora_trainer.families.clip import ClipSize, target_shapes
 from lora_trainer.families.costs import SampleCost, Targets, Workload
 from lora_trainer.families.unet_costs import (
     adapter_layers,
@@ -49,6 +50,10 @@ class UNetCosts:
     ) -> Mapping[str, tuple[int, ...]]:
         found = adapter_layers(facts.architecture, targets=targets)
         return {layer.name: layer.shape for layer in found}
+
+    def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        size = ClipSize(layers=12, width=768, inner=3072)
+        return {"text_encoder": target_shapes(size)}
 
     def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
         return linear_shapes(facts.architecture)

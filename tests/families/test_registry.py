@@ -274,6 +274,22 @@ def test_targets_and_their_count_are_those_of_the_plan(name: str, targets: Targe
 
 
 @FAMILIES
+def test_trained_text_encoders_and_their_shapes_are_those_of_the_plan(name: str) -> None:
+    family, facts = families.family(name), facts_of(name)
+    found = family.text_adapter_shapes(facts)
+    if not family.trainable_text:
+        assert found == {}
+        return
+    encoder = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    assert found.keys() == encoder.networks.keys()
+    for component, network in encoder.networks.items():
+        modules = family.text_targets(network)
+        real = {module: network.get_submodule(module).weight.shape for module in modules}
+        named = {module.removeprefix("text_model."): shape for module, shape in real.items()}
+        assert found[component] == {module: (shape[1], shape[0]) for module, shape in named.items()}
+
+
+@FAMILIES
 def test_wider_targets_contain_the_narrower(name: str) -> None:
     family, denoiser = families.family(name), denoiser_of(name)
     attention, transformer, everything = (

@@ -19,6 +19,7 @@ from lora_trainer import families
 from lora_trainer.errors import InputError
 from lora_trainer.families.base import DENOISER, BaseFacts, FileFormat, Layout, Prediction
 from lora_trainer.families.unet import UNetFamily, sampling_scheduler
+from lora_trainer.families.unet_parts import clip_parameters
 from lora_trainer.train.objective import add_noise, sample_losses, target
 from tests.fakes.family_bases import CPU, base_of, copy_of, facts_of
 from tests.fakes.json_files import edit_json
@@ -50,6 +51,28 @@ def pipeline_of(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -
 
 
 # ---- facts
+
+
+@pytest.mark.parametrize("name", ["sd15", "sd2", "sdxl"])
+def test_the_sizes_of_released_text_encoders_make_their_known_parameters(name: str) -> None:
+    """CLIP's vocabulary has 49,408 entries, its texts 77; the encoder with a projection makes 1,280."""
+    family = families.family(name)
+    assert isinstance(family, UNetFamily)
+    facts = family.known(family.default_source)
+    assert facts is not None
+    counted = 0
+    for part in family.texts:
+        size = part.released
+        config = {
+            "hidden_size": size.width,
+            "intermediate_size": size.inner,
+            "num_hidden_layers": size.layers,
+            "vocab_size": 49_408,
+            "max_position_embeddings": 77,
+            "projection_dim": 1280,
+        }
+        counted += clip_parameters(part, config)
+    assert counted == facts.parts["text_encoder"].parameters
 
 
 @ONE_ENCODER

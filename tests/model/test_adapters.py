@@ -245,6 +245,28 @@ def test_rounded_gives_the_bits_back_after_an_error() -> None:
     assert same(adapter.state(), before)
 
 
+def test_rounded_gives_the_bits_back_when_rounding_runs_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    adapter = adapted()
+    awaken(adapter)
+    before = {name: tensor.clone() for name, tensor in adapter.state().items()}
+    to, calls = Tensor.to, list[int]()
+
+    def full(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == len(before) // 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return to(tensor, *args, **options)
+
+    monkeypatch.setattr(Tensor, "to", full)
+    with pytest.raises(torch.OutOfMemoryError), adapter.rounded(torch.bfloat16):
+        raise AssertionError("the block must not run")
+    monkeypatch.undo()
+    assert len(calls) > 1, "some were rounded already"
+    assert same(adapter.state(), before)
+
+
 # ---- state
 
 

@@ -16,7 +16,7 @@ from lora_trainer.config import AdapterSettings
 from lora_trainer.errors import RequestError
 from lora_trainer.model.adapters import Adapter, inject
 from lora_trainer.model.initial import principal_factors
-from lora_trainer.output.adapter_tensors import comfyui_magnitude, row_norms, update
+from lora_trainer.output.adapter_tensors import row_norms, update
 
 KINDS: list[dict[str, Any]] = [
     {},
@@ -198,18 +198,6 @@ def test_dora_starts_at_the_norms_of_the_weight() -> None:
         torch.testing.assert_close(magnitude, row_norms(weight))
 
 
-def test_comfyuis_magnitudes_are_those_of_the_live_weights() -> None:
-    net = network()
-    plain = copy.deepcopy(net)
-    adapter = adapted(net, dora=True)
-    awaken(adapter)
-    found = adapter.comfyui_magnitudes()
-    assert found.keys() == adapter.tensors().keys()
-    wanted = comfyui_magnitude(adapter.tensors()["denoiser.conv"], plain.conv.weight)
-    assert torch.equal(found["denoiser.conv"], wanted) and found["denoiser.conv"].shape == (8,)
-    assert adapted(network()).comfyui_magnitudes() == {}
-
-
 # ---- PiSSA
 
 
@@ -248,7 +236,7 @@ def test_pissa_starts_at_the_weight_itself_and_leaves_the_base_alone() -> None:
     layer = adapter.layers["denoiser.linear"]
     start = layer.parameters["up"] @ layer.parameters["down"] * layer.width.scale
     torch.testing.assert_close(start.detach(), plain.linear.weight)  # rank 6 is all of it
-    assert torch.equal(layer.weight, plain.linear.weight)
+    assert torch.equal(net.linear.base_layer.weight, plain.linear.weight)
     module = adapter.tensors()["denoiser.conv"]
     assert module.rank == 12 and module.tensors["down"].shape == (12, 6, 3, 3)
     assert float(update(module).abs().max()) < 1e-6

@@ -13,7 +13,6 @@ from torch import Tensor
 from lora_trainer.output.adapter_tensors import (
     AdapterKind,
     ModuleTensors,
-    comfyui_magnitude,
     kronecker,
     needs_weight,
     rotate,
@@ -100,15 +99,6 @@ def test_dora_gives_each_output_its_learned_norm(
     torch.testing.assert_close(row_norms(found), magnitude)
     direction = torch.nn.functional.cosine_similarity(found.flatten(1), changed.flatten(1))
     torch.testing.assert_close(direction, torch.ones_like(direction))
-
-
-def test_comfyui_computes_the_same_dora_from_its_own_magnitude() -> None:
-    """Its `weight_decompose` divides by the norm of the weight before the update."""
-    weight, down, up = values(6, 5), values(2, 5, seed=1), values(6, 2, seed=2)
-    dora = module("lora", {"down": down, "up": up, "magnitude": values(6, seed=3).abs()}, scale=1.5)
-    changed = weight + 1.5 * up @ down
-    theirs = changed * (comfyui_magnitude(dora, weight) / row_norms(weight))[:, None]
-    torch.testing.assert_close(theirs, weight + update(dora, weight))
 
 
 @given(count=st.integers(1, 4), size=st.integers(1, 6))

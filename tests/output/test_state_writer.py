@@ -186,6 +186,23 @@ def test_an_export_that_fails_leaves_a_state_that_counts(place: Place) -> None:
     assert "1 of 3 in a row" in problem["what"]
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=str
+)
+def test_an_export_without_memory_is_an_export_that_failed(place: Place, error: Exception) -> None:
+    def refused() -> str:
+        raise error
+
+    place.writer.save(state_at(1), export=lambda copy: refused)
+    place.writer.wait_for_acknowledgement()
+    assert place.told("saved")[0]["step"] == place.on_disk().step == 1
+    (problem,) = place.told("problem")
+    assert "not enough memory for the exported file" in problem["what"]
+    place.writer.save(state_at(2), export=None)
+    place.writer.wait_for_acknowledgement()
+    assert place.on_disk().step == 2
+
+
 # ---- a disk that refuses
 
 
@@ -215,6 +232,32 @@ def test_three_in_a_row_are_the_end(place: Place) -> None:
     assert place.disk.steps == [1, 2, 3]
 
 
+def test_the_last_save_is_tried_after_three_that_were_refused(place: Place) -> None:
+    place.disk.error = FULL
+    for step in range(1, MAX_FAILURES + 1):
+        place.writer.save(state_at(step), export=None)
+    place.writer.save(state_at(4), export=None, last=True)
+    with pytest.raises(MachineError, match="No space"):
+        place.writer.wait_for_acknowledgement()
+    assert "step 4 failed (the last save)" in place.told("problem")[-1]["what"]
+    place.disk.error = None
+    place.writer.save(state_at(5), export=None, last=True)
+    place.writer.wait_for_acknowledgement()
+    assert place.on_disk().step == 5
+
+
+def test_a_state_without_memory_is_a_save_that_was_refused(place: Place) -> None:
+    place.disk.error = MemoryError()
+    place.writer.save(state_at(1), export=None)
+    with pytest.raises(MachineError, match="not enough memory for the state"):
+        place.writer.wait_for_acknowledgement()
+    assert place.told("saved") == []
+    place.disk.error = None
+    place.writer.save(state_at(2), export=None)
+    place.writer.wait_for_acknowledgement()
+    assert place.writer.failures == 0
+
+
 def test_who_needs_the_state_on_disk_learns_that_it_is_not(place: Place) -> None:
     place.disk.error = FULL
     place.writer.save(state_at(1), export=None)
@@ -227,6 +270,11 @@ def test_a_mistake_in_the_writer_is_no_silence(place: Place) -> None:
     place.writer.save(state_at(1), export=None)
     with pytest.raises(ZeroDivisionError):
         place.writer.wait()
+    place.writer.wait()  # it was said
+    place.disk.error = None
+    place.writer.save(state_at(2), export=None)
+    place.writer.wait_for_acknowledgement()
+    assert place.on_disk().step == 2
 
 
 def test_what_is_not_finite_is_neither_written_nor_remembered(place: Place) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from lora_trainer.errors import RequestError
 from lora_trainer.model.adapters import inject
 from lora_trainer.planning.adapter_size import (
     adapter_parameters,
+    adapter_tensors,
     block_size,
     factorise,
     first_match,
     layer_width,
     rebuilt_elements,
+    total_elements,
 )
 from tests.fakes.family_bases import denoiser_of, facts_of
 
@@ -59,8 +62,11 @@ def test_the_count_is_that_of_the_injected_adapter(values: dict[str, Any]) -> No
         alpha=4.0,
         seed=0,
     )
-    injected = sum(parameter.numel() for parameter in adapter.parameters())
-    assert adapter_parameters(shapes, chosen) == injected
+    injected = Counter(parameter.numel() for parameter in adapter.parameters())
+    assert adapter_tensors(shapes, chosen) == injected
+    assert (
+        adapter_parameters(shapes, chosen) == total_elements(injected) == sum(injected.elements())
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from lora_trainer.config import concrete, flatten
 from lora_trainer.errors import MachineError, RequestError, exit_code
 from lora_trainer.families import family, known_base
-from lora_trainer.hardware import GIB, Hardware
+from lora_trainer.hardware import GIB, SPILL_MARGIN_BYTES, Hardware
 from lora_trainer.nvml import Gpu
 from lora_trainer.planning.plan import Plan, PlanInput, plan
 from lora_trainer.resolve import Priority, resolve
@@ -95,6 +95,18 @@ def test_streaming_keeps_a_large_base_whole_where_the_machine_has_the_memory() -
     assert made.host is not None and made.host.fits
     assert "of 57: all on the card would take 2" in reason(made, "streamed_blocks")
     assert "int8" in reason(made, "base_precision") and "nf4" in reason(made, "base_precision")
+
+
+def test_a_driver_that_spills_leaves_the_margin_that_the_allocator_is_bound_to() -> None:
+    """What is planned must fit under the bound that `model/memory_cap.py` sets."""
+    plain = machine(12)
+    spilling = replace(plain, gpus=(replace(plain.gpus[0], spills=True),))
+    limits = [planned(SDXL, found).memory.limit_bytes for found in (plain, spilling)]
+    assert limits == [12 * GIB, 12 * GIB - SPILL_MARGIN_BYTES]
+    asked = planned(SDXL, spilling, hardware__vram_limit_gib=8)
+    assert asked.memory.limit_bytes == 8 * GIB, "already less than what is left"
+    asked = planned(SDXL, spilling, hardware__vram_limit_gib=11.9)
+    assert asked.memory.limit_bytes == 12 * GIB - SPILL_MARGIN_BYTES
 
 
 def test_a_machine_with_less_memory_means_fewer_bits() -> None:

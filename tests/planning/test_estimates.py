@@ -62,7 +62,7 @@ def test_disk_counts_cache_states_and_exports() -> None:
         latent_elements=1000,
         conditioning_bytes=500,
         adapter_parameters=100,
-        optimizer="adamw",
+        state_bytes=800,
         export_precision="fp16",
         keep_states=2,
         keep_exports=3,

@@ -9,9 +9,11 @@ import pytest
 
 from lora_trainer.config import AdapterSettings
 from lora_trainer.families import family, known_base
+from lora_trainer.families.base import BaseFacts
 from lora_trainer.planning.host_memory import HOST_RUNTIME_BYTES, HostPrediction, predict_host
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import GIB
+from lora_trainer.planning.trained_bytes import copied_bytes
 from lora_trainer.quantization import BasePrecision
 
 LOAD = Load(
@@ -33,11 +35,15 @@ LOAD = Load(
 COSTS = RememberedCosts(family=family("flux"))
 
 
+def facts() -> BaseFacts:
+    found = known_base("black-forest-labs/FLUX.1-dev")
+    assert found is not None
+    return found
+
+
 def host(**changes: Any) -> HostPrediction:
-    facts = known_base("black-forest-labs/FLUX.1-dev")
-    assert facts is not None
     load = replace(LOAD, **changes)
-    return predict_host(load, facts=facts, costs=COSTS, limit_bytes=16 * GIB)
+    return predict_host(load, facts=facts(), costs=COSTS, limit_bytes=16 * GIB)
 
 
 def items(made: HostPrediction) -> dict[str, int]:
@@ -71,7 +77,8 @@ def test_offloaded_inputs_wait_for_all_images_of_a_pass() -> None:
         items(host(checkpointing="offloaded", micro_batch=count))["offloaded activations"]
         for count in (1, 2)
     )
-    assert one > 0
+    cost = COSTS.sample_cost(facts(), replace(LOAD, checkpointing="offloaded").workload())
+    assert two == 2 * 2 * cost.host_bytes, "two images, each tensor up to the next power of two"
     assert two == pytest.approx(2 * one, rel=0.01)
 
 
@@ -82,9 +89,27 @@ def test_text_encoders_are_there_only_while_they_are_offloaded() -> None:
     assert "text encoders" not in both, "never at the same time as streamed blocks"
 
 
-def test_paged_states_may_have_to_lie_here() -> None:
-    assert "optimizer states" in items(host(optimizer="paged_adamw8bit"))
-    assert "optimizer states" not in items(host())
+def test_large_paged_states_may_have_to_lie_here() -> None:
+    wide = AdapterSettings(rank=64, targets="attention")
+    paged = items(host(optimizer="paged_adamw8bit", adapter=wide))
+    parameters = COSTS.adapter_parameters(facts(), wide)
+    assert paged["optimizer states"] == 2 * parameters, "all of them, without their scales"
+    assert "optimizer states" not in items(host(adapter=wide))
+    assert "optimizer states" not in items(host(optimizer="paged_adamw8bit")), "too small to page"
+
+
+def test_what_is_prepared_waits_here() -> None:
+    four, eight = (items(host(prepared_samples=count))["prepared batches"] for count in (4, 8))
+    assert eight == 2 * four > 0
+
+
+def test_copies_for_saving_are_pinned_in_powers_of_two() -> None:
+    """Masters, two moments of a byte with their scales, and the export."""
+    tensors = COSTS.adapter_tensors(facts(), LOAD.adapter)
+    exact = copied_bytes(tensors, "adamw8bit", pissa=False, pinned=False)
+    made = items(host())["copies for saving"]
+    assert exact > 10 * COSTS.adapter_parameters(facts(), LOAD.adapter)
+    assert exact < made < 2 * exact
 
 
 def test_what_is_read_through_the_file_cache_is_not_needed() -> None:

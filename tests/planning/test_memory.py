@@ -305,10 +305,73 @@ def test_every_second_step_of_recomputing_takes_less() -> None:
     assert len(set(peaks)) == len(CHECKPOINTING)
 
 
-def test_paged_states_are_not_on_the_card() -> None:
-    paged, eight = items(predicted(optimizer="paged_adamw8bit")), predicted(optimizer="adamw8bit")
-    assert paged["optimizer states"] == 0
-    assert sum(paged.values()) < eight.peak_bytes
+def test_large_paged_states_are_not_on_the_card() -> None:
+    """bitsandbytes pages tensors of 100,000 elements and more: at rank 16 none of SD1.5's."""
+    for rank, any_paged in ((16, False), (128, True)):
+        chosen = adapter(rank=rank)
+        paged, eight = (
+            items(predicted(optimizer=name, adapter=chosen))["optimizer states"]
+            for name in ("paged_adamw8bit", "adamw8bit")
+        )
+        tensors = COSTS.adapter_tensors(sd15_facts(), chosen)
+        large = sum(size * count for size, count in tensors.items() if size >= 100_000)
+        assert eight - paged == 2 * large
+        assert bool(large) is any_paged
+        assert paged > 0
+
+
+def test_nothing_is_paged_without_a_card() -> None:
+    """The optimizer is then the plain one, and all its states lie where everything does."""
+    wide = adapter(rank=128)
+    paged, eight = (
+        items(predicted(device="cpu", optimizer=name, adapter=wide))["optimizer states"]
+        for name in ("paged_adamw8bit", "adamw8bit")
+    )
+    assert paged == eight
+
+
+def test_a_card_gets_the_inputs_of_one_pass_and_a_processor_has_all_that_wait() -> None:
+    card, processor = (
+        {
+            (count, ahead): trained(
+                predicted(device=device, micro_batch=count, prepared_samples=ahead)
+            )
+            for count, ahead in ((1, 4), (2, 4), (2, 8))
+        }
+        for device in ("cuda", "cpu")
+    )
+    one = card[1, 4]["inputs"]
+    assert one > 3 * 4 * 4 * 64 * 64, "latents, noise and target of one sample, and its text"
+    assert card[2, 4]["inputs"] == card[2, 8]["inputs"] == 2 * one
+    assert "prepared batches" not in card[2, 8]
+    assert processor[2, 8]["prepared batches"] == 8 * one
+    assert processor[1, 4]["prepared batches"] == 4 * one
+
+
+def test_a_processor_keeps_the_copies_for_saving_beside_everything_else() -> None:
+    parameters = COSTS.adapter_parameters(sd15_facts(), LOAD.adapter)
+    made = trained(predicted(device="cpu"))
+    assert made["copies for saving"] == (4 + 8 + 4) * parameters
+    assert "copies for saving" not in trained(predicted())
+
+
+@pytest.mark.parametrize("kind", ["lora", "loha"])
+def test_adapters_of_text_encoders_count_like_those_of_the_denoiser(kind: str) -> None:
+    """SD1.5: 12 layers of four 768 x 768 and two 768 x 3072."""
+    alone, along = (
+        items(predicted(adapter=adapter(kind=kind, text_encoder=text))) for text in (False, True)
+    )
+    pairs = 2 if kind == "loha" else 1
+    text = pairs * 16 * 12 * (4 * 2 * 768 + 2 * (768 + 3072))
+    for name, element_bytes in (
+        ("adapter weights", 4),
+        ("adapter gradients", 4),
+        ("optimizer states", 8),
+    ):
+        assert along[name] - alone[name] == element_bytes * text
+    if kind == "loha":
+        elements = 12 * (4 * 768 * 768 + 2 * 768 * 3072)
+        assert along["rebuilt weights"] - alone["rebuilt weights"] == 4 * elements
 
 
 def test_a_sample_image_has_its_own_size() -> None:

@@ -274,6 +274,15 @@ def test_disk_is_that_of_the_kind(kind: str) -> None:
     assert made.disk_bytes["exports"] == 5 * 2 * parameters
 
 
+def test_disk_holds_the_adapters_of_text_encoders_too() -> None:
+    """SD1.5's has 12 layers of four 768 x 768 and two 768 x 3072."""
+    alone = planned().disk_bytes
+    along = planned(overrides={"adapter.text_encoder": True})
+    text = along.config.adapter.rank * 12 * (4 * 2 * 768 + 2 * (768 + 3072))
+    assert along.disk_bytes["states"] - alone["states"] == 3 * (4 + 8) * text
+    assert along.disk_bytes["exports"] - alone["exports"] == 5 * 2 * text
+
+
 # ---- length
 
 

@@ -69,7 +69,7 @@ PHASES: dict[str, tuple[Any, str, int]] = {
     "forward": (Model, "losses", 30),
     "backward": (Tensor, "backward", 2),
     "optimizer": (torch.optim.AdamW, "step", 4),
-    "validation": (ValidateAction, "_loss", 3),
+    "validation": (ValidateAction, "_loss_sum", 3),
     "samples": (SampleAction, "_write", 2),
     "state": (SaveAction, "state", 3),
 }

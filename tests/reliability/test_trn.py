@@ -179,6 +179,8 @@ def test_trn_02_out_of_memory_in_the_vae_is_one_line_and_keeps_what_was_encoded(
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("shapes do not match"),
         OSError(28, "No space left on device"),
+        KeyError("timesteps"),
+        ValueError("the pipeline wants another size"),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lora_trainer.config import OptimizerSettings
-from lora_trainer.errors import MachineError
+from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.train.optim import (
     build_optimizer,
     learning_rate,
@@ -128,6 +128,25 @@ def test_a_restored_optimizer_goes_on_to_the_same_bits(name: str) -> None:
         give_gradients(other, seed)
         restored.step()
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(own, other, strict=True))
+
+
+def test_a_resume_takes_the_factors_of_its_own_settings_not_those_of_the_state() -> None:
+    """A lower learning rate beside a text encoder's own raises the factor of the text encoder."""
+    own, other = parameters(), parameters()
+    saved = build_optimizer([one_group(own[:1]), one_group(own[1:], 0.5)], settings())
+    lower = settings().model_copy(update={"learning_rate": 1e-3})
+    restored = build_optimizer([one_group(other[:1]), one_group(other[1:], 5.0)], lower)
+    restore_optimizer(restored, saved.state_dict())
+    set_learning_rate(restored, 1e-3)
+    assert [group["lr"] for group in restored.param_groups] == [1e-3, 5e-3]
+
+
+def test_a_state_that_is_grouped_otherwise_is_refused_by_name() -> None:
+    own, other = parameters(), parameters()
+    saved = build_optimizer([one_group(own[:1]), one_group(own[1:], 0.5)], settings())
+    merged = build_optimizer([one_group(other)], settings())
+    with pytest.raises(RequestError, match="groups the layers by learning rate otherwise"):
+        restore_optimizer(merged, saved.state_dict())
 
 
 def test_paged_state_is_filled_where_it_is_and_not_replaced() -> None:

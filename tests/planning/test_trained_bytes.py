@@ -1,0 +1,139 @@
+"""Bytes of optimizer states and of the copies a save makes, against the libraries and a real save."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lora_trainer.config import AdapterSettings, OptimizerSettings
+from lora_trainer.events import EventStream
+from lora_trainer.exporting import copied
+from lora_trainer.model.adapters import Adapter, inject
+from lora_trainer.output.checkpoints import TrainingState
+from lora_trainer.output.state_writer import StateWriter
+from lora_trainer.planning.trained_bytes import (
+    EIGHT_BIT_ELEMENTS,
+    PAGED_ELEMENTS,
+    copied_bytes,
+    pinned_bytes,
+    state_bytes,
+)
+from lora_trainer.train.optim import build_optimizer
+
+SIZES = (1, 255, EIGHT_BIT_ELEMENTS - 1, EIGHT_BIT_ELEMENTS, 5000, PAGED_ELEMENTS)
+SHARED = ("step", "qmap1", "qmap2")
+"""Of a few bytes, or one for all tensors."""
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("elements", SIZES)
+def test_states_are_as_large_as_the_libraries_make_them(name: str, elements: int) -> None:
+    parameter = nn.Parameter(torch.zeros(elements))
+    settings = OptimizerSettings.model_validate({"name": name})
+    optimizer = build_optimizer([{"params": [parameter], "lr_scale": 1.0}], settings)
+    real = sum(
+        value.nbytes
+        for key, value in optimizer.state[parameter].items()
+        if torch.is_tensor(value) and key not in SHARED
+    )
+    found = state_bytes({elements: 1}, name)
+    assert (found.on_device, found.paged) == (real, 0)
+    assert state_bytes({elements: 7}, name).on_device == 7 * real
+
+
+@pytest.mark.parametrize(
+    ("elements", "paged"), [(PAGED_ELEMENTS - 1, False), (PAGED_ELEMENTS, True)]
+)
+def test_bitsandbytes_pages_what_is_counted_as_paged(
+    elements: int, paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own rule is asked with a stand-in for a tensor on a card."""
+    import bitsandbytes.optim.optimizer as library
+    from bitsandbytes.optim import PagedAdamW8bit
+
+    asked: list[int] = []
+
+    def get_paged(*shape: int, **_: Any) -> Any:
+        asked.append(math.prod(shape))
+
+    optimizer = PagedAdamW8bit([nn.Parameter(torch.zeros(1))])
+    monkeypatch.setattr(library.F, "get_paged", get_paged)
+    monkeypatch.setattr(library.F, "fill", lambda *_: None)
+    monkeypatch.setattr(library.torch, "zeros_like", lambda *_, **__: None)
+    on_card: Any = SimpleNamespace(
+        device=torch.device("cuda"), numel=lambda: elements, shape=(elements,)
+    )
+    optimizer.get_state_buffer(on_card, dtype=torch.uint8)
+    assert bool(asked) is paged
+    found = state_bytes({elements: 3}, "paged_adamw8bit")
+    assert found.paged == (3 * 2 * elements if paged else 0)
+    assert found.total == state_bytes({elements: 3}, "adamw8bit").on_device
+    assert found.on_device > 0, "its scales are never paged"
+
+
+@pytest.mark.parametrize(
+    ("size", "taken"), [(1, 4096), (4096, 4096), (4097, 8192), (2**20, 2**20), (2**20 + 4, 2**21)]
+)
+def test_pinned_memory_comes_in_powers_of_two(size: int, taken: int) -> None:
+    assert pinned_bytes(size) == taken
+
+
+def adapted(init: str) -> Adapter:
+    network = nn.Sequential(nn.Linear(300, 70), nn.Linear(70, 90)).requires_grad_(False)
+    return inject(
+        {"denoiser": network},
+        modules={"denoiser": ["0", "1"]},
+        settings=AdapterSettings.model_validate({"rank": 16, "init": init}),
+        alpha=16.0,
+        seed=1,
+    )
+
+
+@pytest.mark.parametrize("init", ["default", "pissa"])
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_copies_are_those_that_a_save_keeps(name: str, init: str, tmp_path: Path) -> None:
+    adapter = adapted(init)
+    settings = OptimizerSettings.model_validate({"name": name})
+    optimizer = build_optimizer(adapter.groups(settings), settings)
+    writer = StateWriter(folder=tmp_path, keep=2, events=EventStream())
+    state = TrainingState(
+        step=1,
+        images_seen=1,
+        adapter=adapter.state(),
+        optimizer=optimizer.state_dict(),
+        extras={},
+    )
+    with writer:
+        writer.save(state, export=lambda copy: exported(adapter, copy))
+    kept = sum(
+        tensor.nbytes
+        for key, tensor in writer.copies.buffers.items()
+        if key.rpartition(".")[2] not in SHARED
+    )
+    tensors = Counter(parameter.numel() for parameter in adapter.parameters())
+    assert copied_bytes(tensors, name, pissa=init == "pissa", pinned=False) == kept
+    assert kept < copied_bytes(tensors, name, pissa=init == "pissa", pinned=True)
+
+
+def exported(adapter: Adapter, copy: Any) -> Any:
+    copied(adapter.tensors(), copy)
+    return lambda: "a file"
+
+
+def test_copies_of_paged_states_are_not_pinned() -> None:
+    """Two moments of a byte each lie in the driver's memory; torch takes them for tensors of the host."""
+    odd = PAGED_ELEMENTS + 1
+    pinned, plain = (
+        copied_bytes({odd: 1}, "paged_adamw8bit", pissa=False, pinned=pinned)
+        for pinned in (True, False)
+    )
+    scales = 4 * -(-odd // 256)
+    rounded = 2 * (pinned_bytes(4 * odd) - 4 * odd) + 2 * (pinned_bytes(scales) - scales)
+    assert pinned - plain == rounded
