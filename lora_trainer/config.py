@@ -552,7 +552,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         raise RequestError(f"--set {text!r} has no '='", fix="write --set section.key=value")
     try:
         return key.strip(), json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return key.strip(), value
 
 

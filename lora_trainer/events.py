@@ -81,7 +81,8 @@ class JsonlWriter:
             return
         row = {"event": event.kind, **event.fields, "time": round(event.time_s, 3)}
         try:
-            with self.path.open("a", encoding="utf-8") as file:
+            # A lone surrogate, from a name that is no UTF-8, becomes its JSON escape.
+            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
             self._refused = True
@@ -102,8 +103,17 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
             rows.append(row)
     return rows
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Read the events of a JSON-lines file: rows with a kind, their step a number where they name one."""
+    return [
+        row
+        for row in read_jsonl(path)
+        if isinstance(row.get("event"), str) and isinstance(row.get("step", 0), int)
+    ]

@@ -148,13 +148,9 @@ def _previous(asked: TrainRequest) -> Path | None:
     if not asked.resume:
         return None
     overrides = asked.request.overrides
-    name = (
-        overrides["output.name"]
-        if "output.name" in overrides
-        else asked.request.dataset.resolve().name
-    )
-    parent = Path(overrides.get("output.folder", Config().output.folder))
-    return parent / str(name)
+    typed = overrides.get("output.name", "auto")
+    name = asked.request.dataset.resolve().name if typed == "auto" else checked_name(str(typed))
+    return Path(overrides.get("output.folder", Config().output.folder)) / name
 
 
 def _place(prepared: Prepared) -> tuple[Path, str]:
@@ -255,7 +251,7 @@ def _resumption(
     if not same_data:
         changed.append("dataset: images or captions changed")
     for name, part in prepared.facts.parts.items():
-        if before["base"]["identities"][name] != part.identity:
+        if before["base"]["identities"].get(name) != part.identity:
             changed.append(f"base: the {name} has other weights")
     return Resumption(
         exactness="CHANGED" if changed else exactness,

@@ -17,7 +17,7 @@ from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import Needs
 from lora_trainer.data.loader import Entries, Feeder
 from lora_trainer.device import DTYPES
-from lora_trainer.events import read_jsonl
+from lora_trainer.events import read_events
 from lora_trainer.exporting import Job, copied, export, exporter, upload
 from lora_trainer.model.adapters import Adapter
 from lora_trainer.networks import Networks, arrange, build_model, load_networks, with_adapter
@@ -222,8 +222,9 @@ def _training(
 
 def _validation_losses(folder: RunFolder) -> tuple[float | None, float | None]:
     """Return the validation loss of the base and the last one, also those of before a resume."""
-    rows = [row for row in read_jsonl(folder.path / EVENTS_FILE) if row["event"] == "validation"]
-    return (rows[0]["loss"], rows[-1]["loss"]) if rows else (None, None)
+    rows = read_events(folder.path / EVENTS_FILE)
+    losses = [row["loss"] for row in rows if row["event"] == "validation" and "loss" in row]
+    return (losses[0], losses[-1]) if losses else (None, None)
 
 
 def sample_prompts(prepared: Prepared, *, count: int) -> tuple[str, ...]:

@@ -76,8 +76,27 @@ def test_a_run_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     folder = create(tmp_path, "toy")
-    write_run(folder, {"name": "toy", "settings": {"train.steps": 6}})
-    assert read_run(folder.path) == {"name": "toy", "settings": {"train.steps": 6}}
+    record = {
+        "name": "toy",
+        "started_at_s": 1.5,
+        "settings": {"train.steps": 6},
+        "base": {"source": "embedded", "identities": {}},
+        "environment": {"exactness": {}},
+        "dataset": {"fingerprint": "ab"},
+    }
+    write_run(folder, record)
+    assert read_run(folder.path) == record
+    for key in record:
+        write_run(folder, {name: value for name, value in record.items() if name != key})
+        with pytest.raises(RequestError, match=f"has no {key}"):
+            read_run(folder.path)
+
+
+@pytest.mark.parametrize("name", ["", " ", ".", "..", "a ", "a/b", "a\\b", "a\nb", "\0", "x" * 181])
+def test_a_name_that_is_no_visible_folder_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RequestError, match="cannot be the name of a run"):
+        create(tmp_path / "runs", name)
+    assert not list(tmp_path.iterdir())
 
 
 # ---- what a resume may change

@@ -25,7 +25,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file of a base model."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"base model file {file} is missing or not JSON ({error})", fix=AGAIN
         ) from None

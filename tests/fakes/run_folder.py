@@ -274,6 +274,7 @@ def _run_json(run: FakeRun) -> dict[str, Any]:
     )
     return {
         "name": "zorble",
+        "started_at_s": START_S,
         "command": [
             "lora-train",
             "datasets/zorble",
@@ -295,6 +296,7 @@ def _run_json(run: FakeRun) -> dict[str, Any]:
             "decisions": [],
         },
         "environment": {
+            "exactness": {"torch": "2.13.0", "threads": 2, "device": "cpu"},
             "lora_train": "0.1.0",
             "python": "3.11.9",
             "packages": {
