@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from lora_trainer.redaction import without_secrets
+
 Severity = Literal["note", "warning", "error"]
 
 
@@ -44,7 +46,14 @@ class EventStream:
         self.listeners.append(listener)
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Record that `kind` happened; field values must be JSON-encodable."""
+        """Record that `kind` happened; field values must be JSON-encodable, texts lose their secrets.
+
+        What a library says about a failed connection may quote a proxy with its password.
+        """
+        fields = {
+            name: without_secrets(value) if isinstance(value, str) else value
+            for name, value in fields.items()
+        }
         with self._lock:
             event = Event(kind=kind, fields=fields, time_s=self.clock())
             for listener in self.listeners:

@@ -31,6 +31,7 @@ from lora_trainer.output.trackers import start_trackers, usable_trackers
 from lora_trainer.planning.fitting import gib
 from lora_trainer.prepare import Prepared, Request, bucket_counts, prepare, remarks
 from lora_trainer.processes import follow, gather, with_base
+from lora_trainer.redaction import without_secrets
 from lora_trainer.remedies import full_card_memo
 from lora_trainer.run_folder import (
     EVENTS_FILE,
@@ -306,7 +307,7 @@ def _run_record(job: Job, asked: TrainRequest, environment: dict[str, Any]) -> d
     return {
         "name": job.folder.name,
         "version": __version__,
-        "command": list(asked.command),
+        "command": [without_secrets(word) for word in asked.command],
         "started_at_s": job.started_at_s,
         "settings": flatten(prepared.config),
         "origins": {key: asdict(origin) for key, origin in prepared.plan.origins.items()},

@@ -28,6 +28,7 @@ from lora_trainer.output.state_codec import Copy
 from lora_trainer.output.state_writer import Export, StateWriter
 from lora_trainer.output.status import Control
 from lora_trainer.prepare import Prepared
+from lora_trainer.redaction import without_secrets
 from lora_trainer.remedies import remedies, told_if_full
 from lora_trainer.run_folder import EVENTS_FILE, RunFolder, cut_events
 from lora_trainer.train.actions import CompareAction, SaveAction, ValidateAction, load_scaler
@@ -232,8 +233,11 @@ def sample_prompts(prepared: Prepared, *, count: int) -> tuple[str, ...]:
     config = prepared.config
     if config.sampling.prompts:
         return config.sampling.prompts
+    # Prompts stand in reports and images; a caption is trained as it is.
     captions = dict.fromkeys(
-        record.caption for record in (*prepared.held_out, *prepared.trained) if record.caption
+        without_secrets(record.caption)
+        for record in (*prepared.held_out, *prepared.trained)
+        if record.caption
     )
     return tuple(captions)[:count] or ("",)
 
