@@ -270,7 +270,8 @@ class Hub(BaseHTTPRequestHandler):
             return self.answer(body.encode(), {})
         file = next(file for file in FILES if self.path.endswith(file))
         body = FILES[file]
-        self.answer(body, {"ETag": '"%040d"' % list(FILES).index(file), "X-Repo-Commit": "a" * 40}, cut="safetensors" in file)
+        headers = {"ETag": '"%040d"' % list(FILES).index(file), "X-Repo-Commit": "a" * 40}
+        self.answer(body, headers, cut="safetensors" in file)
 
     def answer(self, body, headers, cut=False):
         self.send_response(200)
