@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,6 +215,7 @@ def ids_of(name: str) -> list[str]:
     return found
 
 
+@cache
 def files_by_id(root: Path = ROOT) -> dict[str, list[str]]:
     """Return for each id the files under tests/ that have a test of that name, in order."""
     found: dict[str, set[str]] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.reliability.fault_cases import FAULTS, IDS, ids_of, files_by_id
+from scripts.reliability.fault_cases import FAULTS, IDS, files_by_id, ids_of
 from scripts.reliability.report import NOT_MEASURED, PAGE, RECORD, ROOT, added, collect, page
 
 
