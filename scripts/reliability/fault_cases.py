@@ -193,7 +193,11 @@ FAULTS: Mapping[str, Fault] = {
         decided="Trainers are sessions of their own and are found again by their run folders.",
     ),
     "SEC-06": Fault(what="hostile archives", decided="Nothing unpacks an archive: datasets are folders."),
-    "ENV-01": Fault(what="odd names and locales", parts=(_SCAN,)),
+    "ENV-01": Fault(
+        what="odd names and locales",
+        parts=(_SCAN,),
+        decided="Names that only Windows cannot bear are not refused: nothing has been run there.",
+    ),
     "ENV-02": Fault(what="folders that cannot be written", parts=(_RUN, _CACHE)),
     "ENV-03": Fault(
         what="missing and broken packages",

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +100,19 @@ def test_ckp_05_damaged_states_are_moved_aside_and_the_run_ends_with_the_same_bi
 
 
 def test_ckp_06_the_disk_is_asked_for_one_state_more_than_is_kept() -> None:
-    use = {"images": 1, "flip": False, "captions_per_image": 1, "latent_elements": 1}
-    use |= {"conditioning_bytes": 1, "adapter_parameters": 1_000, "keep_exports": 1}
-    kept = [
-        disk_bytes(DiskUse(**use, optimizer="adamw", export_precision="fp16", keep_states=count))[
-            "states"
-        ]
-        for count in (2, 3)
-    ]
+    use = DiskUse(
+        images=1,
+        flip=False,
+        latent_elements=1,
+        texts=1,
+        conditioning_bytes=1,
+        adapter_parameters=1_000,
+        optimizer="adamw",
+        export_precision="fp16",
+        keep_states=2,
+        keep_exports=1,
+    )
+    kept = [disk_bytes(replace(use, keep_states=count))["states"] for count in (2, 3)]
     one = kept[1] - kept[0]
     assert kept[0] == 3 * one > 0
 
