@@ -36,6 +36,7 @@ _NEEDED: Mapping[str, type | tuple[type, ...]] = {
     "base.identities": dict,
     "environment.exactness": dict,
     "dataset.fingerprint": str,
+    "plan.memory.images_at_once": dict,
 }
 """What a resume reads of run.json."""
 # Settings that say where and how much, not what is computed: a resume may change them and stay exact.
@@ -134,9 +135,10 @@ def read_run(path: Path) -> dict[str, Any]:
     _require_run(path)
     record = read_json_object(path / RUN_FILE)
     for key, kind in _NEEDED.items():
-        section, _, name = key.rpartition(".")
-        values = record.get(section) if section else record
-        if not isinstance(values, dict) or not isinstance(values.get(name), kind):
+        found: Any = record
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        if not isinstance(found, kind):
             raise RequestError(
                 f"{path / RUN_FILE} has no {key}, so the run cannot be gone on with",
                 fix="restore that file, or start a new run",

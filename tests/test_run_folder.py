@@ -83,6 +83,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "base": {"source": "embedded", "identities": {}},
         "environment": {"exactness": {}},
         "dataset": {"fingerprint": "ab"},
+        "plan": {"memory": {"images_at_once": {}}},
     }
     write_run(folder, record)
     assert read_run(folder.path) == record
@@ -137,6 +138,13 @@ def test_what_is_computed_may_change_and_is_said(keys: set[str], moved: bool) ->
     assert exactness == "CHANGED"
     expected = [f"{key}: {BEFORE[key]} -> now" for key in keys]
     assert sorted(differences) == sorted(expected + ["threads: 1 -> 2"] * moved)
+
+
+def test_mpr_04_another_number_of_processes_draws_the_same_another_batch_is_a_change() -> None:
+    assert compared({}, {"processes": 2})[0] == "SAME-STREAM"
+    exactness, differences = compared({"train.batch_size": 9}, {"processes": 2})
+    assert exactness == "CHANGED"
+    assert {line.split(":")[0] for line in differences} == {"train.batch_size", "processes"}
 
 
 @given(st.sets(st.sampled_from(sorted(ROUNDING_SETTINGS)), min_size=1))

@@ -33,8 +33,7 @@ class Fault:
 _IMAGES, _SCAN = "tests/data/test_images.py", "tests/data/test_scan.py"
 _CACHE, _ENCODE = "tests/data/test_cache.py", "tests/data/test_encode.py"
 _RUN, _STATES = "tests/test_run.py", "tests/output/test_checkpoints.py"
-_ONE_PROCESS = "tests/test_cli.py"
-_RANKS = "A training that is started as several processes is refused in one line, exit 4: it trains in one."
+_PROCESSES = "tests/test_processes.py"
 
 FAULTS: Mapping[str, Fault] = {
     "IMG-01": Fault(what="pictures that end early", parts=(_IMAGES,)),
@@ -158,13 +157,14 @@ FAULTS: Mapping[str, Fault] = {
     "CKP-07": Fault(what="signals, at any time", parts=(_RUN,)),
     "CKP-08": Fault(what="resumes of resumes, at ends of epochs, of finished runs", parts=(_RUN,)),
     "CKP-09": Fault(what="clocks, times of files, copied and renamed runs", parts=(_STATES,)),
-    "MPR-01": Fault(what="a process of several that dies", parts=(_ONE_PROCESS,), decided=_RANKS),
-    "MPR-02": Fault(what="a process of several that freezes", parts=(_ONE_PROCESS,), decided=_RANKS),
-    "MPR-03": Fault(what="processes that decide differently", parts=(_ONE_PROCESS,), decided=_RANKS),
+    "MPR-01": Fault(what="a process of several that dies", parts=(_PROCESSES,)),
+    "MPR-02": Fault(what="a process of several that freezes", parts=(_PROCESSES,)),
+    "MPR-03": Fault(what="processes that would decide differently", parts=(_PROCESSES,)),
     "MPR-04": Fault(
-        what="another number of processes, another batch size",
-        parts=(_ONE_PROCESS, "tests/test_run_folder.py"),
-        decided=f"{_RANKS} Another batch size goes on as CHANGED.",
+        what="a resume with another number of processes, another batch size",
+        parts=(_PROCESSES, "tests/test_run_folder.py"),
+        decided="Goes on: with other processes the draws are the same (SAME-STREAM), with another batch "
+        "size it is CHANGED.",
     ),
     "SEC-01": Fault(
         what="paths that a browser sends",

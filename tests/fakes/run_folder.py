@@ -292,7 +292,13 @@ def _run_json(run: FakeRun) -> dict[str, Any]:
             "identities": {"denoiser": "ab" * 32},
         },
         "plan": {
-            "memory": {"items": [], "peak_bytes": 1_310_000_000, "limit_bytes": None, "fits": True},
+            "memory": {
+                "items": [],
+                "peak_bytes": 1_310_000_000,
+                "limit_bytes": None,
+                "fits": True,
+                "images_at_once": {},
+            },
             "decisions": [],
         },
         "environment": {
