@@ -21,6 +21,7 @@ from lora_trainer.config import parse_assignment
 from lora_trainer.errors import LoraTrainError, RequestError, exit_code
 from lora_trainer.launch import place
 from lora_trainer.library_noise import quiet_libraries
+from lora_trainer.redaction import without_secrets
 from lora_trainer.resolve import Priority
 
 HELP = """Train a diffusion LoRA: `lora-train DATASET` detects the card, picks a preset, caches, trains and exports.
@@ -314,16 +315,10 @@ def run(arguments: list[str] | None = None) -> int:
         )
         if isinstance(answer, tool_commands.Answer):
             _print(answer.value, as_json=answer.as_json)
-    except CycloptsError as error:
-        err.print(f"error: {error}", style="bold red", markup=False, highlight=False)
-        return RequestError.exit_code
-    except LoraTrainError as error:
-        err.print(f"error: {error}", style="bold red", markup=False, highlight=False)
-        return exit_code(error)
+    except (CycloptsError, LoraTrainError) as error:
+        return _told(error)
     except UnicodeEncodeError as error:  # a name written in a settings file
-        told = _not_text(error.object, error.encoding)
-        err.print(f"error: {told}", style="bold red", markup=False, highlight=False)
-        return exit_code(told)
+        return _told(_not_text(error.object, error.encoding))
     except KeyboardInterrupt:
         err.print(
             "stopped at once; the last saved state is valid: run again with --resume",
@@ -331,6 +326,13 @@ def run(arguments: list[str] | None = None) -> int:
         )
         return 130
     return 0
+
+
+def _told(error: CycloptsError | LoraTrainError) -> int:
+    """Print an error as one line, without what it may quote of a token; return its exit code."""
+    line = f"error: {without_secrets(str(error))}"
+    err.print(line, style="bold red", markup=False, highlight=False)
+    return exit_code(error) if isinstance(error, LoraTrainError) else RequestError.exit_code
 
 
 def _overrides(assignments: list[str], **flags: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pydantic import (
 
 from lora_trainer.errors import RequestError, did_you_mean
 from lora_trainer.quantization import QUANTIZATIONS, BasePrecision
+from lora_trainer.redaction import secret_keys
 
 Auto = Literal["auto"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -525,6 +526,7 @@ def flatten(config: Config) -> dict[str, Any]:
 def build_config(values: Mapping[str, Any]) -> Config:
     """Build a Config from {"section.name": value}; raises RequestError naming all that is wrong at once."""
     check_keys(values)
+    _refuse_secrets(values)
     nested: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, name = key.split(".")
@@ -545,6 +547,15 @@ def check_keys(values: Mapping[str, Any]) -> None:
         raise RequestError(" ".join(unknown), fix="see `lora-train plan DATASET` for all settings")
 
 
+def _refuse_secrets(values: Mapping[str, Any]) -> None:
+    """Raise RequestError for settings that hold a token: they are written into files."""
+    if found := secret_keys(values):
+        raise RequestError(
+            f"{', '.join(found)} holds what looks like a token or a password",
+            fix="take it out; tokens belong in the environment (HF_TOKEN) or `hf auth login`",
+        )
+
+
 def parse_assignment(text: str) -> tuple[str, Any]:
     """Parse `section.key=value`; the value is JSON where it can be, else text. Raises RequestError."""
     key, equals, value = text.partition("=")
@@ -552,7 +563,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         raise RequestError(f"--set {text!r} has no '='", fix="write --set section.key=value")
     try:
         return key.strip(), json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return key.strip(), value
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from lora_trainer.redaction import without_secrets
+
 Severity = Literal["note", "warning", "error"]
 
 
@@ -44,7 +46,14 @@ class EventStream:
         self.listeners.append(listener)
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Record that `kind` happened; field values must be JSON-encodable."""
+        """Record that `kind` happened; field values must be JSON-encodable, texts lose their secrets.
+
+        What a library says about a failed connection may quote a proxy with its password.
+        """
+        fields = {
+            name: without_secrets(value) if isinstance(value, str) else value
+            for name, value in fields.items()
+        }
         with self._lock:
             event = Event(kind=kind, fields=fields, time_s=self.clock())
             for listener in self.listeners:
@@ -81,7 +90,8 @@ class JsonlWriter:
             return
         row = {"event": event.kind, **event.fields, "time": round(event.time_s, 3)}
         try:
-            with self.path.open("a", encoding="utf-8") as file:
+            # A lone surrogate, from a name that is no UTF-8, becomes its JSON escape.
+            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
             self._refused = True
@@ -102,8 +112,17 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
             rows.append(row)
     return rows
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Read the events of a JSON-lines file: rows with a kind, their step a number where they name one."""
+    return [
+        row
+        for row in read_jsonl(path)
+        if isinstance(row.get("event"), str) and isinstance(row.get("step", 0), int)
+    ]

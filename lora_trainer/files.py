@@ -160,7 +160,7 @@ class HashMemo:
     def load(cls, file: Path) -> HashMemo:
         try:
             entries = json.loads(file.read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             entries = {}
         return cls(file=file, entries=entries if isinstance(entries, dict) else {})
 

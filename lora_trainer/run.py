@@ -31,6 +31,7 @@ from lora_trainer.output.trackers import start_trackers, usable_trackers
 from lora_trainer.planning.fitting import gib
 from lora_trainer.prepare import Prepared, Request, bucket_counts, prepare, remarks
 from lora_trainer.processes import follow, gather, with_base
+from lora_trainer.redaction import without_secrets
 from lora_trainer.remedies import full_card_memo
 from lora_trainer.run_folder import (
     EVENTS_FILE,
@@ -148,13 +149,9 @@ def _previous(asked: TrainRequest) -> Path | None:
     if not asked.resume:
         return None
     overrides = asked.request.overrides
-    name = (
-        overrides["output.name"]
-        if "output.name" in overrides
-        else asked.request.dataset.resolve().name
-    )
-    parent = Path(overrides.get("output.folder", Config().output.folder))
-    return parent / str(name)
+    typed = overrides.get("output.name", "auto")
+    name = asked.request.dataset.resolve().name if typed == "auto" else checked_name(str(typed))
+    return Path(overrides.get("output.folder", Config().output.folder)) / name
 
 
 def _place(prepared: Prepared) -> tuple[Path, str]:
@@ -255,7 +252,7 @@ def _resumption(
     if not same_data:
         changed.append("dataset: images or captions changed")
     for name, part in prepared.facts.parts.items():
-        if before["base"]["identities"][name] != part.identity:
+        if before["base"]["identities"].get(name) != part.identity:
             changed.append(f"base: the {name} has other weights")
     return Resumption(
         exactness="CHANGED" if changed else exactness,
@@ -310,7 +307,7 @@ def _run_record(job: Job, asked: TrainRequest, environment: dict[str, Any]) -> d
     return {
         "name": job.folder.name,
         "version": __version__,
-        "command": list(asked.command),
+        "command": [without_secrets(word) for word in asked.command],
         "started_at_s": job.started_at_s,
         "settings": flatten(prepared.config),
         "origins": {key: asdict(origin) for key, origin in prepared.plan.origins.items()},

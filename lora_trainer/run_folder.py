@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 
 from lora_trainer.config import AdapterSettings
 from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.events import read_jsonl
+from lora_trainer.events import read_events
 from lora_trainer.files import (
     TEMPORARY_PREFIX,
     disk_error,
@@ -28,6 +28,17 @@ PROBLEMS_FILE = "problems.jsonl"
 STATES = "states"
 MAX_NAME_BYTES = 180
 """A run's name is part of its files' names, also of unfinished ones; file systems allow 255 bytes."""
+_NEEDED: Mapping[str, type | tuple[type, ...]] = {
+    "name": str,
+    "started_at_s": (int, float),
+    "settings": dict,
+    "base.source": str,
+    "base.identities": dict,
+    "environment.exactness": dict,
+    "dataset.fingerprint": str,
+    "plan.memory.images_at_once": dict,
+}
+"""What a resume reads of run.json."""
 # Settings that say where and how much, not what is computed: a resume may change them and stay exact.
 FREE_SETTINGS = frozenset(
     {
@@ -101,7 +112,11 @@ def checked_name(name: str) -> str:
 
 
 def create(parent: Path, name: str) -> RunFolder:
-    """Make and claim a new folder `name`, or `name-002`, `-003`, ... when that exists already."""
+    """Make and claim a new folder `name`, or `name-002`, `-003`, ... when that exists already.
+
+    Raises RequestError for what is no name and MachineError for what the disk refuses.
+    """
+    checked_name(name)
     number = 1
     while True:
         path = parent / (name if number == 1 else f"{name}-{number:03d}")
@@ -116,9 +131,19 @@ def create(parent: Path, name: str) -> RunFolder:
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """Return run.json of a run folder; raises RequestError when there is none."""
+    """Return run.json of a run folder; raises RequestError when there is none or it lacks something."""
     _require_run(path)
-    return read_json_object(path / RUN_FILE)
+    record = read_json_object(path / RUN_FILE)
+    for key, kind in _NEEDED.items():
+        found: Any = record
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        if not isinstance(found, kind):
+            raise RequestError(
+                f"{path / RUN_FILE} has no {key}, so the run cannot be gone on with",
+                fix="restore that file, or start a new run",
+            )
+    return record
 
 
 def write_run(folder: RunFolder, content: Mapping[str, Any]) -> None:
@@ -133,17 +158,19 @@ def cut_events(folder: RunFolder, *, step: int) -> None:
         if not file.exists():
             continue
         kept = []
-        for row in read_jsonl(file):
+        for row in read_events(file):
             if row["event"] in ("finished", "stopped") or row.get("step", -1) > step:
                 continue
             kept.append(json.dumps(row, ensure_ascii=False))
-        write_atomic(file, "".join(f"{line}\n" for line in kept).encode())
+        # A lone surrogate becomes its JSON escape again.
+        text = "".join(f"{line}\n" for line in kept)
+        write_atomic(file, text.encode("utf-8", "backslashreplace"))
 
 
 def last_step(folder: RunFolder) -> int:
     """Return the last optimizer step that was logged, 0 when there is none."""
-    rows = read_jsonl(folder.path / EVENTS_FILE)
-    return max((int(row["step"]) for row in rows if row["event"] == "step"), default=0)
+    rows = read_events(folder.path / EVENTS_FILE)
+    return max((int(row.get("step", 0)) for row in rows if row["event"] == "step"), default=0)
 
 
 def compare(

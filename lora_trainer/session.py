@@ -17,7 +17,7 @@ from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import Needs
 from lora_trainer.data.loader import Entries, Feeder
 from lora_trainer.device import DTYPES
-from lora_trainer.events import read_jsonl
+from lora_trainer.events import read_events
 from lora_trainer.exporting import Job, copied, export, exporter, upload
 from lora_trainer.model.adapters import Adapter
 from lora_trainer.networks import Networks, arrange, build_model, load_networks, with_adapter
@@ -28,6 +28,7 @@ from lora_trainer.output.state_codec import Copy
 from lora_trainer.output.state_writer import Export, StateWriter
 from lora_trainer.output.status import Control
 from lora_trainer.prepare import Prepared
+from lora_trainer.redaction import without_secrets
 from lora_trainer.remedies import remedies, told_if_full
 from lora_trainer.run_folder import EVENTS_FILE, RunFolder, cut_events
 from lora_trainer.train.actions import CompareAction, SaveAction, ValidateAction, load_scaler
@@ -222,8 +223,9 @@ def _training(
 
 def _validation_losses(folder: RunFolder) -> tuple[float | None, float | None]:
     """Return the validation loss of the base and the last one, also those of before a resume."""
-    rows = [row for row in read_jsonl(folder.path / EVENTS_FILE) if row["event"] == "validation"]
-    return (rows[0]["loss"], rows[-1]["loss"]) if rows else (None, None)
+    rows = read_events(folder.path / EVENTS_FILE)
+    losses = [row["loss"] for row in rows if row["event"] == "validation" and "loss" in row]
+    return (losses[0], losses[-1]) if losses else (None, None)
 
 
 def sample_prompts(prepared: Prepared, *, count: int) -> tuple[str, ...]:
@@ -231,8 +233,11 @@ def sample_prompts(prepared: Prepared, *, count: int) -> tuple[str, ...]:
     config = prepared.config
     if config.sampling.prompts:
         return config.sampling.prompts
+    # Prompts stand in reports and images; a caption is trained as it is.
     captions = dict.fromkeys(
-        record.caption for record in (*prepared.held_out, *prepared.trained) if record.caption
+        without_secrets(record.caption)
+        for record in (*prepared.held_out, *prepared.trained)
+        if record.caption
     )
     return tuple(captions)[:count] or ("",)
 

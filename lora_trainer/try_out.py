@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -26,11 +26,7 @@ def make_images(
     """
     file = _adapter_of(run) if run.is_dir() else run
     metadata = read_adapter(file).metadata
-    config = (
-        build_config(json.loads(metadata["lora_train.settings"]))
-        if "lora_train.settings" in metadata
-        else None
-    )
+    config = _stated_settings(metadata)
     source = base or (config.base.model if config else None)
     if run.is_dir():
         source = base or str(read_run(run)["base"]["source"])
@@ -80,6 +76,14 @@ def _base_settings(config: Config | None, source: str) -> BaseSettings:
     """Return how the base is found: as the adapter's settings say, but for where it is."""
     base = config.base if config is not None else BaseSettings()
     return base.model_copy(update={"model": source, "vae": None, "companion": "auto"})
+
+
+def _stated_settings(metadata: Mapping[str, str]) -> Config | None:
+    """Return the settings in the header of one of our files, None where there are none to be read."""
+    try:
+        return build_config(json.loads(metadata["lora_train.settings"]))
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def _adapter_of(run: Path) -> Path:

@@ -76,8 +76,28 @@ def test_a_run_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     folder = create(tmp_path, "toy")
-    write_run(folder, {"name": "toy", "settings": {"train.steps": 6}})
-    assert read_run(folder.path) == {"name": "toy", "settings": {"train.steps": 6}}
+    record = {
+        "name": "toy",
+        "started_at_s": 1.5,
+        "settings": {"train.steps": 6},
+        "base": {"source": "embedded", "identities": {}},
+        "environment": {"exactness": {}},
+        "dataset": {"fingerprint": "ab"},
+        "plan": {"memory": {"images_at_once": {}}},
+    }
+    write_run(folder, record)
+    assert read_run(folder.path) == record
+    for key in record:
+        write_run(folder, {name: value for name, value in record.items() if name != key})
+        with pytest.raises(RequestError, match=f"has no {key}"):
+            read_run(folder.path)
+
+
+@pytest.mark.parametrize("name", ["", " ", ".", "..", "a ", "a/b", "a\\b", "a\nb", "\0", "x" * 181])
+def test_a_name_that_is_no_visible_folder_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RequestError, match="cannot be the name of a run"):
+        create(tmp_path / "runs", name)
+    assert not list(tmp_path.iterdir())
 
 
 # ---- what a resume may change
@@ -118,6 +138,13 @@ def test_what_is_computed_may_change_and_is_said(keys: set[str], moved: bool) ->
     assert exactness == "CHANGED"
     expected = [f"{key}: {BEFORE[key]} -> now" for key in keys]
     assert sorted(differences) == sorted(expected + ["threads: 1 -> 2"] * moved)
+
+
+def test_mpr_04_another_number_of_processes_draws_the_same_another_batch_is_a_change() -> None:
+    assert compared({}, {"processes": 2})[0] == "SAME-STREAM"
+    exactness, differences = compared({"train.batch_size": 9}, {"processes": 2})
+    assert exactness == "CHANGED"
+    assert {line.split(":")[0] for line in differences} == {"train.batch_size", "processes"}
 
 
 @given(st.sets(st.sampled_from(sorted(ROUNDING_SETTINGS)), min_size=1))

@@ -121,7 +121,11 @@ def load_network(
     single = part_file(layout, "text_encoder")
     if single is None:
         network = kind.from_pretrained(
-            layout.folder, subfolder=part.component, dtype=dtype, variant=variant(folder)
+            layout.folder,
+            subfolder=part.component,
+            dtype=dtype,
+            variant=variant(folder),
+            use_safetensors=True,
         )
     else:
         config = kind.config_class.from_pretrained(folder, local_files_only=True)

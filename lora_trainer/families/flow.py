@@ -229,9 +229,7 @@ class FlowFamily(TabledFamily):
             )
         else:
             folder = part_folder(layout, "denoiser", "transformer")
-            network = whole(
-                kind, folder, dtype=dtype, variant=variant(folder), use_safetensors=True
-            )
+            network = whole(kind, folder, dtype=dtype, variant=variant(folder))
         return network.requires_grad_(False).eval().to(device)
 
     def load_image_encoder(self, facts: BaseFacts, *, device: torch.device) -> ImageEncoder:
@@ -254,7 +252,6 @@ class FlowFamily(TabledFamily):
                 folder,
                 dtype=dtype or torch.float32,
                 variant=variant(folder),
-                use_safetensors=True,
             )
         frozen: nn.Module = vae.requires_grad_(False).eval()
         return frozen
@@ -306,7 +303,12 @@ class FlowFamily(TabledFamily):
         encoders = dict.fromkeys((*self.text_folders, *self.tokenizer_folders))
         # Without a VAE the pipeline's device is the denoiser's; the VAE comes only to decode.
         pipeline = kind.from_pretrained(
-            folder, transformer=denoiser, vae=None, scheduler=_scheduler(facts), **encoders
+            folder,
+            transformer=denoiser,
+            vae=None,
+            scheduler=_scheduler(facts),
+            use_safetensors=True,
+            **encoders,
         )
         pipeline.vae_scale_factor = facts.vae_factor
         pipeline.set_progress_bar_config(disable=True)

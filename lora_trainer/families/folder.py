@@ -15,7 +15,11 @@ from typing import Any
 from lora_trainer.errors import InputError
 from lora_trainer.families.base import Header, Layout, Part, TensorInfo
 
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 16_000_000
+"""Of a safetensors file; the format allows six times as much, the largest base models need 1 MB."""
+MAX_TENSORS = 100_000
+MAX_DIMENSIONS = 16
+MAX_KEY_LENGTH = 1_000
 AGAIN = "download the base model again"
 _NO_PARAMETERS = ("position_ids", "running_mean", "running_var", "num_batches_tracked")
 _STEMS = ("diffusion_pytorch_model", "model")
@@ -25,7 +29,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file of a base model."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"base model file {file} is missing or not JSON ({error})", fix=AGAIN
         ) from None
@@ -104,13 +108,20 @@ def read_header(file: Path) -> Header:
             (length,) = struct.unpack("<Q", stream.read(8))
             if not 2 <= length <= MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length:,} bytes")
-            header = json.loads(stream.read(length))
+            text = stream.read(length)
+            if is_crowded(text):
+                raise ValueError(f"it names more than {MAX_TENSORS:,} tensors")
+            header = json.loads(text)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
         found = {
             name: TensorInfo(dtype=str(entry["dtype"]), shape=tuple(map(int, entry["shape"])))
             for name, entry in entries.items()
         }
+        if any(len(name) > MAX_KEY_LENGTH for name in found):
+            raise ValueError(f"a tensor's name of more than {MAX_KEY_LENGTH:,} characters")
+        if any(len(info.shape) > MAX_DIMENSIONS for info in found.values()):
+            raise ValueError(f"a tensor of more than {MAX_DIMENSIONS} dimensions")
         size = file.stat().st_size
     except (
         OSError, ValueError, struct.error, MemoryError, OverflowError, AttributeError, KeyError, TypeError, IndexError,
@@ -122,6 +133,11 @@ def read_header(file: Path) -> Header:
             f"{file} has {size:,} bytes, its header says {8 + length + end:,}", fix=AGAIN
         )
     return found
+
+
+def is_crowded(header: bytes) -> bool:
+    """Say whether a header has more brackets than tensors need; as objects it might fill the memory."""
+    return header.count(b"{") + header.count(b"[") > 4 * MAX_TENSORS
 
 
 def count_parameters(files: Iterable[Path], *, unread: tuple[str, ...] = ()) -> int:

@@ -61,7 +61,7 @@ def load_qwen3(
     from transformers import AutoTokenizer, Qwen3Model
 
     part = folder / "text_encoder"
-    network = whole(Qwen3Model, part, dtype=dtype, variant=variant(part), use_safetensors=True)
+    network = whole(Qwen3Model, part, dtype=dtype, variant=variant(part))
     return _Qwen3TextEncoder(
         networks={"text_encoder": network.requires_grad_(False).eval().to(device)},
         tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True),

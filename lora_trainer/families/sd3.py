@@ -252,6 +252,7 @@ class StableDiffusion3(FlowFamily):
             layout.folder,
             transformer=self.load_denoiser(facts, dtype=dtype, device=cpu),
             vae=self.load_vae(layout, dtype=dtype),
+            use_safetensors=True,
             **load_networks(layout, dtype=dtype, device=cpu),
             **without,
         )

@@ -25,7 +25,7 @@ def load_text_network(
     kind: Any, folder: Path, *, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
     """Load a transformers text encoder of class `kind` in `dtype`, frozen."""
-    network = whole(kind, folder, dtype=dtype, variant=variant(folder), use_safetensors=True)
+    network = whole(kind, folder, dtype=dtype, variant=variant(folder))
     return network.requires_grad_(False).eval().to(device)
 
 

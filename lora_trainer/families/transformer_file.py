@@ -51,7 +51,9 @@ def whole(kind: Any, folder: Path, **settings: Any) -> nn.Module:
     Both libraries fill what is missing with random numbers, or nothing, and go on.
     """
     network: nn.Module
-    network, found = kind.from_pretrained(folder, output_loading_info=True, **settings)
+    network, found = kind.from_pretrained(
+        folder, output_loading_info=True, use_safetensors=True, **settings
+    )
     if missing := sorted(found["missing_keys"]):
         raise InputError(
             f"base model part {folder} lacks {len(missing)} tensors, first {missing[0]}", fix=AGAIN

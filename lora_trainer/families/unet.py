@@ -337,7 +337,11 @@ class UNetFamily(Family):
 
         extras = self.pipeline_extras()
         return getattr(diffusers, self.pipeline_class).from_pretrained(
-            facts.located.folder, scheduler=sampling_scheduler(facts), **given, **extras
+            facts.located.folder,
+            scheduler=sampling_scheduler(facts),
+            use_safetensors=True,
+            **given,
+            **extras,
         )
 
     def pipeline_extras(self) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
-from lora_trainer.errors import InputError, MachineError
+from lora_trainer.errors import InputError, MachineError, first_line
 from lora_trainer.families.base import Part
 
 _TEXTS = frozenset({".json", ".txt", ".model"})
@@ -41,9 +41,9 @@ def download(source: str, *, revision: str | None, without: frozenset[Part]) -> 
     InputError for a repository that does not exist.
     """
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import (
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is re-exported
         GatedRepoError,
-        HfHubHTTPError,
+        HTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -67,11 +67,31 @@ def download(source: str, *, revision: str | None, without: frozenset[Part]) -> 
             f"there is no model {source!r} on the Hub that you can read",
             fix="check the name, or give a local folder",
         ) from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, HTTPError, OSError) as error:
+        if (
+            isinstance(error, OSError) and error.filename is not None
+        ):  # the disk refused, not the network
+            raise MachineError(
+                f"base model {source} cannot be stored: {error.filename}: {error.strerror}",
+                fix="free some space, or let HF_HOME name a folder that can be written",
+            ) from None
         raise MachineError(
-            f"base model {source} could not be downloaded ({type(error).__name__}: no connection, or offline mode)",
+            f"base model {source} could not be downloaded ({_reason(error)})",
             fix="connect once, or give a local diffusers folder, or --base embedded",
         ) from None
+    except (LookupError, TypeError, ValueError) as error:  # a login page, a proxy's own answer
+        raise MachineError(
+            f"base model {source} could not be downloaded: what answers is not the Hub "
+            f"({type(error).__name__}: {first_line(error)[:200]})",
+            fix="check the connection and HF_ENDPOINT, or give a local folder",
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    response = getattr(error, "response", None)
+    if response is not None:
+        return f"the Hub answers {response.status_code}"
+    return f"{type(error).__name__}: no connection, or offline mode"
 
 
 def wanted(names: Iterable[str], *, without: frozenset[Part]) -> list[str]:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from lora_trainer import families
 from lora_trainer.config import BaseSettings
-from lora_trainer.errors import InputError, MachineError, RequestError
+from lora_trainer.errors import InputError, MachineError, RequestError, first_line
 from lora_trainer.families.base import BaseFacts, Family, Layout, Part
-from lora_trainer.families.folder import read_header
+from lora_trainer.families.folder import AGAIN, read_header
 from lora_trainer.files import HashMemo
 from lora_trainer.model.hub import cached_snapshot, download
 
@@ -34,8 +34,7 @@ def describe(settings: BaseSettings) -> BaseFacts:
     source = settings.model
     layout, family = _find(settings)
     if layout is not None:
-        family = family or families.detect(layout.folder)
-        return family.facts(layout, source=source, identities={})
+        return _facts(layout, family, source=source)
     facts = families.known_base(family.default_source if family else source)
     if facts is None:
         raise MachineError(
@@ -54,15 +53,26 @@ def locate(settings: BaseSettings) -> BaseFacts:
     layout, family = _find(settings)
     if layout is not None:
         try:
-            family = family or families.detect(layout.folder)
-            return family.facts(layout, source=source, identities={})
+            return _facts(layout, family, source=source)
         except InputError:
             if not _from_hub(settings):
                 raise  # else a download was interrupted: finish it
     layout, family = _find(settings, fetch=True)
     assert layout is not None
-    family = family or families.detect(layout.folder)
-    return family.facts(layout, source=source, identities={})
+    return _facts(layout, family, source=source)
+
+
+def _facts(layout: Layout, family: Family | None, *, source: str) -> BaseFacts:
+    """Return what a base is; raises InputError where its files do not say what their classes need."""
+    try:
+        family = family or families.detect(layout.folder)
+        return family.facts(layout, source=source, identities={})
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {first_line(error)[:200]}"
+        raise InputError(
+            f"a config.json of base model {source} lacks something or says it wrongly ({what})",
+            fix=AGAIN,
+        ) from error
 
 
 def with_choices(

@@ -16,9 +16,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from lora_trainer.errors import InputError
+from lora_trainer.families.folder import (
+    MAX_DIMENSIONS,
+    MAX_HEADER_BYTES,
+    MAX_KEY_LENGTH,
+    MAX_TENSORS,
+    is_crowded,
+)
 
-MAX_HEADER_BYTES = 100_000_000
-MAX_TENSORS = 100_000
 ELEMENT_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
@@ -109,6 +114,8 @@ def _read_header(file: BinaryIO, path: Path, *, size_bytes: int) -> tuple[dict[s
             path,
             f"is cut off or not a safetensors file: a header of {length:,} bytes in {size_bytes:,}",
         )
+    if is_crowded(text):
+        refuse(path, f"names more tensors than the {MAX_TENSORS:,} any adapter has")
     try:
         header = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -119,6 +126,8 @@ def _read_header(file: BinaryIO, path: Path, *, size_bytes: int) -> tuple[dict[s
         refuse(
             path, f"names {len(header):,} tensors, more than the {MAX_TENSORS:,} any adapter has"
         )
+    if any(len(key) > MAX_KEY_LENGTH for key in header):
+        refuse(path, f"has a tensor name of more than {MAX_KEY_LENGTH:,} characters")
     return header, 8 + length
 
 
@@ -158,8 +167,13 @@ def _checked_entries(header: Mapping[str, Any], path: Path, *, body_bytes: int) 
 def _checked_entry(key: str, value: Any, path: Path) -> Entry:
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        wrong = not all(type(number) is int and number >= 0 for number in (*shape, begin, end))
-        if wrong or end - begin != math.prod(shape) * ELEMENT_BYTES[dtype]:
+        numbers = (*shape, begin, end)
+        wrong = not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+        if (
+            wrong
+            or len(shape) > MAX_DIMENSIONS
+            or end - begin != math.prod(shape) * ELEMENT_BYTES[dtype]
+        ):
             refuse(path, f"describes tensor {key!r} wrongly")
     except (KeyError, TypeError, ValueError):
         refuse(path, f"describes tensor {key!r} wrongly")

@@ -125,9 +125,12 @@ def read_history(folder: Path) -> History:
 def number(row: Row, key: str) -> float:
     """Return a number of a row as float, NaN where there is none."""
     value = row.get(key)
-    return (
-        float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    )
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
 
 
 def mapping(row: Row, key: str) -> Row:

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import re
 
+from lora_trainer.redaction import without_secrets
+
 _START = r"(?:file:/+|/(?=[^/\s]+/)|~[\\/]|[A-Za-z]:[\\/](?!/)|\\\\|\.\.[\\/])"
 _WHOLE_PATH = re.compile(_START)
 _PATH_IN_TEXT = re.compile(rf"(?<![\w:/.~\\-]){_START}[^\s\"'<>|]*")
-_SECRETS = (
-    (re.compile(r"\bhf_\w{16,}"), "[token]"),
-    (re.compile(r"(?<=://)[^/\s@]+@"), ""),
-    (re.compile(r"(?i)([?&](?:token|access_token|api_?key|key)=)[^&\s]+"), r"\1[token]"),
-)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS = (".safetensors", ".ckpt", ".pt", ".gguf")
 
 
 def public_text(value: str) -> str:
     """Reduce a path to its last name, strike paths and tokens out of text, make it valid UTF-8."""
-    text = value.encode("utf-8", "replace").decode("utf-8")
-    for pattern, substitute in _SECRETS:
-        text = pattern.sub(substitute, text)
+    text = without_secrets(value.encode("utf-8", "replace").decode("utf-8"))
     if _WHOLE_PATH.match(text):
         return re.split(r"[\\/]+", text.rstrip("\\/"))[-1]
     return _PATH_IN_TEXT.sub("[path]", text)

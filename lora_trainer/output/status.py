@@ -176,7 +176,7 @@ def read_status(run_folder: Path) -> RunStatus:
         if status.state not in get_args(State):
             raise ValueError(status.state)
         alive = _lives(pid=status.pid, started_s=status.pid_started_s)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError, OverflowError) as error:
         return _unreadable(run_folder, f"{STATUS_FILE} cannot be read: {one_line(str(error))}")
     return RunStatus(
         state=_seen(status, alive=alive),

@@ -274,6 +274,7 @@ def _run_json(run: FakeRun) -> dict[str, Any]:
     )
     return {
         "name": "zorble",
+        "started_at_s": START_S,
         "command": [
             "lora-train",
             "datasets/zorble",
@@ -291,10 +292,17 @@ def _run_json(run: FakeRun) -> dict[str, Any]:
             "identities": {"denoiser": "ab" * 32},
         },
         "plan": {
-            "memory": {"items": [], "peak_bytes": 1_310_000_000, "limit_bytes": None, "fits": True},
+            "memory": {
+                "items": [],
+                "peak_bytes": 1_310_000_000,
+                "limit_bytes": None,
+                "fits": True,
+                "images_at_once": {},
+            },
             "decisions": [],
         },
         "environment": {
+            "exactness": {"torch": "2.13.0", "threads": 2, "device": "cpu"},
             "lora_train": "0.1.0",
             "python": "3.11.9",
             "packages": {

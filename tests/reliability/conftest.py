@@ -1,4 +1,7 @@
-"""Figures: what a reliability test counted, kept for docs/reliability.md when somebody asks."""
+"""Figures: what a reliability test counted, kept for docs/reliability.md when somebody asks.
+
+RELIABILITY_CASES is how many cases each kind of fuzzing tries: a few hundred unless it says more.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 
 Figure = Callable[..., None]
+CASES = int(os.environ.get("RELIABILITY_CASES", "200"))
 
 
 @pytest.fixture
@@ -27,3 +31,9 @@ def figure(request: pytest.FixtureRequest) -> Figure:
                 file.write(json.dumps(row) + "\n")
 
     return record
+
+
+@pytest.fixture(scope="session")
+def cases() -> int:
+    """How many cases of one kind to try."""
+    return CASES

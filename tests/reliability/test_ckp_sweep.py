@@ -21,10 +21,10 @@ from lora_trainer.data.cache import Cache, text_key
 from lora_trainer.errors import MachineError
 from lora_trainer.events import read_jsonl
 from lora_trainer.families import family
-from lora_trainer.files import CappedFolder, HashMemo
+from lora_trainer.files import CappedFolder, HashMemo, read_json_object
 from lora_trainer.output.checkpoints import load_newest, save_state
 from lora_trainer.output.export import read_back, write_export
-from lora_trainer.run_folder import RunFolder, cut_events, read_run, write_run
+from lora_trainer.run_folder import RUN_FILE, RunFolder, cut_events, write_run
 from tests.fakes.adapters import export_info, small_adapter
 from tests.fakes.disk import Disk, Killed, operations_of
 from tests.fakes.states import bits, loaded_step, state_at
@@ -239,7 +239,8 @@ def write_record(folder: Path, version: int) -> None:
 
 
 def read_record(folder: Path) -> int | None:
-    return int(read_run(folder)["version"]) if (folder / "run.json").exists() else None
+    file = folder / RUN_FILE
+    return int(read_json_object(file)["version"]) if file.exists() else None
 
 
 def write_log(folder: Path, version: int) -> None:

@@ -1,0 +1,60 @@
+"""Tokens and passwords struck out of text, before it is printed, logged or shared.
+
+Input is any text, output the same without what grants access: tokens of a known form, passwords in
+addresses, and the values of environment variables whose names say that they are secret.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+STRUCK = "[token]"
+_MIN_LENGTH = 8
+"""Shorter values of the environment are words that may stand anywhere."""
+_FORMS = (
+    (re.compile(r"\b(?:hf|ghp|gho|github_pat|glpat|wandb_v1)[_-]\w{16,}"), STRUCK),
+    (re.compile(r"\bsk-[\w-]{20,}"), STRUCK),
+    (re.compile(r"(?<=://)[^/\s@]+@"), ""),
+    (re.compile(r"(?i)([?&](?:token|access_token|api_?key|key)=)[^&\s]+"), rf"\1{STRUCK}"),
+    (re.compile(r"(?i)\b(bearer\s+)[\w.~+/-]{16,}"), rf"\1{STRUCK}"),
+)
+_SECRET_NAME = re.compile(
+    r"(?i)(?:^|_)(?:token|secret|password|passwd|pass|key|credentials?)(?:_|$)"
+)
+
+
+def without_secrets(text: str) -> str:
+    """Return `text` with every token and password struck out."""
+    for pattern, substitute in _FORMS:
+        text = pattern.sub(substitute, text)
+    for value in secret_values(os.environ):
+        text = text.replace(value, STRUCK)
+    return text
+
+
+def secret_values(environment: Mapping[str, str]) -> list[str]:
+    """Return the values of variables that are named as secrets, longest first."""
+    found = (value.strip() for name, value in environment.items() if _SECRET_NAME.search(name))
+    return sorted({value for value in found if len(value) >= _MIN_LENGTH}, key=len, reverse=True)
+
+
+def secret_keys(values: Mapping[str, Any]) -> list[str]:
+    """Return the keys under which any text, however deep, holds a secret."""
+    return [
+        key
+        for key, value in values.items()
+        if any(without_secrets(text) != text for text in _texts(value))
+    ]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value, *value.values()])
+    elif isinstance(value, Iterable):
+        for inner in value:
+            yield from _texts(inner)

@@ -1,0 +1,138 @@
+"""CFG: settings that are misspelt, no JSON, contradictory or too much; each mistake at its place, at once.
+
+What each mistake says is in tests/test_config.py and tests/test_settings_file.py; here it is said
+through the command line, as one line, in little time, and nothing is begun.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.runs import Toy, events, run_cli, toy
+
+QUIET = {"sampling__every_steps": 0, "train__validate_every_steps": 0, "logging__trackers": []}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return toy(tmp_path_factory.mktemp("cfg")).with_base()
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that is refused with exit code 2; return its one line."""
+    capsys.readouterr()
+    began_s = time.process_time()
+    assert run_cli(words) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("error: ") and "\n" not in said and "Fix: " in said
+    assert time.process_time() - began_s < 5.0
+    return said
+
+
+WRITTEN: Mapping[str, tuple[str, str, str]] = {
+    "unknown": ("a.json", '{"lerning_rate": 1}', "a.json:1:2: unknown setting 'lerning_rate'"),
+    "misspelt": ("a.toml", "[train]\nstepz = 5", "a.toml:2:1: unknown setting 'train.stepz'"),
+    "wrong type": ("a.json", '{"train.steps": "many"}', "train.steps='many'"),
+    "not JSON": ("a.json", "{steps: 5}", "a.json:1:2: not JSON"),
+    "trailing comma": ("a.json", '{"train.steps": 5,}', "a.json:1:19: not JSON"),
+    "byte order mark": ("a.json", '\ufeff{"train.steps": 0}', "train.steps=0"),
+    "twice": ("a.json", '{"train.steps": 5, "train.steps": 6}', "'train.steps' occurs twice"),
+    "not a number": ("a.json", '{"optimizer.learning_rate": NaN}', "NaN is not a number"),
+    "1e999": ("a.json", '{"optimizer.learning_rate": 1e999}', "optimizer.learning_rate=inf"),
+    "deep": ("a.json", '{"a":' * 100_000, "a.json"),
+    "deep TOML": ("a.toml", "a = " + "[" * 100_000, "a.toml"),
+    "no file": ("b.json", "{}", "a.json"),
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_cfg_01_02_a_settings_file_with_a_mistake_is_one_line_with_its_place(
+    kind: str, place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, text, said = WRITTEN[kind]
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    asked = tmp_path / ("a.json" if kind == "no file" else name)
+    line = [str(place.dataset), "--base", str(place.base), "--output", str(tmp_path / "runs")]
+    for command in ([*line, "--config", str(asked)], [*line, "--preset", str(asked)]):
+        assert said in refused(command, capsys)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    ["lerning_rate=1", "train.steps=many", "train.steps=[[[", "train.steps", "=5", "train.steps=NaN",
+     "optimizer.learning_rate=1e999", "train.steps=" + "[" * 100_000],
+    ids=lambda text: text[:30],
+)  # fmt: skip
+def test_cfg_01_02_an_assignment_with_a_mistake_is_one_line(
+    assignment: str, place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [str(place.dataset), "--base", str(place.base), "--output", str(tmp_path / "runs")]
+    refused([*line, "--set", assignment], capsys)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_cfg_03_contradictions_are_told_all_at_once(
+    place: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Values first, then how they go together, then what base and machine can do: each as a whole."""
+    values = {"train__batch_size": 0, "data__resolution": 8, "adapter__rank": -1}
+    said = refused(place.arguments(**values), capsys)
+    assert all(
+        name in said for name in ("train.batch_size=0", "data.resolution=8", "adapter.rank=-1")
+    )
+    together = {
+        "adapter__rank": 1,
+        "adapter__alpha": 500,
+        "output__save_every_steps": 99,
+        "memory__micro_batch": 9,
+    }
+    said = refused(place.arguments(**together), capsys)
+    assert all(
+        name in said
+        for name in ("adapter.alpha=500", "output.save_every_steps=99", "memory.micro_batch=9")
+    )
+    said = refused(place.arguments(data__resolution=1001), capsys)
+    assert "data.resolution=1001" in said
+
+
+def test_cfg_04_a_cap_that_nothing_fits_and_no_card_are_answers_and_not_crashes(
+    place: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [str(place.dataset), "--base", str(place.base)]
+    assert run_cli(["plan", *line]) == 0
+    capsys.readouterr()
+    assert run_cli(["plan", *line, "--vram", "0.01"]) == 4
+    assert "Fix: " in capsys.readouterr().err
+    assert run_cli(["doctor"]) == 0
+
+
+def test_cfg_05_a_resume_tells_each_change_and_goes_on(place: Toy) -> None:
+    name = ("--name", "changes")
+    assert place.train(*name, steps=2, **QUIET) == 0
+    changes = {"optimizer__learning_rate": 0.01, "optimizer__schedule": "constant"}
+    changes |= {"train__batch_size": 2, "train__seed": 7}
+    assert place.train(*name, "--resume", steps=4, **QUIET, **changes) == 0
+    (resumed,) = events(place.runs / "changes", "resumed")
+    assert (resumed["exactness"], resumed["step"]) == ("CHANGED", 2)
+    told = {line.split(":")[0] for line in resumed["differences"]}
+    assert told >= {key.replace("__", ".") for key in changes} | {"train.steps"}
+    steps = events(place.runs / "changes", "step")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert steps[-1]["lr"] == pytest.approx(0.01)
+
+
+def test_cfg_05_another_rank_is_refused_with_the_reason_and_starts_from_the_file(
+    place: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = ("--name", "rank")
+    assert place.train(*name, steps=2, adapter__rank=2, **QUIET) == 0
+    said = refused(place.arguments(*name, "--resume", steps=4, adapter__rank=4, **QUIET), capsys)
+    assert "a resume cannot change adapter.rank 2 -> 4" in said
+    file = place.runs / "rank" / "rank.safetensors"
+    fresh = {"adapter__rank": 2, "train__init_from": str(file), "train__seed": 3}
+    assert place.train("--name", "weights", steps=2, **fresh, **QUIET) == 0

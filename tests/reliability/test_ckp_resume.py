@@ -1,0 +1,159 @@
+"""CKP-05, 06, 08 and 09: whole runs that go on from any state, copied, renamed, damaged, at any clock.
+
+Every damage to every file of a state is in tests/output/test_checkpoints.py.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.output.checkpoints import load_newest
+from lora_trainer.planning.estimates import DiskUse, disk_bytes
+from tests.fakes.runs import Toy, contents, events, last_state, run_cli, toy, trajectory
+
+STEPS = 5
+SETTINGS: dict[str, Any] = {
+    "sampling__every_steps": 0,
+    "train__validate_every_steps": 0,
+    "logging__trackers": [],
+    "output__save_every_steps": 1,
+    "output__keep_states": 10,
+    "train__batch_size": 3,
+    "memory__micro_batch": 2,
+}
+"""Five images, three a step in parts of two and one: epochs end within steps 2 and 4 and at step 5."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """An uninterrupted run with a state of every step."""
+    place = toy(tmp_path_factory.mktemp("resume")).with_base()
+    assert place.train(steps=STEPS, **SETTINGS) == 0
+    return place
+
+
+@pytest.fixture
+def copied(place: Toy, tmp_path: Path) -> Toy:
+    return place.copy(tmp_path / "runs")
+
+
+def forget_after(run: Path, step: int) -> None:
+    """Leave the run as a kill right after that step's save would have."""
+    for state in (run / "states").glob("step-*"):
+        if int(state.name[5:]) > step:
+            shutil.rmtree(state)
+    (run / f"{run.name}.safetensors").unlink()
+
+
+def assert_same_end(run: Path, whole: Path) -> None:
+    state, expected = last_state(run), last_state(whole)
+    assert state.name == expected.name
+    assert contents(state) == contents(expected)
+    assert trajectory(run) == trajectory(whole)
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_ckp_08_a_run_goes_on_from_any_step_to_the_same_bits(
+    step: int, place: Toy, copied: Toy
+) -> None:
+    """Within an epoch, at its end, and twice in a row; micro-batches are no places to stop."""
+    forget_after(copied.run, step)
+    assert copied.train("--resume", steps=STEPS, **SETTINGS) == 0
+    assert_same_end(copied.run, place.run)
+    forget_after(copied.run, step)
+    assert copied.train("--resume", steps=STEPS, **SETTINGS) == 0
+    assert_same_end(copied.run, place.run)
+    told = events(copied.run, "resumed")
+    assert [(row["exactness"], row["step"]) for row in told] == [("EXACT", step)] * 2
+
+
+def test_ckp_08_a_finished_run_has_nothing_to_do(place: Toy, copied: Toy) -> None:
+    assert copied.train("--resume", steps=STEPS, **SETTINGS) == 0
+    assert_same_end(copied.run, place.run)
+    assert len(events(copied.run, "finished")) == 1
+
+
+@pytest.mark.parametrize("damaged", [1, 3])
+def test_ckp_05_damaged_states_are_moved_aside_and_the_run_ends_with_the_same_bits(
+    damaged: int, place: Toy, copied: Toy
+) -> None:
+    draw = random.Random(damaged)
+    states = copied.run / "states"
+    for state in sorted(states.glob("step-*"))[-damaged:]:
+        file = draw.choice(sorted(path for path in state.iterdir() if path.stat().st_size > 2))
+        data = bytearray(file.read_bytes())
+        data[draw.randrange(len(data))] ^= 255
+        file.write_bytes(data)
+    assert copied.train("--resume", steps=STEPS, **SETTINGS) == 0
+    assert_same_end(copied.run, place.run)
+    assert len(list(states.glob("bad-step-*"))) == damaged
+    (resumed,) = events(copied.run, "resumed")
+    assert resumed["step"] == STEPS - damaged
+
+
+def test_ckp_06_the_disk_is_asked_for_one_state_more_than_is_kept() -> None:
+    use = DiskUse(
+        images=1,
+        flip=False,
+        latent_elements=1,
+        texts=1,
+        conditioning_bytes=1,
+        adapter_parameters=1_000,
+        optimizer="adamw",
+        export_precision="fp16",
+        keep_states=2,
+        keep_exports=1,
+    )
+    kept = [disk_bytes(replace(use, keep_states=count))["states"] for count in (2, 3)]
+    one = kept[1] - kept[0]
+    assert kept[0] == 3 * one > 0
+
+
+def test_ckp_06_one_state_is_never_all_there_is(
+    place: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {**SETTINGS, "output__keep_states": 1}
+    capsys.readouterr()
+    assert place.train("--name", "one", steps=STEPS, **settings) == 2
+    assert "output.keep_states=1" in capsys.readouterr().err
+
+
+def test_ckp_09_a_run_copied_renamed_and_with_shuffled_times_goes_on(
+    place: Toy, tmp_path: Path
+) -> None:
+    """The newest state is the one of the highest step, whatever files and clock say."""
+    moved = tmp_path / "elsewhere" / "another name \u00fc"
+    shutil.copytree(place.run, moved)
+    (moved / "toy.safetensors").rename(moved / f"{moved.name}.safetensors")
+    forget_after(moved, 3)
+    draw = random.Random(9)
+    for path in [moved, *moved.rglob("*")]:
+        when_s = draw.choice((0, 10**9, 4 * 10**9))
+        os.utime(path, (when_s, when_s))
+    assert run_cli([str(place.dataset), "--resume-from", str(moved)]) == 0
+    assert_same_end(moved, place.run)
+    assert (moved / f"{moved.name}.safetensors").is_file()
+    (resumed,) = events(moved, "resumed")
+    assert (resumed["exactness"], resumed["step"]) == ("EXACT", 3)
+
+
+@pytest.mark.parametrize("shift_s", [-(10**9), 10**9], ids=["back", "forward"])
+def test_ckp_09_a_clock_that_was_set_changes_nothing(
+    shift_s: int, place: Toy, copied: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_after(copied.run, 2)
+    real, real_ns = time.time, time.time_ns
+    monkeypatch.setattr(time, "time", lambda: real() + shift_s)
+    monkeypatch.setattr(time, "time_ns", lambda: real_ns() + shift_s * 10**9)
+    assert copied.train("--resume", steps=STEPS, **SETTINGS) == 0
+    assert_same_end(copied.run, place.run)
+    state = load_newest(copied.run / "states", events=None)
+    assert state is not None and state.step == STEPS

@@ -1,0 +1,447 @@
+"""Fuzzing: whatever a file, a name or an argument holds, the answer is right or one line that says why not.
+
+Mutations are seeded, so that a crash is found again by its number; what hypothesis draws comes on
+top. A case is over the limit with more than two seconds of processor time, a kind of file with more
+than 200 MB of memory beside what the first cases took (FAULTS MOD-02).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from lora_trainer import families
+from lora_trainer.config import (
+    BaseSettings,
+    Config,
+    DataSettings,
+    build_config,
+    flatten,
+    parse_assignment,
+    setting_keys,
+)
+from lora_trainer.data.captions import read_caption, read_metadata
+from lora_trainer.data.images import decode
+from lora_trainer.data.scan import scan
+from lora_trainer.errors import InputError, LoraTrainError, RequestError
+from lora_trainer.events import read_jsonl
+from lora_trainer.families.folder import read_header
+from lora_trainer.files import HashMemo
+from lora_trainer.model.load import describe
+from lora_trainer.output.checked_header import open_checked
+from lora_trainer.output.history import read_history
+from lora_trainer.output.inspect import inspect_file
+from lora_trainer.output.report import write_report
+from lora_trainer.output.status import STATUS_FILE, read_status
+from lora_trainer.run_folder import claim, create, cut_events, last_step, read_run
+from lora_trainer.settings_file import read_settings_file
+from tests.fakes.family_bases import base_of
+from tests.fakes.mutations import damaged_header, damaged_json, mutated
+from tests.fakes.run_folder import fake_run
+from tests.reliability.conftest import CASES
+
+Figure = Callable[..., None]
+Case = Callable[[random.Random], None]
+CPU_LIMIT_S = 2.0
+MEMORY_LIMIT_KIB = 200_000
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    """A case that hangs ends the run of the tests, however many cases were asked for."""
+    signal.alarm(100 + CASES // 5)
+    yield
+    signal.alarm(0)
+
+
+@pytest.fixture
+def fuzz(
+    request: pytest.FixtureRequest, figure: Figure
+) -> Callable[[type[LoraTrainError], Case], None]:
+    """Return a function that tries CASES seeded cases; one error is expected, of one line, with a fix."""
+
+    def run(expected: type[LoraTrainError], case: Case) -> None:
+        crashes, slow, memory_kib = list[str](), 0, 0
+        for number in range(CASES):
+            draw = random.Random(f"{request.node.name}-{number}")
+            began_s = time.process_time()
+            try:
+                case(draw)
+            except expected as error:
+                assert "\n" not in str(error) and error.fix, str(error)
+            except Exception as error:  # noqa: BLE001 - a crash is what is counted
+                crashes.append(f"{number}: {type(error).__name__}: {str(error)[:200]}")
+            slow += time.process_time() - began_s > CPU_LIMIT_S
+            if number == 20:  # whatever is loaded once has been
+                memory_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_kib
+        over = slow + (grown_kib > MEMORY_LIMIT_KIB)
+        figure("fuzz", cases=CASES, crashes=len(crashes), over_limit=over)
+        assert not crashes, f"{len(crashes)} of {CASES}: " + "; ".join(crashes[:5])
+        assert not over, f"{slow} slow cases, {grown_kib:,} KiB more memory"
+
+    return run
+
+
+def of_a_file(file: Path, data: bytes) -> Path:
+    file.write_bytes(data)
+    return file
+
+
+# ---- settings
+
+
+def some_settings(draw: random.Random) -> dict[str, Any]:
+    """Return a settings file as a person writes it, nested or flat."""
+    flat = flatten(Config())
+    chosen = {key: flat[key] for key in draw.sample(setting_keys(), draw.randint(1, 12))}
+    if draw.random() < 0.5:
+        return chosen
+    nested: dict[str, Any] = {}
+    for key, value in chosen.items():
+        section, _, name = key.partition(".")
+        nested.setdefault(section, {})[name] = value
+    return {"settings": nested} if draw.random() < 0.3 else nested
+
+
+def assert_a_config(values: dict[str, Any]) -> None:
+    """The values are settings, and the same ones after they were written down."""
+    config = build_config(values)
+    assert build_config(json.loads(json.dumps(flatten(config), allow_nan=False))) == config
+
+
+def test_cfg_01_02_fuzz_json_settings(tmp_path: Path, fuzz: Any) -> None:
+    def case(draw: random.Random) -> None:
+        file = of_a_file(tmp_path / "a.json", damaged_json(some_settings(draw), draw))
+        assert_a_config(dict(read_settings_file(file).values))
+
+    fuzz(RequestError, case)
+
+
+def test_cfg_01_02_fuzz_toml_settings(tmp_path: Path, fuzz: Any) -> None:
+    def case(draw: random.Random) -> None:
+        rows = [
+            f"{key} = {json.dumps(value)}"
+            for key, value in some_settings(draw).items()
+            if "." in key
+        ]
+        file = of_a_file(tmp_path / "a.toml", mutated("\n".join(rows).encode(), draw))
+        assert_a_config(dict(read_settings_file(file).values))
+
+    fuzz(RequestError, case)
+
+
+ASSIGNMENTS = st.one_of(
+    st.text(max_size=60),
+    st.builds(
+        "{}={}".format,
+        st.sampled_from(setting_keys()),
+        st.one_of(
+            st.text(max_size=40),
+            st.integers().map(str),
+            st.floats().map(str),
+            st.recursive(
+                st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+                lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=9), inner),
+                max_leaves=8,
+            ).map(json.dumps),
+            st.sampled_from(("[" * 100_000, "9" * 5_000, "\0", "\ud800", '"\\ud800"')),
+        ),
+    ),
+)
+
+
+def test_cfg_01_02_fuzz_assignments(figure: Figure) -> None:
+    @settings(max_examples=CASES, deadline=None)
+    @given(ASSIGNMENTS)
+    def each(text: str) -> None:
+        with suppress(RequestError):
+            key, value = parse_assignment(text)
+            assert_a_config({key: value})
+
+    each()
+    figure("fuzz", cases=CASES, crashes=0, over_limit=0)
+
+
+def test_cfg_05_fuzz_run_json(tmp_path: Path, fuzz: Any) -> None:
+    """What a resume reads of the run it goes on with."""
+    fake_run(tmp_path / "run", steps=12).write()
+    written = json.loads((tmp_path / "run" / "run.json").read_bytes())
+
+    def case(draw: random.Random) -> None:
+        of_a_file(tmp_path / "run" / "run.json", damaged_json(written, draw))
+        run = read_run(tmp_path / "run")
+        assert isinstance(run["base"]["source"], str)
+        build_config(run["settings"])
+
+    fuzz(RequestError, case)
+
+
+# ---- captions and names
+
+
+def test_cap_fuzz_captions(fuzz: Any) -> None:
+    text = "zorble, a small toy, d\u00fcnn \u2018quoted\u2019 \u5c0f\u3055\u3044 \U0001f600"
+    encodings = (
+        "utf-8",
+        "utf-8-sig",
+        "utf-16",
+        "utf-32",
+        "utf-7",
+        "gb18030",
+        "shift_jis",
+        "cp1252",
+    )
+
+    def case(draw: random.Random) -> None:
+        data = mutated(text.encode(draw.choice(encodings), "ignore"), draw)
+        found = read_caption(data).text
+        assert found == " ".join(found.split())
+        assert "\0" not in found
+        found.encode()
+
+    fuzz(InputError, case)
+
+
+def test_cap_fuzz_metadata_lines(fuzz: Any) -> None:
+    def case(draw: random.Random) -> None:
+        rows = [{"file_name": f"{index}.png", "text": f"toy {index}"} for index in range(5)]
+        whole = [json.dumps(row).encode() for row in rows]
+        lines = [*whole]
+        at = draw.randrange(5)
+        # A damaged line is on its own: it may say less or other things, not the others' captions.
+        lines[at] = damaged_json(rows[at], draw).replace(b"\n", b" ").replace(b"\r", b" ")
+        found = read_metadata(b"\n".join(lines)).captions
+        if lines[0].startswith((b"\xff\xfe", b"\xfe\xff")):  # the mark of another encoding
+            return
+        others = {f"{index}.png": f"toy {index}" for index in range(5) if index != at}
+        assert {name: found.get(name) for name in others} == others or len(found) >= 4
+
+    fuzz(InputError, case)
+
+
+NAMES = st.text(
+    st.characters(exclude_characters="/\0", exclude_categories=()), min_size=1, max_size=60
+).filter(lambda name: name not in (".", ".."))
+
+
+def picture_bytes(kind: str = "PNG", side_px: int = 32) -> bytes:
+    buffer = io.BytesIO()
+    noise = random.Random(kind).randbytes(side_px * side_px * 3)
+    Image.frombytes("RGB", (side_px, side_px), noise).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def test_env_01_fuzz_file_names(tmp_path: Path, figure: Figure) -> None:
+    """Every picture with any name is trained on or named; names go into files that are UTF-8."""
+    picture = picture_bytes()
+    count = max(1, CASES // 4)
+
+    @settings(max_examples=count, deadline=None)
+    @given(st.lists(NAMES, min_size=1, max_size=4, unique=True))
+    def each(names: list[str]) -> None:
+        folder = tmp_path / "set"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        written = 0
+        for name in names:
+            with suppress(OSError, UnicodeEncodeError):  # what the disk has no name for
+                (folder / f"{name}.png").write_bytes(picture)
+                written += 1
+                (folder / f"{name}.txt").write_text("a toy", encoding="utf-8")
+        (folder / "plain.png").write_bytes(picture)
+        memo = HashMemo(file=folder / "unused", entries={})
+        found = scan(folder, settings=DataSettings(max_bad_fraction=1.0), memo=memo)
+        hidden = sum(path.name.startswith(".") for path in folder.glob("*.png"))
+        assert len(found.records) >= len(list(folder.glob("*.png"))) - hidden
+        json.dumps(
+            [record.name for record in found.records] + [row.what for row in found.findings],
+            ensure_ascii=False,
+        ).encode()
+
+    each()
+    figure("fuzz", cases=count, crashes=0, over_limit=0)
+
+
+def test_env_01_sec_03_fuzz_run_names(tmp_path: Path, figure: Figure) -> None:
+    """A run is one folder right inside the output folder, or it is not begun."""
+    parent = tmp_path / "runs"
+    given_names = st.text(st.characters(exclude_categories=()), max_size=60)
+    odd = st.sampled_from(
+        ("", ".", "..", "../x", str(tmp_path / "out"), "a/../../x", "\0", "~", "a\nb", "\ud800")
+    )
+
+    @settings(max_examples=CASES, deadline=None)
+    @given(given_names | odd)
+    def each(name: str) -> None:
+        with suppress(RequestError):
+            with create(parent, name) as folder:
+                assert folder.path.resolve().parent == parent.resolve()
+                assert folder.name.startswith(name)
+                folder.name.encode()
+            shutil.rmtree(folder.path)
+        assert not parent.exists() or not list(parent.iterdir())
+        assert sorted(path.name for path in tmp_path.iterdir()) in ([], ["runs"])
+
+    each()
+    figure("fuzz", cases=CASES, crashes=0, over_limit=0)
+
+
+# ---- records of a run
+
+
+def test_trn_05_fuzz_event_logs(tmp_path: Path, fuzz: Any) -> None:
+    """Damage to a line costs that line; the report is written and a resume cuts the log."""
+    run = fake_run(tmp_path / "run", steps=12)
+    run.write()
+    lines = (run.folder / "events.jsonl").read_bytes().splitlines()[:80]
+
+    def case(draw: random.Random) -> None:
+        at = draw.randrange(len(lines))
+        rest = [json.loads(line) for line in (*lines[:at], *lines[at + 1 :])]
+        damaged = damaged_json(json.loads(lines[at]), draw)
+        log = b"\n".join([*lines[:at], damaged, *lines[at + 1 :]])
+        file = of_a_file(run.folder / "events.jsonl", log)
+        rows = iter(read_jsonl(file))
+        if b"\n" not in damaged:
+            assert all(any(row == wanted for row in rows) for wanted in rest)
+        read_history(run.folder)
+        if draw.random() < 0.1:
+            write_report(run.folder)
+        with claim(run.folder) as folder:
+            last_step(folder)
+            cut_events(folder, step=6)
+        assert last_step(folder) <= 6
+
+    fuzz(LoraTrainError, case)
+
+
+def test_sec_05_fuzz_status(tmp_path: Path, fuzz: Any) -> None:
+    row = {
+        "state": "training", "pid": os.getpid(), "pid_started_s": 1.0, "name": "toy", "step": 3,
+        "steps": 9, "message": "", "heartbeat_s": 2.0, "exit_code": None,
+    }  # fmt: skip
+
+    def case(draw: random.Random) -> None:
+        of_a_file(tmp_path / STATUS_FILE, damaged_json(row, draw))
+        assert read_status(tmp_path).state in (
+            "running", "interrupted", "finished", "stopped", "failed",
+        )  # fmt: skip
+
+    fuzz(InputError, case)
+
+
+# ---- models and adapters
+
+
+def test_mod_02_fuzz_headers_of_base_models(tmp_path: Path, fuzz: Any) -> None:
+    files = [
+        file.read_bytes()
+        for name in ("sd15", "flux")
+        for file in base_of(name).rglob("*.safetensors")
+        if file.stat().st_size < 200_000
+    ]
+
+    def case(draw: random.Random) -> None:
+        file = of_a_file(tmp_path / "model.safetensors", damaged_header(draw.choice(files), draw))
+        header = read_header(file)
+        families.detect_file(header)
+        describe(BaseSettings(model=str(file), companion=str(base_of("sd15"))))
+
+    fuzz(InputError, case)
+
+
+def test_mod_02_fuzz_headers_of_adapters(tmp_path: Path, fuzz: Any) -> None:
+    stem = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
+    tensors = {
+        f"{stem}.lora_down.weight": torch.ones(4, 8),
+        f"{stem}.lora_up.weight": torch.ones(8, 4),
+        f"{stem}.alpha": torch.tensor(4.0),
+    }
+    metadata = {"ss_network_dim": "4", "ss_network_alpha": "4.0", "ss_base_model_version": "sd_v1"}
+    good = save(tensors, metadata=metadata)
+
+    def case(draw: random.Random) -> None:
+        data = damaged_header(good, draw)
+        file = of_a_file(tmp_path / "style.safetensors", data)
+        json.dumps(inspect_file(file).to_json(), allow_nan=False)
+        with open_checked(file) as opened:
+            entries = {entry.key: entry.shape for entry in opened.entries}
+        try:
+            loaded = load(data)
+        except (SafetensorError, KeyError):  # a dtype that only one of the two knows
+            return
+        assert {key: tuple(tensor.shape) for key, tensor in loaded.items()} == entries
+
+    fuzz(InputError, case)
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl", "sd3", "flux", "qwen"])
+def test_mod_04_fuzz_configurations_of_base_models(name: str, tmp_path: Path, fuzz: Any) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(base_of(name), folder)
+    files = {
+        file: file.read_bytes()
+        for file in sorted(folder.rglob("*.json"))
+        if "tokenizer" not in file.parent.name
+    }
+
+    def case(draw: random.Random) -> None:
+        file = draw.choice(sorted(files))
+        of_a_file(file, damaged_json(json.loads(files[file]), draw))
+        try:
+            facts = describe(BaseSettings(model=str(folder)))
+            assert facts.family in families.MODULES
+        finally:
+            file.write_bytes(files[file])
+
+    fuzz(LoraTrainError, case)
+
+
+# ---- images
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_img_fuzz_images(kind: str, tmp_path: Path, fuzz: Any) -> None:
+    whole = picture_bytes(kind)
+
+    def case(draw: random.Random) -> None:
+        file = of_a_file(tmp_path / f"a.{kind.lower()}", mutated(whole, draw))
+        found = decode(file, settings=DataSettings()).image
+        assert found.mode == "RGB" and min(found.size) > 0
+
+    fuzz(InputError, case)
+
+
+def test_limits_are_noticed(fuzz: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness itself: a crash and a case over the limit are told (and are no figures)."""
+    monkeypatch.delenv("RELIABILITY_FIGURES", raising=False)
+
+    def crash(draw: random.Random) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        fuzz(InputError, crash)
+    monkeypatch.setattr(sys.modules[__name__], "CPU_LIMIT_S", -1.0)
+    with pytest.raises(AssertionError, match="slow cases"):
+        fuzz(InputError, lambda draw: None)

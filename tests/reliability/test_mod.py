@@ -1,0 +1,348 @@
+"""MOD: base models and adapters that are hostile, damaged, of another kind, or cannot be fetched."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lora_trainer import families
+from lora_trainer.config import BaseSettings
+from lora_trainer.errors import InputError, LoraTrainError
+from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.folder import count_parameters, read_header
+from lora_trainer.model.load import describe, locate
+from lora_trainer.output.checked_header import open_checked
+from lora_trainer.output.inspect import inspect_file
+from tests.fakes.family_bases import base_of
+from tests.fakes.runs import Toy, events, python, run_cli, toy
+
+Figure = Callable[..., None]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return toy(tmp_path_factory.mktemp("mod")).with_base()
+
+
+# ---- MOD-01
+
+
+class Payload:
+    """A pickle that makes a file when it is opened."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.marker,))
+
+
+def write_payload(file: Path, marker: Path, *, zipped: bool) -> None:
+    if zipped:
+        torch.save({"state_dict": Payload(marker)}, file)
+    else:
+        file.write_bytes(pickle.dumps(Payload(marker)))
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["torch.save", "pickle.dump"])
+@pytest.mark.parametrize("name", ["model.ckpt", "model.pt", "model.bin", "model.safetensors"])
+def test_mod_01_a_pickle_is_refused_wherever_it_is_given_and_never_run(
+    name: str, zipped: bool, place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, marker = tmp_path / name, tmp_path / "marker"
+    write_payload(file, marker, zipped=zipped)
+    line = place.arguments("--dry-run")
+    base = line.index("--base")
+    asked = [
+        [*line[:base], "--base", str(file), *line[base + 2 :]],
+        [*line, "--set", f"base.vae={file}"],
+        [*line[:-1], "--set", f"train.init_from={file}"],
+        ["inspect", str(file)],
+        ["convert", str(file), "--format", "kohya", "--output", str(tmp_path / "out.safetensors")],
+    ]
+    for words in asked:
+        capsys.readouterr()
+        code = run_cli(words)
+        said = [row for row in capsys.readouterr().err.splitlines() if row.startswith("error: ")]
+        assert (code, len(said)) == (3, 1), (words, said)
+        assert "Fix: " in said[0]
+    assert not marker.exists()
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_mod_01_a_folder_of_pickles_is_refused(place: Toy, tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(place.base, folder)
+    for file in list(folder.rglob("*.safetensors")):
+        write_payload(file.with_suffix(".bin"), tmp_path / "marker", zipped=True)
+        file.unlink()
+    with pytest.raises(InputError, match="a pickle that can run code"):
+        locate(BaseSettings(model=str(folder)))
+    assert not (tmp_path / "marker").exists()
+
+
+# ---- MOD-02
+
+
+def with_header(header: bytes, body: bytes = b"", *, length: int | None = None) -> bytes:
+    size = len(header) if length is None else length
+    return size.to_bytes(8, "little") + header + body
+
+
+def entry(shape: Any = (2,), offsets: Any = (0, 8), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def one(value: Any) -> bytes:
+    return with_header(json.dumps({"a": value}).encode(), bytes(8))
+
+
+HOSTILE: Mapping[str, Callable[[], bytes]] = {
+    "no length": lambda: b"abc",
+    "a length of 2^64": lambda: with_header(b"{}", length=(1 << 64) - 1),
+    "a length of 99 MB": lambda: with_header(b"{}", length=99_000_000),
+    "no JSON": lambda: with_header(b"{'a': 1}"),
+    "no object": lambda: with_header(b"[1, 2]"),
+    "not UTF-8": lambda: with_header(b'{"\xff": 1}'),
+    "nested": lambda: with_header(b"[" * 100_000),
+    "nested objects": lambda: with_header(b'{"a":' * 100_000),
+    "a tensor that is a number": lambda: one(5),
+    "a tensor without shape": lambda: one({"dtype": "F32", "data_offsets": [0, 8]}),
+    "an unknown dtype": lambda: one(entry(dtype="F33")),
+    "a dtype that is a list": lambda: one(entry(dtype=["F32"])),
+    "a negative size": lambda: one(entry(shape=[-2])),
+    "a fraction": lambda: one(entry(shape=[2.5])),
+    "a size of 10^400": lambda: one(entry(shape=[10**400])),
+    "a shape of 2^64": lambda: one(entry(shape=[2**63, 2])),
+    "many dimensions": lambda: one(entry(shape=[10**9] * 60_000)),
+    "offsets backwards": lambda: one(entry(offsets=[8, 0])),
+    "offsets behind the end": lambda: one(entry(shape=[20], offsets=[0, 80])),
+    "offsets that are three": lambda: one(entry(offsets=[0, 4, 8])),
+    "metadata that is a number": lambda: with_header(b'{"__metadata__": 5}'),
+    "200,000 tensors": lambda: with_header(
+        b"{"
+        + b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % k for k in range(200_000))
+        + b"}"
+    ),
+    "millions of lists": lambda: with_header(b"[" + b"[]," * 5_000_000 + b"[]]"),
+    "millions of numbers": lambda: with_header(b'{"a":[' + b"70000," * 2_500_000 + b"1]}"),
+    "a key of 15 MB": lambda: with_header(b'{"' + b"a" * 15_000_000 + b'":1}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("reader", ["base", "adapter"])
+def test_mod_02_a_hostile_header_is_one_line_in_little_time_and_memory(
+    kind: str, reader: str, tmp_path: Path, figure: Figure
+) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(HOSTILE[kind]())
+    tracemalloc.start()
+    began_s = time.process_time()
+    try:
+        # A base's own header says less: sizes that do not fit its types are for the loading.
+        with pytest.raises(InputError) as caught:
+            if reader == "adapter":
+                inspect_file(file)
+            else:
+                count_parameters([file])
+                describe(BaseSettings(model=str(file), companion="embedded"))
+        spent_s, (_, peak_bytes) = time.process_time() - began_s, tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    over = spent_s > 10.0 or peak_bytes > 200_000_000  # tracing takes several times as long
+    figure("fuzz", cases=1, crashes=0, over_limit=int(over))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1_000
+    assert not over, f"{spent_s:.1f} s, {peak_bytes:,} bytes"
+
+
+def test_mod_02_what_is_right_is_still_read(tmp_path: Path) -> None:
+    file = tmp_path / "many.safetensors"
+    save_file({f"block.{k}.weight": torch.zeros(1, 2) for k in range(20_000)}, file)
+    assert len(read_header(file)) == 20_000
+    with open_checked(file) as opened:
+        assert len(opened.entries) == 20_000
+
+
+# ---- MOD-03
+
+
+def test_mod_03_one_flipped_bit_of_the_base_is_told_by_a_resume(tmp_path: Path) -> None:
+    """The hash of each part is in run.json, so weights that changed are no longer EXACT."""
+    place = toy(tmp_path).with_base()
+    quiet = {"sampling__every_steps": 0, "train__validate_every_steps": 0, "logging__trackers": []}
+    quiet["output__save_every_steps"] = 0
+    assert place.train(steps=1, **quiet) == 0
+    file = place.base / "unet" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert place.train("--resume", steps=2, **quiet) == 0
+    (resumed,) = events(place.run, "resumed")
+    assert resumed["exactness"] == "CHANGED"
+    assert "base: the denoiser has other weights" in resumed["differences"]
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
+def test_mod_03_a_part_that_was_cut_is_named_before_caching(part: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(base_of("sd15"), tmp_path / "base")
+    (file,) = (Path(folder) / part).glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(InputError, match=part) as caught:
+        locate(BaseSettings(model=str(folder)))
+    assert "download" in caught.value.fix
+
+
+# ---- MOD-04
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "tokenizer", "vae", "unet", "scheduler"])
+def test_mod_04_a_missing_part_is_named(part: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(base_of("sd15"), tmp_path / "base"))
+    shutil.rmtree(folder / part)
+    with pytest.raises(InputError, match=part):
+        locate(BaseSettings(model=str(folder)))
+
+
+# ---- MOD-05
+
+
+def test_mod_05_a_vae_that_overflows_in_fp16_gives_finite_latents(tmp_path: Path) -> None:
+    """It always runs in fp32, so there is nothing to repeat."""
+    folder = Path(shutil.copytree(base_of("sd15"), tmp_path / "base"))
+    (file,) = (folder / "vae").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["quant_conv.weight"] = tensors["quant_conv.weight"] * 1e6
+    save_file(tensors, file, metadata={"format": "pt"})
+    facts: BaseFacts = locate(BaseSettings(model=str(folder)))
+    encoder = families.family(facts.family).load_image_encoder(facts, device=CPU)
+    (latent,) = encoder.encode_images(torch.rand(1, 3, 32, 32) * 2 - 1)
+    assert latent.mean.isfinite().all()
+    assert latent.mean.abs().max() > 65504, "it would have overflowed"
+
+
+# ---- MOD-06
+
+
+DOWNLOADS = """
+import json, sys, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+FILES = {"model_index.json": b"{}", "unet/config.json": b"{}", "unet/model.safetensors": bytes(range(256)) * 3}
+
+
+class Hub(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        code = {"a/401": 401, "a/403": 403, "a/404": 404, "a/429": 429, "a/500": 500}
+        name = next((name for name in code if name in self.path), None)
+        if name:
+            self.send_response(code[name])
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        if "/tree/" in self.path:
+            if "a/odd" in self.path:
+                return self.answer(b"<html>please log in</html>", {})
+            rows = [
+                {"type": "file", "path": file, "size": len(body), "oid": "%040d" % list(FILES).index(file)}
+                for file, body in FILES.items()
+            ]
+            return self.answer(json.dumps(rows).encode(), {})
+        if "/api/models/" in self.path:
+            body = json.dumps({"id": "a/cut", "sha": "a" * 40, "siblings": [{"rfilename": f} for f in FILES]})
+            return self.answer(body.encode(), {})
+        file = next(file for file in FILES if self.path.endswith(file))
+        body = FILES[file]
+        headers = {"ETag": '"%040d"' % list(FILES).index(file), "X-Repo-Commit": "a" * 40}
+        self.answer(body, headers, cut="safetensors" in file)
+
+    def answer(self, body, headers, cut=False):
+        self.send_response(200)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body[:300] if cut else body)
+        self.close_connection = True
+
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+import os
+os.environ |= {
+    "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0",
+    "HF_TOKEN": "hf_SECRETSECRETSECRET", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*",
+}
+import time
+from huggingface_hub import utils
+time.sleep = lambda seconds: None  # between tries
+from lora_trainer.errors import LoraTrainError, exit_code
+from lora_trainer.model.hub import download
+for source in ("a/401", "a/403", "a/404", "a/429", "a/500", "a/cut", "a/odd"):
+    try:
+        download(source, revision=None, without=frozenset())
+        print(source, 0, "downloaded")
+    except LoraTrainError as error:
+        print(source, exit_code(error), error)
+server.shutdown()
+"""
+
+
+def test_mod_06_a_hub_that_refuses_or_breaks_off_is_one_line_and_no_token() -> None:
+    done = python(DOWNLOADS)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert list(rows) == ["a/401", "a/403", "a/404", "a/429", "a/500", "a/cut", "a/odd"], (
+        done.stdout
+    )
+    assert all(row.startswith(("3 ", "4 ")) and "Fix: " in row for row in rows.values()), rows
+    assert "the Hub answers 429" in rows["a/429"] and "not the Hub" in rows["a/odd"]
+    assert "SECRET" not in done.stdout + done.stderr
+
+
+def test_mod_06_a_read_only_cache_of_the_hub_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    from lora_trainer.model.hub import download
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(30, "Read-only file system", str(tmp_path))
+
+    def info(*_: Any, **__: Any) -> Any:
+        return type("Info", (), {"siblings": []})()
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(LoraTrainError, match="Read-only file system") as caught:
+        download("owner/name", revision=None, without=frozenset())
+    assert "\n" not in str(caught.value)
+
+
+def test_mod_06_a_local_base_needs_no_network(place: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    def refuse(*_: Any, **__: Any) -> Iterator[Any]:
+        raise AssertionError("asked the network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert locate(BaseSettings(model=str(place.base))).family == "sd15"
