@@ -384,6 +384,7 @@ def _show_plan(
             overrides=overrides,
             assumed_vram_gib=vram,
             processes=processes,
+            sharing=processes,
         )
     )
     _print(plan_json(prepared) if as_json else plan_text(prepared), as_json=as_json)

@@ -42,7 +42,7 @@ class Request:
     """What was asked, flattened: `overrides` are the settings typed on this command line.
 
     `run_settings` and `run_at_once` (images at once by "WIDTHxHEIGHT") are those of a run that goes
-    on. `processes` share each optimizer step; the plan is for one of them.
+    on. `processes` share each optimizer step, `sharing` of them this machine; the plan is for one.
     """
 
     dataset: Path
@@ -54,6 +54,7 @@ class Request:
     run_at_once: Mapping[str, int] | None = None
     assumed_vram_gib: float | None = None
     processes: int = 1
+    sharing: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             captions=len({record.caption for record in dataset.records}),
             full_card=full_card,
             processes=request.processes,
+            sharing=request.sharing,
             kept_at_once=_kept_at_once(request),
         )
     )

@@ -36,6 +36,7 @@ class Orders:
 
     settings: dict[str, Any]
     at_once: dict[str, int]
+    sharing: int
     hardware: dict[str, Any]
     fingerprint: str
     identities: dict[str, str]
@@ -68,6 +69,7 @@ def gather(
             f"{width}x{height}": count
             for (width, height), count in prepared.plan.images_at_once.items()
         },
+        sharing=ranks.place.local_count,
         hardware=asdict(prepared.hardware),
         fingerprint=prepared.dataset.fingerprint,
         identities={name: part.identity for name, part in prepared.facts.parts.items()},
@@ -88,6 +90,7 @@ def follow(asked: Request, ranks: Ranks) -> Path:
         run_settings=orders.settings,
         run_at_once=orders.at_once,
         processes=asked.processes,
+        sharing=orders.sharing,
     )
     hardware = hardware_from(orders.hardware)
     prepared = with_base(prepare(request, hardware=hardware))

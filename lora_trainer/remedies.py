@@ -32,14 +32,17 @@ HOST_MARGIN_BYTES = GIB
 
 
 def remedies(
-    denoiser: nn.Module, settings: MemorySettings, *, device: torch.device
+    denoiser: nn.Module, settings: MemorySettings, *, device: torch.device, sharing: int = 1
 ) -> tuple[Remedy, ...]:
-    """Return what is left to do beyond the planned settings; each is applied on top of those before."""
-    return tuple(_remedies(denoiser, settings, device))
+    """Return what is left to do beyond the planned settings; each is applied on top of those before.
+
+    `sharing` processes of this training have the machine's memory between them.
+    """
+    return tuple(_remedies(denoiser, settings, device, sharing))
 
 
 def _remedies(
-    denoiser: nn.Module, settings: MemorySettings, device: torch.device
+    denoiser: nn.Module, settings: MemorySettings, device: torch.device, sharing: int
 ) -> Iterator[Remedy]:
     planned = concrete(settings.gradient_checkpointing)
     on_host = device.type == "cpu"
@@ -55,7 +58,7 @@ def _remedies(
         )
     if on_host or concrete(settings.streamed_blocks):
         return
-    blocks = _room_for(denoiser, free_bytes=free_ram_bytes() - HOST_MARGIN_BYTES)
+    blocks = _room_for(denoiser, free_bytes=free_ram_bytes() // sharing - HOST_MARGIN_BYTES)
     if blocks:
         yield Remedy(
             key="memory.streamed_blocks",

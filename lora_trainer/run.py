@@ -79,7 +79,7 @@ def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
     """
     timeout_s = Config().hardware.process_timeout_s
     here = place()
-    request = replace(asked.request, processes=here.count)
+    request = replace(asked.request, processes=here.count, sharing=here.local_count)
     with joined(here, timeout_s=timeout_s) as ranks:
         if here.leads:
             return _lead(replace(asked, request=request), ranks, listeners)

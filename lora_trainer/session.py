@@ -195,7 +195,12 @@ def _training(
     restore: Callable[[], Progress],
 ) -> Training:
     config = job.prepared.config
-    found = remedies(parts.networks.denoiser, config.memory, device=parts.model.device)
+    found = remedies(
+        parts.networks.denoiser,
+        config.memory,
+        device=parts.model.device,
+        sharing=job.ranks.place.local_count,
+    )
     for remedy in found[: start.guard.remedies]:
         remedy.apply()  # what this run found out before it was interrupted
     return Training(

@@ -71,6 +71,7 @@ class Allocator:
     gpu: Gpu | None
     full_card: FullCard | None
     processes: int
+    sharing: int
     buckets: Sequence[tuple[int, int]]
     priority: str
     kept: Mapping[tuple[int, int], int] | None = None
@@ -237,7 +238,9 @@ class Allocator:
     def limit(self) -> Limit:
         """What may be used of the device, and what says so."""
         if self.gpu is None:
-            return Limit(bytes=self.hardware.ram_free_bytes, reason="of memory free")
+            return Limit(
+                bytes=self.hardware.ram_free_bytes // self.sharing, reason="of memory free"
+            )
         size, reason = self.gpu.free_bytes, f"free on {self.gpu.name}"
         if self.gpu.spills:  # the allocator is bound to as much, see model/memory_cap.py
             size, reason = max(0, size - SPILL_MARGIN_BYTES), f"{reason} but for a margin"
@@ -264,7 +267,10 @@ class Allocator:
         if self.gpu is None:
             return None  # everything is in the machine's memory: that is the prediction
         return predict_host(
-            load, facts=self.facts, costs=self.costs, limit_bytes=self.hardware.ram_free_bytes
+            load,
+            facts=self.facts,
+            costs=self.costs,
+            limit_bytes=self.hardware.ram_free_bytes // self.sharing,
         )
 
     def _time(self, load: Load) -> StepTime:

@@ -40,7 +40,8 @@ class PlanInput:
 
     `samples_per_epoch` counts repeats; `buckets` are the (width, height) in use, in pixels, of each
     picture, held-out ones too. `captions` counts the different ones; None: each has its own.
-    `full_card` is what an earlier run found out about this card; `processes` share each step;
+    `full_card` is what an earlier run found out about this card; `processes` share each step,
+    `sharing` of them the memory of a machine;
     `kept_at_once` are the images at once of a run that goes on as it was planned.
     """
 
@@ -54,6 +55,7 @@ class PlanInput:
     captions: int | None = None
     full_card: FullCard | None = None
     processes: int = 1
+    sharing: int = 1
     kept_at_once: Mapping[tuple[int, int], int] | None = None
 
 
@@ -224,6 +226,7 @@ class _Planner:
             gpu=self.gpu,
             full_card=self.given.full_card,
             processes=self.given.processes,
+            sharing=self.given.sharing,
             kept=self.given.kept_at_once,
             buckets=self.given.buckets,
             priority=self.given.resolved.priority,

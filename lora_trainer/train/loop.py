@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lora_trainer.errors import (
     RESUME,
+    LoraTrainError,
     MachineError,
     StoppedBySignal,
     TrainingStopped,
@@ -166,7 +167,10 @@ def _save_whole_steps(
     while pending:
         progress = _report(training, pending.popleft(), progress)
     progress = replace(progress, ending=True, stopping=True)
-    _act(training, _due(training, progress), progress)
+    try:
+        _act(training, _due(training, progress), progress)
+    except LoraTrainError as error:  # what ends the run is what its user has to hear of
+        training.events.problem(error.found, fix=error.fix, code="CKP-03")
 
 
 def _due(training: Training, progress: Progress) -> list[Action]:
