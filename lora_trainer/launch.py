@@ -14,12 +14,20 @@ from lora_trainer.errors import MachineError
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """This process is number `rank` of `count`, and `local_rank` of the `local_count` on its machine."""
+    """This process is number `rank` of `count`, and `local_rank` of the `local_count` on its machine.
+
+    They meet at `address` and `port`, where the first keeps the store unless the launcher does;
+    `attempt` counts the launcher's restarts.
+    """
 
     rank: int = 0
     count: int = 1
     local_rank: int = 0
     local_count: int = 1
+    address: str = ""
+    port: int = 0
+    launcher_keeps_store: bool = False
+    attempt: int = 0
 
     @property
     def leads(self) -> bool:
@@ -34,6 +42,8 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
         "count": "WORLD_SIZE",
         "local_rank": "LOCAL_RANK",
         "local_count": "LOCAL_WORLD_SIZE",
+        "address": "MASTER_ADDR",
+        "port": "MASTER_PORT",
     }
     given = {field: environment[name] for field, name in names.items() if environment.get(name)}
     if given.get("count", "1") == "1":
@@ -41,7 +51,12 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
     if missing := names.keys() - given.keys():
         raise _contradiction(given | dict.fromkeys(missing, "nothing"))
     try:
-        found = Place(**{field: int(value) for field, value in given.items()})
+        found = Place(
+            **{field: int(value) for field, value in given.items() if field != "address"},
+            address=given["address"],
+            launcher_keeps_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
     except ValueError:
         raise _contradiction(given) from None
     if not (0 <= found.rank < found.count and 0 <= found.local_rank < found.local_count):

@@ -26,7 +26,7 @@ from tests.fakes.training import distance
 from tests.reliability.kill import free_port
 
 SPLITS = ("of 2", "of 3", "of 4", "cold", "no memory")
-FAILED = ("bug", "killed 0", "killed 1", "frozen", "apart")
+FAILED = ("bug", "killed 0", "killed 1", "frozen", "apart", "absent")
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +183,7 @@ def test_mpr_01_02_03_a_process_that_fails_ends_all_with_the_reason(
         "killed 0": "the process that kept the launcher's store ended",
         "killed 1": "process 1 of 2 was killed or crashed",
         "frozen": "process 1 of 2 has been silent for",
+        "absent": "process 1 of 2 never came",
         "apart": "process 1 of 2 came to other weights than process 0 by step 4",
     }[name]
     assert reason in "".join(found["output"]) + _status(place, name)

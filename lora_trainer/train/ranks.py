@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # no exports listed
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no exports listed
 
 from lora_trainer.errors import (
     RESUME,
@@ -201,8 +201,22 @@ def joined(place: Place, *, timeout_s: float) -> Iterator[Ranks]:
     if place.count == 1:
         yield Ranks()
         return
-    store, _, _ = next(rendezvous("env://"))
-    watch = Watch(place=place, store=PrefixStore("lora-train", store), timeout_s=timeout_s)
+    try:
+        store = TCPStore(
+            place.address,
+            place.port,
+            is_master=place.leads and not place.launcher_keeps_store,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,  # the watch sees who does not come, and says so
+        )
+    except RuntimeError as error:
+        raise MachineError(
+            f"process {place.rank} of {place.count} does not reach the others at "
+            f"{place.address}:{place.port}: {first_line(error)}",
+            fix="look at the first process's output; it may have ended",
+        ) from error
+    own = PrefixStore(f"lora-train/{place.attempt}", store)
+    watch = Watch(place=place, store=own, timeout_s=timeout_s)
     watch.start()
     try:
         yield Ranks(place=place, watch=watch)

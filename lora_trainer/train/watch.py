@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -66,6 +67,7 @@ class Watch:
     timeout_s: float
     on_end: Callable[[str], None] = lambda reason: None
     clock: Callable[[], float] = time.monotonic
+    _started_s: float = 0.0
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _told: dict[int, int] = field(default_factory=dict)
     _done: threading.Event = field(default_factory=threading.Event)
@@ -74,6 +76,7 @@ class Watch:
 
     def start(self) -> None:
         """Say who this is and begin to watch."""
+        self._started_s = self.clock()
         me = psutil.Process()
         about = {"host": socket.gethostname(), "pid": me.pid, "started_s": me.create_time()}
         self.store.set(f"about/{self.place.rank}", json.dumps(about))
@@ -181,9 +184,11 @@ class Watch:
 
     def _looked_at(self, rank: int) -> str:
         """Return what is wrong with a process, empty while nothing is."""
+        now_s = self.clock()
         if not self.store.check([f"beat/{rank}"]):
-            return ""  # not started yet: the launcher waits for it
-        beat, now_s = self.store.get(f"beat/{rank}"), self.clock()
+            late = now_s - self._started_s >= self.timeout_s
+            return f"process {rank} of {self.place.count} never came" if late else ""
+        beat = self.store.get(f"beat/{rank}")
         if beat == b"done":
             return ""
         if self._is_dead(rank):
@@ -217,8 +222,10 @@ class Watch:
         if self._done.wait(GRACE_S):
             return
         self.on_end(reason)
+        sys.stderr.write(f"error: {reason}. Fix: {RESUME}.\n")
+        sys.stderr.flush()
         self._end_frozen()
-        os._exit(4)
+        os._exit(MachineError.exit_code)
 
     def _end_frozen(self) -> None:
         """Kill silent processes of this machine: a stopped one would not hear the launcher's signal."""

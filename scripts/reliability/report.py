@@ -1,6 +1,6 @@
 """Write docs/reliability.md from what was measured: `python scripts/reliability/report.py [--measured FOLDER]`.
 
-FOLDER holds kills.json (tests/reliability/kill.py), soak.json (scripts/reliability/soak.py) and
+FOLDER holds kills.json and rank_kills.json (tests/reliability/kill.py), soak.json (scripts/reliability/soak.py) and
 figures.jsonl (the tests, with RELIABILITY_FIGURES), as many of them as there are; what they say is
 kept in docs/reliability.json, so that the page can be written again without measuring.
 """
@@ -57,7 +57,7 @@ TAIL = """\
 def collect(folder: Path, known: Measured) -> dict[str, Any]:
     """Return `known` with what lies in a folder of measurements in place of older figures."""
     found = dict(known)
-    for name in ("kills", "soak"):
+    for name in ("kills", "rank_kills", "soak"):
         file = folder / f"{name}.json"
         if file.is_file():
             values = json.loads(file.read_text(encoding="utf-8"))
@@ -97,6 +97,7 @@ def page(measured: Measured) -> str:
 def _figures(measured: Measured) -> list[tuple[str, str, str]]:
     """Return (figure, aim, measured) for each row of the table."""
     kills, soak = measured.get("kills", {}), measured.get("soak", {})
+    of_several = measured.get("rank_kills", {})
     counts = measured.get("figures", {})
     lost = kills.get("most_steps_lost_by_scenario", {})
     tested = set(files_by_id())
@@ -114,6 +115,10 @@ def _figures(measured: Measured) -> list[tuple[str, str, str]]:
         ("... of which while caching", "", of(kills, "{while_caching}")),
         ("most steps lost at a kill", "<= the steps between saves and the one in work",
          "; ".join(f"{name}: {count}" for name, count in lost.items()) or NOT_MEASURED),
+        ("random kills of one of two processes; runs that ended with other bits", "50; 0",
+         of(of_several, "{kills}; {differing_chains} of {chains}")),
+        ("... seconds until the other had ended too, at most", "<= 30",
+         of(of_several, "{most_seconds_left}")),
         ("a kill at every operation of the disk", "all", counted("io_kills", "{survived} of {tried}")),
         ("an error at every operation of the disk", "all", counted("io_errors", "{survived} of {tried}")),
         ("bad pictures and captions; handled as specified; crashes; hangs", ">= 100; all; 0; 0",

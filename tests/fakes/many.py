@@ -63,6 +63,7 @@ def run(
     count: int,
     *more: str,
     faults: Mapping[int, Fault] | None = None,
+    absent: frozenset[int] = frozenset(),
     meanwhile: Callable[[list[int], Path], None] = lambda pids, run: None,
     **settings: Any,
 ) -> Run:
@@ -71,7 +72,7 @@ def run(
     notes.mkdir(exist_ok=True)
     line = place.arguments("--name", name, *more, steps=STEPS, **{**SETTINGS, **settings})
     port, began, pids = free_port(), time.monotonic(), []
-    for rank in range(count):
+    for rank in sorted(set(range(count)) - absent):
         child = os.fork()
         if child == 0:
             _be(Process(rank=rank, count=count, notes=notes), line, port, faults or {})
@@ -81,6 +82,7 @@ def run(
     output = [
         (notes / f"{rank}.log").read_text(encoding="utf-8", errors="replace")[-3000:]
         for rank in range(count)
+        if rank not in absent
     ]
     return Run(codes=codes, seconds=time.monotonic() - began, output=output)
 
@@ -253,6 +255,7 @@ def scenarios(place: Toy) -> dict[str, Run]:
         kill = after_step(6, signalled(rank, signal.SIGKILL))
         found[f"killed {rank}"] = run(place, f"killed {rank}", 2, meanwhile=kill)
         found[f"killed {rank} resumed"] = run(place, f"killed {rank}", 2, "--resume")
+    found["absent"] = run(place, "absent", 2, absent=frozenset({1}))
     freeze = after_step(6, signalled(1, signal.SIGSTOP))
     found["frozen"] = run(place, "frozen", 2, meanwhile=freeze)
     stop = after_step(6, signalled(1, signal.SIGTERM))

@@ -63,6 +63,7 @@ QUIET: Mapping[str, Any] = {
     "logging__trackers": [],
     "sampling__every_steps": 0,
     "train__validate_every_steps": 0,
+    "hardware__process_timeout_s": 10,
 }
 
 
@@ -167,10 +168,18 @@ def ended(child: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if pid else None
 
 
-def kill_somewhere(child: int, run: Path, draw: random.Random) -> bool:
-    """Kill a child at a random moment; return False when it had ended before."""
+def kill_somewhere(child: int, run: Path, draw: random.Random, *, from_start: bool = True) -> bool:
+    """Kill a child at a random moment; return False when it had ended before.
+
+    Not `from_start`: not before there is a run. The others would wait for the first of several
+    processes as long as they do for a machine that is still starting.
+    """
     aim, moment_s = draw.random(), time.monotonic() + draw.uniform(0.0, 2.0)
     step = draw.randint(logged(run), STEPS)
+    while not from_start and not (run / "run.json").is_file():
+        if ended(child) is not None:
+            return False
+        time.sleep(POLL_S)
 
     def reached() -> bool:
         if aim < 0.2:
@@ -292,7 +301,7 @@ def chain(
         children = start(going_on, log, processes=processes)
         rank = draw.randrange(processes)
         others = [child for child in children if child != children[rank]]
-        if not kill_somewhere(children[rank], run, draw):
+        if not kill_somewhere(children[rank], run, draw, from_start=processes == 1 or rank > 0):
             wait(others)
             break
         began = time.monotonic()
