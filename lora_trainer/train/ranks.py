@@ -64,9 +64,11 @@ class Ranks:
             return
         self.device = torch.device("cuda") if device.type == "cuda" else torch.device("cpu")
         self.lag = lag
+        self.watch.wait_for_all("ready")
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=PrefixStore("collectives", self.watch.store),
+            # A connection of its own: waiting on one blocks every other use of it, the watch's too.
+            store=_store(self.place, "collectives", timeout=PATIENCE, keep=False),
             rank=self.place.rank,
             world_size=self.place.count,
             timeout=PATIENCE,
@@ -201,21 +203,7 @@ def joined(place: Place, *, timeout_s: float) -> Iterator[Ranks]:
     if place.count == 1:
         yield Ranks()
         return
-    try:
-        store = TCPStore(
-            place.address,
-            place.port,
-            is_master=place.leads and not place.launcher_keeps_store,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,  # the watch sees who does not come, and says so
-        )
-    except RuntimeError as error:
-        raise MachineError(
-            f"process {place.rank} of {place.count} does not reach the others at "
-            f"{place.address}:{place.port}: {first_line(error)}",
-            fix="look at the first process's output; it may have ended",
-        ) from error
-    own = PrefixStore(f"lora-train/{place.attempt}", store)
+    own = _store(place, "watch", timeout=timedelta(seconds=timeout_s), keep=place.leads)
     watch = Watch(place=place, store=own, timeout_s=timeout_s)
     watch.start()
     try:
@@ -232,3 +220,22 @@ def joined(place: Place, *, timeout_s: float) -> Iterator[Ranks]:
         watch.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _store(place: Place, name: str, *, timeout: timedelta, keep: bool) -> PrefixStore:
+    """Connect to the store where all processes meet; `keep`: be the one that has it."""
+    try:
+        store = TCPStore(
+            place.address,
+            place.port,
+            is_master=keep and not place.launcher_keeps_store,
+            timeout=timeout,
+            wait_for_workers=False,  # the watch sees who does not come, and says so
+        )
+    except RuntimeError as error:
+        raise MachineError(
+            f"process {place.rank} of {place.count} does not reach the others at "
+            f"{place.address}:{place.port}: {first_line(error)}",
+            fix="look at the first process's output; it may have ended",
+        ) from error
+    return PrefixStore(f"lora-train/{place.attempt}/{name}", store)
