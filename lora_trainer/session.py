@@ -130,6 +130,7 @@ def train_job(job: Job) -> Path:
         base_validation_loss=base_loss,
     )
     upload(job, parts.adapter, file)
+    job.ranks.end_together()
     return file
 
 
@@ -153,6 +154,7 @@ def follow_job(job: Job) -> None:
         CompareAction(saves=_saves(job, unwritten, parts), ranks=ranks),
     ]
     run(_training(job, parts, feeder, start, actions=actions, restore=restore), start)
+    ranks.end_together()
 
 
 def _share(ranks: Ranks, state: TrainingState | None) -> None:

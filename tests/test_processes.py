@@ -29,6 +29,9 @@ SPLITS = ("of 2", "of 3", "of 4", "cold", "no memory")
 FAILED = ("bug", "killed 0", "killed 1", "frozen", "apart", "absent")
 
 
+pytestmark = pytest.mark.timeout(300)  # the first test waits for all trainings
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     folder = tmp_path_factory.mktemp("many")
@@ -186,7 +189,7 @@ def test_mpr_01_02_03_a_process_that_fails_ends_all_with_the_reason(
         "absent": "process 1 of 2 never came",
         "apart": "process 1 of 2 came to other weights than process 0 by step 4",
     }[name]
-    assert reason in "".join(found["output"]) + _status(place, name)
+    assert reason in "".join(found["output"])
 
 
 def _status(place: Toy, name: str) -> str:

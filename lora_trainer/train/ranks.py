@@ -169,6 +169,15 @@ class Ranks:
             return
         self.watch.wait_for_all(what)
 
+    def end_together(self) -> None:
+        """Say that all is done (the leader), or wait for that (the others): success is of the whole run."""
+        if self.alone or self.watch is None:
+            return
+        if self.place.leads:
+            self.watch.give("done", "1")
+        else:
+            self.watch.take("done")
+
     def require_same(self, digest: bytes, *, step: int) -> None:
         """Raise TrainingStopped, on all processes, where theirs came to another state than the first's."""
         if self.alone:

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,12 +85,27 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; this process has done its part and may be silent from now on."""
+        """End the thread; this process has done its part and may be silent from now on.
+
+        Who keeps the store waits a moment for the others, who still ask it why they end.
+        """
         self._done.set()
         if self._thread is not None:
             self._thread.join()
         with suppress(RuntimeError):
             self.store.set(f"beat/{self.place.rank}", "done")
+            until_s = self.clock() + GRACE_S
+            keeps = self.place.leads and not self.place.launcher_keeps_store
+            while keeps and self.clock() < until_s and not all(map(self._has_left, self._others())):
+                time.sleep(INTERVAL_S / 10)
+
+    def _others(self) -> Iterator[int]:
+        yield from (rank for rank in range(self.place.count) if rank != self.place.rank)
+
+    def _has_left(self, rank: int) -> bool:
+        if not self.store.check([f"beat/{rank}"]):
+            return True
+        return bool(self.store.get(f"beat/{rank}") == b"done") or self._is_dead(rank)
 
     def record(self, events: EventStream) -> None:
         """Take what followers tell into the records of the run (the leader calls this)."""
@@ -112,11 +127,8 @@ class Watch:
     def wait_for_all(self, what: str) -> None:
         """Return when every process has called this with `what`; raises MachineError if one has ended."""
         self.store.set(f"{what}/{self.place.rank}", "1")
-        names = [f"{what}/{rank}" for rank in range(self.place.count)]
-        while not all(self.store.check([name]) for name in names):
-            if found := self._failure():
-                raise MachineError(found, fix=RESUME)
-            time.sleep(INTERVAL_S / 5)
+        for rank in range(self.place.count):
+            self.take(f"{what}/{rank}")
 
     def give(self, what: str, value: str) -> None:
         """Put a text where the others can take it."""
@@ -124,11 +136,14 @@ class Watch:
 
     def take(self, what: str) -> str:
         """Return the text somebody gives, when it is there; raises MachineError if one has ended."""
-        while not self.store.check([what]):
-            if found := self._failure():
-                raise MachineError(found, fix=RESUME)
-            time.sleep(INTERVAL_S / 5)
-        return str(self.store.get(what).decode())
+        try:
+            while not self.store.check([what]):
+                if found := self._failure():
+                    raise MachineError(found, fix=RESUME)
+                time.sleep(INTERVAL_S / 5)
+            return str(self.store.get(what).decode())
+        except RuntimeError as error:
+            raise MachineError(STORE_GONE, fix=RESUME) from error
 
     def reason(self) -> str:
         """Return why another process ended, as soon as that is known; empty when nobody knows."""
@@ -177,8 +192,8 @@ class Watch:
         if self.store.check(["failed"]):
             told = self.store.get("failed").decode()
             return "" if told.startswith(f"process {self.place.rank}:") else told
-        for rank in range(self.place.count):
-            if rank != self.place.rank and (found := self._looked_at(rank)):
+        for rank in self._others():
+            if found := self._looked_at(rank):
                 return found
         return ""
 

@@ -107,7 +107,7 @@ def test_ckp_06_the_disk_is_asked_for_one_state_more_than_is_kept() -> None:
         texts=1,
         conditioning_bytes=1,
         adapter_parameters=1_000,
-        optimizer="adamw",
+        state_bytes=8_000,
         export_precision="fp16",
         keep_states=2,
         keep_exports=1,
