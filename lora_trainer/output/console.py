@@ -248,6 +248,6 @@ def _finish_line(fields: Mapping[str, Any]) -> str:
         f"finished {fields['step']} steps in {duration_text(fields['seconds'])}: {fields['export']}"
     )
     if loss is None:
-        return f"{line}; nothing was held out to validate on"
+        return f"{line}; nothing was validated"
     comparison = f", {against_base(loss, base_loss)}" if base_loss is not None else ""
     return f"{line}; validation loss {loss_text(loss)}{comparison}"

@@ -118,7 +118,7 @@ def _validation_words(history: History) -> str:
 
 def _unvalidated(history: History) -> str:
     if history.last_validation is None:
-        return f"{len(history.steps):,} steps; nothing was held out, so nothing was validated"
+        return f"{len(history.steps):,} steps; nothing was validated"
     loss = loss_text(history.last_validation.loss)
     return f"the validation loss is {loss}; the base was not validated"
 

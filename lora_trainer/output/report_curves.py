@@ -249,9 +249,7 @@ def _by_timestep(history: History) -> Html:
         _timestep_line(row, name=name or f"step {row.step:,}", css=css) for row, name, css in rows
     ]
     if not any(line.points for line in lines):
-        return tag(
-            "p", "Validation loss by timestep: nothing was held out to validate on.", class_="quiet"
-        )
+        return tag("p", "Validation loss by timestep: nothing was validated.", class_="quiet")
     title, noise = "Validation loss by timestep", "timestep (0 clean, high noisy)"
     return draw(Chart(title=title, x_label=noise, y_label="loss", lines=lines), sizes=SMALL)
 
