@@ -11,7 +11,7 @@ import torch
 from lora_trainer.config import concrete
 from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import Needs, TextEntries, fill, needs
-from lora_trainer.device import CPU, DTYPES, planned_device
+from lora_trainer.device import CPU, DTYPES, encoder_device, planned_device
 from lora_trainer.events import EventStream
 from lora_trainer.exporting import Job
 from lora_trainer.families.base import TextEncoder
@@ -53,7 +53,7 @@ def fill_caches(job: Job, cache: Cache) -> Needs:
         settings=config.data,
         load_image_encoder=lambda place: family.load_image_encoder(prepared.facts, device=place),
         load_text_encoder=partial(_caching_text_encoder, prepared, text_dtype),
-        devices=tuple(dict.fromkeys((device, CPU))),
+        devices=tuple(dict.fromkeys((encoder_device(prepared), device, CPU))),
         texts_as=texts_as(prepared),
         events=job.events,
         stop=job.stop,

@@ -56,6 +56,22 @@ def _cap(prepared: Prepared, device: torch.device) -> None:
     )
 
 
+def encoder_device(prepared: Prepared) -> torch.device:
+    """Return where encoders and the VAE run: the roomiest card, where no other process trains on it.
+
+    The training device has the denoiser beside them while samples are made; another one has not.
+    """
+    device = planned_device(prepared)
+    if device.type != "cuda" or prepared.sharing > 1 or torch.cuda.device_count() < 2:
+        return device
+    free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+    others = [index for index in range(len(free)) if index != device.index]
+    roomiest = max(others, key=lambda index: free[index])
+    needed = prepared.plan.memory.phases
+    fits = free[roomiest] >= max(needed["images"], needed["texts"])
+    return torch.device("cuda", roomiest) if fits else device
+
+
 def planned_device(prepared: Prepared) -> torch.device:
     """Return the device of this process, with its index: several processes take a card each."""
     if prepared.config.hardware.device != "cuda":

@@ -75,6 +75,7 @@ class Prepared:
     cache_root: Path
     full_card: FullCard | None
     processes: int
+    sharing: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +138,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         cache_root=cache_root,
         full_card=full_card,
         processes=request.processes,
+        sharing=request.sharing,
     )
 
 

@@ -16,7 +16,7 @@ from lora_trainer.config import concrete
 from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import Needs
 from lora_trainer.data.loader import Entries, Feeder
-from lora_trainer.device import DTYPES
+from lora_trainer.device import DTYPES, encoder_device
 from lora_trainer.events import read_events
 from lora_trainer.exporting import Job, copied, export, exporter, upload
 from lora_trainer.model.adapters import Adapter
@@ -307,7 +307,10 @@ def _samples(job: Job, entries: Entries, parts: _Parts) -> SampleAction:
     assistant = parts.networks.assistant
     return SampleAction(
         sampler=prepared.family.build_sampler(
-            prepared.facts, denoiser=parts.model.denoiser, device=parts.model.device
+            prepared.facts,
+            denoiser=parts.model.denoiser,
+            device=parts.model.device,
+            decode_on=encoder_device(prepared),
         ),
         adapter=parts.adapter,
         without=assistant.off if assistant else nullcontext,

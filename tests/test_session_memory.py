@@ -143,12 +143,32 @@ def test_each_process_has_a_card_by_its_number(
 ) -> None:
     """Where a scheduler shows each process only its own card, that one is number 0."""
     told = {"WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 2}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     for name, value in told.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     made = SimpleNamespace(config=build_config({**PLAIN, "hardware.device": "cuda"}))
     assert device.planned_device(cast(Prepared, made)) == torch.device("cuda", index)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "sharing", "index"),
+    [([20], 1, 0), ([20, 8], 1, 1), ([20, 3, 9], 1, 2), ([20, 3], 1, 0), ([20, 20], 2, 0)],
+)
+def test_encoders_run_on_another_card_that_has_room_and_no_training_of_its_own(
+    free_gib: list[int], sharing: int, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free_gib))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (free_gib[card] << 30, 24 << 30))
+    phases = {"images": 4 << 30, "texts": 5 << 30, "training": 12 << 30}
+    made = SimpleNamespace(
+        config=build_config({**PLAIN, "hardware.device": "cuda"}),
+        plan=SimpleNamespace(memory=SimpleNamespace(phases=phases)),
+        sharing=sharing,
+    )
+    assert device.encoder_device(cast(Prepared, made)) == torch.device("cuda", index)
 
 
 @pytest.fixture(scope="module")

@@ -361,9 +361,17 @@ class Family(ABC):
 
     @abstractmethod
     def build_sampler(
-        self, facts: BaseFacts, *, denoiser: nn.Module, device: torch.device
+        self,
+        facts: BaseFacts,
+        *,
+        denoiser: nn.Module,
+        device: torch.device,
+        decode_on: torch.device | None = None,
     ) -> Sampler:
-        """Return a sampler around a denoiser that is on `device`; the VAE is moved there only for an image."""
+        """Return a sampler around a denoiser that is on `device`.
+
+        The VAE comes only for an image, to `decode_on`, which is `device` where nothing is said.
+        """
 
     def prompt_arguments(
         self, prompt: str, negative: str, *, guidance_scale: float

@@ -297,7 +297,12 @@ class FlowFamily(TabledFamily):
         """Return what the VAE decodes, from what the pipeline gives as `output_type="latent"`; float32."""
 
     def build_sampler(
-        self, facts: BaseFacts, *, denoiser: nn.Module, device: torch.device
+        self,
+        facts: BaseFacts,
+        *,
+        denoiser: nn.Module,
+        device: torch.device,
+        decode_on: torch.device | None = None,
     ) -> Sampler:
         kind, folder = _diffusers(self.pipeline_class), facts.located.folder
         encoders = dict.fromkeys((*self.text_folders, *self.tokenizer_folders))
@@ -313,7 +318,9 @@ class FlowFamily(TabledFamily):
         pipeline.vae_scale_factor = facts.vae_factor
         pipeline.set_progress_bar_config(disable=True)
         vae = self.load_vae(facts.located)
-        return FlowSampler(pipeline=pipeline, vae=vae, device=device, family=self)
+        return FlowSampler(
+            pipeline=pipeline, vae=vae, device=device, decode_on=decode_on or device, family=self
+        )
 
     def plain_pipeline(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device

@@ -65,6 +65,7 @@ class FlowSampler(Sampler):
     pipeline: Any
     vae: Any
     device: torch.device
+    decode_on: torch.device
     family: Painter
 
     def image(
@@ -89,9 +90,9 @@ class FlowSampler(Sampler):
             height=size_px[1],
             num_inference_steps=steps,
             output_type="latent",
-        ).images
+        ).images.to(self.decode_on)
         try:
-            vae = self.vae.to(self.device)
+            vae = self.vae.to(self.decode_on)
             with torch.no_grad():
                 ready = self.family.decodable(self.pipeline, vae, latents, size_px)
                 pixels = vae.decode(ready.float(), return_dict=False)[0]

@@ -255,9 +255,16 @@ class Flux2(FlowFamily):
     # ---- images
 
     def build_sampler(
-        self, facts: BaseFacts, *, denoiser: nn.Module, device: torch.device
+        self,
+        facts: BaseFacts,
+        *,
+        denoiser: nn.Module,
+        device: torch.device,
+        decode_on: torch.device | None = None,
     ) -> Sampler:
-        sampler = super().build_sampler(facts, denoiser=denoiser, device=device)
+        sampler = super().build_sampler(
+            facts, denoiser=denoiser, device=device, decode_on=decode_on
+        )
         assert isinstance(sampler, FlowSampler)
         pipeline, vae = sampler.pipeline, sampler.vae
         # It reads the VAE's statistics even where it decodes nothing, and its factor has no squares.

@@ -304,7 +304,12 @@ class UNetFamily(Family):
     # ---- images
 
     def build_sampler(
-        self, facts: BaseFacts, *, denoiser: nn.Module, device: torch.device
+        self,
+        facts: BaseFacts,
+        *,
+        denoiser: nn.Module,
+        device: torch.device,
+        decode_on: torch.device | None = None,
     ) -> Sampler:
         absent = {name: None for part in self.texts for name in (part.component, part.tokenizer)}
         # Without a VAE the pipeline's device is the denoiser's; the VAE comes only to decode.
@@ -313,7 +318,11 @@ class UNetFamily(Family):
         pipeline.set_progress_bar_config(disable=True)
         vae = load_vae(facts.located)
         return UNetSampler(
-            pipeline=pipeline, vae=vae, device=device, arguments=self.sampler_arguments
+            pipeline=pipeline,
+            vae=vae,
+            device=device,
+            decode_on=decode_on or device,
+            arguments=self.sampler_arguments,
         )
 
     def plain_pipeline(

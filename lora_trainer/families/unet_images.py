@@ -76,6 +76,7 @@ class UNetSampler(Sampler):
     pipeline: Any
     vae: Any
     device: torch.device
+    decode_on: torch.device
     arguments: Callable[[Conditioning, Conditioning], Mapping[str, Any]]
     """The pipeline's arguments for encoded prompts and negative prompts."""
 
@@ -100,9 +101,9 @@ class UNetSampler(Sampler):
             num_inference_steps=steps,
             guidance_scale=guidance_scale,
             output_type="latent",
-        ).images
+        ).images.to(self.decode_on)
         try:
-            vae = self.vae.to(self.device)
+            vae = self.vae.to(self.decode_on)
             with torch.no_grad():
                 pixels = vae.decode(latents.float() / vae.config.scaling_factor).sample
         finally:

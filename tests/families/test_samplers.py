@@ -15,6 +15,7 @@ from lora_trainer.families.flow_images import FlowSampler
 from lora_trainer.families.unet_images import UNetSampler
 
 DEVICE = torch.device("cpu", 0)
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -54,12 +55,16 @@ class Pipeline:
 def sampler(kind: str, vae: Vae) -> Sampler:
     if kind == "unet":
         return UNetSampler(
-            pipeline=Pipeline(), vae=vae, device=DEVICE, arguments=lambda *_: {"guidance": 1}
+            pipeline=Pipeline(),
+            vae=vae,
+            device=CPU,
+            decode_on=DEVICE,
+            arguments=lambda *_: {"guidance": 1},
         )
     painter: Any = SimpleNamespace(
         sampler_arguments=lambda *_, **__: {}, decodable=lambda *parts: parts[2]
     )
-    return FlowSampler(pipeline=Pipeline(), vae=vae, device=DEVICE, family=painter)
+    return FlowSampler(pipeline=Pipeline(), vae=vae, device=CPU, decode_on=DEVICE, family=painter)
 
 
 def draw(kind: str, vae: Vae) -> Any:
