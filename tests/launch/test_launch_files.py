@@ -1,0 +1,296 @@
+"""The files of launch/: accelerate knows every key, the scripts start, resume and stop, the image is lean.
+
+The scripts run here with programs of the same names that only note how they were called; one
+training of two processes is real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config import config_args
+from accelerate.utils import DistributedType
+
+from lora_trainer.events import read_jsonl
+from tests.fakes.many import SETTINGS
+from tests.fakes.runs import ROOT, events, toy
+
+LAUNCH = ROOT / "launch"
+SCRIPTS = ("slurm.sh", "spot.sh")
+# File -> processes in all, machines, whether accelerate starts several.
+CONFIGS = {
+    "cpu.yaml": (2, 1, True),
+    "eight-gpus.yaml": (8, 1, True),
+    "one-gpu.yaml": (1, 1, False),
+    "two-gpus.yaml": (2, 1, True),
+    "two-machines.yaml": (16, 2, True),
+}
+
+
+# ---- configurations of accelerate
+
+
+def test_every_configuration_is_looked_at() -> None:
+    assert {path.name for path in LAUNCH.glob("*.yaml")} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_accelerate_reads_a_configuration_as_meant(name: str) -> None:
+    file = LAUNCH / name
+    config = config_args.load_config_from_file(str(file))
+    several = config.distributed_type == DistributedType.MULTI_GPU
+    assert (config.num_processes, config.num_machines, several) == CONFIGS[name]
+    assert config.use_cpu == (name == "cpu.yaml")
+    written = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert set(written) <= set(config_args.ClusterConfig.__dataclass_fields__)
+    assert written["mixed_precision"] == "no", "unquoted, YAML reads it as false"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_line_to_type_names_the_file_itself(name: str) -> None:
+    comment = (LAUNCH / name).read_text(encoding="utf-8").partition("compute_environment")[0]
+    if name != "two-machines.yaml":
+        assert f"accelerate launch --config_file launch/{name} -m lora_trainer DATASET" in comment
+    else:
+        assert f"accelerate launch --config_file launch/{name} --main_process_ip HOST" in comment
+
+
+# ---- scripts, with programs that only note how they were called
+
+
+class Machine:
+    """A folder with programs of given behaviour in front of the real ones, and what they noted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.programs = folder / "programs"
+        self.programs.mkdir()
+
+    def program(self, name: str, body: str) -> None:
+        """Put a program in place that notes its arguments and then does what `body` says."""
+        file = self.programs / name
+        note = f'printf "%s\\n" "$*" >> "{self.folder}/{name}.calls"'
+        file.write_text(f"#!/usr/bin/env bash\n{note}\n{body}\n", encoding="utf-8")
+        file.chmod(0o755)
+
+    def calls(self, name: str) -> list[str]:
+        file = self.folder / f"{name}.calls"
+        return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+
+    def run(self, script: str, *arguments: str, **environment: str) -> int:
+        return subprocess.run(
+            [LAUNCH / script, *arguments],
+            cwd=self.folder,
+            env={
+                **os.environ,
+                "PATH": f"{self.programs}:{os.environ['PATH']}",
+                "PAUSE_S": "0",
+                **environment,
+            },
+            capture_output=True,
+            check=False,
+            timeout=60,
+        ).returncode
+
+
+LAUNCHED = """
+run=runs/cat
+n=$(wc -l < accelerate.calls)
+mkdir -p $run/states; touch $run/run.json
+end() { [ -z "$1" ] || printf '{\\n  "state": "x",\\n  "exit_code": %s\\n}' "$1" > $run/status.json; exit $2; }
+"""
+"""What an `accelerate` begins with here; `n` counts its calls, `end CODE STATUS` is how a run ends."""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    made = Machine(tmp_path)
+    made.program("python", "exit 0")
+    return made
+
+
+def spot(machine: Machine, launched: str, **environment: str) -> int:
+    machine.program("accelerate", LAUNCHED + launched)
+    return machine.run("spot.sh", "two.yaml", "cats", "cat", "--steps", "9", **environment)
+
+
+def test_spot_goes_on_until_the_run_is_finished(machine: Machine) -> None:
+    killed = 'mkdir $run/states/step-$n; [ "$n" = 5 ] && end 0 0; kill -KILL $$'
+    assert spot(machine, killed) == 0
+    first, *others = machine.calls("accelerate")
+    assert first.startswith("launch --config_file two.yaml -m lora_trainer cats --name cat")
+    assert first.endswith("--output runs --steps 9"), "--resume without a run is refused"
+    assert [call == f"{first} --resume" for call in others] == [True] * 4
+
+
+@pytest.mark.parametrize("code", [2, 3, 5, 130, 143])
+def test_spot_ends_where_another_launch_would_not_help(code: int, machine: Machine) -> None:
+    assert spot(machine, f"end {code} 1") == code
+    assert len(machine.calls("accelerate")) == 1
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_spot_refuses_before_anything_is_launched(code: int, machine: Machine) -> None:
+    machine.program("python", f"exit {code}")
+    assert spot(machine, "end 0 0") == code
+    assert machine.calls("python") == [
+        "-m lora_trainer cats --name cat --output runs --steps 9 --dry-run"
+    ]
+    assert machine.calls("accelerate") == []
+
+
+def test_spot_tries_again_after_what_may_pass(machine: Machine) -> None:
+    assert spot(machine, 'mkdir $run/states/step-$n; [ "$n" = 4 ] && end 0 0; end 4 1') == 0
+    assert len(machine.calls("accelerate")) == 4
+
+
+def test_spot_gives_up_when_nothing_comes_of_it(machine: Machine) -> None:
+    assert spot(machine, '[ "$n" = 1 ] && mkdir $run/states/step-1; end "" 1', TRIES="2") == 4
+    assert len(machine.calls("accelerate")) == 3
+
+
+def test_spot_does_not_take_an_old_status_for_a_new_one(machine: Machine) -> None:
+    (machine.folder / "runs" / "cat").mkdir(parents=True)
+    status = machine.folder / "runs" / "cat" / "status.json"
+    status.write_text('{\n  "exit_code": 3\n}', encoding="utf-8")
+    os.utime(status, (1, 1))
+    assert spot(machine, '[ "$n" = 2 ] && end 0 0; end "" 1') == 0
+
+
+def test_spot_asks_the_run_to_save_when_the_machine_goes(machine: Machine) -> None:
+    """Not by a signal: torch's launcher would kill its processes after 30 seconds."""
+    wait = "until [ -e $run/control/stop ]; do sleep 0.05; done"
+    assert spot(machine, f'kill -TERM $PPID; {wait}; end "" 1') == 143
+    assert len(machine.calls("accelerate")) == 1
+    assert spot(machine, "[ -e $run/control/stop ] || end 0 0; end 5 1") == 0, "asked once"
+
+
+SLURM = {
+    "SLURM_JOB_ID": "70001",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_GPUS_ON_NODE": "8",
+    "RUNS": "runs",
+}
+SRUN = 'shift; export SLURM_NODEID=1 SCRIPT=$PPID; "$@"'
+
+
+def slurm(machine: Machine, launched: str) -> int:
+    machine.program("scontrol", '[ "$1" = requeue ] || printf "node1\\nnode2\\n"')
+    machine.program("srun", SRUN)
+    machine.program("accelerate", LAUNCHED + launched)
+    return machine.run("slurm.sh", "cats", "cat", "--set", "data.trigger=a b", **SLURM)
+
+
+def test_slurm_starts_one_launcher_per_machine_and_then_resumes(machine: Machine) -> None:
+    assert slurm(machine, "exit 0") == 0
+    assert slurm(machine, "exit 0") == 0
+    first, second = machine.calls("accelerate")
+    assert first == (
+        "launch --config_file launch/two-machines.yaml --num_machines 2 --num_processes 16 "
+        "--machine_rank 1 --main_process_ip node1 --main_process_port 30001 "
+        "-m lora_trainer cats --name cat --output runs --set data.trigger=a b"
+    )
+    assert second == f"{first} --resume"
+    assert machine.calls("srun")[0].startswith("--kill-on-bad-exit=1 bash -c")
+
+
+def test_slurm_saves_and_queues_again_before_its_time_is_over(machine: Machine) -> None:
+    wait = "until [ -e $run/control/stop ]; do sleep 0.05; done"
+    assert slurm(machine, f"kill -USR1 $SCRIPT; {wait}; exit 1") == 0
+    assert machine.calls("scontrol")[-1] == "requeue 70001"
+    assert slurm(machine, "[ -e $run/control/stop ] && exit 9; exit 0") == 0
+
+
+def test_slurm_does_not_queue_a_failure_again(machine: Machine) -> None:
+    assert slurm(machine, "exit 1") == 1
+    assert "requeue" not in " ".join(machine.calls("scontrol"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_says_how_it_is_used(script: str, machine: Machine) -> None:
+    assert machine.run(script) == 2
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bash_reads_the_script(script: str) -> None:
+    assert os.access(LAUNCH / script, os.X_OK)
+    subprocess.run(["bash", "-n", LAUNCH / script], check=True)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing() -> None:
+    subprocess.run(["shellcheck", *(LAUNCH / script for script in SCRIPTS)], check=True)
+
+
+# ---- the image
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+def test_hadolint_finds_nothing() -> None:
+    subprocess.run(["hadolint", LAUNCH / "Dockerfile"], check=True)
+
+
+def test_image_is_made_of_what_it_may_see_and_runs_as_nobody_special() -> None:
+    text = (LAUNCH / "Dockerfile").read_text(encoding="utf-8")
+    seen = (LAUNCH / "Dockerfile.dockerignore").read_text(encoding="utf-8").split("\n")
+    copied = [
+        name
+        for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE)
+        for name in line.split()[:-1]
+    ]
+    bound = re.findall(r"source=([\w.]+)", text)
+    assert set(copied) | set(bound) == {line[1:] for line in seen if line.startswith("!")}
+    assert all((ROOT / name).exists() for name in copied)
+    assert re.findall(r"^USER (.+)$", text, re.MULTILINE) == ["1000:1000"]
+    assert not re.search(r"^(ARG|ENV).*(TOKEN|SECRET|PASSWORD|KEY)", text, re.MULTILINE)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (torch,) = re.findall(r'pip install ("torch==[\d.]+")', text)
+    assert f"pip install {torch} &&" in readme
+
+
+def test_image_is_ordered_by_how_often_things_change() -> None:
+    text = (LAUNCH / "Dockerfile").read_text(encoding="utf-8")
+    order = ["useradd", '"torch==', "requirements.txt", "COPY pyproject", "COPY lora_trainer"]
+    places = [text.index(part) for part in [*order, "--no-deps"]]
+    assert places == sorted(places)
+    runs = re.findall(r"^RUN (?:.*\\\n)*.*pip install.*$", text, re.MULTILINE)
+    assert len(runs) == 3 and all("--mount=type=cache" in run for run in runs)
+
+
+# ---- one of them for real
+
+
+def test_two_processes_train_through_script_and_configuration(tmp_path: Path) -> None:
+    place = toy(tmp_path).with_base()
+    dataset, *more = place.arguments(steps=4, **SETTINGS)
+    at = more.index("--output")
+    del more[at : at + 2]
+    done = subprocess.run(
+        [LAUNCH / "spot.sh", LAUNCH / "cpu.yaml", dataset, "two", *more],
+        env={
+            **os.environ,
+            "RUNS": str(place.runs),
+            "PYTHONPATH": str(ROOT),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [path.name for path in place.runs.iterdir()] == ["two"], "one run, not one per process"
+    run = place.runs / "two"
+    assert json.loads((run / "run.json").read_bytes())["environment"]["exactness"]["processes"] == 2
+    assert [row["images"] for row in events(run, "step")] == [4, 8, 12, 16]
+    assert (run / "two.safetensors").is_file()
+    assert [row for row in read_jsonl(run / "problems.jsonl") if row["severity"] == "error"] == []
