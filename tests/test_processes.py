@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lora_trainer.events import read_jsonl
 from lora_trainer.output.checkpoints import ADAPTER
+from tests.fakes.hosts import ADDRESSES, on_two_hosts, refusal
 from tests.fakes.many import SETTINGS, STEPS
 from tests.fakes.runs import MEASURES, ROOT, Toy, events, last_state
 from tests.fakes.training import distance
@@ -30,6 +31,8 @@ FAILED = ("bug", "killed 0", "killed 1", "frozen", "apart", "absent")
 
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for all trainings
+
+NO_HOSTS = refusal()
 
 
 @pytest.fixture(scope="module")
@@ -238,26 +241,55 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(
 # ---- between machines
 
 
+def launchers(place: Toy, name: str, *, address: str, port: int) -> list[list[str]]:
+    """Return what is typed on either of two machines with one process each.
+
+    Not `--cpu`: accelerate would start one process on each that knows nothing of the other.
+    """
+    line = place.arguments("--name", name, steps=STEPS, **SETTINGS)
+    return [
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch"),
+            *("--config_file", str(ROOT / "launch" / "two-machines.yaml")),
+            *("--num_processes", "2", "--machine_rank", str(machine)),
+            *("--main_process_ip", address, "--main_process_port", str(port)),
+            *("-m", "lora_trainer", *line),
+        ]
+        for machine in range(2)
+    ]
+
+
+def require_one_run_of_two(place: Toy, name: str) -> None:
+    record = json.loads((place.runs / name / "run.json").read_bytes())
+    assert record["environment"]["exactness"]["processes"] == 2
+    assert not list(place.runs.glob(f"{name}-*")), "a run each"
+    assert distance(adapter(place, name), adapter(place, "one")) < 5e-5
+
+
 def test_accelerate_launch_over_two_machines(place: Toy, results: dict[str, Any]) -> None:
     """Two launchers as on two machines, here by the loopback; the run is that of one process."""
-    line = place.arguments("--name", "machines", steps=STEPS, **SETTINGS)
-    port = free_port()
-    launchers = [
+    started = [
         subprocess.Popen(
-            [
-                *(sys.executable, "-m", "accelerate.commands.launch", "--cpu"),
-                *("--num_machines", "2", "--num_processes", "2", "--machine_rank", str(machine)),
-                *("--main_process_ip", "127.0.0.1", "--main_process_port", str(port)),
-                *("--mixed_precision", "no", "--dynamo_backend", "no", "-m", "lora_trainer"),
-                *line,
-            ],
+            line,
             env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for machine in range(2)
+        for line in launchers(place, "machines", address="127.0.0.1", port=free_port())
     ]
-    output = [launcher.communicate(timeout=110)[0] for launcher in launchers]
-    assert [launcher.returncode for launcher in launchers] == [0, 0], output
-    assert distance(adapter(place, "machines"), adapter(place, "one")) < 5e-5
+    output = [launcher.communicate(timeout=110)[0] for launcher in started]
+    assert [launcher.returncode for launcher in started] == [0, 0], output
+    require_one_run_of_two(place, "machines")
+
+
+@pytest.mark.skipif(NO_HOSTS != "", reason=NO_HOSTS)
+def test_accelerate_launch_over_two_hosts(place: Toy, results: dict[str, Any]) -> None:
+    """Two network namespaces, names of their own: all that goes between the processes is by cable."""
+    done = on_two_hosts(
+        launchers(place, "hosts", address=ADDRESSES[0], port=29500),
+        environment={"PYTHONPATH": str(ROOT)},
+        timeout_s=110,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    require_one_run_of_two(place, "hosts")
