@@ -1,4 +1,4 @@
-"""What `step_overhead` trains: a random denoiser of middling size, its LoRA, and a cache to feed it.
+"""What `step_overhead` and `scaling` train: a random denoiser of middling size, its LoRA, and a cache to feed it.
 
 Output: a Stable Diffusion 1.x denoiser that takes about half a second a step on a processor core or
 two, and the inputs of each step, from a real cache in a folder or as tensors in memory.

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -26,3 +28,27 @@ def test_step_overhead(tmp_path: Path) -> None:
     found = json.loads(file.read_bytes())
     assert found["steps"] == 4
     assert found["ratio"] > 0
+
+
+def test_scaling(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    done = run(
+        "benchmarks/scaling.py",
+        *("--rounds", "1", "--block", "1", "--batch", "1", "--json", str(file)),
+        *("--compute-s", "0.5", "--gradient-mb", "80", "--latency-us", "1000"),
+        *("--devices", "4", "--link", "a wire=0.12"),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_bytes())
+    assert found["steps"] == 2
+    assert set(found["sides"]) == {"one", "apart", "together"}
+    for name, images in {"one": 1, "apart": 2, "together": 2}.items():
+        side = found["sides"][name]
+        assert side["images_per_s"] == pytest.approx(images / side["median_s"])
+    assert found["collective_median_s"] > 0
+    assert 0 < found["reduction_median_s"] < found["sides"]["together"]["median_s"]
+    # Six messages of 20 MB at 120 MB/s, each a millisecond late: 1.006 s besides 0.5 s of work.
+    (model,) = found["model"]
+    assert model["all_reduce_s"] == pytest.approx(1.006)
+    assert model["speedup"] == pytest.approx(4 * 0.5 / 1.506)
+    assert "| a wire | 4 | 0.500 | 1.0060 | 1.33 | 33.2% |" in done.stdout
