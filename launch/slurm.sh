@@ -50,8 +50,8 @@ attend() {
   wait "$1"
 }
 
-host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MAIN_HOST=$host
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MAIN_HOST=${hosts[0]}
 export MAIN_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export PROCESSES=$((SLURM_JOB_NUM_NODES * SLURM_GPUS_ON_NODE))
 
