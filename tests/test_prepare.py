@@ -404,3 +404,13 @@ def test_a_step_is_shared_by_processes_and_each_is_planned_for_its_share(
     alone = prepare(wanted, hardware=CARD)
     if batch > 1:
         assert made.plan.seconds_per_step < alone.plan.seconds_per_step
+
+
+def test_processes_of_one_machine_share_its_threads(place: Toy) -> None:
+    wanted = asked(place, base__model="embedded")
+    found = [
+        prepare(replace(wanted, processes=4, sharing=sharing), hardware=PROCESSOR)
+        for sharing in (1, 2, 4)
+    ]
+    assert [made.config.hardware.threads for made in found] == [3, 1, 1]
+    assert "3 for 2 processes" in found[1].plan.origins["hardware.threads"].reason

@@ -123,9 +123,10 @@ class _Planner:
             )
         self.decide_auto("hardware.device", "cuda" if found.value else "cpu", found.reason)
         self.gpu = found.value if self.values["hardware.device"] == "cuda" else None
-        self.decide_auto(
-            "hardware.threads", hardware.cpu_threads, hardware.reasons.get("cpu_threads", "")
-        )
+        threads, reason = hardware.cpu_threads, hardware.reasons.get("cpu_threads", "")
+        if self.given.sharing > 1:
+            reason = f"{threads} for {self.given.sharing} processes; {reason}"
+        self.decide_auto("hardware.threads", max(1, threads // self.given.sharing), reason)
 
     def decide_numbers(self) -> None:
         facts = self.given.facts

@@ -29,7 +29,7 @@ from lora_trainer.errors import (
     first_line,
 )
 from lora_trainer.launch import Place
-from lora_trainer.train.watch import Watch
+from lora_trainer.train.watch import LOOK, Watch
 
 PATIENCE = timedelta(days=7)
 """The watch tells who is gone; sampling or caching of another process may take as long as it takes."""
@@ -202,7 +202,7 @@ class Ranks:
         except (RuntimeError, dist.DistError) as error:
             reason = self.watch.reason() if self.watch else ""
             raise MachineError(
-                reason or f"another process of this training ended: {first_line(error)}", fix=RESUME
+                reason or f"another process of this training ended: {first_line(error)}", fix=LOOK
             ) from error
 
 
@@ -220,7 +220,7 @@ def joined(place: Place, *, timeout_s: float) -> Iterator[Ranks]:
     except StoppedBySignal:
         raise
     except LoraTrainError as error:
-        watch.fail(str(error))
+        watch.fail(error.found.rstrip("."))
         raise
     except BaseException as error:
         watch.fail(f"{type(error).__name__}: {first_line(error)}")

@@ -29,6 +29,7 @@ from lora_trainer.launch import Place
 INTERVAL_S = 0.5
 GRACE_S = 5.0
 """What the main thread has to end by itself, with the reason, before it is ended."""
+LOOK = f"look at what that process said, then {RESUME}"
 STORE_GONE = "the process that kept the launcher's store ended"
 
 
@@ -139,11 +140,11 @@ class Watch:
         try:
             while not self.store.check([what]):
                 if found := self._failure():
-                    raise MachineError(found, fix=RESUME)
+                    raise MachineError(found, fix=LOOK)
                 time.sleep(INTERVAL_S / 5)
             return str(self.store.get(what).decode())
         except RuntimeError as error:
-            raise MachineError(STORE_GONE, fix=RESUME) from error
+            raise MachineError(STORE_GONE, fix=LOOK) from error
 
     def reason(self) -> str:
         """Return why another process ended, as soon as that is known; empty when nobody knows."""
@@ -237,7 +238,7 @@ class Watch:
         if self._done.wait(GRACE_S):
             return
         self.on_end(reason)
-        sys.stderr.write(f"error: {reason}. Fix: {RESUME}.\n")
+        sys.stderr.write(f"error: {reason}. Fix: {LOOK}.\n")
         sys.stderr.flush()
         self._end_frozen()
         os._exit(MachineError.exit_code)
