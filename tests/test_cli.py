@@ -356,7 +356,8 @@ def test_profiling_is_of_one_process(
 ) -> None:
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name, value in (("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
     code, error = refused(capsys, "profile", place.dataset)
     assert code == 2
     assert "the launcher started 2" in error
