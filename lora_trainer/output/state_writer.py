@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -36,24 +38,32 @@ Exporter = Callable[[Copy], Export]
 class HostCopies:
     """Host memory that every save uses again: mapping new pages would double what a copy costs.
 
-    Copies from a CUDA device go to pinned memory and may still be under way; `arrived` waits.
+    What is taken is copied by `mark`, all at once: one copy after another would wake and lose the
+    threads each time. Copies from a CUDA device go to pinned memory and may still be under way then;
+    `arrived` waits.
     """
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    wanted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     copied: torch.cuda.Event | None = None
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
-        """Copy `tensor` into the buffer of that name and return the buffer."""
+        """Return the buffer of that name, which has the values of `tensor` after the next `mark`."""
         buffer = self.buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self.buffers[name] = buffer
         if tensor.is_cuda and self.copied is None:
             self.copied = torch.cuda.Event()
-        return buffer.copy_(tensor.detach(), non_blocking=True)
+        self.wanted.append((buffer, tensor.detach()))
+        return buffer
 
     def mark(self) -> None:
-        """Note that all copies of a save have been asked for."""
+        """Make the copies of a save, or ask the device for them."""
+        wanted, self.wanted = self.wanted, []
+        if wanted:
+            buffers, tensors = map(list, zip(*wanted, strict=True))
+            torch._foreach_copy_(buffers, tensors, non_blocking=True)
         if self.copied is not None:
             self.copied.record()
 
@@ -106,17 +116,24 @@ class StateWriter:
         self.wait()
         if not last:
             self._raise_repeated()
-        frozen = self._newest = freeze(state, copy=self.copies.take)
-        write_export = export(self.copies.take) if export is not None else None
-        self.copies.mark()
-        blocked_s = self.clock() - began
+        # Started first: a thread that starts takes the interpreter, which would be waited for here.
+        copied: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(
-            target=self._work,
-            args=(frozen, write_export, began, blocked_s, last),
+            target=_do_next,
+            args=(copied,),
             name="lora-train-state-writer",
             daemon=True,  # quitting at once must not wait for the disk
         )
         self._thread.start()
+        work = None
+        try:
+            frozen = self._newest = freeze(state, copy=self.copies.take)
+            write_export = export(self.copies.take) if export is not None else None
+            self.copies.mark()
+            blocked_s = self.clock() - began
+            work = partial(self._work, frozen, write_export, began, blocked_s, last)
+        finally:
+            copied.put(work)
 
     def wait(self) -> None:
         """Return when no save is under way; raises what was no fault of the disk or the adapter."""
@@ -207,3 +224,9 @@ def _memory_for(what: str) -> Iterator[None]:
             f"there was not enough memory for {what}: {first_line(error)}",
             fix="close what else uses the machine's memory",
         ) from error
+
+
+def _do_next(given: SimpleQueue[Callable[[], None] | None]) -> None:
+    work = given.get()
+    if work is not None:
+        work()
