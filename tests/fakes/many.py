@@ -189,6 +189,29 @@ def losses_at(call: int, spoil: Callable[[Any], Any]) -> Fault:
     return fault
 
 
+def spoilt_sample(step: int) -> Fault:
+    """Return a fault that spoils the first sample of a step (0-based), whichever process has it."""
+
+    def fault(process: Process) -> None:
+        import torch
+
+        from lora_trainer.data.loader import Feeder
+
+        real = Feeder.prepare
+
+        def prepare(self: Feeder, wanted: int) -> Any:
+            batch = real(self, wanted)
+            _, first = self.sample_at(wanted * self.batch_size)
+            for sample in batch.samples if wanted == step else ():
+                if sample.sample == first:
+                    sample.latents.fill_(torch.nan)
+            return batch
+
+        Feeder.prepare = prepare  # type: ignore[method-assign]
+
+    return fault
+
+
 def out_of_memory(_: Any) -> Any:
     import torch
 
@@ -238,16 +261,15 @@ def signalled(rank: int, number: int) -> Callable[[list[int]], None]:
 
 def scenarios(place: Toy) -> dict[str, Run]:
     """Run all; the order matters where one goes on with another."""
-    import torch
-
     found: dict[str, Run] = {}
-    nan = losses_at(IN_A_STEP, lambda losses: losses * torch.nan)
+    nan = spoilt_sample(2)
     found["one"] = run(place, "one", 1)
     for count in (2, 3, 4):
         found[f"of {count}"] = run(place, f"of {count}", count)
     found["cold"] = run(place, "cold", 2, data__cache_dir=str(place.folder / "cold"))
     found["no memory"] = run(place, "no memory", 2, faults={1: losses_at(IN_A_STEP, out_of_memory)})
-    found["nan"] = run(place, "nan", 2, faults={1: nan})
+    found["nan"] = run(place, "nan", 2, faults={0: nan, 1: nan})
+    found["nan alone"] = run(place, "nan alone", 1, faults={0: nan})
     found["bug"] = run(place, "bug", 2, faults={1: losses_at(IN_A_STEP, broken)})
     found["bug resumed"] = run(place, "bug", 2, "--resume")
     found["apart"] = run(place, "apart", 2, faults={1: other_weights})
