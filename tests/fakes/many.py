@@ -163,9 +163,9 @@ def note_draws(process: Process) -> None:
         encoded.flush()
         return write(self, key, arrays)
 
-    Feeder.prepare = noted_prepare  # type: ignore[method-assign]
-    Ranks.reduce = noted_reduce  # type: ignore[method-assign]
-    Cache.write = noted_write  # type: ignore[method-assign]
+    Feeder.prepare = noted_prepare
+    Ranks.reduce = noted_reduce
+    Cache.write = noted_write
     assert encode  # imported before the fork's first use of it
 
 
@@ -184,7 +184,7 @@ def losses_at(call: int, spoil: Callable[[Any], Any]) -> Fault:
             found = real(self, samples)
             return spoil(found) if next(calls) == call else found
 
-        Model.losses = losses  # type: ignore[method-assign]
+        Model.losses = losses
 
     return fault
 
@@ -207,7 +207,7 @@ def spoilt_sample(step: int) -> Fault:
                     sample.latents.fill_(torch.nan)
             return batch
 
-        Feeder.prepare = prepare  # type: ignore[method-assign]
+        Feeder.prepare = prepare
 
     return fault
 
@@ -234,7 +234,7 @@ def other_weights(process: Process) -> None:
             self.param_groups[0]["params"][0].add_(1e-7)
         return found
 
-    torch.optim.AdamW.step = step  # type: ignore[method-assign]
+    torch.optim.AdamW.step = step
 
 
 def after_step(step: int, act: Callable[[list[int]], None]) -> Callable[[list[int], Path], None]:
