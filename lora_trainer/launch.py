@@ -64,6 +64,16 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
     return found
 
 
+def share(total: int, *, rank: int, count: int) -> range:
+    """Return which of `total` things process `rank` of `count` does: as many as the others, give or take one."""
+    return range(total * rank // count, total * (rank + 1) // count)
+
+
+def full_batch(batch_size: int, *, count: int) -> int:
+    """Return the smallest batch from `batch_size` on that gives `count` processes equal shares."""
+    return -(-batch_size // count) * count
+
+
 def _contradiction(given: Mapping[str, str]) -> MachineError:
     told = ", ".join(f"{name} {value}" for name, value in given.items())
     return MachineError(

@@ -27,6 +27,7 @@ from lora_trainer.families.base import BaseFacts, Family, FileFormat
 from lora_trainer.files import HashMemo
 from lora_trainer.formats import format_notes, planned_contents, resolve_format
 from lora_trainer.hardware import Gpu, Hardware, Tier, assume_card, detect, tier, tier_problem
+from lora_trainer.launch import full_batch
 from lora_trainer.model.load import EMBEDDED, describe, with_choices
 from lora_trainer.planning.full_cards import FullCard, FullCards
 from lora_trainer.planning.plan import Plan, PlanInput, plan
@@ -187,7 +188,7 @@ def remarks(prepared: Prepared) -> tuple[Finding, ...]:
         )
     batch, processes = config.train.batch_size, prepared.processes
     if batch % processes:
-        busy, full = min(batch, processes), -(-batch // processes) * processes
+        busy, full = min(batch, processes), full_batch(batch, count=processes)
         found.append(
             warning(
                 "processes",

@@ -23,7 +23,7 @@ from lora_trainer.data.cache import Cache, CacheKey
 from lora_trainer.data.captions import is_dropped, variant_of
 from lora_trainer.errors import MachineError
 from lora_trainer.families.base import Conditioning, Prediction
-from lora_trainer.launch import Place
+from lora_trainer.launch import Place, share
 from lora_trainer.randomness import Stream, draw_seed, draw_uniform, shuffled
 from lora_trainer.train.levels import Level, Levels
 from lora_trainer.train.objective import draw_noise, min_snr_weight
@@ -153,8 +153,7 @@ class Feeder:
         if place.count == 1:
             return found
         found.sort(key=lambda at: self.sources[at[1]].size_px)
-        start, end = (len(found) * rank // place.count for rank in (place.rank, place.rank + 1))
-        return found[start:end]
+        return [found[index] for index in share(len(found), rank=place.rank, count=place.count)]
 
     def prepare_sample(self, epoch: int, sample: str) -> Prepared:
         """Draw all of one sample's randomness for one epoch."""

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.config import Config, all_settings, concrete, flatten
+from lora_trainer.launch import full_batch, share
 from lora_trainer.planning.fitting import gib
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.memory import MemoryItem
@@ -153,12 +154,12 @@ def shares(prepared: Prepared) -> Iterator[int]:
     """Yield how many images of each optimizer step a process does."""
     batch, count = prepared.config.train.batch_size, prepared.processes
     for rank in range(count):
-        yield batch * (rank + 1) // count - batch * rank // count
+        yield len(share(batch, rank=rank, count=count))
 
 
 def _processes_text(prepared: Prepared) -> str:
     batch, counts = prepared.config.train.batch_size, list(shares(prepared))
-    full = -(-batch // len(counts)) * len(counts)
+    full = full_batch(batch, count=len(counts))
     busy = f"{batch / (max(counts) * len(counts)):.0%} of them have work at a time"
     split = " + ".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)}"
     more = "" if full == batch else f"; train.batch_size={full} would use them all"

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.fakes.studio import Studio
+
 
 Figure = Callable[..., None]
 CASES = int(os.environ.get("RELIABILITY_CASES", "200"))
@@ -37,3 +43,30 @@ def figure(request: pytest.FixtureRequest) -> Figure:
 def cases() -> int:
     """How many cases of one kind to try."""
     return CASES
+
+
+# ---- for the tests of caches, which import torch: not before the environment is set
+
+
+@pytest.fixture(scope="module")
+def little_garbage() -> Iterator[None]:
+    """Caching collects garbage when it lets go of an encoder: here among few objects."""
+    from tests.fakes.studio import few_objects
+
+    with few_objects():
+        yield
+
+
+@pytest.fixture
+def no_hang() -> Iterator[None]:
+    """End a test that waits for ever."""
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+
+
+@pytest.fixture
+def studio(tmp_path: Path) -> Studio:
+    from tests.fakes.studio import studio_in
+
+    return studio_in(tmp_path)

@@ -7,7 +7,6 @@ and in `fill`, with real encoders that count what they are given.
 from __future__ import annotations
 
 import random
-import signal
 import struct
 from collections.abc import Callable, Iterator
 from itertools import permutations
@@ -19,28 +18,12 @@ import pytest
 from lora_trainer.data.cache import Arrays, Cache, CacheKey, text_key
 from lora_trainer.files import CappedFolder
 from tests.fakes.disk import Disk, Killed
-from tests.fakes.studio import ENTRIES, Studio, elsewhere, few_objects, files_of, studio_in
+from tests.fakes.studio import ENTRIES, Studio, elsewhere, files_of
 
 Figure = Callable[..., None]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _little_garbage() -> Iterator[None]:
-    """Caching collects garbage when it lets go of an encoder: here among few objects."""
-    with few_objects():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-
-
-@pytest.fixture
-def studio(tmp_path: Path) -> Studio:
-    return studio_in(tmp_path)
+pytestmark = pytest.mark.usefixtures("little_garbage", "no_hang")
 
 
 # ---- CAC-01

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,7 @@ from tests.fakes.studio import (
     Studio,
     draw,
     elsewhere,
-    few_objects,
     files_of,
-    studio_in,
 )
 from tests.fakes.tiny_base import copy_base
 
@@ -39,23 +36,7 @@ Figure = Callable[..., None]
 VAE_FILE, TEXT_FILE = "diffusion_pytorch_model.safetensors", "model.safetensors"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _little_garbage() -> Iterator[None]:
-    """Caching collects garbage when it lets go of an encoder: here among few objects."""
-    with few_objects():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-
-
-@pytest.fixture
-def studio(tmp_path: Path) -> Studio:
-    return studio_in(tmp_path)
+pytestmark = pytest.mark.usefixtures("little_garbage", "no_hang")
 
 
 # ---- CAC-03

@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import shutil
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,29 +29,13 @@ from lora_trainer.output.status import read_status
 from lora_trainer.train import loop
 from tests.fakes.disk import Disk
 from tests.fakes.runs import STEPS, Toy, events, python, toy, trajectory
-from tests.fakes.studio import Studio, elsewhere, few_objects, files_of, studio_in
+from tests.fakes.studio import Studio, elsewhere, files_of
 
 Figure = Callable[..., None]
 QUIET = {"logging__trackers": [], "sampling__every_steps": 0, "train__validate_every_steps": 0}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _little_garbage() -> Iterator[None]:
-    """Caching collects garbage when it lets go of an encoder: here among few objects."""
-    with few_objects():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-
-
-@pytest.fixture
-def studio(tmp_path: Path) -> Studio:
-    return studio_in(tmp_path)
+pytestmark = pytest.mark.usefixtures("little_garbage", "no_hang")
 
 
 # ---- CAC-04

@@ -212,7 +212,7 @@ def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> B
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Broken(request.param), *sys.meta_path])
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 def test_env_03_a_broken_bitsandbytes_is_named_with_what_helps(broken: BaseException) -> None:
