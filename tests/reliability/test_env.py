@@ -137,6 +137,7 @@ def test_env_01_other_names_are_refused_before_anything_is_made(
     with pytest.raises(RequestError, match=problem) as told:
         checked_name(name)
     assert str(told.value).isprintable()
+    place.cache.mkdir(exist_ok=True)  # of memos, which looking at a dataset may write
     before = set(place.folder.iterdir())
     if name.isprintable() and name:
         assert place.train("--name", name, **QUIET) == 2
