@@ -1,6 +1,7 @@
 """What a save costs training, against writing the same state while training waits.
 
-Usage: python benchmarks/save.py [--rounds 15] [--adapter-mb 90] [--folder DIR] [--json FILE]
+Usage: python benchmarks/save.py [--rounds 15] [--adapter-mb 90] [--threads N] [--folder DIR]
+           [--json FILE]
 
 The state is that of a large adapter with an 8-bit optimizer: float32 masters and two moments of a
 byte per weight, 135 MB by default. Both ways take turns in one process (A B B A), on the same disk:
@@ -41,6 +42,7 @@ class Result:
     """Medians in seconds; `blocked_share` is what training waits over what a waiting save takes."""
 
     rounds: int
+    threads: int
     state_mb: float
     synchronous_s: float
     blocked_s: float
@@ -133,6 +135,7 @@ def summary(found: Rounds, *, state_bytes: int) -> Result:
     slowed_s = max(0.0, statistics.median(found.slowed))
     return Result(
         rounds=len(found.synchronous),
+        threads=torch.get_num_threads(),
         state_mb=round(state_bytes / MB, 1),
         synchronous_s=synchronous_s,
         blocked_s=blocked_s,
@@ -173,20 +176,23 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--adapter-mb", type=float, default=90.0)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--threads", type=int, help="threads that copy [default: torch's own, as in training]"
+    )
     parser.add_argument(
         "--folder", type=Path, help="where to write [default: the temporary folder]"
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     state = state_of(int(options.adapter_mb * MB), step=0)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         found = measure(Path(folder), state, rounds=options.rounds)
         newest = max((Path(folder) / "sync").glob("step-*"))
         state_bytes = sum(path.stat().st_size for path in newest.iterdir())
     result = summary(found, state_bytes=state_bytes)
-    print(f"state                      {result.state_mb:8.1f} MB, {result.rounds} rounds")
+    print(f"state                      {result.state_mb:8.1f} MB, {result.rounds} rounds, {result.threads} threads")
     print(f"training waits for all     {1000 * result.synchronous_s:8.1f} ms")
     print(f"training waits for copies  {1000 * result.blocked_s:8.1f} ms")
     print(

@@ -94,14 +94,14 @@ class _Packer:
     copy: Copy
 
     def pack(self, value: Any, *, where: str) -> Any:
+        if isinstance(value, Tensor):  # asked first: training waits, and most values are tensors
+            return {"tensor": self._name(value, where=where)}
         if value is None or isinstance(value, (bool, str)):
             return value
         if isinstance(value, int):
             return {"int": str(value)}
         if isinstance(value, float):
             return {"float": value.hex()}
-        if isinstance(value, Tensor):
-            return {"tensor": self._name(value, where=where)}
         if isinstance(value, Mapping):
             pairs = value.items()
             return {"dict": [[self._key(k), self.pack(v, where=f"{where}.{k}")] for k, v in pairs]}
