@@ -17,11 +17,11 @@ from typing import Any
 from lora_trainer.errors import LoraTrainError, MachineError, exit_code
 from lora_trainer.files import disk_error
 
+from .asset_files import style_sheets
 from .guard import LoopbackOnly
-from .launch import Launcher
+from .workplace import Workplace
 
 ADDRESS = "127.0.0.1"
-STYLE_FILE = Path(__file__).with_name("assets") / "page.css"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,9 +42,9 @@ def serve(options: argparse.Namespace) -> None:
     except OSError as error:
         raise disk_error(root, error) from error
     quiet_gradio()
-    from .page import build_page
+    from .site import build_site
 
-    page = build_page(Launcher(root=root))
+    page = build_site(Workplace(runs=root))
     try:
         _, url, _ = page.launch(
             **launch_options(root), server_port=options.port, inbrowser=options.browser
@@ -83,7 +83,7 @@ def launch_options(root: Path) -> dict[str, Any]:
         "allowed_paths": [str(root)],
         "app_kwargs": {"middleware": [Middleware(LoopbackOnly)]},
         "theme": Default(primary_hue="blue"),
-        "css_paths": [STYLE_FILE],
+        "css_paths": style_sheets(),
         "footer_links": ["settings"],
         "run_history": False,
         "enable_monitoring": False,

@@ -1,69 +1,56 @@
 """The command lines that the interface runs, as lists of arguments; never a shell, never a string.
 
-Inputs: the fields of the form, checked here as far as it takes no torch. Outputs: the JSON of a
-short command, or a trainer in a session of its own, which outlives the interface. What a trainer
-says before it has a run folder goes to a log in `.launch/` under the runs folder.
+Inputs: drafts and run folders, checked here as far as it takes no torch. Outputs: the words of a
+training, for the queue, and the JSON answers of commands that end by themselves.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config import build_config, parse_assignment
+from lora_trainer.config import build_config
 from lora_trainer.errors import InputError, RequestError
-from lora_trainer.files import disk_error, read_json_object
+from lora_trainer.files import read_json_object
 from lora_trainer.output.history import mapping, sequence
-from lora_trainer.output.wording import INTERRUPTED_EXIT_CODES, one_line
+from lora_trainer.output.wording import one_line
 
-Argv = tuple[str, ...]
+from .drafts import Draft
+from .workplace import Workplace
 
-TRAINER: Argv = (sys.executable, "-m", "lora_trainer")
-LOGS = ".launch"
+Words = tuple[str, ...]
+
+TRAINER: Words = (sys.executable, "-m", "lora_trainer")
 _ANSWER_WITHIN_S = 900
 _NAME_MAX_LENGTH = 100
-_LOG_END_BYTES = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class Form:
-    """What the form asks for, as typed; an empty field leaves the choice to lora-train."""
-
-    dataset: str
-    base: str = ""
-    priority: str = "balanced"
-    name: str = ""
-    more_settings: str = ""
-
-
-def check_argv(form: Form) -> Argv:
+def check_words(draft: Draft, work: Workplace) -> Words:
     """Return the command that reports on the dataset; raises RequestError or InputError."""
-    return (*TRAINER, "check", _folder(form.dataset), *_base(form), *_sets(form), "--json")
+    return ("check", str(work.folder(draft.dataset)), *_base(draft, work), *_sets(draft), "--json")
 
 
-def plan_argv(form: Form) -> Argv:
+def plan_words(draft: Draft, work: Workplace) -> Words:
     """Return the command that predicts memory and time; raises RequestError or InputError."""
-    return (*TRAINER, "plan", _folder(form.dataset), *_choices(form), "--json")
+    return ("plan", str(work.folder(draft.dataset)), *_choices(draft, work), "--json")
 
 
-def train_argv(form: Form, *, root: Path) -> Argv:
-    """Return the command that trains into a new folder under `root`.
-
-    Raises RequestError or InputError.
-    """
-    name = _run_name(form.name)
+def train_words(draft: Draft, work: Workplace) -> Words:
+    """Return the training into a new folder of the runs; raises RequestError or InputError."""
+    name = run_name(draft.name)
     named = (f"--name={name}",) if name else ()
-    return (*TRAINER, _folder(form.dataset), *_choices(form), *named, f"--output={root.resolve()}")
+    folder = str(work.folder(draft.dataset))
+    return (folder, *_choices(draft, work), *named, f"--output={work.runs}")
 
 
-def resume_argv(run: Path, *, dataset: str) -> Argv:
-    """Return the command that goes on with a run; `dataset` counts where the run does not say.
+def resume_words(run: Path, *, dataset: str, work: Workplace) -> Words:
+    """Return the training that goes on with a run; `dataset` counts where the run does not say.
 
     Raises RequestError or InputError.
     """
@@ -71,10 +58,15 @@ def resume_argv(run: Path, *, dataset: str) -> Argv:
     if recorded is None and not dataset.strip():
         raise InputError(
             f"the run {run.name} does not say where its images are",
-            fix="type their folder under Images and press Resume again",
+            fix="type the folder of its images and press Resume again",
         )
-    folder = str(recorded) if recorded is not None else _folder(dataset)
-    return (*TRAINER, folder, f"--resume-from={run.resolve()}")
+    folder = recorded if recorded is not None else work.folder(dataset)
+    return (str(folder), f"--resume-from={run.resolve()}")
+
+
+def command_line(words: Sequence[str]) -> str:
+    """Return a command as it is typed in a terminal, quoted for a POSIX shell."""
+    return shlex.join(("lora-train", *words))
 
 
 def recorded_dataset(run: Path) -> Path | None:
@@ -94,54 +86,7 @@ def recorded_dataset(run: Path) -> Path | None:
     return None
 
 
-def more_settings(text: str) -> tuple[str, ...]:
-    """Return the assignments in `text`, one a line; raises RequestError naming all that is wrong.
-
-    Empty lines and lines that begin with # are left out.
-    """
-    stripped = (line.strip() for line in text.splitlines())
-    lines = [line for line in stripped if line and not line.startswith("#")]
-    values: dict[str, Any] = {}
-    for line in lines:
-        key, value = parse_assignment(line)
-        if key in values:
-            raise RequestError(f"{key} is given twice", fix="give it once")
-        values[key] = value
-    build_config(values)
-    return tuple(lines)
-
-
-def _choices(form: Form) -> Argv:
-    return (f"--priority={form.priority}", *_base(form), *_sets(form))
-
-
-def _base(form: Form) -> Argv:
-    base = form.base.strip()
-    return () if base in ("", "auto") else (f"--base={base}",)
-
-
-def _sets(form: Form) -> Argv:
-    return tuple(f"--set={line}" for line in more_settings(form.more_settings))
-
-
-def _folder(text: str) -> str:
-    """Return an absolute path, which no option begins like; raises InputError."""
-    stripped = text.strip()
-    if not stripped:
-        raise InputError("no image folder is given", fix="type the path of a folder with images")
-    try:
-        folder = Path(stripped).expanduser().resolve()
-        found = folder.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # no such user, a NUL in the name
-        raise InputError(f"{stripped!r} is no path: {error}", fix="type another one") from None
-    if not found:
-        raise InputError(
-            f"there is no folder {folder}", fix="type the path of a folder with images"
-        )
-    return str(folder)
-
-
-def _run_name(text: str) -> str:
+def run_name(text: str) -> str:
     """Return a name that is one visible folder of the runs folder; raises RequestError."""
     name = text.strip()
     hidden_or_elsewhere = name.startswith((".", "-")) or any(sign in name for sign in '/\\:*?"<>|')
@@ -153,6 +98,30 @@ def _run_name(text: str) -> str:
     return name
 
 
+def _choices(draft: Draft, work: Workplace) -> Words:
+    return (f"--priority={draft.priority}", *_base(draft, work), *_sets(draft))
+
+
+def _base(draft: Draft, work: Workplace) -> Words:
+    """Return the base model; raises InputError for a path outside of what may be named."""
+    base = draft.base.strip()
+    if base in ("", "auto"):
+        return ()
+    if base != "embedded" and Path(base).expanduser().exists():
+        return (f"--base={work.path(base, what='a base model')}",)
+    return (f"--base={base}",)
+
+
+def _sets(draft: Draft) -> Words:
+    build_config(draft.settings)
+    return tuple(f"--set={key}={_word(value)}" for key, value in draft.settings.items())
+
+
+def _word(value: Any) -> str:
+    """Return a value as `--set` reads it back: JSON, so that "5" stays text and 5 a number."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """What a short command said: its JSON, or the line in which it refused."""
@@ -161,11 +130,11 @@ class Answer:
     error: str = ""
 
 
-def ask(argv: Argv) -> Answer:
+def ask(words: Words, *, program: Words = TRAINER) -> Answer:
     """Run a command that ends by itself and prints JSON."""
     try:
         done = subprocess.run(
-            argv,
+            (*program, *words),
             capture_output=True,
             stdin=subprocess.DEVNULL,
             timeout=_ANSWER_WITHIN_S,
@@ -180,79 +149,6 @@ def ask(argv: Argv) -> Answer:
     except ValueError:
         return Answer(values=None, error=f"no JSON: {_last_line(done.stdout)}")
     return Answer(values=values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Child:
-    """A trainer that this interface started."""
-
-    argv: Argv
-    process: subprocess.Popen[bytes]
-    log: Path
-
-
-@dataclass(frozen=True, kw_only=True)
-class News:
-    """How the last start went: `error` is its last line when it failed."""
-
-    starting: bool = False
-    error: str = ""
-
-
-@dataclass
-class Launcher:
-    """Starts trainers for the runs folder `root`, and knows how those starts went."""
-
-    root: Path
-    children: list[Child] = field(default_factory=list)
-
-    def start(self, argv: Argv) -> int:
-        """Start a trainer and return its process number.
-
-        Raises RequestError when the same command still runs, MachineError when it cannot start.
-        """
-        if any(child.argv == argv and child.process.poll() is None for child in self.children):
-            raise RequestError(
-                "this training runs already", fix="wait for it, or give another name"
-            )
-        log = self.root / LOGS / f"{time.time_ns()}.log"
-        try:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("wb") as output:
-                process = _detached(argv, output.fileno())
-        except OSError as error:
-            raise disk_error(log, error) from error
-        self.children.append(Child(argv=argv, process=process, log=log))
-        return process.pid
-
-    def news(self, running: Sequence[int | None]) -> News:
-        """Tell of the last start; `running` are the process numbers of the runs that are seen."""
-        codes = [child.process.poll() for child in self.children]  # also buries those that ended
-        if not codes:
-            return News()
-        child, code = self.children[-1], codes[-1]
-        if code is None:
-            return News(starting=child.process.pid not in running)
-        if code in INTERRUPTED_EXIT_CODES:
-            return News()
-        return News(error=_log_end(child.log) or f"the trainer ended with exit code {code}")
-
-
-def _detached(argv: Argv, output: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        argv,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # a Ctrl-C meant for the interface does not reach it
-    )
-
-
-def _log_end(log: Path) -> str:
-    try:
-        return _last_line(log.read_bytes()[-_LOG_END_BYTES:])
-    except OSError:
-        return ""
 
 
 def _last_line(output: bytes) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,9 +12,6 @@ import pytest
 from lora_trainer.gui import app
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_gradio = pytest.mark.skipif(
-    importlib.util.find_spec("gradio") is None, reason="gradio is not installed (extra `gui`)"
-)
 
 
 def test_without_gradio_there_is_one_line_and_exit_code_4(
@@ -48,11 +44,11 @@ from lora_trainer.gui import app
 app.quiet_gradio()
 from fastapi.testclient import TestClient
 from gradio.routes import App
-from lora_trainer.gui.launch import Launcher
-from lora_trainer.gui.page import build_page
+from lora_trainer.gui.site import build_site
+from lora_trainer.gui.workplace import Workplace
 root = Path(sys.argv[1])
 options = app.launch_options(root)
-page = build_page(Launcher(root=root))
+page = build_site(Workplace(runs=root))
 page.allowed_paths, page.blocked_paths = options["allowed_paths"], []
 server = App.create_app(page, app_kwargs=options["app_kwargs"])
 answers = {}
@@ -68,9 +64,9 @@ upload = {"files": ("x.txt", b"x", "text/plain")}
 foreign = {"origin": "http://evil.example"}
 answers["upload"] = client.post("/gradio_api/upload", files=upload, headers=foreign).status_code
 config = client.get("/config").json()
-labels = [block["props"].get("label") for block in config["components"]]
+pages = [path for path, *_ in config["pages"]]
 loaded = sorted(name for name in ("torch", "diffusers", "transformers") if name in sys.modules)
-print(json.dumps({"answers": answers, "labels": labels, "loaded": loaded, "options": {
+print(json.dumps({"answers": answers, "pages": pages, "loaded": loaded, "options": {
     name: value for name, value in options.items() if isinstance(value, bool | str)}}))
 """
 
@@ -90,9 +86,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
-def test_the_page_builds_without_torch(served: dict[str, Any]) -> None:
+def test_all_pages_build_without_torch(served: dict[str, Any]) -> None:
     assert served["loaded"] == []
-    assert {"Runs", "Images", "Base model", "Priority", "Name"} <= set(served["labels"])
+    assert served["pages"] == [
+        "",
+        "train",
+        "run",
+        "datasets",
+        "queue",
+        "library",
+        "settings",
+        "doctor",
+    ]
 
 
 def test_only_this_machine_is_answered(served: dict[str, Any]) -> None:
@@ -113,25 +118,3 @@ def test_nothing_is_shared(served: dict[str, Any]) -> None:
     options = served["options"]
     assert options["server_name"] == "127.0.0.1"
     assert not any(options[name] for name in ("share", "run_history", "enable_monitoring"))
-
-
-@needs_gradio
-def test_a_tick_sends_only_what_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")
-    handlers = pytest.importorskip("lora_trainer.gui.handlers")
-    from lora_trainer.gui.launch import Launcher
-
-    from tests.fakes.run_folder import fake_run
-
-    launcher = Launcher(root=tmp_path)
-    empty = handlers.refresh(launcher, None, handlers.Session())
-    fake_run(tmp_path / "x", steps=3).write()
-    first = handlers.refresh(launcher, None, empty[-1])
-    assert "x" in first[2]
-    assert len(first) == len(empty) == 2 + handlers._RUN_OUTPUTS + 1
-    again = handlers.refresh(launcher, "x", first[-1])
-    assert isinstance(again, dict)
-    assert again["__type__"] == "update"
-    assert len(again) == 1

@@ -1,0 +1,109 @@
+"""What somebody has filled in for a training that is not started yet, kept in files.
+
+Inputs: the values of the pages. Outputs: `<runs>/.gui/drafts/ID.json`. Going back, an error, a
+reload, another tab or a new start of the interface find the draft as it was left; it ends by being
+started. The expert page writes into the same draft.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config import build_config
+from lora_trainer.errors import LoraTrainError, RequestError
+from lora_trainer.files import json_bytes, read_json_object, write_atomic
+
+from .workplace import Workplace
+
+_ID = re.compile(r"[0-9a-f]{12,20}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A training to be; an empty text leaves the choice to lora-train.
+
+    `settings` are {"section.name": value} over the preset, `started_as` the item of the queue.
+    """
+
+    id: str
+    dataset: str = ""
+    base: str = ""
+    priority: str = "balanced"
+    name: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    started_as: str = ""
+
+    def with_setting(self, key: str, value: Any) -> Draft:
+        """Return the draft with one setting; raises RequestError for an impossible value."""
+        settings = {**self.settings, key: value}
+        build_config(settings)
+        return replace(self, settings=settings)
+
+    def without_setting(self, key: str) -> Draft:
+        """Return the draft with that setting left to the preset."""
+        return replace(self, settings={k: v for k, v in self.settings.items() if k != key})
+
+
+def new(work: Workplace, *, dataset: str = "") -> Draft:
+    """Return an empty draft with an id of its own, saved."""
+    draft = Draft(id=f"{time.time_ns():x}", dataset=dataset)
+    save(work, draft)
+    return draft
+
+
+def save(work: Workplace, draft: Draft) -> None:
+    """Write a draft; raises MachineError."""
+    file = _file(work, draft.id)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, json_bytes(asdict(draft)), durable=False)
+
+
+def read(work: Workplace, draft_id: str) -> Draft:
+    """Return a draft; raises RequestError when there is none of that id or it is damaged."""
+    if not _ID.fullmatch(draft_id) or not (file := _file(work, draft_id)).is_file():
+        raise RequestError(f"there is no draft {draft_id!r}", fix="begin a new training")
+    values = read_json_object(file)
+    try:
+        draft = Draft(**values)
+        texts = all(
+            isinstance(getattr(draft, entry.name), str)
+            for entry in fields(draft)
+            if entry.name != "settings"
+        )
+        if not texts or not isinstance(draft.settings, dict):
+            raise TypeError("a value of the wrong kind")
+        build_config(draft.settings)
+    except (TypeError, LoraTrainError) as error:
+        raise RequestError(
+            f"the draft {file.name} cannot be read: {error}", fix="begin a new training"
+        ) from None
+    return draft
+
+
+def current(work: Workplace) -> Draft:
+    """Return the newest draft that is readable and not started, else a new one."""
+    try:
+        names = sorted((path.stem for path in _folder(work).glob("*.json")), reverse=True)
+    except OSError:
+        names = []
+    for name in names:
+        try:
+            draft = read(work, name)
+        except RequestError:
+            continue
+        if not draft.started_as:
+            return draft
+    return new(work)
+
+
+def _folder(work: Workplace) -> Path:
+    return work.own / "drafts"
+
+
+def _file(work: Workplace, draft_id: str) -> Path:
+    return _folder(work) / f"{draft_id}.json"

@@ -1,0 +1,151 @@
+"""Longer commands that a page starts: captioning, sampling, merging, converting.
+
+Inputs: a command line as a list of words. Outputs: `<runs>/.gui/jobs/ID/` with job.json, the
+command's output in log.txt and, once it has ended, result.json. A small process of its own session
+(job_runner.py) runs the command, so that its exit code is known also when the interface was ended
+meanwhile; what a page shows is a function of these files.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from lora_trainer.errors import RequestError
+from lora_trainer.files import disk_error, json_bytes, read_json_object, write_atomic
+from lora_trainer.output.wording import one_line
+
+from .workplace import Workplace
+
+State = Literal["running", "finished", "failed"]
+JOB_FILE, RESULT_FILE, LOG_FILE, RUNNER_FILE = "job.json", "result.json", "log.txt", "runner.json"
+_ID = re.compile(r"[0-9a-f]{12,20}")
+_LOG_END_BYTES = 16_384
+_STARTING_WITHIN_S = 20.0
+# psutil counts from the time of boot, which moves a little when the clock is corrected.
+_START_TOLERANCE_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A command that was started; `about` is what its page wants to remember of it."""
+
+    id: str
+    folder: Path
+    kind: str
+    argv: tuple[str, ...]
+    about: Mapping[str, Any]
+    state: State
+    exit_code: int | None
+
+    def log_tail(self, lines: int = 20) -> list[str]:
+        """Return the last lines of the command's output; a progress bar counts as its last state."""
+        try:
+            with (self.folder / LOG_FILE).open("rb") as file:
+                file.seek(0, 2)
+                file.seek(max(0, file.tell() - _LOG_END_BYTES))
+                text = file.read().decode("utf-8", errors="replace")
+        except OSError:
+            return []
+        shown = [line.rpartition("\r")[2] for line in text.rstrip().splitlines()]
+        return [line for line in shown if line.strip()][-lines:]
+
+    def error(self) -> str:
+        """Return the line in which the command refused or failed, an empty one otherwise."""
+        if self.state != "failed":
+            return ""
+        tail = self.log_tail(1)
+        return one_line(tail[0]) if tail else f"it ended with exit code {self.exit_code}"
+
+
+def start(
+    work: Workplace, *, kind: str, argv: Sequence[str], about: Mapping[str, Any] | None = None
+) -> Job:
+    """Start a command; raises RequestError when the same one runs already, MachineError."""
+    if any(job.argv == tuple(argv) for job in find(work, kind=kind) if job.state == "running"):
+        raise RequestError("this runs already", fix="wait for it to end")
+    folder = work.own / "jobs" / f"{time.time_ns():x}"
+    content = {"kind": kind, "argv": list(argv), "about": dict(about or {}), "at_s": time.time()}
+    try:
+        folder.mkdir(parents=True)
+        write_atomic(folder / JOB_FILE, json_bytes(content), durable=False)
+        runner = subprocess.Popen(
+            [sys.executable, "-m", "lora_trainer.gui.job_runner", str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C meant for the interface does not reach it
+        )
+    except OSError as error:
+        raise disk_error(folder, error) from error
+    threading.Thread(target=runner.wait, daemon=True).start()  # it would stay as a zombie
+    return read(work, folder.name)
+
+
+def read(work: Workplace, job_id: str) -> Job:
+    """Return a job; raises RequestError for an unknown id or a damaged record."""
+    folder = work.own / "jobs" / job_id
+    if not _ID.fullmatch(job_id) or not (folder / JOB_FILE).is_file():
+        raise RequestError(f"there is no job {job_id!r}", fix="start it again")
+    record = read_json_object(folder / JOB_FILE)
+    state, exit_code = _state(folder, begun_s=float(record.get("at_s", 0.0)))
+    return Job(
+        id=job_id,
+        folder=folder,
+        kind=str(record.get("kind")),
+        argv=tuple(map(str, record.get("argv", ()))),
+        about=record.get("about", {}),
+        state=state,
+        exit_code=exit_code,
+    )
+
+
+def find(work: Workplace, *, kind: str) -> list[Job]:
+    """Return the jobs of a kind, the newest first; damaged records are left out."""
+    found = []
+    for folder in sorted((work.own / "jobs").glob("*"), reverse=True):
+        try:
+            job = read(work, folder.name)
+        except RequestError:
+            continue
+        if job.kind == kind:
+            found.append(job)
+    return found
+
+
+def _state(folder: Path, *, begun_s: float) -> tuple[State, int | None]:
+    result = _record(folder / RESULT_FILE)
+    if result is not None:
+        code = result.get("exit_code")
+        return ("finished" if code == 0 else "failed"), code
+    runner = _record(folder / RUNNER_FILE)
+    if runner is None:
+        return ("running" if time.time() - begun_s < _STARTING_WITHIN_S else "failed"), None
+    return ("running" if _lives(runner) else "failed"), None
+
+
+def _record(file: Path) -> Mapping[str, Any] | None:
+    if not file.is_file():
+        return None
+    try:
+        return read_json_object(file)
+    except RequestError:
+        return None
+
+
+def _lives(runner: Mapping[str, Any]) -> bool:
+    try:
+        process = psutil.Process(int(runner["pid"]))
+        same = abs(process.create_time() - float(runner["started_s"])) <= _START_TOLERANCE_S
+        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
+    except (psutil.Error, KeyError, TypeError, ValueError):
+        return False

@@ -1,0 +1,1 @@
+"""One module per page: which widgets it has, and what they call."""

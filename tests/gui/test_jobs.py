@@ -1,0 +1,81 @@
+"""Jobs are what their folders say, also for an interface that was started after them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from lora_trainer.gui import jobs
+from lora_trainer.gui.workplace import Workplace
+
+from lora_trainer.errors import RequestError
+
+WITHIN_S = 60.0
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Workplace:
+    return Workplace(runs=tmp_path)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < ends_s, "it did not come to it"
+        os.sched_yield()
+
+
+def ended(work: Workplace, job: jobs.Job) -> jobs.Job:
+    until(lambda: jobs.read(work, job.id).state != "running")
+    return jobs.read(work, job.id)
+
+
+def python(program: str, *words: str) -> list[str]:
+    return [sys.executable, "-c", program, *words]
+
+
+def test_a_job_ends_with_its_exit_code_and_output(work: Workplace) -> None:
+    hostile = ("$(touch marker)", "; touch marker", "--flag", "a\nb")
+    program = "import sys; print(sys.argv[1:]); print('error: no. Fix: do.'); sys.exit(3)"
+    job = jobs.start(work, kind="try", argv=python(program, *hostile), about={"of": "x"})
+    assert job.state == "running"
+    found = ended(work, job)
+    assert (found.state, found.exit_code, found.about) == ("failed", 3, {"of": "x"})
+    assert found.log_tail()[0] == str(list(hostile))
+    assert found.error() == "error: no. Fix: do."
+    assert jobs.find(work, kind="try") == [found]
+    assert jobs.find(work, kind="other") == []
+
+
+def test_the_same_command_runs_once_at_a_time(work: Workplace) -> None:
+    argv = python("import signal; print('here', flush=True); signal.pause()")
+    job = jobs.start(work, kind="try", argv=argv)
+    with pytest.raises(RequestError, match="runs already"):
+        jobs.start(work, kind="try", argv=argv)
+    until(lambda: jobs.read(work, job.id).log_tail() == ["here"])
+    os.kill(json.loads((job.folder / jobs.RUNNER_FILE).read_text())["pid"], signal.SIGTERM)
+    assert ended(work, job).exit_code == -signal.SIGTERM
+    again = jobs.start(work, kind="try", argv=python("print('two')"))
+    assert ended(work, again).state == "finished"
+    assert [found.id for found in jobs.find(work, kind="try")] == [again.id, job.id]
+
+
+def test_a_job_whose_runner_is_gone_has_failed(work: Workplace) -> None:
+    job = jobs.start(work, kind="try", argv=python("print('x')"))
+    until(lambda: (job.folder / jobs.RESULT_FILE).exists())
+    (job.folder / jobs.RESULT_FILE).unlink()
+    runner = job.folder / jobs.RUNNER_FILE
+    runner.write_text('{"pid": 1, "started_s": 1.0}')
+    assert jobs.read(work, job.id).state == "failed"
+
+
+@pytest.mark.parametrize("name", ["../x", "", "0" * 12, "a/b"])
+def test_an_id_is_no_path(work: Workplace, name: str) -> None:
+    with pytest.raises(RequestError, match="no job"):
+        jobs.read(work, name)
