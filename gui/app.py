@@ -104,6 +104,4 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--no-browser", dest="browser", action="store_false", help="do not open the browser"
     )
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    # `lora-train gui` comes here with its own command line.
-    return parser.parse_args(given[1:] if given[:1] == ["gui"] else given)
+    return parser.parse_args(arguments)

@@ -292,9 +292,11 @@ def doctor(*, json: Json = False) -> None:
 
 
 @app.command
-def gui() -> None:
-    """Open the graphical interface (the same as lora-train-gui)."""
-    importlib.import_module("lora_trainer.gui.app").main()
+def gui(
+    *words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+) -> None:
+    """Open the graphical interface; its options are those of `lora-train-gui --help`."""
+    importlib.import_module("lora_trainer.gui.app").main(words)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lora_trainer.gui import app
+
+from lora_trainer import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,12 +30,13 @@ def test_without_gradio_there_is_one_line_and_exit_code_4(
     )
 
 
-@pytest.mark.parametrize("words", [["gui"], []])
-def test_both_commands_lead_here(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["lora-train", *words, "--port", "7999", "--no-browser"])
+@pytest.mark.parametrize(("command", "words"), [(cli.run, ["gui"]), (app.main, [])])
+def test_both_commands_lead_here(
+    command: Callable[[list[str]], None], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     served: list[Any] = []
     monkeypatch.setattr(app, "serve", served.append)
-    app.main()
+    command([*words, "--port", "7999", "--no-browser"])
     (options,) = served
     assert (options.runs, options.port, options.browser) == (Path("runs"), 7999, False)
 

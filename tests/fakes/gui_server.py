@@ -1,0 +1,93 @@
+"""The graphical interface as a user starts it: a process of its own that serves a runs folder.
+
+Input: the runs folder and more words of the command line. Output: the link that the program printed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urljoin, urlsplit
+
+ROOT = Path(__file__).resolve().parents[2]
+_START_WITHIN_S = 90
+_LINK = re.compile(r"https?://\S+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuiServer:
+    """A running server; `link` is what the user would open, with the key in it."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    link: str
+    log: Path
+
+    def url(self, path: str = "/") -> str:
+        """Return the link to a page; the browser has to have opened `link` before."""
+        return urljoin(self.link, path)
+
+    @property
+    def origin(self) -> str:
+        """`http://host:port`, as a browser sends it."""
+        parts = urlsplit(self.link)
+        return f"{parts.scheme}://{parts.netloc}"
+
+    def said(self) -> str:
+        """Return all that the program has printed."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def kill(self) -> None:
+        """End it as `kill -9` does; nothing it was doing is finished."""
+        self.process.kill()
+        self.process.wait(timeout=30)
+
+    def stop(self) -> None:
+        """End it as closing its terminal does."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+
+def start_gui(
+    runs: Path, *options: str, port: int | None = None, env: Mapping[str, str] | None = None
+) -> GuiServer:
+    """Start the interface and wait until it has printed its link; raises AssertionError."""
+    port = port or free_port()
+    command = [sys.executable, "-m", "lora_trainer", "gui", f"--runs={runs}", "--no-browser"]
+    with tempfile.NamedTemporaryFile(prefix="gui-", suffix=".log", delete=False) as output:
+        log = Path(output.name)
+        process = subprocess.Popen(
+            [*command, f"--port={port}", *options],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env={**os.environ, **(env or {})},
+        )
+    deadline = time.monotonic() + _START_WITHIN_S
+    while time.monotonic() < deadline and process.poll() is None:
+        if found := _LINK.search(log.read_text(encoding="utf-8", errors="replace")):
+            return GuiServer(process=process, port=port, link=found[0], log=log)
+        time.sleep(0.05)  # between looks; the condition above ends the wait
+    process.kill()
+    process.wait(timeout=30)
+    raise AssertionError(f"the interface printed no link: {log.read_text()}")
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,140 @@
+"""A real server and a real browser for the tests of the interface that are marked `e2e`.
+
+    pytestmark = pytest.mark.e2e
+
+    def test_it(page, gui_server, tmp_path):
+        server = gui_server(tmp_path / "runs", "--datasets=/more/words/of/the/command/line")
+        page.goto(server.link)              # the link with the key, as lora-train-gui prints it
+        page.goto(server.url("/doctor"))    # from then on the browser is known
+        server.kill()                       # kill -9
+        again = gui_server(tmp_path / "runs", port=server.port)  # as the user starts it again
+
+`gui_server(runs, *options, port=None, env=None) -> GuiServer` (module scope: start one in a module
+fixture and share it; it takes 5 to 10 s) has `link`, `url(path)`, `port`, `process`, `said()`,
+`kill()`, `stop()`. What still runs is stopped when the module ends.
+
+`page` is a new tab of a 1280x800 window. `new_page(**context_options)` opens more, each in a browser
+profile of its own: `new_page(color_scheme="dark")`, `new_page(viewport={"width": 390, "height":
+844})`; `page.context.new_page()` opens a second tab of the same profile. A test FAILS at its end
+when any of its tabs had a JavaScript error, asked anything of another host, opened an alert or a
+websocket, or was stopped by the content security policy.
+
+The browser is the system's `chromium`, one for each module: playwright's event loop keeps a thread
+busy, so a module that uses it cannot call `asyncio.run`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.fakes.gui_server import GuiServer, start_gui
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+BROWSER_FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+LAPTOP = {"width": 1280, "height": 800}
+_IN_THE_PAGE = ("about", "blob", "data")
+
+StartGui = Callable[..., GuiServer]
+NewPage = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def gui_server() -> Iterator[StartGui]:
+    """Return a function that starts the interface on a runs folder; all are stopped at the end."""
+    pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
+    started: list[GuiServer] = []
+
+    def start(runs: Path, *options: str, **more: Any) -> GuiServer:
+        started.append(start_gui(runs, *options, **more))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+        server.log.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Return a headless Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("no chromium on this machine (Debian: apt-get install chromium)")
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=program, args=BROWSER_FLAGS)
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def new_page(browser: Any) -> Iterator[NewPage]:
+    """Return a function that opens a tab in a new profile; fails the test for what they did."""
+    offences: list[str] = []
+    contexts: list[Any] = []
+
+    def open_page(**options: Any) -> Any:
+        context = browser.new_context(**{"viewport": LAPTOP, **options})
+        watch(context, offences)
+        contexts.append(context)
+        return context.new_page()
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert not offences, "\n".join(offences)
+
+
+@pytest.fixture
+def page(new_page: NewPage) -> Any:
+    """Return a new tab of a laptop's size; see the top of this file for what fails a test."""
+    return new_page()
+
+
+def watch(context: Any, offences: list[str]) -> None:
+    """Note in `offences` what no page of ours may do, in any tab of this browser profile."""
+
+    def refuse_alert(dialog: Any) -> None:
+        if dialog.type == "alert":
+            offences.append(f"an alert opened: {dialog.message}")
+        dialog.dismiss()
+
+    def request(asked: Any) -> None:
+        if is_foreign(asked.url):
+            offences.append(f"a request left this machine: {asked.url}")
+
+    def console(message: Any) -> None:
+        if "Content Security Policy" in message.text:
+            offences.append(f"stopped by the content security policy: {message.text}")
+
+    def tab(opened: Any) -> None:
+        opened.on(
+            "websocket",
+            lambda socket: offences.append(f"a websocket was opened: {socket.url}"),
+        )
+
+    context.on("weberror", lambda error: offences.append(f"JavaScript error: {error.error}"))
+    context.on("request", request)
+    context.on("console", console)
+    context.on("dialog", refuse_alert)
+    context.on("page", tab)
+
+
+def is_foreign(url: str) -> bool:
+    """Whether asking for `url` leaves this machine."""
+    parts = urlsplit(url)
+    return parts.scheme not in _IN_THE_PAGE and parts.hostname not in LOOPBACK
