@@ -20,6 +20,7 @@ from lora_trainer.files import json_bytes, read_json_object, write_atomic
 
 from .workplace import Workplace
 
+STEPS = (1, 2)
 _ID = re.compile(r"[0-9a-f]{12,20}")
 
 
@@ -27,7 +28,8 @@ _ID = re.compile(r"[0-9a-f]{12,20}")
 class Draft:
     """A training to be; an empty text leaves the choice to lora-train.
 
-    `settings` are {"section.name": value} over the preset, `started_as` the item of the queue.
+    `settings` are {"section.name": value} over the preset, `step` is where the page Train stands,
+    `started_as` the item of the queue.
     """
 
     id: str
@@ -36,6 +38,7 @@ class Draft:
     priority: str = "balanced"
     name: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 1
     started_as: str = ""
 
     def with_setting(self, key: str, value: Any) -> Draft:
@@ -73,9 +76,9 @@ def read(work: Workplace, draft_id: str) -> Draft:
         texts = all(
             isinstance(getattr(draft, entry.name), str)
             for entry in fields(draft)
-            if entry.name != "settings"
+            if entry.name not in ("settings", "step")
         )
-        if not texts or not isinstance(draft.settings, dict):
+        if not texts or draft.step not in STEPS or not isinstance(draft.settings, dict):
             raise TypeError("a value of the wrong kind")
         build_config(draft.settings)
     except (TypeError, LoraTrainError) as error:

@@ -41,6 +41,13 @@ class Part:
     size_bytes: float
 
 
+def plan(values: Values, *, details: Html) -> Html:
+    """Return all of a plan: words, bar, remarks, and `details` folded."""
+    folded = tag("details", tag("summary", "Item by item, with every decision"), details)
+    parts = (sentence(values), duration(values), memory_bar(values), remarks(values), folded)
+    return tag("div", *parts, class_="plan")
+
+
 def sentence(values: Values) -> Html:
     """Return in a sentence or two what will be trained, for how long, and where it comes from."""
     settings = mapping(values, "settings")

@@ -25,6 +25,7 @@ class Page:
     listed: bool = True
 
 
+HOME = "Runs"
 PAGES = (
     Page(name="Train", path="train", build=train.build),
     Page(name="Run", path="run", build=run.build, listed=False),
@@ -39,9 +40,10 @@ PAGES = (
 def build_site(work: Workplace) -> gr.Blocks:
     """Return all pages for the runs folder of `work`."""
     with gr.Blocks(title="lora-train", analytics_enabled=False) as site:
-        gr.Navbar(main_page_name="Runs")
+        gr.Navbar(main_page_name=HOME)
         home.build(work)
     for page in PAGES:
         with site.route(page.name, f"/{page.path}", show_in_navbar=page.listed):
+            gr.Navbar(main_page_name=HOME)
             page.build(work)
     return site
