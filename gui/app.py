@@ -1,61 +1,125 @@
-"""`lora-train-gui`: serves the page to this machine, 127.0.0.1 only, and opens the browser.
+"""`lora-train-gui`: serves the pages to this machine and opens the browser.
 
-Inputs: --runs, --port, --no-browser. Files are served from the runs folder alone; nothing is sent
-to anybody. Ending it ends no training.
+Inputs: the command line and, for a server that others may reach, LORA_TRAIN_GUI_PASSWORD. Output: a
+line with the link, until Ctrl-C. Nothing is sent to anybody. Ending it ends no training.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
+import threading
+import webbrowser
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from lora_trainer.errors import LoraTrainError, MachineError, exit_code
+from lora_trainer.errors import (
+    InputError,
+    LoraTrainError,
+    MachineError,
+    RequestError,
+    exit_code,
+)
 from lora_trainer.files import disk_error
 
-from .asset_files import style_sheets
-from .guard import LoopbackOnly
+from . import server
+from .access import (
+    KEY_PARAMETER,
+    LOOPBACK,
+    KeyAccess,
+    PasswordAccess,
+    hosts_of_this_machine,
+    is_loopback,
+    listening_password,
+    read_key,
+)
+from .guard import Access
 from .workplace import Workplace
 
 ADDRESS = "127.0.0.1"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line; see `--help`."""
+
+    runs: Path
+    listen: str
+    port: int | None
+    browser: bool
+    datasets: tuple[Path, ...]
+    host_names: tuple[str, ...]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until Ctrl-C; exits with the code of the error, told in one line."""
     try:
-        serve(_parsed(arguments))
+        serve(parsed(arguments))
     except LoraTrainError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(exit_code(error))
+    except KeyboardInterrupt:
+        sys.exit(0)
 
 
-def serve(options: argparse.Namespace) -> None:
-    """Build the page and serve it; raises MachineError."""
+def serve(options: Options) -> None:
+    """Build the pages and serve them; raises RequestError, InputError, MachineError."""
     require_gradio()
-    root: Path = options.runs.expanduser().resolve()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_error(root, error) from error
-    quiet_gradio()
-    from .site import build_site
-
-    page = build_site(Workplace(runs=root))
-    try:
-        _, url, _ = page.launch(
-            **launch_options(root), server_port=options.port, inbrowser=options.browser
-        )
-    except OSError as error:
-        raise MachineError(
-            f"cannot serve on {ADDRESS}: {error}", fix="give a free port with --port"
-        ) from error
-    sys.stdout.write(f"lora-train: {url} (Ctrl-C ends this page, not the trainings)\n")
+    work = workplace(options)
+    access = access_for(options, work)
+    server.quiet_gradio(work)
+    pages = server.application(work, access=access)
+    listening = server.listen(options.listen, options.port)
+    home = address_of(options.listen, listening.getsockname()[1])
+    key = f"?{KEY_PARAMETER}={access.key}" if isinstance(access, KeyAccess) else ""
+    sys.stdout.write(f"lora-train: {home}{key} (Ctrl-C ends these pages, not the trainings)\n")
     sys.stdout.flush()
-    page.block_thread()
+    if options.browser and isinstance(access, KeyAccess):
+        # In a thread: a browser in the terminal would keep the server from starting.
+        once = f"{home}?{KEY_PARAMETER}={access.ticket()}"
+        threading.Thread(target=webbrowser.open, args=(once,), daemon=True).start()
+    server.run(pages, listening)
+
+
+def workplace(options: Options) -> Workplace:
+    """Return the folders to work in; raises RequestError, InputError, MachineError."""
+    runs = options.runs.expanduser().resolve()
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(runs, error) from error
+    roots = tuple(folder.expanduser().resolve() for folder in options.datasets)
+    for root in roots:
+        if not root.is_dir():
+            raise InputError(f"there is no folder {root}", fix="give --datasets an existing one")
+    if not roots and not is_loopback(options.listen):
+        raise RequestError(
+            "with --listen others choose folders of this machine, and none is named for them",
+            fix="add --datasets FOLDER, as often as needed",
+        )
+    return Workplace(runs=runs, roots=roots or None)
+
+
+def access_for(options: Options, work: Workplace) -> Access:
+    """Return who may come in; raises RequestError, MachineError."""
+    if is_loopback(options.listen):
+        if options.host_names:
+            raise RequestError(
+                "--host-name is for a server that others reach", fix="add --listen, or leave it out"
+            )
+        hosts = LOOPBACK | {options.listen}
+        return KeyAccess(key=read_key(work.own), hosts=hosts)
+    return PasswordAccess(
+        password=listening_password(),
+        hosts=hosts_of_this_machine(options.listen, options.host_names),
+    )
+
+
+def address_of(address: str, port: int) -> str:
+    """Return the address of the home page as a browser takes it."""
+    return f"http://{f'[{address}]' if ':' in address else address}:{port}/"
 
 
 def require_gradio() -> None:
@@ -67,41 +131,48 @@ def require_gradio() -> None:
         )
 
 
-def quiet_gradio() -> None:
-    """Turn off what gradio sends out; it reads this when it is imported."""
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-
-
-def launch_options(root: Path) -> dict[str, Any]:
-    """Return the options that keep the server on this machine and its files to `root`."""
-    from gradio.themes import Default
-    from starlette.middleware import Middleware
-
-    return {
-        "server_name": ADDRESS,
-        "share": False,
-        "allowed_paths": [str(root)],
-        "app_kwargs": {"middleware": [Middleware(LoopbackOnly)]},
-        "theme": Default(primary_hue="blue"),
-        "css_paths": style_sheets(),
-        "footer_links": ["settings"],
-        "run_history": False,
-        "enable_monitoring": False,
-        "ssr_mode": False,
-        "mcp_server": False,
-        "pwa": False,
-        "quiet": True,
-        "prevent_thread_lock": True,
-    }
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="lora-train-gui", description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--runs", type=Path, default=Path("runs"), help="folder with the runs [runs]"
+def parsed(arguments: Sequence[str] | None) -> Options:
+    """Return the options of a command line; argparse ends the program for a wrong one."""
+    parser = argparse.ArgumentParser(
+        prog="lora-train-gui", description=__doc__.partition("\n")[0], allow_abbrev=False
     )
-    parser.add_argument("--port", type=int, help="port [the first free one from 7860]")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="with the runs [runs]"
+    )
+    parser.add_argument("--port", type=int, help="[the first free one from 7860]")
     parser.add_argument(
         "--no-browser", dest="browser", action="store_false", help="do not open the browser"
     )
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--datasets",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="a folder whose images the pages may use, repeatable [all of this machine; with"
+        " --listen none]",
+    )
+    parser.add_argument(
+        "--listen",
+        default=ADDRESS,
+        metavar="ADDRESS",
+        help="serve others too, such as 0.0.0.0; asks for the password in"
+        f" LORA_TRAIN_GUI_PASSWORD, without encryption [{ADDRESS}]",
+    )
+    parser.add_argument(
+        "--host-name",
+        dest="host_names",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name of this machine that browsers may use with --listen, repeatable",
+    )
+    words = parser.parse_args(arguments)
+    return Options(
+        runs=words.runs,
+        listen=words.listen,
+        port=words.port,
+        browser=words.browser,
+        datasets=tuple(words.datasets),
+        host_names=tuple(words.host_names),
+    )

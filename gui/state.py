@@ -27,7 +27,6 @@ SERIES_TRAIN, SERIES_VALIDATION = "training loss", "validation loss"
 MAX_POINTS = 400
 MAX_PROBLEMS = 100
 _PACE_STEPS = 50
-_FILE_ROUTE = "/gradio_api/file="
 
 Point = tuple[int, float, str]
 Stamp = tuple[object, ...]
@@ -266,5 +265,5 @@ def _files(folder: Path, history: History) -> Html:
 
 def _link(path: Path) -> Html:
     size = bytes_text(path.stat().st_size)
-    href = _FILE_ROUTE + quote(path.resolve().as_posix())
+    href = f"/media/run/{quote(path.parent.name, safe='')}/{quote(path.name, safe='')}"
     return tag("a", f"{path.name} ({size})", href=href, download=path.name)

@@ -1,0 +1,264 @@
+"""Who may use the interface: the user of this machine by a key, others by a password.
+
+The key is a file that only its user can read, `<runs>/.gui/key`; the link that is printed carries it
+into a cookie, so that another user of the machine, or a page that guesses the port, has nothing to
+show. Outputs: for each request None, or what to answer instead; see `guard.Access`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.cookies import CookieError, SimpleCookie
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import parse_qsl, urlencode
+
+import psutil
+
+from lora_trainer.errors import RequestError
+from lora_trainer.files import TEMPORARY_PREFIX, disk_error
+
+from .guard import Answer, Asked, hostname
+
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+PASSWORD_VARIABLE = "LORA_TRAIN_GUI_PASSWORD"
+PASSWORD_MIN_LENGTH = 8
+KEY_FILE = "key"
+KEY_PARAMETER = "key"
+COOKIE = "lora_train_key"
+_KEY_BYTES = 32
+_COOKIE_MAX_AGE_S = 30 * 24 * 3600
+_GUESS_EVERY_S = 1.0
+_HELD_BACK_MAX_S = 5.0
+_ADDRESSES_MAX = 1000
+_NO_KEY = "Open the link that lora-train-gui printed: it carries the key to this page."
+_NO_PASSWORD = f"This server asks for the password in {PASSWORD_VARIABLE}; any user name will do."
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyAccess:
+    """For the user of this machine: the key, or once a ticket, in the link; then the cookie.
+
+    The link that a browser is started with stands in the list of processes, which all users of the
+    machine can read; so it carries a ticket that is worth nothing once it was used.
+    """
+
+    key: str
+    tickets: set[str] = field(default_factory=set)
+    hosts: frozenset[str] = LOOPBACK
+
+    def ticket(self) -> str:
+        """Return a key that opens the page once."""
+        ticket = secrets.token_urlsafe(_KEY_BYTES)
+        self.tickets.add(ticket)
+        return ticket
+
+    async def answer(self, asked: Asked) -> Answer | None:
+        """Ask for the key; take it out of the address where it stands in there."""
+        # A browser sends the cookies of a host to all of its ports: two servers need two names.
+        cookie = f"{COOKIE}_{asked.port}"
+        known = same(_cookie(asked.headers.get("cookie", ""), cookie), self.key)
+        query = parse_qsl(asked.query, keep_blank_values=True)
+        shown = [value for name, value in query if name == KEY_PARAMETER]
+        if asked.path != "/" or asked.method != "GET" or not shown:
+            return None if known else Answer(status=403, sentence=_NO_KEY)
+        if not known and not self._opens(shown[0]):
+            return Answer(status=403, sentence=_NO_KEY)
+        rest = urlencode([pair for pair in query if pair[0] != KEY_PARAMETER])
+        return _enter(f"/?{rest}" if rest else "/", asked, cookie=f"{cookie}={self.key}")
+
+    def _opens(self, shown: str) -> bool:
+        for ticket in self.tickets:
+            if same(shown, ticket):
+                self.tickets.discard(ticket)
+                return True
+        return same(shown, self.key)
+
+
+def _enter(target: str, asked: Asked, *, cookie: str) -> Answer:
+    setting = f"{cookie}; Path=/; Max-Age={_COOKIE_MAX_AGE_S}; HttpOnly; SameSite=Strict"
+    headers = {"set-cookie": setting}
+    if asked.headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
+        return Answer(status=303, sentence="", headers={**headers, "location": target})
+    # The link was clicked in a page of another site: its redirection would come without the cookie.
+    headers |= {"refresh": f"0;url={target}", "content-type": "text/html; charset=utf-8"}
+    return Answer(status=200, sentence="<!doctype html><title>lora-train</title>", headers=headers)
+
+
+def _cookie(header: str, name: str) -> str:
+    try:
+        found = SimpleCookie(header).get(name)
+    except CookieError:
+        return ""
+    return found.value if found is not None else ""
+
+
+def same(given: str, wanted: str) -> bool:
+    """Compare in a time that does not tell how much of it is right."""
+    return hmac.compare_digest(given.encode(errors="replace"), wanted.encode(errors="replace"))
+
+
+def read_key(folder: Path) -> str:
+    """Return the key kept in `folder`, made at the first time; raises MachineError."""
+    path = folder / KEY_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with suppress(FileNotFoundError):
+            key = path.read_text(encoding="ascii", errors="replace").strip()
+            if len(key) >= _KEY_BYTES and key.isascii() and key.isprintable():
+                return key
+            path.unlink()  # cut off in the middle of a write, or emptied
+        return _new_key(path)
+    except OSError as error:
+        raise disk_error(path, error) from error
+
+
+def _new_key(path: Path) -> str:
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
+    key = secrets.token_urlsafe(_KEY_BYTES)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(key)
+        try:
+            os.link(
+                temporary, path
+            )  # unlike a rename it keeps the key of a server started meanwhile
+        except FileExistsError:
+            return path.read_text(encoding="ascii")
+        except OSError:  # a filesystem without links
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return key
+
+
+@dataclass(frozen=True, kw_only=True)
+class PasswordAccess:
+    """For a server that others reach: HTTP Basic authentication, any user name."""
+
+    password: str
+    hosts: frozenset[str]
+    held_back: GuessLimit = field(default_factory=lambda: GuessLimit())
+
+    async def answer(self, asked: Asked) -> Answer | None:
+        """Ask for the password; who got it wrong may try again a second later."""
+        given = _basic_password(asked.headers.get("authorization", ""))
+        if given is None:
+            return _UNAUTHORIZED
+        wait_s = self.held_back.wait_s(asked.client, now_s=time.monotonic())
+        if wait_s is None:
+            return Answer(
+                status=429,
+                sentence="Too many wrong passwords: wait a minute.",
+                headers={"retry-after": "60"},
+            )
+        if wait_s:
+            await asyncio.sleep(wait_s)
+        if same(given, self.password):
+            self.held_back.right(asked.client)
+            return None
+        self.held_back.wrong(asked.client, now_s=time.monotonic())
+        return _UNAUTHORIZED
+
+
+_UNAUTHORIZED = Answer(
+    status=401,
+    sentence=_NO_PASSWORD,
+    headers={"www-authenticate": 'Basic realm="lora-train", charset="UTF-8"'},
+)
+
+
+@dataclass(kw_only=True)
+class GuessLimit:
+    """Lets an address that got the password wrong guess once a second; the others never wait.
+
+    A guess is held back before it is looked at, and only some seconds: what comes faster is refused,
+    so that neither the time nor the number of waiting requests grows.
+    """
+
+    next_s: dict[str, float] = field(default_factory=dict)
+
+    def wait_s(self, address: str, *, now_s: float) -> float | None:
+        """Return how long this guess has to wait, None for one too many."""
+        if address not in self.next_s:
+            return 0.0
+        wait_s = max(0.0, self.next_s[address] - now_s)
+        if wait_s > _HELD_BACK_MAX_S:
+            return None
+        self.next_s[address] = now_s + wait_s + _GUESS_EVERY_S
+        return wait_s
+
+    def wrong(self, address: str, *, now_s: float) -> None:
+        """Remember the address; the one that came first is forgotten when there are many."""
+        if address not in self.next_s and len(self.next_s) >= _ADDRESSES_MAX:
+            del self.next_s[next(iter(self.next_s))]
+        self.next_s.setdefault(address, now_s + _GUESS_EVERY_S)
+
+    def right(self, address: str) -> None:
+        """Forget the address."""
+        self.next_s.pop(address, None)
+
+
+def _basic_password(header: str) -> str | None:
+    """Return the password of an Authorization header, None where there is none."""
+    scheme, _, encoded = header.partition(" ")
+    if scheme.lower() != "basic":
+        return None
+    try:
+        user_and_password = base64.b64decode(encoded.strip(), validate=True).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return None
+    return user_and_password.partition(":")[2]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach a server at this address."""
+    if address == "localhost":
+        return True
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def listening_password() -> str:
+    """Return the password for a server that others reach; raises RequestError without a good one.
+
+    It comes from the environment alone: the words of a command line are visible to all users.
+    """
+    password = os.environ.get(PASSWORD_VARIABLE, "")
+    if len(password) < PASSWORD_MIN_LENGTH:
+        found = "is too short" if password else "is not set"
+        raise RequestError(
+            f"--listen lets others reach this machine, and {PASSWORD_VARIABLE} {found}",
+            fix=f"set it to a password of at least {PASSWORD_MIN_LENGTH} characters",
+        )
+    return password
+
+
+def hosts_of_this_machine(address: str, named: Iterable[str]) -> frozenset[str]:
+    """Return the names and addresses under which a browser may ask for this server."""
+    name = socket.gethostname().lower()
+    addresses = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
+    numbers = {text.partition("%")[0] for text in addresses if _is_ip(text)}
+    given = {found for text in named if (found := hostname(text))}
+    return frozenset({*LOOPBACK, address.lower(), name, f"{name}.local", *numbers, *given})
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return True

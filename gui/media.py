@@ -1,0 +1,194 @@
+"""The files that pages show: those of a run folder, and small copies of pictures of a dataset.
+
+    /media/run/NAME/samples/step-00000250/00.png    a picture, the report, an exported LoRA, a record
+    /media/thumb?folder=FOLDER&file=NAME&size=384   a picture of a dataset, as training sees it
+
+Inputs: addresses from a browser. A run is one of the listed names, a path has no hidden part, and
+what it leads to is inside of its folder; saved states are not served. Output: the file, a 304 for a
+browser that has it, or 404 with the reason.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, urlencode
+
+import anyio
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from lora_trainer.data.faults import ImageFault
+from lora_trainer.data.images import IMAGE_EXTENSIONS
+from lora_trainer.errors import InputError, LoraTrainError, RequestError
+
+from .state import run_folder
+from .thumbs import SIZES_PX, Thumbnails
+from .workplace import Workplace
+
+_THREADS = 4  # a picture of the allowed size takes some hundred MB while it is read
+_NOT_SERVED = frozenset({"states", "control"})
+_SHOWN_IMAGES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".webp": "image/webp",
+}
+_RECORDS = frozenset({".json", ".jsonl", ".log", ".txt"})
+_REPORT = "report.html"
+_NO_PAGE = "default-src 'none'; frame-ancestors 'none'; sandbox"
+_REPORT_POLICY = (
+    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; frame-ancestors 'self'; sandbox"
+)
+
+
+def run_url(name: str, *parts: str) -> str:
+    """Return the address of a file in the folder of the run `name`."""
+    return "/media/run/" + "/".join(quote(part, safe="") for part in (name, *parts))
+
+
+def thumb_url(folder: Path, file: str, *, size_px: int = 384) -> str:
+    """Return the address of a small copy of a picture; `file` is relative to the dataset folder."""
+    return "/media/thumb?" + urlencode({"folder": folder, "file": file, "size": size_px})
+
+
+def routes(work: Workplace) -> list[BaseRoute]:
+    """Return the routes for the runs and the datasets of `work`."""
+    media = _Media(work=work, thumbs=Thumbnails.under(work.own))
+    return [
+        Route("/media/run/{name}/{file:path}", media.run_file),
+        Route("/media/thumb", media.thumb),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Served:
+    """A file, what a browser is to take it for, and whether to save instead of to show it."""
+
+    path: Path
+    kind: str
+    policy: str = _NO_PAGE
+    download: bool = False
+
+
+class _Media:
+    def __init__(self, *, work: Workplace, thumbs: Thumbnails) -> None:
+        self.work = work
+        self.thumbs = thumbs
+        self._limiter = anyio.CapacityLimiter(_THREADS)
+
+    async def run_file(self, request: Request) -> Response:
+        name, file = request.path_params["name"], request.path_params["file"]
+        try:
+            served = await anyio.to_thread.run_sync(served_file, self.work, name, file)
+        except LoraTrainError as error:
+            return _missing(error)
+        found = served.path.stat()
+        headers = {"content-security-policy": served.policy}
+        if served.path.name == _REPORT:
+            headers["x-frame-options"] = "SAMEORIGIN"
+        tag = f'"{found.st_mtime_ns:x}-{found.st_size:x}"'
+        return _file(request, served, tag=tag, headers=headers)
+
+    async def thumb(self, request: Request) -> Response:
+        asked = request.query_params
+        try:
+            path = dataset_file(self.work, asked.get("folder", ""), asked.get("file", ""))
+            size_px = _size_px(asked.get("size", ""))
+            thumb = await anyio.to_thread.run_sync(
+                self.thumbs.of, path, size_px, limiter=self._limiter
+            )
+        except ImageFault as fault:
+            return PlainTextResponse(f"{path.name} {fault.reason}", status_code=404)
+        except LoraTrainError as error:
+            return _missing(error)
+        served = _Served(path=thumb, kind="image/jpeg")
+        return _file(
+            request, served, tag=f'"{thumb.stem}"', headers={"content-security-policy": _NO_PAGE}
+        )
+
+
+def served_file(work: Workplace, name: str, file: str) -> _Served:
+    """Return what is served for a file of a run; raises RequestError for everything else."""
+    folder = run_folder(work.runs, name).resolve()
+    path = _inside(folder, file)
+    if not path.is_relative_to(folder):
+        raise _nothing(file)
+    served = _as_served(path, parts=path.relative_to(folder).parts)
+    if served is None or not stat.S_ISREG(path.stat().st_mode):
+        raise _nothing(file)
+    return served
+
+
+def _as_served(path: Path, *, parts: Sequence[str]) -> _Served | None:
+    """Return how a file is served, by where it lies in the folder of its run."""
+    extension = path.suffix.lower()
+    if not parts or parts[0] in _NOT_SERVED or any(part.startswith(".") for part in parts):
+        return None
+    if extension in _SHOWN_IMAGES:
+        return _Served(path=path, kind=_SHOWN_IMAGES[extension])
+    if len(parts) > 1:
+        return None
+    if parts[0] == _REPORT:
+        return _Served(path=path, kind="text/html", policy=_REPORT_POLICY)
+    if extension == ".safetensors":
+        return _Served(path=path, kind="application/octet-stream", download=True)
+    return _Served(path=path, kind="text/plain") if extension in _RECORDS else None
+
+
+def dataset_file(work: Workplace, folder: str, file: str) -> Path:
+    """Return a picture of a dataset folder, links followed; raises InputError, RequestError."""
+    path = _inside(work.folder(folder), file)
+    if not work.allows(path):
+        raise _nothing(file)
+    if path.suffix.lower() not in IMAGE_EXTENSIONS:
+        raise InputError(f"{path.name!r} is no picture by its name", fix="choose a picture")
+    return path
+
+
+def _inside(folder: Path, file: str) -> Path:
+    """Return the file that a relative name without tricks leads to; raises RequestError."""
+    parts = file.split("/")
+    plain = all(
+        part and not part.startswith(".") and part.isprintable() and not set(part) & set("\\:")
+        for part in parts
+    )
+    if not plain:
+        raise _nothing(file)
+    try:
+        return folder.joinpath(*parts).resolve(strict=True)
+    except (OSError, RuntimeError, ValueError):  # none there, a circle of links, no such name
+        raise _nothing(file) from None
+
+
+def _size_px(text: str) -> int:
+    sizes = {str(size): size for size in SIZES_PX}
+    if text not in sizes:
+        raise RequestError(
+            f"{text[:20]!r} is no size of a small copy", fix=f"ask for {', '.join(sizes)}"
+        )
+    return sizes[text]
+
+
+def _nothing(file: str) -> RequestError:
+    return RequestError(f"there is no file {file[:200]!r}", fix="choose one that the page shows")
+
+
+def _missing(error: LoraTrainError) -> Response:
+    return PlainTextResponse(str(error), status_code=404)
+
+
+def _file(request: Request, served: _Served, *, tag: str, headers: Mapping[str, str]) -> Response:
+    # Asked again each time: a run that is resumed writes its samples anew.
+    fields = {**headers, "etag": tag, "cache-control": "private, no-cache"}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=fields)
+    return FileResponse(
+        served.path,
+        media_type=served.kind,
+        headers=fields,
+        filename=served.path.name if served.download else None,
+    )

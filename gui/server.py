@@ -1,0 +1,104 @@
+"""Serves the pages: one socket, the guard around everything, our own file routes before gradio's.
+
+Inputs: the workplace, who may come in, an address and a port. Output: a server that runs until it is
+interrupted. It asks nobody: no analytics, no tunnel, no check whether it can be reached.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from typing import Any
+
+from lora_trainer.errors import MachineError
+
+from . import media
+from .asset_files import style_sheets
+from .guard import UPLOAD_MAX_BYTES, Access, Application, Guard
+from .uploads import INCOMING, forget_old
+from .workplace import Workplace
+
+FIRST_PORT, LAST_PORT = 7860, 7959
+_KEPT_S = 24 * 3600
+_END_WITHIN_S = 2
+
+
+def quiet_gradio(work: Workplace) -> None:
+    """Turn off what gradio sends out and keep its files in ours; it reads this when imported.
+
+    Its own place is a folder in /tmp that all users of the machine share.
+    """
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    os.environ["GRADIO_TEMP_DIR"] = str(work.own / INCOMING)
+
+
+def application(work: Workplace, *, access: Access) -> Application:
+    """Return the pages and file routes of `work` behind the guard."""
+    import gradio as gr
+    from fastapi import FastAPI
+    from gradio.themes import Default
+
+    from .site import build_site
+
+    site = build_site(work)
+    site.delete_cache = (3600, _KEPT_S)
+    forget_old(work.own / INCOMING, kept_s=_KEPT_S)
+    outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, routes=media.routes(work))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="SSR mode is not supported")  # nor wanted
+        served: Any = gr.mount_gradio_app(
+            outer,
+            site,
+            path="/",
+            theme=Default(primary_hue="blue"),
+            css_paths=style_sheets(),
+            footer_links=["settings"],
+            run_history=False,
+            enable_monitoring=False,
+            show_error=True,
+            ssr_mode=False,
+            mcp_server=False,
+            pwa=False,
+            allowed_paths=[],
+            max_file_size=UPLOAD_MAX_BYTES,
+        )
+    return Guard(served, access=access)
+
+
+def listen(address: str, port: int | None) -> socket.socket:
+    """Return a socket that listens, on the first free port where none is given.
+
+    Raises MachineError.
+    """
+    ports = range(FIRST_PORT, LAST_PORT + 1) if port is None else (port,)
+    problem: OSError | None = None
+    for candidate in ports:
+        try:
+            family, _, _, _, place = socket.getaddrinfo(
+                address, candidate, type=socket.SOCK_STREAM
+            )[0]
+            return socket.create_server(place[:2], family=family)
+        except OSError as error:
+            problem = error
+    raise MachineError(
+        f"cannot serve on {address}: {problem}",
+        fix="give a free port with --port, and with --listen an address of this machine",
+    )
+
+
+def run(app: Application, listening: socket.socket) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        http="h11",  # the stricter of its two parsers
+        ws="none",
+        log_level="warning",
+        access_log=False,  # it would hold the key
+        server_header=False,
+        proxy_headers=False,  # else a client says itself which address it comes from
+        timeout_graceful_shutdown=_END_WITHIN_S,
+    )
+    uvicorn.Server(config).run(sockets=[listening])
