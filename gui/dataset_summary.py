@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 from lora_trainer.output.history import mapping, number, sequence
 from lora_trainer.output.markup import Html, tag
 
-THUMBNAIL_PX = 128
+from .media import thumb_url
+
 SHOWN = 24
 _SHOWN_FINDINGS = 12
 _GOOD, _FAIR = 0.8, 0.6
@@ -35,11 +35,6 @@ def summary(folder: Path, values: Mapping[str, Any], files: list[str]) -> Html:
     )
 
 
-def thumbnail_url(folder: Path, name: str, *, size_px: int = THUMBNAIL_PX) -> str:
-    """Return the address of a thumbnail of an image in a dataset."""
-    return f"/media/thumb?{urlencode({'folder': str(folder), 'file': name, 'size': size_px})}"
-
-
 def _verdict(values: Mapping[str, Any], findings: list[Mapping[str, Any]]) -> str:
     score = number(values, "score")
     if not findings:
@@ -52,7 +47,7 @@ def _verdict(values: Mapping[str, Any], findings: list[Mapping[str, Any]]) -> st
 
 
 def _thumbnail(folder: Path, name: str) -> Html:
-    return tag("img", src=thumbnail_url(folder, name), alt=name, title=name, loading="lazy")
+    return tag("img", src=thumb_url(folder, name, size_px=192), alt=name, title=name, loading="lazy")
 
 
 def _more(count: int) -> Html | None:

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from lora_trainer.output.markup import Html, tag
 
 from . import state
+from .media import run_url as media_url
 from .state import RunEntry
 from .workplace import Workplace
 
@@ -118,8 +119,7 @@ def _picture(folder: Path, name: str) -> Html:
     newest = _newest_sample(folder)
     if newest is None:
         return tag("span", name[:1].upper(), class_="blank", aria_hidden="true")
-    file = quote(newest.relative_to(folder).as_posix())
-    src = f"/media/run/{quote(name, safe='')}/{file}"
+    src = media_url(folder.name, *newest.relative_to(folder).parts)
     return tag("img", src=src, alt=f"newest sample of {name}", loading="lazy")
 
 

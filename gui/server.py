@@ -20,6 +20,9 @@ from .uploads import INCOMING, forget_old
 from .workplace import Workplace
 
 FIRST_PORT, LAST_PORT = 7860, 7959
+# Fonts of the machine: those that come with gradio lack the bold face, letter by letter.
+TEXT_FONTS = ("system-ui", "sans-serif")
+CODE_FONTS = ("ui-monospace", "monospace")
 _KEPT_S = 24 * 3600
 _END_WITHIN_S = 2
 
@@ -51,9 +54,9 @@ def application(work: Workplace, *, access: Access) -> Application:
             outer,
             site,
             path="/",
-            theme=Default(primary_hue="blue"),
+            theme=Default(primary_hue="blue", font=TEXT_FONTS, font_mono=CODE_FONTS),
             css_paths=style_sheets(),
-            footer_links=["settings"],
+            footer_links=[],
             run_history=False,
             enable_monitoring=False,
             show_error=True,
