@@ -47,7 +47,9 @@ def _verdict(values: Mapping[str, Any], findings: list[Mapping[str, Any]]) -> st
 
 
 def _thumbnail(folder: Path, name: str) -> Html:
-    return tag("img", src=thumb_url(folder, name, size_px=192), alt=name, title=name, loading="lazy")
+    return tag(
+        "img", src=thumb_url(folder, name, size_px=192), alt=name, title=name, loading="lazy"
+    )
 
 
 def _more(count: int) -> Html | None:

@@ -48,7 +48,9 @@ def cards(work: Workplace) -> Html:
             class_="empty",
         )
     left_out = len(runs) - MAX_CARDS
-    note = tag("p", f"{left_out} older runs are not shown.", class_="quiet") if left_out > 0 else None
+    note = (
+        tag("p", f"{left_out} older runs are not shown.", class_="quiet") if left_out > 0 else None
+    )
     return tag(
         "div", tag("ul", *(_card(work, run) for run in runs[:MAX_CARDS]), class_="cards"), note
     )
@@ -65,7 +67,9 @@ def _card(work: Workplace, run: RunEntry) -> Html:
     steps = f"{status.step:,} of {status.steps:,} steps" if status.steps else ""
     return tag(
         "li",
-        tag("a", _picture(work.runs / run.name, run.name), href=run_url(run.name), class_="picture"),
+        tag(
+            "a", _picture(work.runs / run.name, run.name), href=run_url(run.name), class_="picture"
+        ),
         tag(
             "div",
             tag("h3", tag("a", run.name, href=run_url(run.name))),
@@ -129,4 +133,3 @@ def _newest_sample(folder: Path) -> Path | None:
         return sorted(steps[-1].glob("*.png"))[0] if steps else None
     except (OSError, IndexError):
         return None
-

@@ -1,12 +1,69 @@
-"""The page Runs."""
+"""The first page: every run as a card, and the way to a new one.
+
+Inputs: the runs folder; the name of a run and what is asked of it. Outputs: cards that follow the
+files, requests in control folders, items of the queue.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import gradio as gr
 
+from lora_trainer import queueing
+from lora_trainer.errors import LoraTrainError
+from lora_trainer.files import disk_error
+from lora_trainer.output.status import Control
+
+from .. import launch, run_cards, state
+from ..answers import error_html
+from ..asset_files import asset
+from ..machine_view import machine_line
 from ..workplace import Workplace
+
+TICK_S = 1.0
+_PRIVATE: dict[str, Any] = {"api_visibility": "private"}
 
 
 def build(work: Workplace) -> None:
     """Lay the page out."""
-    gr.Markdown("# Runs")
+    page = gr.context.Context.root_block
+    machine = gr.HTML(min_height=24)
+    with gr.Row():
+        gr.Button("Train a LoRA", variant="primary", link="/train", scale=0, min_width=240)
+    said = gr.HTML(elem_classes="line")
+    cards = gr.HTML(js_on_load=asset("home.js"), elem_id="runs")
+    seen = gr.State(())
+
+    def show() -> Any:
+        return machine_line(work), run_cards.cards(work), run_cards.stamp(work)
+
+    def tick(stamp: state.Stamp) -> Any:
+        now = run_cards.stamp(work)
+        return gr.skip() if now == stamp else (run_cards.cards(work), now)
+
+    def act(event: gr.EventData) -> str:
+        return asked(work, action=str(event.action), run=str(event.run))
+
+    page.load(show, None, [machine, cards, seen], **_PRIVATE)
+    cards.click(act, None, said, **_PRIVATE)
+    gr.Timer(TICK_S).tick(
+        tick, seen, [cards, seen], show_progress="hidden", concurrency_limit=None, **_PRIVATE
+    )
+
+
+def asked(work: Workplace, *, action: str, run: str) -> str:
+    """Do what a button of a card asks for; return the refusal as markup, or nothing."""
+    try:
+        folder = state.run_folder(work.runs, run)
+        if action == "stop":
+            Control(folder).request("stop")
+        elif action == "resume":
+            words = launch.resume_words(folder, dataset="", work=work)
+            queueing.add(work.runs, words, label=folder.name)
+            queueing.ensure_worker(work.runs)
+    except LoraTrainError as error:
+        return error_html(str(error))
+    except OSError as error:
+        return error_html(str(disk_error(work.runs, error)))
+    return ""

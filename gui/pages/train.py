@@ -1,12 +1,195 @@
-"""The page Train."""
+"""The page Train: from a folder of images to a running training in three clicks.
+
+Inputs: the folder, and choices that all have an answer already. Outputs: the draft (a file, so that
+going back, an error, a reload lose nothing) and, at the third click, an item of the queue.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import gradio as gr
 
+from lora_trainer.resolve import PRIORITIES
+
+from .. import bases
+from ..answers import note_html
 from ..workplace import Workplace
+from .train_handlers import (
+    CHECK,
+    IMAGES,
+    STARTED,
+    following,
+    keeping,
+    looking,
+    opening,
+    planning,
+    recalling,
+    receiving,
+    starting,
+    stepping,
+)
+
+TICK_S = 1.0
+_PRIVATE: dict[str, Any] = {"api_visibility": "private"}
+_GO = 'watch("value", () => { if (props.value.to) location.assign(props.value.to); });'
+_REMEMBER = """(id) => {
+  const url = new URL(location.href);
+  if (id && url.searchParams.get("draft") !== id) {
+    url.searchParams.set("draft", id);
+    history.replaceState(null, "", url);
+  }
+}"""
+_ABOUT = {
+    "speed": "Speed: done soonest",
+    "balanced": "Balanced",
+    "quality": "Quality: takes longer",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Widgets:
+    """The widgets of the page; `fields` are those that a draft keeps, after its id."""
+
+    draft: Any
+    dataset: Any
+    base: Any
+    priority: Any
+    name: Any
+    trigger: Any
+    walk: Any
+    said: Any
+    report: Any
+    good: Any
+    plan: Any
+    settings_link: Any
+    waiting: Any
+    go: Any
+
+    @property
+    def fields(self) -> list[Any]:
+        return [self.draft, self.dataset, self.base, self.priority, self.name, self.trigger]
 
 
 def build(work: Workplace) -> None:
     """Lay the page out."""
-    gr.Markdown("# Train")
+    gr.HTML("<h1>Train a LoRA</h1>")
+    with gr.Walkthrough(selected=IMAGES) as walk:
+        said = gr.HTML(elem_classes="line", render=False)
+        draft = gr.Textbox(visible="hidden", label="draft", render=False)
+        with gr.Step("Images", id=IMAGES):
+            dataset, look, upload, report, good = _images_step()
+        with gr.Step("Check", id=CHECK):
+            base, priority, name, trigger, plan, settings_link, back, train = _check_step()
+        with gr.Step("Train", id=STARTED):
+            waiting = gr.HTML(note_html("Nothing is started yet."))
+            gr.Button("Train another one", link="/train?draft=new")
+    said.render()
+    draft.render()
+    go = gr.HTML(value={"to": ""}, html_template="<span></span>", js_on_load=_GO)
+    widgets = Widgets(
+        draft=draft,
+        dataset=dataset,
+        base=base,
+        priority=priority,
+        name=name,
+        trigger=trigger,
+        walk=walk,
+        said=said,
+        report=report,
+        good=good,
+        plan=plan,
+        settings_link=settings_link,
+        waiting=waiting,
+        go=go,
+    )
+    _connect(work, widgets, look=look, upload=upload, back=back, train=train)
+
+
+def _images_step() -> tuple[Any, ...]:
+    with gr.Row():
+        dataset = gr.Textbox(
+            label="Folder with your images",
+            placeholder="/path/to/a/folder/with/images",
+            info="10 to 30 good images are a fine start. Nothing in the folder is changed.",
+            max_lines=1,
+            scale=5,
+            elem_id="dataset",
+        )
+        with gr.Column(scale=1, min_width=200):
+            look = gr.Button("Look at the images", variant="primary")
+            upload = gr.UploadButton("Upload a folder", file_count="directory")
+    report = gr.HTML()
+    good = gr.Button("Looks good", variant="primary", visible=False)
+    return dataset, look, upload, report, good
+
+
+def _check_step() -> tuple[Any, ...]:
+    priority = gr.Radio(
+        label="What matters most?",
+        choices=[(_ABOUT[value], value) for value in PRIORITIES],
+        value="balanced",
+    )
+    plan = gr.HTML(note_html("The plan appears here."))
+    with gr.Row():
+        base = gr.Dropdown(
+            label="Base model",
+            choices=bases.choices(),
+            value="auto",
+            allow_custom_value=True,
+            info="One of these, a Hub id such as owner/name, a folder or a .safetensors file.",
+        )
+        trigger = gr.Textbox(
+            label="Trigger word (optional)",
+            info="A rare word that will call up what you train, put in front of every caption.",
+            max_lines=1,
+        )
+        name = gr.Textbox(label="Name (optional)", info="Of the run and its file.", max_lines=1)
+    with gr.Row():
+        back = gr.Button("Back", min_width=120)
+        settings_link = gr.Button("Show all settings", link="/settings", min_width=160)
+        train = gr.Button("Train", variant="primary", min_width=160)
+    return base, priority, name, trigger, plan, settings_link, back, train
+
+
+def _connect(
+    work: Workplace, widgets: Widgets, *, look: Any, upload: Any, back: Any, train: Any
+) -> None:
+    page = gr.context.Context.root_block
+    shown = [
+        *widgets.fields,
+        widgets.walk,
+        widgets.said,
+        widgets.settings_link,
+        widgets.waiting,
+    ]
+    opened = page.load(opening(work), None, shown, show_progress="hidden", **_PRIVATE)
+    opened.then(None, widgets.draft, None, js=_REMEMBER)
+    opened.then(
+        recalling(work), widgets.draft, [widgets.report, widgets.good, widgets.plan], **_PRIVATE
+    )
+    looked = [widgets.said, widgets.report, widgets.good]
+    for event in (look.click, widgets.dataset.submit):
+        event(looking(work), widgets.fields, looked, **_PRIVATE)
+    upload.upload(
+        receiving(work), upload, [widgets.dataset, widgets.said], show_progress="full", **_PRIVATE
+    ).then(looking(work), widgets.fields, looked, **_PRIVATE)
+    planned = [widgets.walk, widgets.said, widgets.plan]
+    widgets.good.click(planning(work), widgets.fields, planned, **_PRIVATE)
+    for event in (widgets.priority.input, widgets.base.input, widgets.trigger.blur):
+        event(planning(work), widgets.fields, planned, **_PRIVATE)
+    widgets.name.blur(keeping(work), widgets.fields, widgets.said, **_PRIVATE)
+    widgets.dataset.blur(keeping(work), widgets.fields, widgets.said, **_PRIVATE)
+    back.click(stepping(work, IMAGES), widgets.draft, widgets.walk, **_PRIVATE)
+    train.click(
+        starting(work), widgets.fields, [widgets.walk, widgets.said, widgets.waiting], **_PRIVATE
+    )
+    gr.Timer(TICK_S).tick(
+        following(work),
+        widgets.draft,
+        [widgets.walk, widgets.said, widgets.waiting, widgets.go],
+        show_progress="hidden",
+        concurrency_limit=None,
+        **_PRIVATE,
+    )

@@ -1,0 +1,255 @@
+"""What the page Train does: from the values of its fields to the draft, the report, the plan, the queue.
+
+Each function returns a handler for one event of the page. Inputs: the fields in the order of
+`train.Widgets.fields`, of which a draft keeps all. Outputs: gradio updates; a refusal is a line of
+markup and loses nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import gradio as gr
+
+from lora_trainer import queueing
+from lora_trainer.config import DataSettings
+from lora_trainer.data.listing import list_dataset
+from lora_trainer.errors import LoraTrainError
+
+from .. import drafts, launch, plan_view, uploads
+from ..answers import error_html, note_html, plan_html
+from ..dataset_summary import summary
+from ..drafts import Draft
+from ..uploads import Upload
+from ..workplace import Workplace
+
+IMAGES, CHECK, STARTED = 1, 2, 3
+
+
+def opening(work: Workplace) -> Callable[[gr.Request], list[Any]]:
+    """Return the handler that fills the page from the draft in the address, or the newest one."""
+
+    def load(request: gr.Request) -> list[Any]:
+        asked = str(request.query_params.get("draft") or "")
+        said = ""
+        try:
+            draft = (
+                drafts.new(work)
+                if asked == "new"
+                else drafts.read(work, asked)
+                if asked
+                else drafts.current(work)
+            )
+        except LoraTrainError as error:
+            draft, said = drafts.current(work), error_html(str(error))
+        folder = str(request.query_params.get("folder") or "")
+        if folder and not draft.started_as:
+            draft = replace(draft, dataset=folder, step=IMAGES)
+            drafts.save(work, draft)
+        step = STARTED if draft.started_as else draft.step
+        return [
+            draft.id,
+            draft.dataset,
+            draft.base or "auto",
+            draft.priority,
+            draft.name,
+            str(draft.settings.get("data.trigger") or ""),
+            gr.Walkthrough(selected=step),
+            said,
+            gr.Button(link=f"/settings?draft={draft.id}"),
+            _waiting(work, draft),
+        ]
+
+    return load
+
+
+def recalling(work: Workplace) -> Callable[[str], list[Any]]:
+    """Return the handler that shows again what was seen of a draft: the report, the plan."""
+
+    def recall(draft_id: str) -> list[Any]:
+        draft = drafts.read(work, draft_id)
+        if not draft.dataset or draft.started_as:
+            return [gr.skip(), gr.skip(), gr.skip()]
+        report, usable = _report(work, draft)
+        plan = _plan(work, draft) if draft.step == CHECK else gr.skip()
+        return [report, gr.Button(visible=usable), plan]
+
+    return recall
+
+
+def keeping(work: Workplace) -> Callable[..., str]:
+    """Return the handler that writes the fields into the draft."""
+
+    def keep(*fields: str | None) -> str:
+        try:
+            _kept(work, fields)
+        except LoraTrainError as error:
+            return error_html(str(error))
+        return ""
+
+    return keep
+
+
+def looking(work: Workplace) -> Callable[..., list[Any]]:
+    """Return the handler that reports on the folder of images."""
+
+    def look(*fields: str | None) -> list[Any]:
+        try:
+            draft = _kept(work, fields)
+            report, usable = _report(work, draft)
+        except LoraTrainError as error:
+            return [error_html(str(error)), gr.skip(), gr.Button(visible=False)]
+        return ["", report, gr.Button(visible=usable)]
+
+    return look
+
+
+def receiving(work: Workplace) -> Callable[[list[str]], list[Any]]:
+    """Return the handler that puts uploaded images and captions into a folder of their own."""
+
+    def receive(files: list[str]) -> list[Any]:
+        try:
+            found = uploads.save_files(
+                work,
+                [Upload(path=Path(file), name=Path(file).name) for file in files],
+                into=uploads.upload_folder(work, time.strftime("upload-%Y%m%d-%H%M%S")),
+            )
+        except LoraTrainError as error:
+            return [gr.skip(), error_html(str(error))]
+        said = f"{found.images} images and {found.captions} captions are in {found.folder}."
+        left = "; ".join(found.left_out)
+        return [str(found.folder), note_html(f"{said} Left out: {left}." if left else said)]
+
+    return receive
+
+
+def planning(work: Workplace) -> Callable[..., list[Any]]:
+    """Return the handler that goes to the plan and shows it."""
+
+    def plan(*fields: str | None) -> list[Any]:
+        try:
+            draft = replace(_kept(work, fields), step=CHECK)
+            drafts.save(work, draft)
+            return [gr.Walkthrough(selected=CHECK), "", _plan(work, draft)]
+        except LoraTrainError as error:
+            return [gr.skip(), error_html(str(error)), gr.skip()]
+
+    return plan
+
+
+def stepping(work: Workplace, step: int) -> Callable[[str], Any]:
+    """Return the handler of a button that leads to another step."""
+
+    def go(draft_id: str) -> Any:
+        drafts.save(work, replace(drafts.read(work, draft_id), step=step))
+        return gr.Walkthrough(selected=step)
+
+    return go
+
+
+def starting(work: Workplace) -> Callable[..., list[Any]]:
+    """Return the handler that puts the training into the queue."""
+
+    def start(*fields: str | None) -> list[Any]:
+        try:
+            draft = _kept(work, fields)
+            if not draft.started_as:
+                words = launch.train_words(draft, work)
+                label = draft.name or work.folder(draft.dataset).name
+                item = queueing.add(work.runs, words, label=label)
+                draft = replace(draft, started_as=item.id)
+                drafts.save(work, draft)
+            queueing.ensure_worker(work.runs)
+        except LoraTrainError as error:
+            return [gr.skip(), error_html(str(error)), gr.skip()]
+        return [gr.Walkthrough(selected=STARTED), "", _waiting(work, draft)]
+
+    return start
+
+
+def following(work: Workplace) -> Callable[[str], Any]:
+    """Return the handler of the tick: from the queue to the page of the run, or back with a reason."""
+
+    def follow(draft_id: str) -> Any:
+        try:
+            draft = drafts.read(work, draft_id)
+        except LoraTrainError:
+            return gr.skip()
+        item = _item(work, draft)
+        if item is None:
+            return gr.skip()
+        if item.run:
+            return [gr.skip(), "", gr.skip(), {"to": f"/run?run={quote(item.run, safe='')}"}]
+        if item.state in ("failed", "interrupted"):
+            drafts.save(work, replace(draft, started_as="", step=CHECK))
+            said = error_html(item.error or "the training ended before it began")
+            return [gr.Walkthrough(selected=CHECK), said, note_html("Not started."), gr.skip()]
+        return [gr.skip(), gr.skip(), _waiting(work, draft), gr.skip()]
+
+    return follow
+
+
+def _kept(work: Workplace, fields: tuple[str | None, ...]) -> Draft:
+    """Return the draft with the values of the page, saved; raises LoraTrainError."""
+    draft_id, dataset, base, priority, name, trigger = (field or "" for field in fields)
+    draft = drafts.read(work, draft_id)
+    if draft.started_as:
+        return draft
+    draft = replace(draft, dataset=dataset, base=base, priority=priority, name=name)
+    if trigger.strip():
+        draft = draft.with_setting("data.trigger", trigger.strip())
+    else:
+        draft = draft.without_setting("data.trigger")
+    drafts.save(work, draft)
+    return draft
+
+
+def _report(work: Workplace, draft: Draft) -> tuple[str, bool]:
+    """Return the report on the dataset, and whether it can be trained on."""
+    try:
+        answer = launch.ask(launch.check_words(draft, work))
+        folder = work.folder(draft.dataset)
+    except LoraTrainError as error:
+        return error_html(str(error)), False
+    if answer.values is None:
+        return error_html(answer.error), False
+    pictures = list_dataset(folder, settings=DataSettings()).pictures
+    return summary(folder, answer.values, [picture.name for picture in pictures]), True
+
+
+def _plan(work: Workplace, draft: Draft) -> str:
+    try:
+        answer = launch.ask(launch.plan_words(draft, work))
+    except LoraTrainError as error:
+        return error_html(str(error))
+    if answer.values is None:
+        return error_html(answer.error)
+    return plan_view.plan(answer.values, details=plan_html(answer.values))
+
+
+def _item(work: Workplace, draft: Draft) -> queueing.Item | None:
+    if not draft.started_as:
+        return None
+    return next((item for item in queueing.items(work.runs) if item.id == draft.started_as), None)
+
+
+def _waiting(work: Workplace, draft: Draft) -> str:
+    item = _item(work, draft)
+    if item is None:
+        return note_html("Nothing is started yet.")
+    if item.state == "waiting":
+        before = [
+            other
+            for other in queueing.items(work.runs)
+            if other.state == "running" or (other.state == "waiting" and other.order < item.order)
+        ]
+        if before:
+            return note_html(
+                f"Waiting: {len(before)} before it. It starts by itself; the page Queue shows all."
+            )
+    return note_html("Starting: the run opens here once its data and base are checked.")

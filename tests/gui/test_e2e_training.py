@@ -1,0 +1,178 @@
+"""Trainings in a real browser: three clicks, stop and resume, a killed interface, two tabs, a queue.
+
+The trainer is the real one, on the embedded base; only the number of steps is set beforehand, in the
+draft that the page keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lora_trainer.output.status import read_status
+from tests.fakes.gui_server import GuiServer
+from tests.gui.conftest import StartGui
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+ROOT = Path(__file__).resolve().parents[2]
+WITHIN_S = 180.0
+WITHIN_MS = 1000 * WITHIN_S
+SHORT = {"train.steps": 4, "train.batch_size": 2, "sampling.every_steps": 2, "sampling.steps": 4}
+LONG = {
+    "train.steps": 100_000,
+    "train.batch_size": 1,
+    "train.validate_every_steps": 0,
+    "sampling.every_steps": 0,
+    "output.save_every_steps": 20,
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """The runs folder of one module, its images and the server."""
+
+    runs: Path
+    images: Path
+    server: GuiServer
+
+
+@pytest.fixture(scope="module")
+def place(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    folder = tmp_path_factory.mktemp("training")
+    images = folder / "my <b>images</b>"
+    images.mkdir()
+    for file in sorted((ROOT / "datasets" / "example").iterdir())[:16]:
+        shutil.copy(file, images)
+    return Place(runs=folder / "runs", images=images, server=gui_server(folder / "runs"))
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    ends_s = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < ends_s, f"it did not come to it: {what}"
+        os.sched_yield()
+
+
+def fill(page: Any, place: Place, *, name: str, settings: dict[str, Any]) -> None:
+    """Go through the first two steps: images, check."""
+    page.goto(place.server.url("/train?draft=new"))
+    page.wait_for_url("**/train?draft=*")
+    page.get_by_label("Folder with your images").fill(str(place.images))
+    page.get_by_role("button", name="Look at the images").click()
+    page.get_by_role("button", name="Looks good").click(timeout=WITHIN_MS)
+    page.get_by_text("Fits:").wait_for(timeout=WITHIN_MS)
+    page.get_by_label("Name (optional)").fill(name)
+    page.get_by_label("Name (optional)").blur()
+    newest = max((place.runs / ".gui" / "drafts").glob("*.json"))
+    until(lambda: json.loads(newest.read_text())["name"] == name, "the name is kept")
+    newest.write_text(json.dumps(json.loads(newest.read_text()) | {"settings": settings}))
+
+
+def train(page: Any) -> None:
+    page.get_by_role("button", name="Train", exact=True).click()
+    page.wait_for_url("**/run?run=*", timeout=WITHIN_MS)
+
+
+def state(place: Place, name: str) -> str:
+    return read_status(place.runs / name).state
+
+
+def training(place: Place, name: str, *, beyond: int = 0) -> Callable[[], bool]:
+    return lambda: read_status(place.runs / name).step > beyond
+
+
+def test_three_clicks_lead_from_images_to_a_finished_lora(page: Any, place: Place) -> None:
+    page.goto(place.server.link)
+    page.get_by_role("link", name="Train a LoRA").click()
+    page.get_by_label("Folder with your images").wait_for()
+    fill(page, place, name="first", settings=SHORT)
+    train(page)
+    page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
+    assert (place.runs / "first" / "first.safetensors").is_file()
+    assert state(place, "first") == "finished"
+    assert page.locator(".samples img, .sample-grid img").count() >= 1
+    page.goto(place.server.url("/"))
+    page.get_by_role("link", name="first", exact=True).first.wait_for()
+
+
+def test_what_was_filled_in_survives_a_reload_and_a_way_back(page: Any, place: Place) -> None:
+    page.goto(place.server.link)
+    fill(page, place, name="kept", settings=SHORT)
+    page.reload()
+    page.get_by_text("Fits:").wait_for(timeout=WITHIN_MS)
+    assert page.get_by_label("Name (optional)").input_value() == "kept"
+    page.get_by_role("button", name="Back").click()
+    box = page.get_by_label("Folder with your images")
+    box.wait_for()
+    assert box.input_value() == str(place.images)
+    box.fill("/no/such/folder")
+    page.get_by_role("button", name="Look at the images").click()
+    page.get_by_text("there is no folder /no/such/folder").wait_for(timeout=WITHIN_MS)
+    assert box.input_value() == "/no/such/folder"
+
+
+def test_stop_saves_and_resume_goes_on(page: Any, place: Place) -> None:
+    page.goto(place.server.link)
+    fill(page, place, name="paused", settings=LONG)
+    train(page)
+    until(training(place, "paused"), "the first step")
+    page.get_by_role("button", name="Stop", exact=True).click()
+    until(lambda: state(place, "paused") == "stopped", "stopped")
+    at = read_status(place.runs / "paused").step
+    page.get_by_role("button", name="Resume", exact=True).click(timeout=WITHIN_MS)
+    until(training(place, "paused", beyond=at), "a step after the resume")
+    page.get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
+    until(lambda: state(place, "paused") == "stopped", "stopped again")
+
+
+def test_a_killed_interface_loses_nothing_and_two_tabs_show_the_same(
+    page: Any, place: Place, gui_server: StartGui, tmp_path: Path
+) -> None:
+    mine = Place(runs=tmp_path / "runs", images=place.images, server=gui_server(tmp_path / "runs"))
+    page.goto(mine.server.link)
+    fill(page, mine, name="alive", settings=LONG)
+    train(page)
+    until(training(mine, "alive"), "the first step")
+    pid = read_status(mine.runs / "alive").pid
+    assert pid is not None
+    mine.server.kill()
+    at = read_status(mine.runs / "alive").step
+    until(training(mine, "alive", beyond=at), "a step without the interface")
+    again = gui_server(mine.runs, port=mine.server.port)
+    page.reload()
+    page.get_by_role("button", name="Stop", exact=True).wait_for(timeout=WITHIN_MS)
+    other = page.context.new_page()
+    other.goto(page.url)
+    other.get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
+    until(lambda: state(mine, "alive") == "stopped", "stopped")
+    for tab in (page, other):
+        tab.get_by_role("button", name="Resume", exact=True).wait_for(timeout=WITHIN_MS)
+    until(lambda: not psutil.pid_exists(pid), "no process is left")
+    again.stop()
+
+
+def test_a_second_training_waits_for_the_first(page: Any, place: Place) -> None:
+    page.goto(place.server.link)
+    fill(page, place, name="one", settings=LONG)
+    train(page)
+    until(training(place, "one"), "the first step")
+    fill(page, place, name="two", settings=SHORT)
+    page.get_by_role("button", name="Train", exact=True).click()
+    page.get_by_text("1 before it").wait_for(timeout=WITHIN_MS)
+    assert not (place.runs / "two").exists()
+    other = page.context.new_page()
+    other.goto(place.server.url("/run?run=one"))
+    other.get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
+    page.wait_for_url("**/run?run=two", timeout=WITHIN_MS)
+    page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
+    assert state(place, "one") == "stopped"
