@@ -10,14 +10,15 @@ import importlib
 import io
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
-from lora_trainer import __version__, tool_commands
-from lora_trainer.config import parse_assignment
+from lora_trainer import __version__, queue_commands, tool_commands
+from lora_trainer.config import check_keys, parse_assignment, refuse_secrets
 from lora_trainer.errors import LoraTrainError, RequestError, exit_code
 from lora_trainer.launch import place
 from lora_trainer.library_noise import quiet_libraries
@@ -297,6 +298,25 @@ def gui(
 ) -> None:
     """Open the graphical interface; its options are those of `lora-train-gui --help`."""
     importlib.import_module("lora_trainer.gui.app").main(words)
+
+
+def _training(words: Sequence[str]) -> Mapping[str, Any]:
+    """Read the words of a training without training; raises RequestError or CycloptsError."""
+    command, bound, _ = app.parse_args(list(words), exit_on_error=False, print_error=False)
+    given = bound.arguments
+    if command is not train or given.get("dry_run"):
+        raise RequestError(
+            "only trainings wait in the queue",
+            fix="give after -- what follows `lora-train` in the command of a training",
+        )
+    flags = {name: given.get(name) for name in ("base", "output", "name", "steps", "seed")}
+    assigned = _overrides(given.get("set_", []), **flags)
+    check_keys(assigned)
+    refuse_secrets(assigned)  # the words are written into a file, to be used later
+    return {**given, "output": assigned.get("output.folder")}
+
+
+app.command(queue_commands.queue_app(_training))
 
 
 def main(arguments: list[str] | None = None) -> None:

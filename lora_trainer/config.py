@@ -526,7 +526,7 @@ def flatten(config: Config) -> dict[str, Any]:
 def build_config(values: Mapping[str, Any]) -> Config:
     """Build a Config from {"section.name": value}; raises RequestError naming all that is wrong at once."""
     check_keys(values)
-    _refuse_secrets(values)
+    refuse_secrets(values)
     nested: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, name = key.split(".")
@@ -547,7 +547,7 @@ def check_keys(values: Mapping[str, Any]) -> None:
         raise RequestError(" ".join(unknown), fix="see `lora-train plan DATASET` for all settings")
 
 
-def _refuse_secrets(values: Mapping[str, Any]) -> None:
+def refuse_secrets(values: Mapping[str, Any]) -> None:
     """Raise RequestError for settings that hold a token: they are written into files."""
     if found := secret_keys(values):
         raise RequestError(

@@ -88,7 +88,7 @@ def test_module_says_what_it_is_for(path: Path) -> None:
 
 def light_modules() -> list[str]:
     """Return the modules behind the commands that must answer at once."""
-    names = ["cli", "config", "hardware", "output.inspect", "prepare", "resolve"]
+    names = ["cli", "config", "hardware", "output.inspect", "prepare", "queueing", "resolve"]
     found = [f"lora_trainer.{name}" for name in [*names, "show.answers", "show.plan"]]
     for folder in ("data", "families", "planning"):
         found += [

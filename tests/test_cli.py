@@ -25,6 +25,7 @@ COMMANDS = {
     "plan",
     "presets",
     "profile",
+    "queue",
     "sample",
 } | TOOLS
 TRAIN_FLAGS = {
@@ -64,6 +65,7 @@ FLAGS = {
         *("--base", "--config", "--json", "--only", "--preset", "--priority", "--set", "--steps"),
     },
     "presets": set[str](),
+    "queue": set[str](),
     "doctor": {"--json"},
     "gui": set[str](),
 }
@@ -160,6 +162,7 @@ def test_what_only_looks_around_imports_no_torch(place: Toy, tmp_path: Path) -> 
         ["presets"],
         ["doctor"],
         ["doctor", "--json"],
+        ["queue", "list"],
         ["plan", dataset, *cache],
         ["plan", dataset, "--json", "--vram", "12", *cache],
         ["check", dataset, *cache],

@@ -32,6 +32,8 @@ CONTROL_FOLDER = "control"
 INTERVAL_S = 0.5
 # psutil counts from the time of boot, which moves a little when the clock is corrected.
 _START_TOLERANCE_S = 1.0
+# What reading a status.json can raise that is missing, damaged or of another making.
+_UNREADABLE = (OSError, ValueError, TypeError, RecursionError, OverflowError)
 _PHASE_STATES: dict[str, State] = {
     "scan": "starting",
     "plan": "starting",
@@ -172,11 +174,9 @@ def read_status(run_folder: Path) -> RunStatus:
     A missing or unreadable status.json is an interrupted run: it ended before it could say how.
     """
     try:
-        status = Status(**json.loads((run_folder / STATUS_FILE).read_bytes()))
-        if status.state not in get_args(State):
-            raise ValueError(status.state)
-        alive = _lives(pid=status.pid, started_s=status.pid_started_s)
-    except (OSError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        status = _read(run_folder)
+        alive = lives(pid=status.pid, started_s=status.pid_started_s)
+    except _UNREADABLE as error:
         return _unreadable(run_folder, f"{STATUS_FILE} cannot be read: {one_line(str(error))}")
     return RunStatus(
         state=_seen(status, alive=alive),
@@ -189,6 +189,22 @@ def read_status(run_folder: Path) -> RunStatus:
         exit_code=status.exit_code,
         pid=status.pid if alive else None,
     )
+
+
+def wrote_status(run_folder: Path, *, pid: int, started_s: float) -> bool:
+    """Return whether status.json is the work of that process, dead or alive; never raises."""
+    try:
+        status = _read(run_folder)
+        return status.pid == pid and _same_start(status.pid_started_s, started_s)
+    except _UNREADABLE:
+        return False
+
+
+def _read(run_folder: Path) -> Status:
+    status = Status(**json.loads((run_folder / STATUS_FILE).read_bytes()))
+    if status.state not in get_args(State):
+        raise ValueError(status.state)
+    return status
 
 
 def _seen(status: Status, *, alive: bool) -> Seen:
@@ -210,13 +226,21 @@ def _unreadable(run_folder: Path, message: str) -> RunStatus:
     )
 
 
-def _lives(*, pid: int, started_s: float) -> bool:
+def lives(*, pid: int, started_s: float) -> bool:
+    """Return whether the process of that number and start runs; another of its number does not count.
+
+    Raises ValueError, TypeError or OverflowError for what is no number of a process.
+    """
     try:
         process = psutil.Process(pid)
-        same = abs(process.create_time() - started_s) <= _START_TOLERANCE_S
-        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
+        same = _same_start(process.create_time(), started_s)
+        return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+def _same_start(one_s: float, other_s: float) -> bool:
+    return abs(one_s - other_s) <= _START_TOLERANCE_S
 
 
 @dataclass(frozen=True)

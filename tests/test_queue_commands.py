@@ -1,0 +1,191 @@
+"""`lora-train queue`: what it takes, refuses and says; and one queue of real trainings, start to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lora_trainer import cli, queueing
+from lora_trainer.output.status import read_status
+from lora_trainer.queue_files import changing, write
+from tests.fakes.queues import Place, until
+from tests.fakes.runs import ROOT, start, toy
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    place = Place(folder=tmp_path)
+    yield place
+    place.clean_up()
+
+
+@pytest.fixture
+def held(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A queue that nobody works through."""
+    monkeypatch.setattr(queueing, "ensure_worker", lambda runs: None)
+    return place
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.run(["queue", *words]) == 0
+    out, error = capsys.readouterr()
+    assert error == ""
+    return str(out)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.run(["queue", *words]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return str(error)
+
+
+def test_a_training_is_queued_with_its_words_its_place_and_the_queues_folder(
+    held: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["add", "--runs", "mine", "--", "my cats", "--steps", "5", "--set", "train.seed=1"]
+    assert said(capsys, *line) == "0001-my-cats\n"
+    (item,) = queueing.items(held.folder / "mine")
+    assert item.argv == ("--output", "mine", "my cats", "--steps", "5", "--set", "train.seed=1")
+    assert (item.folder, item.label, item.state) == (str(held.folder), "my cats", "waiting")
+
+
+@pytest.mark.parametrize(
+    ("words", "label"),
+    [
+        (["cats", "--name", "tabby"], "tabby"),
+        (["--", "--cats"], "--cats"),
+        (["cats/../dogs/"], "dogs"),
+        (["cats", "--output", "runs"], "cats"),
+        (["cats", "--resume-from", "runs/cats"], "cats"),
+        (["cats", "--set", "output.folder=runs", "--output", "runs"], "cats"),
+    ],
+)
+def test_an_item_is_called_as_its_run_will_be(
+    words: list[str], label: str, held: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said(capsys, "add", "--", *words)
+    said(capsys, "add", "--label", "by me", "--", "--strict", *words)
+    assert [item.label for item in queueing.items(held.runs)] == [label, "by me"]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ([], "DATASET"),
+        (["cats", "--stepz", "5"], "--stepz"),
+        (["cats", "--steps", "many"], "many"),
+        (["cats", "--set", "train.stepz=5"], "train.steps"),
+        (["cats", "--set", "train.steps"], "="),
+        (["cats", "--steps", "5", "--set", "train.steps=6"], "given twice"),
+        (["cats", "--dry-run"], "only trainings"),
+        (["plan", "cats"], "only trainings"),
+        (["queue", "run"], "only trainings"),
+        (["--help"], "only trainings"),
+        (["cats", "--output", "elsewhere"], "--runs elsewhere"),
+        (["cats", "--set", "output.folder=elsewhere"], "--runs elsewhere"),
+        (["cats", "--resume-from", "elsewhere/cats"], "--runs elsewhere"),
+        (["cats", "--set", "output.author=hf_" + "a" * 34], "token"),
+    ],
+)
+def test_what_cannot_train_is_refused_before_it_waits(
+    words: list[str], named: str, held: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert named in refusal(capsys, "add", "--", *words)
+    assert not held.runs.exists()
+
+
+def test_a_double_click_is_refused(held: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "add", "--", "cats")
+    assert "0001-cats" in refusal(capsys, "add", "--label", "other", "--", "cats")
+
+
+def test_the_list_is_in_order_and_its_json_is_the_items(
+    held: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(capsys, "list") == "nothing is in the queue\n"
+    assert json.loads(said(capsys, "list", "--json")) == []
+    for name in ("[b]cats", "dogs", "owls"):
+        said(capsys, "add", "--", name)
+    said(capsys, "move", "0003-owls", "up")
+    said(capsys, "move", "0001-b-cats", "down")
+    said(capsys, "remove", "0002-dogs")
+    rows = json.loads(said(capsys, "list", "--json"))
+    assert [row["id"] for row in rows] == ["0003-owls", "0001-b-cats"]
+    assert rows[0]["argv"] == ["--output", "runs", "owls"]
+    text = said(capsys, "list")
+    assert text.index("0003-owls") < text.index("0001-b-cats")
+    assert "[b]cats" in text
+    assert "nobody looks after it" in text
+
+
+def test_the_list_tells_what_ended_unseen_and_starts_nothing(
+    held: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("cats", "dogs"):
+        said(capsys, "add", "--", name)
+    with changing(held.runs):
+        item = replace(held.item("0001-cats"), state="running", pid=2**30, pid_started_s=1.0)
+        write(held.runs, item)
+    rows = json.loads(said(capsys, "list", "--json"))
+    assert [(row["label"], row["state"]) for row in rows] == [
+        ("dogs", "waiting"),
+        ("cats", "interrupted"),
+    ]
+    said(capsys, "remove", "0001-cats")
+
+
+@pytest.mark.parametrize(
+    "line", [["move", "0009-x", "up"], ["remove", "0009-x"], ["move", "x", "2"]]
+)
+def test_what_is_not_there_is_one_line(
+    line: list[str], held: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal(capsys, *line)
+
+
+def test_a_real_training_through_the_queue(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the embedded base, by a worker that `add` starts; nobody looks on."""
+    words = [str(toy(place.folder).dataset), "--steps", "2", "--name", "two words; $(x)"]
+    settings = {"hardware.threads": "1", "data.resolution": "64", "train.batch_size": "1"}
+    settings |= {"data.cache_dir": f"{place.folder}/cache", "logging.trackers": "[]"}
+    for key, value in settings.items():
+        words += ["--set", f"{key}={value}"]
+    said(capsys, "add", "--", *words)
+    until(lambda: all(item.has_ended for item in queueing.items(place.runs)))
+    (item,) = queueing.items(place.runs)
+    assert (item.state, item.error, item.exit_code) == ("finished", "", 0)
+    assert item.run == "two words; $(x)"
+    assert read_status(place.runs / item.run).step == 2
+    assert (place.runs / item.run / f"{item.run}.safetensors").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_in_a_terminal_ends_when_asked_and_its_training_goes_on(
+    number: signal.Signals, held: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = toy(held.folder).dataset
+    os.mkfifo(held.folder / "settings.json")  # a training that waits as long as we like
+    said(capsys, "add", "--", str(dataset), "--config", "settings.json")
+    worker = start("queue", "run")
+    until(lambda: held.item("0001-toy").pid is not None)
+    worker.send_signal(number)
+    out, error = worker.communicate(timeout=60)
+    assert worker.returncode == 128 + number
+    assert "what trains goes on" in error and error.count("\n") == 1
+    assert out.startswith("0001-toy started")
+    item = held.item("0001-toy")
+    assert item.state == "running"
+    assert psutil.pid_exists(item.pid or 0)

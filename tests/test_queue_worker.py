@@ -1,0 +1,508 @@
+"""The worker with real processes: what starts when, what is written down, what survives which death."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lora_trainer import queue_worker, queueing
+from lora_trainer.errors import MachineError, RequestError
+from lora_trainer.hardware import Hardware
+from lora_trainer.nvml import Gpu
+from lora_trainer.queue_files import Item, changing, write
+from lora_trainer.queue_worker import Child, Worker, slots
+from tests.fakes.queue_trainer import status
+from tests.fakes.queues import FAKE_TRAINER, WORKER_PROGRAM, Place, until
+from tests.fakes.runs import ROOT
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    place = Place(folder=tmp_path)
+    yield place
+    place.clean_up()
+
+
+def trains(place: Place, item: Item) -> bool:
+    """Say whether the run of an item is seen: its trainer waits for its file then."""
+    return place.item(item.id).run is not None
+
+
+def gone(pid: int | None) -> bool:
+    return pid is None or not psutil.pid_exists(pid) or is_zombie(pid)
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+# ---- starting
+
+
+def test_one_after_another_in_their_order(place: Place) -> None:
+    first = place.add("a", until=str(place.let("a")))
+    place.add("b")
+    place.add("c")
+    worker = place.worker()
+    until(lambda: worker.tick() and trains(place, first))
+    assert place.states() == {"a": "running", "b": "waiting", "c": "waiting"}
+    queueing.move(place.runs, "0003-c", by=-1)
+    place.let("a").touch()
+    place.finish(worker)
+    assert place.states() == {"b": "finished", "c": "finished", "a": "finished"}, "newest end first"
+    ended = place.item(first.id)
+    assert (ended.run, ended.exit_code, ended.error) == ("a", 0, "")
+    assert ended.added_s <= (ended.started_s or 0) <= (ended.ended_s or 0)
+
+
+def test_each_device_has_one_training_and_shows_it_alone(place: Place) -> None:
+    found = [place.add(name, until=str(place.let(name))) for name in "abc"]
+    worker = place.worker("GPU-one", "GPU-two")
+    until(lambda: worker.tick() and trains(place, found[0]) and trains(place, found[1]))
+    assert place.states() == {"a": "running", "b": "running", "c": "waiting"}
+    assert [place.given(name)["device"] for name in "ab"] == ["GPU-one", "GPU-two"]
+    place.let("b").touch()
+    until(lambda: worker.tick() and trains(place, found[2]))
+    assert place.given("c")["device"] == "GPU-two", "the one that became free"
+    for name in "ac":
+        place.let(name).touch()
+    place.finish(worker)
+
+
+def test_one_device_is_left_as_the_trainer_finds_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "as it was")
+    place.add("a")
+    place.finish(place.worker())
+    assert place.given("a")["device"] == "as it was"
+
+
+WORDS = (
+    "two words",
+    "--flag",
+    "a\nb",
+    "$(touch pwned)",
+    "; touch pwned",
+    "'\"\\",
+    "*",
+    "",
+    "-",
+    "é小猫",
+)
+
+
+def test_words_reach_the_trainer_as_they_are(place: Place) -> None:
+    place.add("a", *WORDS)
+    place.finish(place.worker())
+    assert place.given("a")["words"] == list(WORDS)
+    assert not list(place.folder.rglob("pwned"))
+
+
+def test_a_trainer_gets_no_input_and_a_session_of_its_own(place: Place) -> None:
+    item = place.add("a", until=str(place.let("a")))
+    worker = place.worker()
+    until(lambda: worker.tick() and trains(place, item))
+    pid = place.item(item.id).pid
+    assert pid is not None
+    assert os.getsid(pid) == pid
+    assert Path(f"/proc/{pid}/fd/0").readlink() == Path(os.devnull)
+    place.let("a").touch()
+    place.finish(worker)
+
+
+def test_an_item_that_cannot_start_says_why_and_the_next_one_starts(place: Place) -> None:
+    queueing.add(place.runs, ["x"], label="lost", folder=place.folder / "gone")
+    place.add("b")
+    place.finish(place.worker())
+    assert place.states() == {"b": "finished", "lost": "failed"}
+    assert "cannot be started in" in place.item("0001-lost").error
+    assert "gone" in place.item("0001-lost").error
+
+
+# ---- ending
+
+
+@pytest.mark.parametrize(
+    ("orders", "state", "error"),
+    [
+        ({"exit": 0, "say": "done"}, "finished", ""),
+        ({"exit": 143, "say": "error: asked to stop"}, "stopped", ""),
+        ({"exit": 130}, "stopped", ""),
+        ({"exit": 3, "say": "error: no images. Fix: give some."}, "failed", "no images. Fix: give some."),
+        ({"exit": 1, "say": "a\x1b[31mred\x07"}, "failed", "a?[31mred?"),
+        ({"exit": 4}, "failed", "step 1"),
+    ],
+)  # fmt: skip
+def test_the_exit_code_is_the_state_and_the_last_line_the_reason(
+    orders: dict[str, Any], state: str, error: str, place: Place
+) -> None:
+    item = place.add("a", **orders)
+    place.finish(place.worker())
+    ended = place.item(item.id)
+    assert (ended.state, ended.error, ended.exit_code) == (state, error, orders["exit"])
+
+
+@pytest.mark.parametrize(
+    ("number", "state", "error"),
+    [
+        (signal.SIGKILL, "interrupted", "ran out of memory"),
+        (signal.SIGTERM, "stopped", ""),
+        (signal.SIGSEGV, "failed", f"signal {int(signal.SIGSEGV)}"),
+    ],
+)
+def test_a_signal_is_told_from_an_error(
+    number: signal.Signals, state: str, error: str, place: Place
+) -> None:
+    item = place.add("a", until=str(place.let("a")))
+    worker = place.worker()
+    until(lambda: worker.tick() and trains(place, item))
+    os.kill(place.item(item.id).pid or 0, number)
+    place.finish(worker)
+    ended = place.item(item.id)
+    assert (ended.state, ended.exit_code) == (state, -number)
+    assert error in ended.error
+
+
+def test_the_reason_is_of_this_start_not_of_one_before(place: Place) -> None:
+    item = place.add("a", until=str(place.let("a")), exit=3, say="first")
+    worker = place.worker()
+    place.let("a").touch()
+    place.finish(worker)
+    assert place.item(item.id).error == "first"
+    place.let("a").unlink()
+    queueing.again(place.runs, item.id)
+    with changing(place.runs):  # its words without the resume, which the fake does not know
+        write(place.runs, replace(place.item(item.id), argv=item.argv))
+    until(lambda: worker.tick() and trains(place, item))
+    os.kill(place.item(item.id).pid or 0, signal.SIGKILL)
+    place.finish(worker)
+    assert "SIGKILL" in place.item(item.id).error
+    assert "first" in queueing.log_file(place.runs, item.id).read_text(), "kept"
+
+
+def test_a_full_disk_delays_what_is_written_and_loses_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = place.add("a")
+    worker = place.worker()
+    full = True
+
+    def refuse_if_full(runs: Path, item: Item) -> None:
+        if full and item.pid is not None:
+            raise MachineError("cannot write: 0 bytes free", fix="free some space")
+        write(runs, item)
+
+    monkeypatch.setattr(queue_worker, "write", refuse_if_full)
+    with pytest.raises(MachineError):
+        worker.tick()
+    child = worker.children[item.id].process
+    child.wait()
+    with pytest.raises(MachineError):
+        worker.tick()
+    full = False
+    place.finish(worker)
+    ended = place.item(item.id)
+    assert (ended.state, ended.run, ended.exit_code) == ("finished", "a", 0)
+
+
+# ---- dying
+
+
+def test_a_training_outlives_its_worker_and_the_next_one_waits_for_it(place: Place) -> None:
+    first = place.add("a", until=str(place.let("a")))
+    place.add("b")
+    with place.worker_process() as process:
+        until(lambda: trains(place, first))
+        process.kill()
+    pid = place.item(first.id).pid
+    worker = place.worker()
+    for _ in range(3):
+        assert worker.tick()
+    assert place.states() == {"a": "running", "b": "waiting"}
+    assert place.item(first.id).pid == pid and not gone(pid)
+    place.let("a").touch()
+    place.finish(worker)
+    assert place.states() == {"b": "finished", "a": "finished"}
+
+
+@pytest.mark.parametrize(
+    ("orders", "state", "code", "error"),
+    [
+        ({}, "finished", 0, ""),
+        ({"state": "stopped", "exit": 143, "say": "asked"}, "stopped", 143, ""),
+        ({"state": "failed", "exit": 5, "say": "nan"}, "failed", 5, "nan"),
+        (
+            {"state": "training", "exit": 1},
+            "interrupted",
+            None,
+            "the trainer ended while nobody watched, and did not say how",
+        ),
+    ],
+)
+def test_an_end_that_nobody_saw_is_told_by_the_run(
+    orders: dict[str, Any], state: str, code: int | None, error: str, place: Place
+) -> None:
+    item = place.add("a", until=str(place.let("a")), **orders)
+    with place.worker_process() as process:
+        until(lambda: trains(place, item))
+        process.kill()
+    place.let("a").touch()
+    until(lambda: gone(place.item(item.id).pid))
+    assert place.item(item.id).state == "running", "as the dead worker left it"
+    queueing.settle(place.runs)
+    ended = place.item(item.id)
+    assert (ended.state, ended.exit_code, ended.error) == (state, code, error)
+
+
+def test_a_run_that_went_on_elsewhere_does_not_speak_for_the_item(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = place.add("a", until=str(place.let("a")))
+    with place.worker_process() as process:
+        until(lambda: trains(place, item))
+        process.kill()
+    os.kill(place.item(item.id).pid or 0, signal.SIGKILL)
+    until(lambda: gone(place.item(item.id).pid))
+    status(place.runs / "a", state="finished", code=0, say="by another process")
+    queueing.settle(place.runs)
+    assert place.item(item.id).state == "interrupted"
+
+
+def test_after_a_reboot_what_ran_is_interrupted_and_what_waits_goes_on(place: Place) -> None:
+    first = place.add("a")
+    place.add("b")
+    mine = psutil.Process()
+    with changing(place.runs):  # another process has the number now
+        again = {"pid": mine.pid, "pid_started_s": mine.create_time() - 3600}
+        write(place.runs, replace(first, state="running", started_s=1.0, run="a", **again))
+    place.finish(place.worker())
+    assert place.states() == {"b": "finished", "a": "interrupted"}
+
+
+def test_a_worker_killed_before_it_wrote_the_process_down_starts_nothing_twice(
+    place: Place,
+) -> None:
+    item = place.add("a", until=str(place.let("a")))
+    worker = place.worker()
+    until(lambda: worker.tick() and trains(place, item))
+    began = place.item(item.id)
+    with changing(place.runs):
+        write(place.runs, replace(began, pid=None, pid_started_s=None, run=None))
+    successor = place.worker()
+    until(lambda: successor.tick() and trains(place, item))
+    assert place.item(item.id).pid == began.pid
+    place.let("a").touch()
+    until(lambda: worker.children[item.id].process.poll() is not None)
+    place.finish(successor)
+    assert place.item(item.id).state == "finished"
+
+
+def test_a_start_that_left_no_process_is_interrupted(place: Place) -> None:
+    item = place.add("a")
+    with changing(place.runs):
+        write(place.runs, replace(item, state="running", started_s=1.0))
+    place.finish(place.worker())
+    assert place.states() == {"a": "interrupted"}
+    assert not (place.runs / "a").exists(), "it might have run already: people decide"
+
+
+def test_a_worker_that_is_asked_to_end_leaves_the_training_alone(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children: list[Child] = []
+    spawn = Worker.spawn
+    monkeypatch.setattr(
+        Worker, "spawn", lambda *given: children.append(spawn(*given)) or children[0]
+    )
+    item = place.add("a", until=str(place.let("a")))
+    said: list[str] = []
+    queueing.work(
+        place.runs,
+        trainer=FAKE_TRAINER,
+        devices=[""],
+        stop=lambda: 15 if trains(place, item) else None,
+        say=said.append,
+        sleep=lambda _: None,
+    )
+    pid = place.item(item.id).pid
+    assert not gone(pid)
+    assert queueing.worker_pid(place.runs) is None
+    assert said == [f"{item.id} started, process {pid}"]
+    place.let("a").touch()
+    children[0].process.wait()
+    queueing.settle(place.runs)
+    assert place.item(item.id).state == "finished"
+
+
+# ---- one worker
+
+
+def test_there_is_one_worker_and_it_ends_by_itself(place: Place) -> None:
+    place.add("a", until=str(place.let("a")))
+    queueing.ensure_worker(place.runs, program=WORKER_PROGRAM)
+    pid = queueing.worker_pid(place.runs)
+    assert pid is not None
+    assert os.getsid(pid) == pid
+    queueing.ensure_worker(place.runs, program=("no such program",))
+    assert queueing.worker_pid(place.runs) == pid
+    until(lambda: place.states()["a"] == "running")
+    with pytest.raises(RequestError, match=f"process {pid}"):
+        queueing.work(place.runs, devices=[""])
+    until(lambda: queueing.worker_pid(place.runs) == pid, what="the worker to say so again")
+    place.let("a").touch()
+    until(lambda: queueing.worker_pid(place.runs) is None)
+    assert place.states() == {"a": "finished"}
+    queueing.ensure_worker(place.runs, program=("no such program",))
+
+
+def test_a_worker_that_was_killed_is_replaced(place: Place) -> None:
+    item = place.add("a", until=str(place.let("a")))
+    place.add("b")
+    with place.worker_process() as process:
+        until(lambda: trains(place, item))
+        process.kill()
+    queueing.ensure_worker(place.runs, program=WORKER_PROGRAM)
+    place.let("a").touch()
+    until(lambda: place.states() == {"b": "finished", "a": "finished"})
+    until(lambda: queueing.worker_pid(place.runs) is None)
+
+
+def test_what_comes_while_a_worker_retires_is_worked_on(place: Place) -> None:
+    """The last poll finds nothing; before the worker says that it is gone, somebody adds."""
+    real = queueing.changing
+    late = []
+
+    def add_before_the_lock(runs: Path) -> Any:
+        if not late:
+            late.append(True)
+            place.add("late")
+        return real(runs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queueing, "changing", add_before_the_lock)
+        queueing.work(
+            place.runs, trainer=FAKE_TRAINER, devices=[""], sleep=lambda _: None, idle_polls=2
+        )
+    assert place.states() == {"late": "finished"}
+
+
+def test_a_worker_whose_queue_was_deleted_ends(place: Place) -> None:
+    place.add("a")
+    polls: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        polls.append(seconds)
+        for file in (place.runs / ".queue").glob(".worker.lock"):
+            file.unlink()
+
+    queueing.work(place.runs, trainer=FAKE_TRAINER, devices=[], sleep=sleep, stop=lambda: None)
+    assert len(polls) == 1
+
+
+def test_a_worker_goes_on_when_the_disk_is_full_for_a_while(place: Place) -> None:
+    place.add("a")
+    said: list[str] = []
+    calls: list[int] = []
+
+    def full_at_first(worker: Worker) -> bool:
+        calls.append(1)
+        if len(calls) <= 3:
+            raise MachineError("cannot write: 0 bytes free", fix="free some space")
+        return real(worker)
+
+    real = Worker.tick
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Worker, "tick", full_at_first)
+        queueing.work(
+            place.runs, trainer=FAKE_TRAINER, devices=[""], say=said.append, sleep=lambda _: None
+        )
+    assert place.states() == {"a": "finished"}
+    assert sum("0 bytes free" in line for line in said) == 1, "said once"
+
+
+# ---- devices
+
+
+def by_hand(place: Place) -> Path:
+    """Return the folder of a run that no item started; its process is this one."""
+    run = place.runs / "by-hand"
+    run.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def test_a_training_started_by_hand_takes_a_device(place: Place) -> None:
+    status(by_hand(place), state="training", code=None, say="")
+    for name in "ab":
+        place.add(name)
+    worker = place.worker("0", "1")
+    assert queueing.outside(place.runs, ()) == ("by-hand",)
+    until(lambda: worker.tick() and place.item("0001-a").has_ended)
+    assert place.given("a")["device"] == "1", "CUDA's first card is where one trains by itself"
+    status(by_hand(place), state="finished", code=0, say="")
+    place.finish(worker)
+
+
+def test_the_only_device_is_waited_for(place: Place) -> None:
+    status(by_hand(place), state="training", code=None, say="")
+    place.add("a")
+    worker = place.worker()
+    for _ in range(3):
+        assert worker.tick()
+    assert place.states() == {"a": "waiting"}
+    status(by_hand(place), state="stopped", code=143, say="")
+    place.finish(worker)
+    assert place.states() == {"a": "finished"}
+
+
+def hardware(*gpus: str, torch: str = "2.13.0+cu130") -> Hardware:
+    cards = tuple(
+        Gpu(
+            index=index,
+            name="card",
+            total_bytes=1,
+            free_bytes=1,
+            compute_capability=None,
+            driver="",
+            uuid=uuid,
+        )
+        for index, uuid in enumerate(gpus)
+    )
+    return Hardware(
+        gpus=cards,
+        gpu_reason="",
+        cpu_name="",
+        cpu_threads=1,
+        ram_total_bytes=1,
+        ram_free_bytes=1,
+        packages={"torch": torch},
+        reasons={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "environment", "expected"),
+    [
+        (hardware(), {}, ("",)),
+        (hardware("GPU-a"), {"CUDA_VISIBLE_DEVICES": "3"}, ("",)),
+        (hardware("GPU-a", "GPU-b"), {}, ("GPU-a", "GPU-b")),
+        (hardware("", ""), {}, ("0", "1")),
+        (hardware("GPU-c", "GPU-a"), {"CUDA_VISIBLE_DEVICES": " 2,GPU-a,nonsense"}, ("2", "GPU-a")),
+        (hardware("GPU-a", "GPU-b", torch="2.13.0+cpu"), {}, ("",)),
+    ],
+)
+def test_one_slot_a_usable_card(
+    found: Hardware, environment: dict[str, str], expected: tuple[str, ...]
+) -> None:
+    assert slots(found, environment) == expected

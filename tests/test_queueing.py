@@ -1,0 +1,383 @@
+"""The files of the queue: what is added stays, in its order, whatever lies beside it and whoever else writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lora_trainer import queue_files, queueing
+from lora_trainer.errors import MachineError, RequestError
+from lora_trainer.queue_files import Item, write
+from lora_trainer.queue_worker import Child, Worker
+from tests.fakes.queues import Place
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(folder=tmp_path)
+
+
+def ids(place: Place) -> list[str]:
+    return [item.id for item in queueing.items(place.runs)]
+
+
+def become(place: Place, item: Item, **changes: Any) -> Item:
+    """Let an item be what a worker would make of it."""
+    changed = replace(item, **changes)
+    with queue_files.changing(place.runs):
+        write(place.runs, changed)
+    return changed
+
+
+# ---- adding
+
+
+def test_a_queue_that_was_never_used_is_empty_and_stays_absent(place: Place) -> None:
+    assert queueing.items(place.runs) == ()
+    assert queueing.worker_pid(place.runs) is None
+    queueing.ensure_worker(place.runs, program=("no such program",))
+    assert not place.runs.exists()
+
+
+def test_items_are_named_after_their_number_and_label(place: Place) -> None:
+    assert [place.add(name).id for name in ("My cat!", "小猫", "../../etc", "x" * 300)] == [
+        "0001-my-cat",
+        "0002-training",
+        "0003-etc",
+        f"0004-{'x' * 40}",
+    ]
+    assert place.item("0002-training").label == "小猫"
+    assert len(place.item(f"0004-{'x' * 40}").label) == 200
+
+
+def test_running_first_then_waiting_in_order_then_the_newest_end(place: Place) -> None:
+    a, b, c, d, e = (place.add(name) for name in "abcde")
+    become(place, a, state="finished", ended_s=10.0)
+    become(place, c, state="failed", ended_s=20.0)
+    become(place, d, state="running", started_s=5.0)
+    assert ids(place) == [d.id, b.id, e.id, c.id, a.id]
+
+
+@pytest.mark.parametrize("state", ["waiting", "running"])
+def test_the_same_training_twice_is_refused(state: Any, place: Place) -> None:
+    item = become(place, place.add("a"), state=state)
+    with pytest.raises(RequestError, match=f"in the queue already: {item.id}, {state}"):
+        place.add("a")
+    assert ids(place) == [item.id]
+
+
+def test_the_same_words_are_another_training_elsewhere_or_later(place: Place) -> None:
+    item = place.add("a")
+    other = queueing.add(place.runs, item.argv, label="a", folder=place.folder / "elsewhere")
+    become(place, item, state="failed", ended_s=1.0)
+    assert [found.id for found in queueing.items(place.runs) if not found.has_ended] == [other.id]
+    assert place.add("a").id == "0003-a"
+
+
+def test_no_item_gets_the_name_of_one_that_was_removed(place: Place) -> None:
+    place.add("a")
+    last = place.add("a", "b")
+    queueing.remove(place.runs, last.id)
+    assert place.add("a", "b").id == "0003-a"
+    (place.runs / ".queue" / ".last-number").write_bytes(b"\xff")
+    assert place.add("c").id == "0004-c", "the items count where the counter is damaged"
+
+
+@pytest.mark.parametrize("word", ["a\0b", "\ud800"])
+def test_words_that_no_process_takes_are_refused(word: str, place: Place) -> None:
+    with pytest.raises(RequestError, match="cannot be a word"):
+        queueing.add(place.runs, ["dataset", word], label="a")
+    with pytest.raises(RequestError, match="cannot be a word"):
+        queueing.add(place.runs, ["dataset"], label=word)
+    assert ids(place) == []
+
+
+def test_many_can_add_at_once(place: Place) -> None:
+    threads = [threading.Thread(target=place.add, args=(f"t{number}",)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = queueing.items(place.runs)
+    assert sorted(item.label for item in found) == sorted(f"t{number}" for number in range(12))
+    assert sorted(item.order for item in found) == list(range(1, 13))
+
+
+# ---- moving, removing, again
+
+
+def test_moving_changes_the_order_and_stops_at_the_ends(place: Place) -> None:
+    a, b, c = (place.add(name).id for name in "abc")
+    queueing.move(place.runs, c, by=-1)
+    assert ids(place) == [a, c, b]
+    queueing.move(place.runs, c, by=-1)
+    queueing.move(place.runs, c, by=-1)
+    assert ids(place) == [c, a, b]
+    queueing.move(place.runs, c, by=+9)
+    assert ids(place) == [a, b, c]
+    assert place.add("d").id == ids(place)[-1]
+
+
+def test_a_crash_while_moving_loses_nothing_and_can_be_repaired(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, c = (place.add(name).id for name in "abc")
+    calls = []
+
+    def one_write(runs: Path, item: Item) -> None:
+        calls.append(item.id)
+        if len(calls) > 1:
+            raise MachineError("the disk is gone", fix="look for it")
+        write(runs, item)
+
+    with monkeypatch.context() as patch, pytest.raises(MachineError):
+        patch.setattr(queueing, "write", one_write)
+        queueing.move(place.runs, c, by=-2)
+    assert sorted(ids(place)) == [a, b, c]
+    queueing.move(place.runs, b, by=-2)
+    assert ids(place)[0] == b
+
+
+@pytest.mark.parametrize("state", ["running", "finished", "failed"])
+def test_only_what_waits_can_be_moved(state: Any, place: Place) -> None:
+    item = become(place, place.add("a"), state=state)
+    with pytest.raises(RequestError, match=state):
+        queueing.move(place.runs, item.id, by=1)
+
+
+def test_removing_takes_the_log_along_and_leaves_the_run(place: Place) -> None:
+    item = become(place, place.add("a"), state="failed", run="a")
+    queueing.log_file(place.runs, item.id).write_text("said")
+    (place.runs / "a").mkdir()
+    queueing.remove(place.runs, item.id)
+    assert ids(place) == []
+    assert not queueing.log_file(place.runs, item.id).exists()
+    assert (place.runs / "a").is_dir()
+
+
+def test_what_runs_cannot_be_removed(place: Place) -> None:
+    item = become(place, place.add("a"), state="running")
+    with pytest.raises(RequestError, match="stop its training first"):
+        queueing.remove(place.runs, item.id)
+    assert ids(place) == [item.id]
+
+
+@pytest.mark.parametrize("name", ["../outside", "", ".", "0009-x", "/etc/passwd", "a\0b"])
+def test_only_what_is_listed_can_be_named(name: str, place: Place) -> None:
+    place.add("a")
+    outside = place.runs / "outside.json"
+    outside.write_text("{}")
+    for change in (queueing.remove, queueing.again):
+        with pytest.raises(RequestError, match="there is no item"):
+            change(place.runs, name)
+    with pytest.raises(RequestError, match="there is no item"):
+        queueing.move(place.runs, name, by=1)
+    assert outside.exists() and len(ids(place)) == 1
+
+
+@pytest.mark.parametrize("state", ["stopped", "failed", "interrupted"])
+def test_one_that_ended_early_goes_on_with_its_run(state: Any, place: Place) -> None:
+    first, item = place.add("b"), place.add("a", "--name", "a")
+    (place.runs / "a").mkdir()
+    become(place, item, state=state, run="a", ended_s=1.0, exit_code=5, error="nan", pid=7)
+    waiting = queueing.again(place.runs, item.id)
+    assert waiting.argv == ("--resume-from", str(place.runs / "a"), *item.argv)
+    assert (waiting.state, waiting.pid, waiting.exit_code, waiting.error) == (
+        "waiting",
+        None,
+        None,
+        "",
+    )
+    assert ids(place) == [first.id, item.id]
+    with pytest.raises(RequestError, match="waiting already"):
+        queueing.again(place.runs, item.id)
+    become(place, waiting, state=state, run="a", ended_s=2.0)
+    assert queueing.again(place.runs, item.id).argv == waiting.argv, "not resumed twice over"
+
+
+@pytest.mark.parametrize(
+    ("state", "run"), [("finished", "a"), ("failed", None), ("interrupted", "gone")]
+)
+def test_one_without_a_run_to_go_on_with_starts_over(
+    state: Any, run: str | None, place: Place
+) -> None:
+    item = place.add("a")
+    (place.runs / "a").mkdir()
+    become(place, item, state=state, run=run, ended_s=1.0)
+    assert queueing.again(place.runs, item.id).argv == item.argv
+
+
+# ---- damaged
+
+DAMAGE = {
+    "empty": b"",
+    "cut": b'{"id": "0001-a", "order',
+    "no text": b"\xff\xfe",
+    "a list": b"[]",
+    "nothing in it": b"{}",
+    "deep": b"[" * 100_000,
+    "a state of its own": {"state": "lost"},
+    "no order": {"order": None},
+    "a number that is none": {"added_s": float("nan")},
+    "words that are none": {"argv": "dataset"},
+    "no process": {"pid": -1},
+    "a huge process": {"pid": 2**80},
+    "half a character": b'{"label": "\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_item_has_failed_and_blocks_nobody(name: str, place: Place) -> None:
+    first, second = place.add("a"), place.add("b")
+    file = place.runs / ".queue" / f"{first.id}.json"
+    damage = DAMAGE[name]
+    if isinstance(damage, dict):
+        damage = json.dumps({**json.loads(file.read_bytes()), **damage}).encode()
+    file.write_bytes(damage)
+    waiting, damaged = queueing.items(place.runs)
+    assert (waiting.id, damaged.id, damaged.state) == (second.id, first.id, "failed")
+    assert damaged.error.startswith(f"{file.name} is damaged: ")
+    assert damaged.error.isprintable()
+    with pytest.raises(RequestError, match="remove it and add"):
+        queueing.again(place.runs, first.id)
+    queueing.move(place.runs, second.id, by=-1)
+    assert place.add("c").id == "0003-c"
+    queueing.remove(place.runs, first.id)
+    assert ids(place) == [second.id, "0003-c"]
+
+
+def test_a_folder_in_the_place_of_an_item_is_damage_too(place: Place) -> None:
+    place.add("a")
+    (place.runs / ".queue" / "0007-odd.json").mkdir()
+    assert [item.state for item in queueing.items(place.runs)] == ["waiting", "failed"]
+    with pytest.raises(MachineError):
+        queueing.remove(place.runs, "0007-odd")
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.json", ".0001-a.json.swp", "0001-a.json~", "0001-a b.json", "1234567890.json"]
+)
+def test_other_files_are_no_items(name: str, place: Place) -> None:
+    item = place.add("a")
+    (place.runs / ".queue" / name).write_text("{}")
+    assert ids(place) == [item.id]
+
+
+def test_a_queue_that_cannot_be_is_one_line(place: Place) -> None:
+    place.runs.mkdir()
+    (place.runs / ".queue").write_text("a file")
+    with pytest.raises(MachineError, match=r"\.queue"):
+        queueing.items(place.runs)
+    with pytest.raises(MachineError, match=r"\.queue"):
+        place.add("a")
+
+
+# ---- any sequence
+
+
+class _Process:
+    """A training that lasts until the test ends it."""
+
+    pid = os.getpid()
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+
+class _FakeWorker(Worker):
+    def spawn(self, item: Item) -> Child:
+        process: Any = _Process()
+        return Child(process=process, started_s=0.0, log_from_bytes=0)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Every sequence of orders and polls, against two lists and a set."""
+
+    SLOTS = ("0", "1")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temporary = tempfile.TemporaryDirectory()
+        self.place = Place(folder=Path(self.temporary.name))
+        self.clock_s = 0.0
+        self.worker = _FakeWorker(runs=self.place.runs, slots=self.SLOTS, clock=self.tick_clock)
+        self.waiting: list[str] = []
+        self.running: list[str] = []
+        self.ended: list[str] = []
+        self.added = 0
+
+    def tick_clock(self) -> float:
+        self.clock_s += 1.0
+        return self.clock_s
+
+    def teardown(self) -> None:
+        self.temporary.cleanup()
+
+    @rule()
+    def add(self) -> None:
+        self.added += 1
+        self.waiting.append(self.place.add(f"t{self.added}").id)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), by=st.sampled_from([-2, -1, 1, 2]))
+    def move(self, data: st.DataObject, by: int) -> None:
+        chosen = data.draw(st.sampled_from(self.waiting))
+        queueing.move(self.place.runs, chosen, by=by)
+        place = self.waiting.index(chosen)
+        self.waiting.remove(chosen)
+        self.waiting.insert(max(0, place + by), chosen)
+
+    @precondition(lambda self: self.waiting or self.ended)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.sampled_from(self.waiting + self.ended))
+        queueing.remove(self.place.runs, chosen)
+        (self.waiting if chosen in self.waiting else self.ended).remove(chosen)
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data())
+    def start_again(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.sampled_from(self.ended))
+        queueing.again(self.place.runs, chosen)
+        self.ended.remove(chosen)
+        self.waiting.append(chosen)
+
+    @rule()
+    def poll(self) -> None:
+        self.worker.tick()
+        while self.waiting and len(self.running) < len(self.SLOTS):
+            self.running.append(self.waiting.pop(0))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), code=st.sampled_from([0, 1, 143, -9]))
+    def end(self, data: st.DataObject, code: int) -> None:
+        chosen = data.draw(st.sampled_from(self.running))
+        process: Any = self.worker.children[chosen].process
+        process.code = code
+        self.running.remove(chosen)
+        self.ended.insert(0, chosen)
+        self.poll()
+
+    @invariant()
+    def everything_is_where_it_belongs(self) -> None:
+        found = queueing.items(self.place.runs)
+        assert [item.id for item in found] == self.running + self.waiting + self.ended
+        devices = [item.device for item in found if item.state == "running"]
+        assert len(set(devices)) == len(devices), "one training a device"
+
+
+QueueMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25)
+TestQueueMachine = QueueMachine.TestCase
