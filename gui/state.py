@@ -16,7 +16,8 @@ from typing import Any, get_args
 from urllib.parse import quote
 
 from lora_trainer.errors import RequestError
-from lora_trainer.output.history import History, read_history
+from lora_trainer.output.history import History
+from lora_trainer.output.history_reader import read_history
 from lora_trainer.output.markup import Html, join, tag
 from lora_trainer.output.sample_grid import sample_grid
 from lora_trainer.output.status import Control, Request, RunStatus, read_status

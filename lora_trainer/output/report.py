@@ -14,7 +14,8 @@ from pathlib import Path
 
 from lora_trainer.files import write_atomic
 from lora_trainer.output import report_details
-from lora_trainer.output.history import History, Row, mapping, number, read_history
+from lora_trainer.output.history import History, Row, mapping, number
+from lora_trainer.output.history_reader import read_history
 from lora_trainer.output.markup import Html, join, tag
 from lora_trainer.output.report_curves import curves, smoothed_losses
 from lora_trainer.output.report_style import STYLE

@@ -19,7 +19,7 @@ from PIL import Image
 
 from lora_trainer.errors import RequestError
 from lora_trainer.output import charts, report_curves
-from lora_trainer.output.history import read_history
+from lora_trainer.output.history_reader import read_history
 from lora_trainer.output.markup import Html, tag, text
 from lora_trainer.output.report import document, verdict, write_report
 from lora_trainer.output.report_curves import axis_top, smoothed_losses
