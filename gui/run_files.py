@@ -12,8 +12,8 @@ from pathlib import Path
 from lora_trainer.output.markup import Html, join, table, tag
 from lora_trainer.output.wording import bytes_text
 
+from .media import run_url
 from .run_best import Best
-from .run_samples import run_file_url
 
 REPORT = "report.html"
 
@@ -45,7 +45,7 @@ def _row(
         disabled="" if marked else None,
         aria_label=f"Use step {step} as the best",
     )
-    link = tag("a", name, href=run_file_url(folder.name, name), download=name)
+    link = tag("a", name, href=run_url(folder.name, name), download=name)
     return f"{label}step {step:,}", link, _size(folder / name), "" if label else button
 
 
@@ -59,6 +59,6 @@ def _size(file: Path) -> str:
 def _report(folder: Path) -> Html:
     if not (folder / REPORT).is_file():
         return tag("p", "The report is written when the training ends.", class_="quiet")
-    href = run_file_url(folder.name, REPORT)
+    href = run_url(folder.name, REPORT)
     link = tag("a", "Open the report", href=href, target="_blank", rel="noopener")
     return tag("p", link, ": curves, problems, dataset, settings, timings on one page.")

@@ -10,19 +10,13 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from lora_trainer.output.history import History, SampleImage
 
+from .media import run_url
 from .run_best import Best
 
 _IMAGE = re.compile(r"samples/step-\d{8,}/\d{2,}\.png")
-
-
-def run_file_url(run: str, file: str, *, version: int = 0) -> str:
-    """Return the address of a file of a run; another `version` is another address."""
-    changed = f"?v={version:x}" if version else ""
-    return f"/media/run/{quote(run, safe='')}/{quote(file)}{changed}"
 
 
 def sample_sheet(
@@ -58,4 +52,4 @@ def _address(folder: Path, image: SampleImage | None) -> str | None:
         version = (folder / image.file).stat().st_mtime_ns
     except OSError:
         return None
-    return run_file_url(folder.name, image.file, version=version)
+    return f"{run_url(folder.name, *image.file.split('/'))}?v={version:x}"

@@ -185,7 +185,7 @@ def _memory_bar(history: History) -> Html | None:
         "div",
         tag("div", *spans, *lines, class_="meter", role="img", aria_label=sentence_),
         tag("p", join([sentence_, "."]), class_="quiet"),
-        class_="memory",
+        class_="usage",
     )
 
 
