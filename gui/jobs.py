@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
 from lora_trainer.errors import RequestError
 from lora_trainer.files import disk_error, json_bytes, read_json_object, write_atomic
+from lora_trainer.output.status import lives
 from lora_trainer.output.wording import one_line
 
 from .workplace import Workplace
@@ -31,8 +30,6 @@ JOB_FILE, RESULT_FILE, LOG_FILE, RUNNER_FILE = "job.json", "result.json", "log.t
 _ID = re.compile(r"[0-9a-f]{12,20}")
 _LOG_END_BYTES = 16_384
 _STARTING_WITHIN_S = 20.0
-# psutil counts from the time of boot, which moves a little when the clock is corrected.
-_START_TOLERANCE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +141,6 @@ def _record(file: Path) -> Mapping[str, Any] | None:
 
 def _lives(runner: Mapping[str, Any]) -> bool:
     try:
-        process = psutil.Process(int(runner["pid"]))
-        same = abs(process.create_time() - float(runner["started_s"])) <= _START_TOLERANCE_S
-        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
-    except (psutil.Error, KeyError, TypeError, ValueError):
+        return lives(pid=int(runner["pid"]), started_s=float(runner["started_s"]))
+    except (KeyError, TypeError, ValueError, OverflowError):
         return False

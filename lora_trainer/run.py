@@ -212,8 +212,10 @@ def _recorded(
     events.subscribe(
         JsonlWriter(folder.path / PROBLEMS_FILE, lambda kind: kind == "problem", events)
     )
-    events.subscribe(StatusWriter(folder.path, events))
+    status = StatusWriter(folder.path, events)
+    events.subscribe(status)
     control = Control(folder.path)
+    control.forget_before(status.status.pid_started_s)
     stop = StopFlag(control=control)
     with taking_signals(stop):
         usable, problems = usable_trackers(

@@ -40,9 +40,11 @@ class StopFlag:
         pending = self.control.pending() if self.control else set[str]()
         if self.control and "stop_now" in pending:
             self.control.done("stop_now")
+            self.said.put(_ANSWERS[2])
             raise KeyboardInterrupt
         if self.control and self.number is None and "stop" in pending:
             self.control.done("stop")
+            self.said.put(_ANSWERS[0])
             self.number = int(signal.SIGTERM)
         return self.number
 
@@ -70,6 +72,8 @@ class StopFlag:
         def announce() -> None:
             while (message := self.said.get()) is not None:
                 fix = "wait a moment; with --resume the run goes on where it stopped"
+                phase = "quit" if message == _ANSWERS[2] else "stop"
+                events.emit("phase", phase=phase, message=message, done=0, total=0)
                 events.problem(message, fix=fix, severity="note", code="CKP-07")
 
         thread = threading.Thread(target=announce, name="lora-train-signals", daemon=True)

@@ -518,6 +518,25 @@ def test_a_stop_file_stops_as_sigterm_does(copied: Toy) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_stop_file_is_answered_in_the_records_as_a_signal_is(copied: Toy) -> None:
+    with pytest.raises(StoppedBySignal):
+        train_asking(copied, "asked", stop=3)
+    run = copied.runs / "asked"
+    rows = read_jsonl(run / "problems.jsonl")
+    assert any(row["what"].startswith("asked to stop: finishing the step") for row in rows)
+    status = json.loads((run / "status.json").read_bytes())
+    assert (status["phase"], status["state"]) == ("stop", "stopped")
+
+
+def test_a_stop_that_a_killed_process_never_saw_does_not_stop_the_next(copied: Toy) -> None:
+    run = copied.runs / Path(copied.dataset).name
+    Control(run).request("stop")
+    os.utime(run / "control" / "stop", (1.0, 1.0))
+    assert copied.train("--resume", steps=8, **QUIET) == 0
+    assert trajectory(run)[-1][0] == 8
+    assert list((run / "control").iterdir()) == []
+
+
 def test_a_stop_now_file_stops_without_saving(copied: Toy) -> None:
     with pytest.raises(KeyboardInterrupt):
         train_asking(copied, "asked", stop_now=3)

@@ -1,12 +1,206 @@
-"""The page Run."""
+"""The page of one run, /run?run=NAME: what it does, its curves, samples, log, settings and files.
+
+Inputs: the name in the address; buttons. Outputs: the parts whose files have changed, once a second;
+requests in the run's control folder. Nothing is kept but what this tab was sent last.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 import gradio as gr
 
+from lora_trainer.errors import LoraTrainError
+from lora_trainer.output.markup import Html, tag
+from lora_trainer.output.report_style import CHARTS
+from lora_trainer.output.status import read_status
+
+from .. import run_actions, state
+from ..answers import error_html, note_html
+from ..asset_files import asset
+from ..run_follow import Followed
+from ..run_parts import Part, damaged_parts, parts, stamp
+from ..run_state import Possible, look
 from ..workplace import Workplace
+
+TICK_S = 1.0
+_PRIVATE: dict[str, Any] = {"api_visibility": "private"}
+_BUTTONS = {
+    "sample": "Sample now",
+    "save": "Save now",
+    "stop": "Stop",
+    "force": "Force stop",
+    "end": "End the process",
+    "resume": "Resume",
+}
+_STRONG = {"stop": "stop", "force": "stop", "end": "stop", "resume": "primary"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What one tab shows: the stamp of the run and the keys of its parts."""
+
+    stamp: state.Stamp = ()
+    keys: Mapping[str, object] = field(default_factory=dict)
 
 
 def build(work: Workplace) -> None:
     """Lay the page out."""
-    gr.Markdown("# Run")
+    page = gr.context.Context.root_block
+    followed = Followed()
+    sent = gr.State(Sent())
+    title = gr.HTML(elem_classes="run-title")
+    with gr.Column(elem_classes="run-page", visible=False) as body:
+        widgets = _widgets(work)
+    outputs = [title, body, *widgets.values(), sent]
+    names = [name for name in widgets if name not in _BUTTONS]
+
+    def tick(before: Sent, request: gr.Request) -> Any:
+        name = request.query_params.get("run", "")
+        try:
+            folder = state.run_folder(work.runs, name)
+        except LoraTrainError:
+            return _nothing(name, before, count=len(widgets))
+        seen = look(folder, read_status(folder), now_s=time.time())
+        now = (name, *stamp(seen))
+        if now == before.stamp:
+            return gr.skip()
+        try:
+            found = parts(seen, followed.read(folder))
+        except (LoraTrainError, OSError) as error:
+            found = damaged_parts(seen, str(error))
+        updates = _updates(found, before, names)
+        keys = {part: found[part].key for part in found}
+        return [_title(name), gr.Column(visible=True), *updates, Sent(stamp=now, keys=keys)]
+
+    quietly = {"show_progress": "hidden", "concurrency_limit": None, **_PRIVATE}
+    page.load(tick, sent, outputs, **quietly)
+    gr.Timer(TICK_S).tick(tick, sent, outputs, **quietly)
+
+
+def _widgets(work: Workplace) -> dict[str, Any]:
+    """Make the widgets of a run in the order of the page; return those that are updated."""
+    gr.HTML(f"<style>{CHARTS}</style>")
+    widgets: dict[str, Any] = {"head": gr.HTML(elem_classes="run-head", apply_default_css=False)}
+    with gr.Row(elem_classes="run-buttons"):
+        for name, label in _BUTTONS.items():
+            widgets[name] = gr.Button(
+                label, visible=False, variant=_STRONG.get(name, "secondary"), scale=0, min_width=130
+            )
+    widgets["where"] = gr.Textbox(
+        label="Folder with the images",
+        info="this run does not say where they are",
+        visible=False,
+        max_lines=1,
+    )
+    said = gr.HTML(elem_classes="line")
+    widgets["chart"] = gr.HTML(elem_classes="run-chart", apply_default_css=False)
+    gr.HTML("<h2>Samples</h2>")
+    widgets["samples"] = gr.HTML(
+        None,
+        html_template='<div class="mount"></div>',
+        js_on_load=asset("samples.js"),
+        server_functions=[_use_best(work)],
+        apply_default_css=False,
+        elem_classes="run-samples",
+    )
+    with gr.Tabs():
+        with gr.Tab("Log"):
+            widgets["log"] = gr.HTML(apply_default_css=False)
+        with gr.Tab("Settings"):
+            widgets["settings"] = gr.HTML(apply_default_css=False)
+        with gr.Tab("Files and report"):
+            widgets["files"] = gr.HTML(apply_default_css=False, js_on_load=asset("run_files.js"))
+    _connect(work, widgets, said)
+    return widgets
+
+
+def _connect(work: Workplace, widgets: Mapping[str, Any], said: Any) -> None:
+    deeds: dict[str, Callable[[str, str], None]] = {
+        "sample": lambda run, _: run_actions.ask(work, run, "sample"),
+        "save": lambda run, _: run_actions.ask(work, run, "save"),
+        "stop": lambda run, _: run_actions.ask(work, run, "stop"),
+        "force": lambda run, _: run_actions.ask(work, run, "stop_now"),
+        "end": lambda run, _: run_actions.end(work, run),
+        "resume": lambda run, dataset: run_actions.resume(work, run, dataset=dataset),
+    }
+    for name, deed in deeds.items():
+        widgets[name].click(_told(deed), widgets["where"], said, **_PRIVATE)
+
+    def use_best(event: gr.EventData, request: gr.Request) -> str:
+        return _best_html(work, request.query_params.get("run", ""), event.step)
+
+    widgets["files"].click(use_best, None, said, **_PRIVATE)
+
+
+def _told(deed: Callable[[str, str], None]) -> Callable[..., Html]:
+    """Return the handler of a button: what it does, or the refusal in a line."""
+
+    def act(dataset: str, request: gr.Request) -> Html:
+        try:
+            deed(request.query_params.get("run", ""), dataset)
+        except LoraTrainError as error:
+            return error_html(str(error))
+        return Html("")
+
+    return act
+
+
+def _use_best(work: Workplace) -> Callable[[Any], dict[str, Any]]:
+    def use_best(asked: Any) -> dict[str, Any]:
+        values = asked if isinstance(asked, dict) else {}
+        try:
+            best = run_actions.use_as_best(work, str(values.get("run")), values.get("step"))
+        except LoraTrainError as error:
+            return {"said": str(error), "refused": True}
+        return {"said": f"Step {best.step:,} is kept as {best.file}.", "refused": False}
+
+    return use_best
+
+
+def _best_html(work: Workplace, run: str, step: object) -> Html:
+    answer = _use_best(work)({"run": run, "step": step})
+    return error_html(answer["said"]) if answer["refused"] else note_html(answer["said"])
+
+
+def _updates(found: Mapping[str, Part], before: Sent, names: list[str]) -> list[Any]:
+    """Return an update for each widget, in order: nothing for a part that is shown already."""
+    updates: list[Any] = []
+    new = {name: part for name, part in found.items() if before.keys.get(name, _NEVER) != part.key}
+    for name in ("head", *_BUTTONS, *names[1:]):
+        if name in _BUTTONS:
+            updates.append(_button(name, new.get("buttons")))
+        elif name not in new:
+            updates.append(gr.skip())
+        elif name == "where":
+            updates.append(gr.Textbox(visible=new[name].draw()))
+        else:
+            updates.append(new[name].draw())
+    return updates
+
+
+_NEVER = object()
+
+
+def _button(name: str, part: Part | None) -> Any:
+    if part is None:
+        return gr.skip()
+    allowed: Possible = part.draw()
+    return gr.Button(visible=getattr(allowed, name))
+
+
+def _nothing(name: str, before: Sent, *, count: int) -> Any:
+    """Return the page for a name that is no run: one sentence and the way back."""
+    now = ("no run", name)
+    if before.stamp == now:
+        return gr.skip()
+    said = f"There is no run {name!r}." if name else "The address names no run."
+    line = tag("p", said, " ", tag("a", "See all runs", href="/"), ".", class_="notice")
+    return [line, gr.Column(visible=False), *[gr.skip()] * count, Sent(stamp=now)]
+
+
+def _title(name: str) -> Html:
+    return tag("div", tag("a", "All runs", href="/"), tag("h1", name), class_="run-name")

@@ -206,6 +206,18 @@ def thinned(points: Sequence[Point], *, limit: int) -> Sequence[Point]:
     return kept
 
 
+def thinned_line(points: Sequence[Point], *, limit: int) -> list[Point]:
+    """Return about `limit` points of a line and its gaps, for one that is drawn more than once."""
+    if len(points) <= limit:
+        return list(points)
+    kept: list[Point] = []
+    for run in finite_runs(points):
+        if kept:
+            kept.append((run[0][0], math.nan))
+        kept += thinned(run, limit=max(2, limit * len(run) // len(points)))
+    return kept
+
+
 def _grid(chart: Chart, axes: Axes) -> Html:
     size = axes.size
     bottom, right = size.height_px - size.bottom_px, size.width_px - size.right_px

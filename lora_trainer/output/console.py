@@ -32,7 +32,7 @@ from lora_trainer.output.wording import (
 )
 
 INTERVAL_S = 30.0
-_QUIET_PHASES = ("training", "sampling")
+_QUIET_PHASES = ("training", "sampling", "stopping")
 PHASES: Mapping[str, str] = {
     "scan": "reading images",
     "plan": "planning",
@@ -42,6 +42,8 @@ PHASES: Mapping[str, str] = {
     "sample": "sampling",
     "export": "exporting",
     "report": "reporting",
+    "stop": "stopping",
+    "quit": "stopping",
 }
 _STYLES = {"note": "dim", "warning": "yellow", "error": "bold red"}
 

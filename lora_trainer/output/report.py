@@ -14,10 +14,11 @@ from pathlib import Path
 
 from lora_trainer.files import write_atomic
 from lora_trainer.output import report_details
-from lora_trainer.output.history import History, Row, mapping, number, read_history
+from lora_trainer.output.history import History, Row, mapping, number
+from lora_trainer.output.history_reader import read_history
 from lora_trainer.output.markup import Html, join, tag
 from lora_trainer.output.report_curves import curves, smoothed_losses
-from lora_trainer.output.report_style import STYLE
+from lora_trainer.output.report_style import CHARTS, STYLE
 from lora_trainer.output.sample_grid import inside, sample_grid
 from lora_trainer.output.wording import (
     INTERRUPTED_EXIT_CODES,
@@ -50,7 +51,7 @@ def document(history: History) -> Html:
         tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         tag("title", f"{name} \u2013 training report"),
-        tag("style", STYLE),
+        tag("style", STYLE, CHARTS),
     )
     body = (
         tag("h1", name),

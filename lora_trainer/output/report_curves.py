@@ -10,8 +10,18 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from lora_trainer.output.charts import Chart, Line, Mark, Point, Size, Strip, axes_of, draw
-from lora_trainer.output.history import History, MarkRow, StepRow, ValidationRow
+from lora_trainer.output.charts import (
+    Chart,
+    Line,
+    Mark,
+    Point,
+    Size,
+    Strip,
+    axes_of,
+    draw,
+    thinned_line,
+)
+from lora_trainer.output.history import History, MarkRow, StepRow, ValidationRow, number
 from lora_trainer.output.markup import Html, join, table, tag
 from lora_trainer.output.running import Smoothed
 from lora_trainer.output.wording import bytes_text, loss_text, rate_text
@@ -27,8 +37,8 @@ SMALL = (
 _MAX_STRIPS = 120
 
 
-def curves(history: History) -> Html:
-    """Return the loss chart with its notes, and the two small charts beside each other."""
+def loss_curve(history: History) -> Html:
+    """Return the loss chart with its legend and notes."""
     smoothed, span_steps = smoothed_losses(history.steps)
     chart = _loss_chart(history, smoothed=smoothed, span_steps=span_steps)
     return join(
@@ -36,6 +46,15 @@ def curves(history: History) -> Html:
             draw(chart, sizes=LARGE),
             _marks_legend(history.marks),
             *(tag("p", note, class_="note") for note in _notes(chart, history.steps)),
+        )
+    )
+
+
+def curves(history: History) -> Html:
+    """Return the loss chart with its notes, and the two small charts beside each other."""
+    return join(
+        (
+            loss_curve(history),
             _changes(history.marks),
             tag(
                 "div",
@@ -67,15 +86,11 @@ def _loss_chart(history: History, *, smoothed: Sequence[float], span_steps: int)
     steps = history.steps
     later = [row for row in history.validations if row.step]
     validation: list[Point] = [(row.step, row.loss) for row in later]
+    raw: list[Point] = [(row.step, row.loss) for row in steps]
+    means: list[Point] = [(row.step, mean) for row, mean in zip(steps, smoothed, strict=True)]
     lines = [
-        Line(
-            label="training, each step", css="raw", points=[(row.step, row.loss) for row in steps]
-        ),
-        Line(
-            label=f"training, mean of about {span_steps} steps",
-            css="train",
-            points=[(row.step, value) for row, value in zip(steps, smoothed, strict=True)],
-        ),
+        Line(label="training, each step", css="raw", points=_seen(raw)),
+        Line(label=f"training, mean of about {span_steps} steps", css="train", points=_seen(means)),
     ]
     if validation:
         lines.append(
@@ -99,6 +114,11 @@ def _loss_chart(history: History, *, smoothed: Sequence[float], span_steps: int)
         strips=_strips(steps, smoothed),
         top=axis_top([row.loss for row in steps], must_show=must_show),
     )
+
+
+def _seen(points: Sequence[Point]) -> list[Point]:
+    """Return what can be told apart at the largest size; it is drawn at two, each with its axes."""
+    return thinned_line(points, limit=LARGE[0].width_px)
 
 
 def _validation_tip(point: Point) -> str:
@@ -153,8 +173,20 @@ def _mark(mark: MarkRow) -> Mark:
         tip = f"step {mark.step:,}: resumed, {fields.get('exactness')}"
         return Mark(x=mark.step, css="resumed", tooltip=tip, rule=True)
     return Mark(
-        x=mark.step, css="change", tooltip=f"step {mark.step:,}: {change_text(mark)}", rule=True
+        x=mark.step,
+        css="memory" if is_recovery(mark) else "change",
+        tooltip=f"step {mark.step:,}: {change_text(mark)}",
+        rule=True,
     )
+
+
+def is_recovery(mark: MarkRow) -> bool:
+    """Whether a mark is a change with which a run went on after it ran out of memory."""
+    key = str(mark.fields.get("key"))
+    if mark.kind != "change" or not key.startswith("memory."):
+        return False
+    grown = number(mark.fields, "new") > number(mark.fields, "old")
+    return not (key == "memory.micro_batch" and grown)  # that is the way back
 
 
 def _size(mark: MarkRow) -> str:
@@ -169,9 +201,10 @@ def change_text(mark: MarkRow) -> str:
 
 
 def _marks_legend(marks: Sequence[MarkRow]) -> Html | None:
-    kinds = {mark.kind for mark in marks}
+    kinds = {"memory" if is_recovery(mark) else mark.kind for mark in marks}
     words = {
         "saved": "triangles: saves",
+        "memory": "dashed rules: recovered from out of memory",
         "change": "dotted rules: changed settings",
         "resumed": "green rules: resumes",
     }

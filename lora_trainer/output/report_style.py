@@ -1,8 +1,59 @@
-"""The style sheet of the report: two colour schemes, from phone to desk, no request, no script."""
+"""The style sheet of the report: two colour schemes, from phone to desk, no request, no script.
+
+`CHARTS` is the part that charts.py needs, on whatever page: everything in it is inside of `.chart`.
+The page has the colours --page, --quiet, --rule, --train, --validation, --base, --good, --warn.
+"""
 
 from __future__ import annotations
 
 from lora_trainer.output.markup import Html
+
+CHARTS = Html("""
+.chart { margin: 0.6rem 0 0; }
+.chart figcaption {
+  display: flex; flex-wrap: wrap; gap: 0.1rem 1.6rem; align-items: baseline;
+  margin-bottom: 0.3rem;
+}
+.chart figcaption b { font-weight: 600; }
+.chart .legend {
+  display: flex; flex-wrap: wrap; gap: 0 1.2rem; color: var(--quiet); font-size: 0.82rem;
+}
+.chart .key {
+  display: inline-block; width: 1.1rem; height: 0; margin-right: 0.4rem;
+  border-top: 2px solid var(--train); vertical-align: 0.25rem;
+}
+.chart .key.raw { opacity: 0.4; }
+.chart .key.validation { border-color: var(--validation); }
+.chart .key.base { border-color: var(--base); border-top-style: dashed; }
+.chart svg { display: block; width: 100%; height: auto; }
+.chart .narrow { display: none; }
+.chart text { fill: var(--quiet); font-size: 11.5px; font-family: inherit; }
+.chart .end { text-anchor: end; }
+.chart .middle { text-anchor: middle; }
+.chart .rule { stroke: var(--rule); stroke-width: 1; }
+.chart .axis { stroke: var(--base); stroke-width: 1; }
+.chart .line {
+  fill: none; stroke: var(--train); stroke-width: 1.8;
+  stroke-linejoin: round; stroke-linecap: round;
+}
+.chart .line.raw { stroke-width: 1; opacity: 0.32; }
+.chart .line.validation { stroke: var(--validation); }
+.chart .line.base { stroke: var(--base); stroke-dasharray: 5 4; stroke-width: 1.4; }
+.chart circle { fill: var(--train); stroke: var(--page); stroke-width: 1.2; }
+.chart circle.validation { fill: var(--validation); }
+.chart circle.base { fill: var(--base); }
+.chart .mark { fill: var(--quiet); }
+.chart .mark.saved { fill: var(--good); }
+.chart line.mark { stroke: var(--quiet); stroke-dasharray: 2 3; }
+.chart line.mark.memory { stroke: var(--warn); stroke-dasharray: 6 3; stroke-width: 1.4; }
+.chart line.mark.resumed { stroke: var(--good); }
+.chart .strip { fill: transparent; }
+.chart .strip:hover { fill: var(--rule); fill-opacity: 0.7; }
+@media (max-width: 40rem) {
+  .chart .wide { display: none; }
+  .chart .narrow { display: block; }
+}
+""")
 
 STYLE = Html("""
 :root {
@@ -106,54 +157,13 @@ summary { cursor: pointer; color: var(--quiet); margin-bottom: 0.5rem; }
 .pixels { image-rendering: pixelated; }
 
 figure { margin: 0; }
-.chart { margin-top: 0.6rem; }
 .columns .chart { margin-top: 1.6rem; }
-figcaption {
-  display: flex; flex-wrap: wrap; gap: 0.1rem 1.6rem; align-items: baseline;
-  margin-bottom: 0.3rem;
-}
-figcaption b { font-weight: 600; }
-.legend {
-  display: flex; flex-wrap: wrap; gap: 0 1.2rem; color: var(--quiet); font-size: 0.82rem;
-}
-.key {
-  display: inline-block; width: 1.1rem; height: 0; margin-right: 0.4rem;
-  border-top: 2px solid var(--train); vertical-align: 0.25rem;
-}
-.key.raw { opacity: 0.4; }
-.key.validation { border-color: var(--validation); }
-.key.base { border-color: var(--base); border-top-style: dashed; }
-svg { display: block; width: 100%; height: auto; }
-.narrow { display: none; }
-svg text { fill: var(--quiet); font-size: 11.5px; font-family: inherit; }
-.end { text-anchor: end; }
-.middle { text-anchor: middle; }
-.rule { stroke: var(--rule); stroke-width: 1; }
-.axis { stroke: var(--base); stroke-width: 1; }
-.line {
-  fill: none; stroke: var(--train); stroke-width: 1.8;
-  stroke-linejoin: round; stroke-linecap: round;
-}
-.line.raw { stroke-width: 1; opacity: 0.32; }
-.line.validation { stroke: var(--validation); }
-.line.base { stroke: var(--base); stroke-dasharray: 5 4; stroke-width: 1.4; }
-circle { fill: var(--train); stroke: var(--page); stroke-width: 1.2; }
-circle.validation { fill: var(--validation); }
-circle.base { fill: var(--base); }
-.mark { fill: var(--quiet); }
-.mark.saved { fill: var(--good); }
-line.mark { stroke: var(--quiet); stroke-dasharray: 2 3; }
-line.mark.resumed { stroke: var(--good); }
-.strip { fill: transparent; }
-.strip:hover { fill: var(--rule); fill-opacity: 0.7; }
 
 @media (max-width: 40rem) {
   body { padding: 1.4rem 1rem 3rem; }
   .verdict { font-size: 1.35rem; }
   .figures { grid-template-columns: 1fr 1fr; }
   .columns { grid-template-columns: minmax(0, 1fr); }
-  .wide { display: none; }
-  .narrow { display: block; }
   .records thead, .records td:empty { display: none; }
   .records tr { display: block; padding: 0.5rem 0; border-bottom: 1px solid var(--rule); }
   .records td { display: block; padding: 0.05rem 0; border: 0; }

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -34,6 +35,9 @@ INTERVAL_S = 0.5
 _START_TOLERANCE_S = 1.0
 # What reading a status.json can raise that is missing, damaged or of another making.
 _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, OverflowError)
+_COUNTS = ("step", "steps", "done", "total")
+STOPPING = frozenset({"stop", "quit"})
+"""Phases of a run that was asked to end: nothing but its end comes after them."""
 _PHASE_STATES: dict[str, State] = {
     "scan": "starting",
     "plan": "starting",
@@ -45,7 +49,10 @@ _PHASE_STATES: dict[str, State] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What status.json holds; times are Unix times, `exit_code` is None while the run goes on."""
+    """What status.json holds; times are Unix times, `exit_code` is None while the run goes on.
+
+    `done` of `total` parts of `phase` are behind it, 0 of 0 where that cannot be said.
+    """
 
     state: State = "starting"
     pid: int
@@ -53,6 +60,9 @@ class Status:
     name: str = ""
     step: int = 0
     steps: int = 0
+    phase: str = ""
+    done: int = 0
+    total: int = 0
     message: str = ""
     heartbeat_s: float
     exit_code: int | None = None
@@ -122,21 +132,17 @@ def after(status: Status, event: Event) -> Status:
             name=fields["name"],
             step=fields["resumed_from"] or 0,
             steps=fields["steps"],
+            phase="",
+            done=0,
+            total=0,
             exit_code=None,
         )
     if status.exit_code is not None:
         return status
     if event.kind == "phase":
-        message = fields["message"] or fields["phase"]
-        return replace(
-            status,
-            state=_PHASE_STATES.get(fields["phase"], status.state),
-            message=one_line(message),
-        )
+        return _in_phase(status, event)
     if event.kind == "step":
-        loss = loss_text(measured(fields["loss"]))
-        message = f"step {fields['step']} of {status.steps}, loss {loss}"
-        return replace(status, state="training", step=fields["step"], message=message)
+        return _after_step(status, event)
     if event.kind == "finished":
         return replace(
             status, state="finished", step=fields["step"], message="finished", exit_code=0
@@ -153,19 +159,56 @@ def after(status: Status, event: Event) -> Status:
     return status
 
 
+def _in_phase(status: Status, event: Event) -> Status:
+    phase = event.fields["phase"]
+    if status.phase in STOPPING and phase not in STOPPING:
+        return status
+    return replace(
+        status,
+        state=_PHASE_STATES.get(phase, status.state),
+        phase=phase,
+        done=event.fields["done"],
+        total=event.fields["total"],
+        message=one_line(event.fields["message"] or phase),
+    )
+
+
+def _after_step(status: Status, event: Event) -> Status:
+    step = event.fields["step"]
+    if status.phase in STOPPING:  # steps on their way are still told of
+        return replace(status, step=step)
+    message = f"step {step} of {status.steps}, loss {loss_text(measured(event.fields['loss']))}"
+    return replace(
+        status,
+        state="training",
+        step=step,
+        phase="train",
+        done=step,
+        total=status.steps,
+        message=message,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """A run as others see it: `stage` is what the run wrote last, `state` what is true now."""
+    """A run as others see it: `stage` is what the run wrote last, `state` what is true now.
+
+    `pid` and `pid_started_s` name the process that trains, both None when there is none.
+    """
 
     state: Seen
     stage: State
     name: str
     step: int
     steps: int
+    phase: str
+    done: int
+    total: int
     message: str
     heartbeat_s: float
     exit_code: int | None
     pid: int | None
+    pid_started_s: float | None
 
 
 def read_status(run_folder: Path) -> RunStatus:
@@ -184,10 +227,14 @@ def read_status(run_folder: Path) -> RunStatus:
         name=status.name,
         step=status.step,
         steps=status.steps,
+        phase=status.phase,
+        done=status.done,
+        total=status.total,
         message=status.message,
         heartbeat_s=status.heartbeat_s,
         exit_code=status.exit_code,
         pid=status.pid if alive else None,
+        pid_started_s=status.pid_started_s if alive else None,
     )
 
 
@@ -204,6 +251,8 @@ def _read(run_folder: Path) -> Status:
     status = Status(**json.loads((run_folder / STATUS_FILE).read_bytes()))
     if status.state not in get_args(State):
         raise ValueError(status.state)
+    if not all(isinstance(getattr(status, name), int) for name in _COUNTS):
+        raise ValueError(f"one of {', '.join(_COUNTS)} is no number")
     return status
 
 
@@ -217,9 +266,13 @@ def _unreadable(run_folder: Path, message: str) -> RunStatus:
     blank: dict[str, Any] = {
         "step": 0,
         "steps": 0,
+        "phase": "",
+        "done": 0,
+        "total": 0,
         "heartbeat_s": 0.0,
         "exit_code": None,
         "pid": None,
+        "pid_started_s": None,
     }
     return RunStatus(
         state="interrupted", stage="starting", name=run_folder.name, message=message, **blank
@@ -231,12 +284,37 @@ def lives(*, pid: int, started_s: float) -> bool:
 
     Raises ValueError, TypeError or OverflowError for what is no number of a process.
     """
+    return _living(pid=pid, started_s=started_s) is not None
+
+
+def _living(*, pid: int, started_s: float) -> psutil.Process | None:
     try:
         process = psutil.Process(pid)
         same = _same_start(process.create_time(), started_s)
-        return same and process.status() != psutil.STATUS_ZOMBIE
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.Error:
+        return None
+
+
+def end_process(status: RunStatus) -> bool:
+    """Kill the process that trains, and no other that has its number by now; False if it is gone.
+
+    The last saved state stays valid. Raises MachineError when the system refuses.
+    """
+    if status.pid is None or status.pid_started_s is None:
         return False
+    process = _living(pid=status.pid, started_s=status.pid_started_s)
+    try:
+        if process is not None:
+            process.kill()
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error as error:
+        raise MachineError(
+            f"process {status.pid} cannot be ended: {one_line(str(error))}",
+            fix="end it as the user who started it",
+        ) from error
+    return process is not None
 
 
 def _same_start(one_s: float, other_s: float) -> bool:
@@ -261,6 +339,21 @@ class Control:
     def done(self, name: str) -> None:
         """Remove a request that was obeyed."""
         (self.run_folder / CONTROL_FOLDER / name).unlink(missing_ok=True)
+
+    def forget_before(self, time_s: float) -> None:
+        """Remove requests from before `time_s`: they were meant for a process that was killed."""
+        for name in self.pending():
+            file = self.run_folder / CONTROL_FOLDER / name
+            with suppress(OSError):
+                if file.stat().st_mtime < time_s:
+                    file.unlink()
+
+    def asked_at_s(self, name: Request) -> float | None:
+        """Return when a request that waits was made, None if none does."""
+        try:
+            return (self.run_folder / CONTROL_FOLDER / name).stat().st_mtime
+        except OSError:
+            return None
 
     def request(self, name: Request) -> None:
         """Ask the run that trains in this folder for something; raises OSError."""

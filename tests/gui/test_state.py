@@ -14,7 +14,7 @@ import pytest
 from lora_trainer.gui import answers, state
 
 from lora_trainer.errors import RequestError
-from lora_trainer.output.history import read_history
+from lora_trainer.output.history_reader import read_history
 from lora_trainer.output.status import Control, read_status
 from tests.fakes.run_folder import HOSTILE_CAPTION, FakeRun, fake_run
 

@@ -19,6 +19,7 @@ from lora_trainer.output.charts import (
     finite_runs,
     round_ticks,
     thinned,
+    thinned_line,
     tick_texts,
 )
 
@@ -76,6 +77,17 @@ def test_thinning_keeps_order_and_extremes(values: list[float], limit: int) -> N
     kept = thinned(points, limit=limit)
     assert len(kept) <= max(limit + 2, 2) and list(kept) == sorted(kept)
     assert {min(values), max(values)} <= {y for _, y in kept}
+
+
+def test_a_thinned_line_keeps_its_gaps_and_its_extremes() -> None:
+    points = [(float(x), math.nan if x in (300, 301) else math.sin(x)) for x in range(1000)]
+    points[700] = (700.0, 5.0)
+    kept = thinned_line(points, limit=100)
+    assert len(kept) < 110
+    before, after = finite_runs(kept)
+    assert before[-1][0] < 300 and after[0][0] > 301
+    assert (700.0, 5.0) in after
+    assert thinned_line(points[:50], limit=100) == points[:50]
 
 
 def test_axis_starts_at_zero_and_spans_the_data() -> None:

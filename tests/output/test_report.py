@@ -19,7 +19,7 @@ from PIL import Image
 
 from lora_trainer.errors import RequestError
 from lora_trainer.output import charts, report_curves
-from lora_trainer.output.history import read_history
+from lora_trainer.output.history_reader import read_history
 from lora_trainer.output.markup import Html, tag, text
 from lora_trainer.output.report import document, verdict, write_report
 from lora_trainer.output.report_curves import axis_top, smoothed_losses
@@ -504,3 +504,26 @@ def test_damaged_run_json_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{", encoding="utf-8")
     with pytest.raises(RequestError, match=r"run\.json"):
         write_report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new", "recovery"),
+    [
+        ("memory.micro_batch", 8, 4, True),
+        ("memory.micro_batch", 4, 8, False),
+        ("memory.gradient_checkpointing", "none", "blocks", True),
+        ("memory.streamed_blocks", 0, 12, True),
+        ("optimizer.learning_rate factor", 1.0, 0.5, False),
+    ],
+)
+def test_recoveries_have_a_mark_of_their_own(
+    tmp_path: Path, key: str, old: object, new: object, recovery: bool
+) -> None:
+    run = fake_run(tmp_path / "run", steps=20)
+    for row in run.events:
+        if row["event"] == "change":
+            row |= {"key": key, "old": old, "new": new}
+    page = document(read_history(run.write()))
+    assert ('class="mark memory"' in page) == recovery
+    assert ("recovered from out of memory" in page) == recovery
+    assert ('class="mark change"' in page) == (not recovery)

@@ -16,7 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.events import Event, EventStream
-from lora_trainer.output.status import Control, Status, StatusWriter, after, read_status
+from lora_trainer.output.status import (
+    Control,
+    Status,
+    StatusWriter,
+    after,
+    end_process,
+    read_status,
+)
 from tests.fakes.run_folder import fake_run, relay
 
 
@@ -69,6 +76,9 @@ def test_what_the_file_holds(tmp_path: Path) -> None:
         "name": "zorble",
         "step": 4,
         "steps": 9,
+        "phase": "",
+        "done": 0,
+        "total": 0,
         "message": "",
         "heartbeat_s": 1000.0,
         "exit_code": None,
@@ -231,6 +241,57 @@ def test_garbage_is_interrupted_and_never_an_error(
     folder = tmp_path_factory.mktemp("run")
     (folder / "status.json").write_bytes(data)
     assert read_status(folder).state == "interrupted"
+
+
+def test_how_far_a_phase_is_and_that_nothing_but_the_end_follows_a_stop(tmp_path: Path) -> None:
+    events, clock = writer(tmp_path)
+    start(events)
+    events.emit("phase", phase="cache", message="owl.png", done=3, total=9)
+    clock.now_s += 1
+    events.emit("phase", phase="cache", message="fox.png", done=4, total=9)
+    assert [content(tmp_path)[key] for key in ("phase", "done", "total")] == ["cache", 4, 9]
+    step(events, 1)
+    assert [content(tmp_path)[key] for key in ("phase", "done", "total")] == ["train", 1, 9]
+    events.emit("phase", phase="stop", message="saving", done=0, total=0)
+    clock.now_s += 1
+    step(events, 2)
+    events.emit("phase", phase="sample", message="sample images", done=0, total=4)
+    assert [content(tmp_path)[key] for key in ("phase", "message", "step")] == ["stop", "saving", 2]
+    events.emit("phase", phase="quit", message="quitting", done=0, total=0)
+    assert content(tmp_path)["phase"] == "quit"
+
+
+def test_counts_that_are_no_numbers_make_a_file_unreadable(tmp_path: Path) -> None:
+    alive(tmp_path)
+    written = content(tmp_path)
+    (tmp_path / "status.json").write_text(json.dumps(written | {"steps": "<b>"}))
+    assert "is no number" in read_status(tmp_path).message
+
+
+def test_only_the_process_that_trains_is_ended(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        started_s = psutil.Process(child.pid).create_time()
+        alive(tmp_path, pid=child.pid, pid_started_s=started_s)
+        status = read_status(tmp_path)
+        assert not end_process(replace(status, pid_started_s=started_s - 60))
+        assert child.poll() is None, "a number that is used again is another process"
+        assert not end_process(replace(status, pid=None, pid_started_s=None))
+        assert end_process(status)
+        assert child.wait() != 0
+    assert not end_process(status)
+    assert read_status(tmp_path).state == "interrupted"
+
+
+def test_requests_made_before_a_process_began_are_forgotten(tmp_path: Path) -> None:
+    control = Control(tmp_path)
+    control.forget_before(1.0)
+    control.request("stop")
+    control.request("save")
+    os.utime(tmp_path / "control" / "stop", (100.0, 100.0))
+    assert control.asked_at_s("stop") == 100.0
+    assert control.asked_at_s("sample") is None
+    control.forget_before(101.0)
+    assert control.pending() == {"save"}
 
 
 def test_missing_status_is_interrupted(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ from lora_trainer.families.folder import read_header
 from lora_trainer.files import HashMemo
 from lora_trainer.model.load import describe
 from lora_trainer.output.checked_header import open_checked
-from lora_trainer.output.history import read_history
+from lora_trainer.output.history_reader import read_history
 from lora_trainer.output.inspect import inspect_file
 from lora_trainer.output.report import write_report
 from lora_trainer.output.status import STATUS_FILE, read_status

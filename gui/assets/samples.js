@@ -1,0 +1,259 @@
+/* The samples of a run: a table prompt x step, one picture large, two pictures over each other.
+
+   props.value is what gui/run_samples.py returns. Texts of it are set as text only. Keys in the large
+   picture: left and right another prompt, up and down another step, Escape closes. */
+
+const mount = element.querySelector(".mount");
+const pictures = new Map(); // address -> <img>, so that a redraw loads nothing again
+let sheet = null;
+let cell = { prompt: 0, step: 0 };
+
+/** Return a new element; `attributes` that are null are left out, children are nodes or texts. */
+function make(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+    else if (value !== null) made.setAttribute(key, value);
+  }
+  made.append(...children.filter((child) => child !== null));
+  return made;
+}
+
+const button = (label, onclick, more = {}) =>
+  make("button", { type: "button", class: "small-button", onclick, ...more }, label);
+
+const title = ({ prompt, step }) => `${sheet.steps[step].name}: ${sheet.prompts[prompt].text}`;
+const address = ({ prompt, step }) => sheet.images[prompt][step];
+
+/** Small pictures are enlarged without smoothing: one sees what was made, not what was smoothed. */
+function sharpen(event) {
+  event.target.classList.toggle("pixels", event.target.naturalWidth <= 128);
+}
+
+// ---- the table
+
+const said = make("p", { role: "status", class: "line" });
+const table = make("div", { class: "sheet-scroll", tabindex: "0", "aria-label": "samples" });
+const help = make(
+  "p",
+  { class: "quiet" },
+  "Click a picture to enlarge it. Then: left and right for another prompt, up and down for a later " +
+    "or earlier step, Escape to close. The star keeps the LoRA of a step as the best one.",
+);
+const compareButton = button("Compare two pictures", () => openCompare());
+mount.append(table, help, make("p", {}, compareButton), said);
+
+function draw() {
+  sheet = props.value;
+  const empty = !sheet || sheet.prompts.length === 0;
+  help.hidden = compareButton.hidden = empty;
+  if (empty) {
+    table.replaceChildren(make("p", { class: "quiet" }, "No sample images yet."));
+    return;
+  }
+  const atEnd = table.scrollLeft + table.clientWidth >= table.scrollWidth - 8;
+  const focused = table.contains(document.activeElement) && document.activeElement.dataset.cell;
+  const head = make("tr", {}, make("th", { scope: "col" }, "prompt"), ...sheet.steps.map(column));
+  const rows = sheet.prompts.map((prompt, index) => row(prompt, index));
+  table.replaceChildren(
+    make("table", { class: "sheet" }, make("thead", {}, head), make("tbody", {}, ...rows)),
+  );
+  if (focused) table.querySelector(`[data-cell="${focused}"]`)?.focus();
+  if (atEnd) table.scrollLeft = table.scrollWidth;
+  if (zoom.open) showCell();
+}
+
+function column(step) {
+  const label = step.best ? `${step.name} is the best` : `Use ${step.name} as the best`;
+  const star = button(step.best ? "\u2605" : "\u2606", () => useAsBest(step), {
+    class: "star",
+    "aria-label": label,
+    title: step.exported || step.best ? label : "no LoRA file of this step is there",
+    disabled: step.exported && !step.best ? null : "",
+  });
+  return make("th", { scope: "col", class: step.best ? "best" : null }, step.name, " ", star);
+}
+
+function row(prompt, index) {
+  const name = make(
+    "th",
+    { scope: "row", dir: "auto" },
+    prompt.text || "(empty prompt)",
+    make("small", {}, `seed ${prompt.seed}`),
+  );
+  const cells = sheet.steps.map((_, step) => make("td", {}, picture({ prompt: index, step })));
+  return make("tr", {}, name, ...cells);
+}
+
+function picture(at) {
+  const source = address(at);
+  if (source === null) return make("span", { class: "quiet" }, "none");
+  if (!pictures.has(source)) {
+    pictures.set(source, make("img", { src: source, loading: "lazy", onload: sharpen }));
+  }
+  const image = pictures.get(source);
+  image.alt = title(at);
+  const open = () => openZoom(at);
+  return make("button", { type: "button", class: "cell", onclick: open, "data-cell": key(at) }, image);
+}
+
+const key = ({ prompt, step }) => `${prompt}-${sheet.steps[step].step}`;
+
+async function useAsBest(step) {
+  said.textContent = `Copying the LoRA of ${step.name} ...`;
+  try {
+    const answer = await server.use_best({ run: sheet.run, step: step.step });
+    said.textContent = answer.said;
+    said.classList.toggle("error", answer.refused);
+    if (!answer.refused) {
+      sheet.steps.forEach((other) => (other.best = other.step === step.step));
+      draw();
+    }
+  } catch {
+    said.textContent = "The page does not reach its server; is lora-train-gui still running?";
+    said.classList.add("error");
+  }
+}
+
+// ---- one picture, large
+
+const large = make("img", { onload: sharpen });
+const caption = make("p", { class: "caption", "aria-live": "polite" });
+const prompt = make("p", { class: "prompt", dir: "auto" });
+const bestButton = button("", () => useAsBest(sheet.steps[cell.step]));
+const zoom = make(
+  "dialog",
+  { class: "viewer", "aria-label": "sample image", onkeydown: moveByKey },
+  make("div", { class: "bar" }, caption, button("Close", () => zoom.close(), { autofocus: "" })),
+  large,
+  prompt,
+  make(
+    "div",
+    { class: "bar" },
+    button("\u2190", () => move(-1, 0), { "aria-label": "previous prompt" }),
+    button("\u2192", () => move(1, 0), { "aria-label": "next prompt" }),
+    button("\u2191", () => move(0, 1), { "aria-label": "later step" }),
+    button("\u2193", () => move(0, -1), { "aria-label": "earlier step" }),
+    button("Compare with the base", () => openCompare({ ...cell, step: 0 }, cell)),
+    bestButton,
+  ),
+  make(
+    "p",
+    { class: "quiet" },
+    "Keys: left and right another prompt, up a later step, down an earlier one, Escape closes.",
+  ),
+);
+
+function openZoom(at) {
+  cell = at;
+  showCell();
+  zoom.showModal();
+}
+
+function showCell() {
+  const step = sheet.steps[cell.step];
+  const source = address(cell);
+  large.hidden = source === null;
+  if (source !== null && large.getAttribute("src") !== source) large.src = source;
+  large.alt = title(cell);
+  caption.textContent = `${step.name}, prompt ${cell.prompt + 1} of ${sheet.prompts.length}${
+    source === null ? ": no picture was made here" : ""
+  }`;
+  prompt.textContent = sheet.prompts[cell.prompt].text;
+  bestButton.textContent = step.best ? "\u2605 The best" : "\u2606 Use this step as the best";
+  bestButton.disabled = step.best || !step.exported;
+  bestButton.title = step.exported ? "" : "no LoRA file of this step is there";
+}
+
+function move(prompts, steps) {
+  const within = (value, count) => Math.min(Math.max(value, 0), count - 1);
+  cell = {
+    prompt: within(cell.prompt + prompts, sheet.prompts.length),
+    step: within(cell.step + steps, sheet.steps.length),
+  };
+  showCell();
+}
+
+function moveByKey(event) {
+  const ways = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] };
+  const way = ways[event.key];
+  if (!way || event.altKey || event.ctrlKey || event.metaKey) return;
+  event.preventDefault();
+  move(...way);
+}
+
+// ---- two pictures over each other
+
+const sides = [side("A"), side("B")];
+const slider = make("input", {
+  type: "range",
+  min: "0",
+  max: "100",
+  value: "50",
+  "aria-label": "where A ends and B begins, in percent of the width",
+  oninput: cut,
+});
+const stage = make("div", { class: "stage" }, sides[0].image, sides[1].image, make("i"));
+const compare = make(
+  "dialog",
+  { class: "viewer", "aria-label": "compare two pictures" },
+  make(
+    "div",
+    { class: "bar" },
+    make("p", { class: "caption" }, "A on the left, B on the right"),
+    button("Close", () => compare.close()),
+  ),
+  stage,
+  slider,
+  make("div", { class: "bar sides" }, sides[0].form, sides[1].form),
+  make(
+    "p",
+    { class: "quiet" },
+    "Drag the slider, or press left and right while it is chosen. Escape closes.",
+  ),
+);
+mount.append(zoom, compare);
+
+/** Return the picture and the two lists of one side. */
+function side(name) {
+  const made = { name, image: make("img", { class: name.toLowerCase(), onload: sharpen }) };
+  made.prompt = make("select", { "aria-label": `prompt of ${name}`, onchange: showSides });
+  made.step = make("select", { "aria-label": `step of ${name}`, onchange: showSides });
+  made.form = make("fieldset", {}, make("legend", {}, name), made.step, made.prompt);
+  return made;
+}
+
+function openCompare(a, b) {
+  const last = sheet.steps.length - 1;
+  const chosen = [a ?? { prompt: 0, step: 0 }, b ?? { prompt: 0, step: last }];
+  sides.forEach((one, index) => {
+    const option = (text, value) => make("option", { value }, text);
+    one.step.replaceChildren(...sheet.steps.map((step, at) => option(step.name, at)));
+    one.prompt.replaceChildren(...sheet.prompts.map((row, at) => option(row.text, at)));
+    one.step.value = chosen[index].step;
+    one.prompt.value = chosen[index].prompt;
+  });
+  slider.value = 50;
+  cut();
+  showSides();
+  zoom.close();
+  compare.showModal();
+  slider.focus();
+}
+
+function showSides() {
+  for (const one of sides) {
+    const at = { prompt: Number(one.prompt.value), step: Number(one.step.value) };
+    const source = address(at);
+    one.image.hidden = source === null;
+    one.image.alt = `${one.name}, ${title(at)}${source === null ? ": no picture" : ""}`;
+    if (source !== null && one.image.getAttribute("src") !== source) one.image.src = source;
+  }
+}
+
+function cut() {
+  stage.style.setProperty("--cut", `${slider.value}%`);
+}
+
+watch("value", draw);
+draw();

@@ -1,0 +1,99 @@
+"""The step of a run that somebody found best: its exported file under a name that stays.
+
+Inputs: a run folder, its History, a step that was exported. Outputs: `NAME-best.safetensors`, a copy
+that no pruning of rolling exports removes, and best.json, which says of which step it is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_trainer.errors import RequestError
+from lora_trainer.files import (
+    TEMPORARY_PREFIX,
+    disk_error,
+    json_bytes,
+    read_json_object,
+    write_atomic,
+)
+from lora_trainer.output.history import History
+
+BEST_RECORD = "best.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """Which step was found best, and the file that holds it."""
+
+    step: int
+    file: str
+
+
+def best_name(folder: Path) -> str:
+    """Return the name of the file that holds the best step of a run."""
+    return f"{folder.name}-best.safetensors"
+
+
+def exports(folder: Path, history: History) -> Mapping[int, str]:
+    """Return the exported files that are still there, by step."""
+    named = [
+        (mark.step, mark.fields.get("export")) for mark in history.marks if mark.kind == "saved"
+    ]
+    end = history.end
+    if end is not None and end.get("event") == "finished" and isinstance(end.get("step"), int):
+        named.append((end["step"], end.get("export")))
+    return {
+        step: name
+        for step, name in named
+        if isinstance(name, str) and _is_export(folder, name) and name != best_name(folder)
+    }
+
+
+def _is_export(folder: Path, name: str) -> bool:
+    """Whether a name that the records have is an adapter of this folder; it may be anything."""
+    plain = Path(name).name == name and name.endswith(".safetensors") and name.isprintable()
+    return plain and (folder / name).is_file() and not (folder / name).is_symlink()
+
+
+def read_best(folder: Path) -> Best | None:
+    """Return which step was found best; None if none was, or its file is gone."""
+    if not (folder / BEST_RECORD).is_file() or not (folder / best_name(folder)).is_file():
+        return None
+    try:
+        step = read_json_object(folder / BEST_RECORD).get("step")
+    except RequestError:
+        return None
+    return Best(step=step, file=best_name(folder)) if isinstance(step, int) else None
+
+
+def mark_best(folder: Path, history: History, step: int) -> Best:
+    """Copy the export of `step` to the name that stays; raises RequestError, MachineError.
+
+    The file is whole or as it was before; a trainer that works in the folder is not disturbed.
+    """
+    found = exports(folder, history)
+    if step not in found:
+        steps = ", ".join(f"{known:,}" for known in sorted(found)) or "none yet"
+        raise RequestError(
+            f"no LoRA file of step {step:,} is there, only of: {steps}",
+            fix="choose one of these, or press Save now at the step that is to be kept",
+        )
+    target = folder / best_name(folder)
+    temporary = folder / f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-best"
+    try:
+        shutil.copyfile(folder / found[step], temporary)
+        temporary.replace(target)
+    except OSError as error:
+        raise disk_error(target, error) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    record = {"step": step, "from": found[step], "file": target.name, "marked_at_s": time.time()}
+    write_atomic(folder / BEST_RECORD, json_bytes(record))
+    return Best(step=step, file=target.name)

@@ -1,0 +1,119 @@
+"""The settings of a run as a difference from its preset, each with who decided it and why.
+
+Input: run.json. Output: escaped markup. The preset is resolved again from the names that run.json
+has; where that is not possible, what is not at its default counts as the difference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from lora_trainer.config import SettingInfo, all_settings, flatten
+from lora_trainer.errors import LoraTrainError
+from lora_trainer.output.history import Row, mapping
+from lora_trainer.output.markup import Html, join, table, tag
+from lora_trainer.output.report_details import value_text
+from lora_trainer.resolve import PRIORITIES, RESUMED, TIERS, Priority, resolve
+
+_BY_YOU = ("command line", "config ")
+_DECIDERS = {"command line": "you", "planner": "the planner", RESUMED: "this run, as it began"}
+_HEAD = ("setting", "value", "the preset has", "decided by", "why")
+_ALL_HEAD = ("setting", "value", "decided by", "why", "what it does")
+
+
+def settings_html(run: Row) -> Html:
+    """Return what differs from the preset, what was typed first, and all settings folded away."""
+    values, plan = mapping(run, "settings"), mapping(run, "plan")
+    if not values:
+        return tag("p", "No settings were recorded yet.", class_="quiet")
+    shown = _Settings(
+        values=values,
+        origins=mapping(run, "origins"),
+        preset=preset_values(plan),
+        known={info.key: info for info in all_settings()},
+    )
+    changed = [key for key in values if shown.preset.get(key) != values[key]]
+    typed = [key for key in changed if shown.layer(key).startswith(_BY_YOU)]
+    decided = [key for key in changed if key not in typed]
+    name = f"{plan.get('preset')}, priority {plan.get('priority')}" if plan else "unknown"
+    return join(
+        (
+            tag("p", f"Preset {name}: {len(changed)} of {len(values)} settings differ from it."),
+            _titled("Chosen by you", [shown.difference(key) for key in typed]),
+            _titled(
+                "Decided for this machine, base and dataset",
+                [shown.difference(key) for key in decided],
+            ),
+            tag(
+                "details",
+                tag("summary", f"All {len(values)} settings"),
+                table(_ALL_HEAD, [shown.whole(key) for key in values], class_="settings"),
+            ),
+        )
+    )
+
+
+def preset_values(plan: Row) -> Mapping[str, Any]:
+    """Return all settings as the preset of a plan has them, the defaults where it is unknown."""
+    family, tier, priority = (str(plan.get(key)) for key in ("family", "tier", "priority"))
+    values = {info.key: info.default for info in all_settings()}
+    if tier in TIERS and priority in PRIORITIES:
+        try:
+            resolved = resolve(
+                family=family,
+                tier=tier,
+                priority=cast(Priority, priority),
+                preset="auto",
+                config_file=None,
+                overrides={},
+            )
+            values = flatten(resolved.config)
+        except LoraTrainError:  # of another version: a family that is no more
+            pass
+    plain: Mapping[str, Any] = json.loads(json.dumps(values))
+    return plain
+
+
+def _titled(title: str, rows: Sequence[Sequence[str]]) -> Html | None:
+    return join((tag("h3", title), table(_HEAD, rows, class_="settings"))) if rows else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    values: Row
+    origins: Row
+    preset: Mapping[str, Any]
+    known: Mapping[str, SettingInfo]
+
+    def layer(self, key: str) -> str:
+        return str(mapping(self.origins, key).get("layer", ""))
+
+    def difference(self, key: str) -> tuple[str, ...]:
+        before = self._text(key, self.preset[key]) if key in self.preset else ""
+        value = self._text(key, self.values[key])
+        return self._name(key), value, before, self._decider(key), self._reason(key)
+
+    def whole(self, key: str) -> tuple[str, ...]:
+        doc = self.known[key].doc if key in self.known else ""
+        value = self._text(key, self.values[key])
+        return self._name(key), value, self._decider(key), self._reason(key), doc
+
+    def _name(self, key: str) -> Html:
+        return tag("code", key, title=self.known[key].doc if key in self.known else None)
+
+    def _text(self, key: str, value: Any) -> str:
+        unit = self.known[key].unit if key in self.known else ""
+        counts = isinstance(value, int | float) and not isinstance(value, bool)
+        return f"{value_text(value)} {unit}" if unit and counts else value_text(value)
+
+    def _decider(self, key: str) -> str:
+        layer = self.layer(key)
+        if layer.startswith("config "):
+            return f"your file {layer.removeprefix('config ')}"
+        return _DECIDERS.get(layer, layer)
+
+    def _reason(self, key: str) -> str:
+        return str(mapping(self.origins, key).get("reason") or "")

@@ -1,0 +1,244 @@
+"""What a run does, how far it is and what can be asked of it, in words.
+
+Inputs: its status, its History, the requests that wait, the time. Outputs: sentences, figures, and
+which buttons are of use. Everything is a function of the run's files and of whether its process
+lives, so that every tab, and a run that was started in a terminal, shows the same.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_trainer.output.history import History, MarkRow
+from lora_trainer.output.report_curves import is_recovery
+from lora_trainer.output.status import STOPPING, Control, RunStatus
+from lora_trainer.output.wording import against_base, duration_text, loss_text
+
+END_AFTER_S = 15.0
+"""How long a trainer may take to obey `stop_now` before its process may be ended."""
+SILENT_AFTER_S = 120.0
+_PACE_STEPS = 50
+_DOING = {
+    "": "Starting",
+    "scan": "Reading the images",
+    "plan": "Planning",
+    "load": "Loading the base model",
+    "cache": "Caching",
+    "train": "Training",
+    "sample": "Making sample images",
+    "export": "Writing the LoRA file",
+    "report": "Writing the report",
+}
+_PHASES_OF_STAGES = {"caching": "cache", "training": "train"}
+_COUNTED = frozenset({"cache", "sample", "scan"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """A run at one moment: its files, its process, the requests it has not obeyed yet."""
+
+    folder: Path
+    status: RunStatus
+    waiting: Set[str]
+    asked_to_quit_s: float | None
+    now_s: float
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run was asked to end and has not ended."""
+        asked = self.status.phase in STOPPING or bool(self.waiting & {"stop", "stop_now"})
+        return self.status.state == "running" and asked
+
+    @property
+    def quitting(self) -> bool:
+        """Whether it was asked to end at once, without saving."""
+        return self.stopping and (self.status.phase == "quit" or "stop_now" in self.waiting)
+
+    @property
+    def may_be_ended(self) -> bool:
+        """Whether it has not obeyed that for long enough to end its process."""
+        if not self.quitting:
+            return False
+        since_s = self.asked_to_quit_s or self.status.heartbeat_s
+        return self.now_s - since_s >= END_AFTER_S
+
+    @property
+    def silent_s(self) -> float:
+        """How long a running trainer has not said anything."""
+        running = self.status.state == "running"
+        return max(0.0, self.now_s - self.status.heartbeat_s) if running else 0.0
+
+
+def look(folder: Path, status: RunStatus, *, now_s: float) -> Look:
+    """Return the run as it is now; `now_s` is a Unix time."""
+    control = Control(folder)
+    return Look(
+        folder=folder,
+        status=status,
+        waiting=frozenset(control.pending()),
+        asked_to_quit_s=control.asked_at_s("stop_now"),
+        now_s=now_s,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Possible:
+    """What can be asked of a run now: the buttons that its page shows."""
+
+    save: bool = False
+    sample: bool = False
+    stop: bool = False
+    force: bool = False
+    end: bool = False
+    resume: bool = False
+
+
+def possible(seen: Look) -> Possible:
+    """Return which buttons are of use."""
+    if seen.status.state != "running":
+        return Possible(resume=seen.status.state in ("interrupted", "stopped", "failed"))
+    if seen.may_be_ended:
+        return Possible(end=True)
+    if seen.stopping:
+        return Possible(force=not seen.quitting)
+    return Possible(save=True, sample=True, stop=True)
+
+
+def sentence(seen: Look, history: History) -> str:
+    """Say in one sentence what the run does or how it ended."""
+    status = seen.status
+    where = f"step {status.step:,} of {status.steps:,}" if status.steps else "the start"
+    if status.state == "running":
+        return _running(seen)
+    if status.state == "finished":
+        return f"Finished after {status.step:,} steps{_result(history)}."
+    if status.state == "stopped":
+        return f"Stopped at {where}, its state saved; Resume goes on from there."
+    if status.state == "failed":
+        return f"Failed at {where}."
+    return f"Interrupted at {where}."
+
+
+def remarks(seen: Look, history: History) -> list[str]:
+    """Return what else is to be known of a run that trains: requests, recoveries, silence."""
+    status = seen.status
+    said = []
+    if seen.may_be_ended:
+        said.append(
+            f"It does not obey. End the process ends it, number {status.pid}, and nothing else; "
+            f"{_goes_on_from(history)}."
+        )
+    elif seen.stopping and not seen.quitting:
+        said.append(
+            f"Force stop does not wait for that: what was trained since the last save is lost, "
+            f"{_goes_on_from(history)}."
+        )
+    for request, words in (("save", "to save"), ("sample", "to make sample images")):
+        if request in seen.waiting and status.state == "running":
+            said.append(f"Asked {words}: done as soon as the step that runs is.")
+    recovered = recovery(history) if status.state == "running" else None
+    if recovered is not None:
+        said.append(recovery_text(recovered))
+    if seen.silent_s >= SILENT_AFTER_S:
+        minutes = int(seen.silent_s // 60)
+        said.append(f"Its process lives and has said nothing for {minutes} min.")
+    return said
+
+
+def explained(seen: Look, history: History) -> tuple[str, str] | None:
+    """Return why a run ended before its end and what to do about it; None for every other run."""
+    status = seen.status
+    if status.state == "failed":
+        found, _, fix = status.message.partition(" Fix: ")
+        return found, fix or "see the log below, then press Resume"
+    if status.state != "interrupted":
+        return None
+    if "cannot be read" in status.message:
+        return status.message, "nothing, if it is training elsewhere; else press Resume"
+    return (
+        "The training ended without a word: it was killed, the machine went off, or its memory "
+        "was full",
+        f"press Resume; {_goes_on_from(history)}",
+    )
+
+
+def saved_step(history: History) -> int | None:
+    """Return the last step of which a state was saved."""
+    steps = [
+        mark.step for mark in history.marks if mark.kind == "saved" and mark.fields.get("state")
+    ]
+    return steps[-1] if steps else None
+
+
+def remaining_s(status: RunStatus, history: History) -> float:
+    """Return the seconds left by the last steps and what came between steps; NaN before any."""
+    spent_s = math.fsum(row.seconds for row in history.steps if math.isfinite(row.seconds))
+    if not history.steps or not spent_s:
+        return math.nan
+    beside_s = max(0.0, history.phase_seconds.get("train", 0.0) - spent_s) / len(history.steps)
+    return (status.steps - status.step) * (step_s(history) + beside_s)
+
+
+def step_s(history: History) -> float:
+    """Return the median seconds of the last steps; NaN before the first."""
+    recent = [row.seconds for row in history.steps[-_PACE_STEPS:] if math.isfinite(row.seconds)]
+    return statistics.median(recent) if recent else math.nan
+
+
+def recovery(history: History) -> MarkRow | None:
+    """Return the last change after running out of memory, if it still holds."""
+    changes = [mark for mark in history.marks if mark.kind == "change"]
+    memory = [mark for mark in changes if str(mark.fields.get("key")).startswith("memory.")]
+    return memory[-1] if memory and is_recovery(memory[-1]) else None
+
+
+def recovery_text(mark: MarkRow) -> str:
+    """Return `Recovered from out of memory at step 150: batch 8 -> 4`."""
+    fields = mark.fields
+    key = str(fields.get("key"))
+    name = "images at a time" if key == "memory.micro_batch" else key
+    return (
+        f"Recovered from out of memory at step {mark.step:,}: {name} "
+        f"{fields.get('old')} -> {fields.get('new')}. The result is the same, a step takes longer."
+    )
+
+
+def _running(seen: Look) -> str:
+    status = seen.status
+    if seen.quitting:
+        return "Stopping at once, without saving."
+    if status.phase == "stop":
+        return f"Saving the state, step {status.step:,}."
+    if seen.stopping:
+        return "Asked to stop: the step that runs is finished, then the state is saved."
+    phase = status.phase or _PHASES_OF_STAGES.get(status.stage, "")
+    doing = _DOING.get(phase, status.message)
+    if phase == "cache":
+        doing = "Caching captions" if status.message == "captions" else "Caching latents"
+    counted = phase in _COUNTED and status.total
+    return f"{doing} {status.done:,}/{status.total:,}." if counted else f"{doing}."
+
+
+def _goes_on_from(history: History) -> str:
+    step = saved_step(history)
+    if step is None:
+        return "nothing was saved yet, so a resume begins at the start"
+    return f"a resume goes on from step {step:,}, the last saved state"
+
+
+def _result(history: History) -> str:
+    base, last = history.base_validation, history.last_validation
+    if base is None or last is None:
+        return ""
+    return f"; validation loss {loss_text(last.loss)}, {against_base(last.loss, base.loss)}"
+
+
+def left_text(seconds: float) -> str:
+    """Return a duration nobody takes for exact: `about 38 min`, an empty string if unknown."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return ""
+    return f"about {duration_text(seconds) if seconds >= 60 else f'{math.ceil(seconds)} s'}"

@@ -1,0 +1,193 @@
+"""The head of a run's page: its sentence, how far it is, what it takes, why it ended.
+
+Inputs: a look at the run and its History. Output: escaped markup. Figures that were not recorded are
+left out.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from lora_trainer.output.history import History, mapping, number, sequence
+from lora_trainer.output.markup import Html, join, tag
+from lora_trainer.output.wording import (
+    against_base,
+    bytes_text,
+    duration_text,
+    loss_text,
+    step_seconds_text,
+)
+
+from .run_state import Look, explained, left_text, remaining_s, remarks, sentence, step_s
+
+_LOSS_STEPS = 20
+_MARGIN = 1.08
+"""How much wider a memory bar is than the largest figure on it."""
+
+Figure = tuple[str, str, str]
+
+
+def head(seen: Look, history: History) -> Html:
+    """Return the sentence, the progress bar, why it ended, the figures and the remarks."""
+    status = seen.status
+    fraction = min(1.0, max(0.0, status.step / status.steps)) if status.steps else 0.0
+    bar = tag(
+        "div",
+        tag("i", style=f"width:{fraction:.1%}"),
+        class_=f"progress {status.state}",
+        role="progressbar",
+        aria_label="progress of the training",
+        aria_valuemin=0,
+        aria_valuemax=100,
+        aria_valuenow=int(100 * fraction),
+    )
+    return tag(
+        "div",
+        tag("p", sentence(seen, history), class_=f"said {status.state}", role="status"),
+        bar,
+        error_box(seen, history),
+        *(tag("p", line, class_="notice") for line in remarks(seen, history)),
+        tag("dl", *(_figure(*figure) for figure in figures(seen, history)), class_="figures"),
+        _memory_bar(history),
+        class_="head",
+    )
+
+
+def error_box(seen: Look, history: History) -> Html | None:
+    """Return why a run ended before its end and what to do about it."""
+    told = explained(seen, history)
+    if told is None:
+        return None
+    what, fix = told
+    return tag(
+        "div",
+        tag("p", tag("b", what.rstrip(". "), ".")),
+        tag("p", "What to do: ", fix.rstrip(". "), "."),
+        class_=f"told {seen.status.state}",
+    )
+
+
+def _figure(name: str, value: str, note: str) -> Html:
+    return tag("div", tag("dt", name), tag("dd", value), tag("dd", note) if note else None)
+
+
+def figures(seen: Look, history: History) -> Iterator[Figure]:
+    """Yield name, value and note of the figures under the bar."""
+    status = seen.status
+    if status.steps:
+        yield "Steps", f"{status.step:,} of {status.steps:,}", f"{_percent(seen)} %"
+    if status.state == "running" and not seen.stopping:
+        left = left_text(remaining_s(status, history))
+        if left:
+            yield "Time left", left, ""
+    elif history.phase_seconds:
+        yield "Took", duration_text(math.fsum(history.phase_seconds.values())), ""
+    pace_s = step_s(history)
+    if math.isfinite(pace_s):
+        yield "A step takes", step_seconds_text(pace_s), "median of the last 50"
+    yield from _losses(history)
+
+
+def _percent(seen: Look) -> int:
+    return int(100 * seen.status.step / seen.status.steps)
+
+
+def _losses(history: History) -> Iterator[Figure]:
+    recent = [row.loss for row in history.steps[-_LOSS_STEPS:] if math.isfinite(row.loss)]
+    if recent:
+        yield "Loss", loss_text(statistics.fmean(recent)), f"mean of the last {len(recent)} steps"
+    base, last = history.base_validation, history.last_validation
+    if last is not None:
+        against = against_base(last.loss, base.loss) if base is not None else ""
+        yield "Validation loss", loss_text(last.loss), against
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes that a run takes: NaN for what is not known; `device` says of what."""
+
+    device: str
+    now_bytes: float
+    highest_bytes: float
+    predicted_bytes: float
+    limit_bytes: float
+
+
+def memory(history: History) -> Memory | None:
+    """Return what the run takes of the card, of the machine where it trains on the processor.
+
+    The highest of a card counts what the libraries hold there too, as the prediction does.
+    """
+    if not history.steps:
+        return None
+    planned = mapping(mapping(history.run, "plan"), "memory")
+    last = history.steps[-1]
+    reserved_bytes = _highest(row.vram_reserved_bytes for row in history.steps)
+    on_card = reserved_bytes > 0
+    highest = (
+        reserved_bytes + _runtime_bytes(planned)
+        if on_card
+        else _highest(row.host_bytes for row in history.steps)
+    )
+    found = Memory(
+        device="VRAM" if on_card else "Memory",
+        now_bytes=last.vram_used_bytes if on_card else last.host_bytes,
+        highest_bytes=highest,
+        predicted_bytes=number(planned, "peak_bytes"),
+        limit_bytes=number(planned, "limit_bytes") if on_card else math.nan,
+    )
+    return found if found.highest_bytes > 0 else None
+
+
+def _runtime_bytes(planned: object) -> float:
+    items = sequence(planned, "items") if isinstance(planned, dict) else ()
+    named = [item for item in items if isinstance(item, dict) and item.get("name") == "runtime"]
+    return math.fsum(_known(number(item, "bytes")) for item in named)
+
+
+def _highest(values: Iterable[float]) -> float:
+    return max((value for value in values if value > 0), default=0.0)
+
+
+def _known(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
+
+
+def _memory_bar(history: History) -> Html | None:
+    found = memory(history)
+    if found is None:
+        return None
+    known = [found.now_bytes, found.highest_bytes, found.predicted_bytes, found.limit_bytes]
+    scale = _MARGIN * _highest(known)
+    words = [
+        f"{found.device}: now {bytes_text(found.now_bytes)}",
+        f"highest {bytes_text(found.highest_bytes)}",
+    ]
+    if found.predicted_bytes > 0:
+        words.append(f"predicted {bytes_text(found.predicted_bytes)}")
+    if found.limit_bytes > 0:
+        words.append(f"limit {bytes_text(found.limit_bytes)}")
+    spans = (
+        tag("i", class_=name, style=f"width:{_share(value, scale)}")
+        for name, value in (("highest", found.highest_bytes), ("now", found.now_bytes))
+        if value > 0
+    )
+    lines = (
+        tag("b", class_=name, style=f"left:{_share(value, scale)}", title=name)
+        for name, value in (("predicted", found.predicted_bytes), ("limit", found.limit_bytes))
+        if value > 0
+    )
+    sentence_ = ", ".join(words)
+    return tag(
+        "div",
+        tag("div", *spans, *lines, class_="meter", role="img", aria_label=sentence_),
+        tag("p", join([sentence_, "."]), class_="quiet"),
+        class_="usage",
+    )
+
+
+def _share(value: float, scale: float) -> str:
+    return f"{100 * min(1.0, value / scale):.1f}%"

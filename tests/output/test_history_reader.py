@@ -1,0 +1,189 @@
+"""A reader that is kept tells the same of a run folder as one that reads it all, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.errors import RequestError
+from lora_trainer.files import write_atomic
+from lora_trainer.output import jsonl_follower
+from lora_trainer.output.history_reader import RECENT_ROWS, HistoryReader, read_history
+from tests.fakes.run_folder import fake_run
+
+STEPS = st.integers(min_value=0, max_value=6)
+TIMES = st.integers(min_value=0, max_value=100)
+ROWS = st.one_of(
+    st.builds(
+        lambda step, loss, time: {"event": "step", "step": step, "loss": loss, "time": time},
+        STEPS,
+        st.sampled_from([0.1, 0.2, None]),
+        TIMES,
+    ),
+    st.builds(lambda step: {"event": "validation", "step": step, "loss": 0.5}, STEPS),
+    st.builds(
+        lambda step: {"event": "sample", "step": step, "images": [{"prompt": "\u2028", "seed": 1}]},
+        STEPS,
+    ),
+    st.builds(lambda step: {"event": "saved", "step": step, "export": "x"}, STEPS),
+    st.builds(
+        lambda step, time: {"event": "run_started", "resumed_from": step, "time": time},
+        st.one_of(st.none(), STEPS),
+        TIMES,
+    ),
+    st.sampled_from(
+        [
+            {"event": "change", "key": "k", "time": 3},
+            {"event": "problem", "what": "w", "time": 7},
+            {"event": "finished", "step": 6},
+            {"event": "stopped", "step": 2},
+            {"event": "step"},
+            {"no": "event"},
+            [1],
+        ]
+    ),
+)
+LINES = st.one_of(
+    ROWS.map(lambda row: json.dumps(row, ensure_ascii=False).encode() + b"\n"),
+    st.sampled_from([b"\n", b" \r\n", b'{"event": "st', b"\xff\xc3\n", b"[\n", b'{"event": "x"}']),
+)
+APPENDED = st.tuples(
+    st.just("append"), st.lists(LINES, max_size=8).map(b"".join), st.integers(0, 300)
+)
+DEEDS = st.one_of(
+    APPENDED,
+    st.tuples(st.sampled_from(["cut", "overwrite", "replace"]), st.just(b""), st.integers(0, 300)),
+    st.tuples(st.just("overwrite"), st.lists(LINES, max_size=8).map(b"".join), st.just(300)),
+    st.tuples(st.just("remove"), st.just(b""), st.just(0)),
+)
+FILES = st.sampled_from(["events.jsonl", "problems.jsonl"])
+
+
+def do(file: Path, deed: str, data: bytes, size: int) -> None:
+    before = file.read_bytes() if file.exists() else b""
+    if deed == "append":
+        with file.open("ab") as opened:
+            opened.write(data[: size or None])
+    elif deed == "cut" and before:
+        os.truncate(file, min(size, len(before)))
+    elif deed == "overwrite":
+        file.write_bytes(data or before[::-1][:size])
+    elif deed == "replace":
+        write_atomic(file, before[:size], durable=False)
+    elif deed == "remove":
+        file.unlink(missing_ok=True)
+
+
+@given(deeds=st.lists(st.tuples(FILES, DEEDS), max_size=12))
+def test_whatever_happens_to_the_files_a_kept_reader_is_right(
+    deeds: list[tuple[str, tuple[str, bytes, int]]],
+) -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        kept = HistoryReader(folder)
+        for file, (deed, data, size) in deeds:
+            do(folder / file, deed, data, size)
+            # repr: a figure that is no number equals itself there
+            assert repr(kept.read()) == repr(read_history(folder))
+            assert kept.recent() == _fresh_recent(folder)
+
+
+def _fresh_recent(folder: Path) -> list[Any]:
+    reader = HistoryReader(folder)
+    reader.read()
+    return list(reader.recent())
+
+
+def test_every_prefix_of_a_resumed_run(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "whole", steps=6)
+    folder = run.write()
+    data = (folder / "events.jsonl").read_bytes()
+    live = tmp_path / "live"
+    live.mkdir()
+    kept = HistoryReader(live)
+    for start in range(0, len(data), 97):
+        with (live / "events.jsonl").open("ab") as file:
+            file.write(data[start : start + 97])
+        assert repr(kept.read()) == repr(read_history(live))
+    assert [row.step for row in kept.read().steps] == [1, 2, 3, 4, 5, 6]
+
+
+def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = fake_run(tmp_path / "run", steps=50).write()
+    reader = HistoryReader(folder)
+    reader.read()
+    with counted(monkeypatch) as parsed:
+        reader.read()
+        assert parsed == []
+        with (folder / "events.jsonl").open("ab") as file:
+            file.write(b'{"event": "step", "step": 51, "loss": 0.5}\n{"event": "st')
+        assert reader.read().steps[-1].loss == 0.5
+        assert len(parsed) == 2
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
+    parsed: list[bytes] = []
+    original = jsonl_follower._row
+
+    def counting(line: bytes) -> dict[str, Any] | None:
+        parsed.append(line)
+        return original(line)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jsonl_follower, "_row", counting)
+        yield parsed
+
+
+def test_a_resume_that_rewrites_the_file_forgets_the_steps_after_it(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", steps=20).write()
+    reader = HistoryReader(folder)
+    assert len(reader.read().steps) == 20
+    file = folder / "events.jsonl"
+    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    kept = [row for row in rows if row.get("step", 0) <= 8 and row["event"] != "finished"]
+    text = "".join(json.dumps(row) + "\n" for row in kept)
+    write_atomic(file, text.encode(), durable=False)
+    with file.open("a") as opened:
+        opened.write('{"event": "run_started", "resumed_from": 8}\n')
+    history = reader.read()
+    assert (len(history.steps), history.sessions, history.end) == (8, 2, None)
+
+
+def test_a_damaged_run_file_is_told_and_read_again_once_it_is_whole(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", steps=3).write()
+    whole = (folder / "run.json").read_bytes()
+    reader = HistoryReader(folder)
+    (folder / "run.json").write_bytes(b"{")
+    for _ in range(2):
+        with pytest.raises(RequestError, match="not JSON"):
+            reader.read()
+    (folder / "run.json").write_bytes(whole)
+    assert reader.read().run["name"] == "zorble"
+    assert len(reader.read().steps) == 3
+    (folder / "run.json").unlink()
+    assert reader.read().run == {}
+
+
+def test_recent_rows_are_the_newest_without_steps_and_in_order_of_time(tmp_path: Path) -> None:
+    folder = tmp_path
+    events = [{"event": "step", "step": n, "time": n} for n in range(300)]
+    events += [{"event": "cached", "n": n, "time": 2 * n} for n in range(300)]
+    problems = [{"event": "problem", "what": str(n), "time": 2 * n + 1} for n in range(300)]
+    for name, rows in (("events.jsonl", events), ("problems.jsonl", problems)):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader = HistoryReader(folder)
+    reader.read()
+    times = [row["time"] for row in reader.recent()]
+    assert len(times) == RECENT_ROWS
+    assert times == sorted(times)
+    assert (times[-1], reader.recent()[-1]["event"]) == (599, "problem")
