@@ -18,6 +18,8 @@ from lora_trainer.queue_files import changing, write
 from tests.fakes.queues import Place, until
 from tests.fakes.runs import ROOT, start, toy
 
+pytestmark = pytest.mark.timeout(300)  # a loaded machine is no failure
+
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
