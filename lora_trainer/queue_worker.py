@@ -97,7 +97,7 @@ class Worker:
                 write(self.runs, known)
             return
         if child is not None and code is not None:
-            said = _last_line(log_file(self.runs, item.id), from_bytes=child.log_from_bytes)
+            said = last_line(log_file(self.runs, item.id), from_bytes=child.log_from_bytes)
             known = _exited(known, code, said=said)
         else:
             known = _ended_unseen(self.runs, known)
@@ -238,7 +238,8 @@ def _ended_unseen(runs: Path, item: Item) -> Item:
     return replace(item, state="interrupted", error=error)
 
 
-def _last_line(log: Path, *, from_bytes: int) -> str:
+def last_line(log: Path, *, from_bytes: int = 0) -> str:
+    """Return the last line of a log, without what marks it as an error; empty where there is none."""
     try:
         with log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)

@@ -159,12 +159,10 @@ def test_what_is_not_there_is_one_line(
 def test_a_real_training_through_the_queue(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the embedded base, by a worker that `add` starts; nobody looks on."""
-    words = [str(toy(place.folder).dataset), "--steps", "2", "--name", "two words; $(x)"]
-    settings = {"hardware.threads": "1", "data.resolution": "64", "train.batch_size": "1"}
-    settings |= {"data.cache_dir": f"{place.folder}/cache", "logging.trackers": "[]"}
-    for key, value in settings.items():
-        words += ["--set", f"{key}={value}"]
+    """On a tiny base, by a worker that `add` starts; nobody looks on."""
+    toys = toy(place.folder).with_base()
+    words = toys.arguments("--name", "two words; $(x)", steps=2, logging__trackers=[])
+    capsys.readouterr()  # what making the base has said
     said(capsys, "add", "--", *words)
     until(lambda: all(item.has_ended for item in queueing.items(place.runs)))
     (item,) = queueing.items(place.runs)

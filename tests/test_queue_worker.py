@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lora_trainer import queue_worker, queueing
+from lora_trainer import queue_process, queue_worker, queueing
 from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.hardware import Hardware
 from lora_trainer.nvml import Gpu
@@ -379,9 +380,33 @@ def test_a_worker_that_was_killed_is_replaced(place: Place) -> None:
     until(lambda: queueing.worker_pid(place.runs) is None)
 
 
+def test_a_worker_that_dies_at_once_is_not_started_by_every_look(place: Place) -> None:
+    place.add("a")
+    broken = (sys.executable, "-c", "import sys; sys.exit('error: torch is broken')")
+    queueing.ensure_worker(place.runs, program=broken, clock=lambda: 100.0)
+    until(lambda: queueing.worker_pid(place.runs) is None)
+    assert queueing.worker_fault(place.runs) == "torch is broken"
+    queueing.ensure_worker(place.runs, program=("no such program",), clock=lambda: 105.0)
+    with pytest.raises(MachineError, match="no such program|No such file"):
+        queueing.ensure_worker(place.runs, program=("no such program",), clock=lambda: 111.0)
+    queueing.ensure_worker(place.runs, program=WORKER_PROGRAM, clock=lambda: 111.0)
+    until(lambda: place.states() == {"a": "finished"})
+    assert queueing.worker_fault(place.runs) == ""
+    until(lambda: queueing.worker_pid(place.runs) is None)
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"pid": -5}', b"\xff"])
+def test_a_damaged_note_of_the_worker_is_replaced(damage: bytes, place: Place) -> None:
+    place.add("a")
+    (place.runs / ".queue" / ".worker.json").write_bytes(damage)
+    assert queueing.worker_pid(place.runs) is None
+    queueing.work(place.runs, trainer=FAKE_TRAINER, devices=[""], sleep=lambda _: None)
+    assert place.states() == {"a": "finished"}
+
+
 def test_what_comes_while_a_worker_retires_is_worked_on(place: Place) -> None:
     """The last poll finds nothing; before the worker says that it is gone, somebody adds."""
-    real = queueing.changing
+    real = queue_process.changing
     late = []
 
     def add_before_the_lock(runs: Path) -> Any:
@@ -391,7 +416,7 @@ def test_what_comes_while_a_worker_retires_is_worked_on(place: Place) -> None:
         return real(runs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(queueing, "changing", add_before_the_lock)
+        patch.setattr(queue_process, "changing", add_before_the_lock)
         queueing.work(
             place.runs, trainer=FAKE_TRAINER, devices=[""], sleep=lambda _: None, idle_polls=2
         )
