@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from filelock import FileLock, Timeout
-from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from lora_trainer.errors import MachineError
 from lora_trainer.files import disk_error, json_bytes, write_atomic
@@ -28,7 +28,18 @@ _LOCK_FILE = ".lock"
 _LAST_NUMBER_FILE = ".last-number"
 _LOCK_WITHIN_S = 10.0
 _SLUG_MAX_LENGTH = 40
+_MAX_TIME_S = 4e9
+"""Later than any time that a calendar of every system shows: 2096."""
 _ITEM_FILE = re.compile(r"([0-9]{1,9})(-[a-z0-9-]+)?\.json")
+
+
+Time = Annotated[float, Field(ge=0, le=_MAX_TIME_S, allow_inf_nan=False)]
+
+
+def _folder_name(name: str) -> str:
+    if name in ("", ".", "..") or set(name) & set("/\\"):
+        raise ValueError("no name of a folder")
+    return name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +56,13 @@ class Item:
     folder: str
     label: str
     state: State = "waiting"
-    added_s: FiniteFloat
-    started_s: FiniteFloat | None = None
-    ended_s: FiniteFloat | None = None
+    added_s: Time
+    started_s: Time | None = None
+    ended_s: Time | None = None
     device: str = ""
     pid: Annotated[int, Field(gt=0, lt=2**31)] | None = None
-    pid_started_s: FiniteFloat | None = None
-    run: str | None = None
+    pid_started_s: Time | None = None
+    run: Annotated[str, AfterValidator(_folder_name)] | None = None
     exit_code: int | None = None
     error: str = ""
 

@@ -232,6 +232,9 @@ DAMAGE = {
     "words that are none": {"argv": "dataset"},
     "no process": {"pid": -1},
     "a huge process": {"pid": 2**80},
+    "a time beyond calendars": {"ended_s": 1e300},
+    "a run elsewhere": {"run": "../../etc"},
+    "a run above": {"run": ".."},
     "half a character": b'{"label": "\\ud800"}',
 }
 

@@ -1,12 +1,56 @@
-"""The page Queue."""
+"""The page Queue: trainings in their order, one after another on each card.
+
+Inputs: the items of the queue; a button's item and what is asked of it. Outputs: lists that follow
+the files, and a worker where something waits and none lives.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import gradio as gr
 
+from lora_trainer import queueing
+from lora_trainer.errors import MachineError
+
+from .. import queue_view
+from ..answers import error_html
+from ..asset_files import asset
+from ..state import Stamp
 from ..workplace import Workplace
+
+TICK_S = 1.0
+_PRIVATE: dict[str, Any] = {"api_visibility": "private"}
 
 
 def build(work: Workplace) -> None:
     """Lay the page out."""
-    gr.Markdown("# Queue")
+    page = gr.context.Context.root_block
+    gr.HTML("<h1>Queue</h1>")
+    said = gr.HTML(elem_classes="line")
+    queue = gr.HTML(js_on_load=asset("queue.js"), elem_id="queue")
+    gr.Button("Train a LoRA", variant="primary", link="/train", scale=0, min_width=240)
+    seen = gr.State(())
+
+    def tick(stamp: Stamp) -> Any:
+        return shown(work, stamp)
+
+    def act(event: gr.EventData) -> list[Any]:
+        answer = queue_view.asked(work, action=str(event.action), id=str(event.id))
+        return [answer, *shown(work, ())]
+
+    page.load(tick, seen, [queue, seen], **_PRIVATE)
+    queue.click(act, None, [said, queue, seen], show_progress="hidden", **_PRIVATE)
+    gr.Timer(TICK_S).tick(
+        tick, seen, [queue, seen], show_progress="hidden", concurrency_limit=None, **_PRIVATE
+    )
+
+
+def shown(work: Workplace, stamp: Stamp) -> Any:
+    """Return the queue and its stamp where it has changed; a queue nobody works through gets a worker."""
+    try:
+        queueing.ensure_worker(work.runs)
+        now = queue_view.stamp(work)
+        return gr.skip() if now == stamp else [queue_view.view(work), now]
+    except MachineError as error:
+        return [error_html(str(error)), ("error",)]

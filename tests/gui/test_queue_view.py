@@ -1,0 +1,230 @@
+"""The queue's markup is a function of its files, and buttons reach only what is listed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gui import queue_view
+from gui.workplace import Workplace
+from lora_trainer import queueing
+from lora_trainer.queue_files import Item, changing, write
+from tests.fakes.queue_trainer import status
+from tests.fakes.queues import Place, until
+
+HOSTILE = '<img src=x onerror="alert(1)">${alert(1)}{{x}}'
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A queue whose trainings only start when a test lets a worker tick."""
+    monkeypatch.setattr(queueing, "ensure_worker", lambda runs: None)
+    place = Place(folder=tmp_path)
+    yield place
+    place.clean_up()
+
+
+@pytest.fixture
+def work(place: Place) -> Workplace:
+    return Workplace(runs=place.runs)
+
+
+def become(place: Place, item: Item, **changes: Any) -> Item:
+    with changing(place.runs):
+        write(place.runs, replace(item, **changes))
+    return place.item(item.id)
+
+
+def buttons(html: str) -> list[tuple[str, str]]:
+    """Return action and item of the buttons that can be pressed."""
+    found = re.findall(r'<button[^>]*data-action="(\w+)" data-id="([^"]*)"[^>]*>', html)
+    off = re.findall(r'<button[^>]*data-action="(\w+)" data-id="([^"]*)"[^>]*disabled', html)
+    return [pair for pair in found if pair not in off]
+
+
+def test_an_empty_queue_says_what_comes_here(work: Workplace) -> None:
+    assert "The queue is empty" in queue_view.view(work)
+
+
+def test_each_item_has_the_buttons_that_fit_its_state(place: Place, work: Workplace) -> None:
+    a, b, c, d, e = (place.add(name) for name in "abcde")
+    run = place.runs / "a"
+    run.mkdir()
+    status(run, state="training", code=None, say="step 1 of 4")
+    become(place, a, state="running", run="a", started_s=1.0)
+    become(place, d, state="finished", run="d", started_s=5.0, ended_s=70.0)
+    become(place, e, state="failed", exit_code=3, ended_s=60.0, error="no images. Fix: add some.")
+    html = queue_view.view(work)
+    assert buttons(html) == [
+        ("stop", a.id),
+        ("down", b.id),
+        ("remove", b.id),
+        ("up", c.id),
+        ("remove", c.id),
+        ("again", d.id),
+        ("remove", d.id),
+        ("again", e.id),
+        ("remove", e.id),
+        ("clear", ""),
+    ]
+    assert 'href="/run?run=a"' in html
+    assert "step 1 of 4" in html and 'style="width:25.0%"' in html
+    assert "1 min 05 s after its start" in html
+
+
+def test_why_one_failed_comes_with_what_to_do_and_the_end_of_its_log(
+    place: Place, work: Workplace
+) -> None:
+    item = place.add("a")
+    become(place, item, state="failed", exit_code=3, error="no images. Fix: add some.")
+    log = queueing.log_file(place.runs, item.id)
+    log.write_text("".join(f"line {number}\n" for number in range(100)))
+    html = queue_view.view(work)
+    assert "<p>no images.</p>" in html
+    assert "<b>What to do: </b>add some." in html
+    assert "line 99" in html and "line 80" in html and "line 79" not in html
+
+
+def test_an_error_nobody_foresaw_is_called_a_fault(place: Place, work: Workplace) -> None:
+    become(place, place.add("a"), state="failed", exit_code=1, error="KeyError: 'x'")
+    assert "A fault of lora-train or of a library it uses: KeyError:" in queue_view.view(work)
+
+
+def test_tokens_are_struck_out(place: Place, work: Workplace) -> None:
+    token = "hf_" + "a" * 34
+    item = become(place, place.add("a"), state="failed", exit_code=3, error=f"no {token}")
+    queueing.log_file(place.runs, item.id).write_text(f"using {token}\n")
+    assert token not in queue_view.view(work)
+
+
+@pytest.mark.parametrize(
+    ("state", "has_run", "label"),
+    [
+        ("finished", True, "Train again"),
+        ("interrupted", True, "Go on"),
+        ("stopped", True, "Go on"),
+        ("failed", True, "Go on"),
+        ("failed", False, "Start again"),
+    ],
+)
+def test_starting_again_is_called_what_it_does(
+    state: Any, has_run: bool, label: str, place: Place, work: Workplace
+) -> None:
+    if has_run:
+        (place.runs / "a").mkdir(parents=True)
+    item = become(place, place.add("a"), state=state, run="a" if has_run else None)
+    assert f">{label}</button>" in queue_view.view(work)
+    assert queue_view.asked(work, action="again", id=item.id) == ""
+    argv = place.item(item.id).argv
+    assert (argv[0] == "--resume-from") == (label == "Go on")
+
+
+def test_a_damaged_item_is_shown_and_can_only_be_removed(place: Place, work: Workplace) -> None:
+    item = place.add("a")
+    (place.runs / ".queue" / f"{item.id}.json").write_text("{")
+    html = queue_view.view(work)
+    assert "is damaged" in html
+    assert buttons(html) == [("remove", item.id)]
+    queue_view.asked(work, action="remove", id=item.id)
+    assert queueing.items(place.runs) == ()
+
+
+def test_nothing_a_file_says_becomes_markup(place: Place, work: Workplace) -> None:
+    a, b, c = (place.add(f"{HOSTILE}{name}", HOSTILE) for name in "abc")
+    become(place, a, state="failed", exit_code=1, error=HOSTILE)
+    queueing.log_file(place.runs, a.id).write_text(HOSTILE)
+    run = place.runs / "a"
+    run.mkdir()
+    status(run, state="training", code=None, say=HOSTILE)
+    become(place, b, state="running", run="a", device=HOSTILE)
+    become(place, c, state="interrupted", run="<b>x", error=HOSTILE)
+    html = queue_view.view(work)
+    assert html.count("&lt;img") >= 6
+    assert "<img" not in html and "<b>x" not in html
+    assert 'href="/run?run=%3Cb%3Ex"' in html
+    refused = queue_view.asked(work, action="remove", id=HOSTILE)
+    assert "there is no item" in refused and "<img" not in refused
+
+
+@pytest.mark.parametrize("action", ["up", "down", "again", "stop", "remove", "delete", ""])
+@pytest.mark.parametrize("id", ["", "../x", "0009-none", "a\0"])
+def test_what_is_not_there_is_refused_in_a_line(
+    action: str, id: str, place: Place, work: Workplace
+) -> None:
+    place.add("a")
+    refused = queue_view.asked(work, action=action, id=id)
+    assert refused.startswith('<p class="error notice">')
+    assert len(queueing.items(place.runs)) == 1
+
+
+def test_the_buttons_do_what_they_say(place: Place, work: Workplace) -> None:
+    a, b, c = (place.add(name).id for name in "abc")
+    queue_view.asked(work, action="down", id=a)
+    queue_view.asked(work, action="up", id=c)
+    assert [item.id for item in queueing.items(place.runs)] == [b, c, a]
+    queue_view.asked(work, action="remove", id=c)
+    become(place, place.item(a), state="finished", ended_s=1.0)
+    failed = become(place, place.add("d"), state="failed", ended_s=2.0)
+    queue_view.asked(work, action="clear", id="")
+    assert [item.id for item in queueing.items(place.runs)] == [b, failed.id]
+
+
+def test_stop_asks_the_run_of_the_item_and_is_asked_once(place: Place, work: Workplace) -> None:
+    item = place.add("a", until=str(place.let("a")))
+    worker = place.worker()
+    until(lambda: worker.tick() and place.item(item.id).run is not None)
+    before = queue_view.stamp(work)
+    assert "it saves first" in queue_view.asked(work, action="stop", id=item.id)
+    assert (place.runs / "a" / "control" / "stop").exists()
+    html = queue_view.view(work)
+    assert buttons(html) == [] and ">Stopping</button>" in html
+    assert queue_view.stamp(work) != before
+    place.let("a").touch()
+    place.finish(worker)
+
+
+def test_the_stamp_changes_with_the_view_only(place: Place, work: Workplace) -> None:
+    item = place.add("a")
+    run = place.runs / "a"
+    run.mkdir()
+    status(run, state="training", code=None, say="step 1")
+    become(place, item, state="running", run="a")
+    stamp = queue_view.stamp(work)
+    assert queue_view.stamp(work) == stamp
+    status(run, state="training", code=None, say="step 2")
+    assert queue_view.stamp(work) != stamp
+
+
+def test_the_line_says_who_works_and_for_what_it_waits(
+    place: Place, work: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def line() -> str:
+        return queue_view.worker_line(work, queueing.items(place.runs))
+
+    assert line() == "Nothing waits. A training that you start begins at once."
+    place.add("a")
+    assert line() == "The queue is starting."
+    monkeypatch.setattr(queueing, "worker_fault", lambda runs: "no <b>torch</b>")
+    assert line() == "The queue cannot work: no <b>torch</b>"
+    assert "&lt;b&gt;torch" in queue_view.view(work)
+    monkeypatch.setattr(queueing, "worker_fault", lambda runs: "")
+    monkeypatch.setattr(queueing, "worker_pid", lambda runs: 1)
+    assert "closing this page" in line()
+    by_hand = place.runs / "by-hand"
+    by_hand.mkdir()
+    status(by_hand, state="training", code=None, say="")
+    assert line() == "Waiting for by-hand, which was started outside of the queue."
+
+
+def test_old_ends_are_counted_not_shown(place: Place, work: Workplace) -> None:
+    for number in range(queue_view.MAX_ENDED + 2):
+        become(place, place.add(f"t{number}"), state="failed", ended_s=float(number + 1))
+    html = queue_view.view(work)
+    assert html.count('data-action="again"') == queue_view.MAX_ENDED
+    assert "2 older ones are not shown." in html
+    assert "t31" in html and 'data-item="0001-t0"' not in html
