@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import socket
 import sys
 import threading
 import webbrowser
@@ -24,7 +25,6 @@ from lora_trainer.errors import (
 )
 from lora_trainer.files import disk_error
 
-from . import server
 from .access import (
     KEY_PARAMETER,
     LOOPBACK,
@@ -39,6 +39,7 @@ from .guard import Access
 from .workplace import Workplace
 
 ADDRESS = "127.0.0.1"
+EVERYWHERE = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def serve(options: Options) -> None:
     """Build the pages and serve them; raises RequestError, InputError, MachineError."""
     require_gradio()
+    from . import server
+
     work = workplace(options)
     access = access_for(options, work)
     server.quiet_gradio(work)
@@ -119,7 +122,8 @@ def access_for(options: Options, work: Workplace) -> Access:
 
 def address_of(address: str, port: int) -> str:
     """Return the address of the home page as a browser takes it."""
-    return f"http://{f'[{address}]' if ':' in address else address}:{port}/"
+    name = socket.gethostname() if address in EVERYWHERE else address
+    return f"http://{f'[{name}]' if ':' in name else name}:{port}/"
 
 
 def require_gradio() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,8 +12,11 @@ from typing import Any
 
 import pytest
 from lora_trainer.gui import app
+from lora_trainer.gui.access import KeyAccess, PasswordAccess
+from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer import cli
+from lora_trainer.errors import InputError, RequestError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,53 +45,95 @@ def test_both_commands_lead_here(
     assert (options.runs, options.port, options.browser) == (Path("runs"), 7999, False)
 
 
+def options(*words: str) -> app.Options:
+    return app.parsed(words)
+
+
+@pytest.mark.parametrize("password", ["", "short"])
+def test_others_are_not_let_in_without_a_good_password(
+    password: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORA_TRAIN_GUI_PASSWORD", password)
+    given = options("--listen=0.0.0.0", f"--datasets={tmp_path}")
+    with pytest.raises(RequestError, match="at least 8 characters"):
+        app.access_for(given, Workplace(runs=tmp_path))
+
+
+def test_others_see_no_folder_that_was_not_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="--datasets"):
+        app.workplace(options("--listen=0.0.0.0", f"--runs={tmp_path}"))
+    with pytest.raises(InputError, match="no folder"):
+        app.workplace(options(f"--runs={tmp_path}", f"--datasets={tmp_path}/none"))
+    named = options("--listen=0.0.0.0", f"--runs={tmp_path}", f"--datasets={tmp_path}")
+    assert app.workplace(named).roots == (tmp_path,)
+    assert app.workplace(options(f"--runs={tmp_path}")).roots is None
+
+
+def test_listening_here_takes_the_key_and_elsewhere_the_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORA_TRAIN_GUI_PASSWORD", "long enough")
+    work = Workplace(runs=tmp_path)
+    assert isinstance(app.access_for(options("--listen=127.0.0.1"), work), KeyAccess)
+    assert isinstance(app.access_for(options("--listen=::1"), work), KeyAccess)
+    listening = app.access_for(options("--listen=10.1.2.3", "--host-name=studio.lan"), work)
+    assert isinstance(listening, PasswordAccess)
+    assert {"10.1.2.3", "studio.lan", "localhost", "127.0.0.1"} <= listening.hosts
+    with pytest.raises(RequestError, match="--listen"):
+        app.access_for(options("--host-name=studio.lan"), work)
+
+
+@pytest.mark.parametrize("word", ["--share", "--password=x", "--key=x", "--auth=a:b"])
+def test_what_would_open_the_server_is_no_option(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        options(word)
+    assert ended.value.code == 2
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_an_address_is_written_as_browsers_take_it() -> None:
+    assert app.address_of("127.0.0.1", 7860) == "http://127.0.0.1:7860/"
+    assert app.address_of("::1", 7860) == "http://[::1]:7860/"
+    for everywhere in ("0.0.0.0", "::"):
+        assert app.address_of(everywhere, 7860) == f"http://{socket.gethostname()}:7860/"
+
+
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from lora_trainer.gui import app
-app.quiet_gradio()
-from fastapi.testclient import TestClient
-from gradio.routes import App
-from lora_trainer.gui.site import build_site
+from lora_trainer.gui import access, server
 from lora_trainer.gui.workplace import Workplace
-root = Path(sys.argv[1])
-options = app.launch_options(root)
-page = build_site(Workplace(runs=root))
-page.allowed_paths, page.blocked_paths = options["allowed_paths"], []
-server = App.create_app(page, app_kwargs=options["app_kwargs"])
-answers = {}
-for host in ("127.0.0.1:7860", "localhost", "evil.example"):
-    client = TestClient(server, base_url=f"http://{host}")
-    answers[host] = client.get("/config").status_code
-client = TestClient(server, base_url="http://127.0.0.1:7860")
-files = {"inside": root / "run" / "run.json", "outside": root.parent / "secret.txt"}
-for name, path in files.items():
-    answers[name] = client.get(f"/gradio_api/file={path}").status_code
-answers["climbing"] = client.get(f"/gradio_api/file={root}/../secret.txt").status_code
-upload = {"files": ("x.txt", b"x", "text/plain")}
-foreign = {"origin": "http://evil.example"}
-answers["upload"] = client.post("/gradio_api/upload", files=upload, headers=foreign).status_code
-config = client.get("/config").json()
-pages = [path for path, *_ in config["pages"]]
-loaded = sorted(name for name in ("torch", "diffusers", "transformers") if name in sys.modules)
-print(json.dumps({"answers": answers, "pages": pages, "loaded": loaded, "options": {
-    name: value for name, value in options.items() if isinstance(value, bool | str)}}))
+work = Workplace(runs=Path(sys.argv[1]))
+server.quiet_gradio(work)
+key = access.KeyAccess(key="k" * 43)
+served = server.application(work, access=key)
+outer = served.app
+(mount,) = [route for route in outer.routes if route.path == ""]
+blocks = mount.app.get_blocks()
+print(json.dumps({
+    "pages": [path for path, *_ in blocks.config["pages"]],
+    "loaded": [name for name in ("torch", "diffusers", "transformers") if name in sys.modules],
+    "routes": [route.path for route in outer.routes],
+    "allowed_paths": blocks.allowed_paths,
+    "uploads": mount.app.uploaded_file_dir,
+    "off": [blocks.analytics_enabled, blocks.run_history, blocks.enable_monitoring, blocks.share],
+}))
 """
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Build the page in a new interpreter and ask its server a few things."""
+    """Build the pages in a new interpreter and return what is in them."""
     pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
-    root = tmp_path_factory.mktemp("gui") / "runs"
-    (root / "run").mkdir(parents=True)
-    (root / "run" / "run.json").write_text("{}")
-    (root.parent / "secret.txt").write_text("secret")
-    command = [sys.executable, "-c", PROGRAM, str(root)]
+    runs = tmp_path_factory.mktemp("gui") / "runs"
+    command = [sys.executable, "-c", PROGRAM, str(runs)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert "UserWarning" not in done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return result | {"runs": str(runs)}
 
 
 def test_all_pages_build_without_torch(served: dict[str, Any]) -> None:
@@ -104,21 +150,14 @@ def test_all_pages_build_without_torch(served: dict[str, Any]) -> None:
     ]
 
 
-def test_only_this_machine_is_answered(served: dict[str, Any]) -> None:
-    answers = served["answers"]
-    assert (answers["127.0.0.1:7860"], answers["localhost"]) == (200, 200)
-    assert answers["evil.example"] == 400
-    assert answers["upload"] == 403
-
-
-def test_files_outside_of_the_runs_folder_are_not_served(served: dict[str, Any]) -> None:
-    answers = served["answers"]
-    assert answers["inside"] == 200
-    assert answers["outside"] == 403
-    assert answers["climbing"] in (403, 404)
+def test_our_routes_come_before_those_of_the_pages(served: dict[str, Any]) -> None:
+    assert served["routes"] == ["/media/run/{name}/{file:path}", "/media/thumb", ""]
 
 
 def test_nothing_is_shared(served: dict[str, Any]) -> None:
-    options = served["options"]
-    assert options["server_name"] == "127.0.0.1"
-    assert not any(options[name] for name in ("share", "run_history", "enable_monitoring"))
+    assert served["allowed_paths"] == []
+    assert served["off"] == [False] * 4
+
+
+def test_uploads_wait_in_a_folder_of_the_user(served: dict[str, Any]) -> None:
+    assert served["uploads"] == f"{served['runs']}/.gui/incoming"
