@@ -80,6 +80,7 @@ def stamp(seen: Look) -> state.Stamp:
         *state.stamp(seen.folder, seen.status),
         state.file_stamp(seen.folder / "best.json"),
         seen.may_be_ended,
+        seen.queued,
         int(seen.silent_s // 60),
     )
 

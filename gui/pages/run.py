@@ -15,7 +15,6 @@ import gradio as gr
 
 from lora_trainer.errors import LoraTrainError
 from lora_trainer.output.markup import Html, tag
-from lora_trainer.output.report_style import CHARTS
 from lora_trainer.output.status import read_status
 
 from .. import run_actions, state
@@ -82,7 +81,6 @@ def build(work: Workplace) -> None:
 
 def _widgets(work: Workplace) -> dict[str, Any]:
     """Make the widgets of a run in the order of the page; return those that are updated."""
-    gr.HTML(f"<style>{CHARTS}</style>", visible="hidden")
     widgets: dict[str, Any] = {"head": gr.HTML(elem_classes="run-head", apply_default_css=False)}
     with gr.Row(elem_classes="run-buttons"):
         for name, label in _BUTTONS.items():
