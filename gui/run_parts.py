@@ -47,7 +47,7 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
         "head": Part(key=shown, draw=lambda: shown),
         "buttons": Part(key=possible(seen), draw=lambda: possible(seen)),
         "where": _where(seen),
-        "chart": Part(key=_chart_key(history), draw=lambda: loss_curve(history)),
+        "chart": Part(key=_chart_key(history), draw=lambda: _chart(history)),
         "samples": Part(
             key=(len(history.samples), history.sessions, *files),
             draw=lambda: sample_sheet(folder, history, exported=exported, best=best),
@@ -80,6 +80,7 @@ def stamp(seen: Look) -> state.Stamp:
         *state.stamp(seen.folder, seen.status),
         state.file_stamp(seen.folder / "best.json"),
         seen.may_be_ended,
+        seen.queued,
         int(seen.silent_s // 60),
     )
 
@@ -88,6 +89,12 @@ def _where(seen: Look) -> Part:
     """Return whether somebody has to say where the images of a run are before it can go on."""
     unknown = possible(seen).resume and launch.recorded_dataset(seen.folder) is None
     return Part(key=unknown, draw=lambda: unknown)
+
+
+def _chart(history: History) -> Html:
+    if not history.steps:
+        return tag("p", "The curve of the loss begins with the first step.", class_="quiet")
+    return loss_curve(history)
 
 
 def _chart_key(history: History) -> object:

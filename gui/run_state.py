@@ -13,14 +13,18 @@ from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_trainer import queueing
+from lora_trainer.errors import MachineError
 from lora_trainer.output.history import History, MarkRow
 from lora_trainer.output.report_curves import is_recovery
 from lora_trainer.output.status import STOPPING, Control, RunStatus
 from lora_trainer.output.wording import against_base, duration_text, loss_text
+from lora_trainer.queueing import Item
 
 END_AFTER_S = 15.0
 """How long a trainer may take to obey `stop_now` before its process may be ended."""
 SILENT_AFTER_S = 120.0
+RESUMABLE = frozenset({"interrupted", "stopped", "failed"})
 _PACE_STEPS = 50
 _DOING = {
     "": "Starting",
@@ -39,12 +43,16 @@ _COUNTED = frozenset({"cache", "sample", "scan"})
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """A run at one moment: its files, its process, the requests it has not obeyed yet."""
+    """A run at one moment: its files, its process, the requests it has not obeyed yet.
+
+    `queued` is the item of the queue that goes on with it, or tried to last.
+    """
 
     folder: Path
     status: RunStatus
     waiting: Set[str]
     asked_to_quit_s: float | None
+    queued: Item | None
     now_s: float
 
     @property
@@ -67,6 +75,24 @@ class Look:
         return self.now_s - since_s >= END_AFTER_S
 
     @property
+    def goes_on_soon(self) -> bool:
+        """Whether the queue is about to go on with a run that does not train."""
+        item = self.queued
+        return self.status.state != "running" and item is not None and not item.has_ended
+
+    @property
+    def refused(self) -> str:
+        """Why going on with it failed before it could say so itself; an empty string otherwise."""
+        item = self.queued
+        if (
+            item is None
+            or item.state != "failed"
+            or (item.ended_s or 0.0) < self.status.heartbeat_s
+        ):
+            return ""
+        return item.error
+
+    @property
     def silent_s(self) -> float:
         """How long a running trainer has not said anything."""
         running = self.status.state == "running"
@@ -81,8 +107,20 @@ def look(folder: Path, status: RunStatus, *, now_s: float) -> Look:
         status=status,
         waiting=frozenset(control.pending()),
         asked_to_quit_s=control.asked_at_s("stop_now"),
+        queued=_queued(folder) if status.state in RESUMABLE else None,
         now_s=now_s,
     )
+
+
+def _queued(folder: Path) -> Item | None:
+    """Return the newest item of the queue that goes on with a run."""
+    target = str(folder.resolve())
+    words = {target, f"--resume-from={target}"}
+    try:
+        found = [item for item in queueing.items(folder.parent) if words & set(item.argv)]
+    except MachineError:  # the queue's own page says so
+        return None
+    return max(found, key=lambda item: item.added_s, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +138,7 @@ class Possible:
 def possible(seen: Look) -> Possible:
     """Return which buttons are of use."""
     if seen.status.state != "running":
-        return Possible(resume=seen.status.state in ("interrupted", "stopped", "failed"))
+        return Possible(resume=seen.status.state in RESUMABLE and not seen.goes_on_soon)
     if seen.may_be_ended:
         return Possible(end=True)
     if seen.stopping:
@@ -114,6 +152,9 @@ def sentence(seen: Look, history: History) -> str:
     where = f"step {status.step:,} of {status.steps:,}" if status.steps else "the start"
     if status.state == "running":
         return _running(seen)
+    if seen.goes_on_soon and seen.queued is not None:
+        waits = seen.queued.state == "waiting"
+        return f"{'Waits in the queue to go on' if waits else 'Going on'} from {where}."
     if status.state == "finished":
         return f"Finished after {status.step:,} steps{_result(history)}."
     if status.state == "stopped":
@@ -134,7 +175,7 @@ def remarks(seen: Look, history: History) -> list[str]:
         )
     elif seen.stopping and not seen.quitting:
         said.append(
-            f"Force stop does not wait for that: what was trained since the last save is lost, "
+            "Force stop does not wait for that: what was trained since the last save is lost; "
             f"{_goes_on_from(history)}."
         )
     for request, words in (("save", "to save"), ("sample", "to make sample images")):
@@ -152,9 +193,11 @@ def remarks(seen: Look, history: History) -> list[str]:
 def explained(seen: Look, history: History) -> tuple[str, str] | None:
     """Return why a run ended before its end and what to do about it; None for every other run."""
     status = seen.status
-    if status.state == "failed":
-        found, _, fix = status.message.partition(" Fix: ")
-        return found, fix or "see the log below, then press Resume"
+    if seen.goes_on_soon:
+        return None
+    if seen.refused or status.state == "failed":
+        found, _, fix = (seen.refused or status.message).partition(" Fix: ")
+        return found.removeprefix("error: "), fix or "see the log below, then press Resume"
     if status.state != "interrupted":
         return None
     if "cannot be read" in status.message:

@@ -12,6 +12,7 @@ import warnings
 from typing import Any
 
 from lora_trainer.errors import MachineError
+from lora_trainer.output.report_style import CHARTS
 
 from . import media
 from .asset_files import style_sheets
@@ -55,6 +56,7 @@ def application(work: Workplace, *, access: Access) -> Application:
             site,
             path="/",
             theme=Default(primary_hue="blue", font=TEXT_FONTS, font_mono=CODE_FONTS),
+            css=str(CHARTS),
             css_paths=style_sheets(),
             footer_links=[],
             run_history=False,

@@ -77,8 +77,8 @@ function column(step) {
 function row(prompt, index) {
   const name = make(
     "th",
-    { scope: "row", dir: "auto" },
-    prompt.text || "(empty prompt)",
+    { scope: "row", dir: "auto", title: prompt.text },
+    make("span", {}, prompt.text || "(empty prompt)"),
     make("small", {}, `seed ${prompt.seed}`),
   );
   const cells = sheet.steps.map((_, step) => make("td", {}, picture({ prompt: index, step })));

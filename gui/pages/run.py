@@ -15,7 +15,6 @@ import gradio as gr
 
 from lora_trainer.errors import LoraTrainError
 from lora_trainer.output.markup import Html, tag
-from lora_trainer.output.report_style import CHARTS
 from lora_trainer.output.status import read_status
 
 from .. import run_actions, state
@@ -23,7 +22,7 @@ from ..answers import error_html, note_html
 from ..asset_files import asset
 from ..run_follow import Followed
 from ..run_parts import Part, damaged_parts, parts, stamp
-from ..run_state import Possible, look
+from ..run_state import look
 from ..workplace import Workplace
 
 TICK_S = 1.0
@@ -56,7 +55,6 @@ def build(work: Workplace) -> None:
     with gr.Column(elem_classes="run-page", visible=False) as body:
         widgets = _widgets(work)
     outputs = [title, body, *widgets.values(), sent]
-    names = [name for name in widgets if name not in _BUTTONS]
 
     def tick(before: Sent, request: gr.Request) -> Any:
         name = request.query_params.get("run", "")
@@ -72,7 +70,7 @@ def build(work: Workplace) -> None:
             found = parts(seen, followed.read(folder))
         except (LoraTrainError, OSError) as error:
             found = damaged_parts(seen, str(error))
-        updates = _updates(found, before, names)
+        updates = [_update(name, found, before) for name in widgets]
         keys = {part: found[part].key for part in found}
         return [_title(name), gr.Column(visible=True), *updates, Sent(stamp=now, keys=keys)]
 
@@ -83,12 +81,16 @@ def build(work: Workplace) -> None:
 
 def _widgets(work: Workplace) -> dict[str, Any]:
     """Make the widgets of a run in the order of the page; return those that are updated."""
-    gr.HTML(f"<style>{CHARTS}</style>")
     widgets: dict[str, Any] = {"head": gr.HTML(elem_classes="run-head", apply_default_css=False)}
     with gr.Row(elem_classes="run-buttons"):
         for name, label in _BUTTONS.items():
             widgets[name] = gr.Button(
-                label, visible=False, variant=_STRONG.get(name, "secondary"), scale=0, min_width=130
+                label,
+                visible=False,
+                variant=_STRONG.get(name, "secondary"),
+                size="md",
+                scale=0,
+                min_width=150,
             )
     widgets["where"] = gr.Textbox(
         label="Folder with the images",
@@ -166,30 +168,15 @@ def _best_html(work: Workplace, run: str, step: object) -> Html:
     return error_html(answer["said"]) if answer["refused"] else note_html(answer["said"])
 
 
-def _updates(found: Mapping[str, Part], before: Sent, names: list[str]) -> list[Any]:
-    """Return an update for each widget, in order: nothing for a part that is shown already."""
-    updates: list[Any] = []
-    new = {name: part for name, part in found.items() if before.keys.get(name, _NEVER) != part.key}
-    for name in ("head", *_BUTTONS, *names[1:]):
-        if name in _BUTTONS:
-            updates.append(_button(name, new.get("buttons")))
-        elif name not in new:
-            updates.append(gr.skip())
-        elif name == "where":
-            updates.append(gr.Textbox(visible=new[name].draw()))
-        else:
-            updates.append(new[name].draw())
-    return updates
-
-
-_NEVER = object()
-
-
-def _button(name: str, part: Part | None) -> Any:
-    if part is None:
+def _update(name: str, found: Mapping[str, Part], before: Sent) -> Any:
+    """Return the update of a widget: nothing where its part is shown already."""
+    part_name = "buttons" if name in _BUTTONS else name
+    part = found[part_name]
+    if part_name in before.keys and before.keys[part_name] == part.key:
         return gr.skip()
-    allowed: Possible = part.draw()
-    return gr.Button(visible=getattr(allowed, name))
+    if name in _BUTTONS:
+        return gr.Button(visible=getattr(part.draw(), name))
+    return gr.Textbox(visible=part.draw()) if name == "where" else part.draw()
 
 
 def _nothing(name: str, before: Sent, *, count: int) -> Any:
