@@ -108,7 +108,7 @@ _SPELLED = {
     "conv": "convolution",
     "dir": "folder",
     "grad": "gradient",
-    "init": "initial",
+    "init": "start",
     "multires": "multi-resolution",
     "vae": "VAE",
     "snr": "SNR",
