@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from lora_trainer.config import SettingInfo, all_settings, build_config, check_keys, flatten
@@ -19,8 +20,10 @@ from lora_trainer.settings_file import read_settings_text
 from .drafts import Draft
 from .expert_text import value_of
 from .launch import run_name
+from .workplace import Workplace
 
 BASE, NAME, FOLDER = "base.model", "output.name", "output.folder"
+EMBEDDED = "embedded"
 _AUTO = ("", "auto")
 _PASTED = "settings.json"
 
@@ -81,6 +84,22 @@ def replaced(draft: Draft, *, text: str, name: str = _PASTED) -> Edited:
     left_out = FOLDER in read.values
     note = f"{FOLDER} was left out: runs of this interface go into its own folder." * left_out
     return Edited(draft=edited, note=note)
+
+
+def check_paths(draft: Draft, work: Workplace) -> None:
+    """Raise InputError for a file or folder outside of what this server may name.
+
+    `owner/name` is one on the Hub where no such folder is here.
+    """
+    values = given(draft)
+    for info in all_settings():
+        text = values.get(info.key) if info.path else None
+        if isinstance(text, str) and text not in (*_AUTO, EMBEDDED) and _names_a_file(text):
+            work.path(text, what=f"a file or folder for {info.key}")
+
+
+def _names_a_file(text: str) -> bool:
+    return text.startswith((".", "~", "/")) or text.count("/") != 1 or Path(text).exists()
 
 
 def as_json(values: Mapping[str, Any]) -> str:

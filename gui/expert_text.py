@@ -27,7 +27,8 @@ def text_of(info: SettingInfo, value: Any) -> str:
         case "text":
             return str(value)
         case "number":
-            return value if isinstance(value, str) else json.dumps(value)
+            whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+            return value if isinstance(value, str) else json.dumps(int(value) if whole else value)
         case _:
             return json.dumps(value)
 
@@ -63,4 +64,3 @@ def _items(text: str) -> list[Any]:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, indent=2)
-

@@ -113,9 +113,7 @@ def planned(draft: Draft, answer: Answer) -> dict[str, Any]:
             )
             for info in all_settings()
         },
-        "unused": {
-            info.key: reason for info in all_settings() if (reason := info.unused(values))
-        },
+        "unused": {info.key: reason for info in all_settings() if (reason := info.unused(values))},
         "blamed": [info.key for info in all_settings() if f"{info.key}=" in answer.error],
         "said": list(_sentences(plan)),
         "memory": _memory(mapping(plan, "memory")) if plan else None,

@@ -28,7 +28,9 @@ def names(work: Workplace) -> list[str]:
 def save(work: Workplace, values: Mapping[str, Any], *, name: str, over: bool = False) -> Path:
     """Write settings under a name, `over` those that have it; raises RequestError, MachineError."""
     if not values:
-        raise RequestError("nothing is changed, so there is nothing to save", fix="change a setting")
+        raise RequestError(
+            "nothing is changed, so there is nothing to save", fix="change a setting"
+        )
     file = _file(work, name)
     if file.exists() and not over:
         raise RequestError(f"there is a preset {file.stem!r}", fix="replace it or choose a name")

@@ -55,17 +55,21 @@ def setting(
     unit: str = "",
     only_for: Needs = MappingProxyType({}),
     not_for: Needs = MappingProxyType({}),
+    path: bool = False,
     **constraints: Any,
 ) -> Any:
     """Declare one setting; `unit` is shown beside the value wherever it is printed.
 
     The setting matters only while each setting in `only_for` has one of those values and none in
-    `not_for` has; otherwise it changes nothing, or is refused (tests/test_unused_settings.py).
+    `not_for` has; otherwise it changes nothing, or is refused (tests/test_unused_settings.py). `path`:
+    it may name a file or folder of this machine.
     """
     extra: dict[str, Any] = {"unit": unit}
     for name, needs in (("only_for", only_for), ("not_for", not_for)):
         if needs:
             extra[name] = {key: list(values) for key, values in needs.items()}
+    if path:
+        extra["path"] = True
     return Field(default, description=doc, json_schema_extra=extra, **constraints)
 
 
@@ -95,16 +99,21 @@ class Section(BaseModel):
 
 class BaseSettings(Section):
     model: str = setting(
-        "auto", "base model: `embedded`, a diffusers folder or a Hub id; auto: by hardware"
+        "auto",
+        "base model: `embedded`, a diffusers folder or a Hub id; auto: by hardware",
+        path=True,
     )
     revision: str | None = setting(
         None, "Hub branch, tag or commit of the base model", not_for=_NOT_EMBEDDED
     )
-    vae: str | None = setting(None, "another VAE: a .safetensors file or a folder with config.json")
+    vae: str | None = setting(
+        None, "another VAE: a .safetensors file or a folder with config.json", path=True
+    )
     companion: str = setting(
         "auto",
         "diffusers folder or Hub id for what a single-file checkpoint lacks; auto: the family's release",
         not_for=_NOT_EMBEDDED,
+        path=True,
     )
     prediction: Literal["auto", "epsilon", "v_prediction", "flow"] = setting(
         "auto", "what the base predicts; auto: what its files say"
@@ -112,6 +121,7 @@ class BaseSettings(Section):
     assistant: str | None = setting(
         None,
         "LoRA file that undoes a base's distillation while training; neither sampled nor exported",
+        path=True,
     )
 
 
@@ -167,7 +177,7 @@ class DataSettings(Section):
         100.0, "larger images are refused from their header", unit="MP", gt=0, le=1000
     )
     cache_dir: str = setting(
-        "auto", "cache of latents and text embeddings; auto: the user's cache folder"
+        "auto", "cache of latents and text embeddings; auto: the user's cache folder", path=True
     )
     cache_max_gib: float = setting(20.0, "size cap of the cache", unit="GiB", gt=0, le=100_000)
     prefetch_steps: int = setting(4, "optimizer steps prepared ahead of the device", ge=1, le=64)
@@ -247,7 +257,9 @@ class TrainSettings(Section):
     )
     seed: int = setting(42, "every random draw is a function of it", ge=0, le=2**53 - 1)
     init_from: str | None = setting(
-        None, "adapter file to go on from instead of zero; kind and rank must be the same"
+        None,
+        "adapter file to go on from instead of zero; kind and rank must be the same",
+        path=True,
     )
     precision: Precision | Auto = setting(
         "auto", "dtype of base weights and activations (the adapter keeps fp32 masters)"
@@ -436,7 +448,7 @@ class HardwareSettings(Section):
 
 
 class OutputSettings(Section):
-    folder: str = setting("runs", "where run folders are made")
+    folder: str = setting("runs", "where run folders are made", path=True)
     name: str = setting("auto", "name of the run and its files; auto: the dataset folder's name")
     precision: Precision = setting("fp16", "dtype of exported files")
     format: Literal["auto", "kohya", "diffusers", "comfyui"] = setting(
@@ -600,6 +612,7 @@ class SettingInfo:
     form: Form
     only_for: Needs
     not_for: Needs
+    path: bool
 
     @property
     def section(self) -> str:
@@ -647,6 +660,7 @@ def _settings() -> tuple[SettingInfo, ...]:
             form=form_of(schemas[f"{section}.{name}"]),
             only_for=schemas[f"{section}.{name}"].get("only_for", {}),
             not_for=schemas[f"{section}.{name}"].get("not_for", {}),
+            path=schemas[f"{section}.{name}"].get("path", False),
         )
         for section, fields in sections().items()
         for name, info in fields.items()

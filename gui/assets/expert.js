@@ -80,7 +80,7 @@ class Field {
         "div",
         { class: "field-name" },
         make("label", { for: id }, info.label),
-        make("code", {}, info.key),
+        make("code", {}, ...info.key.split(/(?<=[._])/).flatMap((part) => [part, make("wbr")])),
       ),
       this.place,
       make("div", { class: "field-about" }, this.help, this.origin, this.error),
@@ -190,6 +190,12 @@ class Field {
     accept(answer);
   }
 
+  /** A value as the sentences name it. */
+  named(text) {
+    const word = this.info.words.find((known) => known.text === text);
+    return word ? word.label : text || "none";
+  }
+
   /** Show the value in force, whether it is changed, and where it comes from. */
   draw() {
     const { key, fixed } = this.info;
@@ -208,12 +214,10 @@ class Field {
     const parts = [`from ${force.from}`];
     if (force.from === "default") parts[0] = "default";
     if (set && force.from !== "you" && force.text !== shown.given[this.info.key]) {
-      parts[0] = `in force: ${force.text || "none"}, from ${force.from}`;
+      parts[0] = `in force: ${this.named(force.text)}, from ${force.from}`;
     }
     if (force.reason) parts.push(`: ${force.reason}`);
-    if (set) {
-      parts.push(`; without it ${force.preset || "none"} (${force.preset_from})`);
-    }
+    if (set) parts.push(`; without it ${this.named(force.preset)} (${force.preset_from})`);
     return parts;
   }
 }
@@ -248,7 +252,7 @@ function accept(state) {
   if (!state || state.error) return;
   const before = shown.stamp;
   shown = state;
-  put(note, state.note || (state.started ? "This training is started: its settings stay as they are." : ""));
+  put(note, state.started ? "This training is started: its settings stay as they are." : "");
   drawWhose();
   for (const field of fields.values()) field.draw();
   json.draw();
@@ -354,7 +358,8 @@ function filter() {
     section.box.hidden = visible === 0;
     section.fold.hidden = folded === 0;
     put(section.summary, `Not used here: ${folded}`);
-    if (wanted.length && folded) section.fold.open = true;
+    if (wanted.length && folded && !section.fold.open) section.opened = section.fold.open = true;
+    if (!wanted.length && section.opened) section.opened = section.fold.open = false;
     count += visible;
   }
   const all = fields.size;
@@ -368,8 +373,11 @@ function filter() {
 
 const json = {
   dirty: false,
+  basis: "", // the stamp of what the text was made from
   draw() {
-    if (this.dirty || this.area.value === shown.json) return;
+    if (this.dirty) return;
+    this.basis = shown.stamp;
+    if (this.area.value === shown.json) return;
     this.area.value = shown.json;
     this.area.rows = Math.min(24, Math.max(6, shown.json.split("\n").length));
   },
@@ -383,13 +391,23 @@ const json = {
     clearTimeout(this.timer);
     if (!this.dirty) return;
     const text = this.area.value;
-    const answer = await ask("replace", { text, name: "settings.json" });
+    const answer = await ask("replace", { text, name: "settings.json", stamp: this.basis });
+    this.basis = answer.stamp || shown.stamp; // who types on has read that it was changed elsewhere
     if (this.area.value !== text) return;
     put(this.error, answer.away ? "" : answer.error || "");
     this.area.setAttribute("aria-invalid", String(Boolean(answer.error)));
     if (answer.error) return;
     this.dirty = document.activeElement === this.area; // not laid out anew under the cursor
     taken(answer);
+    remember();
+  },
+  /** Give up what is typed and show what is in force. */
+  giveUp() {
+    clearTimeout(this.timer);
+    this.dirty = false;
+    put(this.error, "");
+    this.area.setAttribute("aria-invalid", "false");
+    this.draw();
     remember();
   },
   left() {
@@ -416,6 +434,7 @@ async function replaceAll(name, more) {
   const before = shown.json;
   const answer = await ask(name, more);
   put(json.error, answer.error || "");
+  put(json.note, answer.note || "");
   if (answer.error) return;
   json.dirty = false;
   earlier = before;
@@ -455,6 +474,7 @@ async function copyCommand() {
 async function keepPreset(over) {
   const answer = await ask("keep", { name: presetName.value, over });
   put(presetError, answer.error || "");
+  put(presetNote, answer.note || "");
   replaceButton.hidden = over || !/^there is a preset/.test(answer.error || "");
   if (!answer.error) accept(answer);
 }
@@ -547,9 +567,11 @@ json.area = make("textarea", {
   rows: 6,
   "aria-describedby": "expert-json-help expert-json-error",
   oninput: () => json.typed(),
+  onkeydown: (event) => event.key === "Escape" && json.giveUp(),
   onblur: () => json.left(),
 });
 json.error = make("p", { class: "field-error", id: "expert-json-error", role: "alert", hidden: true });
+json.note = make("p", { class: "field-help", role: "status", hidden: true });
 const chooser = make("input", {
   type: "file",
   id: "expert-file",
@@ -569,6 +591,7 @@ const loadRow = make(
 );
 const presetName = make("input", { type: "text", "aria-label": "Name of the preset", placeholder: "name" });
 const presetError = make("p", { class: "field-error", role: "alert", hidden: true });
+const presetNote = make("p", { class: "field-help", role: "status", hidden: true });
 const replaceButton = make(
   "button",
   { type: "button", hidden: true, onclick: () => keepPreset(true) },
@@ -584,9 +607,10 @@ function layOut() {
     "aside",
     { class: "expert-side", "aria-label": "The changed settings as a file" },
     make("h2", {}, make("label", { for: "expert-json" }, "Changed settings as JSON")),
-    make("p", { class: "field-help", id: "expert-json-help" }, "What you edit here changes the fields."),
+    make("p", { class: "field-help", id: "expert-json-help" }, "What you edit here changes the fields; Escape gives up what is refused."),
     json.area,
     json.error,
+    json.note,
     make(
       "div",
       { class: "expert-row" },
@@ -607,6 +631,7 @@ function layOut() {
       replaceButton,
     ),
     presetError,
+    presetNote,
   );
   root.replaceChildren(
     make("h1", {}, "Settings"),

@@ -91,12 +91,19 @@ class Desk:
         return self._write(asked, lambda draft: expert_edit.without(draft, key=key))
 
     def replace(self, asked: Asked) -> Reply:
-        """Set the settings of a settings file and no others."""
+        """Set the settings of a settings file and no others, unless they are not those of `stamp`."""
+        basis = _text(asked, "stamp")
         with self.writing:
+            draft = self._draft(asked)
+            if basis not in ("", expert_view.stamp(draft)):
+                raise RequestError(
+                    "these settings were changed elsewhere meanwhile",
+                    fix="type on to replace them all the same, or press Escape to see them",
+                )
             edited = expert_edit.replaced(
-                self._draft(asked), text=_text(asked, "text"), name=_text(asked, "name")
+                draft, text=_text(asked, "text"), name=_text(asked, "name")
             )
-            drafts.save(self.work, edited.draft)
+            self._save(edited.draft)
         return {**self._state(edited.draft), "note": edited.note}
 
     def plan(self, asked: Asked) -> Reply:
@@ -132,14 +139,18 @@ class Desk:
             loaded = expert_edit.replaced(draft, text=text).draft
             if not loaded.name:
                 loaded = expert_edit.changed(loaded, key=expert_edit.NAME, text=draft.name)
-            drafts.save(self.work, loaded)
+            self._save(loaded)
         return self._state(loaded)
 
     def _write(self, asked: Asked, change: Callable[[Draft], Draft]) -> Reply:
         with self.writing:
             draft = change(self._draft(asked))
-            drafts.save(self.work, draft)
+            self._save(draft)
         return self._state(draft)
+
+    def _save(self, draft: Draft) -> None:
+        expert_edit.check_paths(draft, self.work)
+        drafts.save(self.work, draft)
 
     def _draft(self, asked: Asked) -> Draft:
         return drafts.read(self.work, _text(asked, "draft"))
