@@ -192,7 +192,9 @@ def main() -> None:
         newest = max((Path(folder) / "sync").glob("step-*"))
         state_bytes = sum(path.stat().st_size for path in newest.iterdir())
     result = summary(found, state_bytes=state_bytes)
-    print(f"state                      {result.state_mb:8.1f} MB, {result.rounds} rounds, {result.threads} threads")
+    print(
+        f"state                      {result.state_mb:8.1f} MB, {result.rounds} rounds, {result.threads} threads"
+    )
     print(f"training waits for all     {1000 * result.synchronous_s:8.1f} ms")
     print(f"training waits for copies  {1000 * result.blocked_s:8.1f} ms")
     print(

@@ -19,7 +19,8 @@ def text_of(info: SettingInfo, value: Any) -> str:
         case "list" if isinstance(value, list | tuple):
             lines = "\n".join(map(str, value))
             # A list with an empty item or a line break in one is shown as JSON, which keeps it.
-            return lines if _items(lines) == list(value) else _json(value)
+            exact = "\r" not in lines and _items(lines) == list(value)
+            return lines if exact else _json(value)
         case "mapping":
             return _json(value)
         case "text" | "number" if value is None:

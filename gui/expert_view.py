@@ -164,7 +164,7 @@ def _sentences(plan: Values) -> Iterator[str]:
         return
     time = mapping(plan, "time")
     preset = f"{plan.get('base')}, preset {plan.get('preset')}, {plan.get('priority')}"
-    length = f"{int(number(time, 'steps')):,} steps"
+    length = f"{time.get('steps')} steps"
     pair = [value for value in sequence(time, "seconds_per_step") if isinstance(value, int | float)]
     if len(pair) == 2:
         low, high = (duration_text(value * number(time, "steps")) for value in pair)

@@ -52,17 +52,14 @@ class Form:
 
     def _range(self) -> str:
         what = "a whole number" if self.whole else "a number"
-        low = (
-            "" if self.low is None else f"{'above' if self.above_low else 'from'} {self.low:,.15g}"
-        )
-        high = (
-            "" if self.high is None else f"{'below' if self.below_high else 'to'} {self.high:,.15g}"
-        )
-        return " ".join(part for part in (what, low, high) if part)
+        low = f"{'above' if self.above_low else 'from'} {_figure(self.low)}"
+        high = f"{'below' if self.below_high else 'to'} {_figure(self.high)}"
+        bounds = ((low, self.low), (high, self.high))
+        return " ".join([what, *(text for text, bound in bounds if bound is not None)])
 
 
 def form_of(schema: Mapping[str, Any]) -> Form:
-    """Return the form of a field's schema; raises AssertionError for a type that no form has."""
+    """Return the form of a field's schema; raises ValueError for two open types in one."""
     parts = list(schema.get("anyOf", [schema]))
     nullable = any(part.get("type") == "null" for part in parts)
     words = tuple(word for part in parts for word in _words(part))
@@ -98,10 +95,8 @@ def label_of(name: str, *, unit: str = "") -> str:
     if unit and len(words) > 1 and words[-1] == unit.lower():
         words.pop()  # the unit stands beside the value
     text = " ".join(_SPELLED.get(word, word) for word in words)
-    # "rsLoRA" begins small.
-    return (
-        text if any(letter.isupper() for letter in text.split()[0]) else text[:1].upper() + text[1:]
-    )
+    begins_as_a_name = any(letter.isupper() for letter in text.split()[0])  # rsLoRA
+    return text if begins_as_a_name else text[:1].upper() + text[1:]
 
 
 _SPELLED = {

@@ -178,4 +178,3 @@ def test_what_is_not_known_yet_may_matter() -> None:
     assert SETTINGS["output.hub_private"].unused({"output.hub_repo": None}) == (
         "without effect while output.hub_repo is null"
     )
-

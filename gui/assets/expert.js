@@ -139,7 +139,7 @@ class Field {
     if (this.info.kind === "switch") this.control.checked = text === "true";
     else {
       // A line of text would lose line breaks.
-      if (text.includes("\n") && this.control.type === "text") this.useControl(this.newControl(true));
+      if (/[\r\n]/.test(text) && this.control.type === "text") this.useControl(this.newControl(true));
       this.control.value = text;
       if (this.control.tagName === "TEXTAREA") {
         this.control.rows = Math.min(10, Math.max(2, text.split("\n").length));
@@ -306,13 +306,16 @@ function drawPlan() {
 function drawMemory(found) {
   memory.hidden = !found;
   if (!found) return;
-  const percent = (share) => `width:${(100 * share).toFixed(2)}%`;
-  const pieces = found.parts.map((part) =>
-    make("i", { class: part.css, style: percent(part.share), title: part.text }),
-  );
+  const percent = (share) => `${(100 * share).toFixed(2)}%`;
+  const pieces = found.parts.map((part) => {
+    const piece = make("i", { class: part.css, title: part.text });
+    piece.style.width = percent(part.share); // no style attribute: a security policy may forbid them
+    return piece;
+  });
   if (found.limit !== null) {
-    const at = `left:${(100 * found.limit).toFixed(2)}%`;
-    pieces.push(make("b", { class: "limit", style: at, title: "the limit" }));
+    const limit = make("b", { class: "limit", title: "the limit" });
+    limit.style.left = percent(found.limit);
+    pieces.push(limit);
   }
   const legend = found.parts.map((part) => make("span", {}, make("i", { class: part.css }), part.text));
   memory.replaceChildren(
