@@ -40,6 +40,11 @@ class Part:
     label: str
     size_bytes: float
 
+    @property
+    def text(self) -> str:
+        """What it is and its size."""
+        return f"{self.label} {bytes_text(self.size_bytes)}"
+
 
 def plan(values: Values, *, details: Html) -> Html:
     """Return all of a plan: words, bar, remarks, and `details` folded."""
@@ -80,10 +85,10 @@ def memory_bar(values: Values) -> Html:
     """Return the memory at the peak as a bar with the limit, and the same in words."""
     memory = mapping(values, "memory")
     peak, limit = number(memory, "peak_bytes"), number(memory, "limit_bytes")
-    parts = list(_parts(sequence(memory, "items")))
+    parts = list(memory_parts(sequence(memory, "items")))
     scale = max(peak, limit if math.isfinite(limit) else 0.0) * 1.04 or 1.0
     pieces = (
-        tag("i", class_=part.css, style=f"width:{part.size_bytes / scale:.2%}", title=_label(part))
+        tag("i", class_=part.css, style=f"width:{part.size_bytes / scale:.2%}", title=part.text)
         for part in parts
     )
     line = (
@@ -91,14 +96,14 @@ def memory_bar(values: Values) -> Html:
         if math.isfinite(limit)
         else None
     )
-    said = _fit(memory)
+    said = fit_sentence(memory)
     return tag(
         "div",
         tag("p", said, class_="fit" if memory.get("fits") is not False else "fit error"),
         tag("div", *pieces, line, class_="bar", role="img", aria_label=said),
         tag(
             "p",
-            *(tag("span", tag("i", class_=part.css), _label(part)) for part in parts),
+            *(tag("span", tag("i", class_=part.css), part.text) for part in parts),
             class_="legend",
         ),
         class_="memory",
@@ -123,7 +128,8 @@ def _value(settings: Values, key: str) -> Any:
     return mapping(settings, key).get("value")
 
 
-def _parts(items: Sequence[Any]) -> Iterator[Part]:
+def memory_parts(items: Sequence[Any]) -> Iterator[Part]:
+    """Yield the pieces of the bar that a plan's memory items make."""
     rows = [row for row in items if isinstance(row, dict)]
     named = {name for _, _, names in _PARTS for name in names}
     for css, label, names in (*_PARTS[:-1], (*_REST, None), _PARTS[-1]):
@@ -136,11 +142,8 @@ def _parts(items: Sequence[Any]) -> Iterator[Part]:
             yield Part(css=css, label=label, size_bytes=size)
 
 
-def _label(part: Part) -> str:
-    return f"{part.label} {bytes_text(part.size_bytes)}"
-
-
-def _fit(memory: Values) -> str:
+def fit_sentence(memory: Values) -> str:
+    """Return in a sentence whether it fits."""
     peak = bytes_text(number(memory, "peak_bytes"))
     phase = _PHASES.get(str(memory.get("phase")), str(memory.get("phase")))
     if memory.get("limit_bytes") is None:

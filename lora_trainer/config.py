@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -21,10 +23,12 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from lora_trainer.errors import RequestError, did_you_mean
 from lora_trainer.quantization import QUANTIZATIONS, BasePrecision
 from lora_trainer.redaction import secret_keys
+from lora_trainer.setting_forms import Form, form_of, label_of
 
 Auto = Literal["auto"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -40,9 +44,45 @@ CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 T = TypeVar("T")
 
 
-def setting(default: Any, doc: str, *, unit: str = "", **constraints: Any) -> Any:
-    """Declare one setting; `unit` is shown beside the value wherever it is printed."""
-    return Field(default, description=doc, json_schema_extra={"unit": unit}, **constraints)
+Needs = Mapping[str, Sequence[Any]]
+"""Needs of other settings, by `section.name`."""
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    unit: str = "",
+    only_for: Needs = MappingProxyType({}),
+    not_for: Needs = MappingProxyType({}),
+    path: bool = False,
+    **constraints: Any,
+) -> Any:
+    """Declare one setting; `unit` is shown beside the value wherever it is printed.
+
+    The setting matters only while each setting in `only_for` has one of those values and none in
+    `not_for` has; otherwise it changes nothing, or is refused (tests/test_unused_settings.py). `path`:
+    it may name a file or folder of this machine.
+    """
+    extra: dict[str, Any] = {"unit": unit}
+    for name, needs in (("only_for", only_for), ("not_for", not_for)):
+        if needs:
+            extra[name] = {key: list(values) for key, values in needs.items()}
+    if path:
+        extra["path"] = True
+    return Field(default, description=doc, json_schema_extra=extra, **constraints)
+
+
+# What several settings need, or do not go with: see `setting`.
+_LORA = {"adapter.kind": ("lora",)}
+_CARD = {"hardware.device": ("cuda",)}
+_FLOW = {"base.prediction": ("flow",)}
+_NOISE_OR_V = {"base.prediction": ("epsilon", "v_prediction")}
+_CONVOLUTIONS = {"adapter.targets": ("all",)}
+_SHUFFLING = {"data.shuffle_tags": (True,)}
+_NOT_EMBEDDED = {"base.model": ("embedded",)}
+_NOT_OFT = {"adapter.kind": ("oft",)}
+_WITHOUT_VALIDATION = {"data.validation_fraction": (0.0,)}
 
 
 class Section(BaseModel):
@@ -59,13 +99,21 @@ class Section(BaseModel):
 
 class BaseSettings(Section):
     model: str = setting(
-        "auto", "base model: `embedded`, a diffusers folder or a Hub id; auto: by hardware"
+        "auto",
+        "base model: `embedded`, a diffusers folder or a Hub id; auto: by hardware",
+        path=True,
     )
-    revision: str | None = setting(None, "Hub branch, tag or commit of the base model")
-    vae: str | None = setting(None, "another VAE: a .safetensors file or a folder with config.json")
+    revision: str | None = setting(
+        None, "Hub branch, tag or commit of the base model", not_for=_NOT_EMBEDDED
+    )
+    vae: str | None = setting(
+        None, "another VAE: a .safetensors file or a folder with config.json", path=True
+    )
     companion: str = setting(
         "auto",
         "diffusers folder or Hub id for what a single-file checkpoint lacks; auto: the family's release",
+        not_for=_NOT_EMBEDDED,
+        path=True,
     )
     prediction: Literal["auto", "epsilon", "v_prediction", "flow"] = setting(
         "auto", "what the base predicts; auto: what its files say"
@@ -73,6 +121,7 @@ class BaseSettings(Section):
     assistant: str | None = setting(
         None,
         "LoRA file that undoes a base's distillation while training; neither sampled nor exported",
+        path=True,
     )
 
 
@@ -83,7 +132,13 @@ class DataSettings(Section):
     buckets: bool = setting(
         True, "keep aspect ratios by training in buckets; off: crop everything square"
     )
-    max_aspect: float = setting(2.0, "longest bucket side over the shortest", ge=1.0, le=8.0)
+    max_aspect: float = setting(
+        2.0,
+        "longest bucket side over the shortest",
+        ge=1.0,
+        le=8.0,
+        only_for={"data.buckets": (True,)},
+    )
     repeats: int = setting(
         1, "times each image is seen per epoch; `10_name` folders set their own", ge=1, le=1000
     )
@@ -100,9 +155,11 @@ class DataSettings(Section):
         0.0, "share of samples trained with an empty caption", ge=0.0, le=1.0
     )
     shuffle_tags: bool = setting(False, "shuffle the comma-separated tags of a caption")
-    keep_tokens: int = setting(1, "leading tags that shuffling leaves in place", ge=0, le=50)
+    keep_tokens: int = setting(
+        1, "leading tags that shuffling leaves in place", ge=0, le=50, only_for=_SHUFFLING
+    )
     caption_variants: int = setting(
-        4, "shuffled variants encoded per caption when shuffling", ge=1, le=64
+        4, "shuffled variants encoded per caption when shuffling", ge=1, le=64, only_for=_SHUFFLING
     )
     validation_fraction: float = setting(
         0.1,
@@ -120,7 +177,7 @@ class DataSettings(Section):
         100.0, "larger images are refused from their header", unit="MP", gt=0, le=1000
     )
     cache_dir: str = setting(
-        "auto", "cache of latents and text embeddings; auto: the user's cache folder"
+        "auto", "cache of latents and text embeddings; auto: the user's cache folder", path=True
     )
     cache_max_gib: float = setting(20.0, "size cap of the cache", unit="GiB", gt=0, le=100_000)
     prefetch_steps: int = setting(4, "optimizer steps prepared ahead of the device", ge=1, le=64)
@@ -137,28 +194,48 @@ class AdapterSettings(Section):
         ge=1,
         le=1024,
     )
-    alpha: AutoScale = setting("auto", "the update is scaled by alpha / rank; auto: alpha = rank")
+    alpha: AutoScale = setting(
+        "auto", "the update is scaled by alpha / rank; auto: alpha = rank", not_for=_NOT_OFT
+    )
     conv_rank: int | None = setting(
-        None, "rank of convolutions larger than 1x1 (LoCon); none: as the others", ge=1, le=1024
+        None,
+        "rank of convolutions larger than 1x1 (LoCon); none: as the others",
+        ge=1,
+        le=1024,
+        only_for=_CONVOLUTIONS,
     )
     conv_alpha: float | None = setting(
-        None, "alpha of these convolutions; none: as the others", gt=0, le=4096
+        None,
+        "alpha of these convolutions; none: as the others",
+        gt=0,
+        le=4096,
+        only_for=_CONVOLUTIONS,
+        not_for=_NOT_OFT,
     )
     rank_pattern: dict[str, Annotated[int, Field(ge=1, le=1024)]] = setting(
         {}, "rank by regular expression on the module name, first match wins"
     )
     dora: bool = setting(
-        False, "learn the norm of each output apart (Liu et al. 2024, arXiv 2402.09353); LoRA only"
+        False,
+        "learn the norm of each output apart (Liu et al. 2024, arXiv 2402.09353); LoRA only",
+        only_for=_LORA,
     )
     rslora: bool = setting(
-        False, "scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); LoRA only"
+        False,
+        "scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); LoRA only",
+        only_for=_LORA,
     )
     init: Literal["default", "pissa"] = setting(
         "default",
         "start at zero, or at the main singular vectors (Meng et al. 2024, arXiv 2404.02948); LoRA only",
+        only_for=_LORA,
     )
     lokr_factor: int = setting(
-        -1, "size of LoKr's left factor; -1: the most even split", ge=-1, le=1024
+        -1,
+        "size of LoKr's left factor; -1: the most even split",
+        ge=-1,
+        le=1024,
+        only_for={"adapter.kind": ("lokr",)},
     )
     text_encoder: bool = setting(
         False, "train the text encoders too; their outputs are then not cached"
@@ -180,7 +257,9 @@ class TrainSettings(Section):
     )
     seed: int = setting(42, "every random draw is a function of it", ge=0, le=2**53 - 1)
     init_from: str | None = setting(
-        None, "adapter file to go on from instead of zero; kind and rank must be the same"
+        None,
+        "adapter file to go on from instead of zero; kind and rank must be the same",
+        path=True,
     )
     precision: Precision | Auto = setting(
         "auto", "dtype of base weights and activations (the adapter keeps fp32 masters)"
@@ -189,15 +268,22 @@ class TrainSettings(Section):
         1.0, "gradients are clipped to this norm; 0: never", ge=0.0, le=1e6
     )
     tighten_on_spike: bool = setting(
-        False, "halve max_grad_norm when the losses jump, three times at most"
+        False,
+        "halve max_grad_norm when the losses jump, three times at most",
+        not_for={"train.max_grad_norm": (0.0,)},
     )
     lower_on_plateau: bool = setting(
         False,
         "halve the learning rate after three validations without a better loss, three times at most",
+        not_for={**_WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
     )
-    validate_every_steps: AutoInterval = setting("auto", "steps between validations; 0: never")
+    validate_every_steps: AutoInterval = setting(
+        "auto", "steps between validations; 0: never", not_for=_WITHOUT_VALIDATION
+    )
     deterministic: bool = setting(
-        False, "ask CUDA for deterministic kernels (slower; CPUs are deterministic anyway)"
+        False,
+        "ask CUDA for deterministic kernels (slower; CPUs are deterministic anyway)",
+        only_for=_CARD,
     )
 
 
@@ -207,6 +293,7 @@ class ObjectiveSettings(Section):
         "loss weight min(SNR, gamma) / SNR (Hang et al. 2023, arXiv 2303.09556); null: none",
         gt=0,
         le=100,
+        only_for=_NOISE_OR_V,
     )
     noise_offset: float = setting(
         0.0, "strength of per-channel constant noise (0.03-0.1 is usual)", ge=0.0, le=1.0
@@ -215,24 +302,47 @@ class ObjectiveSettings(Section):
         0, "coarser noise octaves added to the noise; 0: none", ge=0, le=16
     )
     multires_noise_discount: float = setting(
-        0.3, "strength of each octave relative to the finer one", ge=0.0, le=1.0
+        0.3,
+        "strength of each octave relative to the finer one",
+        ge=0.0,
+        le=1.0,
+        not_for={"objective.multires_noise_iterations": (0,)},
     )
     timestep_sampling: Literal["uniform", "logit_normal", "sigmoid"] = setting(
         "uniform",
         "density of flow timesteps (Esser et al. 2024, arXiv 2403.03206); sigmoid: logit_normal(0, 1)",
+        only_for=_FLOW,
     )
-    logit_mean: float = setting(0.0, "mean of logit_normal; above 0: noisier", ge=-10.0, le=10.0)
-    logit_std: float = setting(1.0, "deviation of logit_normal", gt=0.0, le=10.0)
+    logit_mean: float = setting(
+        0.0,
+        "mean of logit_normal; above 0: noisier",
+        ge=-10.0,
+        le=10.0,
+        only_for={**_FLOW, "objective.timestep_sampling": ("logit_normal",)},
+    )
+    logit_std: float = setting(
+        1.0,
+        "deviation of logit_normal",
+        gt=0.0,
+        le=10.0,
+        only_for={**_FLOW, "objective.timestep_sampling": ("logit_normal",)},
+    )
     flow_shift: Annotated[float, Field(gt=0, le=100)] | Literal["resolution"] = setting(
         1.0,
         "flow timesteps become s t / (1 + (s - 1) t); resolution: the s of the base's own sampler",
+        only_for=_FLOW,
     )
     guidance_scale: float = setting(
-        1.0, "guidance that bases with a guidance embedding are told in training", ge=0.0, le=50.0
+        1.0,
+        "guidance that bases with a guidance embedding are told in training",
+        ge=0.0,
+        le=50.0,
+        only_for=_FLOW,
     )
     zero_terminal_snr: Literal["auto"] | bool = setting(
         "auto",
         "make the last timestep pure noise (Lin et al. 2023, arXiv 2305.08891); auto: as the base",
+        only_for=_NOISE_OR_V,
     )
     min_timestep: int = setting(0, "smallest timestep trained", ge=0, le=999)
     max_timestep: int = setting(999, "largest timestep trained", ge=0, le=999)
@@ -249,6 +359,7 @@ class OptimizerSettings(Section):
         "peak learning rate of the text encoders; none: half of learning_rate",
         gt=0.0,
         le=10.0,
+        only_for={"adapter.text_encoder": (True,)},
     )
     learning_rate_pattern: dict[str, Annotated[float, Field(ge=0, le=1000)]] = setting(
         {},
@@ -259,6 +370,7 @@ class OptimizerSettings(Section):
         "learning rate of `up` over that of `down` (Hayou et al. 2024, arXiv 2402.12354)",
         ge=1.0,
         le=1000.0,
+        only_for=_LORA,
     )
     beta1: float = setting(0.9, "decay of the first moment", ge=0.0, lt=1.0)
     beta2: float = setting(0.999, "decay of the second moment", ge=0.0, lt=1.0)
@@ -299,9 +411,10 @@ class MemorySettings(Section):
         "auto",
         "blocks of the base kept in host memory and copied to the card when they are due",
         unit="blocks",
+        only_for=_CARD,
     )
     attention: Literal["auto", "sdpa", "xformers"] = setting(
-        "auto", "attention kernels; auto: SDPA"
+        "auto", "attention kernels; auto: SDPA", only_for=_CARD
     )
     text_encoder_precision: Precision | Auto = setting(
         "auto",
@@ -310,6 +423,7 @@ class MemorySettings(Section):
     text_encoder_offload: bool | Auto = setting(
         "auto",
         "text encoders stay in host memory while caching, a layer at a time on the card",
+        only_for={**_CARD, "adapter.text_encoder": (False,)},
     )
 
 
@@ -322,6 +436,7 @@ class HardwareSettings(Section):
         unit="GiB",
         gt=0,
         le=1024,
+        only_for=_CARD,
     )
     process_timeout_s: float = setting(
         120.0,
@@ -333,7 +448,7 @@ class HardwareSettings(Section):
 
 
 class OutputSettings(Section):
-    folder: str = setting("runs", "where run folders are made")
+    folder: str = setting("runs", "where run folders are made", path=True)
     name: str = setting("auto", "name of the run and its files; auto: the dataset folder's name")
     precision: Precision = setting("fp16", "dtype of exported files")
     format: Literal["auto", "kohya", "diffusers", "comfyui"] = setting(
@@ -345,7 +460,11 @@ class OutputSettings(Section):
     hub_repo: str | None = setting(
         None, "Hub repository (owner/name) that the result is uploaded to, with a model card"
     )
-    hub_private: bool = setting(True, "make that repository private when it is created")
+    hub_private: bool = setting(
+        True,
+        "make that repository private when it is created",
+        not_for={"output.hub_repo": (None,)},
+    )
     save_every_steps: AutoInterval = setting(
         "auto", "steps between rolling exports and states; 0: only at the end"
     )
@@ -490,27 +609,88 @@ class SettingInfo:
     default: Any
     unit: str
     doc: str
+    form: Form
+    only_for: Needs
+    not_for: Needs
+    path: bool
+
+    @property
+    def section(self) -> str:
+        return self.key.partition(".")[0]
+
+    @property
+    def label(self) -> str:
+        """The name as people read it, without section and unit."""
+        return label_of(self.key.partition(".")[2], unit=self.unit)
+
+    def unused(self, values: Mapping[str, Any]) -> str:
+        """Return why it does not matter with these values of other settings; empty where it may.
+
+        `values` are by `section.name`; one that is missing or `auto` is not known yet.
+        """
+        known = {key: value for key, value in values.items() if value != "auto"}
+        for key, wanted in self.only_for.items():
+            if key in known and known[key] not in wanted:
+                needed = " or ".join(map(_typed, wanted))
+                return f"needs {key}={needed}, which is {_typed(known[key])}"
+        for key, refused in self.not_for.items():
+            if key in known and known[key] in refused:
+                return f"without effect while {key} is {_typed(known[key])}"
+        return ""
+
+
+def _typed(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def all_settings() -> list[SettingInfo]:
     """Return every setting in declaration order, keyed `section.name`."""
-    found = []
-    for section_name, section_field in Config.model_fields.items():
-        section = section_field.annotation
+    return list(_settings())
+
+
+@cache
+def _settings() -> tuple[SettingInfo, ...]:
+    schemas = setting_schemas()
+    return tuple(
+        SettingInfo(
+            key=f"{section}.{name}",
+            default=info.default,
+            unit=schemas[f"{section}.{name}"]["unit"],
+            doc=info.description or "",
+            form=form_of(schemas[f"{section}.{name}"]),
+            only_for=schemas[f"{section}.{name}"].get("only_for", {}),
+            not_for=schemas[f"{section}.{name}"].get("not_for", {}),
+            path=schemas[f"{section}.{name}"].get("path", False),
+        )
+        for section, fields in sections().items()
+        for name, info in fields.items()
+    )
+
+
+def sections() -> dict[str, dict[str, FieldInfo]]:
+    """Return the fields of each section, both in declaration order."""
+    found = {}
+    for name, field in Config.model_fields.items():
+        section = field.annotation
         assert isinstance(section, type) and issubclass(section, Section)
-        for name, info in section.model_fields.items():
-            extra = info.json_schema_extra
-            unit = str(extra.get("unit", "")) if isinstance(extra, dict) else ""
-            key = f"{section_name}.{name}"
-            found.append(
-                SettingInfo(key=key, default=info.default, unit=unit, doc=info.description or "")
-            )
+        found[name] = section.model_fields
+    return found
+
+
+def setting_schemas() -> dict[str, dict[str, Any]]:
+    """Return the JSON Schema of every setting, by `section.name`."""
+    schema = Config.model_json_schema()
+    found: dict[str, dict[str, Any]] = {}
+    for section, reference in schema["properties"].items():
+        name = reference["$ref"].rpartition("/")[2]
+        for key, value in schema["$defs"][name]["properties"].items():
+            found[f"{section}.{key}"] = {part: v for part, v in value.items() if part != "title"}
     return found
 
 
 def setting_keys() -> tuple[str, ...]:
     """Return all `section.name` keys."""
-    return tuple(info.key for info in all_settings())
+    return tuple(info.key for info in _settings())
 
 
 def flatten(config: Config) -> dict[str, Any]:

@@ -122,15 +122,20 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise RequestError(
             f"cannot read {path}: {error}", fix="give a readable UTF-8 JSON file"
         ) from None
+    return json_object(text, name=str(path))
+
+
+def json_object(text: str, *, name: str) -> dict[str, Any]:
+    """Parse a JSON object; raises RequestError with `name`, line and column, or the duplicate key."""
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        where = f"{path}:{error.lineno}:{error.colno}"
+        where = f"{name}:{error.lineno}:{error.colno}"
         raise RequestError(f"{where}: not JSON: {error.msg}", fix="correct that line") from None
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"{path}: {error}", fix="correct the file") from None
+        raise RequestError(f"{name}: {error}", fix="correct the file") from None
     if not isinstance(value, dict):
-        raise RequestError(f"{path} holds a {type(value).__name__}", fix="give a JSON object {...}")
+        raise RequestError(f"{name} holds a {type(value).__name__}", fix="give a JSON object {...}")
     return value
 
 

@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lora_trainer.config import Config, build_config, setting_keys
+from lora_trainer.config import Config, build_config, setting_keys, setting_schemas
 from lora_trainer.errors import RequestError, did_you_mean
 from lora_trainer.settings_file import read_settings_file
 
@@ -221,7 +221,7 @@ def preset_schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Presets of one model family; later wins: base, tier, priority, cell",
         **_object(parts, required=[name for name in parts if name not in ("$schema", "cells")]),
-        "$defs": {"settings": _object(_setting_schemas(), required=[])},
+        "$defs": {"settings": _object(setting_schemas(), required=[])},
     }
 
 
@@ -232,13 +232,3 @@ def _object(properties: Mapping[str, Any], *, required: list[str]) -> dict[str, 
         "required": required,
         "additionalProperties": False,
     }
-
-
-def _setting_schemas() -> dict[str, Any]:
-    schema = Config.model_json_schema()
-    found: dict[str, Any] = {}
-    for section, reference in schema["properties"].items():
-        name = reference["$ref"].rpartition("/")[2]
-        for key, value in schema["$defs"][name]["properties"].items():
-            found[f"{section}.{key}"] = {part: v for part, v in value.items() if part != "title"}
-    return found

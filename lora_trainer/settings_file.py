@@ -17,7 +17,7 @@ from typing import Any
 
 from lora_trainer.config import Config, setting_keys
 from lora_trainer.errors import RequestError, did_you_mean
-from lora_trainer.files import read_json_object
+from lora_trainer.files import json_object
 
 WRAPPER = "settings"
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
@@ -37,12 +37,21 @@ class SettingsFile:
 
 def read_settings_file(file: Path) -> SettingsFile:
     """Read a settings file; raises RequestError for anything that is not a setting."""
-    is_toml = file.suffix.lower() == ".toml"
-    data = _read_toml(file) if is_toml else read_json_object(file)
-    text = file.read_text(encoding="utf-8-sig")
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(
+            f"cannot read {file}: {error}", fix="give a readable UTF-8 file"
+        ) from None
+    return read_settings_text(text, name=str(file), toml=file.suffix.lower() == ".toml")
+
+
+def read_settings_text(text: str, *, name: str, toml: bool = False) -> SettingsFile:
+    """Read the text of a settings file called `name`; raises RequestError as for a file."""
+    data = _toml_object(text, name) if toml else json_object(text, name=name)
     places = {
-        key.removeprefix(f"{WRAPPER}."): f"{file}:{_line_and_column(text, offset)}"
-        for key, offset in (_toml_keys(text) if is_toml else _json_keys(text))
+        key.removeprefix(f"{WRAPPER}."): f"{name}:{_line_and_column(text, offset)}"
+        for key, offset in (_toml_keys(text) if toml else _json_keys(text))
     }
     family = data.get("family")
     wrapped = data.get(WRAPPER)
@@ -50,24 +59,25 @@ def read_settings_file(file: Path) -> SettingsFile:
         settings = {key: _unwrapped(value) for key, value in wrapped.items()}
     else:
         settings = {key: value for key, value in data.items() if key not in ("$schema", "family")}
-    values = _flat(settings, places, file)
+    values = _flat(settings, places, name)
     return SettingsFile(
         values=values,
-        places={key: places.get(key, str(file)) for key in values},
+        places={key: places.get(key, name) for key in values},
         family=family if isinstance(family, str) else None,
     )
 
 
 def _unwrapped(value: Any) -> Any:
-    """`plan --json` writes {"value": ..., "origin": ...}; no setting is an object itself."""
-    return value["value"] if isinstance(value, dict) and "value" in value else value
+    """`plan --json` writes {"value": ..., "origin": ...}."""
+    wrapped = isinstance(value, dict) and {"value", "origin"} <= value.keys()
+    return value["value"] if wrapped else value
 
 
-def _flat(settings: Mapping[str, Any], places: Mapping[str, str], file: Path) -> dict[str, Any]:
+def _flat(settings: Mapping[str, Any], places: Mapping[str, str], name: str) -> dict[str, Any]:
     """Return {"section.key": value}; raises RequestError naming all that is wrong at once."""
     known, values, wrong = setting_keys(), dict[str, Any](), list[str]()
     for key, value in _pairs(settings):
-        place = places.get(key, str(file))
+        place = places.get(key, name)
         if key not in known:
             wrong.append(f"{place}: unknown setting {key!r}.{did_you_mean(key, known)}")
         elif key in values:
@@ -86,20 +96,16 @@ def _pairs(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _read_toml(file: Path) -> dict[str, Any]:
+def _toml_object(text: str, name: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(
-            f"cannot read {file}: {error}", fix="give a readable UTF-8 file"
-        ) from None
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         found = _TOML_PLACE.search(str(error))
-        place = f"{file}:{found[1]}:{found[2]}" if found else str(file)
+        place = f"{name}:{found[1]}:{found[2]}" if found else name
         message = _TOML_PLACE.sub("", str(error)).strip()
         raise RequestError(f"{place}: not TOML: {message}", fix="correct that line") from None
     except RecursionError:
-        raise RequestError(f"{file}: nested too deeply", fix="correct the file") from None
+        raise RequestError(f"{name}: nested too deeply", fix="correct the file") from None
 
 
 def _json_keys(text: str) -> Iterator[tuple[str, int]]:
