@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,10 +25,20 @@ from lora_trainer.data.captions import (
 from lora_trainer.data.listing import FOLDER_NAME, METADATA_NAME, ListedPicture
 from lora_trainer.errors import InputError
 
-from .changes import Change, FileChange, LineChange, find_line, inside, read_content, read_lines
+from .changes import (
+    Change,
+    FileChange,
+    LinesChange,
+    Row,
+    find_lines,
+    inside,
+    read_content,
+    read_lines,
+)
 
 MAX_EDITABLE_BYTES = 65_536
 _LINE_END = re.compile("\r\n|\r|\n")
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
 # How the JSON writers in use write a line; an edited one stays in the style it had.
 _JSON_STYLES: tuple[Mapping[str, Any], ...] = (
     {"ensure_ascii": False},
@@ -63,7 +73,7 @@ class _Layout:
     ending: str = ""
 
     def file_text(self, text: str) -> str:
-        body = _LINE_END.sub("\n", text).replace("\n", self.newline)
+        body = _plain(text).replace("\n", self.newline)
         return f"{self.mark}{body}{self.ending}"
 
 
@@ -76,7 +86,7 @@ def caption_of(picture: ListedPicture, *, root: Path, extensions: Sequence[str])
     if line is not None and not trained and (line.text or picture.sidecar is None):
         file = _relative(_metadata_file(picture, line.source, root=root), root)
         return Caption(text=line.text, file=file, place="line", stand_in=folder_name)
-    path = picture.sidecar or picture.path.with_name(_new_name(picture, extensions))
+    path = picture.sidecar or _new_sidecar(picture, extensions)
     file, stand_in = _relative(path, root), folder_name if line is None else line.text
     if len(data) > MAX_EDITABLE_BYTES:
         locked = f"{file} is {len(data):,} bytes long, too long to be edited here"
@@ -85,45 +95,74 @@ def caption_of(picture: ListedPicture, *, root: Path, extensions: Sequence[str])
     return Caption(text=_parted(data)[0], file=file, stand_in=stand_in, problem=problem)
 
 
-def caption_change(
-    picture: ListedPicture, caption: Caption, text: str, *, root: Path, extensions: Sequence[str]
-) -> Change | None:
-    """Return what writes `text` as the caption, None when that is what it is; raises InputError."""
-    if caption.locked:
-        raise InputError(caption.locked, fix="edit the file with a text editor")
-    if _LINE_END.sub("\n", text) == caption.text:
-        return None
-    if caption.place == "line":
-        change = _line_change(picture, caption, text, root=root)
-        if change is not None:
-            return change
-    file = caption.file
-    if caption.place == "line":  # a caption file takes precedence
-        beside = picture.sidecar or picture.path.with_name(_new_name(picture, extensions))
-        file = _relative(beside, root)
+@dataclass(frozen=True, kw_only=True)
+class Edit:
+    """A picture, the caption that it has, and the one it shall have."""
+
+    picture: ListedPicture
+    caption: Caption
+    text: str
+
+    @property
+    def changes_it(self) -> bool:
+        """Whether there is anything to write."""
+        return _plain(self.text) != self.caption.text
+
+
+def caption_changes(
+    edits: Iterable[Edit], *, root: Path, extensions: Sequence[str]
+) -> list[Change]:
+    """Return what writes the captions, one change for each file; raises InputError.
+
+    Of several pictures that share a caption file the first one counts.
+    """
+    lines: dict[str, list[Edit]] = {}
+    files: dict[str, Edit] = {}
+    for edit in edits:
+        if edit.caption.locked:
+            raise InputError(edit.caption.locked, fix="edit the file with a text editor")
+        if edit.changes_it and edit.caption.place == "line":
+            lines.setdefault(edit.caption.file, []).append(edit)
+        elif edit.changes_it:
+            files.setdefault(edit.caption.file, edit)
+    changes: list[Change] = []
+    for file, described in lines.items():
+        rows, others = _rows(file, described, root=root)
+        changes += [LinesChange(file=file, rows=rows)] if rows else []
+        for edit in others:  # a caption file beside the picture takes precedence
+            beside = edit.picture.sidecar or _new_sidecar(edit.picture, extensions)
+            files.setdefault(_relative(beside, root), edit)
+    return changes + [_file_change(file, edit.text, root=root) for file, edit in files.items()]
+
+
+def _file_change(file: str, text: str, *, root: Path) -> FileChange:
     before = read_content(inside(root, file))
     data = b"" if before is None else before.encode("utf-8", "surrogateescape")
-    layout = _parted(data)[1]
-    return FileChange(file=file, before=before, after=layout.file_text(text))
+    return FileChange(file=file, before=before, after=_parted(data)[1].file_text(text))
 
 
-def _line_change(
-    picture: ListedPicture, caption: Caption, text: str, *, root: Path
-) -> LineChange | None:
-    """Return the edited line, None in a file that is not UTF-8: rewriting would change its others."""
-    path = inside(root, caption.file)
-    content = read_content(path) or ""
-    if any("\udc80" <= letter <= "\udcff" for letter in content):
-        return None
-    own_folder = path.parent != root.resolve()
-    name = picture.path.name if own_folder else picture.name
+def _rows(
+    file: str, edits: Sequence[Edit], *, root: Path
+) -> tuple[tuple[Row, ...], Sequence[Edit]]:
+    """Return the edited lines of a `metadata.jsonl`, and the edits that cannot be made there."""
+    path = inside(root, file)
     lines = read_lines(path)
-    index = find_line(lines, name)
-    if index is None:
-        return None
-    return LineChange(
-        file=caption.file, name=name, before=lines[index], after=_with_text(lines[index], text)
-    )
+    if any(_NOT_UTF8.search(line) for line in lines):  # rewriting would change the others too
+        return (), edits
+    own = path.parent != root.resolve()
+    names = [edit.picture.path.name if own else edit.picture.name for edit in edits]
+    places = find_lines(lines, names)
+    rows = {
+        name: Row(
+            name=name,
+            before=lines[places[name]],
+            after=_with_text(lines[places[name]], edit.text),
+        )
+        for name, edit in zip(names, edits, strict=True)
+        if name in places
+    }
+    others = [edit for name, edit in zip(names, edits, strict=True) if name not in rows]
+    return tuple(rows.values()), others
 
 
 def _with_text(line: str, text: str) -> str:
@@ -135,7 +174,7 @@ def _with_text(line: str, text: str) -> str:
         (style for style in _JSON_STYLES if json.dumps(dict(row.values), **style) == body),
         _JSON_STYLES[0],
     )
-    edited = json.dumps({**row.values, row.key: _LINE_END.sub("\n", text)}, **style)
+    edited = json.dumps({**row.values, row.key: _plain(text)}, **style)
     return line.replace(body, edited)
 
 
@@ -146,7 +185,7 @@ def _parted(data: bytes) -> tuple[str, _Layout]:
     newline = max(("\n", "\r\n", "\r"), key=ends.count)
     ending = next((end for end in ("\r\n", "\n", "\r") if whole.endswith(end)), "")
     mark = "\ufeff" if data.startswith(codecs.BOM_UTF8) else ""
-    text = _LINE_END.sub("\n", whole[: len(whole) - len(ending)])
+    text = _plain(whole[: len(whole) - len(ending)])
     return text, _Layout(mark=mark, newline=newline, ending=ending)
 
 
@@ -154,8 +193,13 @@ def _metadata_file(picture: ListedPicture, source: str, *, root: Path) -> Path:
     return (root if source == METADATA_NAME else picture.path.parent) / METADATA_NAME
 
 
-def _new_name(picture: ListedPicture, extensions: Sequence[str]) -> str:
-    return split_name(picture.path.name)[0] + extension_names(extensions)[0]
+def _new_sidecar(picture: ListedPicture, extensions: Sequence[str]) -> Path:
+    stem = split_name(picture.path.name)[0]
+    return picture.path.with_name(stem + extension_names(extensions)[0])
+
+
+def _plain(text: str) -> str:
+    return _LINE_END.sub("\n", text)
 
 
 def _relative(path: Path, root: Path) -> str:

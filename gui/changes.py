@@ -1,6 +1,6 @@
 """What an edit does to a dataset folder, so that it can be checked before, done, and undone exactly.
 
-A `FileChange` replaces the whole content of a caption file, a `LineChange` one line of a
+A `FileChange` replaces the whole content of a caption file, a `LinesChange` lines of a
 `metadata.jsonl`, a `MoveChange` gives a file another name. Each knows both of its states; nothing is
 written where the folder is in neither. File names are relative to the dataset folder.
 """
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lora_trainer.data.captions import read_metadata_row, same_name
 from lora_trainer.data.listing import EXCLUDED_FOLDER
@@ -23,7 +23,6 @@ from lora_trainer.files import disk_error, write_atomic
 Content = str | None
 """What a file holds, bytes that are no UTF-8 as lone surrogates; None: there is no such file."""
 Side = Literal["before", "after"]
-SIDES: tuple[Side, ...] = get_args(Side)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,31 +43,55 @@ class FileChange:
         content = self.before if side == "before" else self.after
         _write_content(inside(root, self.file), content)
 
+    def then(self, later: Change) -> Change | None:
+        """Return both as one change, None where the later one does not go on from here."""
+        if not isinstance(later, FileChange) or self.file != later.file:
+            return None
+        return replace(later, before=self.before) if self.after == later.before else None
+
 
 @dataclass(frozen=True, kw_only=True)
-class LineChange:
-    """The line of a `metadata.jsonl` that describes `name`, as that file names it."""
+class Row:
+    """A line of a `metadata.jsonl`; `name` is the picture's as the file gives it."""
 
-    file: str
     name: str
     before: str
     after: str
 
+
+@dataclass(frozen=True, kw_only=True)
+class LinesChange:
+    """Lines of one `metadata.jsonl`, every other byte of it kept."""
+
+    file: str
+    rows: tuple[Row, ...]
+
     def is_at(self, root: Path, side: Side) -> bool:
-        """Whether the last line about this picture is that one; raises InputError."""
+        """Whether the lines about these pictures are those; raises InputError."""
         lines = read_lines(inside(root, self.file))
-        index = find_line(lines, self.name)
-        return index is not None and lines[index] == getattr(self, side)
+        places = find_lines(lines, [row.name for row in self.rows])
+        return all(
+            row.name in places and lines[places[row.name]] == getattr(row, side)
+            for row in self.rows
+        )
 
     def bring(self, root: Path, side: Side) -> None:
-        """Write that line, every other byte of the file kept; raises InputError or MachineError."""
+        """Write those lines; raises InputError or MachineError."""
         path = inside(root, self.file)
         lines = read_lines(path)
-        index = find_line(lines, self.name)
-        if index is None:
-            raise _changed_elsewhere(self.file)
-        lines[index] = getattr(self, side)
+        places = find_lines(lines, [row.name for row in self.rows])
+        for row in self.rows:
+            lines[places[row.name]] = getattr(row, side)
         _write_content(path, "\n".join(lines))
+
+    def then(self, later: Change) -> Change | None:
+        """Return both as one change of one line, None where they are not that."""
+        if not isinstance(later, LinesChange) or self.file != later.file:
+            return None
+        pair = (*self.rows, *later.rows)
+        if len(pair) != 2 or (pair[0].name, pair[0].after) != (pair[1].name, pair[1].before):
+            return None
+        return replace(later, rows=(replace(pair[1], before=pair[0].before),))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,31 +116,40 @@ class MoveChange:
             raise disk_error(target, error) from error
         _remove_emptied(source.parent, root=root)
 
+    def then(self, later: Change) -> Change | None:
+        """Return None: each move is a step of its own."""
+        return None
+
     def _paths(self, root: Path, side: Side) -> tuple[Path, Path]:
         names = (self.file, self.to) if side == "before" else (self.to, self.file)
         return inside(root, names[0]), inside(root, names[1])
 
 
-Change = FileChange | LineChange | MoveChange
-_KINDS: Mapping[str, type[Change]] = {"file": FileChange, "line": LineChange, "move": MoveChange}
+Change = FileChange | LinesChange | MoveChange
 
 
 def to_json(change: Change) -> dict[str, Any]:
     """Return plain values, which `from_json` reads back."""
-    kind = next(name for name, found in _KINDS.items() if isinstance(change, found))
-    return {"kind": kind, **asdict(change)}
+    return asdict(change)
 
 
 def from_json(values: Mapping[str, Any]) -> Change:
     """Rebuild a change; raises ValueError for anything else."""
-    rest = {name: value for name, value in values.items() if name != "kind"}
-    try:
-        change = _KINDS[values["kind"]](**rest)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"no change: {error}") from None
-    if not all(value is None or isinstance(value, str) for value in rest.values()):
-        raise ValueError("a value of the wrong kind")
-    return change
+    match values:
+        case {"file": str(file), "rows": [*rows]}:
+            return LinesChange(file=file, rows=tuple(_row(row) for row in rows))
+        case {"file": str(file), "to": str(to)}:
+            return MoveChange(file=file, to=to)
+        case {"file": str(file), "before": str() | None as before, "after": str() | None as after}:
+            return FileChange(file=file, before=before, after=after)
+    raise ValueError("no change")
+
+
+def _row(values: Any) -> Row:
+    match values:
+        case {"name": str(name), "before": str(before), "after": str(after)}:
+            return Row(name=name, before=before, after=after)
+    raise ValueError("no line of a change")
 
 
 def inside(root: Path, name: str) -> Path:
@@ -148,20 +180,19 @@ def read_content(path: Path) -> Content:
         ) from None
 
 
-def find_line(lines: list[str], name: str) -> int | None:
-    """Return which line describes a picture for the trainer: the last of its exact name, else alike."""
-    exact: int | None = None
-    alike: int | None = None
+def find_lines(lines: Sequence[str], names: Iterable[str]) -> dict[str, int]:
+    """Return which line describes each picture for the trainer: the last of its name, else alike."""
+    exact: dict[str, int] = {}
+    alike: dict[str, int] = {}
     for index, line in enumerate(lines):
         try:
             found = read_metadata_row(line.removeprefix("\ufeff")).name
         except ValueError:
             continue
-        if found == name:
-            exact = index
-        elif same_name(found) == same_name(name):
-            alike = index
-    return alike if exact is None else exact
+        exact[found] = index
+        alike[same_name(found)] = index
+    places = {name: exact.get(name, alike.get(same_name(name))) for name in names}
+    return {name: index for name, index in places.items() if index is not None}
 
 
 def read_lines(path: Path) -> list[str]:
@@ -193,7 +224,3 @@ def _remove_emptied(folder: Path, *, root: Path) -> None:
         except OSError:  # something is left
             return
         folder = folder.parent
-
-
-def _changed_elsewhere(name: str) -> InputError:
-    return InputError(f"{name} was changed by something else", fix="load the page again")

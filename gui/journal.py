@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from lora_trainer.errors import InputError, LoraTrainError, MachineError
 from lora_trainer.files import disk_error, write_atomic
 
-from .changes import Change, MoveChange, Side, from_json, to_json
+from .changes import Change, Side, from_json, to_json
 
 Operation = Literal["do", "undo", "redo"]
 MAX_LOG_BYTES = 8 << 20
@@ -183,7 +183,9 @@ class Journal:
                 if change.is_at(self.root, here):
                     change.bring(self.root, there)
                 else:
-                    left[index] = f"{change.file} was changed by something else and is left as it is"
+                    left[index] = (
+                        f"{change.file} was changed by something else and is left as it is"
+                    )
             except (InputError, MachineError) as error:
                 left[index], refusal = str(error), error
         if refusal is not None and len(left) == len(step.changes):
@@ -273,12 +275,8 @@ def _joined(earlier: Step, later: Step) -> Step | None:
         return None
     if len(earlier.changes) != 1 or len(later.changes) != 1:
         return None
-    first, second = earlier.changes[0], later.changes[0]
-    if isinstance(first, MoveChange) or isinstance(second, MoveChange):
-        return None
-    if type(first) is not type(second) or (first.file, first.after) != (second.file, second.before):
-        return None
-    return replace(later, changes=(replace(second, before=first.before),))  # type: ignore[arg-type]
+    change = earlier.changes[0].then(later.changes[0])
+    return None if change is None else replace(later, changes=(change,))
 
 
 def _lines_of(step: Step) -> bytes:

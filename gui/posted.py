@@ -18,13 +18,13 @@ T = TypeVar("T", bound=str)
 
 
 @dataclass(frozen=True)
-class Asked:
+class Posted:
     """One request."""
 
     values: Mapping[str, Any]
 
     @classmethod
-    def of(cls, values: object) -> Asked:
+    def of(cls, values: object) -> Posted:
         """Check that it is an object at all."""
         if not isinstance(values, dict):
             raise _refusal("what was asked is no object")
