@@ -26,7 +26,7 @@ class BulkBar {
       make("div", { class: "ds-line" }, this.apply, button("Cancel", () => this.close())));
     const form = make("form", {
       class: "ds-line", onsubmit: (event) => { event.preventDefault(); this.look(); },
-    }, this.kind.label, this.text.label, this.replacement.label, this.joint.label,
+    }, this.kind.node, this.text.node, this.replacement.node, this.joint.node,
     make("button", { type: "submit" }, "Preview"), this.target);
     this.node = make("div", { class: "ds-bulk" }, form, this.said, this.preview);
     this.changed();
@@ -34,15 +34,15 @@ class BulkBar {
 
   get values() {
     return {
-      kind: this.kind.select.value, text: this.text.input.value,
-      replacement: this.replacement.input.value, joint: this.joint.select.value,
+      kind: this.kind.input.value, text: this.text.input.value,
+      replacement: this.replacement.input.value, joint: this.joint.input.value,
     };
   }
 
   changed() {
-    const kind = this.kind.select.value;
-    this.replacement.label.hidden = kind !== "replace";
-    this.joint.label.hidden = kind !== "prepend" && kind !== "append";
+    const kind = this.kind.input.value;
+    this.replacement.node.hidden = kind !== "replace";
+    this.joint.node.hidden = kind !== "prepend" && kind !== "append";
     this.close();
   }
 

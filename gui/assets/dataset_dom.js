@@ -19,17 +19,25 @@ function button(text, onclick, attributes = {}) {
   return make("button", { type: "button", onclick, ...attributes }, text);
 }
 
+let fields = 0;
+
+/** Return an input or select with its label above it, as {node, input}. */
+function labelled(label, input) {
+  fields += 1;
+  input.id = `ds-field-${fields}`;
+  const node = make("div", { class: "ds-field" }, make("label", { for: input.id }, label), input);
+  return { node, input };
+}
+
 /** Return a labelled select of [value, text] pairs. */
 function choice(label, pairs, onchange) {
-  const select = make("select", { onchange: () => onchange(select.value) });
-  for (const [value, text] of pairs) select.append(make("option", { value }, text));
-  return { label: make("label", { class: "ds-field" }, make("span", {}, label), select), select };
+  const options = pairs.map(([value, text]) => make("option", { value }, text));
+  return labelled(label, make("select", { onchange }, ...options));
 }
 
 /** Return a labelled text field. */
 function field(label, attributes = {}) {
-  const input = make("input", { type: "text", autocomplete: "off", ...attributes });
-  return { label: make("label", { class: "ds-field" }, make("span", {}, label), input), input };
+  return labelled(label, make("input", { type: "text", autocomplete: "off", ...attributes }));
 }
 
 /** Return "1 image", "3 images". */
@@ -37,7 +45,7 @@ function counted(count, noun) {
   return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 }
 
-/** Return `text` after a pause: each call starts the pause again; `now` ends it. */
+/** Return what calls `act` after a pause: `later` starts the pause anew, `now` ends it. */
 function afterPause(pause_ms, act) {
   let timer = 0;
   const run = () => { clearTimeout(timer); timer = 0; return act(); };

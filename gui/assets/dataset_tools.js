@@ -9,7 +9,7 @@ class Opener {
     this.desk = desk;
     this.list = make("datalist", { id: "ds-recent" });
     this.path = field("Folder on this machine", { list: "ds-recent", spellcheck: "false" });
-    this.path.label.classList.add("ds-wide");
+    this.path.node.classList.add("ds-wide");
     this.error = make("p", { class: "ds-error", role: "alert", hidden: true });
     this.said = make("p", { class: "ds-quiet", role: "status" });
     this.recent = make("div", { class: "ds-recent" });
@@ -17,7 +17,7 @@ class Opener {
     const folder = this.picker("Upload a folder", { multiple: true, webkitdirectory: true });
     this.node = make("div", { class: "ds-open" }, make("form", {
       class: "ds-line", onsubmit: (event) => { event.preventDefault(); this.submit(); },
-    }, this.path.label, this.list, make("button", { type: "submit", class: "ds-primary" }, "Open"),
+    }, this.path.node, this.list, make("button", { type: "submit", class: "ds-primary" }, "Open"),
     files, folder), this.error, this.said, this.recent);
   }
 
@@ -100,8 +100,8 @@ class Tools {
     this.backChosen = button("Put selected back", () => desk.putBack([...desk.chosen]));
     this.bulkPlace = make("div");
     this.node = make("div", { class: "ds-tools" }, this.head, this.status, this.message, this.notesBox,
-      make("div", { class: "ds-line" }, this.undo, this.redo, this.search.label, this.order.label,
-        this.size.label, this.trigger.label, this.crop),
+      make("div", { class: "ds-line" }, this.undo, this.redo, this.search.node, this.order.node,
+        this.size.node, this.trigger.node, this.crop),
       this.filters, this.tagBox,
       make("div", { class: "ds-line" }, this.counter,
         button("Select all shown", () => desk.selectAll(true)),
@@ -121,8 +121,8 @@ class Tools {
       node.disabled = !title;
       node.title = title ? `${word}: ${title}` : `nothing to ${word.toLowerCase()}`;
     }
-    this.size.select.options[0].textContent = data.trained_as;
-    this.size.select.value = data.resolution;
+    this.size.input.options[0].textContent = data.trained_as;
+    this.size.input.value = data.resolution;
     if (document.activeElement !== this.trigger.input) this.trigger.input.value = data.trigger;
     this.notesBox.hidden = data.notes.length === 0;
     this.notesBox.firstChild.textContent = `${counted(data.notes.length, "note")} on the folder`;
@@ -176,7 +176,7 @@ class Tools {
 
   async remember() {
     await this.desk.flush();
-    const values = { trigger: this.trigger.input.value, resolution: this.size.select.value };
+    const values = { trigger: this.trigger.input.value, resolution: this.size.input.value };
     this.desk.changed(await this.desk.ask("dataset_look", values), "");
   }
 

@@ -113,7 +113,7 @@ class Desk {
       (!words || `${row.file}\n${row.caption}`.toLowerCase().includes(words))
       && (!this.kinds.size || row.badges.some((badge) => this.kinds.has(badge.kind)))
       && [...this.tags].every((tag) => tagsOf(row.caption).includes(tag)));
-    const order = this.tools.order.select.value;
+    const order = this.tools.order.input.value;
     const score = (row) => row.score ?? -1;
     if (order === "worst") rows.sort((a, b) => score(a) - score(b));
     if (order === "best") rows.sort((a, b) => score(b) - score(a));
