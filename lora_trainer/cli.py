@@ -156,8 +156,8 @@ def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = 
     from lora_trainer.prepare import Request, examine
     from lora_trainer.show.answers import check_text
 
-    report = examine(Request(dataset=dataset, overrides=_overrides(set_, base=base)))
-    _print(report.to_json() if json else check_text(report), as_json=json)
+    found = examine(Request(dataset=dataset, overrides=_overrides(set_, base=base)))
+    _print(found.to_json() if json else check_text(found.report), as_json=json)
 
 
 @app.command

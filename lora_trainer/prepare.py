@@ -22,6 +22,7 @@ from lora_trainer.data.images import VerifiedImages
 from lora_trainer.data.quality import DatasetReport, inspect_images
 from lora_trainer.data.scan import Dataset, ImageRecord, scan
 from lora_trainer.data.split import hold_out
+from lora_trainer.data.tokens import CaptionLimit, caption_limit
 from lora_trainer.errors import InputError, RequestError
 from lora_trainer.families.base import BaseFacts, Family, FileFormat
 from lora_trainer.files import HashMemo
@@ -159,7 +160,23 @@ def _kept_at_once(request: Request) -> Mapping[tuple[int, int], int] | None:
     }
 
 
-def examine(request: Request, *, hardware: Hardware | None = None) -> DatasetReport:
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """What `check` says: the report, and how long a caption of the base may be, where that is known."""
+
+    report: DatasetReport
+    caption_limit: CaptionLimit | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for `check --json`."""
+        return {
+            **self.report.to_json(),
+            "pictures": [picture.to_json() for picture in self.report.pictures],
+            "caption_limit": self.caption_limit.to_json() if self.caption_limit else None,
+        }
+
+
+def examine(request: Request, *, hardware: Hardware | None = None) -> Examined:
     """Return the dataset report alone (`check`); raises RequestError, InputError or MachineError."""
     basis = _basis(request, hardware)
     config = basis.resolved.config
@@ -169,7 +186,10 @@ def examine(request: Request, *, hardware: Hardware | None = None) -> DatasetRep
     )
     dataset = scan_with_memo(request.dataset, settings, cache_folder(settings))
     placements = place_all(dataset, settings, basis.facts)
-    return inspect_images(dataset, placements=placements, settings=settings.data)
+    return Examined(
+        report=inspect_images(dataset, placements=placements, settings=settings.data),
+        caption_limit=caption_limit(basis.facts),
+    )
 
 
 def remarks(prepared: Prepared) -> tuple[Finding, ...]:

@@ -200,8 +200,12 @@ def test_check_json_has_the_keys_scripts_rely_on(
     report = answer(
         capsys, "check", place.dataset, "--json", "--set", "data.resolution=512"
     )  # so that there is something to remark
-    assert report.keys() == {"images", "score", "findings", "buckets"} | {"parts"}
-    assert report["images"] == 6
+    rest = {"parts", "pictures", "caption_limit"}
+    assert report.keys() == {"images", "score", "findings", "buckets"} | rest
+    assert report["images"] == len(report["pictures"]) == 6
+    sizes = {"width_px", "height_px", "bucket", "kept", "cropped_fraction", "upscaled"}
+    assert all(picture.keys() == {"file", "score"} | sizes for picture in report["pictures"])
+    assert report["caption_limit"].keys() == {"tokenizer", "tokens"}
     assert 0 <= report["score"] <= 1
     assert sum(report["buckets"].values()) == 6
     assert report["findings"]

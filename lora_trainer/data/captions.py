@@ -59,7 +59,7 @@ def read_caption(data: bytes) -> CaptionText:
         return CaptionText(
             text="", problems=(f"is {len(data):,} bytes long, too long for a caption",)
         )
-    text, problems = _decoded(data)
+    text, problems = decoded(data)
     caption = clean(text)
     if len(caption) > MAX_CAPTION_CHARACTERS:
         lost = len(caption) - MAX_CAPTION_CHARACTERS
@@ -73,7 +73,8 @@ def clean(text: str) -> str:
     return " ".join(whole.split())
 
 
-def _decoded(data: bytes) -> tuple[str, list[str]]:
+def decoded(data: bytes) -> tuple[str, list[str]]:
+    """Return bytes as text, by their mark, as UTF-8 or as Windows-1252, and what was guessed."""
     found = next((pair for pair in _BYTE_ORDER_MARKS if data.startswith(pair[0])), None)
     mark, encoding = found or (b"", "utf-8")
     problems = []
@@ -93,7 +94,7 @@ def _decoded(data: bytes) -> tuple[str, list[str]]:
 
 def read_metadata(data: bytes) -> Metadata:
     """Read lines {"file_name": ..., "text" | "caption" | "prompt": ...}; bad ones are named."""
-    text, problems = _decoded(data)
+    text, problems = decoded(data)
     captions: dict[str, str] = {}
     bad_lines: list[str] = []
     # Not splitlines(): JSON strings may hold U+2028 and the like.
@@ -107,20 +108,43 @@ def read_metadata(data: bytes) -> Metadata:
     return Metadata(captions=captions, problems=(*problems, *bad_lines))
 
 
+@dataclass(frozen=True, kw_only=True)
+class MetadataRow:
+    """One line of a `metadata.jsonl`: its object, and under which key of it the caption stands."""
+
+    values: Mapping[str, Any]
+    name: str
+    key: str
+
+    @property
+    def text(self) -> str:
+        """The caption as it is written."""
+        return str(self.values[self.key])
+
+
+def read_metadata_row(line: str) -> MetadataRow:
+    """Read one line; raises ValueError with what is wrong with it."""
+    try:
+        values: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from None
+    if not isinstance(values, dict) or not isinstance(values.get("file_name"), str):
+        raise ValueError('no {"file_name": "..."}')
+    key = next((key for key in METADATA_KEYS if key in values), None)
+    if key is None or not isinstance(values[key], str):
+        raise ValueError(f"no text under {', '.join(METADATA_KEYS)}")
+    name = PurePosixPath(values["file_name"].replace("\\", "/")).as_posix()
+    return MetadataRow(values=values, name=name, key=key)
+
+
 def _add_metadata_line(line: str, captions: dict[str, str]) -> str | None:
     try:
-        row: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return f"not JSON ({error})"
-    if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
-        return 'no {"file_name": "..."}'
-    key = next((key for key in METADATA_KEYS if key in row), None)
-    if key is None or not isinstance(row[key], str):
-        return f"no text under {', '.join(METADATA_KEYS)}"
-    name = PurePosixPath(row["file_name"].replace("\\", "/")).as_posix()
-    repeated = name in captions
-    captions[name] = clean(row[key])[:MAX_CAPTION_CHARACTERS]
-    return f"{name} occurs again; the last line counts" if repeated else None
+        row = read_metadata_row(line)
+    except ValueError as error:
+        return str(error)
+    repeated = row.name in captions
+    captions[row.name] = clean(row.text)[:MAX_CAPTION_CHARACTERS]
+    return f"{row.name} occurs again; the last line counts" if repeated else None
 
 
 def same_name(name: str) -> str:

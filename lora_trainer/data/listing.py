@@ -1,7 +1,7 @@
 """What lies in a dataset folder, from directory entries alone: pictures, their captions, oddities.
 
 The folder itself, `N_name` folders (N repeats, "name" where there is no caption) and plain
-subfolders are read, one level deep. Only regular files are listed, so nothing later can block on a
+subfolders are read, one level deep, but for `_excluded`. Only regular files are listed, so nothing later can block on a
 pipe; the only files opened here are `metadata.jsonl`.
 """
 
@@ -31,6 +31,8 @@ from lora_trainer.errors import InputError
 FOLDER_NAME = "folder name"
 MAX_REPEATS = 1000
 METADATA_NAME = "metadata.jsonl"
+EXCLUDED_FOLDER = "_excluded"
+"""What somebody has taken out of a dataset lies in here, under the names it had."""
 _REPEATS_FOLDER = re.compile(r"([0-9]+)_(.+)", re.DOTALL)
 _IGNORED_NAMES = frozenset({"__macosx", "thumbs.db", "desktop.ini"})
 _DOCUMENT_STEMS = frozenset({"readme", "license", "licence"})
@@ -118,10 +120,16 @@ class _Walk:
     """What `metadata.jsonl` files say, by the name they give ..."""
     alike: dict[str, str] = field(default_factory=dict)
     """... and that name by its `same_name`."""
+    excluded: Path | None = None
 
     def read_root(self, root: Path) -> None:
         """Read the folder and those in it."""
         for entry in self._read(_Folder(path=root, prefix="", repeats=self.settings.repeats)):
+            if entry.name.casefold() == EXCLUDED_FOLDER:
+                what, advice = "is not read", "move files out of it to train on them"
+                self.findings.append(note("excluded", f"{entry.name}/", what, advice=advice))
+                self.excluded = Path(entry.path)
+                continue
             folder = self._subfolder(entry)
             if entry.is_symlink() and _is_inside(self.real_root, os.path.realpath(entry.path)):
                 what = "is not read, it is a link to the dataset folder itself"
@@ -262,11 +270,20 @@ class _Walk:
             # A caption file beside another of the same stem is not lost, only second choice.
             if not names
             and (source in self.described or same_name(split_name(source)[0]) not in stems)
+            and not self._is_excluded(source)
         ]
         if unused:
             what = f"captions without a picture ({len(unused)}): {named(unused)}"
             advice = "name them as their pictures, or remove them"
             yield warning("unused-caption", None, what, advice=advice, code="CAP-01")
+
+    def _is_excluded(self, name: str) -> bool:
+        """Say whether the picture that a metadata line describes was taken out of the dataset."""
+        return (
+            self.excluded is not None
+            and name in self.described
+            and _answer((self.excluded / name).is_file)
+        )
 
 
 def _entries(path: Path) -> list[Entry]:

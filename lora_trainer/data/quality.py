@@ -43,17 +43,49 @@ _COMMON_WORDS = frozenset(("a", "an", "and", "at", "by", "for", "in", "of", "on"
 
 
 @dataclass(frozen=True, kw_only=True)
+class PictureReport:
+    """One picture: its score in [0, 1], and where it goes.
+
+    `score` is the mean, weighted alike, of the parts that a picture has by itself.
+    """
+
+    file: str
+    width_px: int
+    height_px: int
+    score: float
+    placement: Placement
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values; `kept` is what the crop leaves: left, top, right, bottom in [0, 1]."""
+        placed = self.placement
+        left, top = placed.left_px / placed.scaled_width_px, placed.top_px / placed.scaled_height_px
+        right = left + placed.bucket.width_px / placed.scaled_width_px
+        bottom = top + placed.bucket.height_px / placed.scaled_height_px
+        return {
+            "file": self.file,
+            "width_px": self.width_px,
+            "height_px": self.height_px,
+            "score": round(self.score, 4),
+            "bucket": str(placed.bucket),
+            "kept": [round(edge, 5) for edge in (left, top, right, bottom)],
+            "cropped_fraction": round(placed.cropped_fraction, 5),
+            "upscaled": placed.upscaled,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class DatasetReport:
-    """What `check` prints: pictures, score and its parts in [0, 1], findings, images per bucket."""
+    """What `check` prints: score and its parts in [0, 1], findings, images per bucket, pictures."""
 
     images: int
     score: float
     parts: Mapping[str, float]
     findings: tuple[Finding, ...]
     buckets: Mapping[str, int]
+    pictures: tuple[PictureReport, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for `check --json` and run.json."""
+        """Return plain values for `check --json` and run.json, without the single pictures."""
         return {
             "images": self.images,
             "score": round(self.score, 4),
@@ -77,14 +109,12 @@ def inspect_images(
     """
     records = dataset.records
     twins = near_duplicates(records)
+    own = {record.name: _own_parts(record, placements, twins) for record in records}
     parts = {
-        "resolution": _mean(1 / _enlargement(record, placements) for record in records),
-        "sharpness": _mean(_sharpness(record, placements) for record in records),
-        "near_duplicates": 1 - len(twins) / len(records),
-        "captions": _mean(_captioned(record) for record in records),
-        "exposure": _mean(exposure_fault(record.measures) is None for record in records),
-        "aspect": _mean(1 - placements[record.name].cropped_fraction for record in records),
-        "trigger": _trigger_share(records, settings.trigger),
+        name: _trigger_share(records, settings.trigger)
+        if name == "trigger"
+        else _mean(found[name] for found in own.values())
+        for name in WEIGHTS
     }
     buckets: Counter[str] = Counter()
     for record in records:
@@ -98,6 +128,37 @@ def inspect_images(
         parts=parts,
         findings=by_severity(findings),
         buckets=dict(sorted(buckets.items())),
+        pictures=tuple(
+            PictureReport(
+                file=record.name,
+                width_px=record.width_px,
+                height_px=record.height_px,
+                score=_weighted(own[record.name]),
+                placement=placements[record.name],
+            )
+            for record in records
+        ),
+    )
+
+
+def _own_parts(
+    record: ImageRecord, placements: Mapping[str, Placement], twins: Mapping[str, str]
+) -> dict[str, float]:
+    """Return the parts of the score that one picture has by itself: all but the trigger's."""
+    return {
+        "resolution": 1 / _enlargement(record, placements),
+        "sharpness": _sharpness(record, placements),
+        "near_duplicates": float(record.name not in twins),
+        "captions": _captioned(record),
+        "exposure": float(exposure_fault(record.measures) is None),
+        "aspect": 1 - placements[record.name].cropped_fraction,
+    }
+
+
+def _weighted(parts: Mapping[str, float]) -> float:
+    """Return the mean of parts by their weights."""
+    return sum(WEIGHTS[name] * value for name, value in parts.items()) / sum(
+        WEIGHTS[name] for name in parts
     )
 
 

@@ -1,0 +1,92 @@
+// One edit of many captions. Nothing is written before its preview, which shows every caption that
+// would change; applying is one step of undo.
+
+const BULK_KINDS = [
+  ["prepend", "put in front"], ["append", "put at the end"], ["replace", "replace words"],
+  ["remove_tag", "remove a tag"], ["trigger", "set the trigger word"],
+];
+const JOINTS = [[", ", "comma"], [" ", "space"], ["", "nothing"]];
+
+class BulkBar {
+  constructor(desk) {
+    this.desk = desk;
+    this.kind = choice("Change captions", BULK_KINDS, () => this.changed());
+    this.text = field("Words", { maxlength: 2000, oninput: () => this.close() });
+    this.replacement = field("With", { maxlength: 2000, oninput: () => this.close() });
+    this.joint = choice("Joined with", JOINTS, () => this.close());
+    this.target = make("span", { class: "ds-quiet" });
+    this.said = make("p", { class: "ds-quiet", role: "status" });
+    this.rows = make("tbody");
+    this.apply = button("", () => this.commit(), { class: "ds-primary" });
+    this.preview = make("div", { class: "ds-preview", hidden: true },
+      make("div", { class: "ds-rows", tabindex: "0", role: "region", "aria-label": "Preview" },
+        make("table", {}, make("thead", {}, make("tr", {},
+          ...["image", "before", "after"].map((text) => make("th", { scope: "col" }, text)))),
+        this.rows)),
+      make("div", { class: "ds-line" }, this.apply, button("Cancel", () => this.close())));
+    const form = make("form", {
+      class: "ds-line", onsubmit: (event) => { event.preventDefault(); this.look(); },
+    }, this.kind.node, this.text.node, this.replacement.node, this.joint.node,
+    make("button", { type: "submit" }, "Preview"), this.target);
+    this.node = make("div", { class: "ds-bulk" }, form, this.said, this.preview);
+    this.changed();
+  }
+
+  get values() {
+    return {
+      kind: this.kind.input.value, text: this.text.input.value,
+      replacement: this.replacement.input.value, joint: this.joint.input.value,
+    };
+  }
+
+  changed() {
+    const kind = this.kind.input.value;
+    this.replacement.node.hidden = kind !== "replace";
+    this.joint.node.hidden = kind !== "prepend" && kind !== "append";
+    this.close();
+  }
+
+  aim(text) { this.target.textContent = text; }
+
+  close() {
+    this.preview.hidden = true;
+    this.said.textContent = "";
+  }
+
+  async look() {
+    await this.desk.flush();
+    this.close();
+    const asked = { ...this.values, files: this.desk.targets() };
+    const answer = await this.desk.ask("dataset_preview", asked);
+    if (answer.error) { this.said.textContent = answer.error; return; }
+    this.shown = { ...this.values, rows: answer.rows };
+    if (answer.rows.length === 0) { this.said.textContent = "No caption would change."; return; }
+    this.rows.replaceChildren(...answer.rows.map(previewRow));
+    this.apply.textContent = `Apply to ${counted(answer.rows.length, "caption")}`;
+    this.preview.hidden = false;
+    this.apply.focus();
+  }
+
+  async commit() {
+    const { rows, ...edit } = this.shown;
+    const seen = Object.fromEntries(rows.map((row) => [row.file, row.before]));
+    this.apply.disabled = true;
+    const answer = await this.desk.ask("dataset_apply", { ...edit, seen });
+    this.apply.disabled = false;
+    if (answer.error) { this.said.textContent = `Not applied: ${answer.error}`; return; }
+    this.close();
+    this.desk.changed(answer, `Done: ${answer.step || "nothing"}`);
+  }
+}
+
+function previewRow({ file, before, after }) {
+  let start = 0;
+  const shorter = Math.min(before.length, after.length);
+  while (start < shorter && before[start] === after[start]) start += 1;
+  let end = 0;
+  while (end < shorter - start && before.at(-1 - end) === after.at(-1 - end)) end += 1;
+  const cell = (text, name) => make("td", { dir: "auto" }, text.slice(0, start),
+    make(name, {}, text.slice(start, text.length - end)), text.slice(text.length - end));
+  return make("tr", {}, make("th", { scope: "row", dir: "auto" }, file),
+    cell(before, "del"), cell(after, "ins"));
+}

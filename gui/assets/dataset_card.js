@@ -1,0 +1,151 @@
+// One image with its caption. The caption is saved after a pause and when the field is left; what
+// could not be saved stays in the field and says so.
+
+const SAVE_PAUSE_MS = 800;
+const THUMB_PX = 384;
+
+class Card {
+  /** `desk` asks the server and hears of what was saved; `picture` is the server's row. */
+  constructor(desk, picture, excluded) {
+    this.desk = desk;
+    this.excluded = excluded;
+    this.saving = null;
+    this.failed = false;
+    this.group = "";
+    this.pause = afterPause(SAVE_PAUSE_MS, () => this.save());
+    this.build(picture);
+    this.show(picture);
+  }
+
+  build(picture) {
+    const name = picture.file;
+    const src = "/media/thumb?" + new URLSearchParams({
+      folder: this.desk.folder, file: this.excluded ? `_excluded/${name}` : name, size: THUMB_PX,
+    });
+    this.image = make("img", {
+      src, alt: "", loading: "lazy", decoding: "async",
+      onerror: () => this.box.classList.add("ds-broken"),
+    });
+    this.kept = make("i");
+    this.frame = make("div", { class: "ds-frame", "aria-hidden": "true" }, this.kept);
+    this.check = make("input", {
+      type: "checkbox", "aria-label": `Select ${name}`,
+      onchange: () => this.desk.selected(name, this.check.checked),
+    });
+    this.box = make("div", { class: "ds-picture" }, this.image, this.frame,
+      make("label", { class: "ds-select" }, this.check));
+    this.size = make("div", { class: "ds-size" });
+    this.badges = make("ul", { class: "ds-badges", "aria-label": `Remarks on ${name}` });
+    this.area = make("textarea", {
+      rows: 4, dir: "auto", "aria-label": `Caption of ${name}`, readonly: this.excluded,
+      onfocus: () => { this.group = `${Date.now()}-${Math.random()}`; },
+      oninput: () => { this.say(""); this.pause.later(); },
+      onblur: () => { if (this.dirty) this.pause.now(); },
+    });
+    this.state = make("div", { class: "ds-state" });
+    const act = this.excluded
+      ? button("Put back", () => this.desk.putBack([name]), { "aria-label": `Put ${name} back` })
+      : button("Exclude", () => this.desk.exclude([name]), {
+        "aria-label": `Exclude ${name}`, title: "Moves it into the folder _excluded; nothing is deleted",
+      });
+    this.node = make("li", { class: "ds-card" }, this.box,
+      make("div", { class: "ds-name", title: name, dir: "auto" }, name),
+      this.size, this.badges, this.area, make("div", { class: "ds-foot" }, this.state, act));
+  }
+
+  get dirty() { return !this.excluded && this.area.value !== this.seen; }
+
+  /** Show a row of the server; a caption that is being edited stays as it is typed. */
+  show(picture) {
+    const edited = this.picture !== undefined && this.dirty;
+    this.picture = picture;
+    if (!edited) {
+      this.seen = picture.caption;
+      if (this.area.value !== picture.caption) this.area.value = picture.caption;
+    }
+    this.area.placeholder = picture.stand_in ? `trained as: ${picture.stand_in}` : "no caption";
+    this.area.readOnly = this.excluded || Boolean(picture.locked);
+    this.size.textContent = sizeText(picture);
+    this.badges.replaceChildren(...picture.badges.map((badge) =>
+      make("li", { class: `ds-badge ds-${badge.severity}`, title: badge.title }, badge.text)));
+    this.badges.hidden = picture.badges.length === 0;
+    this.showCrop(picture);
+  }
+
+  /** Draw what the crop keeps; both rectangles are parts of the square that the picture fits in. */
+  showCrop({ width_px, height_px, kept }) {
+    this.frame.hidden = !kept;
+    if (!kept) return;
+    const long = Math.max(width_px, height_px);
+    const [wide, high] = [width_px / long, height_px / long];
+    place(this.frame, (1 - wide) / 2, (1 - high) / 2, wide, high);
+    place(this.kept, kept[0], kept[1], kept[2] - kept[0], kept[3] - kept[1]);
+  }
+
+  /** Save what is typed; one save at a time, and once more if more was typed meanwhile. */
+  async save() {
+    this.pause.drop();
+    while (this.saving) await this.saving;
+    if (!this.dirty || this.conflict) return;
+    this.saving = this.send(this.area.value).finally(() => { this.saving = null; });
+    await this.saving;
+    if (this.dirty && !this.failed && !this.conflict) await this.save();
+  }
+
+  async send(text) {
+    this.say("saving \u2026");
+    const answer = await this.desk.ask("dataset_save", {
+      file: this.picture.file, text, seen: this.seen, group: this.group,
+    });
+    this.failed = Boolean(answer.error);
+    if (answer.error) {
+      this.say(`Not saved: ${answer.error}`, "error", button("Try again", () => this.save()));
+      this.desk.announce(`The caption of ${this.picture.file} is not saved: ${answer.error}`);
+    } else if (answer.newer !== undefined) {
+      this.showNewer(answer.newer);
+    } else {
+      this.seen = text;
+      this.say("saved", "good");
+      this.desk.saved(answer, `Caption of ${this.picture.file} saved`);
+    }
+  }
+
+  /** Somebody else wrote the file: show both texts, and write nothing until one is chosen. */
+  showNewer(newer) {
+    this.conflict = true;
+    const decide = (mine) => {
+      this.conflict = false;
+      this.seen = newer;
+      if (!mine) this.area.value = newer;
+      this.say("");
+      if (mine) this.save(); else this.desk.reload();
+      this.area.focus();
+    };
+    this.say("Changed on the disk meanwhile. It now says:", "error",
+      make("blockquote", { dir: "auto" }, newer || "(nothing)"),
+      button("Take that", () => decide(false)), button("Keep mine", () => decide(true)));
+    this.desk.announce(`The caption of ${this.picture.file} was changed on the disk meanwhile`);
+  }
+
+  say(text, kind = "", ...more) {
+    this.state.className = `ds-state ds-${kind || "plain"}`;
+    this.state.replaceChildren(text, ...more);
+  }
+}
+
+function place(node, left, top, width, height) {
+  const share = (value) => `${(100 * value).toFixed(3)}%`;
+  Object.assign(node.style, {
+    left: share(left), top: share(top), width: share(width), height: share(height),
+  });
+}
+
+/** Return "1024 x 768 px, goes to 832x640, 4 % cropped", as far as it is known. */
+function sizeText(picture) {
+  if (!picture.width_px) return "";
+  const cropped = Math.round(100 * picture.cropped_fraction);
+  const parts = [`${picture.width_px} \u00d7 ${picture.height_px} px`, `goes to ${picture.bucket}`];
+  if (cropped > 0) parts.push(`${cropped} % cropped`);
+  if (picture.upscaled) parts.push("enlarged");
+  return parts.join(", ");
+}

@@ -1,0 +1,212 @@
+// The page Datasets: opens a folder, draws its cards, filters and sorts them, and asks the server for
+// every change. The server's rows are the truth; this only shows them.
+
+const CHUNK = 60;
+const mount = element.querySelector(".mount");
+
+class Desk {
+  constructor() {
+    this.folder = "";
+    this.data = null;
+    this.cards = new Map();
+    this.chosen = new Set();
+    this.kinds = new Set();
+    this.tags = new Set();
+    this.away = false;
+    this.limit = CHUNK;
+    this.live = make("div", { class: "ds-sr", role: "status", "aria-live": "polite" });
+    this.opener = new Opener(this);
+    this.tools = new Tools(this);
+    this.bulk = new BulkBar(this);
+    this.list = make("ul", { class: "ds-cards" });
+    this.more = button("Show more", () => this.grow(), { class: "ds-more" });
+    this.page = make("div", { hidden: true }, this.tools.node, this.tools.bulkPlace, this.list, this.more);
+    this.tools.bulkPlace.append(this.bulk.node);
+    mount.replaceChildren(this.live, this.opener.node, this.page);
+    new IntersectionObserver((seen) => { if (seen.some((one) => one.isIntersecting)) this.grow(); },
+      { rootMargin: "600px" }).observe(this.more);
+  }
+
+  /** Ask the server; a failure of any kind comes back as {error}. */
+  async ask(name, values) {
+    try {
+      return await server[name]({ folder: this.folder, ...values });
+    } catch {
+      return { error: "the interface does not answer; is it still running?" };
+    }
+  }
+
+  announce(text) { this.live.textContent = text; }
+
+  async open(folder) {
+    const answer = await this.ask("dataset_look", { folder });
+    if (answer.error) { this.opener.refuse(answer.error); return; }
+    const address = new URL(location.href);
+    address.searchParams.set("folder", answer.folder);
+    history.replaceState(history.state, "", address);
+    this.folder = answer.folder;
+    this.cards.clear();
+    this.chosen.clear();
+    this.kinds.clear();
+    this.tags.clear();
+    this.away = false;
+    this.opener.opened(answer.folder);
+    this.changed(answer, `${counted(answer.pictures.length, "image")} in ${answer.folder}`);
+  }
+
+  async reload() {
+    const answer = await this.ask("dataset_look", {});
+    if (!answer.error) this.changed(answer, "");
+  }
+
+  /** Take over a whole view; ask for a check where the last one is about other files. */
+  changed(answer, said) {
+    if (answer.error) { this.tools.say(answer.error, true); this.announce(answer.error); return; }
+    this.data = answer;
+    const rows = new Map(answer.pictures.map((picture) => [`in ${picture.file}`, picture]));
+    for (const picture of answer.excluded) rows.set(`out ${picture.file}`, picture);
+    for (const [key, card] of this.cards) {
+      if (rows.has(key)) card.show(rows.get(key));
+      else if (card.dirty) this.tools.say(`${card.picture.file} is gone; its caption was not saved`, true);
+      if (!rows.has(key)) this.cards.delete(key);
+    }
+    this.chosen = new Set([...this.chosen].filter((name) => rows.has(`${this.away ? "out" : "in"} ${name}`)));
+    this.page.hidden = false;
+    this.tools.show(answer);
+    if (said) { this.announce(said); }
+    if (answer.left && answer.left.length) this.tools.say(answer.left.join("; "), true);
+    else if (answer.step) this.tools.say(said);
+    this.draw();
+    if (!answer.check.fresh) this.examine();
+  }
+
+  async examine() {
+    if (this.examining) return;
+    this.examining = true;
+    this.tools.busy(true);
+    const answer = await this.ask("dataset_check", {});
+    this.examining = false;
+    this.tools.busy(false);
+    if (answer.folder !== undefined && answer.folder !== this.folder) return;
+    if (answer.error) this.tools.say(`The images could not be checked: ${answer.error}`, true);
+    else this.changed({ ...answer, check: { ...answer.check, fresh: true } }, "");
+  }
+
+  /** One caption was saved: only the cards that it changed are drawn again. */
+  saved(answer, said) {
+    for (const row of answer.cards) {
+      const index = this.data.pictures.findIndex((picture) => picture.file === row.file);
+      if (index >= 0) this.data.pictures[index] = row;
+      this.cards.get(`in ${row.file}`)?.show(row);
+    }
+    Object.assign(this.data, { undo: answer.undo, redo: answer.redo });
+    this.tools.show(this.data);
+    this.announce(said);
+  }
+
+  rows() { return this.away ? this.data.excluded : this.data.pictures; }
+
+  /** Return the rows that the filters leave, in order. */
+  shown() {
+    const words = this.tools.search.input.value.trim().toLowerCase();
+    const rows = this.rows().filter((row) =>
+      (!words || `${row.file}\n${row.caption}`.toLowerCase().includes(words))
+      && (!this.kinds.size || row.badges.some((badge) => this.kinds.has(badge.kind)))
+      && [...this.tags].every((tag) => tagsOf(row.caption).includes(tag)));
+    const order = this.tools.order.input.value;
+    const score = (row) => row.score ?? -1;
+    if (order === "worst") rows.sort((a, b) => score(a) - score(b));
+    if (order === "best") rows.sort((a, b) => score(b) - score(a));
+    return rows;
+  }
+
+  draw() {
+    const rows = this.shown();
+    const nodes = rows.slice(0, this.limit).map((row) => this.card(row).node);
+    const same = nodes.length === this.list.children.length
+      && nodes.every((node, index) => node === this.list.children[index]);
+    if (!same) this.list.replaceChildren(...nodes);  // moving a node would take the focus from it
+    this.more.hidden = rows.length <= this.limit;
+    this.tools.count(rows.length, this.rows().length);
+    this.aim(rows);
+  }
+
+  grow() {
+    if (this.more.hidden || !this.data) return;
+    this.limit += CHUNK;
+    this.draw();
+  }
+
+  refilter() {
+    this.limit = CHUNK;
+    this.draw();
+    this.tools.showFilters();
+  }
+
+  card(row) {
+    const key = `${this.away ? "out" : "in"} ${row.file}`;
+    if (!this.cards.has(key)) this.cards.set(key, new Card(this, row, this.away));
+    const card = this.cards.get(key);
+    card.check.checked = this.chosen.has(row.file);
+    return card;
+  }
+
+  selected(name, on) {
+    if (on) this.chosen.add(name); else this.chosen.delete(name);
+    this.aim(this.shown());
+  }
+
+  selectAll(on) {
+    this.chosen = new Set(on ? this.shown().map((row) => row.file) : []);
+    this.draw();
+  }
+
+  /** Return the names that a change of many is about: the chosen ones, else all that are shown. */
+  targets() { return this.chosen.size ? [...this.chosen] : this.shown().map((row) => row.file); }
+
+  aim(rows) {
+    const text = this.chosen.size
+      ? `for the ${this.chosen.size} selected` : `for all ${rows.length} shown`;
+    this.bulk.aim(text);
+    this.bulk.close();
+    this.tools.aim(this.chosen.size, this.away);
+  }
+
+  /** Save all that is typed, before something else is done with the captions. */
+  async flush() {
+    await Promise.all([...this.cards.values()].filter((card) => card.dirty).map((card) => card.save()));
+  }
+
+  async act(name, values, said) {
+    await this.flush();
+    this.tools.say("");
+    const answer = await this.ask(name, values);
+    this.changed(answer, said(answer));
+  }
+
+  undo() { return this.act("dataset_undo", {}, (a) => (a.step ? `Undone: ${a.step}` : "Nothing to undo")); }
+  redo() { return this.act("dataset_redo", {}, (a) => (a.step ? `Done again: ${a.step}` : "Nothing to redo")); }
+  exclude(files) { return this.act("dataset_exclude", { files }, (a) => `Done: ${a.step}`); }
+  putBack(files) { return this.act("dataset_put_back", { files }, (a) => `Done: ${a.step}`); }
+}
+
+function tagsOf(caption) {
+  return caption.split(",").map((tag) => tag.trim()).filter(Boolean);
+}
+
+const desk = new Desk();
+const here = (listener) => (event) => { if (element.isConnected) listener(event); };
+document.addEventListener("keydown", here((event) => {
+  const key = event.key.toLowerCase();
+  const typing = event.target.closest?.("input:not([type=checkbox]), textarea, select, [contenteditable]");
+  if (typing || !(event.ctrlKey || event.metaKey) || event.altKey || !desk.folder) return;
+  if (key === "z" && !event.shiftKey) { event.preventDefault(); desk.undo(); }
+  if (key === "y" || (key === "z" && event.shiftKey)) { event.preventDefault(); desk.redo(); }
+}));
+document.addEventListener("visibilitychange", here(() => {
+  if (!document.hidden && desk.folder) desk.reload();
+}));
+window.addEventListener("beforeunload", here((event) => {
+  if ([...desk.cards.values()].some((card) => card.dirty)) event.preventDefault();
+}));
+desk.opener.start(new URL(location.href).searchParams.get("folder"));

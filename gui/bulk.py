@@ -1,0 +1,69 @@
+"""One edit of many captions: putting words in front or at the end, replacing, removing a tag.
+
+Pure text: inputs are captions, outputs captions. Tags are what stands between commas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lora_trainer.data.captions import with_trigger
+from lora_trainer.errors import RequestError
+
+Kind = Literal["prepend", "append", "replace", "remove_tag", "trigger"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+JOINTS = (", ", " ", "")
+MAX_TEXT_CHARACTERS = 2_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class BulkEdit:
+    """What to do to each caption; `joint` stands between what is added and what was there."""
+
+    kind: Kind
+    text: str
+    replacement: str = ""
+    joint: str = ", "
+
+    def __post_init__(self) -> None:
+        if not self.text.strip() and not (self.kind == "replace" and self.text):
+            raise RequestError("nothing is typed", fix="type the words that this is about")
+
+    def apply(self, caption: str) -> str:
+        """Return the caption as it becomes."""
+        match self.kind:
+            case "prepend":
+                return self.joint.join(part for part in (self.text, caption) if part)
+            case "append":
+                return self.joint.join(part for part in (caption, self.text) if part)
+            case "replace":
+                return caption.replace(self.text, self.replacement)
+            case "remove_tag":
+                return without_tag(caption, self.text)
+            case "trigger":
+                return with_trigger(caption, self.text)
+
+    def title(self) -> str:
+        """Return what the undo button calls it."""
+        what = f"\u201c{self.text[:40]}\u201d"
+        return {
+            "prepend": f"put {what} in front",
+            "append": f"put {what} at the end",
+            "replace": f"replace {what}",
+            "remove_tag": f"remove the tag {what}",
+            "trigger": f"set the trigger {what}",
+        }[self.kind]
+
+
+def tags_of(caption: str) -> list[str]:
+    """Return the tags of a caption, in order."""
+    return [tag for tag in (part.strip() for part in caption.split(",")) if tag]
+
+
+def without_tag(caption: str, tag: str) -> str:
+    """Return a caption without a tag, in any case; one that lacks it stays as it is to the letter."""
+    unwanted = tag.strip().casefold()
+    tags = tags_of(caption)
+    kept = [found for found in tags if found.casefold() != unwanted]
+    return caption if len(kept) == len(tags) else ", ".join(kept)

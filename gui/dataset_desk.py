@@ -1,0 +1,224 @@
+"""What the page of a dataset asks for and changes, one JSON object in, one out; no widget.
+
+Inputs: objects from the page's script, which anybody may send: the folder is checked by the
+workplace, a picture is one of its listing, every value has a kind and a length. Outputs: cards,
+history and refusals as plain values. All changes go through the journal of the folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.data.listing import ListedPicture
+
+from . import bulk, dataset_check, dataset_notes, dataset_upload, exclusion
+from .bulk import BulkEdit
+from .caption_edit import Edit
+from .dataset_view import summary
+from .journal import History, Outcome
+from .open_dataset import RESOLUTIONS, Counters, OpenDataset, open_dataset
+from .posted import Posted
+from .workplace import Workplace
+
+MAX_TRIGGER_CHARACTERS = 100
+MAX_CAPTION_CHARACTERS = 20_000
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Desk:
+    """Answers the page's script."""
+
+    work: Workplace
+    _counters: Counters = field(default_factory=dict)
+
+    def look(self, posted: Posted) -> Json:
+        """Return all cards; {folder, trigger?, resolution?}, the last two are remembered."""
+        root = self.work.folder(posted.text("folder"))
+        notes = dataset_notes.opened(self.work, root)
+        if "trigger" in posted.values:
+            trigger = posted.text("trigger", at_most=MAX_TRIGGER_CHARACTERS)
+            resolution = posted.choice("resolution", RESOLUTIONS)
+            notes = replace(notes, trigger=trigger.strip(), resolution=resolution)
+            dataset_notes.save(self.work, notes)
+        return self._view(root)
+
+    def recent(self, posted: Posted) -> Json:
+        """Return the folders used lately; {}."""
+        return {"recent": dataset_notes.recent(self.work)}
+
+    def receive(self, posted: Posted) -> Json:
+        """Put uploaded files into a folder of their own; {name, files: [{path, name}]}."""
+        return dataset_upload.receive(self.work, posted)
+
+    def check(self, posted: Posted) -> Json:
+        """Run `lora-train check` where something has changed, and return all cards; {folder}."""
+        opened = self._open(posted)
+        if opened.pictures:
+            dataset_check.run(self.work, opened.root, opened.words, stamp=opened.stamp)
+        return self._view(opened.root)
+
+    def save(self, posted: Posted) -> Json:
+        """Write one caption; {folder, file, text, seen, group}, `seen` is the text it was.
+
+        Answers {saved} with the cards it changed, or {newer} with what stands in the file now.
+        """
+        opened = self._open(posted)
+        text = posted.text("text", at_most=MAX_CAPTION_CHARACTERS)
+        seen, group = posted.text("seen", at_most=10**6), posted.text("group", at_most=100)
+        with opened.journal.locked():
+            opened = self._open(posted)
+            picture = opened.picture(posted.text("file"))
+            caption = opened.reader.caption(picture)
+            if caption.text not in (seen, text):
+                return {"newer": caption.text, "cards": [opened.reader.card(picture)]}
+            edit = Edit(picture=picture, caption=caption, text=text)
+            changes = opened.changes([edit])
+            if changes:
+                title = f"the caption of {picture.name}"
+                outcome = opened.journal.perform(title, changes, group=group)
+                if outcome.left:  # changed between the reading above and the writing
+                    caption = self._open(posted).reader.caption(picture)
+                    return {"newer": caption.text, "cards": []}
+        opened = self._open(posted)
+        cards = [opened.reader.card(other) for other in opened.alike(picture)]
+        return {"saved": True, "cards": cards, **_steps(opened.journal.history())}
+
+    def preview(self, posted: Posted) -> Json:
+        """Return what a bulk edit would change; {folder, files, kind, text, replacement, joint}."""
+        opened, edit = self._open(posted), _bulk_edit(posted)
+        rows = []
+        places: set[tuple[str, str]] = set()
+        for picture in map(opened.picture, posted.texts("files")):
+            caption = opened.reader.caption(picture)
+            place = (caption.file, picture.name if caption.place == "line" else "")
+            after = edit.apply(caption.text)
+            if caption.locked or after == caption.text or place in places:
+                continue
+            places.add(place)
+            rows.append({"file": picture.name, "before": caption.text, "after": after})
+        return {"rows": rows, "title": edit.title()}
+
+    def apply(self, posted: Posted) -> Json:
+        """Make a bulk edit as it was previewed; {folder, seen: {file: before}, kind, ...}."""
+        opened, edit = self._open(posted), _bulk_edit(posted)
+        seen = posted.pairs("seen", at_most=10**6)
+        with opened.journal.locked():
+            opened = self._open(posted)
+            edits, left = [], []
+            for name, before in seen.items():
+                picture = opened.picture(name)
+                caption = opened.reader.caption(picture)
+                if caption.text != before:
+                    left.append(
+                        f"{name} has another caption since the preview and is left as it is"
+                    )
+                    continue
+                edits.append(Edit(picture=picture, caption=caption, text=edit.apply(before)))
+            changes = opened.changes(edits)
+            outcome = opened.journal.perform(edit.title(), changes) if changes else None
+        return self._told(opened, outcome, left)
+
+    def undo(self, posted: Posted) -> Json:
+        """Take the last step back; {folder}."""
+        opened = self._open(posted)
+        return self._told(opened, opened.journal.undo())
+
+    def redo(self, posted: Posted) -> Json:
+        """Make the step that was taken back again; {folder}."""
+        opened = self._open(posted)
+        return self._told(opened, opened.journal.redo())
+
+    def exclude(self, posted: Posted) -> Json:
+        """Move pictures into `_excluded/`; {folder, files}."""
+        opened = self._open(posted)
+        with opened.journal.locked():
+            opened = self._open(posted)
+            chosen = [opened.picture(name) for name in posted.texts("files")]
+            changes = exclusion.exclude(
+                chosen, every=opened.pictures, root=opened.root, extensions=opened.extensions
+            )
+            title = f"exclude {_named(chosen)}"
+            outcome = opened.journal.perform(title, changes) if changes else None
+        return self._told(opened, outcome)
+
+    def put_back(self, posted: Posted) -> Json:
+        """Move excluded pictures back; {folder, files}."""
+        opened = self._open(posted)
+        with opened.journal.locked():
+            opened = self._open(posted)
+            chosen = [opened.excluded_picture(name) for name in posted.texts("files")]
+            changes = exclusion.put_back(
+                chosen, every=opened.excluded, root=opened.root, extensions=opened.extensions
+            )
+            title = f"put {_named(chosen)} back"
+            outcome = opened.journal.perform(title, changes) if changes else None
+        return self._told(opened, outcome)
+
+    def _told(self, opened: OpenDataset, outcome: Outcome | None, left: Sequence[str] = ()) -> Json:
+        untouched = [*left, *(outcome.left if outcome else ())]
+        return {
+            **self._view(opened.root),
+            "step": outcome.step.title if outcome else "",
+            "left": untouched,
+        }
+
+    def _view(self, root: Path) -> Json:
+        opened = self._opened(root)
+        history = opened.journal.history()  # first: it may finish what was cut short
+        opened = self._opened(root)
+        reader = opened.reader
+        others = reader.checked.others or [
+            {"file": finding.file, "what": finding.what, "advice": finding.advice}
+            for finding in opened.listing.findings
+        ]
+        return {
+            "folder": str(root),
+            "pictures": [reader.card(picture) for picture in opened.pictures],
+            "excluded": [opened.away.card(picture) for picture in opened.excluded],
+            "problem": opened.problem,
+            "notes": [_note(finding) for finding in others],
+            "check": {
+                "fresh": opened.known.fresh or not opened.pictures,
+                "error": opened.known.error,
+                **summary(opened.known.values),
+            },
+            "trigger": reader.trigger,
+            "resolution": opened.resolution,
+            "trained_as": opened.trained_as,
+            **_steps(history),
+        }
+
+    def _open(self, posted: Posted) -> OpenDataset:
+        return self._opened(self.work.folder(posted.text("folder")))
+
+    def _opened(self, root: Path) -> OpenDataset:
+        return open_dataset(self.work, root, counters=self._counters)
+
+
+def _bulk_edit(posted: Posted) -> BulkEdit:
+    return BulkEdit(
+        kind=posted.choice("kind", bulk.KINDS),
+        text=posted.text("text", at_most=bulk.MAX_TEXT_CHARACTERS),
+        replacement=posted.text("replacement", at_most=bulk.MAX_TEXT_CHARACTERS),
+        joint=posted.choice("joint", bulk.JOINTS),
+    )
+
+
+def _steps(history: History) -> Json:
+    return {
+        "undo": history.done[-1].title if history.done else "",
+        "redo": history.undone[-1].title if history.undone else "",
+    }
+
+
+def _note(finding: Mapping[str, Any]) -> str:
+    name = f"{finding['file']} " if finding.get("file") else ""
+    return f"{name}{finding.get('what', '')}: {finding.get('advice', '')}"
+
+
+def _named(pictures: Sequence[ListedPicture]) -> str:
+    return pictures[0].name if len(pictures) == 1 else f"{len(pictures)} pictures"

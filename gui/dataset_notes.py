@@ -1,0 +1,133 @@
+"""What the interface remembers of each dataset folder, in `<runs>/.gui/datasets/`.
+
+Inputs: the folders that somebody opened, drafts, runs. Outputs: how a folder is looked at (the
+trigger word to look for, the size it would be trained at), and the folders used lately.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from lora_trainer.errors import LoraTrainError, RequestError
+from lora_trainer.files import disk_error, json_bytes, read_json_object, write_atomic
+
+from . import drafts
+from .drafts import Draft
+from .journal import dataset_key
+from .launch import recorded_dataset
+from .uploads import FOLDER as UPLOADS
+from .workplace import Workplace
+
+MAX_RECENT = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notes:
+    """How a folder is looked at; None leaves it to the draft that is about the folder."""
+
+    folder: str
+    opened_s: float = 0.0
+    trigger: str | None = None
+    resolution: str | None = None
+
+
+def read(work: Workplace, root: Path) -> Notes:
+    """Return what is remembered of a folder, else nothing but its name."""
+    return _read(_file(work, root)) or Notes(folder=str(root))
+
+
+def save(work: Workplace, notes: Notes) -> None:
+    """Write it; raises MachineError."""
+    file = _file(work, Path(notes.folder))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(file, error) from error
+    write_atomic(file, json_bytes(asdict(notes)), durable=False)
+
+
+def opened(work: Workplace, root: Path) -> Notes:
+    """Return what is remembered of a folder, with the time noted; raises MachineError."""
+    notes = replace(read(work, root), folder=str(root), opened_s=time.time())
+    save(work, notes)
+    return notes
+
+
+def draft_for(work: Workplace, root: Path) -> Draft:
+    """Return the newest draft about this folder that is not started, else an unsaved one."""
+    for draft in _drafts(work):
+        if not draft.started_as and _same_folder(draft.dataset, root):
+            return draft
+    return Draft(id="0" * 12, dataset=str(root))
+
+
+def recent(work: Workplace) -> list[str]:
+    """Return the folders used lately that are still there and may be named, the newest first."""
+    found: dict[str, None] = {}
+    for name in _used(work):
+        try:
+            found.setdefault(str(work.folder(name)))
+        except LoraTrainError:
+            continue
+        if len(found) >= MAX_RECENT:
+            break
+    return list(found)
+
+
+def _used(work: Workplace) -> Iterator[str]:
+    notes = (_read(file) for file in (work.own / "datasets").glob("*.json"))
+    known = [note for note in notes if note is not None]
+    yield from (n.folder for n in sorted(known, key=lambda n: n.opened_s, reverse=True))
+    yield from (draft.dataset for draft in _drafts(work) if draft.dataset)
+    yield from (str(folder) for folder in sorted((work.own / UPLOADS).glob("[!.]*")))
+    records = sorted(work.runs.glob("[!.]*/run.json"), key=_changed_ns, reverse=True)
+    for record in records[:MAX_RECENT]:
+        folder = recorded_dataset(record.parent)
+        if folder is not None:
+            yield str(folder)
+
+
+def _drafts(work: Workplace) -> Iterator[Draft]:
+    files = sorted((work.own / "drafts").glob("*.json"), reverse=True)
+    for file in files:
+        try:
+            yield drafts.read(work, file.stem)
+        except RequestError:
+            continue
+
+
+def _changed_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # it was removed meanwhile
+        return 0
+
+
+def _same_folder(text: str, root: Path) -> bool:
+    try:
+        return bool(text.strip()) and Path(text).expanduser().resolve() == root
+    except (OSError, RuntimeError, ValueError):
+        return False
+
+
+def _file(work: Workplace, root: Path) -> Path:
+    return work.own / "datasets" / f"{dataset_key(root)}.json"
+
+
+def _read(file: Path) -> Notes | None:
+    try:
+        values = read_json_object(file)
+    except RequestError:  # none, or damaged: it only says how to look at the folder
+        return None
+    match values:
+        case {
+            "folder": str(folder),
+            "opened_s": int() | float() as opened_s,
+            "trigger": str() | None as trigger,
+            "resolution": str() | None as resolution,
+        }:
+            return Notes(folder=folder, opened_s=opened_s, trigger=trigger, resolution=resolution)
+    return None

@@ -1,0 +1,196 @@
+"""What the page shows of each picture of a dataset: caption, badges, and where it would be trained.
+
+Inputs: the pictures as the trainer lists them, their captions, the answer of `check --json`.
+Outputs: plain values for the page's script. What a caption lacks is said here, from its text as it
+is now; what a picture lacks is what the check found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.data.captions import TRIGGER_PLACEHOLDER, has_trigger
+from lora_trainer.data.listing import ListedPicture
+from lora_trainer.data.tokens import TokenCounter
+from lora_trainer.errors import InputError
+from lora_trainer.output.history import mapping, number, sequence
+
+from .caption_edit import Caption, caption_of
+
+# Kinds of findings by what their badge says; the finding's own sentence where there is None.
+_BADGES: Mapping[str, tuple[str, str | None]] = {
+    "alpha": ("transparent", "transparent"),
+    "ambiguous-caption": ("shared caption", "shared caption"),
+    "animated": ("animated", "first frame only"),
+    "blurred": ("blurry", "blurry"),
+    "cmyk": ("colours", "CMYK"),
+    "cmyk-profile": ("colours", "CMYK, colours may shift"),
+    "cropped": ("extreme aspect", "extreme aspect"),
+    "depth": ("colours", "16 bit"),
+    "duplicate": ("near-duplicate", None),
+    "exif": ("turned", "turned upright"),
+    "exposure": ("exposure", None),
+    "low-resolution": ("small", "small"),
+    "near-duplicate": ("near-duplicate", None),
+    "two-captions": ("two captions", "two captions"),
+    "unusable": ("unreadable", "unreadable"),
+}
+_FROM_THE_TEXT = frozenset({"caption-text", "no-caption", "no-trigger"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Badge:
+    """A remark on a card; `kind` is what one filters by, `title` the whole sentence with advice."""
+
+    kind: str
+    text: str
+    title: str = ""
+    severity: str = "warning"
+
+    def to_json(self) -> dict[str, str]:
+        return {
+            "kind": self.kind,
+            "text": self.text,
+            "title": self.title,
+            "severity": self.severity,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedPictures:
+    """The answer of the check, by picture; `others` are findings about nothing that is shown."""
+
+    pictures: Mapping[str, Mapping[str, Any]]
+    findings: Mapping[str, Sequence[Mapping[str, Any]]]
+    others: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], *, names: frozenset[str]) -> CheckedPictures:
+        """Sort an answer; what is not of the expected kind is left out."""
+        pictures = {
+            str(picture["file"]): picture
+            for picture in sequence(values, "pictures")
+            if isinstance(picture, dict) and "file" in picture
+        }
+        findings: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        others = []
+        for finding in sequence(values, "findings"):
+            if not isinstance(finding, dict) or finding.get("kind") in _FROM_THE_TEXT:
+                continue
+            if finding.get("file") in names:
+                findings[str(finding["file"])].append(finding)
+            else:
+                others.append(finding)
+        return cls(pictures=pictures, findings=findings, others=others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Makes the cards of one dataset folder."""
+
+    root: Path
+    extensions: Sequence[str]
+    trigger: str = ""
+    counter: TokenCounter | None = None
+    room_tokens: int = 0
+    checked: CheckedPictures = field(
+        default_factory=lambda: CheckedPictures(pictures={}, findings={}, others=())
+    )
+
+    def card(self, picture: ListedPicture) -> dict[str, Any]:
+        """Return the card of a picture as plain values."""
+        caption = self.caption(picture)
+        found = self.checked.findings.get(picture.name, ())
+        badges = [*self._caption_badges(caption), *map(_badge, found)]
+        return {
+            "file": picture.name,
+            "repeats": picture.repeats,
+            "caption": caption.text,
+            "where": caption.file,
+            "stand_in": caption.stand_in,
+            "locked": caption.locked,
+            "badges": [badge.to_json() for badge in badges],
+            **_placed(self.checked.pictures.get(picture.name, {})),
+        }
+
+    def caption(self, picture: ListedPicture) -> Caption:
+        """Return the caption of a picture; one that cannot be read is locked and says why."""
+        try:
+            return caption_of(picture, root=self.root, extensions=self.extensions)
+        except InputError as error:
+            return Caption(text="", file=picture.sidecar_name or picture.name, locked=str(error))
+
+    def _caption_badges(self, caption: Caption) -> list[Badge]:
+        badges = []
+        if caption.locked:
+            badges.append(Badge(kind="caption file", text="caption file", title=caption.locked))
+        if caption.problem:
+            title = f"{caption.file}: {caption.problem}"
+            badges.append(Badge(kind="caption file", text="odd encoding", title=title))
+        trained = caption.text.strip() or caption.stand_in
+        if not caption.text.strip() and not caption.locked:
+            title = (
+                f"trained with \u201c{trained}\u201d"
+                if trained
+                else "trained with an empty caption"
+            )
+            badges.append(Badge(kind="no caption", text="no caption", title=title))
+        elif self.trigger and not _has_trigger(trained, self.trigger):
+            title = f"\u201c{self.trigger}\u201d does not stand in the caption"
+            badges.append(Badge(kind="trigger missing", text="trigger missing", title=title))
+        length = self.counter.count(trained) if self.counter else 0
+        if length > self.room_tokens:
+            title = "the end of the caption is not read: say less"
+            text = f"{length} of {self.room_tokens} tokens"
+            badges.append(Badge(kind="caption too long", text=text, title=title))
+        return badges
+
+
+def _has_trigger(caption: str, trigger: str) -> bool:
+    return TRIGGER_PLACEHOLDER in caption or has_trigger(caption, trigger)
+
+
+def _badge(finding: Mapping[str, Any]) -> Badge:
+    kind, what = str(finding.get("kind")), str(finding.get("what", ""))
+    label, text = _BADGES.get(kind, (kind, None))
+    severity = str(finding.get("severity"))
+    return Badge(
+        kind=label,
+        text=text or what.removeprefix("is "),
+        title=f"{what}: {finding.get('advice', '')}",
+        severity=severity if severity in ("note", "warning", "error") else "note",
+    )
+
+
+def _placed(picture: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the size of a picture and where it goes, empty before it was checked."""
+    if not picture:
+        return {}
+    edges = [edge for edge in sequence(picture, "kept") if isinstance(edge, int | float)]
+    return {
+        "width_px": _finite(picture, "width_px"),
+        "height_px": _finite(picture, "height_px"),
+        "score": _finite(picture, "score"),
+        "bucket": str(picture.get("bucket", "")),
+        "cropped_fraction": _finite(picture, "cropped_fraction"),
+        "upscaled": picture.get("upscaled") is True,
+        "kept": edges if len(edges) == 4 else [0, 0, 1, 1],
+    }
+
+
+def summary(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the check says of the whole dataset: score and buckets."""
+    return {
+        "score": _finite(values, "score"),
+        "buckets": {str(name): count for name, count in mapping(values, "buckets").items()},
+    }
+
+
+def _finite(row: Mapping[str, Any], key: str) -> float | None:
+    found = number(row, key)
+    return found if math.isfinite(found) else None

@@ -1,0 +1,170 @@
+"""A dataset folder as it is at this moment: pictures, excluded ones, what is known and chosen.
+
+Inputs: the folder, the workplace with its notes, drafts and answered checks. Output: a value that is
+made anew for every request, so that it never lags behind the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config import DataSettings, build_config
+from lora_trainer.data.captions import same_name, split_name
+from lora_trainer.data.listing import EXCLUDED_FOLDER, ListedPicture, Listing, list_dataset
+from lora_trainer.data.tokens import TokenCounter
+from lora_trainer.errors import InputError, RequestError
+from lora_trainer.output.history import mapping
+
+from . import dataset_check, dataset_notes
+from .caption_edit import Edit, caption_changes
+from .changes import Change
+from .dataset_check import Check
+from .dataset_notes import Notes
+from .dataset_view import CheckedPictures, Reader
+from .drafts import Draft
+from .journal import Journal
+from .launch import Words, check_words
+from .workplace import Workplace
+
+RESOLUTIONS = ("", "512", "768", "1024")
+"""Sizes that one can look at a dataset for, in pixels; empty: as the draft or the base has it."""
+Counters = dict[Path, TokenCounter | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenDataset:
+    """A dataset folder as it is now."""
+
+    work: Workplace
+    root: Path
+    notes: Notes
+    draft: Draft
+    settings: DataSettings
+    listing: Listing
+    excluded: tuple[ListedPicture, ...]
+    problem: str
+    counters: Counters
+
+    @property
+    def pictures(self) -> tuple[ListedPicture, ...]:
+        return self.listing.pictures
+
+    @property
+    def extensions(self) -> Sequence[str]:
+        return self.settings.caption_extensions
+
+    @property
+    def journal(self) -> Journal:
+        return Journal(root=self.root, folder=self.work.own / "undo")
+
+    @property
+    def resolution(self) -> str:
+        return self.notes.resolution if self.notes.resolution in RESOLUTIONS[1:] else ""
+
+    @property
+    def trained_as(self) -> str:
+        """What the size is without a choice of one."""
+        own = self.draft.settings.get("data.resolution", "auto")
+        return "the base\u2019s own size" if own == "auto" else f"{own} px, as in your draft"
+
+    @cached_property
+    def words(self) -> Words:
+        draft = replace(self.draft, dataset=str(self.root))
+        if self.resolution:
+            draft = draft.with_setting("data.resolution", int(self.resolution))
+        return check_words(draft, self.work)
+
+    @cached_property
+    def stamp(self) -> str:
+        return dataset_check.stamp_of(self.pictures, self.words)
+
+    @cached_property
+    def known(self) -> Check:
+        return dataset_check.known(self.work, self.root, stamp=self.stamp)
+
+    @cached_property
+    def reader(self) -> Reader:
+        limit = mapping(self.known.values, "caption_limit")
+        names = frozenset(picture.name for picture in self.pictures)
+        return Reader(
+            root=self.root,
+            extensions=self.extensions,
+            trigger=self.settings.trigger or ""
+            if self.notes.trigger is None
+            else self.notes.trigger,
+            counter=self._counter(limit),
+            room_tokens=int(limit.get("tokens", 0)),
+            checked=CheckedPictures.of(self.known.values, names=names),
+        )
+
+    @property
+    def away(self) -> Reader:
+        return Reader(root=self.root, extensions=self.extensions)
+
+    def picture(self, name: str) -> ListedPicture:
+        """Return a picture of the listing; raises RequestError for any other name."""
+        return _by_name(self._by_name, name)
+
+    def excluded_picture(self, name: str) -> ListedPicture:
+        """Return an excluded picture; raises RequestError for any other name."""
+        return _by_name({picture.name: picture for picture in self.excluded}, name)
+
+    def changes(self, edits: Sequence[Edit]) -> list[Change]:
+        """Return what makes these edits; raises InputError."""
+        return caption_changes(edits, root=self.root, extensions=self.extensions)
+
+    def alike(self, picture: ListedPicture) -> list[ListedPicture]:
+        """Return the pictures that may share a caption file with this one, itself among them."""
+        stem = same_name(split_name(picture.name)[0])
+        return [p for p in self.pictures if same_name(split_name(p.name)[0]) == stem]
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, ListedPicture]:
+        return {picture.name: picture for picture in self.pictures}
+
+    def _counter(self, limit: Mapping[str, Any]) -> TokenCounter | None:
+        if "tokenizer" not in limit:
+            return None
+        folder = Path(str(limit["tokenizer"]))
+        if folder not in self.counters:
+            self.counters[folder] = TokenCounter.load(folder)
+        return self.counters[folder]
+
+
+def _listed(root: Path, settings: DataSettings) -> tuple[Listing, str]:
+    """Return the pictures of a folder, and why there are none."""
+    try:
+        return list_dataset(root, settings=settings), ""
+    except InputError as error:
+        return Listing(pictures=(), findings=()), str(error)
+
+
+def _by_name(pictures: Mapping[str, ListedPicture], name: str) -> ListedPicture:
+    found = pictures.get(name)
+    if found is None:
+        raise RequestError(
+            f"there is no picture {name[:200]!r} in the folder now", fix="load the page again"
+        )
+    return found
+
+
+def open_dataset(work: Workplace, root: Path, *, counters: Counters) -> OpenDataset:
+    """Look at a folder; `counters` keeps the tokenizers that were read before."""
+    draft = dataset_notes.draft_for(work, root)
+    settings = build_config(draft.settings).data
+    listing, problem = _listed(root, settings)
+    return OpenDataset(
+        work=work,
+        root=root,
+        notes=dataset_notes.read(work, root),
+        draft=draft,
+        settings=settings,
+        listing=listing,
+        excluded=_listed(root / EXCLUDED_FOLDER, settings)[0].pictures,
+        problem=problem,
+        counters=counters,
+    )
