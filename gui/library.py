@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 from lora_trainer.output.inspect import Inspection
 from lora_trainer.output.markup import Html, join, table, tag
 from lora_trainer.output.sample_files import last_samples
 from lora_trainer.output.wording import bytes_text, one_line
 
+from . import lora_files
 from .lora_files import Entry, Header, LoraFile
+from .media import run_url, thumb_url
 
 PAGE = "/library"
 PREVIEW_SUFFIX = ".preview.png"
@@ -30,20 +32,9 @@ def page_url(file: LoraFile) -> str:
     return f"{PAGE}?{urlencode({'file': file.ref})}"
 
 
-def run_file_url(run: str, *names: str) -> str:
-    """Return the address of a file of a run folder."""
-    return "/media/run/" + "/".join(quote(name, safe="") for name in (run, *names))
-
-
-def thumb_url(image: Path, *, size_px: int = _THUMB_PX) -> str:
-    """Return the address of a thumbnail; the time of the image's change makes it a new one."""
-    values = {"folder": image.parent, "file": image.name, "size": size_px, "v": _changed_ns(image)}
-    return f"/media/thumb?{urlencode(values)}"
-
-
-def try_url(folder: str, name: str) -> str:
-    """Return the address of an image that was drawn to try a LoRA."""
-    return f"/media/own/tries/{quote(folder, safe='')}/{quote(name, safe='')}"
+def small_url(image: Path, *, size_px: int = _THUMB_PX) -> str:
+    """Return the address of a small copy; a picture that was replaced has another one."""
+    return f"{thumb_url(image.parent, image.name, size_px=size_px)}&v={_changed_ns(image)}"
 
 
 def preview_of(file: LoraFile) -> Path | None:
@@ -93,8 +84,8 @@ def _card(entry: Entry) -> Html:
         tag("p", header.problem, class_="error") if header.problem else None,
         tag("p", "Still training; this is its newest save.") if entry.training else None,
         tag("dl", *_facts(entry)),
-        tag("p", *_run_links(file), class_="links"),
         _saves(entry),
+        tag("p", *_run_links(file), class_="links"),
         class_="lora",
     )
 
@@ -105,7 +96,7 @@ def _says_more(header: Header, file: LoraFile) -> bool:
 
 def _picture(file: LoraFile, header: Header) -> Html:
     image = preview_of(file)
-    source = thumb_url(image) if image else header.thumbnail
+    source = small_url(image) if image else header.thumbnail
     if not source:
         return tag("span", "no preview", class_="placeholder")
     return tag("img", src=source, alt=f"Preview of {file.path.stem}", loading="lazy")
@@ -120,7 +111,8 @@ def _facts(entry: Entry) -> Iterator[Html]:
         "rank": header.rank,
         "steps": f"{steps:,}" if steps else None,
         "validation": entry.validation,
-        "file": f"{bytes_text(entry.file.size_bytes)}, {day(entry.file)}",
+        "size": bytes_text(entry.file.size_bytes),
+        "written": day(entry.file),
     }
     for name, value in facts.items():
         if value not in ("", None):
@@ -128,10 +120,10 @@ def _facts(entry: Entry) -> Iterator[Html]:
 
 
 def _run_links(file: LoraFile) -> Iterator[Html]:
-    yield tag("a", "Run", href=f"/run?{urlencode({'run': file.run})}")
+    yield tag("a", f"Run {file.run}", href=f"/run?{urlencode({'run': file.run})}")
     if (file.path.parent / "report.html").is_file():
-        yield tag("a", "Report", href=run_file_url(file.run, "report.html"), target="_blank")
-    yield tag("a", "Download", href=run_file_url(file.run, file.path.name), download=file.path.name)
+        yield tag("a", "Report", href=run_url(file.run, "report.html"), target="_blank")
+    yield tag("a", "Download", href=run_url(file.run, file.path.name), download=file.path.name)
 
 
 def _saves(entry: Entry) -> Html | None:
@@ -144,7 +136,11 @@ def _saves(entry: Entry) -> Html | None:
         )
         for save in entry.saves
     )
-    return tag("details", tag("summary", f"{len(entry.saves)} saves"), tag("ul", *links))
+    return tag("details", tag("summary", _earlier(len(entry.saves))), tag("ul", *links))
+
+
+def _earlier(count: int) -> str:
+    return f"{count} earlier save{'' if count == 1 else 's'}"
 
 
 def day(file: LoraFile) -> str:
@@ -155,7 +151,8 @@ def day(file: LoraFile) -> str:
 
 def head(file: LoraFile, header: Header) -> Html:
     """Return the top of the page of one file."""
-    entry = Entry(file=file, header=header)
+    validation = lora_files.validation(file.path.parent) if file.trained else ""
+    entry = Entry(file=file, header=header, validation=validation)
     return tag(
         "div",
         tag("p", tag("a", "\u2190 All LoRAs", href=PAGE)),
@@ -190,7 +187,13 @@ def inside(inspection: Inspection) -> Html:
     return tag(
         "div",
         _problems(inspection),
-        table(("", ""), _inspected(inspection)),
+        tag(
+            "dl",
+            *(
+                tag("div", tag("dt", name), tag("dd", text))
+                for name, text in _inspected(inspection)
+            ),
+        ),
         _norms(inspection.norms),
         tag(
             "details",

@@ -23,6 +23,7 @@ from lora_trainer.files import read_json_object
 from lora_trainer.output.adapter_file import read_contents
 from lora_trainer.output.adapter_problems import key_format
 from lora_trainer.output.history import mapping, number
+from lora_trainer.output.privacy import public_source
 from lora_trainer.output.wording import against_base, one_line
 
 from . import state
@@ -130,10 +131,16 @@ def read_header(file: LoraFile) -> Header:
     return _header(file.path, (file.changed_ns, file.size_bytes))
 
 
-def recorded_base(run: Path) -> str:
-    """Return where the base of a run is on this machine, an empty text where the run does not say."""
-    source = mapping(_record(run), "base").get("source")
-    return source if isinstance(source, str) else ""
+def recorded_base(file: LoraFile) -> str:
+    """Return where the base of a file is on this machine, an empty text where its run does not say.
+
+    A header names a base without its folder; a tool's result is for the run's base if the names agree.
+    """
+    source = mapping(_record(file.path.parent), "base").get("source")
+    if not isinstance(source, str):
+        return ""
+    same = file.trained or read_header(file).base == public_source(source)
+    return source if same else ""
 
 
 def matching(found: tuple[Entry, ...], text: str, base: str) -> tuple[Entry, ...]:
@@ -175,7 +182,7 @@ def _entries_of(folder: Path, run: state.RunEntry) -> Iterator[Entry]:
                 file=file,
                 header=read_header(file),
                 saves=tuple(save for save in saves if save is not best),
-                validation=_validation(folder),
+                validation=validation(folder),
                 training=run.status.state == "running",
             )
         elif not file.trained:
@@ -215,7 +222,7 @@ def _header(path: Path, stamp: Stamp) -> Header:
     try:
         contents = read_contents(path)
     except InputError as error:
-        return Header(metadata={}, problem=one_line(error.found))
+        return Header(metadata={}, problem=one_line(error.found.removeprefix(f"{path} ")))
     shapes = {name: part.down_shape for name, part in contents.parts.items()}
     ranks = Counter(rank for part in contents.parts.values() for rank in part.ranks)
     return Header(
@@ -223,7 +230,7 @@ def _header(path: Path, stamp: Stamp) -> Header:
         family=adapter_family(shapes, metadata=contents.metadata),
         format=key_format(contents.parts),
         rank=ranks.most_common(1)[0][0] if ranks else None,
-        problem="" if contents.parts else "it holds no LoRA",
+        problem="" if contents.parts else "holds no LoRA",
     )
 
 
@@ -234,7 +241,7 @@ def _record(folder: Path) -> Mapping[str, Any]:
         return {}
 
 
-def _validation(folder: Path) -> str:
+def validation(folder: Path) -> str:
     """Compare the last validation of a run with that of its base, in words."""
     file = folder / "events.jsonl"
     try:

@@ -112,9 +112,9 @@ def _result(work: Workplace, ref: str) -> Html:
 
 def _start(work: Workplace, file: LoraFile, words: Sequence[str], *, name: str) -> jobs.Job:
     output = unused(file.path.with_name(f"{launch.run_name(name.removesuffix(SUFFIX))}{SUFFIX}"))
-    base = recorded_base(file.path.parent)
+    base = recorded_base(file)
     argv = [*launch.TRAINER, *words, f"--output={output}"]
-    argv += [f"--base={base}"] if base and file.trained else []
+    argv += [f"--base={base}"] if base else []
     result = f"{file.run}/{output.name}"
     return jobs.start(
         work,

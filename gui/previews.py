@@ -15,7 +15,7 @@ from lora_trainer.output.markup import Html, tag
 from lora_trainer.output.sample_files import last_samples
 
 from . import tries
-from .library import PREVIEW_SUFFIX, preview_of, thumb_url
+from .library import PREVIEW_SUFFIX, small_url
 from .lora_files import LoraFile
 from .sharing import png_bytes
 from .workplace import Workplace
@@ -48,15 +48,13 @@ def choices_html(work: Workplace, file: LoraFile) -> Html:
     found = choices(work, file)
     if not found:
         return tag("p", "There are no samples of it yet; draw some under Try it.", class_="quiet")
-    now = preview_of(file)
     buttons = (
         tag(
             "button",
-            tag("img", src=thumb_url(image, size_px=192), alt="", loading="lazy"),
+            tag("img", src=small_url(image, size_px=192), alt="", loading="lazy"),
             type="button",
             data_choose=name,
             aria_label=f"Use as preview: {name}",
-            aria_pressed="true" if image == now else "false",
         )
         for name, image in found.items()
     )

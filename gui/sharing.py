@@ -24,11 +24,10 @@ from lora_trainer.output.markup import Html, tag
 from lora_trainer.output.privacy import public_text
 from lora_trainer.output.stream_file import whole_or_absent
 
-from .library import PREVIEW_SUFFIX, run_file_url
+from .library import PREVIEW_SUFFIX
 from .lora_files import SUFFIX, LoraFile
+from .media import EXPORTS, run_url
 
-FOLDER = "export"
-"""Where it goes unless another folder is named: inside the run folder."""
 MAX_PREVIEW_PX = 1536
 _SD_VERSIONS = {"sd15": "SD1", "sd2": "SD2", "sdxl": "SDXL"}
 """A1111's and Forge's names of what a LoRA is for; they list the others under Unknown."""
@@ -101,13 +100,17 @@ def remarks_html(found: tuple[Remark, ...]) -> Html:
     items = (
         tag(
             "li",
-            tag("b", f"{remark.what}. "),
-            tag("span", remark.advice, class_="quiet"),
+            tag("b", f"{_sentence(remark.what)}. "),
+            tag("span", f"{_sentence(remark.advice)}.", class_="quiet"),
             class_=remark.severity,
         )
         for remark in found
     )
     return tag("ul", *items, class_="problems")
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def card(inspection: Inspection, *, weight: float, notes: str) -> dict[str, Any]:
@@ -189,9 +192,9 @@ def png_bytes(image: Path) -> bytes:
 def exported_html(file: LoraFile, done: Exported) -> Html:
     """Return where the files are, with links to those inside of the run folder."""
     folder = done.files[0].parent
-    inside = folder == file.path.parent / FOLDER
+    inside = folder == file.path.parent / EXPORTS
     names = (
-        tag("a", path.name, href=run_file_url(file.run, FOLDER, path.name), download=path.name)
+        tag("a", path.name, href=run_url(file.run, EXPORTS, path.name), download=path.name)
         if inside
         else tag("span", path.name)
         for path in done.files

@@ -18,9 +18,9 @@ from lora_trainer.output.markup import Html, join, tag
 from lora_trainer.output.sample_files import last_samples, sample_prompt, try_name
 from lora_trainer.output.wording import one_line
 
-from . import jobs, launch
-from .library import thumb_url, try_url
+from . import jobs, launch, state
 from .lora_files import Header, LoraFile, recorded_base
+from .media import try_url
 from .workplace import Workplace
 
 KIND = "try"
@@ -28,6 +28,8 @@ STRENGTHS = (0.4, 0.6, 0.8, 1.0, 1.2)
 SEED = 1234
 MAX_PROMPTS, MAX_STRENGTHS, MAX_STRENGTH = 12, 12, 4.0
 SHOWN = 4
+STOPPED = frozenset({-15, 130, 143})
+"""Exit codes of a command that somebody ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +99,17 @@ def _base(work: Workplace, file: LoraFile, typed: str) -> launch.Words:
     """Name the base; a header names it without its folder, the record of the run with it."""
     if typed:
         return launch.base_words(typed, work)
-    recorded = recorded_base(file.path.parent)
-    return (f"--base={recorded}",) if recorded and file.trained else ()
+    recorded = recorded_base(file)
+    return (f"--base={recorded}",) if recorded else ()
+
+
+def warning(work: Workplace) -> str:
+    """Return what to know before drawing, an empty text for nothing."""
+    if any(run.status.state == "running" for run in state.runs(work.runs)):
+        return (
+            "A training runs here: drawing shares the machine with it, and may run out of memory."
+        )
+    return ""
 
 
 def example_prompt(file: LoraFile, header: Header) -> str:
@@ -165,10 +176,14 @@ def _try(work: Workplace, job: jobs.Job) -> Html:
     return join(
         [
             tag("p", _said(job, len(found), count), class_="said", role="status"),
-            tag("p", job.error(), class_="error notice") if job.state == "failed" else None,
+            tag("p", job.error(), class_="error notice") if not _was_stopped(job) else None,
             tag("div", *rows, class_="try-grid", role="table", style=f"--columns:{len(strengths)}"),
         ]
     )
+
+
+def _was_stopped(job: jobs.Job) -> bool:
+    return job.state != "failed" or job.exit_code in STOPPED
 
 
 def _said(job: jobs.Job, done: int, count: int) -> str:
@@ -176,17 +191,17 @@ def _said(job: jobs.Job, done: int, count: int) -> str:
         where = f"{done} of {count} images" if done else "loading the base model"
         return f"Drawing: {where}."
     if job.state == "failed":
-        return f"Ended after {done} of {count} images."
+        return f"{'Stopped' if _was_stopped(job) else 'Ended'} after {done} of {count} images."
     return f"{count} images, seed {_seed(job)} in the first row, one more in each row."
 
 
-def _cell(image: Path | None, prompt: str, strength: float, state: jobs.State) -> Html:
+def _cell(image: Path | None, prompt: str, strength: float, job_state: jobs.State) -> Html:
     if image is None:
         return tag(
-            "span", "\u2026" if state == "running" else "\u2013", role="cell", class_="missing"
+            "span", "\u2026" if job_state == "running" else "\u2013", role="cell", class_="missing"
         )
-    picture = tag("img", src=thumb_url(image), alt=f"{prompt}, strength {strength:g}")
     url = try_url(image.parent.name, image.name)
+    picture = tag("img", src=url, alt=f"{prompt}, strength {strength:g}", loading="lazy")
     return tag("span", tag("a", picture, href=url, target="_blank"), role="cell")
 
 

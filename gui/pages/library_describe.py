@@ -48,7 +48,7 @@ def build(work: Workplace, ref: Any, head: Any) -> Part:
             file = find(work, name)
         except LoraTrainError as error:
             return [error_html(str(error)), gr.skip()]
-        changed = ", ".join(done.changed)
+        changed = ", ".join(key.partition(".")[2].replace("_", " ") for key in done.changed)
         note = f"Saved: {changed}." if changed else "Nothing was changed."
         return [note_html(note), library.head(file, read_header(file))]
 

@@ -12,6 +12,7 @@ from lora_trainer.output.inspect import inspect_file
 from .. import library, sharing
 from ..answers import error_html
 from ..lora_files import Header, LoraFile, find
+from ..media import EXPORTS
 from ..workplace import Workplace
 from .library_parts import Part, quiet
 
@@ -36,8 +37,8 @@ def build(work: Workplace, ref: Any) -> Part:
         info="empty: the folder export of the run; or your program's folder of LoRAs",
     )
     with gr.Row():
-        check = gr.Button("Check only", min_width=120, scale=0)
-        go = gr.Button("Check and export", variant="primary", min_width=160, scale=0)
+        check = gr.Button("Check only", min_width=140, scale=0)
+        go = gr.Button("Check and export", variant="primary", min_width=190, scale=0)
     said = gr.HTML()
 
     def checked(name: str) -> str:
@@ -69,7 +70,7 @@ def _export(work: Workplace, file: LoraFile, *, weight: float, notes: str, folde
     found = sharing.remarks(inspection, preview=preview)
     if found and found[0].severity == "error":
         raise InputError(f"{file.path.name}: {found[0].what}", fix=found[0].advice)
-    target = file.path.parent / sharing.FOLDER
+    target = file.path.parent / EXPORTS
     if folder.strip():
         target = work.path(folder, what="a folder for the files")
     card = sharing.card(inspection, weight=weight, notes=notes)

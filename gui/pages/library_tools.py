@@ -17,6 +17,7 @@ from .library_parts import Part, quiet
 
 _NAME_HELP = "empty: a name is made; a file that exists is never replaced"
 _OTHERS = 3
+_NONE = [("none", "")]
 
 
 def build(work: Workplace, ref: Any) -> Part:
@@ -61,7 +62,13 @@ def build(work: Workplace, ref: Any) -> Part:
         for number in range(1, _OTHERS + 1):
             with gr.Row():
                 others += [
-                    gr.Dropdown(label=f"LoRA {number + 1}", value="", min_width=200, scale=3),
+                    gr.Dropdown(
+                        label=f"LoRA {number + 1}",
+                        choices=_NONE,
+                        value="",
+                        min_width=200,
+                        scale=3,
+                    ),
                     gr.Number(label="Weight", value=1.0, min_width=100),
                 ]
         merged_rank = gr.Number(
@@ -116,7 +123,7 @@ def _others(work: Workplace, file: LoraFile, header: Header) -> list[tuple[str, 
     """Return what a file can be merged with: LoRAs for the same family of models."""
     found = [entry for entry in lora_files.entries(work) if entry.file.ref != file.ref]
     fitting = [entry.file.ref for entry in found if entry.header.family == header.family]
-    return [("none", ""), *((ref.removesuffix(lora_files.SUFFIX), ref) for ref in fitting)]
+    return [*_NONE, *((ref.removesuffix(lora_files.SUFFIX), ref) for ref in fitting)]
 
 
 def view(work: Workplace, name: str, seen: Any) -> list[Any]:

@@ -9,7 +9,7 @@ import gradio as gr
 from lora_trainer.errors import LoraTrainError
 
 from .. import jobs, tries
-from ..answers import error_html
+from ..answers import error_html, note_html
 from ..lora_files import Header, LoraFile, find
 from ..workplace import Workplace
 from .library_parts import Part, quiet
@@ -39,7 +39,7 @@ def build(work: Workplace, ref: Any) -> Part:
         base = gr.Textbox(label="Another base model", info=_BASE_HELP, min_width=200)
     with gr.Row():
         draw = gr.Button("Draw", variant="primary", min_width=120, scale=0)
-        stop = gr.Button("Stop drawing", visible=False, min_width=120, scale=0)
+        stop = gr.Button("Stop drawing", visible=False, min_width=170, scale=0)
     said = gr.HTML(elem_classes="line")
     shown = gr.HTML()
     seen = gr.State()
@@ -65,9 +65,10 @@ def build(work: Workplace, ref: Any) -> Part:
 
     def opened(file: LoraFile, header: Header) -> list[Any]:
         first = tries.example_prompt(file, header)
-        return [first, *view(work, file.ref, None), gr.Timer(active=True)]
+        warned = note_html(tries.warning(work))
+        return [first, warned, *view(work, file.ref, None), gr.Timer(active=True)]
 
-    return Part(outputs=[prompts, *outputs, timer], opened=opened)
+    return Part(outputs=[prompts, said, *outputs, timer], opened=opened)
 
 
 def view(work: Workplace, name: str, seen: Any) -> list[Any]:
