@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -104,6 +105,14 @@ def read(work: Workplace, job_id: str) -> Job:
         state=state,
         exit_code=exit_code,
     )
+
+
+def stop(job: Job) -> None:
+    """Ask a running job to end; it then counts as failed."""
+    runner = _record(job.folder / RUNNER_FILE)
+    if job.state == "running" and runner is not None and _lives(runner):
+        with suppress(psutil.Error):  # it ended by itself meanwhile
+            psutil.Process(int(runner["pid"])).terminate()
 
 
 def find(work: Workplace, *, kind: str) -> list[Job]:

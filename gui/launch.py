@@ -33,7 +33,13 @@ _NAME_MAX_LENGTH = 100
 
 def check_words(draft: Draft, work: Workplace) -> Words:
     """Return the command that reports on the dataset; raises RequestError or InputError."""
-    return ("check", str(work.folder(draft.dataset)), *_base(draft, work), *_sets(draft), "--json")
+    return (
+        "check",
+        str(work.folder(draft.dataset)),
+        *base_words(draft.base, work),
+        *_sets(draft),
+        "--json",
+    )
 
 
 def plan_words(draft: Draft, work: Workplace) -> Words:
@@ -99,12 +105,12 @@ def run_name(text: str) -> str:
 
 
 def _choices(draft: Draft, work: Workplace) -> Words:
-    return (f"--priority={draft.priority}", *_base(draft, work), *_sets(draft))
+    return (f"--priority={draft.priority}", *base_words(draft.base, work), *_sets(draft))
 
 
-def _base(draft: Draft, work: Workplace) -> Words:
-    """Return the base model; raises InputError for a path outside of what may be named."""
-    base = draft.base.strip()
+def base_words(text: str, work: Workplace) -> Words:
+    """Return the base model that was typed; raises InputError for a path that may not be named."""
+    base = text.strip()
     if base in ("", "auto"):
         return ()
     if base != "embedded" and Path(base).expanduser().exists():

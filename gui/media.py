@@ -1,10 +1,12 @@
 """The files that pages show: those of a run folder, and small copies of pictures of a dataset.
 
     /media/run/NAME/samples/step-00000250/00.png    a picture, the report, an exported LoRA, a record
+    /media/own/tries/ID/NAME.png                    a picture that was drawn to try a LoRA
     /media/thumb?folder=FOLDER&file=NAME&size=384   a picture of a dataset, as training sees it
 
 Inputs: addresses from a browser. A run is one of the listed names, a path has no hidden part, and
-what it leads to is inside of its folder; saved states are not served. Output: the file, a 304 for a
+what it leads to is inside of its folder; saved states are not served, nor is anything of the
+interface's own but the pictures of tries. Output: the file, a 304 for a
 browser that has it, or 404 with the reason.
 """
 
@@ -39,6 +41,9 @@ _SHOWN_IMAGES = {
 }
 _RECORDS = frozenset({".json", ".jsonl", ".log", ".txt"})
 _REPORT = "report.html"
+EXPORTS = "export"
+"""The folder in a run's folder with files for other programs: a LoRA, its preview, its card."""
+_TRIES = "tries"
 _NO_PAGE = "default-src 'none'; frame-ancestors 'none'; sandbox"
 _REPORT_POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; frame-ancestors 'self'; sandbox"
@@ -55,11 +60,17 @@ def thumb_url(folder: Path, file: str, *, size_px: int = 384) -> str:
     return "/media/thumb?" + urlencode({"folder": folder, "file": file, "size": size_px})
 
 
+def try_url(folder: str, name: str) -> str:
+    """Return the address of a picture that was drawn to try a LoRA."""
+    return f"/media/own/{_TRIES}/{quote(folder, safe='')}/{quote(name, safe='')}"
+
+
 def routes(work: Workplace) -> list[BaseRoute]:
     """Return the routes for the runs and the datasets of `work`."""
     media = _Media(work=work, thumbs=Thumbnails.under(work.own))
     return [
         Route("/media/run/{name}/{file:path}", media.run_file),
+        Route(f"/media/own/{_TRIES}/{{folder}}/{{name}}", media.try_image),
         Route("/media/thumb", media.thumb),
     ]
 
@@ -92,6 +103,17 @@ class _Media:
             headers["x-frame-options"] = "SAMEORIGIN"
         tag = f'"{found.st_mtime_ns:x}-{found.st_size:x}"'
         return _file(request, served, tag=tag, headers=headers)
+
+    async def try_image(self, request: Request) -> Response:
+        asked = request.path_params
+        try:
+            served = await anyio.to_thread.run_sync(
+                try_file, self.work, asked["folder"], asked["name"]
+            )
+        except LoraTrainError as error:
+            return _missing(error)
+        tag = f'"{served.path.stat().st_mtime_ns:x}"'
+        return _file(request, served, tag=tag, headers={"content-security-policy": _NO_PAGE})
 
     async def thumb(self, request: Request) -> Response:
         asked = request.query_params
@@ -130,6 +152,8 @@ def _as_served(path: Path, *, parts: Sequence[str]) -> _Served | None:
         return None
     if extension in _SHOWN_IMAGES:
         return _Served(path=path, kind=_SHOWN_IMAGES[extension])
+    if parts[0] == EXPORTS and len(parts) == 2 and extension in (".safetensors", ".json"):
+        return _Served(path=path, kind="application/octet-stream", download=True)
     if len(parts) > 1:
         return None
     if parts[0] == _REPORT:
@@ -137,6 +161,16 @@ def _as_served(path: Path, *, parts: Sequence[str]) -> _Served | None:
     if extension == ".safetensors":
         return _Served(path=path, kind="application/octet-stream", download=True)
     return _Served(path=path, kind="text/plain") if extension in _RECORDS else None
+
+
+def try_file(work: Workplace, folder: str, name: str) -> _Served:
+    """Return what is served for a picture of a try; raises RequestError for everything else."""
+    tries = (work.own / _TRIES).resolve()
+    path = _inside(tries, f"{folder}/{name}")
+    kind = _SHOWN_IMAGES.get(path.suffix.lower())
+    if kind is None or not path.is_relative_to(tries) or not path.is_file():
+        raise _nothing(name)
+    return _Served(path=path, kind=kind)
 
 
 def dataset_file(work: Workplace, folder: str, file: str) -> Path:

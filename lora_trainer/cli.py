@@ -183,14 +183,17 @@ def sample(
     base: Annotated[str | None, Parameter(help="another base than it was trained on")] = None,
     output: Annotated[Path, Parameter(help="folder for the images")] = Path("samples"),
     seed: Annotated[int, Parameter(help="seed of the first image")] = 1234,
-    strength: Annotated[float, Parameter(help="how strongly the LoRA is applied")] = 1.0,
+    strength: Annotated[
+        list[float],
+        Parameter(negative="", help="how strongly the LoRA is applied, repeatable [default: 1]"),
+    ] = [],  # noqa: B006 - as above
 ) -> None:
     """Make images with the LoRA of a run folder or file, through a plain diffusers pipeline."""
     quiet_libraries()
     from lora_trainer.try_out import make_images
 
     for file in make_images(
-        run, prompts=prompt, base=base, output=output, seed=seed, strength=strength
+        run, prompts=prompt, base=base, output=output, seed=seed, strengths=strength or [1.0]
     ):
         out.print(str(file), highlight=False)
 

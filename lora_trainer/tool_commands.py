@@ -1,4 +1,4 @@
-"""The commands on finished files: convert, merge, resize, extract; `cli` registers them and prints what they say.
+"""The commands on finished files: convert, merge, resize, extract, describe; `cli` registers them.
 
 Nothing here computes, and torch is imported only when a command runs. A command that ends in an error
 or is interrupted leaves nothing behind.
@@ -35,6 +35,7 @@ MadeFor = Annotated[
 OwnPrecision = Annotated[
     Precision | None, Parameter(help="fp32, bf16 or fp16 [default: the input's]")
 ]
+Entry = Annotated[str | None, Parameter(help="text of this entry, empty to remove it")]
 OwnFormat = Annotated[Asked, Parameter(help="key names [default: the input's, or what fits]")]
 
 
@@ -182,7 +183,42 @@ def extract(
         )
 
 
-COMMANDS = (convert, merge, resize, extract)
+def describe(
+    file: Path,
+    /,
+    *,
+    title: Entry = None,
+    description: Entry = None,
+    author: Entry = None,
+    license: Entry = None,
+    trigger: Annotated[str | None, Parameter(help="the words that call the concept")] = None,
+    tags: Annotated[str | None, Parameter(help="words to find it by, with commas between")] = None,
+    output: Annotated[
+        Path | None, Parameter(help="file to write [default: FILE, whose tensors stay the same]")
+    ] = None,
+    force: Force = False,
+    json: Json = False,
+) -> Answer:
+    """Write what people are told about an adapter into its header; an empty text removes an entry."""
+    with _nothing_left_behind():
+        from lora_trainer.tools.describe import Description, describe
+
+        texts = Description(
+            title=title,
+            description=description,
+            author=author,
+            license=license,
+            trigger=trigger,
+            tags=tags,
+        )
+        done = describe(file, texts, output=output or file, force=force or output is None)
+        if json:
+            return Answer(value={"file": str(done.file), "changed": done.changed}, as_json=True)
+        changed = ", ".join(done.changed) or "nothing"
+        return Answer(value=f"wrote {done.file}\nchanged: {changed}", as_json=False)
+
+
+COMMANDS = (convert, merge, resize, extract, describe)
 
 
 @contextmanager

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -11,19 +14,30 @@ import torch
 from lora_trainer import families
 from lora_trainer.config import BaseSettings, Config, SamplingSettings, build_config
 from lora_trainer.errors import InputError, RequestError
+from lora_trainer.files import disk_error, write_atomic
 from lora_trainer.model.load import locate, with_choices
 from lora_trainer.output.adapter_file import read_adapter
 from lora_trainer.output.export import final_export_name
+from lora_trainer.output.sample_files import try_name
 from lora_trainer.run_folder import RUN_FILE, read_run
 
 
 def make_images(
-    run: Path, *, prompts: Sequence[str], base: str | None, output: Path, seed: int, strength: float
-) -> list[Path]:
-    """Write one image per prompt and return the files; `run` is a run folder or an adapter file.
+    run: Path,
+    *,
+    prompts: Sequence[str],
+    base: str | None,
+    output: Path,
+    seed: int,
+    strengths: Sequence[float],
+) -> Iterator[Path]:
+    """Write an image per prompt and strength, yield each; `run` is a run folder or an adapter file.
 
-    Raises InputError when there is no adapter, RequestError when the base is not known.
+    All strengths of a prompt have the same seed. Raises InputError when there is no adapter,
+    RequestError when the base is not known, MachineError when the disk refuses.
     """
+    if not all(map(math.isfinite, strengths)):
+        raise RequestError("a strength is no number", fix="give numbers such as --strength 0.8")
     file = _adapter_of(run) if run.is_dir() else run
     metadata = read_adapter(file).metadata
     config = _stated_settings(metadata)
@@ -50,13 +64,16 @@ def make_images(
     family = families.family(facts.family)
     pipeline = family.plain_pipeline(facts, dtype=dtype, device=device)
     pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
-    pipeline.set_adapters(pipeline.get_active_adapters(), adapter_weights=strength)
     sampling = config.sampling if config else SamplingSettings()
     trained_px = config.data.resolution if config else "auto"
     side_px = facts.resolution_px if trained_px == "auto" else trained_px
-    output.mkdir(parents=True, exist_ok=True)
-    written = []
-    for index, prompt in enumerate(prompts):
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(output, error) from error
+    several = len(strengths) > 1
+    for (index, prompt), strength in product(enumerate(prompts), strengths):
+        pipeline.set_adapters(pipeline.get_active_adapters(), adapter_weights=strength)
         image = pipeline(
             **family.prompt_arguments(
                 prompt, sampling.negative_prompt, guidance_scale=sampling.guidance_scale
@@ -66,10 +83,11 @@ def make_images(
             width=side_px,
             height=side_px,
         ).images[0]
-        target = output / f"{file.stem}-{seed + index}.png"
-        image.save(target)
-        written.append(target)
-    return written
+        name = try_name(file.stem, seed=seed + index, strength=strength if several else None)
+        png = BytesIO()
+        image.save(png, format="PNG")
+        write_atomic(output / name, png.getvalue(), durable=False)
+        yield output / name
 
 
 def _base_settings(config: Config | None, source: str) -> BaseSettings:

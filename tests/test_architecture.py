@@ -89,6 +89,7 @@ def test_module_says_what_it_is_for(path: Path) -> None:
 def light_modules() -> list[str]:
     """Return the modules behind the commands that must answer at once."""
     names = ["cli", "config", "hardware", "output.inspect", "prepare", "queueing", "resolve"]
+    names += ["tools.describe"]
     found = [f"lora_trainer.{name}" for name in [*names, "show.answers", "show.plan"]]
     for folder in ("data", "families", "planning"):
         found += [

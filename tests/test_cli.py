@@ -15,7 +15,7 @@ from lora_trainer import cli
 from lora_trainer.config import setting_keys
 from tests.fakes.runs import ROOT, Toy, python, start, toy
 
-TOOLS = {"convert", "extract", "merge", "resize"}
+TOOLS = {"convert", "describe", "extract", "merge", "resize"}
 COMMANDS = {
     "bench",
     "check",
@@ -56,6 +56,10 @@ FLAGS = {
     "extract": {
         *("--energy", "--force", "--format", "--json", "--output", "--precision", "--rank"),
         "--targets",
+    },
+    "describe": {
+        *("--author", "--description", "--force", "--json", "--license", "--output", "--tags"),
+        *("--title", "--trigger"),
     },
     "sample": {"--base", "--output", "--prompt", "--seed", "--strength"},
     "profile": {

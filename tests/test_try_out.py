@@ -57,6 +57,25 @@ def test_strength_0_is_the_base(place: Toy, tmp_path: Path) -> None:
     assert apart(tmp_path / "toy-1234.png", base) <= 2
 
 
+def test_strengths_share_base_and_seed(
+    place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["--prompt", "a toy", "--prompt", "another"]
+    capsys.readouterr()
+    strengths = ["--strength", "0", "--strength", "1"]
+    assert sample(place.run, *prompts, *strengths, "--output", tmp_path) == 0
+    names = [f"toy-{seed}-x{strength}.png" for seed in (1234, 1235) for strength in (0, 1)]
+    assert capsys.readouterr().out.split() == [str(tmp_path / name) for name in names]
+    samples = place.run / "samples"
+    assert apart(tmp_path / names[0], samples / "step-00000000" / "00.png") <= 2
+    assert apart(tmp_path / names[1], samples / "step-00000006" / "00.png") <= 2
+    assert apart(tmp_path / names[2], tmp_path / names[3]) > 10
+
+
+def test_a_strength_that_is_no_number_is_refused_before_anything_is_loaded(place: Toy) -> None:
+    assert sample(place.run, "--prompt", "a toy", "--strength", "nan") == 2
+
+
 def test_a_file_draws_with_the_base_given(place: Toy, tmp_path: Path) -> None:
     """It was trained with other sampling steps than a foreign file gets; it says so itself."""
     file = place.run / "toy.safetensors"

@@ -20,7 +20,7 @@ from lora_trainer.output.export_info import ExportInfo, SubsetSummary
 from lora_trainer.output.privacy import public_source, public_text
 from lora_trainer.output.training_metadata import training_metadata
 
-__all__ = ["ExportInfo", "SubsetSummary", "metadata"]
+__all__ = ["ExportInfo", "SubsetSummary", "metadata", "usage_hint"]
 
 MACHINE_SETTINGS = ("output.folder", "data.cache_dir")
 """Settings that say where things lie on this machine and nothing about the result."""
@@ -64,7 +64,7 @@ def _modelspec(info: ExportInfo) -> dict[str, Any]:
     picture = info.thumbnail_jpeg
     optional = {
         "trigger_phrase": info.trigger,
-        "usage_hint": f"Put '{info.trigger}' into the prompt." if info.trigger else None,
+        "usage_hint": usage_hint(info.trigger or ""),
         "description": info.description,
         "author": info.author,
         "license": info.license,
@@ -76,6 +76,11 @@ def _modelspec(info: ExportInfo) -> dict[str, Any]:
     }
     present = {**required, **{key: value for key, value in optional.items() if value}}
     return {f"modelspec.{key}": value for key, value in present.items()}
+
+
+def usage_hint(trigger: str) -> str:
+    """Return the sentence that tells how a trigger is used, an empty one for no trigger."""
+    return f"Put '{trigger}' into the prompt." if trigger else ""
 
 
 def _own(info: ExportInfo) -> dict[str, Any]:

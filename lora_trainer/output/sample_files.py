@@ -38,6 +38,11 @@ def sample_prompt(image: Path) -> str:
     return text.split("\nNegative prompt:")[0].split("\nSteps:")[0]
 
 
+def try_name(stem: str, *, seed: int, strength: float | None = None) -> str:
+    """Return the name of an image drawn with a finished file; `strength` where there are several."""
+    return f"{stem}-{seed}{'' if strength is None else f'-x{strength:g}'}.png"
+
+
 def thumbnail_jpeg(image: Path) -> bytes:
     """Return the image as JPEG of at most 256 px a side and 48 kB; raises OSError where it is none."""
     with Image.open(image) as opened:

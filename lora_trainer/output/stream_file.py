@@ -11,7 +11,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -122,13 +123,21 @@ def write_tensors(
     all of the new file or what it held before. Raises RequestError for a file that exists, unless
     `force`, and MachineError when the disk refuses or gives other bytes back.
     """
+    with whole_or_absent(path, force=force) as file:
+        _write(file, path, slots, bodies, metadata=metadata, hashes=tuple(hashes))
+
+
+@contextmanager
+def whole_or_absent(path: Path, *, force: bool) -> Iterator[BinaryIO]:
+    """Give a file to write that appears as `path` once it is on the disk; raises as `write_tensors`."""
     refuse_existing(path, force=force)
     temporary = path.with_name(
         f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}"[:200]
     )
     try:
         with temporary.open("xb+") as file:
-            _write(file, path, slots, bodies, metadata=metadata, hashes=tuple(hashes))
+            yield file
+            file.flush()
             os.fsync(file.fileno())
         refuse_existing(path, force=force)  # it may have come into being meanwhile
         temporary.replace(path)
@@ -163,8 +172,13 @@ def _write(
     header = header_bytes(slots, others | _chosen(entries, hashes))
     assert len(header) == len(room)
     file.write(header)
+    require_body(file, path, start=len(room), sha256_hex=entries[MODEL_HASH])
+
+
+def require_body(file: BinaryIO, path: Path, *, start: int, sha256_hex: str) -> None:
+    """Read back what was written from `start` on; raises MachineError for other bytes."""
     file.flush()
-    if _body_sha256(file, start=len(room)) != entries[MODEL_HASH]:
+    if _body_sha256(file, start=start) != sha256_hex:
         raise MachineError(
             f"{path} reads back with other bytes than were written",
             fix="check the disk or choose another folder with --output",

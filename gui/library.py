@@ -1,0 +1,259 @@
+"""The page LoRAs as markup: the grid of finished adapters, and what one file says of itself.
+
+Inputs: entries and headers of lora_files.py, inspections. Outputs: escaped markup. What a header
+holds was written by anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.parse import urlencode
+
+from lora_trainer.output.inspect import Inspection
+from lora_trainer.output.markup import Html, join, table, tag
+from lora_trainer.output.sample_files import last_samples
+from lora_trainer.output.wording import bytes_text, one_line
+
+from . import lora_files
+from .lora_files import Entry, Header, LoraFile
+from .media import run_url, thumb_url
+
+PAGE = "/library"
+PREVIEW_SUFFIX = ".preview.png"
+_MAX_SHOWN = 400
+_MAX_VALUE_CHARACTERS = 2_000
+_THUMB_PX = 384
+
+
+def page_url(file: LoraFile) -> str:
+    """Return the address of the page of one file."""
+    return f"{PAGE}?{urlencode({'file': file.ref})}"
+
+
+def small_url(image: Path, *, size_px: int = _THUMB_PX) -> str:
+    """Return the address of a small copy; a picture that was replaced has another one."""
+    return f"{thumb_url(image.parent, image.name, size_px=size_px)}&v={_changed_ns(image)}"
+
+
+def preview_of(file: LoraFile) -> Path | None:
+    """Return the picture beside a file or, of the result or a save of a run, its last sample."""
+    for name in (f"{file.path.stem}{PREVIEW_SUFFIX}", f"{file.path.stem}.png"):
+        image = file.path.with_name(name)
+        if image.is_file() and not image.is_symlink():
+            return image
+    if not file.trained:
+        return None
+    samples = file.path.parent / "samples"
+    drawn = sorted((samples / f"step-{file.step:08d}").glob("*.png")) if file.step else []
+    return next(iter(drawn or last_samples(samples)), None)
+
+
+def grid(found: tuple[Entry, ...], *, of: int) -> Html:
+    """Return the cards of the LoRAs that are shown, of that many there are."""
+    if not of:
+        return tag(
+            "p",
+            "There is no finished LoRA yet. ",
+            tag("a", "Train one", href="/train"),
+            " and it appears here with its first save.",
+            class_="quiet",
+        )
+    if not found:
+        return tag("p", f"None of the {of} LoRAs fits the search.", class_="quiet")
+    more = len(found) - _MAX_SHOWN
+    said = f"{len(found)} of {of}" if len(found) < of else f"{of} LoRA{'' if of == 1 else 's'}"
+    return join(
+        [
+            tag("p", said, class_="quiet", role="status"),
+            tag("div", *(_card(entry) for entry in found[:_MAX_SHOWN]), class_="loras"),
+            tag("p", f"{more} more: narrow the search.") if more > 0 else None,
+        ]
+    )
+
+
+def _card(entry: Entry) -> Html:
+    file, header = entry.file, entry.header
+    url = page_url(file)
+    return tag(
+        "article",
+        tag("a", _picture(file, header), href=url, tabindex="-1"),
+        tag("h3", tag("a", file.path.stem, href=url)),
+        tag("p", header.title, class_="quiet") if _says_more(header, file) else None,
+        tag("p", header.problem, class_="error") if header.problem else None,
+        tag("p", "Still training; this is its newest save.") if entry.training else None,
+        tag("dl", *_facts(entry)),
+        _saves(entry),
+        tag("p", *_run_links(file), class_="links"),
+        class_="lora",
+    )
+
+
+def _says_more(header: Header, file: LoraFile) -> bool:
+    return header.title not in ("", file.path.stem)
+
+
+def _picture(file: LoraFile, header: Header) -> Html:
+    image = preview_of(file)
+    source = small_url(image) if image else header.thumbnail
+    if not source:
+        return tag("span", "no preview", class_="placeholder")
+    return tag("img", src=source, alt=f"Preview of {file.path.stem}", loading="lazy")
+
+
+def _facts(entry: Entry) -> Iterator[Html]:
+    header = entry.header
+    steps = entry.file.step or header.steps
+    facts = {
+        "base": header.base,
+        "trigger": header.trigger,
+        "rank": header.rank,
+        "steps": f"{steps:,}" if steps else None,
+        "validation": entry.validation,
+        "size": bytes_text(entry.file.size_bytes),
+        "written": day(entry.file),
+    }
+    for name, value in facts.items():
+        if value not in ("", None):
+            yield tag("div", tag("dt", name), tag("dd", str(value)))
+
+
+def _run_links(file: LoraFile) -> Iterator[Html]:
+    yield tag("a", f"Run {file.run}", href=f"/run?{urlencode({'run': file.run})}")
+    if (file.path.parent / "report.html").is_file():
+        yield tag("a", "Report", href=run_url(file.run, "report.html"), target="_blank")
+    yield tag("a", "Download", href=run_url(file.run, file.path.name), download=file.path.name)
+
+
+def _saves(entry: Entry) -> Html | None:
+    if not entry.saves:
+        return None
+    links = (
+        tag(
+            "li",
+            tag("a", f"step {save.step:,}" if save.step else save.path.name, href=page_url(save)),
+        )
+        for save in entry.saves
+    )
+    return tag("details", tag("summary", _earlier(len(entry.saves))), tag("ul", *links))
+
+
+def _earlier(count: int) -> str:
+    return f"{count} earlier save{'' if count == 1 else 's'}"
+
+
+def day(file: LoraFile) -> str:
+    """Return the day a file was written, in this machine's time zone."""
+    written = datetime.fromtimestamp(file.changed_ns / 1e9, UTC).astimezone()
+    return written.strftime("%Y-%m-%d")
+
+
+def head(file: LoraFile, header: Header) -> Html:
+    """Return the top of the page of one file."""
+    validation = lora_files.validation(file.path.parent) if file.trained else ""
+    entry = Entry(file=file, header=header, validation=validation)
+    return tag(
+        "div",
+        tag("p", tag("a", "\u2190 All LoRAs", href=PAGE)),
+        tag(
+            "div",
+            _picture(file, header),
+            tag(
+                "div",
+                tag("h2", file.path.stem),
+                tag("p", header.title) if _says_more(header, file) else None,
+                tag("p", header.problem, class_="error") if header.problem else None,
+                tag("dl", *_facts(entry)),
+                tag("p", *_run_links(file), class_="links"),
+            ),
+            class_="lora-head",
+        ),
+    )
+
+
+def missing(said: str) -> Html:
+    """Return what is shown in place of a file that is not there."""
+    return join(
+        [
+            tag("p", tag("a", "\u2190 All LoRAs", href=PAGE)),
+            tag("p", said, class_="error notice"),
+        ]
+    )
+
+
+def inside(inspection: Inspection) -> Html:
+    """Return what a file holds: problems first, then facts, its strongest blocks, raw entries folded."""
+    return tag(
+        "div",
+        _problems(inspection),
+        tag(
+            "dl",
+            *(
+                tag("div", tag("dt", name), tag("dd", text))
+                for name, text in _inspected(inspection)
+            ),
+        ),
+        _norms(inspection.norms),
+        tag(
+            "details",
+            tag("summary", f"All {len(inspection.metadata)} entries of the header"),
+            table(("entry", "value"), _raw(inspection.metadata), class_="raw"),
+        ),
+        class_="inside",
+    )
+
+
+def _problems(inspection: Inspection) -> Html:
+    order = ("error", "warning", "note")
+    found = sorted(inspection.problems, key=lambda problem: order.index(problem.severity))
+    if not found:
+        return tag("p", "Nothing is wrong with this file.")
+    items = (
+        tag(
+            "li",
+            tag("b", f"{problem.what}. "),
+            tag("span", problem.advice, class_="quiet"),
+            class_=problem.severity,
+        )
+        for problem in found
+    )
+    return tag("ul", *items, class_="problems")
+
+
+def _inspected(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    yield "made for", inspection.family
+    yield "key names", inspection.format
+    yield "kind", ", ".join(inspection.kinds)
+    for name, spread in (("rank", inspection.rank), ("alpha", inspection.alpha)):
+        if spread is not None:
+            same = spread.low == spread.high
+            yield name, f"{spread.low:g}" if same else f"{spread.low:g} to {spread.high:g}"
+    yield "modules", f"{inspection.modules:,}"
+
+
+def _norms(norms: Mapping[str, float]) -> Html | None:
+    total = sum(norm**2 for norm in norms.values())
+    if not total:
+        return None
+    largest = sorted(norms.items(), key=lambda item: -item[1])[:8]
+    rows = ((block, f"{norm:.3g}", f"{norm**2 / total:.0%}") for block, norm in largest)
+    return tag(
+        "details",
+        tag("summary", "Which blocks it changes most"),
+        table(("block", "size of the change", "share"), rows),
+    )
+
+
+def _raw(metadata: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for key, value in sorted(metadata.items()):
+        cut = len(value) - _MAX_VALUE_CHARACTERS
+        shown = one_line(value[:_MAX_VALUE_CHARACTERS])
+        yield key, f"{shown} … and {cut:,} characters" if cut > 0 else shown
+
+
+def _changed_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # gone since it was listed; the address leads nowhere then
+        return 0

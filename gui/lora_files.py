@@ -1,0 +1,272 @@
+"""The adapter files in the run folders, and what their headers and runs tell about them.
+
+Input: the workplace. Outputs: frozen values; no markup. A file is named "RUN/FILE", and such a name
+leads to a file only if the listing of the runs has it. Headers are read and checked, no tensor is:
+hundreds of files are listed at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.errors import InputError, RequestError
+from lora_trainer.families.recognise import adapter_family
+from lora_trainer.files import read_json_object
+from lora_trainer.output.adapter_file import read_contents
+from lora_trainer.output.adapter_problems import key_format
+from lora_trainer.output.history import mapping, number
+from lora_trainer.output.privacy import public_source
+from lora_trainer.output.wording import against_base, one_line
+
+from . import state
+from .workplace import Workplace
+
+SUFFIX = ".safetensors"
+_ROLLING = re.compile(r"(?P<name>.+)-step(?P<step>\d{8})\.safetensors")
+_THUMBNAIL = re.compile(r"data:image/(?:jpeg|png|webp);base64,[A-Za-z0-9+/]+={0,2}")
+_MAX_HEADERS = 512
+Stamp = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraFile:
+    """An adapter file of a run folder.
+
+    `trained` says that the run's training wrote it, not a tool; `step` is that of a save during it.
+    """
+
+    run: str
+    path: Path
+    trained: bool
+    step: int | None
+    size_bytes: int
+    changed_ns: int
+
+    @property
+    def ref(self) -> str:
+        """The name under which pages and jobs know it."""
+        return f"{self.run}/{self.path.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a file says of itself; empty texts and None where it says nothing.
+
+    `problem` is why it cannot be read; `thumbnail` is a data URL of a picture.
+    """
+
+    metadata: Mapping[str, str]
+    family: str = ""
+    format: str = ""
+    rank: int | None = None
+    problem: str = ""
+
+    @property
+    def title(self) -> str:
+        return self.metadata.get("modelspec.title", "")
+
+    @property
+    def trigger(self) -> str:
+        return self.metadata.get("modelspec.trigger_phrase", "")
+
+    @property
+    def base(self) -> str:
+        """The model it was made for, as its own entries name it, else its family."""
+        try:
+            stated = json.loads(self.metadata.get("lora_train.settings", "{}"))["base.model"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            stated = self.metadata.get("ss_sd_model_name", "")
+        known = str(stated) if stated not in (None, "None", "auto") else ""
+        return known or self.family
+
+    @property
+    def steps(self) -> int | None:
+        text = self.metadata.get("ss_steps", "")
+        return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else None
+
+    @property
+    def thumbnail(self) -> str:
+        text = self.metadata.get("modelspec.thumbnail", "")
+        return text if _THUMBNAIL.fullmatch(text) else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One LoRA of the library: the file that counts, and the saves during its training."""
+
+    file: LoraFile
+    header: Header
+    saves: tuple[LoraFile, ...] = ()
+    validation: str = ""
+    training: bool = False
+
+
+def entries(work: Workplace) -> tuple[Entry, ...]:
+    """Return all LoRAs of the runs folder, the newest first."""
+    found = [
+        entry for run in state.runs(work.runs) for entry in _entries_of(work.runs / run.name, run)
+    ]
+    return tuple(sorted(found, key=lambda entry: -entry.file.changed_ns))
+
+
+def find(work: Workplace, ref: str) -> LoraFile:
+    """Return the file of that name; raises RequestError for one that no run has."""
+    run, _, name = ref.partition("/")
+    for file in _files(state.run_folder(work.runs, run)):
+        if file.path.name == name:
+            return file
+    raise RequestError(f"the run {run} has no file {name!r}", fix="choose one from the list")
+
+
+def read_header(file: LoraFile) -> Header:
+    """Return what the file says of itself, with the reason for one that cannot be read."""
+    return _header(file.path, (file.changed_ns, file.size_bytes))
+
+
+def recorded_base(file: LoraFile) -> str:
+    """Return where the base of a file is on this machine, an empty text where its run does not say.
+
+    A header names a base without its folder; a tool's result is for the run's base if the names agree.
+    """
+    source = mapping(_record(file.path.parent), "base").get("source")
+    if not isinstance(source, str):
+        return ""
+    same = file.trained or read_header(file).base == public_source(source)
+    return source if same else ""
+
+
+def matching(found: tuple[Entry, ...], text: str, base: str) -> tuple[Entry, ...]:
+    """Return those that have every word of `text` in a name or a text, of a base if one is given."""
+    words = text.casefold().split()
+    return tuple(
+        entry
+        for entry in found
+        if base in ("", entry.header.base) and all(word in _searched(entry) for word in words)
+    )
+
+
+def unused(path: Path) -> Path:
+    """Return `path`, or the first of NAME-002, NAME-003, ... that is not there."""
+    number = 1
+    while True:
+        tried = path if number == 1 else path.with_name(f"{path.stem}-{number:03d}{path.suffix}")
+        if not tried.exists():
+            return tried
+        number += 1
+
+
+def _searched(entry: Entry) -> str:
+    header = entry.header
+    told = [header.metadata.get(f"modelspec.{key}", "") for key in ("tags", "description")]
+    parts = (entry.file.ref, header.title, header.trigger, header.base, header.family, *told)
+    return " ".join(parts).casefold()
+
+
+def _entries_of(folder: Path, run: state.RunEntry) -> Iterator[Entry]:
+    """Yield the result of a run with its saves, then the files that tools made of it."""
+    files = list(_files(folder))
+    saves = sorted((file for file in files if file.step), key=lambda file: -(file.step or 0))
+    results = [file for file in files if file.trained and not file.step]
+    best = next(iter(results or saves), None)
+    for file in files:
+        if file is best:
+            yield Entry(
+                file=file,
+                header=read_header(file),
+                saves=tuple(save for save in saves if save is not best),
+                validation=validation(folder),
+                training=run.status.state == "running",
+            )
+        elif not file.trained:
+            yield Entry(file=file, header=read_header(file))
+
+
+def _files(folder: Path) -> Iterator[LoraFile]:
+    """Yield the adapter files of a run folder; a link may lead anywhere and is none."""
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError:  # it was removed meanwhile
+        return
+    name = str(_record(folder).get("name") or folder.name)
+    for path in paths:
+        if path.suffix != SUFFIX or path.name.startswith(".") or path.is_symlink():
+            continue
+        try:
+            stat = path.stat()
+        except OSError:  # pruned meanwhile
+            continue
+        if path.is_file():
+            rolling = _ROLLING.fullmatch(path.name)
+            own = rolling["name"] if rolling else path.stem
+            yield LoraFile(
+                run=folder.name,
+                path=path,
+                trained=own == name,
+                step=int(rolling["step"]) if rolling and own == name else None,
+                size_bytes=stat.st_size,
+                changed_ns=stat.st_mtime_ns,
+            )
+
+
+@lru_cache(maxsize=_MAX_HEADERS)
+def _header(path: Path, stamp: Stamp) -> Header:
+    """Read a header once per version of the file, which `stamp` tells apart."""
+    try:
+        contents = read_contents(path)
+    except InputError as error:
+        return Header(metadata={}, problem=one_line(error.found.removeprefix(f"{path} ")))
+    shapes = {name: part.down_shape for name, part in contents.parts.items()}
+    ranks = Counter(rank for part in contents.parts.values() for rank in part.ranks)
+    return Header(
+        metadata=contents.metadata,
+        family=adapter_family(shapes, metadata=contents.metadata),
+        format=key_format(contents.parts),
+        rank=ranks.most_common(1)[0][0] if ranks else None,
+        problem="" if contents.parts else "holds no LoRA",
+    )
+
+
+def _record(folder: Path) -> Mapping[str, Any]:
+    try:
+        return read_json_object(folder / "run.json")
+    except RequestError:
+        return {}
+
+
+def validation(folder: Path) -> str:
+    """Compare the last validation of a run with that of its base, in words."""
+    file = folder / "events.jsonl"
+    try:
+        stat = file.stat()
+    except OSError:
+        return ""
+    return _validation_text(file, (stat.st_mtime_ns, stat.st_size))
+
+
+@lru_cache(maxsize=_MAX_HEADERS)
+def _validation_text(file: Path, stamp: Stamp) -> str:
+    """Read only the lines of validations, which are few: a list reads the events of all runs."""
+    losses: dict[float, float] = {}
+    try:
+        lines = [line for line in file.read_bytes().splitlines() if b'"validation"' in line]
+    except OSError:
+        return ""
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and row.get("event") == "validation":
+            losses[number(row, "step")] = number(row, "loss")
+    last = max((step for step in losses if math.isfinite(step)), default=0)
+    if not last or 0 not in losses:
+        return ""
+    return against_base(losses[last], losses[0])

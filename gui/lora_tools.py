@@ -1,0 +1,138 @@
+"""Converting, cutting and merging the files of the library, through the commands for that.
+
+Inputs: a file and what a form says. Outputs: jobs whose result lies beside the input under a name that
+is free, and the list of them as markup. The commands replace nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import get_args
+
+from lora_trainer.errors import LoraTrainError, RequestError
+from lora_trainer.families.base import FileFormat
+from lora_trainer.output.markup import Html, tag
+from lora_trainer.output.wording import one_line
+
+from . import jobs, launch
+from .library import page_url
+from .lora_files import SUFFIX, LoraFile, find, recorded_base, unused
+from .workplace import Workplace
+
+KIND = "tool"
+FORMATS: tuple[str, ...] = get_args(FileFormat)
+MAX_RANK, MAX_WEIGHT = 4096, 10.0
+SHOWN = 6
+
+
+def convert(work: Workplace, file: LoraFile, *, format: str, name: str) -> jobs.Job:
+    """Write a file in other key names; raises RequestError for what cannot be."""
+    if format not in FORMATS:
+        raise RequestError(f"there is no format {format!r}", fix=f"use {', '.join(FORMATS)}")
+    words = ("convert", str(file.path), f"--format={format}")
+    return _start(work, file, words, name=name or f"{file.path.stem}-{format}")
+
+
+def resize(
+    work: Workplace, file: LoraFile, *, rank: float | None, energy_percent: float | None, name: str
+) -> jobs.Job:
+    """Cut a file to a lower rank, a share of what it does, or both; raises RequestError."""
+    words: list[str] = ["resize", str(file.path)]
+    label = []
+    if rank is not None:
+        words.append(f"--rank={_rank(rank)}")
+        label.append(f"r{_rank(rank)}")
+    if energy_percent is not None:
+        if not 0 < energy_percent < 100:
+            raise RequestError(
+                f"{energy_percent:g} % cannot be kept", fix="type a number between 0 and 100"
+            )
+        words.append(f"--energy={energy_percent / 100:g}")
+        label.append(f"e{energy_percent:g}")
+    if not label:
+        raise RequestError("nothing says how far to cut", fix="type a rank, a share, or both")
+    return _start(work, file, words, name=name or "-".join([file.path.stem, *label]))
+
+
+def merge(
+    work: Workplace,
+    file: LoraFile,
+    *,
+    weight: float | None,
+    others: Sequence[tuple[str | None, float | None]],
+    rank: float | None,
+    name: str,
+) -> jobs.Job:
+    """Add files up, (name in the library, weight) each; raises RequestError."""
+    parts = [(file, weight)]
+    parts += [(find(work, ref), other) for ref, other in others if ref]
+    if len(parts) < 2:
+        raise RequestError("there is nothing to merge with", fix="choose another LoRA")
+    words = ["merge", *(f"{part.path}:{_weight(value):g}" for part, value in parts)]
+    if rank is not None:
+        words.append(f"--rank={_rank(rank)}")
+    return _start(work, file, words, name=name or f"{file.path.stem}-merged")
+
+
+def of_file(work: Workplace, file: LoraFile) -> list[jobs.Job]:
+    """Return the newest jobs that began with a file."""
+    found = [job for job in jobs.find(work, kind=KIND) if job.about.get("file") == file.ref]
+    return found[:SHOWN]
+
+
+def stamp(found: Sequence[jobs.Job]) -> tuple[object, ...]:
+    """Return a value that changes when what is shown of these jobs does."""
+    return tuple((job.id, job.state) for job in found)
+
+
+def shown(work: Workplace, found: Sequence[jobs.Job]) -> Html:
+    """Return the jobs as a list, each with its result, its progress or its error."""
+    return tag("ul", *(_job(work, job) for job in found), class_="jobs") if found else Html("")
+
+
+def _job(work: Workplace, job: jobs.Job) -> Html:
+    what, result = str(job.about.get("what")), str(job.about.get("result"))
+    if job.state == "running":
+        return tag("li", f"{what} \u2192 {result}: working\u2026", role="status")
+    if job.state == "failed":
+        return tag("li", f"{what}: ", tag("span", job.error(), class_="error"))
+    facts = [one_line(line) for line in job.log_tail(8) if not line.startswith("wrote ")]
+    return tag(
+        "li", f"{what} \u2192 ", _result(work, result), *(tag("small", fact) for fact in facts)
+    )
+
+
+def _result(work: Workplace, ref: str) -> Html:
+    try:
+        return tag("a", ref.partition("/")[2], href=page_url(find(work, ref)))
+    except LoraTrainError:
+        return tag("span", f"{ref}, which is not there any more")
+
+
+def _start(work: Workplace, file: LoraFile, words: Sequence[str], *, name: str) -> jobs.Job:
+    output = unused(file.path.with_name(f"{launch.run_name(name.removesuffix(SUFFIX))}{SUFFIX}"))
+    base = recorded_base(file)
+    argv = [*launch.TRAINER, *words, f"--output={output}"]
+    argv += [f"--base={base}"] if base else []
+    result = f"{file.run}/{output.name}"
+    return jobs.start(
+        work,
+        kind=KIND,
+        argv=argv,
+        about={"file": file.ref, "what": f"{words[0]} {file.path.name}", "result": result},
+    )
+
+
+def _rank(value: float) -> int:
+    if value != int(value) or not 1 <= value <= MAX_RANK:
+        raise RequestError(f"{value:g} is no rank", fix=f"type a whole number from 1 to {MAX_RANK}")
+    return int(value)
+
+
+def _weight(value: float | None) -> float:
+    if value is None or not math.isfinite(value) or value == 0 or abs(value) > MAX_WEIGHT:
+        raise RequestError(
+            f"{value} is no weight", fix=f"type a number such as 0.5, at most {MAX_WEIGHT:g}"
+        )
+    return value

@@ -1,0 +1,81 @@
+"""The tab Describe: what the header tells people, and the preview beside the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from lora_trainer.errors import LoraTrainError
+from lora_trainer.tools.describe import Description, describe, description_of
+
+from .. import library, previews
+from ..answers import error_html, note_html
+from ..asset_files import asset
+from ..lora_files import Header, LoraFile, find, read_header
+from ..workplace import Workplace
+from .library_parts import Part, quiet
+
+
+def build(work: Workplace, ref: Any, head: Any) -> Part:
+    """Lay the tab out; `head` shows what is saved here."""
+    title = gr.Textbox(label="Title")
+    trigger = gr.Textbox(
+        label="Trigger words", info="what a prompt must contain for the LoRA to show"
+    )
+    description = gr.Textbox(label="Description", lines=3)
+    with gr.Row():
+        tags = gr.Textbox(label="Tags", info="with commas between", min_width=200)
+        author = gr.Textbox(label="Author", info="as you want to be named", min_width=200)
+        license_ = gr.Textbox(
+            label="License", info="what others may do with it, such as CC-BY-4.0", min_width=200
+        )
+    save = gr.Button("Save into the file", variant="primary", min_width=160, scale=0)
+    said = gr.HTML(elem_classes="line")
+    gr.Markdown("### Preview\nThe picture that other programs show beside the file.")
+    choices = gr.HTML(js_on_load=asset("choose.js"))
+    upload = gr.UploadButton("Use another picture\u2026", file_types=["image"], scale=0)
+    chosen = gr.HTML(elem_classes="line")
+    fields = [title, description, author, license_, trigger, tags]
+
+    def saved(name: str, *texts: str) -> list[Any]:
+        names = ("title", "description", "author", "license", "trigger", "tags")
+        try:
+            file = find(work, name)
+            new = Description(**dict(zip(names, texts, strict=True)))
+            done = describe(file.path, new, output=file.path, force=True)
+            file = find(work, name)
+        except LoraTrainError as error:
+            return [error_html(str(error)), gr.skip()]
+        changed = ", ".join(key.partition(".")[2].replace("_", " ") for key in done.changed)
+        note = f"Saved: {changed}." if changed else "Nothing was changed."
+        return [note_html(note), library.head(file, read_header(file))]
+
+    def take(name: str, picture: Path | str) -> list[Any]:
+        try:
+            file = find(work, name)
+            image = previews.chosen(work, file, picture) if isinstance(picture, str) else picture
+            written = previews.write(file, image)
+        except LoraTrainError as error:
+            return [error_html(str(error)), gr.skip(), gr.skip()]
+        return [
+            note_html(f"The preview is now {written.name}, beside the LoRA."),
+            previews.choices_html(work, file),
+            library.head(file, read_header(file)),
+        ]
+
+    def picked(name: str, event: gr.EventData) -> list[Any]:
+        return take(name, str(event._data))
+
+    save.click(saved, [ref, *fields], [said, head], **quiet())
+    outputs = [chosen, choices, head]
+    choices.click(picked, ref, outputs, **quiet())
+    upload.upload(lambda name, file: take(name, Path(file)), [ref, upload], outputs, **quiet())
+
+    def opened(file: LoraFile, header: Header) -> list[Any]:
+        told = description_of(header.metadata)
+        texts = [told.title, told.description, told.author, told.license, told.trigger, told.tags]
+        return [*texts, previews.choices_html(work, file)]
+
+    return Part(outputs=[*fields, choices], opened=opened)

@@ -1,0 +1,209 @@
+"""A LoRA made ready for other programs: the file, a preview and the card that A1111 reads.
+
+Inputs: a file of the library and what its user says about it. Outputs: what others will miss in it,
+and NAME.safetensors, NAME.preview.png, NAME.json in a folder, never in place of something else.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import io
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from lora_trainer.errors import InputError, RequestError
+from lora_trainer.events import Severity
+from lora_trainer.files import disk_error, json_bytes, write_atomic
+from lora_trainer.output.inspect import Inspection
+from lora_trainer.output.markup import Html, tag
+from lora_trainer.output.privacy import public_text
+from lora_trainer.output.stream_file import whole_or_absent
+
+from .library import PREVIEW_SUFFIX
+from .lora_files import SUFFIX, LoraFile
+from .media import EXPORTS, run_url
+
+MAX_PREVIEW_PX = 1536
+_SD_VERSIONS = {"sd15": "SD1", "sd2": "SD2", "sdxl": "SDXL"}
+"""A1111's and Forge's names of what a LoRA is for; they list the others under Unknown."""
+_MAX_PIXELS = 64_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remark:
+    """Something that the users of the file will stumble over or miss."""
+
+    severity: Severity
+    what: str
+    advice: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written, and whether all of it was there already."""
+
+    files: tuple[Path, ...]
+    was_there: bool
+
+
+def remarks(inspection: Inspection, *, preview: Path | None) -> tuple[Remark, ...]:
+    """Return what to look at before the file is given away, the gravest first."""
+    order = ("error", "warning", "note")
+    found = [*_of_file(inspection), *_of_texts(inspection, preview=preview)]
+    return tuple(sorted(found, key=lambda remark: order.index(remark.severity)))
+
+
+def _of_file(inspection: Inspection) -> Iterator[Remark]:
+    for problem in inspection.problems:
+        yield Remark(severity=problem.severity, what=problem.what, advice=problem.advice)
+    if inspection.family in _SD_VERSIONS and inspection.format == "diffusers":
+        yield Remark(
+            severity="warning",
+            what="its tensors have diffusers' names, which A1111 and Forge do not read for this model",
+            advice="convert it to kohya's names under Tools, and export that file",
+        )
+
+
+def _of_texts(inspection: Inspection, *, preview: Path | None) -> Iterator[Remark]:
+    told = inspection.metadata
+    for key, what, advice in (
+        ("modelspec.title", "it has no title", "give it one under Describe"),
+        ("modelspec.trigger_phrase", "it names no trigger words", "leave it so if it needs none"),
+        ("modelspec.description", "it has no description", "say what it is for, under Describe"),
+        (
+            "modelspec.license",
+            "it names no license",
+            "say under Describe what others may do with it",
+        ),
+    ):
+        if not told.get(key):
+            yield Remark(severity="note", what=what, advice=advice)
+    if "ss_base_model_version" not in told:
+        yield Remark(
+            severity="warning",
+            what="it does not say which base model it is for",
+            advice="A1111 takes it for Stable Diffusion 1; choose the version there by hand",
+        )
+    if preview is None:
+        yield Remark(severity="note", what="it has no preview", advice="choose one under Describe")
+
+
+def remarks_html(found: tuple[Remark, ...]) -> Html:
+    """Return the remarks as a list."""
+    if not found:
+        return tag("p", "Nothing is missing.")
+    items = (
+        tag(
+            "li",
+            tag("b", f"{_sentence(remark.what)}. "),
+            tag("span", f"{_sentence(remark.advice)}.", class_="quiet"),
+            class_=remark.severity,
+        )
+        for remark in found
+    )
+    return tag("ul", *items, class_="problems")
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def card(inspection: Inspection, *, weight: float, notes: str) -> dict[str, Any]:
+    """Return what A1111 and Forge show of a LoRA and put into the prompt; raises RequestError."""
+    if not 0 <= weight <= 2:
+        raise RequestError(f"{weight:g} is no weight of a card", fix="use a number from 0 to 2")
+    told = inspection.metadata
+    return {
+        "description": told.get("modelspec.description", ""),
+        "sd version": _SD_VERSIONS.get(inspection.family, "Unknown"),
+        "activation text": told.get("modelspec.trigger_phrase", ""),
+        "preferred weight": weight,
+        "notes": public_text(notes.strip()),
+    }
+
+
+def export(file: LoraFile, folder: Path, *, preview: Path | None, card: dict[str, Any]) -> Exported:
+    """Write file, preview and card into a folder, under a name that replaces nothing.
+
+    Raises InputError for a preview that is no picture, MachineError when the disk refuses.
+    """
+    small = {".json": json_bytes(card)}
+    if preview is not None:
+        small[PREVIEW_SUFFIX] = png_bytes(preview)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(folder, error) from error
+    stem = _free_stem(folder, file.path, small)
+    target = folder / f"{stem}{SUFFIX}"
+    others = {folder / f"{stem}{suffix}": data for suffix, data in small.items()}
+    files = (target, *others)
+    was_there = all(path.exists() for path in files)
+    if not target.exists():
+        _copy(file.path, target)
+    for path, data in others.items():
+        if not path.exists():
+            write_atomic(path, data)
+    return Exported(files=files, was_there=was_there)
+
+
+def _free_stem(folder: Path, source: Path, small: dict[str, bytes]) -> str:
+    """Return the first of NAME, NAME-002, ... under which nothing else is."""
+    number = 1
+    while True:
+        stem = source.stem if number == 1 else f"{source.stem}-{number:03d}"
+        target = folder / f"{stem}{SUFFIX}"
+        same = not target.exists() or filecmp.cmp(source, target, shallow=False)
+        for suffix, data in small.items():
+            path = folder / f"{stem}{suffix}"
+            same = same and (not path.exists() or path.read_bytes() == data)
+        if same:
+            return stem
+        number += 1
+
+
+def _copy(source: Path, target: Path) -> None:
+    with whole_or_absent(target, force=False) as written, source.open("rb") as read:
+        shutil.copyfileobj(read, written)
+
+
+def png_bytes(image: Path) -> bytes:
+    """Return a picture as PNG without what else its file holds; raises InputError for what is none."""
+    try:
+        with Image.open(image) as opened:
+            if opened.width * opened.height > _MAX_PIXELS:
+                raise InputError(f"{image.name} is very large", fix="use a smaller picture")
+            picture = opened.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise InputError(
+            f"{image.name} is no picture: {error}", fix="use a PNG, JPEG or WebP file"
+        ) from None
+    picture.thumbnail((MAX_PREVIEW_PX, MAX_PREVIEW_PX))
+    data = io.BytesIO()
+    picture.save(data, format="PNG")
+    return data.getvalue()
+
+
+def exported_html(file: LoraFile, done: Exported) -> Html:
+    """Return where the files are, with links to those inside of the run folder."""
+    folder = done.files[0].parent
+    inside = folder == file.path.parent / EXPORTS
+    names = (
+        tag("a", path.name, href=run_url(file.run, EXPORTS, path.name), download=path.name)
+        if inside
+        else tag("span", path.name)
+        for path in done.files
+    )
+    said = "There already" if done.was_there else "Written"
+    return tag(
+        "div",
+        tag("p", f"{said}, in ", tag("code", str(folder)), ":"),
+        tag("ul", *(tag("li", name) for name in names)),
+        role="status",
+        class_="notice",
+    )

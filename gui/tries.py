@@ -1,0 +1,227 @@
+"""Trying a LoRA: prompts at several strengths from the same seed, drawn by `lora-train sample`.
+
+Inputs: a file of a run, prompts, strengths. Outputs: a job with its images in `<runs>/.gui/tries/ID/`,
+and the grid prompt x strength as markup, whatever is drawn of it so far.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.errors import RequestError
+from lora_trainer.output.markup import Html, join, tag
+from lora_trainer.output.sample_files import last_samples, sample_prompt, try_name
+from lora_trainer.output.wording import one_line
+
+from . import jobs, launch, state
+from .lora_files import Header, LoraFile, recorded_base
+from .media import try_url
+from .workplace import Workplace
+
+KIND = "try"
+STRENGTHS = (0.4, 0.6, 0.8, 1.0, 1.2)
+SEED = 1234
+MAX_PROMPTS, MAX_STRENGTHS, MAX_STRENGTH = 12, 12, 4.0
+SHOWN = 4
+STOPPED = frozenset({-15, 130, 143})
+"""Exit codes of a command that somebody ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What is to be drawn; an empty base is the one that the file was trained on."""
+
+    prompts: tuple[str, ...]
+    strengths: tuple[float, ...]
+    seed: int = SEED
+    base: str = ""
+
+
+def wish(*, prompts: str, strengths: str, seed: float | None, base: str) -> Wish:
+    """Read what was typed: a prompt a line, strengths with spaces or commas between.
+
+    Raises RequestError for what cannot be drawn.
+    """
+    lines = tuple(dict.fromkeys(line.strip() for line in prompts.splitlines() if line.strip()))
+    if not 1 <= len(lines) <= MAX_PROMPTS:
+        raise RequestError(
+            f"{len(lines)} prompts are given", fix=f"type 1 to {MAX_PROMPTS}, each on its own line"
+        )
+    chosen = SEED if seed is None else seed
+    if chosen != int(chosen) or not 0 <= chosen < 2**63:
+        raise RequestError(f"{chosen:g} is no seed", fix="type a whole number from 0")
+    return Wish(prompts=lines, strengths=_strengths(strengths), seed=int(chosen), base=base.strip())
+
+
+def _strengths(text: str) -> tuple[float, ...]:
+    words = text.replace(",", " ").split()
+    try:
+        # As they stand in the names of the images.
+        found = tuple(sorted({float(f"{float(word):g}") for word in words}))
+    except ValueError:
+        found = ()
+    fits = all(math.isfinite(value) and abs(value) <= MAX_STRENGTH for value in found)
+    if not (1 <= len(found) <= MAX_STRENGTHS and fits):
+        raise RequestError(
+            f"{text!r} are no strengths",
+            fix=f"type up to {MAX_STRENGTHS} numbers from -{MAX_STRENGTH:g} to {MAX_STRENGTH:g}, "
+            "such as 0.6 0.8 1",
+        )
+    return found
+
+
+def start(work: Workplace, file: LoraFile, asked: Wish) -> jobs.Job:
+    """Draw; raises RequestError while another try draws, InputError for a base that may not be named."""
+    if any(job.state == "running" for job in jobs.find(work, kind=KIND)):
+        raise RequestError("images are being drawn already", fix="wait for them, or stop them")
+    name = f"{time.time_ns():x}"
+    folder = work.own / "tries" / name
+    argv = [*launch.TRAINER, "sample", str(file.path), f"--output={folder}", f"--seed={asked.seed}"]
+    argv += [f"--prompt={prompt}" for prompt in asked.prompts]
+    argv += [f"--strength={strength:g}" for strength in asked.strengths]
+    argv += _base(work, file, asked.base)
+    about = {
+        "file": file.ref,
+        "folder": name,
+        "prompts": list(asked.prompts),
+        "strengths": list(asked.strengths),
+        "seed": asked.seed,
+    }
+    return jobs.start(work, kind=KIND, argv=argv, about=about)
+
+
+def _base(work: Workplace, file: LoraFile, typed: str) -> launch.Words:
+    """Name the base; a header names it without its folder, the record of the run with it."""
+    if typed:
+        return launch.base_words(typed, work)
+    recorded = recorded_base(file)
+    return (f"--base={recorded}",) if recorded else ()
+
+
+def warning(work: Workplace) -> str:
+    """Return what to know before drawing, an empty text for nothing."""
+    if any(run.status.state == "running" for run in state.runs(work.runs)):
+        return (
+            "A training runs here: drawing shares the machine with it, and may run out of memory."
+        )
+    return ""
+
+
+def example_prompt(file: LoraFile, header: Header) -> str:
+    """Return a prompt to begin with: that of the run's last sample, else the trigger."""
+    samples = last_samples(file.path.parent / "samples") if file.trained else []
+    if not samples:
+        return header.trigger
+    try:
+        return one_line(sample_prompt(samples[0])) or header.trigger
+    except (OSError, ValueError, SyntaxError):  # not a picture, or being written
+        return header.trigger
+
+
+def of_file(work: Workplace, file: LoraFile) -> list[jobs.Job]:
+    """Return the newest tries of a file."""
+    found = [job for job in jobs.find(work, kind=KIND) if job.about.get("file") == file.ref]
+    return found[:SHOWN]
+
+
+def stamp(work: Workplace, tries: Sequence[jobs.Job]) -> tuple[object, ...]:
+    """Return a value that changes when what is shown of these tries does."""
+    return tuple((job.id, job.state, len(images(work, job))) for job in tries)
+
+
+def images(work: Workplace, job: jobs.Job) -> dict[tuple[int, float], Path]:
+    """Return what is drawn so far, by the place of its prompt and its strength."""
+    folder = work.own / "tries" / Path(str(job.about.get("folder"))).name
+    try:
+        there = {path.name: path for path in folder.iterdir() if not path.name.startswith(".")}
+    except OSError:  # none yet
+        return {}
+    stem, strengths = _stem(job), _numbers(job)
+    names = {
+        (row, strength): try_name(
+            stem,
+            seed=_seed(job) + row,
+            strength=strength if len(strengths) > 1 else None,
+        )
+        for row in range(len(_prompts(job)))
+        for strength in strengths
+    }
+    return {place: there[name] for place, name in names.items() if name in there}
+
+
+def shown(work: Workplace, tries: Sequence[jobs.Job]) -> Html:
+    """Return the newest try as a grid, and earlier ones folded."""
+    if not tries:
+        return tag("p", "Nothing drawn with this file yet.", class_="quiet")
+    newest, *earlier = (_try(work, job) for job in tries)
+    folded = (tag("details", tag("summary", "An earlier try"), part) for part in earlier)
+    return tag("div", newest, *folded, class_="tries")
+
+
+def _try(work: Workplace, job: jobs.Job) -> Html:
+    found, strengths, prompts = images(work, job), _numbers(job), _prompts(job)
+    count = len(strengths) * len(prompts)
+    cells = [tag("span", "", role="columnheader")]
+    cells += [tag("span", f"strength {value:g}", role="columnheader") for value in strengths]
+    rows = [tag("div", *cells, role="row")]
+    for row, prompt in enumerate(prompts):
+        heading = tag("span", prompt, role="rowheader")
+        cells = [_cell(found.get((row, value)), prompt, value, job.state) for value in strengths]
+        rows.append(tag("div", heading, *cells, role="row"))
+    return join(
+        [
+            tag("p", _said(job, len(found), count), class_="said", role="status"),
+            tag("p", job.error(), class_="error notice") if not _was_stopped(job) else None,
+            tag("div", *rows, class_="try-grid", role="table", style=f"--columns:{len(strengths)}"),
+        ]
+    )
+
+
+def _was_stopped(job: jobs.Job) -> bool:
+    return job.state != "failed" or job.exit_code in STOPPED
+
+
+def _said(job: jobs.Job, done: int, count: int) -> str:
+    if job.state == "running":
+        where = f"{done} of {count} images" if done else "loading the base model"
+        return f"Drawing: {where}."
+    if job.state == "failed":
+        return f"{'Stopped' if _was_stopped(job) else 'Ended'} after {done} of {count} images."
+    return f"{count} images, seed {_seed(job)} in the first row, one more in each row."
+
+
+def _cell(image: Path | None, prompt: str, strength: float, job_state: jobs.State) -> Html:
+    if image is None:
+        return tag(
+            "span", "\u2026" if job_state == "running" else "\u2013", role="cell", class_="missing"
+        )
+    url = try_url(image.parent.name, image.name)
+    picture = tag("img", src=url, alt=f"{prompt}, strength {strength:g}", loading="lazy")
+    return tag("span", tag("a", picture, href=url, target="_blank"), role="cell")
+
+
+def _prompts(job: jobs.Job) -> list[str]:
+    return [str(prompt) for prompt in _list(job, "prompts")]
+
+
+def _numbers(job: jobs.Job) -> list[float]:
+    return [float(value) for value in _list(job, "strengths") if isinstance(value, int | float)]
+
+
+def _list(job: jobs.Job, key: str) -> list[Any]:
+    found = job.about.get(key)
+    return found if isinstance(found, list) else []
+
+
+def _seed(job: jobs.Job) -> int:
+    seed = job.about.get("seed")
+    return seed if isinstance(seed, int) else SEED
+
+
+def _stem(job: jobs.Job) -> str:
+    return Path(str(job.about.get("file"))).stem

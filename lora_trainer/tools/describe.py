@@ -1,0 +1,125 @@
+"""What people are told about an adapter: its header's title, author, trigger and so on, written anew.
+
+Input is a file and the new texts, output the same tensors, bit for bit, behind another header. Only
+ModelSpec's entries for people change: the `ss_` ones are the record of the training, and readers hash
+them. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import BinaryIO
+
+from lora_trainer.errors import InputError, RequestError
+from lora_trainer.output.checked_header import Opened, open_checked
+from lora_trainer.output.metadata import usage_hint
+from lora_trainer.output.privacy import public_text
+from lora_trainer.output.stream_file import Slot, header_bytes, require_body, whole_or_absent
+
+MAX_TEXT_CHARACTERS = 20_000
+"""Of one entry; ComfyUI ignores headers above 8 MiB."""
+_TRIGGER, _HINT = "modelspec.trigger_phrase", "modelspec.usage_hint"
+_KEYS = {
+    "title": "modelspec.title",
+    "description": "modelspec.description",
+    "author": "modelspec.author",
+    "license": "modelspec.license",
+    "trigger": _TRIGGER,
+    "tags": "modelspec.tags",
+}
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """Texts about an adapter; None leaves an entry as it is, an empty text removes it.
+
+    `trigger` are the words that call the concept, `tags` are separated by commas.
+    """
+
+    title: str | None = None
+    description: str | None = None
+    author: str | None = None
+    license: str | None = None
+    trigger: str | None = None
+    tags: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """The file that was written, and the header's entries that are new or gone."""
+
+    file: Path
+    changed: tuple[str, ...]
+
+
+def description_of(metadata: Mapping[str, str]) -> Description:
+    """Return what a header says, empty texts where it says nothing."""
+    return Description(**{name: metadata.get(key, "") for name, key in _KEYS.items()})
+
+
+def describe(file: Path, texts: Description, *, output: Path, force: bool = False) -> Described:
+    """Write `output` as `file` with these texts; the two may be the same file, with `force`.
+
+    Raises InputError for what is no whole safetensors file, RequestError for a text that is too long
+    or an output that exists, MachineError when the disk refuses or gives other tensors back.
+    """
+    with open_checked(file) as opened:
+        metadata = _with(opened.metadata, texts)
+        with whole_or_absent(output, force=force) as written:
+            _copy(opened, written, metadata=metadata, output=output)
+    before = opened.metadata
+    changed = sorted(
+        key for key in before.keys() | metadata.keys() if before.get(key) != metadata.get(key)
+    )
+    return Described(file=output, changed=tuple(changed))
+
+
+def _with(metadata: Mapping[str, str], texts: Description) -> dict[str, str]:
+    found = dict(metadata)
+    for field in fields(texts):
+        value = getattr(texts, field.name)
+        if value is not None:
+            _put(found, _KEYS[field.name], _checked(field.name, value))
+    # Our exports repeat the trigger there; a hint in somebody else's own words stays.
+    ours = usage_hint(metadata.get(_TRIGGER, ""))
+    if texts.trigger is not None and metadata.get(_HINT, "") == ours:
+        _put(found, _HINT, usage_hint(found.get(_TRIGGER, "")))
+    return found
+
+
+def _put(found: dict[str, str], key: str, value: str) -> None:
+    if value:
+        found[key] = value
+    else:
+        found.pop(key, None)
+
+
+def _checked(name: str, value: str) -> str:
+    if len(value) > MAX_TEXT_CHARACTERS:
+        raise RequestError(
+            f"the {name} has {len(value):,} characters",
+            fix=f"use at most {MAX_TEXT_CHARACTERS:,}",
+        )
+    return public_text(value.strip())
+
+
+def _copy(opened: Opened, written: BinaryIO, *, metadata: dict[str, str], output: Path) -> None:
+    """Copy the tensor bytes behind a new header, in the order they have."""
+    slots = [Slot(name=entry.key, dtype=entry.dtype, shape=entry.shape) for entry in opened.entries]
+    header = header_bytes(slots, metadata)
+    written.write(header)
+    digest, left = sha256(), sum(slot.bytes for slot in slots)
+    while left:
+        data = opened.file.read(min(left, _CHUNK_BYTES))
+        if not data:
+            raise InputError(
+                f"{opened.path} became shorter", fix="try again when nothing writes it"
+            )
+        digest.update(data)
+        written.write(data)
+        left -= len(data)
+    require_body(written, output, start=len(header), sha256_hex=digest.hexdigest())
