@@ -50,8 +50,8 @@ def caption(
     output: Annotated[
         Path | None, Parameter(help="folder for the captions [default: beside the pictures]")
     ] = None,
-    prefix: Annotated[str, Parameter(help="words before each caption")] = "",
-    suffix: Annotated[str, Parameter(help="words after each caption")] = "",
+    prefix: Annotated[str, Parameter(help="words before each caption, as typed")] = "",
+    suffix: Annotated[str, Parameter(help="the same after it; write a comma of your own")] = "",
     trigger: Annotated[
         str | None, Parameter(help="word put first in captions that have it nowhere")
     ] = None,
@@ -142,8 +142,8 @@ class Teller:
                 size = "" if found["gigabytes"] is None else f", about {found['gigabytes']:g} GB"
                 _line(sys.stderr, f"downloading {found['model']}{size}")
             case "captioning":
-                had = f", {found['had_one']} have one" if found["had_one"] else ""
-                count = f"{found['pictures']} captions to write{had}"
+                had = f", had already: {found['had_one']}" if found["had_one"] else ""
+                count = f"captions to write: {found['pictures']}{had}"
                 _line(sys.stderr, f"{count}; {found['model']} on {found['device']}")
             case "captioned":
                 _line(sys.stdout, _summary(found["written"], found["failed"], found["had_one"]))
@@ -184,7 +184,7 @@ class Teller:
         if self._as_json:
             self._row({"event": "undone", **asdict(done)})
             return
-        counts = f"{len(done.removed)} captions removed, {len(done.restored)} put back"
+        counts = f"captions removed: {len(done.removed)}, put back: {len(done.restored)}"
         _line(sys.stdout, counts)
         for name in done.kept:
             _line(sys.stdout, f"left alone, as it was edited since: {shown(name)}")
@@ -201,11 +201,11 @@ def _line(stream: TextIO, text: str) -> None:
 
 def _summary(written: int, failed: int, had_one: int) -> str:
     if not written and not failed:
-        return f"nothing to do: all {had_one} pictures have captions; --overwrite writes new ones"
-    parts = [f"{written} captions written"]
-    parts += [f"{failed} pictures without (see above)"] if failed else []
-    parts += [f"{had_one} had one"] if had_one else []
-    return ", ".join(parts) + "; --undo takes them back"
+        return f"nothing to do, pictures with a caption: {had_one}; --overwrite writes new ones"
+    parts = [f"captions written: {written}"]
+    parts += [f"pictures without: {failed}, see above"] if failed else []
+    parts += [f"had one already: {had_one}"] if had_one else []
+    return "; ".join([*parts, "--undo takes them back"])
 
 
 def _described(wanted: Wanted) -> str:

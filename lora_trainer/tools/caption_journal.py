@@ -193,6 +193,10 @@ def _locked(root: Path) -> Iterator[Path]:
         raise MachineError(
             f"{root} is being captioned by another process", fix="wait for it, or stop it first"
         ) from None
+    with suppress(OSError):  # a folder that holds no record is of no use
+        if [path.name for path in parent.iterdir()] == [".lock"]:
+            (parent / ".lock").unlink()
+            parent.rmdir()
 
 
 def _numbered(parent: Path) -> list[Path]:
@@ -218,4 +222,4 @@ def _written(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _nothing_to_undo(root: Path) -> InputError:
-    return InputError(f"no captions were written in {root}", fix="check the folder")
+    return InputError(f"there are no captions to take back in {root}", fix="check the folder")

@@ -125,15 +125,16 @@ def refuse_unfit(request: CaptionRequest, writes: Writes) -> None:
 
 
 def compose(text: str, *, prefix: str = "", suffix: str = "", trigger: str | None = None) -> str:
-    """Return a caption of one line: trigger, prefix, what the model says, suffix, with commas between.
+    """Return a caption of one line: prefix, what the model says and suffix, as typed, the trigger first.
 
-    The trigger comes first unless the words hold it already, or where they say `[trigger]`.
+    The trigger is left out where the words hold it already, and stands where they say `[trigger]`.
     """
     said = "".join(sign for sign in clean(text) if sign.isprintable()).strip(" ,;")
-    before, after = clean(prefix).strip(" ,"), clean(suffix).strip(" ,")
-    if after:
+    before, after = clean(prefix), clean(suffix)
+    if after.startswith(","):
         said = said.rstrip(" .")
-    whole = ", ".join(part for part in (before, said, after) if part)
+    apart = "" if after.startswith(tuple(",.;:!?")) else " "
+    whole = f"{before} {said}{apart}{after}".strip()
     return with_trigger(whole, trigger)[:MAX_CAPTION_CHARACTERS].rstrip()
 
 
@@ -154,7 +155,7 @@ class _Work:
             self._fail(refusal.name, refusal.what, refusal.fix)
         if self.chosen.findings:
             self.events.problem(
-                f"{self.chosen.findings} files are named as pictures and are none",
+                f"files that are named as pictures and are none: {self.chosen.findings}",
                 fix="`lora-train check` names them",
             )
 
@@ -189,7 +190,7 @@ class _Work:
         )
         if self.failed and not self.written:
             raise InputError(
-                f"none of {self.failed} pictures could be captioned, the first as it {self.first_fault}",
+                f"no picture could be captioned ({self.failed} tried); the first {self.first_fault}",
                 fix="see the line of each picture",
             )
         self.events.emit(
@@ -255,7 +256,7 @@ class _Work:
     def _stopped(self, number: int) -> StoppedBySignal:
         return StoppedBySignal(
             number,
-            found=f"stopped; {self.written} of {len(self.chosen.targets)} captions are written",
+            found=f"stopped with {self.written} of {len(self.chosen.targets)} captions written",
             fix="run the same command again to go on",
         )
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from PIL import Image
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -52,6 +53,7 @@ _MISFITS = (
     OSError,
     RuntimeError,
     SafetensorError,
+    StrictDataclassError,
     TypeError,
     ValueError,
 )
@@ -96,7 +98,11 @@ class Describer:
         inputs = self._inputs(pictures)
         inputs = inputs.to(self.torch_device, self.dtype)
         tokens = self.model.generate(
-            **inputs, max_new_tokens=self.max_tokens, do_sample=False, num_beams=1
+            **inputs,
+            max_new_tokens=self.max_tokens,
+            do_sample=False,
+            num_beams=1,
+            forced_eos_token_id=None,  # else a caption that is cut looks like one that ended
         )
         if self.is_chat:  # the request comes first
             tokens = tokens[:, inputs["input_ids"].shape[1] :]
