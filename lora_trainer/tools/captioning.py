@@ -102,13 +102,14 @@ def look(request: CaptionRequest) -> tuple[Wanted, Chosen]:
 
 def refuse_unfit(request: CaptionRequest, writes: Writes) -> None:
     """Raise RequestError for options that this kind of model has no use for, and for bad numbers."""
-    unfit = {
-        "tags": {"--prompt": request.prompt, "--max-tokens": request.max_tokens},
-        "sentences": {
+    unfit: dict[str, object]
+    if writes == "tags":
+        unfit = {"--prompt": request.prompt, "--max-tokens": request.max_tokens}
+    else:
+        unfit = {
             "--threshold": request.threshold,
             "--character-threshold": request.character_threshold,
-        },
-    }[writes]
+        }
     for name, value in unfit.items():
         if value is not None:
             raise RequestError(

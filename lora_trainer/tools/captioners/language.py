@@ -139,7 +139,7 @@ def load_describer(
         text, is_chat = _request(processor, name, prompt)
     _refuse_too_large(folder, name, place, dtype)
     with _misfits_named(name):
-        model, loading = AutoModelForImageTextToText.from_pretrained(
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
             folder,
             dtype=dtype,
             use_safetensors=True,
@@ -147,6 +147,7 @@ def load_describer(
             trust_remote_code=False,
             output_loading_info=True,
         )
+        model, loading = loaded
         model = model.to(place).eval()
     if absent := sorted(loading["missing_keys"]):  # they would be random numbers
         raise UnusableModel(
@@ -174,7 +175,7 @@ class _PicturesOnly:
 
 def _processor(folder: Path) -> Any:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    whole = PROCESSOR_MAPPING[type(config)]
+    whole: Any = PROCESSOR_MAPPING[type(config)]
     kind: Any = type(whole.__name__, (_PicturesOnly, whole), {})
     processor = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     tokenizer = processor.tokenizer

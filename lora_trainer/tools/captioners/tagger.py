@@ -144,7 +144,8 @@ def spelled(tag: str) -> str:
 def _square(picture: Image.Image, side_px: int) -> Any:
     longer_px = max(picture.size)
     padded = Image.new("RGB", (longer_px, longer_px), "white")
-    padded.paste(picture, tuple((longer_px - side) // 2 for side in picture.size))
+    width_px, height_px = picture.size
+    padded.paste(picture, ((longer_px - width_px) // 2, (longer_px - height_px) // 2))
     if longer_px != side_px:
         padded = padded.resize((side_px, side_px), Image.Resampling.BICUBIC)
     return np.asarray(padded, dtype=np.float32)[..., ::-1]
