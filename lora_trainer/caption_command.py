@@ -23,8 +23,9 @@ from lora_trainer.stopping import StopFlag
 from lora_trainer.tools.caption_files import Chosen
 from lora_trainer.tools.caption_journal import Undone
 from lora_trainer.tools.caption_journal import undo as take_back
+from lora_trainer.tools.caption_request import CaptionRequest
 from lora_trainer.tools.captioners.catalogue import DEFAULT, KNOWN, Wanted
-from lora_trainer.tools.captioning import CaptionRequest, caption_dataset, look
+from lora_trainer.tools.captioning import caption_dataset, look
 
 _NAMES = ", ".join(model.name for model in KNOWN)
 

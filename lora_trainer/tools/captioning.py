@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
 
 from PIL import Image
 
@@ -20,37 +18,14 @@ from lora_trainer.config import DataSettings
 from lora_trainer.data.captions import MAX_CAPTION_CHARACTERS, clean, with_trigger
 from lora_trainer.data.faults import ImageFault
 from lora_trainer.data.images import decode
-from lora_trainer.errors import InputError, RequestError, StoppedBySignal
+from lora_trainer.errors import InputError, StoppedBySignal
 from lora_trainer.events import EventStream
 from lora_trainer.stopping import StopFlag, taking_signals
 from lora_trainer.tools.caption_files import Chosen, Target, choose, content_of
 from lora_trainer.tools.caption_journal import Journal, opened
+from lora_trainer.tools.caption_request import CaptionRequest
 from lora_trainer.tools.captioners.base import Captioner, Description, OutOfRoom, no_room
-from lora_trainer.tools.captioners.catalogue import Wanted, Writes, find, located, what_it_writes
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaptionRequest:
-    """What `lora-train caption` was asked for; None where the kind of model decides."""
-
-    dataset: Path
-    model: str
-    overwrite: bool = False
-    images: tuple[str, ...] = ()
-    output: Path | None = None
-    prefix: str = ""
-    suffix: str = ""
-    trigger: str | None = None
-    prompt: str | None = None
-    max_tokens: int | None = None
-    threshold: float | None = None
-    character_threshold: float | None = None
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-
-    @property
-    def root(self) -> Path:
-        """The folder that captions are written to."""
-        return self.output or self.dataset
+from lora_trainer.tools.captioners.catalogue import Wanted, find, located, what_it_writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +49,7 @@ def caption_dataset(request: CaptionRequest, *, events: EventStream, stop: StopF
     work = _Work(request=request, chosen=chosen, events=events)
     if not chosen.targets:
         return work.finished()
-    with opened(request.root, _same_request(request, wanted)) as journal:
+    with opened(request.root, request.decisive(wanted.source)) as journal:
         captioner = _load(request, wanted, events)
         events.emit(
             "captioning",
@@ -93,36 +68,11 @@ def look(request: CaptionRequest) -> tuple[Wanted, Chosen]:
     """Return which model and which pictures are meant, without loading or writing anything."""
     wanted = find(request.model)
     if wanted.writes is not None:
-        refuse_unfit(request, wanted.writes)
+        request.refuse_unfit(wanted.writes)
     only = request.images
     return wanted, choose(
         request.dataset, overwrite=request.overwrite, only=only, output=request.output
     )
-
-
-def refuse_unfit(request: CaptionRequest, writes: Writes) -> None:
-    """Raise RequestError for options that this kind of model has no use for, and for bad numbers."""
-    unfit: dict[str, object]
-    if writes == "tags":
-        unfit = {"--prompt": request.prompt, "--max-tokens": request.max_tokens}
-    else:
-        unfit = {
-            "--threshold": request.threshold,
-            "--character-threshold": request.character_threshold,
-        }
-    for name, value in unfit.items():
-        if value is not None:
-            raise RequestError(
-                f"{name} is not for {request.model}, which writes {writes}", fix=f"leave {name} out"
-            )
-    for name, share in (
-        ("--threshold", request.threshold),
-        ("--character-threshold", request.character_threshold),
-    ):
-        if share is not None and not 0 < share <= 1:
-            raise RequestError(f"{name} {share:g} is no probability", fix="give 0.05 to 0.95")
-    if request.max_tokens is not None and not 1 <= request.max_tokens <= 4096:
-        raise RequestError(f"--max-tokens {request.max_tokens}", fix="give a number from 1 to 4096")
 
 
 def compose(text: str, *, prefix: str = "", suffix: str = "", trigger: str | None = None) -> str:
@@ -277,7 +227,7 @@ def _load(request: CaptionRequest, wanted: Wanted, events: EventStream) -> Capti
 
     folder = located(wanted, on_download=downloading)
     writes = what_it_writes(folder)
-    refuse_unfit(request, writes)  # of a Hub id nobody knew before
+    request.refuse_unfit(writes)  # of a Hub id nobody knew before
     if writes == "tags":
         from lora_trainer.tools.captioners import tagger
 
@@ -297,18 +247,3 @@ def _load(request: CaptionRequest, wanted: Wanted, events: EventStream) -> Capti
         prompt=request.prompt,
         max_tokens=request.max_tokens or language.MAX_TOKENS,
     )
-
-
-def _same_request(request: CaptionRequest, wanted: Wanted) -> dict[str, object]:
-    """Return what decides the text of captions: a call that differs in it is another one."""
-    return {
-        "model": wanted.source,
-        "overwrite": request.overwrite,
-        "prefix": request.prefix,
-        "suffix": request.suffix,
-        "trigger": request.trigger,
-        "prompt": request.prompt,
-        "max_tokens": request.max_tokens,
-        "threshold": request.threshold,
-        "character_threshold": request.character_threshold,
-    }

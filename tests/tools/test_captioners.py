@@ -16,6 +16,7 @@ from lora_trainer.tools.captioners import catalogue, language
 from lora_trainer.tools.captioners.base import OutOfRoom
 from lora_trainer.tools.captioners.catalogue import (
     KNOWN,
+    KnownModel,
     find,
     located,
     missing_files,
@@ -26,6 +27,7 @@ from lora_trainer.tools.captioners.tagger import Tagger, load_tagger, spelled
 from tests.fakes.captioners import LANGUAGE_KINDS, tiny_captioner, tiny_tagger
 from tests.fakes.odd_pictures import picture
 
+ROOT = Path(__file__).resolve().parents[2]
 PICTURES = [
     Image.new("RGB", (100, 80), "red"),
     Image.radial_gradient("L").convert("RGB"),
@@ -303,6 +305,15 @@ def test_known_names_and_sources_are_unique() -> None:
     assert len({model.name for model in KNOWN}) == len({model.source for model in KNOWN})
     assert catalogue.DEFAULT in {model.name for model in KNOWN}
     assert all(find(model.name).source == find(model.source).source for model in KNOWN)
+
+
+@pytest.mark.parametrize("model", KNOWN, ids=lambda model: model.name)
+def test_the_table_of_the_docs_is_the_catalogue(model: KnownModel) -> None:
+    row = (
+        f"| `{model.name}` | {model.source} | {model.writes} | {model.licence} "
+        f"| {model.download_gb:g} | {model.memory_gib:g} | {model.good_for} |"
+    )
+    assert row in (ROOT / "docs" / "tools.md").read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize(
