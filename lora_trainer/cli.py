@@ -18,6 +18,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from lora_trainer import __version__, queue_commands, tool_commands
+from lora_trainer.caption_command import caption
 from lora_trainer.config import check_keys, parse_assignment, refuse_secrets
 from lora_trainer.errors import LoraTrainError, RequestError, exit_code
 from lora_trainer.launch import place
@@ -170,7 +171,7 @@ def inspect(file: Path, /, *, json: Json = False) -> None:
     _print(inspection.to_json() if json else inspect_text(inspection), as_json=json)
 
 
-for command in tool_commands.COMMANDS:
+for command in (*tool_commands.COMMANDS, caption):
     app.command(command)
 
 

@@ -1,13 +1,14 @@
-"""Base models from the Hugging Face Hub: what is in the local cache, and what to download.
+"""Models from the Hugging Face Hub: what is in the local cache, and what to download.
 
-Torch-free. Only what a training reads is fetched: safetensors in one precision, configs and
-tokenizers, never pickles, other frameworks' weights or safety checkers.
+Torch-free. Of a base model only what a training reads is fetched: safetensors in one precision,
+configs and tokenizers, never pickles, other frameworks' weights or safety checkers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from lora_trainer.errors import InputError, MachineError, first_line
@@ -35,10 +36,31 @@ def cached_snapshot(source: str, *, revision: str | None) -> Path | None:
 
 
 def download(source: str, *, revision: str | None, without: frozenset[Part]) -> Path:
-    """Return the local folder of a repository with everything but the weights of parts in `without`.
+    """Return the local folder of a base model with everything but the weights of parts in `without`.
+
+    Raises what `fetch` raises.
+    """
+    return fetch(
+        source,
+        revision=revision,
+        choose=partial(wanted, without=without),
+        what="base model",
+        instead="give a local diffusers folder, or --base embedded",
+    )
+
+
+def fetch(
+    source: str,
+    *,
+    revision: str | None,
+    choose: Callable[[Iterable[str]], list[str]],
+    what: str,
+    instead: str,
+) -> Path:
+    """Return the local folder of a repository with those of its files that `choose` keeps.
 
     Raises MachineError when the Hub cannot be reached or asks for a licence to be accepted, and
-    InputError for a repository that does not exist.
+    InputError for a repository that does not exist; `what` names it there, `instead` is another way.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is re-exported
@@ -51,16 +73,16 @@ def download(source: str, *, revision: str | None, without: frozenset[Part]) -> 
 
     try:
         listed = HfApi().model_info(source, revision=revision).siblings or []
-        files = wanted((entry.rfilename for entry in listed), without=without)
+        files = choose(entry.rfilename for entry in listed)
         return Path(snapshot_download(source, revision=revision, allow_patterns=files))
     except GatedRepoError:
         raise MachineError(
-            f"base model {source} is gated",
+            f"{what} {source} is gated",
             fix=f"accept its licence at huggingface.co/{source} and run `hf auth login`",
         ) from None
     except RevisionNotFoundError:
         raise InputError(
-            f"base model {source} has no revision {revision!r}", fix="check base.revision"
+            f"{what} {source} has no revision {revision!r}", fix="check base.revision"
         ) from None
     except RepositoryNotFoundError:
         raise InputError(
@@ -72,16 +94,16 @@ def download(source: str, *, revision: str | None, without: frozenset[Part]) -> 
             isinstance(error, OSError) and error.filename is not None
         ):  # the disk refused, not the network
             raise MachineError(
-                f"base model {source} cannot be stored: {error.filename}: {error.strerror}",
+                f"{what} {source} cannot be stored: {error.filename}: {error.strerror}",
                 fix="free some space, or let HF_HOME name a folder that can be written",
             ) from None
         raise MachineError(
-            f"base model {source} could not be downloaded ({_reason(error)})",
-            fix="connect once, or give a local diffusers folder, or --base embedded",
+            f"{what} {source} could not be downloaded ({_reason(error)})",
+            fix=f"connect once, or {instead}",
         ) from None
     except (LookupError, TypeError, ValueError) as error:  # a login page, a proxy's own answer
         raise MachineError(
-            f"base model {source} could not be downloaded: what answers is not the Hub "
+            f"{what} {source} could not be downloaded: what answers is not the Hub "
             f"({type(error).__name__}: {first_line(error)[:200]})",
             fix="check the connection and HF_ENDPOINT, or give a local folder",
         ) from None

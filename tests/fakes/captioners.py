@@ -1,0 +1,318 @@
+"""Tiny captioning models of the real classes with random weights, saved as their repositories are.
+
+Three ways of being asked: a chat model, Florence-2 and BLIP; and a tagger as an ONNX file of a
+handful of bytes. What they say is noise, but noise that depends on the picture.
+"""
+
+from __future__ import annotations
+
+import string
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    BartTokenizer,
+    BertTokenizer,
+    BlipConfig,
+    BlipForConditionalGeneration,
+    BlipImageProcessorPil,
+    CLIPImageProcessorPil,
+    Florence2Config,
+    Florence2ForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessorPil,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+LETTERS = string.ascii_letters
+_CHAT_SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_WIDTH: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+}
+
+
+def tiny_captioner(kind: str, folder: Path) -> Path:
+    """Save a tiny model of one of `LANGUAGE_KINDS`; return its folder."""
+    torch.manual_seed(3)
+    model, *parts = _MAKERS[kind]()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:  # larger than usual, so that the picture shows in the words
+            torch.nn.init.normal_(parameter, std=0.4)
+    for part in (model, *parts):
+        part.save_pretrained(folder)
+    return folder
+
+
+def _chat_tokenizer() -> Qwen2Tokenizer:
+    names = [*sorted(bytes_to_unicode().values()), *_CHAT_SPECIAL]
+    return Qwen2Tokenizer(
+        vocab={name: index for index, name in enumerate(names)},
+        merges=[],
+        chat_template=_CHAT,
+        additional_special_tokens=list(_CHAT_SPECIAL),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
+
+
+def _markers(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+    number = tokenizer.convert_tokens_to_ids
+    return {
+        "image_token_id": number("<|image_pad|>"),
+        "video_token_id": number("<|video_pad|>"),
+        "vision_start_token_id": number("<|vision_start|>"),
+        "vision_end_token_id": number("<|vision_end|>"),
+    }
+
+
+def _text(tokenizer: Qwen2Tokenizer, **more: Any) -> dict[str, Any]:
+    return {
+        **_WIDTH,
+        "vocab_size": len(tokenizer),
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **more,
+    }
+
+
+_ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
+
+
+def _chat_of_2025() -> tuple[Any, ...]:
+    tokenizer = _chat_tokenizer()
+    eye = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4}
+    config = Qwen2_5_VLConfig(
+        text_config=_text(tokenizer, rope_parameters=_ROPE),
+        vision_config={**eye, "out_hidden_size": 32, "fullatt_block_indexes": [1]},
+        **_markers(tokenizer),
+    )
+    pictures = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=112 * 112)
+    return Qwen2_5_VLForConditionalGeneration(config), tokenizer, pictures
+
+
+def _chat_of_2026() -> tuple[Any, ...]:
+    tokenizer = _chat_tokenizer()
+    eye = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4}
+    config = Qwen3VLConfig(
+        text_config=_text(tokenizer, head_dim=8, rope_parameters=_ROPE),
+        vision_config={
+            **eye,
+            "out_hidden_size": 32,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 64,
+        },
+        **_markers(tokenizer),
+    )
+    pictures = Qwen2VLImageProcessorPil(
+        min_pixels=64 * 64, max_pixels=128 * 128, patch_size=16, merge_size=2
+    )
+    return Qwen3VLForConditionalGeneration(config), tokenizer, pictures
+
+
+def _chat_of_llava() -> tuple[Any, ...]:
+    tokenizer = _chat_tokenizer()
+    tokenizer.chat_template = _CHAT.replace("<|image_pad|>", "<image>")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*_CHAT_SPECIAL, "<image>"]})
+    eye = {**_WIDTH, "model_type": "clip_vision_model", "image_size": 32, "patch_size": 16}
+    config = LlavaConfig(
+        text_config={"model_type": "llama", **_text(tokenizer)},
+        vision_config={**eye, "projection_dim": 16},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_select_strategy="default",
+    )
+    pictures = CLIPImageProcessorPil(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    )
+    from transformers import LlavaProcessor
+
+    processor = LlavaProcessor(
+        pictures,
+        tokenizer,
+        patch_size=16,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    )
+    return LlavaForConditionalGeneration(config), processor
+
+
+def _tasks() -> tuple[Any, ...]:
+    special = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+    names = [*special, *sorted(bytes_to_unicode().values()), "<image>"]
+    tokenizer = BartTokenizer(
+        vocab={name: index for index, name in enumerate(names)},
+        merges=[],
+        extra_special_tokens={"image_token": "<image>"},
+    )
+    ends = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    sides = {f"{side}_layers": 1 for side in ("encoder", "decoder")}
+    sides |= {f"{side}_attention_heads": 4 for side in ("encoder", "decoder")}
+    sides |= {f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")}
+    eye = {"depths": [1, 1], "patch_size": [7, 3], "patch_stride": [4, 2], "patch_padding": [3, 1]}
+    config = Florence2Config(
+        text_config={
+            "model_type": "bart",
+            "vocab_size": len(names),
+            "d_model": 32,
+            "max_position_embeddings": 256,
+            **sides,
+            **ends,
+        },
+        vision_config={
+            **eye,
+            "patch_prenorm": [False, True],
+            "embed_dim": [16, 32],
+            "num_heads": [2, 4],
+            "num_groups": [2, 4],
+            "window_size": 4,
+            "projection_dim": 32,
+        },
+        image_token_id=names.index("<image>"),
+        **ends,
+    )
+    pictures = CLIPImageProcessorPil(
+        size={"height": 32, "width": 32}, do_center_crop=False, image_seq_length=17
+    )
+    return Florence2ForConditionalGeneration(config), tokenizer, pictures
+
+
+def _unasked() -> tuple[Any, ...]:
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[DEC]")
+    words = [*special, *LETTERS, *(f"##{letter}" for letter in LETTERS)]
+    tokenizer = BertTokenizer(
+        vocab={word: index for index, word in enumerate(words)},
+        additional_special_tokens=["[DEC]"],
+    )
+    eye = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "projection_dim": 16}
+    config = BlipConfig(
+        text_config={
+            **_WIDTH,
+            "vocab_size": len(words),
+            "encoder_hidden_size": 32,
+            "max_position_embeddings": 64,
+            "projection_dim": 16,
+            "bos_token_id": 5,
+            "pad_token_id": 0,
+            "sep_token_id": 3,
+            "eos_token_id": 3,
+        },
+        vision_config={**eye, "num_attention_heads": 4, "image_size": 32, "patch_size": 16},
+        projection_dim=16,
+    )
+    pictures = BlipImageProcessorPil(size={"height": 32, "width": 32})
+    return BlipForConditionalGeneration(config), tokenizer, pictures
+
+
+_MAKERS = {
+    "qwen2.5-vl": _chat_of_2025,
+    "qwen3-vl": _chat_of_2026,
+    "llava": _chat_of_llava,
+    "florence2": _tasks,
+    "blip": _unasked,
+}
+LANGUAGE_KINDS = tuple(_MAKERS)
+
+
+# ---- a tagger: onnx.proto by hand, as the package `onnx` would be needed for nothing else
+
+
+def tiny_tagger(
+    folder: Path, *, tags: Sequence[tuple[str, str]], side_px: int = 4, batch: int | None = None
+) -> Path:
+    """Save a tagger whose probabilities are the mean blue, green and red of a picture, then halves.
+
+    `tags` are (name, category). Tag 0 is as likely as the picture is blue, 1 green, 2 red; a further
+    one is half as likely as that three places before.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [f"{index},{name},{category},1" for index, (name, category) in enumerate(tags)]
+    (folder / "selected_tags.csv").write_text(
+        "\n".join(["tag_id,name,category,count", *rows]) + "\n", encoding="utf-8"
+    )
+    matrix = [
+        [(0.5 ** (tag // 3)) / 255 if tag % 3 == colour else 0.0 for tag in range(len(tags))]
+        for colour in range(3)
+    ]
+    shape = [batch or "batch", side_px, side_px, 3]
+    (folder / "model.onnx").write_bytes(_onnx(shape, matrix))
+    return folder
+
+
+def _onnx(shape: Sequence[int | str], matrix: Sequence[Sequence[float]]) -> bytes:
+    """Return ONNX bytes of: mean over height and width, then a matrix."""
+    weights = b"".join(struct.pack("<f", value) for row in matrix for value in row)
+    sizes = [len(matrix), len(matrix[0])]
+    tensor = b"".join(_number(1, size) for size in sizes)
+    tensor += _number(2, 1) + _bytes(8, b"matrix") + _bytes(9, weights)
+    mean = _node("ReduceMean", ["picture"], ["mean"], axes=[1, 2], keepdims=0)
+    product = _node("MatMul", ["mean", "matrix"], ["probabilities"])
+    graph = _bytes(1, mean) + _bytes(1, product) + _bytes(2, b"tagger") + _bytes(5, tensor)
+    graph += _bytes(11, _value("picture", shape))
+    graph += _bytes(12, _value("probabilities", [shape[0], sizes[1]]))
+    return _number(1, 8) + _bytes(7, graph) + _bytes(8, _number(2, 13))
+
+
+def _node(kind: str, inputs: Iterable[str], outputs: Iterable[str], **attributes: Any) -> bytes:
+    parts = [_bytes(1, name.encode()) for name in inputs]
+    parts += [_bytes(2, name.encode()) for name in outputs]
+    parts.append(_bytes(4, kind.encode()))
+    for name, value in attributes.items():
+        several = isinstance(value, list)
+        values = b"".join(_number(8, item) for item in value) if several else _number(3, value)
+        content = _bytes(1, name.encode()) + values + _number(20, 7 if several else 2)
+        parts.append(_bytes(5, content))
+    return b"".join(parts)
+
+
+def _value(name: str, shape: Sequence[int | str]) -> bytes:
+    sides = b"".join(
+        _bytes(1, _number(1, side) if isinstance(side, int) else _bytes(2, side.encode()))
+        for side in shape
+    )
+    tensor = _number(1, 1) + _bytes(2, sides)
+    return _bytes(1, name.encode()) + _bytes(2, _bytes(1, tensor))
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _bytes(field: int, content: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(content)) + content
+
+
+def _varint(value: int) -> bytes:
+    digits = bytearray()
+    while value > 0x7F:
+        digits.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*digits, value])

@@ -1,0 +1,527 @@
+"""`lora-train caption` as people and scripts call it: what is written, what is left alone, the way back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from lora_trainer import cli
+from lora_trainer.config import DataSettings
+from lora_trainer.data.scan import scan
+from lora_trainer.events import Event
+from lora_trainer.files import HashMemo
+from lora_trainer.tools import captioning
+from lora_trainer.tools.caption_journal import FOLDER, opened
+from lora_trainer.tools.captioners.base import Description
+from lora_trainer.tools.captioners.language import Describer
+from lora_trainer.tools.captioners.tagger import Tagger
+from lora_trainer.tools.captioning import compose
+from tests.fakes.captioners import tiny_captioner, tiny_tagger
+from tests.fakes.runs import contents
+
+COLOURS = {"a": "red", "b": "blue", "c": "lime", "d": "white"}
+TAGS = {"a": "red", "b": "blue", "c": "green", "d": "blue, green, red"}
+"""What the tagger says of each colour."""
+
+
+@pytest.fixture(scope="module")
+def tagger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tags = [("blue", "0"), ("green", "0"), ("red", "0")]
+    return tiny_tagger(tmp_path_factory.mktemp("tagger"), tags=tags)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    """Return a folder of four pictures without captions."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for name, colour in COLOURS.items():
+        Image.new("RGB", (20, 20), colour).save(folder / f"{name}.png")
+    return folder
+
+
+@pytest.fixture
+def command(
+    dataset: Path, tagger: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that runs the command on the dataset; it returns code, stdout and stderr."""
+
+    def run(*words: str, model: Path = tagger) -> tuple[int, str, str]:
+        capsys.readouterr()
+        undo = "--undo" in words
+        line = ["caption", str(dataset), *words, *([] if undo else ["--model", str(model)])]
+        return cli.run(line), *capsys.readouterr()
+
+    return run
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """Return the caption files of a folder by name without extension."""
+    return {file.stem: file.read_text().rstrip("\n") for file in sorted(folder.glob("*.txt"))}
+
+
+def trained(folder: Path, **settings: Any) -> dict[str, str]:
+    """Return the captions that `check` and training read."""
+    memo = HashMemo(file=folder / "unused.json", entries={})
+    found = scan(folder, settings=DataSettings(**settings), memo=memo)
+    return {record.name: record.caption for record in found.records}
+
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+# ---- what is written
+
+
+def test_each_picture_gets_a_caption_that_training_reads(command: Command, dataset: Path) -> None:
+    code, out, err = command()
+    assert (code, texts(dataset)) == (0, TAGS)
+    assert out.splitlines() == [
+        "1/4 a.png: red",
+        "2/4 b.png: blue",
+        "3/4 c.png: green",
+        "4/4 d.png: blue, green, red",
+        "captions written: 4; --undo takes them back",
+    ]
+    assert err.startswith("captions to write: 4; ") and err.rstrip().endswith(" on cpu")
+    assert trained(dataset) == {f"{name}.png": text for name, text in TAGS.items()}
+
+
+def test_a_language_model_writes_whole_lines(
+    command: Command, dataset: Path, tmp_path: Path
+) -> None:
+    model = tiny_captioner("blip", tmp_path / "model")
+    code, out, _ = command("--max-tokens", "4", model=model)
+    assert code == 0 and len(out.splitlines()) == 5
+    assert set(texts(dataset)) == set(COLOURS) and len(set(texts(dataset).values())) > 1
+    assert out.splitlines()[0].startswith(f"1/4 a.png: {texts(dataset)['a']}")
+
+
+def test_json_is_one_object_a_line(command: Command, dataset: Path) -> None:
+    (dataset / "b.png").write_bytes(b"nothing")
+    code, out, err = command("--json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert (code, err) == (0, "")
+    assert [row["event"] for row in rows] == [
+        "captioning", "caption", "problem", "caption", "caption", "captioned"
+    ]  # fmt: skip
+    assert rows[1] | {"time": 0} == {
+        "event": "caption",
+        "index": 1,
+        "count": 4,
+        "image": "a.png",
+        "file": str(dataset / "a.txt"),
+        "caption": "red",
+        "cut": False,
+        "time": 0,
+    }
+    assert rows[2]["file"] == "b.png" and rows[2]["fix"]
+    assert (rows[-1]["written"], rows[-1]["failed"]) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "around", "written"),
+    [
+        (" a cat.\n\x1b[1m ", {}, "a cat. [1m"),
+        ("a cat", {"prefix": "photo of", "suffix": "by night"}, "photo of a cat by night"),
+        (
+            "cat, hat",
+            {"prefix": " score_9,  best,", "suffix": ", sky "},
+            "score_9, best, cat, hat, sky",
+        ),
+        ("A cat. It sleeps.", {"suffix": ", 35 mm"}, "A cat. It sleeps, 35 mm"),
+        ("a cat", {"trigger": "mimi"}, "mimi, a cat"),
+        ("Mimi, a cat", {"trigger": "mimi"}, "Mimi, a cat"),
+        ("a cat", {"trigger": "mimi", "prefix": "photo of [trigger],"}, "photo of mimi, a cat"),
+        ("a cat", {"trigger": "mimi", "prefix": "photo,"}, "mimi, photo, a cat"),
+        ("x" * 20_000, {"trigger": "mimi"}, f"mimi, {'x' * 9_994}"),
+    ],
+)
+def test_what_goes_around_a_caption(said: str, around: dict[str, str], written: str) -> None:
+    assert compose(said, **around) == written
+
+
+def test_a_trigger_that_was_written_is_not_put_in_twice(command: Command, dataset: Path) -> None:
+    command("--trigger", "mimi", "--prefix", "photo,", "--suffix", ", soft light")
+    assert texts(dataset)["a"] == "mimi, photo, red, soft light"
+    assert trained(dataset, trigger="mimi")["a.png"] == texts(dataset)["a"]
+
+
+@pytest.mark.parametrize(
+    "stem",
+    ["two words", "[odd] {x|y}", "-x", "Zoë.final", "図", "a" * 200, os.fsdecode(b"\xff\xfe")],
+)
+def test_any_name_of_a_file_gets_its_caption(command: Command, dataset: Path, stem: str) -> None:
+    (dataset / "a.png").rename(dataset / f"{stem}.png")
+    code, _, _ = command()
+    assert code == 0 and (dataset / f"{stem}.txt").read_text() == "red\n"
+    assert "red" in trained(dataset).values()
+
+
+def test_transparency_is_seen_as_in_training(command: Command, dataset: Path) -> None:
+    Image.new("RGBA", (20, 20), (255, 0, 0, 0)).save(dataset / "a.png")
+    command()
+    assert texts(dataset)["a"] == TAGS["d"], "white, as data.alpha_background says"
+
+
+# ---- what is left alone
+
+
+def test_captions_that_are_there_stay(command: Command, dataset: Path) -> None:
+    (dataset / "a.txt").write_text("by hand")
+    (dataset / "b.caption").write_text("by hand too")
+    (dataset / "c.txt").write_text("  \n")  # holds no word: as good as none
+    (dataset / "metadata.jsonl").write_text('{"file_name": "d.png", "text": "described"}\n')
+    code, out, _ = command()
+    assert (code, texts(dataset)) == (0, {"a": "by hand", "c": "green"})
+    assert out.splitlines()[-1] == "captions written: 1; had one already: 3; --undo takes them back"
+    assert trained(dataset)["d.png"] == "described"
+
+
+def test_the_name_of_a_folder_is_a_caption(command: Command, dataset: Path) -> None:
+    (dataset / "5_hat").mkdir()
+    (dataset / "a.png").rename(dataset / "5_hat" / "a.png")
+    before = contents(dataset / "5_hat")
+    command()
+    assert contents(dataset / "5_hat") == before
+    command("--overwrite")
+    assert trained(dataset)["5_hat/a.png"] == "red"
+
+
+def test_nothing_to_do_loads_no_model(
+    command: Command, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command()
+    before = contents(dataset)
+    monkeypatch.delattr(captioning, "_load")
+    code, out, _ = command()
+    assert (code, contents(dataset)) == (0, before)
+    assert out.startswith("nothing to do, pictures with a caption: 4;")
+
+
+def on_caption(monkeypatch: pytest.MonkeyPatch, act: Callable[[Event], None]) -> None:
+    """Let `act` see each event of the command."""
+    from lora_trainer import caption_command
+
+    tell = caption_command.Teller.__call__
+
+    def told(self: caption_command.Teller, event: Event) -> None:
+        tell(self, event)
+        act(event)
+
+    monkeypatch.setattr(caption_command.Teller, "__call__", told)
+
+
+@pytest.mark.parametrize("words", [(), ("--overwrite",)])
+def test_a_caption_written_by_hand_meanwhile_wins(
+    words: tuple[str, ...], command: Command, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (dataset / "metadata.jsonl").write_text("")
+
+    def write(event: Event) -> None:
+        if event.kind == "caption" and event.fields["index"] == 1:
+            (dataset / "b.txt").write_text("by hand")
+
+    on_caption(monkeypatch, write)
+    code, _, err = command(*words)
+    assert (code, texts(dataset)) == (0, TAGS | {"b": "by hand"})
+    assert "b.png got another caption meanwhile" in err
+
+
+def test_pictures_that_share_a_file_are_not_given_each_others_caption(
+    command: Command, dataset: Path
+) -> None:
+    Image.new("RGB", (20, 20), "blue").save(dataset / "a.webp", lossless=True)
+    code, _, err = command()
+    assert code == 0 and texts(dataset)["a"] == "red"
+    assert "a.webp would share the caption file of a.png. rename one of the two" in err
+
+
+def test_a_link_is_not_written_through(command: Command, dataset: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.txt").write_text("")
+    (dataset / "a.txt").symlink_to(tmp_path / "elsewhere.txt")
+    _, _, err = command("--overwrite")
+    assert (tmp_path / "elsewhere.txt").read_text() == "" and (dataset / "a.txt").is_symlink()
+    assert "a.png has a.txt, which is a link to elsewhere" in err
+
+
+def test_only_the_pictures_that_are_named(command: Command, dataset: Path) -> None:
+    code, _, _ = command("--images", "b.png", str(dataset / "c.png"))
+    assert (code, texts(dataset)) == (0, {"b": "blue", "c": "green"})
+    code, _, err = command("--images", "d.jpg")
+    assert code == 2 and "Did you mean 'd.png'?" in err
+
+
+def test_output_leaves_the_dataset_as_it_is(
+    command: Command, dataset: Path, tmp_path: Path
+) -> None:
+    (dataset / "sub").mkdir()
+    (dataset / "a.png").rename(dataset / "sub" / "a.png")
+    (dataset / "b.txt").write_text("by hand")
+    before = contents(dataset)
+    out = tmp_path / "new"
+    assert command("--output", str(out))[0] == 0
+    assert contents(dataset) == before
+    assert texts(out) == {"c": "green", "d": TAGS["d"]} and texts(out / "sub") == {"a": "red"}
+    _, said, _ = command("--output", str(out))
+    assert said.startswith("nothing to do")
+    command("--output", str(out), "--overwrite")
+    assert texts(out)["b"] == "blue" and contents(dataset) == before
+
+
+def test_a_dry_run_says_what_and_writes_nothing(command: Command, dataset: Path) -> None:
+    (dataset / "a.txt").write_text("by hand")
+    before = sorted(dataset.rglob("*"))
+    code, out, _ = command("--dry-run")
+    assert code == 0 and "has one: a.png (a.txt)" in out and "would get a caption: b.png" in out
+    row = json.loads(command("--dry-run", "--json")[1])
+    assert (row["pictures"], row["captioned"]) == (["b.png", "c.png", "d.png"], {"a.png": "a.txt"})
+    assert (row["writes"], row["on_this_machine"]) == ("tags", True)
+    assert sorted(dataset.rglob("*")) == before
+
+
+def test_a_dry_run_and_the_help_load_no_torch(dataset: Path) -> None:
+    program = "import sys; from lora_trainer import cli; cli.run(sys.argv[1:]); "
+    program += "sys.exit(bool({'torch', 'transformers', 'onnxruntime'} & set(sys.modules)))"
+    for words in (["caption", str(dataset), "--dry-run"], ["caption", "--help"]):
+        done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- the way back
+
+
+def test_undo_puts_back_every_byte(command: Command, dataset: Path) -> None:
+    (dataset / "a.txt").write_bytes(b"caf\xe9\r\n")  # Windows-1252
+    (dataset / "B.TXT").write_text("two\nlines")
+    visible = {name: digest for name, digest in contents(dataset).items()}
+    assert command("--overwrite")[0] == 0
+    assert trained(dataset)["a.png"] == "red" and trained(dataset)["b.png"] == "blue"
+    code, out, _ = command("--undo")
+    assert (code, out) == (0, "captions removed: 2, put back: 2\n")
+    assert {n: d for n, d in contents(dataset).items() if FOLDER not in n} == visible
+    assert command("--undo")[0] == 3, "there is nothing more to take back"
+
+
+def test_undo_takes_back_one_call_after_the_other(command: Command, dataset: Path) -> None:
+    (dataset / "a.txt").write_text("by hand")
+    command("--overwrite", "--prefix", "first,")
+    command("--overwrite", "--prefix", "second,")
+    assert texts(dataset)["a"] == "second, red"
+    command("--undo")
+    assert texts(dataset) == {name: f"first, {text}" for name, text in TAGS.items()}
+    command("--undo")
+    assert texts(dataset) == {"a": "by hand"}
+
+
+def test_undo_leaves_what_was_edited_since(command: Command, dataset: Path) -> None:
+    command()
+    (dataset / "b.txt").write_text("better by hand")
+    code, out, _ = command("--undo")
+    assert (code, texts(dataset)) == (0, {"b": "better by hand"})
+    assert out.splitlines() == [
+        "captions removed: 3, put back: 0",
+        "left alone, as it was edited since: b.txt",
+    ]
+
+
+@pytest.mark.parametrize("name", ["../outside.txt", "/outside.txt", "sub/../../outside.txt"])
+def test_a_record_that_came_with_a_dataset_reaches_nothing_outside(
+    name: str, command: Command, dataset: Path, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside.txt"
+    outside.write_text("mine")
+    folder = dataset / FOLDER / "0001"
+    (folder / "old").mkdir(parents=True)
+    digest = contents(tmp_path)["outside.txt"]
+    row = {"file": name.replace("/outside", str(outside)[:-4]) if name[0] == "/" else name}
+    (folder / "journal.jsonl").write_text(json.dumps({**row, "sha256": digest, "old": None}))
+    code, _, err = command("--undo")
+    assert code == 3 and outside.read_text() == "mine" and "names" in err
+
+
+def test_two_at_a_time_are_refused(command: Command, dataset: Path) -> None:
+    with opened(dataset, {}):
+        code, _, err = command()
+    assert code == 4 and "is being captioned by another process" in err
+    assert command()[0] == 0
+
+
+# ---- interrupted, and on
+
+
+def interrupted_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send this process a real Ctrl-C when so many captions are written, once."""
+    sent: list[int] = []
+
+    def send(event: Event) -> None:
+        if event.kind == "caption" and event.fields["index"] == count and not sent:
+            sent.append(count)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    on_caption(monkeypatch, send)
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Count how many pictures the tagger sees at a time."""
+    seen: list[int] = []
+    real = Tagger.describe
+
+    def describe(self: Tagger, pictures: Sequence[Image.Image]) -> list[Description]:
+        seen.append(len(pictures))
+        return real(self, pictures)
+
+    monkeypatch.setattr(Tagger, "describe", describe)
+    yield seen
+
+
+def test_what_was_interrupted_goes_on_with_the_missing_ones(
+    command: Command, dataset: Path, described: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted_after(2, monkeypatch)
+    code, out, err = command()
+    assert (code, texts(dataset)) == (130, {"a": "red", "b": "blue"})
+    assert len(out.splitlines()) == 2
+    assert "stopped with 2 of 4 captions written. Fix: run the same command again" in err
+    assert command()[0] == 0
+    assert texts(dataset) == TAGS and sum(described) == 4
+
+
+def test_replacing_goes_on_where_it_was_and_is_one_thing_to_undo(
+    command: Command, dataset: Path, described: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_hand = {name: f"hand {name}" for name in COLOURS}
+    for name, text in by_hand.items():
+        (dataset / f"{name}.txt").write_text(text)
+    interrupted_after(2, monkeypatch)
+    assert command("--overwrite")[0] == 130
+    with (dataset / FOLDER / "0001" / "journal.jsonl").open("a") as torn:
+        torn.write('{"file": "c.t')  # what a kill leaves of a last line
+    (dataset / "a.txt").write_text("edited between")
+    code, out, _ = command("--overwrite")
+    assert (code, texts(dataset)) == (0, TAGS)
+    assert sum(described) == 5, "b was done, a was edited since"
+    assert out.splitlines()[-1].startswith("captions written: 4;")
+    command("--undo")
+    assert texts(dataset) == by_hand | {"a": "edited between"}
+
+
+def test_a_full_disk_is_one_line_and_costs_no_caption(
+    command: Command, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (dataset / "a.txt").write_text("by hand")
+    from lora_trainer.tools import caption_journal
+
+    real = caption_journal.write_atomic
+
+    def full(path: Path, data: bytes, *, durable: bool = True) -> None:
+        if path.name == "b.txt":
+            raise caption_journal.disk_error(path, OSError(28, "No space left on device"))
+        real(path, data, durable=durable)
+
+    monkeypatch.setattr(caption_journal, "write_atomic", full)
+    code, _, err = command("--overwrite")
+    assert code == 4 and "No space left on device" in err and err.count("error:") == 1
+    assert texts(dataset) == {"a": "red"}
+    assert command("--undo")[0] == 0 and texts(dataset) == {"a": "by hand"}
+
+
+# ---- what goes wrong
+
+
+def test_one_bad_picture_stops_no_other(command: Command, dataset: Path) -> None:
+    (dataset / "b.png").write_bytes(b"nothing")
+    code, out, err = command()
+    assert code == 0 and set(texts(dataset)) == {"a", "c", "d"}
+    assert "b.png is not an image" in err and "pictures without: 1" in out
+
+
+def test_none_at_all_is_an_error(command: Command, dataset: Path) -> None:
+    for name in COLOURS:
+        (dataset / f"{name}.png").write_bytes(b"nothing")
+    code, _, err = command()
+    assert code == 3 and "no picture could be captioned (4 tried)" in err
+    assert not (dataset / FOLDER).exists()
+
+
+def test_a_model_with_nothing_to_say_writes_no_file(command: Command, dataset: Path) -> None:
+    Image.new("RGB", (20, 20), "black").save(dataset / "a.png")
+    code, _, err = command("--trigger", "mimi")
+    assert code == 0 and set(texts(dataset)) == {"b", "c", "d"}
+    assert "a.png is one that the model says nothing about" in err
+
+
+def out_of_memory_above(limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let a language model take four pictures at a time, with memory for `limit`; return what it got."""
+    given: list[int] = []
+    real = Describer._described
+
+    def described(self: Describer, pictures: list[Image.Image]) -> list[Description]:
+        given.append(len(pictures))
+        if len(pictures) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, pictures)
+
+    monkeypatch.setattr(Describer, "_described", described)
+    monkeypatch.setattr(Describer, "batch_size", 4)
+    return given
+
+
+def test_out_of_memory_halves_the_pictures_at_a_time(
+    command: Command, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_captioner("blip", tmp_path / "model")
+    assert command("--max-tokens", "4", model=model)[0] == 0
+    alone = texts(dataset)
+    command("--undo")
+    given = out_of_memory_above(2, monkeypatch)
+    code, _, err = command("--max-tokens", "4", model=model)
+    assert (code, texts(dataset), given) == (0, alone, [4, 2, 2])
+    assert "out of memory with 4 pictures at a time; going on with 2" in err
+
+
+def test_no_memory_for_one_picture_ends_it(
+    command: Command, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = out_of_memory_above(0, monkeypatch)
+    code, _, err = command(model=tiny_captioner("blip", tmp_path / "model"))
+    assert (code, texts(dataset), given) == (4, {}, [4, 2, 1])
+    assert "not enough memory for one picture" in err and "--device cpu" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--prompt", "hello"), "--prompt is not for"),
+        (("--max-tokens", "9"), "--max-tokens is not for"),
+        (("--threshold", "35"), "--threshold 35 is no probability"),
+        (("--character-threshold", "0"), "--character-threshold 0 is no probability"),
+        (("--overwrite", "--only-missing"), "contradict each other"),
+        (("--device", "tpu"), "tpu"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_at_once(
+    words: tuple[str, ...], said: str, command: Command, dataset: Path
+) -> None:
+    before = sorted(dataset.rglob("*"))
+    code, out, err = command(*words)
+    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
+    assert sorted(dataset.rglob("*")) == before
+
+
+def test_a_folder_without_pictures_is_refused(command: Command, dataset: Path) -> None:
+    for name in COLOURS:
+        (dataset / f"{name}.png").unlink()
+    code, _, err = command()
+    assert code == 3 and "no pictures in" in err
