@@ -326,7 +326,9 @@ def test_the_resolution_is_the_base_s_own_unless_given(place: Toy) -> None:
 
 def test_check_says_what_plan_says_of_the_dataset(place: Toy) -> None:
     request = asked(place, data__resolution=16)
-    assert examine(request, hardware=PROCESSOR).report == prepare(request, hardware=PROCESSOR).report
+    assert (
+        examine(request, hardware=PROCESSOR).report == prepare(request, hardware=PROCESSOR).report
+    )
 
 
 def test_preparing_writes_nothing_but_memos_in_the_cache(tmp_path: Path) -> None:
