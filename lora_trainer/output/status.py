@@ -253,6 +253,8 @@ def _read(run_folder: Path) -> Status:
         raise ValueError(status.state)
     if not all(isinstance(getattr(status, name), int) for name in _COUNTS):
         raise ValueError(f"one of {', '.join(_COUNTS)} is no number")
+    if not isinstance(status.heartbeat_s, int | float):
+        raise TypeError("heartbeat_s is no number")
     return status
 
 

@@ -1,0 +1,148 @@
+"""The head of a run's page and its log: figures, memory against the prediction, texts as text."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lora_trainer.gui.run_log import line_of, log
+from lora_trainer.gui.run_state import look
+from lora_trainer.gui.run_view import head, memory
+
+from lora_trainer.output.history_reader import HistoryReader, read_history
+from lora_trainer.output.status import read_status
+from tests.fakes.live_runs import until, write_status
+from tests.fakes.run_folder import HOSTILE_CAPTION, FakeRun, fake_run
+
+GIB = 1 << 30
+
+
+def shown(folder: Path) -> str:
+    return head(look(folder, read_status(folder), now_s=time.time()), read_history(folder))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    return fake_run(tmp_path / "runs" / "live", steps=30)
+
+
+def test_head_has_progress_pace_time_left_and_losses(run: FakeRun) -> None:
+    folder = until(run, 12)
+    write_status(folder)
+    page = shown(folder)
+    assert "width:40.0%" in page and 'aria-valuenow="40"' in page
+    for words in ("12 of 30", "Time left", "0.19 s", "mean of the last 12 steps"):
+        assert words in page
+    assert "below the base&#x27;s" in page
+
+
+def test_before_the_first_step_there_are_no_figures_of_steps(run: FakeRun) -> None:
+    folder = until(run, 0)
+    write_status(folder, step=0, phase="cache", done=1, total=9, message="x.png")
+    page = shown(folder)
+    assert "Caching latents 1/9." in page
+    assert "A step takes" not in page and "Time left" not in page and "meter" not in page
+
+
+def test_a_failure_stands_above_the_figures(run: FakeRun) -> None:
+    folder = until(run, 12)
+    message = "<img src=x onerror=alert(1)>. Fix: <b>do</b> it."
+    write_status(folder, state="failed", exit_code=3, message=message)
+    page = shown(folder)
+    assert page.index("What to do: ") < page.index("figures")
+    assert "<img" not in page and "<b>do" not in page
+    assert "&lt;b&gt;do&lt;/b&gt; it." in page
+
+
+def on_a_card(run: FakeRun) -> FakeRun:
+    for row in run.events:
+        if row["event"] == "step":
+            row |= {
+                "vram_bytes": 6 * GIB,
+                "vram_reserved_bytes": 7 * GIB + row["step"],
+                "vram_used_bytes": 8 * GIB,
+            }
+    return run
+
+
+def with_plan(folder: Path, **memory_fields: Any) -> Path:
+    record = json.loads((folder / "run.json").read_text("utf-8"))
+    record["plan"]["memory"] |= memory_fields
+    (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
+    return folder
+
+
+def test_memory_of_a_card_is_compared_as_it_was_predicted(run: FakeRun) -> None:
+    items = [{"name": "runtime", "bytes": GIB, "note": ""}, "odd", {"name": "base"}]
+    folder = with_plan(
+        on_a_card(run).write(), items=items, peak_bytes=9 * GIB, limit_bytes=11 * GIB
+    )
+    found = memory(read_history(folder))
+    assert found is not None
+    assert (found.device, found.now_bytes) == ("VRAM", 8 * GIB)
+    assert found.highest_bytes == 8 * GIB + 30, "the highest reserved plus what libraries hold"
+    assert (found.predicted_bytes, found.limit_bytes) == (9 * GIB, 11 * GIB)
+    write_status(folder)
+    assert "now 8.0 GiB, highest 8.0 GiB, predicted 9.0 GiB, limit 11.0 GiB" in shown(folder)
+
+
+def test_without_a_card_it_is_the_memory_of_the_process(run: FakeRun) -> None:
+    found = memory(read_history(run.write()))
+    assert found is not None
+    assert (found.device, found.highest_bytes) == ("Memory", GIB)
+    assert found.predicted_bytes == 1_310_000_000
+
+
+def test_log_is_in_words_and_has_the_newest_first(run: FakeRun) -> None:
+    reader = HistoryReader(run.write())
+    reader.read()
+    page = log(reader.recent())
+    assert page.index("Finished: zorble.safetensors.") < page.index("Started: 30 steps")
+    words = re.sub("<[^>]*>", "", page)
+    for said in (
+        "Step 10: saved zorble-step00000010.safetensors and step-00000010 (3.1 MiB of state",
+        "Changed memory.micro_batch 8 -&gt; 4: out of memory in backward",
+        "The base: validation loss 0.1337.",
+        "Step 20: 3 sample images.",
+        "warning: broken/owl &lt;b&gt;17&lt;/b&gt;.jpg: image is cut off",
+        "export it again",
+    ):
+        assert said in words, said
+    assert HOSTILE_CAPTION not in page and "<b>17" not in page
+    assert "step 7" not in words.lower(), "single steps are in the chart"
+
+
+@pytest.mark.parametrize(
+    ("row", "severity", "words"),
+    [
+        ({"event": "stopped", "exit_code": 143, "step": 2, "reason": "asked"}, "", "at step 2"),
+        ({"event": "stopped", "exit_code": 4, "step": 2, "reason": "no disk"}, "error", "no disk"),
+        ({"event": "out_of_memory", "images_at_once": 8}, "warning", "with 8 images"),
+        ({"event": "resumed", "step": 4, "exactness": "EXACT"}, "", "as if it had not stopped"),
+        ({"event": "run_started", "resumed_from": 4}, "", "Started again from step 4"),
+        ({"event": "something_new"}, "", "Something new."),
+        ({"event": "problem", "what": "w", "severity": "<b>"}, "warning", "w."),
+    ],
+)
+def test_records_in_words(row: dict[str, Any], severity: str, words: str) -> None:
+    line = line_of(row)
+    assert line.severity == severity
+    assert words in line.words
+
+
+VALUES = st.none() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.none())
+KEYS = st.sampled_from(
+    ["time", "step", "seconds", "bytes", "loss", "file", "fix", "what", "images"]
+)
+KINDS = ["run_started", "resumed", "cached", "validation", "sample", "saved", "change", "problem"]
+
+
+@given(st.sampled_from([*KINDS, "stopped", "finished", "x"]), st.dictionaries(KEYS, VALUES))
+def test_damaged_records_are_no_error(kind: str, fields: dict[str, Any]) -> None:
+    log([{**fields, "event": kind}])
