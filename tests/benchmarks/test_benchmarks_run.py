@@ -52,3 +52,15 @@ def test_scaling(tmp_path: Path) -> None:
     assert model["all_reduce_s"] == pytest.approx(1.006)
     assert model["speedup"] == pytest.approx(4 * 0.5 / 1.506)
     assert "| a wire | 4 | 0.500 | 1.0060 | 1.33 | 33.2% |" in done.stdout
+
+
+def test_gui(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    done = run(
+        "benchmarks/gui.py",
+        *("--steps", "60", "--samples", "6", "--rounds", "2", "--json", str(file)),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_bytes())["server"]["60"]
+    assert 0 == found["idle, bytes"] < found["step, bytes"] < found["step and chart, bytes"]
+    assert found["step and chart, bytes"] < found["first, bytes"]

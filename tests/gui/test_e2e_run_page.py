@@ -1,0 +1,159 @@
+"""The page of a run in a real browser: the sample viewer by mouse and keyboard, the buttons in order.
+
+The runs are fakes; this test writes what a trainer would, so that every moment can be looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.output.status import Control
+from tests.fakes.gui_server import GuiServer
+from tests.fakes.live_runs import until, write_status
+from tests.fakes.run_folder import HOSTILE_CAPTION, PROMPTS, fake_run
+from tests.gui.conftest import StartGui
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+WITHIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """The runs folder of this module and its server."""
+
+    runs: Path
+    server: GuiServer
+
+
+@pytest.fixture(scope="module")
+def place(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    runs = tmp_path_factory.mktemp("run-page") / "runs"
+    finished = fake_run(runs / "old & <b>", steps=30).write()
+    (finished / "zorble-step00000020.safetensors").write_bytes(b"twenty")
+    write_status(finished, state="finished", step=30, steps=30, exit_code=0)
+    live = until(fake_run(runs / "live", steps=30), 12)
+    write_status(live)
+    return Place(runs=runs, server=gui_server(runs))
+
+
+def opened(place: Place, page: Any, run: str) -> Any:
+    page.set_default_timeout(1000 * WITHIN_S)
+    page.goto(place.server.link)
+    page.goto(place.server.url(f"/run?run={run}"))
+    return page
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    ends_s = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < ends_s, what
+        time.sleep(0.05)
+
+
+def test_samples_are_enlarged_walked_through_and_compared(page: Any, place: Place) -> None:
+    opened(place, page, "old%20%26%20%3Cb%3E")
+    page.get_by_role("button", name=f"step 10: {PROMPTS[1]}", exact=True).click()
+    viewer = page.get_by_role("dialog", name="sample image")
+    caption, large = viewer.locator(".caption"), viewer.locator("> img")
+
+    def at(step: str, prompt: int) -> None:
+        viewer.get_by_text(f"{step}, prompt {prompt} of 3", exact=True).wait_for()
+        assert large.evaluate("image => image.decode().then(() => image.naturalWidth)") == 64
+        assert caption.inner_text() == f"{step}, prompt {prompt} of 3"
+
+    at("step 10", 2)
+    for key, step, prompt in (
+        ("ArrowRight", "step 10", 3),
+        ("ArrowRight", "step 10", 3),
+        ("ArrowUp", "step 20", 3),
+        ("ArrowLeft", "step 20", 2),
+        ("ArrowDown", "step 10", 2),
+        ("ArrowDown", "base", 2),
+        ("ArrowDown", "base", 2),
+        ("ArrowUp", "step 10", 2),
+    ):
+        page.keyboard.press(key)
+        at(step, prompt)
+    page.keyboard.press("ArrowRight")
+    assert viewer.locator(".prompt").inner_text() == HOSTILE_CAPTION
+    viewer.get_by_role("button", name="Compare with the base").click()
+    viewer.wait_for(state="hidden")
+    compare = page.get_by_role("dialog", name="compare two pictures")
+    slider, upper = compare.get_by_role("slider"), compare.locator("img.b")
+    assert "step-00000000/02.png" in compare.locator("img.a").get_attribute("src")
+    assert "step-00000010/02.png" in upper.get_attribute("src")
+
+    def clipped() -> str:
+        return str(upper.evaluate("image => getComputedStyle(image).clipPath"))
+
+    assert clipped() == "inset(0px 0px 0px 50%)"
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")  # the slider is chosen when the dialog opens
+    assert slider.input_value() == "53"
+    assert clipped() == "inset(0px 0px 0px 53%)"
+    compare.get_by_label("step of B").select_option("step 30")
+    compare.get_by_label("prompt of A").select_option(index=0)
+    assert "step-00000030/02.png" in upper.get_attribute("src")
+    assert "step-00000000/00.png" in compare.locator("img.a").get_attribute("src")
+    page.keyboard.press("Escape")
+    compare.wait_for(state="hidden")
+
+
+def test_a_star_keeps_the_lora_of_a_step(page: Any, place: Place) -> None:
+    folder = place.runs / "old & <b>"
+    opened(place, page, "old%20%26%20%3Cb%3E")
+    assert page.get_by_role("button", name="Use step 10 as the best").is_disabled()
+    page.get_by_role("button", name="Use step 20 as the best").click()
+    page.get_by_role("button", name="step 20 is the best").wait_for()
+    best = folder / "old & <b>-best.safetensors"
+    assert best.read_bytes() == b"twenty"
+    page.get_by_role("tab", name="Files and report").click()
+    page.get_by_text("the best: step 20").wait_for()
+    page.get_by_role("button", name="Use step 30 as the best").last.click()
+    page.get_by_text("the best: step 30").wait_for()
+    assert json.loads((folder / "best.json").read_text())["step"] == 30
+    with page.expect_download() as download:
+        page.get_by_role("link", name="old & <b>-best.safetensors").click()
+    assert Path(download.value.path()).stat().st_size == 3_288_000
+
+
+def test_a_run_is_asked_to_stop_and_the_page_follows_its_files(page: Any, place: Place) -> None:
+    live = place.runs / "live"
+    opened(place, page, "live")
+    page.get_by_text("Training.", exact=True).wait_for()
+    page.get_by_role("button", name="Sample now").click()
+    eventually(lambda: Control(live).pending() == {"sample"}, "no request to sample")
+    Control(live).done("sample")
+    page.get_by_role("button", name="Stop").click()
+    eventually(lambda: Control(live).pending() == {"stop"}, "no request to stop")
+    page.get_by_text("Asked to stop: the step that runs is finished").wait_for()
+    write_status(live, phase="stop")
+    Control(live).done("stop")
+    page.get_by_text("Saving the state, step 12.").wait_for()
+    page.get_by_role("button", name="Force stop").wait_for()
+    second = page.context.new_page()
+    second.goto(place.server.url("/run?run=live"))
+    second.get_by_text("Saving the state, step 12.").wait_for()
+    write_status(live, state="stopped", exit_code=143)
+    for tab in (page, second):
+        tab.get_by_text("Stopped at step 12 of 30").wait_for()
+        tab.get_by_role("button", name="Resume").wait_for()
+        assert tab.get_by_role("button", name="Force stop").count() == 0
+    page.get_by_role("button", name="Resume").click()
+    page.get_by_text("does not say where its images are").wait_for()
+
+
+def test_an_unknown_run_is_one_sentence_and_a_way_home(page: Any, place: Place) -> None:
+    opened(place, page, "%3Cimg%20src%3Dx%3E..%2Fsecret")
+    page.get_by_text("There is no run '<img src=x>../secret'.").wait_for()
+    assert page.get_by_role("button", name="Stop").count() == 0
+    page.get_by_role("link", name="See all runs").click()
+    page.wait_for_url(place.server.url("/"))
