@@ -6,6 +6,7 @@ class Field {
     this.text = info.default; // what the server last said
     this.dirty = false; // typed and not yet taken
     this.sending = null; // the text that is on its way to the server
+    this.taken = null; // the text as it was typed here and taken, until the field is left
     const id = `set-${info.key}`;
     this.error = make("p", { class: "field-error", id: `${id}-error`, role: "alert", hidden: true });
     this.origin = make("p", { class: "field-from", id: `${id}-from` });
@@ -56,6 +57,7 @@ class Field {
       disabled: fixed,
       oninput: () => this.typed(),
       onchange: () => this.commit(),
+      onblur: () => this.left(),
     };
     if (kind === "switch") return make("input", { type: "checkbox", ...shared });
     if (kind === "choice") {
@@ -90,6 +92,8 @@ class Field {
   write(text) {
     this.text = text;
     if (this.dirty || this.read() === text) return;
+    // "0.0" on the way to "0.01" is not made "0" under the cursor.
+    if (this.read() === this.taken && document.activeElement === this.control) return;
     if (this.info.kind === "switch") this.control.checked = text === "true";
     else {
       // A line of text would lose line breaks.
@@ -108,10 +112,17 @@ class Field {
     this.timer = setTimeout(() => this.commit(), TYPING_MS);
   }
 
+  left() {
+    if (this.dirty) return;
+    this.taken = null;
+    this.write(this.text);
+  }
+
   async commit() {
     clearTimeout(this.timer);
     const text = this.read();
-    if (text === this.text && !this.refused && this.sending === null) {
+    const known = text === this.text || text === this.taken;
+    if (known && !this.refused && this.sending === null) {
       this.dirty = false;
       remember();
       return;
@@ -122,6 +133,7 @@ class Field {
     if (this.read() === text) {
       this.refuse(answer.away ? "" : answer.error || "");
       this.dirty = Boolean(answer.error);
+      this.taken = answer.error ? null : text;
       remember();
     } // else typed on meanwhile: the next commit says what of it
     accept(answer);

@@ -31,7 +31,10 @@ async function replan() {
     again = false;
     try {
       // Not in line with the changes: it takes a second, and they do not wait for it.
-      plan = await server.plan({ draft: shown.id });
+      const found = await server.plan({ draft: shown.id });
+      put(planError, found.error || "");
+      if (!found.fields) continue;
+      plan = found;
       drawPlan();
     } catch {
       put(away, AWAY);
@@ -42,8 +45,6 @@ async function replan() {
 }
 
 function drawPlan() {
-  if (!plan.fields) return put(planError, plan.error || "");
-  put(planError, plan.error);
   said.replaceChildren(...plan.said.map((text) => make("p", {}, text)));
   drawMemory(plan.memory);
   for (const [key, field] of fields) {
