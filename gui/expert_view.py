@@ -1,7 +1,7 @@
 """The page of all settings as plain values: the form, a draft in it, and what the plan makes of it.
 
 Inputs: the settings model, a draft, the JSON of `lora-train plan --json`. Outputs: JSON for
-assets/expert.js. Texts of values are those of expert_text.py, so that the script converts nothing.
+assets/expert*.js. Texts of values are those of expert_text.py, so that the script converts nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The page Settings: every setting of a draft, with what is in force and where it comes from.
 
 Inputs: the draft in the address, else the newest one; what is typed. Outputs: the draft's file, which
-the page Train shows too. The form is drawn by assets/expert.js from JSON, so that a hundred fields
+the page Train shows too. The form is drawn by assets/expert*.js from JSON, so that a hundred fields
 appear at once; each function below answers it with one object.
 """
 
@@ -27,6 +27,10 @@ from ..workplace import Workplace
 Asked = Mapping[str, Any]
 Reply = dict[str, Any] | None
 
+SCRIPTS = tuple(
+    f"{name}.js"
+    for name in ("expert_parts", "expert_field", "expert_plan", "expert_file", "expert")
+)
 _MOUNT = '<div class="expert">Drawing the settings …</div>'
 
 
@@ -35,7 +39,7 @@ def build(work: Workplace) -> None:
     gr.HTML(
         value=expert_view.form(),
         html_template=_MOUNT,
-        js_on_load=asset("expert.js"),
+        js_on_load="".join(map(asset, SCRIPTS)),
         server_functions=served(Desk(work=work, plans=Plans(work))),
         elem_id="expert",
     )

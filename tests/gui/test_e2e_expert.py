@@ -112,6 +112,20 @@ def test_search_change_refusal_reset(settings: Any, work: Workplace, draft: draf
     until(settings, "() => document.getElementById('set-adapter.rank').value === '16'")
 
 
+def test_a_number_is_not_rewritten_under_the_cursor(
+    settings: Any, work: Workplace, draft: drafts.Draft
+) -> None:
+    offset = field(settings, "objective.noise_offset")
+    offset.fill("0.00")  # a pause here, on the way to 0.001
+    saved(settings, work, draft, {"objective.noise_offset": 0.0})
+    offset.press("End")
+    settings.keyboard.type("1")
+    saved(settings, work, draft, {"objective.noise_offset": 0.001})
+    offset.fill("0.0010")
+    offset.blur()
+    until(settings, "() => document.getElementById('set-objective.noise_offset').value === '0.001'")
+
+
 def test_what_does_not_matter_is_folded_with_the_reason(settings: Any) -> None:
     settings.locator(".memory .fit").wait_for(timeout=PLANNED_WITHIN_MS)
     factor = row(settings, "adapter.lokr_factor")

@@ -1,0 +1,47 @@
+// The page of all settings is five scripts in one function, in this order: expert_parts, expert_field,
+// expert_plan, expert_file, expert. `props.value` is the form (gui/expert_view.py: form); the draft's
+// state and plan come from the server functions, each of which takes one object and answers one. All
+// texts from there are set with textContent or value, never as markup.
+//
+// Every change is saved as it is typed: what is refused stays in its field with the reason, is kept in
+// the session of this tab, and is never overwritten by what the server says.
+
+const TYPING_MS = 400;
+const TICK_MS = 1000;
+const AWAY = "The interface does not answer. What you type stays here and is saved when it is back.";
+
+const root = element.querySelector(".expert");
+const fields = new Map(); // "section.name" -> Field
+const sections = [];
+let shown = { id: new URL(location.href).searchParams.get("draft") || "", stamp: "", given: {} };
+let plan = null;
+
+/** Make an element; children are texts and elements. */
+function make(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+    else if (value === true) made.setAttribute(key, "");
+    else if (value !== false && value !== null) made.setAttribute(key, value);
+  }
+  made.append(...children.filter((child) => child !== null));
+  return made;
+}
+
+function put(target, text) {
+  if (target.textContent !== text) target.textContent = text;
+  target.hidden = !text;
+}
+
+// ---- asking the server: one request after another, so that changes arrive in order
+
+let line = Promise.resolve();
+
+function ask(name, more = {}) {
+  const answer = line.then(() => server[name]({ draft: shown.id, ...more }));
+  line = answer.catch(() => null);
+  return answer.then(
+    (found) => (put(away, ""), found),
+    () => (put(away, AWAY), { away: true, error: AWAY }),
+  );
+}
