@@ -8,7 +8,9 @@ meanwhile; what a page shows is a function of these files.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -113,8 +115,8 @@ def stop(job: Job) -> None:
     """Ask a running job to end; it then counts as failed."""
     runner = _record(job.folder / RUNNER_FILE)
     if job.state == "running" and runner is not None and _lives(runner):
-        with suppress(psutil.Error):  # it ended by itself meanwhile
-            psutil.Process(int(runner["pid"])).terminate()
+        with suppress(OSError):  # it ended by itself meanwhile
+            os.kill(int(runner["pid"]), signal.SIGTERM)
 
 
 def find(work: Workplace, *, kind: str) -> list[Job]:
@@ -131,14 +133,15 @@ def find(work: Workplace, *, kind: str) -> list[Job]:
 
 
 def _state(folder: Path, *, begun_s: float) -> tuple[State, int | None]:
-    result = _record(folder / RESULT_FILE)
-    if result is not None:
-        code = result.get("exit_code")
-        return ("finished" if code == 0 else "failed"), code
+    # The runner before the result: one that ends in between has written its result by then.
     runner = _record(folder / RUNNER_FILE)
-    if runner is None:
-        return ("running" if time.time() - begun_s < _STARTING_WITHIN_S else "failed"), None
-    return ("running" if _lives(runner) else "failed"), None
+    starting = runner is None and time.time() - begun_s < _STARTING_WITHIN_S
+    runs = starting or (runner is not None and _lives(runner))
+    result = _record(folder / RESULT_FILE)
+    if result is None:
+        return ("running" if runs else "failed"), None
+    code = result.get("exit_code")
+    return ("finished" if code == 0 else "failed"), code
 
 
 def _record(file: Path) -> Mapping[str, Any] | None:

@@ -82,7 +82,8 @@ def _card(entry: Entry) -> Html:
         tag("h3", tag("a", file.path.stem, href=url)),
         tag("p", header.title, class_="quiet") if _says_more(header, file) else None,
         tag("p", header.problem, class_="error") if header.problem else None,
-        tag("p", "Still training; this is its newest save.") if entry.training else None,
+        tag("p", "Marked as the best of its run.") if file.best else None,
+        tag("p", "Its run still trains.") if entry.training else None,
         tag("dl", *_facts(entry)),
         _saves(entry),
         tag("p", *_run_links(file), class_="links"),
@@ -129,18 +130,16 @@ def _run_links(file: LoraFile) -> Iterator[Html]:
 def _saves(entry: Entry) -> Html | None:
     if not entry.saves:
         return None
-    links = (
-        tag(
-            "li",
-            tag("a", f"step {save.step:,}" if save.step else save.path.name, href=page_url(save)),
-        )
-        for save in entry.saves
-    )
+    links = (tag("li", tag("a", _step(save), href=page_url(save))) for save in entry.saves)
     return tag("details", tag("summary", _earlier(len(entry.saves))), tag("ul", *links))
 
 
 def _earlier(count: int) -> str:
-    return f"{count} earlier save{'' if count == 1 else 's'}"
+    return f"{count} other save{'' if count == 1 else 's'} of this run"
+
+
+def _step(file: LoraFile) -> str:
+    return "the last step" if file.step is None else f"step {file.step:,}"
 
 
 def day(file: LoraFile) -> str:

@@ -27,12 +27,14 @@ from lora_trainer.output.privacy import public_source
 from lora_trainer.output.wording import against_base, one_line
 
 from . import state
+from .run_best import read_best
 from .workplace import Workplace
 
 SUFFIX = ".safetensors"
 _ROLLING = re.compile(r"(?P<name>.+)-step(?P<step>\d{8})\.safetensors")
 _THUMBNAIL = re.compile(r"data:image/(?:jpeg|png|webp);base64,[A-Za-z0-9+/]+={0,2}")
 _MAX_HEADERS = 512
+_AFTER_ALL_STEPS = 2**62
 Stamp = tuple[int, int]
 
 
@@ -41,11 +43,13 @@ class LoraFile:
     """An adapter file of a run folder.
 
     `trained` says that the run's training wrote it, not a tool; `step` is that of a save during it.
+    `best` is the one that somebody marked as such.
     """
 
     run: str
     path: Path
     trained: bool
+    best: bool
     step: int | None
     size_bytes: int
     changed_ns: int
@@ -173,20 +177,24 @@ def _searched(entry: Entry) -> str:
 def _entries_of(folder: Path, run: state.RunEntry) -> Iterator[Entry]:
     """Yield the result of a run with its saves, then the files that tools made of it."""
     files = list(_files(folder))
-    saves = sorted((file for file in files if file.step), key=lambda file: -(file.step or 0))
-    results = [file for file in files if file.trained and not file.step]
-    best = next(iter(results or saves), None)
+    trained = sorted((file for file in files if file.trained), key=_worth)
+    best = next(iter(trained), None)
     for file in files:
         if file is best:
             yield Entry(
                 file=file,
                 header=read_header(file),
-                saves=tuple(save for save in saves if save is not best),
+                saves=tuple(trained[1:]),
                 validation=validation(folder),
                 training=run.status.state == "running",
             )
         elif not file.trained:
             yield Entry(file=file, header=read_header(file))
+
+
+def _worth(file: LoraFile) -> tuple[bool, int]:
+    """Order what a training wrote: the one marked best, the result, saves from the last one on."""
+    return not file.best, -(file.step if file.step is not None else _AFTER_ALL_STEPS)
 
 
 def _files(folder: Path) -> Iterator[LoraFile]:
@@ -196,6 +204,7 @@ def _files(folder: Path) -> Iterator[LoraFile]:
     except OSError:  # it was removed meanwhile
         return
     name = str(_record(folder).get("name") or folder.name)
+    best = read_best(folder)
     for path in paths:
         if path.suffix != SUFFIX or path.name.startswith(".") or path.is_symlink():
             continue
@@ -205,12 +214,15 @@ def _files(folder: Path) -> Iterator[LoraFile]:
             continue
         if path.is_file():
             rolling = _ROLLING.fullmatch(path.name)
-            own = rolling["name"] if rolling else path.stem
+            is_best = best is not None and path.name == best.file
+            own = is_best or (rolling["name"] if rolling else path.stem) == name
+            step = int(rolling["step"]) if rolling and own else None
             yield LoraFile(
                 run=folder.name,
                 path=path,
-                trained=own == name,
-                step=int(rolling["step"]) if rolling and own == name else None,
+                trained=own,
+                best=is_best,
+                step=best.step if best is not None and is_best else step,
                 size_bytes=stat.st_size,
                 changed_ns=stat.st_mtime_ns,
             )

@@ -125,7 +125,7 @@ def _start(work: Workplace, file: LoraFile, words: Sequence[str], *, name: str) 
 
 
 def _rank(value: float) -> int:
-    if value != int(value) or not 1 <= value <= MAX_RANK:
+    if not float(value).is_integer() or not 1 <= value <= MAX_RANK:
         raise RequestError(f"{value:g} is no rank", fix=f"type a whole number from 1 to {MAX_RANK}")
     return int(value)
 

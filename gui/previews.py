@@ -47,7 +47,7 @@ def choices_html(work: Workplace, file: LoraFile) -> Html:
     """Return the choices as buttons with pictures."""
     found = choices(work, file)
     if not found:
-        return tag("p", "There are no samples of it yet; draw some under Try it.", class_="quiet")
+        return tag("p", "There are no samples of it yet; draw some under Try.", class_="quiet")
     buttons = (
         tag(
             "button",

@@ -27,6 +27,8 @@ KIND = "try"
 STRENGTHS = (0.4, 0.6, 0.8, 1.0, 1.2)
 SEED = 1234
 MAX_PROMPTS, MAX_STRENGTHS, MAX_STRENGTH = 12, 12, 4.0
+MAX_SEED = 2**53
+"""A browser knows no larger whole numbers."""
 SHOWN = 4
 STOPPED = frozenset({-15, 130, 143})
 """Exit codes of a command that somebody ended."""
@@ -52,8 +54,8 @@ def wish(*, prompts: str, strengths: str, seed: float | None, base: str) -> Wish
         raise RequestError(
             f"{len(lines)} prompts are given", fix=f"type 1 to {MAX_PROMPTS}, each on its own line"
         )
-    chosen = SEED if seed is None else seed
-    if chosen != int(chosen) or not 0 <= chosen < 2**63:
+    chosen = float(SEED if seed is None else seed)
+    if not chosen.is_integer() or not 0 <= chosen < MAX_SEED:
         raise RequestError(f"{chosen:g} is no seed", fix="type a whole number from 0")
     return Wish(prompts=lines, strengths=_strengths(strengths), seed=int(chosen), base=base.strip())
 

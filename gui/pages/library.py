@@ -27,7 +27,7 @@ def build(work: Workplace) -> None:
         ref = gr.Textbox(visible=False)
         head = gr.HTML()
         with gr.Tabs(visible=False) as tabs:
-            with gr.Tab("Try it"):
+            with gr.Tab("Try"):
                 try_it = library_try.build(work, ref)
             with gr.Tab("Describe"):
                 describe = library_describe.build(work, ref, head)
@@ -35,7 +35,7 @@ def build(work: Workplace) -> None:
                 tools = library_tools.build(work, ref)
             with gr.Tab("Export"):
                 export = library_export.build(work, ref)
-            with gr.Tab("What is in it") as inside_tab:
+            with gr.Tab("Inside") as inside_tab:
                 inside = gr.HTML(elem_classes="run")
     parts: tuple[Part, ...] = (try_it, describe, tools, export)
     outputs = [shelf, detail, ref, head, tabs, base, grid]
@@ -83,7 +83,8 @@ def _shelf(work: Workplace) -> tuple[Any, Any, Any]:
         wanted = "" if chosen == ALL_BASES else chosen
         return library.grid(lora_files.matching(found, text, wanted), of=len(found))
 
-    gr.on([search.input, base.input], filtered, [search, base], grid, **quiet())
+    # `input` would miss what is pasted with the mouse.
+    gr.on([search.change, base.input], filtered, [search, base], grid, **quiet())
     return search, base, grid
 
 

@@ -75,6 +75,15 @@ def test_a_job_whose_runner_is_gone_has_failed(work: Workplace) -> None:
     assert jobs.read(work, job.id).state == "failed"
 
 
+def test_a_job_that_is_asked_to_ends(work: Workplace) -> None:
+    argv = python("import signal; print('here', flush=True); signal.pause()")
+    job = jobs.start(work, kind="try", argv=argv)
+    until(lambda: jobs.read(work, job.id).log_tail() == ["here"])
+    jobs.stop(jobs.read(work, job.id))
+    assert ended(work, job).exit_code == -signal.SIGTERM
+    jobs.stop(jobs.read(work, job.id))  # one that has ended is left alone
+
+
 @pytest.mark.parametrize("name", ["../x", "", "0" * 12, "a/b"])
 def test_an_id_is_no_path(work: Workplace, name: str) -> None:
     with pytest.raises(RequestError, match="no job"):
