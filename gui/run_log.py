@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lora_trainer.output.history import Row, number, sequence
 from lora_trainer.output.markup import Html, tag
-from lora_trainer.output.wording import bytes_text, duration_text, loss_text
+from lora_trainer.output.wording import (
+    INTERRUPTED_EXIT_CODES,
+    bytes_text,
+    duration_text,
+    loss_text,
+)
 
 _SEVERITIES = ("note", "warning", "error")
 _EXACTNESS = {
@@ -72,10 +77,15 @@ def line_of(row: Row) -> Line:
             fix=str(row.get("fix") or ""),
             severity=severity if severity in _SEVERITIES else "warning",
         )
-    severity = {"out_of_memory": "warning", "stopped": "error"}.get(str(row.get("event")), "")
-    if row.get("event") == "stopped" and row.get("exit_code") in (0, 130, 143):
-        severity = ""
-    return Line(time_s=time_s, words=_ended(_words(row)), severity=severity)
+    words, _, fix = _words(row).partition(" Fix: ")  # as the line of an error has both
+    return Line(time_s=time_s, words=_ended(words), fix=fix, severity=_severity(row))
+
+
+def _severity(row: Row) -> str:
+    kind = row.get("event")
+    if kind == "stopped" and number(row, "exit_code") not in INTERRUPTED_EXIT_CODES:
+        return "error"
+    return "warning" if kind == "out_of_memory" else ""
 
 
 def _ended(words: str) -> str:
@@ -143,8 +153,3 @@ def _count(row: Row, key: str) -> str:
 
 def _known(value: float) -> float:
     return value if math.isfinite(value) else 0.0
-
-
-def problems_in(rows: Iterable[Row]) -> int:
-    """Return how many of the records are warnings or errors."""
-    return sum(line_of(row).severity in _SEVERITIES[1:] for row in rows)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_trainer.output.history import History
-from lora_trainer.output.markup import Html, join, tag
+from lora_trainer.output.markup import Html, tag
 from lora_trainer.output.report_curves import loss_curve
 
 from . import launch, state
@@ -22,7 +22,7 @@ from .run_log import log
 from .run_samples import sample_sheet
 from .run_settings import settings_html
 from .run_state import Look, possible
-from .run_view import error_box, head
+from .run_view import head
 
 _REDRAWS = 200
 """How often a chart is drawn anew while its length doubles at most."""
@@ -42,7 +42,6 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
     exported, best = exports(folder, history), read_best(folder)
     files = (dict(exported), best, (folder / REPORT).is_file())
     shown = head(seen, history)
-    told = error_box(seen, history)
     return {
         "head": Part(key=shown, draw=lambda: shown),
         "buttons": Part(key=possible(seen), draw=lambda: possible(seen)),
@@ -52,9 +51,7 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
             key=(len(history.samples), history.sessions, *files),
             draw=lambda: sample_sheet(folder, history, exported=exported, best=best),
         ),
-        "log": Part(
-            key=(told, list(records.recent)), draw=lambda: join((told, log(records.recent)))
-        ),
+        "log": Part(key=list(records.recent), draw=lambda: log(records.recent)),
         "settings": Part(key=history.run, draw=lambda: settings_html(history.run)),
         "files": Part(key=files, draw=lambda: files_html(folder, exported=exported, best=best)),
     }

@@ -61,11 +61,11 @@ def error_box(seen: Look, history: History) -> Html | None:
     told = explained(seen, history)
     if told is None:
         return None
-    what, fix = told
+    what, fix = (words.rstrip(". ") for words in told)
     return tag(
         "div",
-        tag("p", tag("b", what.rstrip(". "), ".")),
-        tag("p", "What to do: ", fix.rstrip(". "), "."),
+        tag("p", tag("b", what[:1].upper(), what[1:], ".")),
+        tag("p", "What to do: ", fix, "."),
         class_=f"told {seen.status.state}",
     )
 
@@ -107,9 +107,9 @@ def _losses(history: History) -> Iterator[Figure]:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes that a run takes: NaN for what is not known; `device` says of what."""
+    """Bytes that a run takes, NaN for what is not known; `now_of` says what `now_bytes` are of."""
 
-    device: str
+    now_of: str
     now_bytes: float
     highest_bytes: float
     predicted_bytes: float
@@ -133,7 +133,7 @@ def memory(history: History) -> Memory | None:
         else _highest(row.host_bytes for row in history.steps)
     )
     found = Memory(
-        device="VRAM" if on_card else "Memory",
+        now_of="VRAM of the whole card now" if on_card else "Memory now",
         now_bytes=last.vram_used_bytes if on_card else last.host_bytes,
         highest_bytes=highest,
         predicted_bytes=number(planned, "peak_bytes"),
@@ -163,8 +163,8 @@ def _memory_bar(history: History) -> Html | None:
     known = [found.now_bytes, found.highest_bytes, found.predicted_bytes, found.limit_bytes]
     scale = _MARGIN * _highest(known)
     words = [
-        f"{found.device}: now {bytes_text(found.now_bytes)}",
-        f"highest {bytes_text(found.highest_bytes)}",
+        f"{found.now_of} {bytes_text(found.now_bytes)}",
+        f"this training at most {bytes_text(found.highest_bytes)}",
     ]
     if found.predicted_bytes > 0:
         words.append(f"predicted {bytes_text(found.predicted_bytes)}")

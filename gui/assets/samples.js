@@ -3,7 +3,7 @@
    props.value is what gui/run_samples.py returns. Texts of it are set as text only. Keys in the large
    picture: left and right another prompt, up and down another step, Escape closes. */
 
-const mount = element.querySelector(".mount");
+const mount = element.querySelector(".samples-mount");
 const pictures = new Map(); // address -> <img>, so that a redraw loads nothing again
 let sheet = null;
 let cell = { prompt: 0, step: 0 };

@@ -103,7 +103,7 @@ def _widgets(work: Workplace) -> dict[str, Any]:
     gr.HTML("<h2>Samples</h2>")
     widgets["samples"] = gr.HTML(
         None,
-        html_template='<div class="mount"></div>',
+        html_template='<div class="samples-mount"></div>',
         js_on_load=asset("samples.js"),
         server_functions=[_use_best(work)],
         apply_default_css=False,

@@ -85,17 +85,20 @@ def test_memory_of_a_card_is_compared_as_it_was_predicted(run: FakeRun) -> None:
     )
     found = memory(read_history(folder))
     assert found is not None
-    assert (found.device, found.now_bytes) == ("VRAM", 8 * GIB)
+    assert found.now_bytes == 8 * GIB
     assert found.highest_bytes == 8 * GIB + 30, "the highest reserved plus what libraries hold"
     assert (found.predicted_bytes, found.limit_bytes) == (9 * GIB, 11 * GIB)
     write_status(folder)
-    assert "now 8.0 GiB, highest 8.0 GiB, predicted 9.0 GiB, limit 11.0 GiB" in shown(folder)
+    assert (
+        "VRAM of the whole card now 8.0 GiB, this training at most 8.0 GiB, predicted 9.0 GiB, limit"
+        in shown(folder)
+    )
 
 
 def test_without_a_card_it_is_the_memory_of_the_process(run: FakeRun) -> None:
     found = memory(read_history(run.write()))
     assert found is not None
-    assert (found.device, found.highest_bytes) == ("Memory", GIB)
+    assert (found.now_of, found.highest_bytes) == ("Memory now", GIB)
     assert found.predicted_bytes == 1_310_000_000
 
 
@@ -123,6 +126,7 @@ def test_log_is_in_words_and_has_the_newest_first(run: FakeRun) -> None:
     [
         ({"event": "stopped", "exit_code": 143, "step": 2, "reason": "asked"}, "", "at step 2"),
         ({"event": "stopped", "exit_code": 4, "step": 2, "reason": "no disk"}, "error", "no disk"),
+        ({"event": "stopped", "exit_code": [], "reason": "odd"}, "error", "odd"),
         ({"event": "out_of_memory", "images_at_once": 8}, "warning", "with 8 images"),
         ({"event": "resumed", "step": 4, "exactness": "EXACT"}, "", "as if it had not stopped"),
         ({"event": "run_started", "resumed_from": 4}, "", "Started again from step 4"),
