@@ -151,7 +151,12 @@ def test_all_pages_build_without_torch(served: dict[str, Any]) -> None:
 
 
 def test_our_routes_come_before_those_of_the_pages(served: dict[str, Any]) -> None:
-    assert served["routes"] == ["/media/run/{name}/{file:path}", "/media/thumb", ""]
+    assert served["routes"] == [
+        "/media/run/{name}/{file:path}",
+        "/media/own/tries/{folder}/{name}",
+        "/media/thumb",
+        "",
+    ]
 
 
 def test_nothing_is_shared(served: dict[str, Any]) -> None:
