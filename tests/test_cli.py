@@ -18,6 +18,7 @@ from tests.fakes.runs import ROOT, Toy, python, start, toy
 TOOLS = {"convert", "describe", "extract", "merge", "resize"}
 COMMANDS = {
     "bench",
+    "caption",
     "check",
     "doctor",
     "gui",
@@ -42,6 +43,11 @@ FLAGS = {
         "--processes",
         "--set",
         "--vram",
+    },
+    "caption": {
+        *("--character-threshold", "--device", "--dry-run", "--images", "--json", "--max-tokens"),
+        *("--model", "--only-missing", "--output", "--overwrite", "--prefix", "--prompt"),
+        *("--suffix", "--threshold", "--trigger", "--undo"),
     },
     "check": {"--base", "--json", "--set"},
     "inspect": {"--json"},

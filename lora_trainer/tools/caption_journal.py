@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -169,9 +169,8 @@ def _take_back(root: Path, folder: Path, row: Mapping[str, Any]) -> str:
 
 def _inside(folder: Path, name: str) -> Path:
     """Return a file of `folder`; a record that came with a dataset may name any other."""
-    parts = PurePosixPath(name).parts
     path = folder / name
-    if ".." in parts or not path.resolve().is_relative_to(folder.resolve()):
+    if not path.resolve().is_relative_to(folder.resolve()):
         raise InputError(f"a record of captions in {folder} names {name!r}", fix="remove it")
     return path
 
