@@ -47,6 +47,9 @@ def application(work: Workplace, *, access: Access) -> Application:
 
     site = build_site(work)
     site.delete_cache = (3600, _KEPT_S)
+    # Only `launch` sets this; without it gradio copies any file that a request names to where it
+    # serves files from.
+    site.has_launched = True
     forget_old(work.own / INCOMING, kept_s=_KEPT_S)
     outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, routes=media.routes(work))
     with warnings.catch_warnings():

@@ -1,0 +1,131 @@
+"""Names, captions, prompts and messages that are markup show as text in a real browser (SEC-03).
+
+Beside scripts these are the templates of gradio's own HTML widget, which fills `${...}` and `{{...}}`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from PIL import Image
+
+from tests.fakes.attacks import COMMANDS, MARKER, MARKUP, as_names
+from tests.fakes.gui_server import GuiServer
+from tests.fakes.run_folder import fake_run
+from tests.gui.conftest import StartGui
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+NAMES = as_names(MARKUP)
+OPENED = (1, 32, 38, 41)
+"""Of the names: an element, an attribute, and both kinds of templates."""
+WITHIN_MS = 30_000
+
+
+def hostile_run(folder: Path) -> None:
+    """Write a run all of whose texts are markup."""
+    run = fake_run(folder, steps=6)
+    for row in run.events:
+        if row["event"] == "sample":
+            first = row["images"][0]
+            row["images"] = [{**first, "prompt": text, "seed": n} for n, text in enumerate(MARKUP)]
+    for text in MARKUP:
+        run.emit("problem", severity="warning", file=text, what=text, fix=text)
+        run.emit("change", key=text, old=text, new=text, reason=text)
+    run.write()
+    record = json.loads((folder / "run.json").read_text())
+    record["dataset"] = {"name": MARKUP[0], "trigger": MARKUP[1]}
+    record["command"] = list(MARKUP)
+    (folder / "run.json").write_text(json.dumps(record))
+    status = {"state": "failed", "exit_code": 3, "step": 3, "steps": 6, "pid": 0}
+    message = " ".join(MARKUP)
+    (folder / "status.json").write_text(json.dumps({**status, "message": message}))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("markup")
+    for name in [*NAMES, *as_names(COMMANDS)]:
+        (root / "runs" / name).mkdir(parents=True)
+        (root / "runs" / name / "run.json").write_text("{}")
+    for index in OPENED:
+        hostile_run(root / "runs" / NAMES[index])
+    dataset = root / MARKUP[1].replace("/", "")
+    dataset.mkdir()
+    for number, (name, text) in enumerate(zip(NAMES, MARKUP, strict=False)):
+        Image.new("RGB", (64, 64), (number, 0, 0)).save(dataset / f"{name[:100]}.png")
+        (dataset / f"{name[:100]}.txt").write_text(text, encoding="utf-8")
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(place: Path, gui_server: StartGui) -> GuiServer:
+    return gui_server(place / "runs")
+
+
+_IMAGE_FAILED = """() => new Promise((done) => {
+  const image = new Image();
+  image.onerror = () => requestAnimationFrame(done);
+  image.src = "/no-such-image";
+})"""
+
+
+def assert_untouched(page: Any) -> None:
+    """No text has done what it would as markup; alerts and foreign requests fail by themselves."""
+    page.evaluate(_IMAGE_FAILED)  # by then an image of a text would have failed, too
+    assert page.evaluate("window.__xss") is None
+    assert page.locator("iframe, object, embed, base[href*=evil], form[action*=evil]").count() == 0
+
+
+def test_there_are_forty_texts() -> None:
+    assert len(set(MARKUP)) >= 40
+    assert len(NAMES) >= 40
+
+
+def test_runs_show_their_names_as_text(page: Any, server: GuiServer) -> None:
+    page.goto(server.link)
+    page.get_by_text("window.__xss").first.wait_for(timeout=WITHIN_MS)
+    shown = page.locator("body").inner_text()
+    missing = [name for name in NAMES if visible(name) not in plain(shown)]
+    assert missing == []
+    assert_untouched(page)
+
+
+@pytest.mark.parametrize("index", OPENED)
+def test_a_run_shows_its_texts_as_text(page: Any, server: GuiServer, index: int) -> None:
+    page.goto(server.link)
+    page.goto(server.url(f"/run?run={quote(NAMES[index], safe='')}"))
+    page.locator(".run-samples").get_by_text(MARKUP[1]).first.wait_for(timeout=WITHIN_MS)
+    for tab in page.get_by_role("tab").all():
+        tab.click()
+    shown = plain(page.locator("body").inner_text())
+    assert visible(NAMES[index]) in shown
+    assert_untouched(page)
+
+
+def test_a_dataset_shows_names_and_captions_as_text(
+    page: Any, server: GuiServer, place: Path
+) -> None:
+    (dataset,) = [path for path in place.iterdir() if path.name != "runs"]
+    page.goto(server.link)
+    for address in ("datasets", "train"):
+        page.goto(server.url(f"/{address}?folder={quote(str(dataset), safe='')}"))
+        page.get_by_role("link", name="Doctor").first.wait_for(timeout=WITHIN_MS)
+        assert_untouched(page)
+
+
+def test_no_text_was_run_as_a_command(place: Path) -> None:
+    assert not list(place.rglob(MARKER))
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+def visible(text: str) -> str:
+    """Return a text as the pages show it: what turns the direction of others is replaced."""
+    return plain("".join("\ufffd" if c in "\u202e" else c for c in text))
