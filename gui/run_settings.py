@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from lora_trainer.config import SettingInfo, all_settings, flatten
 from lora_trainer.errors import LoraTrainError
 from lora_trainer.output.history import Row, mapping
 from lora_trainer.output.markup import Html, join, table, tag
 from lora_trainer.output.report_details import value_text
-from lora_trainer.resolve import PRIORITIES, RESUMED, TIERS, Priority, resolve
+from lora_trainer.resolve import PRIORITIES, RESUMED, TIERS, resolve
 
 _BY_YOU = ("command line", "config ")
 _DECIDERS = {"command line": "you", "planner": "the planner", RESUMED: "this run, as it began"}
@@ -65,7 +65,7 @@ def preset_values(plan: Row) -> Mapping[str, Any]:
             resolved = resolve(
                 family=family,
                 tier=tier,
-                priority=cast(Priority, priority),
+                priority=priority,
                 preset="auto",
                 config_file=None,
                 overrides={},

@@ -35,7 +35,7 @@ _BUTTONS = {
     "end": "End the process",
     "resume": "Resume",
 }
-_STRONG = {"stop": "stop", "force": "stop", "end": "stop", "resume": "primary"}
+_STRONG: dict[str, Any] = {"stop": "stop", "force": "stop", "end": "stop", "resume": "primary"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Sent:
 
 def build(work: Workplace) -> None:
     """Lay the page out."""
-    page = gr.context.Context.root_block
+    page: Any = gr.context.Context.root_block
     followed = Followed()
     sent = gr.State(Sent())
     title = gr.HTML(elem_classes="run-title")

@@ -144,6 +144,30 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
         yield parsed
 
 
+def test_a_row_that_was_whole_before_its_line_ended_and_goes_on_is_none(tmp_path: Path) -> None:
+    reader = HistoryReader(tmp_path)
+    for data, sessions, unreadable in (
+        (b'{"event": "run_started"}', 1, 0),
+        (b'{"event": "run_started"}\n', 0, 1),
+        (b'{"event": "run_started"}', 1, 1),
+        (b"\n", 1, 1),
+    ):
+        with (tmp_path / "events.jsonl").open("ab") as file:
+            file.write(data)
+        history = reader.read()
+        assert (history.sessions, history.unreadable_lines) == (sessions, unreadable)
+
+
+def test_a_replaced_file_is_another_one_even_if_it_ends_alike(tmp_path: Path) -> None:
+    reader = HistoryReader(tmp_path)
+    file = tmp_path / "events.jsonl"
+    rest = '{"event": "cached"}\n' * 1000
+    for loss in (0.1, 0.2):
+        row = json.dumps({"event": "step", "step": 1, "loss": loss})
+        write_atomic(file, f"{row}\n{rest}".encode(), durable=False)
+        assert reader.read().steps[0].loss == loss
+
+
 def test_a_resume_that_rewrites_the_file_forgets_the_steps_after_it(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", steps=20).write()
     reader = HistoryReader(folder)
