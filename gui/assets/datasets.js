@@ -18,10 +18,11 @@ class Desk {
     this.opener = new Opener(this);
     this.tools = new Tools(this);
     this.bulk = new BulkBar(this);
+    this.captioner = new Captioner(this);
     this.list = make("ul", { class: "ds-cards" });
     this.more = button("Show more", () => this.grow(), { class: "ds-more" });
     this.page = make("div", { hidden: true }, this.tools.node, this.tools.bulkPlace, this.list, this.more);
-    this.tools.bulkPlace.append(this.bulk.node);
+    this.tools.bulkPlace.append(this.bulk.node, this.captioner.node);
     mount.replaceChildren(this.live, this.opener.node, this.page);
     new IntersectionObserver((seen) => { if (seen.some((one) => one.isIntersecting)) this.grow(); },
       { rootMargin: "600px" }).observe(this.more);
@@ -54,6 +55,7 @@ class Desk {
     this.tags.clear();
     this.away = false;
     this.opener.opened(answer.folder);
+    this.captioner.look();
     this.changed(answer, `${counted(answer.pictures.length, "image")} in ${answer.folder}`);
   }
 
