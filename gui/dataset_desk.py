@@ -14,7 +14,15 @@ from typing import Any
 
 from lora_trainer.data.listing import ListedPicture
 
-from . import bulk, dataset_check, dataset_notes, dataset_upload, exclusion
+from . import (
+    bulk,
+    caption_job,
+    dataset_check,
+    dataset_notes,
+    dataset_upload,
+    exclusion,
+    jobs,
+)
 from .bulk import BulkEdit
 from .caption_edit import Edit
 from .dataset_view import summary
@@ -157,6 +165,40 @@ class Desk:
             title = f"put {_named(chosen)} back"
             outcome = opened.journal.perform(title, changes) if changes else None
         return self._told(opened, outcome)
+
+    def caption(self, posted: Posted) -> Json:
+        """Have a model write captions; {folder, files, model, mode}, no files: all that have none."""
+        opened = self._open(posted)
+        files = [opened.picture(name).name for name in posted.texts("files")]
+        job = caption_job.start(
+            self.work,
+            opened.root,
+            model=posted.choice("model", caption_job.MODELS),
+            files=files,
+            trigger=opened.reader.trigger,
+            replace=posted.choice("mode", ("missing", "replace")) == "replace",
+        )
+        return caption_job.state(job)
+
+    def caption_state(self, posted: Posted) -> Json:
+        """Return how far the newest captioning of the folder is; {folder}."""
+        root = self.work.folder(posted.text("folder"))
+        job = caption_job.of_folder(self.work, root)
+        return {**caption_job.state(job), "models": caption_job.models()}
+
+    def caption_stop(self, posted: Posted) -> Json:
+        """End it after the image it is at; {folder}."""
+        job = caption_job.of_folder(self.work, self.work.folder(posted.text("folder")))
+        if job is not None:
+            jobs.stop(job)
+        return caption_job.state(job)
+
+    def caption_undo(self, posted: Posted) -> Json:
+        """Take back what the last captioning wrote; {folder}."""
+        opened = self._open(posted)
+        with opened.journal.locked():
+            said = caption_job.take_back(opened.root)
+        return {**self._view(opened.root), "step": said, "left": []}
 
     def _told(self, opened: OpenDataset, outcome: Outcome | None, left: Sequence[str] = ()) -> Json:
         untouched = [*left, *(outcome.left if outcome else ())]

@@ -27,7 +27,7 @@ from .changes import Change, Side, from_json, to_json
 
 Operation = Literal["do", "undo", "redo"]
 MAX_LOG_BYTES = 8 << 20
-_KEPT_BYTES = MAX_LOG_BYTES // 2
+KEPT_BYTES = MAX_LOG_BYTES // 2
 _LOCK_WITHIN_S = 60.0
 
 
@@ -254,7 +254,7 @@ class Journal:
         lines: list[bytes] = []
         for step in reversed(self._read().done):
             pair = _lines_of(step)
-            if lines and sum(map(len, lines)) + len(pair) > _KEPT_BYTES:
+            if lines and sum(map(len, lines)) + len(pair) > KEPT_BYTES:
                 break
             lines.insert(0, pair)
         write_atomic(self.log, b"".join(lines))

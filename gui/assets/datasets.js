@@ -18,10 +18,11 @@ class Desk {
     this.opener = new Opener(this);
     this.tools = new Tools(this);
     this.bulk = new BulkBar(this);
+    this.captioner = new Captioner(this);
     this.list = make("ul", { class: "ds-cards" });
     this.more = button("Show more", () => this.grow(), { class: "ds-more" });
     this.page = make("div", { hidden: true }, this.tools.node, this.tools.bulkPlace, this.list, this.more);
-    this.tools.bulkPlace.append(this.bulk.node);
+    this.tools.bulkPlace.append(this.bulk.node, this.captioner.node);
     mount.replaceChildren(this.live, this.opener.node, this.page);
     new IntersectionObserver((seen) => { if (seen.some((one) => one.isIntersecting)) this.grow(); },
       { rootMargin: "600px" }).observe(this.more);
@@ -29,11 +30,14 @@ class Desk {
 
   /** Ask the server; a failure of any kind comes back as {error}. */
   async ask(name, values) {
+    let answer;
     try {
-      return await server[name]({ folder: this.folder, ...values });
+      answer = await server[name]({ folder: this.folder, ...values });
     } catch {
-      return { error: "the interface does not answer; is it still running?" };
+      answer = null;
     }
+    // Where the connection fails, gradio answers with nothing instead of raising.
+    return answer ?? { error: "the interface does not answer; is it still running?" };
   }
 
   announce(text) { this.live.textContent = text; }
@@ -51,6 +55,7 @@ class Desk {
     this.tags.clear();
     this.away = false;
     this.opener.opened(answer.folder);
+    this.captioner.look();
     this.changed(answer, `${counted(answer.pictures.length, "image")} in ${answer.folder}`);
   }
 
@@ -63,6 +68,7 @@ class Desk {
   changed(answer, said) {
     if (answer.error) { this.tools.say(answer.error, true); this.announce(answer.error); return; }
     this.data = answer;
+    if (this.away && !answer.excluded.length) this.away = false;  // the last one was put back
     const rows = new Map(answer.pictures.map((picture) => [`in ${picture.file}`, picture]));
     for (const picture of answer.excluded) rows.set(`out ${picture.file}`, picture);
     for (const [key, card] of this.cards) {
@@ -138,6 +144,7 @@ class Desk {
   }
 
   refilter() {
+    this.bulk.close();
     this.limit = CHUNK;
     this.draw();
     this.tools.showFilters();
@@ -152,11 +159,13 @@ class Desk {
   }
 
   selected(name, on) {
+    this.bulk.close();
     if (on) this.chosen.add(name); else this.chosen.delete(name);
     this.aim(this.shown());
   }
 
   selectAll(on) {
+    this.bulk.close();
     this.chosen = new Set(on ? this.shown().map((row) => row.file) : []);
     this.draw();
   }
@@ -168,7 +177,6 @@ class Desk {
     const text = this.chosen.size
       ? `for the ${this.chosen.size} selected` : `for all ${rows.length} shown`;
     this.bulk.aim(text);
-    this.bulk.close();
     this.tools.aim(this.chosen.size, this.away);
   }
 
@@ -179,6 +187,7 @@ class Desk {
 
   async act(name, values, said) {
     await this.flush();
+    this.bulk.close();
     this.tools.say("");
     const answer = await this.ask(name, values);
     this.changed(answer, said(answer));

@@ -18,6 +18,7 @@ SCRIPTS = (
     "dataset_dom.js",
     "dataset_card.js",
     "dataset_bulk.js",
+    "dataset_caption.js",
     "dataset_tools.js",
     "datasets.js",
 )
@@ -33,6 +34,10 @@ def build(work: Workplace) -> None:
         js_on_load="\n".join(map(asset, SCRIPTS)),
         server_functions=[
             _answering("dataset_apply", desk.apply),
+            _answering("dataset_caption", desk.caption),
+            _answering("dataset_caption_state", desk.caption_state),
+            _answering("dataset_caption_stop", desk.caption_stop),
+            _answering("dataset_caption_undo", desk.caption_undo),
             _answering("dataset_check", desk.check),
             _answering("dataset_exclude", desk.exclude),
             _answering("dataset_look", desk.look),

@@ -145,6 +145,28 @@ def test_repeats_out_of_range_are_refused(tmp_path: Path, name: str) -> None:
         scanned(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["_excluded", "_Excluded"])
+def test_what_was_taken_out_is_not_read(tmp_path: Path, name: str) -> None:
+    fill(tmp_path, 2)
+    fill(tmp_path / name, 3)
+    fill(tmp_path / name / "3_cat", 2)
+    dataset = scanned(tmp_path)
+    assert [record.name for record in dataset.records] == ["p00.png", "p01.png"]
+    (finding,) = dataset.findings
+    assert (finding.kind, finding.severity, finding.file) == ("excluded", "note", f"{name}/")
+
+
+def test_a_metadata_line_without_a_picture_is_named_unless_that_was_taken_out(
+    tmp_path: Path,
+) -> None:
+    fill(tmp_path, 1)
+    lines = [json.dumps({"file_name": f"{name}.png", "text": "x"}) for name in ("gone", "out")]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
+    draw(tmp_path / "_excluded" / "out.png")
+    (finding,) = found(scanned(tmp_path), "unused-caption")
+    assert finding.what == "captions without a picture (1): gone.png"
+
+
 def test_only_one_level_of_folders_is_read(tmp_path: Path) -> None:
     draw(tmp_path / "a.png")
     draw(tmp_path / "sub" / "deep" / "b.png")

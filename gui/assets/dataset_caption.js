@@ -1,0 +1,80 @@
+// Captions written by a model, in a process of its own: it goes on when this page is closed. What it
+// writes shows on the cards as it comes.
+
+const LOOK_EVERY_MS = 1500;
+
+class Captioner {
+  constructor(desk) {
+    this.desk = desk;
+    this.timer = 0;
+    this.models = choice("Model", [], () => {});
+    this.models.node.classList.add("ds-wide");
+    this.mode = choice("Which", [
+      ["missing", "images without a caption"], ["chosen", "the selected images, if they have none"],
+      ["replace", "the selected images, replacing captions"],
+    ], () => this.aim());
+    this.start = button("Start", () => this.begin(), { class: "ds-primary" });
+    this.stop = button("Stop", () => this.ask("dataset_caption_stop"));
+    this.back = button("Take the last ones back", () => this.takeBack());
+    this.said = make("p", { class: "ds-quiet", role: "status" });
+    this.bar = make("progress", { max: 1, value: 0, "aria-label": "Captions written" });
+    this.problems = make("ul", { class: "ds-quiet" });
+    this.node = make("details", { class: "ds-bulk" }, make("summary", {}, "Write captions \u2026"),
+      make("div", { class: "ds-line" }, this.models.node, this.mode.node, this.start, this.stop, this.back),
+      this.bar, this.said, this.problems);
+  }
+
+  /** Ask how far it is, and again while it runs. */
+  async look() {
+    clearTimeout(this.timer);
+    if (!element.isConnected) return;
+    this.show(await this.desk.ask("dataset_caption_state", {}));
+  }
+
+  show(answer) {
+    if (answer.error) { this.said.textContent = answer.error; return; }
+    if (answer.models && !this.models.input.options.length) {
+      this.models.input.append(...answer.models.map(([value, text]) => make("option", { value }, text)));
+    }
+    const running = answer.state === "running";
+    const fresh = this.done !== undefined && (this.done !== answer.done || this.running !== running);
+    this.done = answer.done;
+    this.running = running;
+    this.start.disabled = running;
+    this.stop.hidden = !running;
+    this.back.hidden = running || answer.state === "none";
+    this.bar.hidden = !running;
+    this.bar.value = answer.count ? answer.done / answer.count : 0;
+    this.said.textContent = answer.said;
+    this.said.classList.toggle("ds-error", answer.state === "failed");
+    this.problems.replaceChildren(...answer.problems.map((text) => make("li", {}, text)));
+    if (running) {
+      this.node.open = true;
+      this.timer = setTimeout(() => this.look(), LOOK_EVERY_MS);
+    }
+    if (fresh) this.desk.reload();
+  }
+
+  aim() { this.said.textContent = ""; }
+
+  async ask(name, values = {}) { this.show(await this.desk.ask(name, values)); }
+
+  async begin() {
+    await this.desk.flush();
+    const mode = this.mode.input.value;
+    const files = mode === "missing" ? [] : [...this.desk.chosen];
+    if (mode !== "missing" && !files.length) { this.said.textContent = "Select images first."; return; }
+    this.done = -1;
+    await this.ask("dataset_caption", {
+      files, model: this.models.input.value, mode: mode === "replace" ? "replace" : "missing",
+    });
+  }
+
+  async takeBack() {
+    this.back.disabled = true;
+    const answer = await this.desk.ask("dataset_caption_undo", {});
+    this.back.disabled = false;
+    if (answer.error) this.said.textContent = answer.error;
+    else this.desk.changed(answer, answer.step);
+  }
+}

@@ -1,0 +1,121 @@
+"""Captions written by a model: `lora-train caption` as a job, and how far it is.
+
+Inputs: the dataset folder, the model, which images. Outputs: the job, and its state in a sentence,
+read from the JSON lines that the command prints. The command keeps what it replaced by itself;
+`take_back` asks it for that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.errors import InputError, RequestError
+from lora_trainer.output.wording import one_line
+from lora_trainer.tools.captioners.catalogue import KNOWN
+
+from . import jobs, launch
+from .jobs import Job
+from .workplace import Workplace
+
+KIND = "caption"
+MODELS = tuple(model.name for model in KNOWN)
+_LINES_READ = 400
+
+
+def models() -> list[list[str]]:
+    """Return the known models as [name, what it is good for and how large it is]."""
+    return [
+        [
+            model.name,
+            f"{model.name}: {model.good_for} ({model.download_gb:g} GB to download once, "
+            f"needs {model.memory_gib:g} GiB, {model.licence})",
+        ]
+        for model in KNOWN
+    ]
+
+
+def start(
+    work: Workplace, root: Path, *, model: str, files: Sequence[str], trigger: str, replace: bool
+) -> Job:
+    """Begin with these images, all without a caption where none are named; raises RequestError."""
+    running = of_folder(work, root)
+    if running is not None and running.state == "running":
+        raise RequestError("captions are being written already", fix="wait for them, or stop them")
+    argv = [*launch.TRAINER, "caption", str(root), f"--model={model}", "--json"]
+    argv += ["--overwrite"] if replace else []
+    argv += [f"--trigger={trigger}"] if trigger else []
+    argv += [f"--images={name}" for name in files]
+    return jobs.start(work, kind=KIND, argv=argv, about={"folder": str(root)})
+
+
+def of_folder(work: Workplace, root: Path) -> Job | None:
+    """Return the newest job about a folder."""
+    found = (job for job in jobs.find(work, kind=KIND) if job.about.get("folder") == str(root))
+    return next(found, None)
+
+
+def take_back(root: Path) -> str:
+    """Remove what the last call wrote and put back what it replaced; return what was done."""
+    answer = launch.ask(("caption", str(root), "--undo", "--json"))
+    if answer.values is None:
+        raise InputError(answer.error or "nothing was taken back", fix="look at the captions")
+    counts = {name: len(answer.values.get(name, ())) for name in ("removed", "restored", "kept")}
+    said = f"{counts['removed']} captions removed, {counts['restored']} put back"
+    return said + (f", {counts['kept']} left alone: edited since" if counts["kept"] else "")
+
+
+def state(job: Job | None) -> dict[str, Any]:
+    """Return how far a job is: {state, said, done, count, problems}."""
+    if job is None:
+        return {"state": "none", "said": "", "done": 0, "count": 0, "problems": []}
+    rows = list(_rows(job))
+    captions = [row for row in rows if row.get("event") == "caption"]
+    caption = captions[-1] if captions else {}
+    done, count = _whole(caption, "index"), _whole(caption, "count")
+    return {
+        "state": job.state,
+        "said": _said(job, rows, done=done, count=count),
+        "done": done,
+        "count": count,
+        "problems": [_problem(row) for row in rows if row.get("event") == "problem"][-20:],
+    }
+
+
+def _said(job: Job, rows: Sequence[dict[str, Any]], *, done: int, count: int) -> str:
+    told = [row for row in rows if row.get("event") != "problem"]
+    last = told[-1] if told else {}
+    if job.state == "failed":
+        return job.error() or "stopped; the captions that were written stay"
+    if job.state == "finished" or last.get("event") == "captioned":
+        written, failed = _whole(last, "written"), _whole(last, "failed")
+        return f"{written} captions written" + (f", {failed} images without" if failed else "")
+    if count:
+        return f"{done} of {count} captions written"
+    if last.get("event") == "downloading":
+        size = last.get("gigabytes")
+        about = f", about {size:g} GB" if isinstance(size, int | float) else ""
+        return f"downloading {one_line(str(last.get('model')))}{about}"
+    return "loading the model"
+
+
+def _rows(job: Job) -> Iterator[dict[str, Any]]:
+    for line in job.log_tail(_LINES_READ):
+        try:
+            row = json.loads(line)
+        except ValueError:  # a word of a library, or the half line that is being written
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def _problem(row: dict[str, Any]) -> str:
+    name = f"{row['file']} " if row.get("file") else ""
+    return one_line(f"{name}{row.get('what', '')}. {row.get('fix', '')}")
+
+
+def _whole(row: dict[str, Any], key: str) -> int:
+    value = row.get(key)
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,357 @@
+"""What the page's script can ask for: cards, edits, bulk edits; and what nobody can ask for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lora_trainer.gui import dataset_check, dataset_notes, drafts
+from lora_trainer.gui.dataset_desk import Desk
+from lora_trainer.gui.launch import Answer
+from lora_trainer.gui.posted import Posted
+from lora_trainer.gui.workplace import Workplace
+from PIL import Image
+
+from lora_trainer.errors import InputError, LoraTrainError, RequestError
+
+BULK = {"kind": "prepend", "text": "word", "replacement": "", "joint": ", "}
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Workplace:
+    return Workplace(runs=tmp_path / "runs")
+
+
+@pytest.fixture
+def desk(work: Workplace) -> Desk:
+    return Desk(work=work)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "set"
+    root.mkdir()
+    for index, caption in enumerate(("a cat", "a dog, big", None)):
+        Image.new("RGB", (32, 24), (index * 90, 0, 0)).save(root / f"p{index}.png")
+        if caption is not None:
+            (root / f"p{index}.txt").write_text(caption)
+    return root
+
+
+def ask(desk: Desk, name: str, folder: Path, **values: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = getattr(desk, name)(Posted.of({"folder": str(folder), **values}))
+    json.dumps(answer, allow_nan=False)
+    return answer
+
+
+def save(desk: Desk, folder: Path, file: str, text: str, *, seen: str) -> dict[str, Any]:
+    return ask(desk, "save", folder, file=file, text=text, seen=seen, group="")
+
+
+def captions(answer: Mapping[str, Any]) -> dict[str, str]:
+    return {picture["file"]: picture["caption"] for picture in answer["pictures"]}
+
+
+def badges(answer: Mapping[str, Any], file: str) -> list[str]:
+    (picture,) = [picture for picture in answer["pictures"] if picture["file"] == file]
+    return [badge["text"] for badge in picture["badges"]]
+
+
+def test_all_cards(desk: Desk, folder: Path) -> None:
+    answer = ask(desk, "look", folder)
+    assert captions(answer) == {"p0.png": "a cat", "p1.png": "a dog, big", "p2.png": ""}
+    assert badges(answer, "p2.png") == ["no caption"]
+    assert (answer["undo"], answer["redo"], answer["excluded"]) == ("", "", [])
+    assert not answer["check"]["fresh"]
+
+
+def test_an_edit_is_saved_undone_and_made_again(desk: Desk, folder: Path) -> None:
+    answer = save(desk, folder, "p2.png", "a bird", seen="")
+    assert answer["saved"]
+    assert [(card["file"], card["caption"], card["badges"]) for card in answer["cards"]] == [
+        ("p2.png", "a bird", [])
+    ]
+    assert (folder / "p2.txt").read_text() == "a bird"
+    assert answer["undo"] == "the caption of p2.png"
+    answer = ask(desk, "undo", folder)
+    assert captions(answer)["p2.png"] == ""
+    assert not (folder / "p2.txt").exists()
+    assert captions(ask(desk, "redo", folder))["p2.png"] == "a bird"
+
+
+def test_what_somebody_else_wrote_is_shown_and_kept(desk: Desk, folder: Path) -> None:
+    (folder / "p0.txt").write_text("theirs")
+    answer = save(desk, folder, "p0.png", "mine", seen="a cat")
+    assert answer["newer"] == "theirs"
+    assert "saved" not in answer
+    assert (folder / "p0.txt").read_text() == "theirs"
+    assert save(desk, folder, "p0.png", "mine", seen="theirs")["saved"]
+    assert (folder / "p0.txt").read_text() == "mine"
+
+
+def test_saving_what_is_there_already_is_no_step(desk: Desk, folder: Path) -> None:
+    assert save(desk, folder, "p0.png", "a cat", seen="something older")["saved"]
+    assert ask(desk, "look", folder)["undo"] == ""
+
+
+def test_a_shared_caption_shows_on_both_cards(desk: Desk, folder: Path) -> None:
+    Image.new("RGB", (32, 32)).save(folder / "p0.jpg")
+    cards = save(desk, folder, "p0.png", "both", seen="a cat")["cards"]
+    assert {card["file"]: card["caption"] for card in cards} == {"p0.png": "both", "p0.jpg": "both"}
+    rows = ask(desk, "preview", folder, files=["p0.png", "p0.jpg"], **BULK)["rows"]
+    assert len(rows) == 1
+
+
+def test_a_bulk_edit_is_previewed_and_one_step(desk: Desk, folder: Path) -> None:
+    files = ["p0.png", "p1.png", "p2.png"]
+    rows = ask(desk, "preview", folder, files=files, **BULK)["rows"]
+    assert [(row["before"], row["after"]) for row in rows] == [
+        ("a cat", "word, a cat"),
+        ("a dog, big", "word, a dog, big"),
+        ("", "word"),
+    ]
+    assert captions(ask(desk, "look", folder))["p0.png"] == "a cat", "a preview writes nothing"
+    seen = {row["file"]: row["before"] for row in rows}
+    answer = ask(desk, "apply", folder, seen=seen, **BULK)
+    assert captions(answer) == {row["file"]: row["after"] for row in rows}
+    assert answer["left"] == []
+    answer = ask(desk, "undo", folder)
+    assert captions(answer) == {"p0.png": "a cat", "p1.png": "a dog, big", "p2.png": ""}
+    assert answer["undo"] == ""
+
+
+def test_what_changed_since_the_preview_is_left_alone(desk: Desk, folder: Path) -> None:
+    (folder / "p0.txt").write_text("theirs")
+    answer = ask(desk, "apply", folder, seen={"p0.png": "a cat", "p1.png": "a dog, big"}, **BULK)
+    assert (folder / "p0.txt").read_text() == "theirs"
+    assert (folder / "p1.txt").read_text() == "word, a dog, big"
+    (left,) = answer["left"]
+    assert "p0.png has another caption" in left
+
+
+def test_excluding_is_shown_and_undone(desk: Desk, folder: Path) -> None:
+    answer = ask(desk, "exclude", folder, files=["p0.png", "p2.png"])
+    assert list(captions(answer)) == ["p1.png"]
+    assert [picture["file"] for picture in answer["excluded"]] == ["p0.png", "p2.png"]
+    answer = ask(desk, "put_back", folder, files=["p2.png"])
+    assert list(captions(answer)) == ["p1.png", "p2.png"]
+    ask(desk, "undo", folder)
+    answer = ask(desk, "undo", folder)
+    assert list(captions(answer)) == ["p0.png", "p1.png", "p2.png"]
+
+
+def test_a_folder_whose_pictures_are_all_excluded_can_be_looked_at(
+    desk: Desk, folder: Path
+) -> None:
+    answer = ask(desk, "exclude", folder, files=["p0.png", "p1.png", "p2.png"])
+    assert (len(answer["pictures"]), len(answer["excluded"])) == (0, 3)
+    assert "no pictures" in answer["problem"]
+    assert answer["check"]["fresh"], "there is nothing to check"
+    assert "no pictures" in ask(desk, "check", folder)["problem"]
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["../other/x.png", "/etc/passwd", "_excluded/p0.png", "p0.txt", "P0.PNG", "", "p0.png\0"],
+)
+@pytest.mark.parametrize("act", ["save", "preview", "apply", "exclude", "put_back"])
+def test_only_pictures_of_the_listing_can_be_named(
+    act: str, file: str, desk: Desk, folder: Path
+) -> None:
+    values = {"files": [file], "seen": {file: ""}, **BULK}
+    if act == "save":
+        values |= {"file": file, "seen": "", "group": ""}
+    with pytest.raises(RequestError, match="there is no picture"):
+        ask(desk, act, folder, **values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        None,
+        [],
+        {"folder": 3},
+        {"folder": "x" * 5_000},
+        {"text": "x" * 30_000},
+        {"text": "\ud800"},
+        {"text": None},
+        {"seen": {}},
+        {"group": ["a"]},
+        {"file": {"a": 1}},
+    ],
+)
+def test_values_of_another_kind_are_refused(values: Any, desk: Desk, folder: Path) -> None:
+    whole = {"folder": str(folder), "file": "p0.png", "text": "x", "seen": "a cat", "group": ""}
+    posted = {**whole, **values} if isinstance(values, dict) else values
+    with pytest.raises(LoraTrainError):
+        desk.save(Posted.of(posted))
+    assert (folder / "p0.txt").read_text() == "a cat"
+
+
+def test_a_folder_outside_of_the_roots_is_refused(folder: Path, tmp_path: Path) -> None:
+    work = Workplace(runs=tmp_path / "runs", roots=(tmp_path / "datasets",))
+    with pytest.raises(InputError, match="outside"):
+        ask(Desk(work=work), "look", folder)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_trigger_is_looked_for_and_remembered(desk: Desk, folder: Path) -> None:
+    answer = ask(desk, "look", folder, trigger=" cat ", resolution="768")
+    assert badges(answer, "p0.png") == []
+    assert badges(answer, "p1.png") == ["trigger missing"]
+    again = ask(Desk(work=desk.work), "look", folder)
+    assert (again["trigger"], again["resolution"]) == ("cat", "768")
+    assert badges(again, "p1.png") == ["trigger missing"]
+
+
+def test_a_draft_about_the_folder_says_how_it_is_trained(
+    desk: Desk, folder: Path, work: Workplace
+) -> None:
+    draft = drafts.new(work, dataset=str(folder))
+    draft = draft.with_setting("data.trigger", "zibbo").with_setting("data.resolution", 640)
+    drafts.save(work, draft)
+    answer = ask(desk, "look", folder)
+    assert answer["trigger"] == "zibbo"
+    assert "640 px" in answer["trained_as"]
+
+
+def test_an_unreadable_caption_is_locked_and_says_why(desk: Desk, folder: Path) -> None:
+    (folder / "p0.txt").write_bytes(b"x" * 70_000)
+    (card, *_) = ask(desk, "look", folder)["pictures"]
+    assert "too long" in card["locked"]
+
+
+def test_odd_names_and_captions_pass_as_they_are(desk: Desk, folder: Path) -> None:
+    name = "q'\"<b>&\U0001f600 ${value}{{value}}.png"
+    Image.new("RGB", (32, 32)).save(folder / name)
+    text = "\u202e<script>alert(1)</script> \u05e9\u05dc\u05d5\u05dd\n${x}"
+    assert save(desk, folder, name, text, seen="")["saved"]
+    assert captions(ask(desk, "look", folder))[name] == text
+
+
+def check_answer(**changes: Any) -> dict[str, Any]:
+    picture = {
+        "file": "p0.png",
+        "width_px": 32,
+        "height_px": 24,
+        "score": 0.5,
+        "bucket": "64x48",
+        "kept": [0.1, 0, 0.9, 1],
+        "cropped_fraction": 0.2,
+        "upscaled": True,
+    }
+    findings = [
+        {"kind": "blurred", "severity": "warning", "file": "p0.png", "what": "looks blurred"},
+        {"kind": "near-duplicate", "severity": "warning", "file": "p1.png", "what": "looks like x"},
+        {"kind": "no-caption", "severity": "warning", "file": None, "what": "told by the text"},
+        {"kind": "ignored-files", "severity": "note", "file": None, "what": "3 .md"},
+    ]
+    whole = {"score": 0.7, "buckets": {"64x48": 3}, "pictures": [picture], "findings": findings}
+    return {**whole, **changes}
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> list[Any]:
+    """Let `lora-train check` answer; return the list that its command lines go to."""
+    asked: list[Any] = []
+
+    def stand_in(words: Any) -> Answer:
+        asked.append(words)
+        return answer
+
+    monkeypatch.setattr(dataset_check, "ask", stand_in)
+    return asked
+
+
+def test_what_the_check_found_is_on_the_cards(
+    desk: Desk, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered(monkeypatch, Answer(values=check_answer()))
+    answer = ask(desk, "check", folder)
+    card = answer["pictures"][0]
+    assert (card["bucket"], card["cropped_fraction"], card["width_px"]) == ("64x48", 0.2, 32)
+    assert card["kept"] == [0.1, 0, 0.9, 1]
+    assert badges(answer, "p0.png") == ["blurry"]
+    assert badges(answer, "p1.png") == ["looks like x"]
+    assert "bucket" not in answer["pictures"][1]
+    assert len(answer["notes"]) == 1
+    assert answer["check"] == {"fresh": True, "error": "", "score": 0.7, "buckets": {"64x48": 3}}
+
+
+def test_a_check_is_asked_again_when_a_picture_or_the_size_changes(
+    desk: Desk, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answered(monkeypatch, Answer(values=check_answer()))
+    ask(desk, "check", folder)
+    assert ask(Desk(work=desk.work), "look", folder)["check"]["fresh"]
+    save(desk, folder, "p0.png", "another caption", seen="a cat")
+    ask(desk, "check", folder)
+    assert len(asked) == 1
+    Image.new("RGB", (40, 40)).save(folder / "p0.png")
+    assert not ask(desk, "look", folder)["check"]["fresh"]
+    ask(desk, "check", folder)
+    ask(desk, "look", folder, trigger="", resolution="512")
+    ask(desk, "check", folder)
+    assert len(asked) == 3
+    assert "--set=data.resolution=512" in asked[-1]
+
+
+def test_a_check_that_refuses_says_so_and_the_cards_stay(
+    desk: Desk, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered(monkeypatch, Answer(values=None, error="no such base"))
+    answer = ask(desk, "check", folder)
+    assert answer["check"]["error"] == "no such base"
+    assert len(answer["pictures"]) == 3
+
+
+def test_a_caption_is_counted_where_the_tokenizer_is_known(
+    desk: Desk, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedded = Path(__file__).resolve().parents[2] / "lora_trainer" / "embedded" / "tokenizer"
+    limit = {"tokenizer": str(embedded), "tokens": 6}
+    answered(monkeypatch, Answer(values=check_answer(caption_limit=limit)))
+    (folder / "p2.txt").write_text("one two three four five six")
+    answer = ask(desk, "check", folder)
+    (text,) = badges(answer, "p2.png")
+    assert text.endswith(" of 6 tokens")
+    assert badges(answer, "p0.png") == ["blurry"]
+
+
+def test_recent_folders_are_those_opened_drafted_and_still_there(
+    desk: Desk, folder: Path, tmp_path: Path, work: Workplace
+) -> None:
+    other, gone = tmp_path / "other", tmp_path / "gone"
+    for path in (other, gone):
+        path.mkdir()
+    drafts.new(work, dataset=str(other))
+    dataset_notes.opened(work, gone)
+    dataset_notes.opened(work, folder)
+    gone.rmdir()
+    assert dataset_notes.recent(work) == [str(folder), str(other)]
+
+
+def test_uploads_become_a_folder(desk: Desk, work: Workplace) -> None:
+    incoming = work.own / "incoming" / "abc"
+    incoming.mkdir(parents=True)
+    Image.new("RGB", (32, 32)).save(incoming / "x.png")
+    (incoming / "y.exe").write_text("no")
+    files = [{"path": str(incoming / name), "name": name} for name in ("x.png", "y.exe")]
+    answer = desk.receive(Posted.of({"name": "my set", "files": files}))
+    assert Path(answer["received"]) == work.own / "uploads" / "my set"
+    assert "1 images and 0 captions" in answer["said"]
+    assert "y.exe" in answer["said"]
+
+
+@pytest.mark.parametrize("name", ["x.png", "x.zip"])
+def test_nothing_but_uploads_can_be_taken(
+    name: str, desk: Desk, folder: Path, work: Workplace
+) -> None:
+    theirs = folder / name
+    theirs.write_bytes(b"theirs")
+    with pytest.raises(InputError, match="was not uploaded"):
+        desk.receive(Posted.of({"name": "n", "files": [{"path": str(theirs), "name": name}]}))
+    assert theirs.read_bytes() == b"theirs"
+    assert not list((work.own / "uploads").glob("*"))

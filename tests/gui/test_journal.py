@@ -1,0 +1,355 @@
+"""Undo and redo are exact whatever the order of edits, kills and edits of others in between."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from lora_trainer.gui import changes as changes_module
+from lora_trainer.gui import journal as journal_module
+from lora_trainer.gui.changes import (
+    Change,
+    FileChange,
+    LinesChange,
+    MoveChange,
+    Row,
+    from_json,
+    inside,
+    read_content,
+    to_json,
+)
+from lora_trainer.gui.journal import Journal, Outcome
+
+from lora_trainer.errors import InputError, MachineError
+
+Snapshot = dict[str, bytes]
+NAMES = ("a.txt", "b.txt", "c.txt", "_excluded/a.txt")
+
+
+def snapshot(root: Path) -> Snapshot:
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def journal(root: Path, tmp_path: Path) -> Journal:
+    return Journal(root=root, folder=tmp_path / "undo")
+
+
+def write(journal: Journal, file: str, after: str | None, *, group: str = "") -> Outcome:
+    with journal.locked():
+        before = read_content(journal.root / file)
+        change = FileChange(file=file, before=before, after=after)
+        return journal.perform(f"edit {file}", [change], group=group)
+
+
+def test_a_step_is_undone_and_made_again(journal: Journal, root: Path) -> None:
+    write(journal, "a.txt", "one")
+    write(journal, "a.txt", "two")
+    assert [step.title for step in journal.history().done] == ["edit a.txt"] * 2
+    assert journal.undo() is not None
+    assert (root / "a.txt").read_text() == "one"
+    journal.undo()
+    assert snapshot(root) == {}
+    assert journal.undo() is None
+    journal.redo()
+    journal.redo()
+    assert journal.redo() is None
+    assert (root / "a.txt").read_text() == "two"
+
+
+def test_a_new_step_ends_what_could_be_made_again(journal: Journal) -> None:
+    write(journal, "a.txt", "one")
+    journal.undo()
+    write(journal, "b.txt", "two")
+    assert journal.history().undone == ()
+
+
+def test_another_process_finds_the_same_history(journal: Journal) -> None:
+    write(journal, "a.txt", "one")
+    write(journal, "b.txt", "two")
+    journal.undo()
+    again = Journal(root=journal.root, folder=journal.folder)
+    assert again.history() == journal.history()
+    assert [len(stack) for stack in (again.history().done, again.history().undone)] == [1, 1]
+
+
+def test_one_stay_in_a_field_is_one_step(journal: Journal, root: Path) -> None:
+    for text in ("a", "a c", "a cat"):
+        write(journal, "a.txt", text, group="stay 1")
+    write(journal, "a.txt", "a dog", group="stay 2")
+    journal.undo()
+    assert (root / "a.txt").read_text() == "a cat"
+    journal.undo()
+    assert snapshot(root) == {}
+
+
+def test_a_stay_is_not_joined_over_an_edit_of_somebody_else(journal: Journal, root: Path) -> None:
+    write(journal, "a.txt", "mine", group="stay")
+    (root / "a.txt").write_text("theirs")
+    write(journal, "a.txt", "theirs and mine", group="stay")
+    journal.undo()
+    assert (root / "a.txt").read_text() == "theirs"
+
+
+def test_bytes_that_are_no_utf8_come_back(journal: Journal, root: Path) -> None:
+    (root / "a.txt").write_bytes(b"caf\xe9\x00\xff")
+    write(journal, "a.txt", "caf\u00e9")
+    journal.undo()
+    assert (root / "a.txt").read_bytes() == b"caf\xe9\x00\xff"
+
+
+def test_what_somebody_else_has_changed_is_left_and_named(journal: Journal, root: Path) -> None:
+    with journal.locked():
+        changes = [FileChange(file=f"{n}.txt", before=None, after=n) for n in "abc"]
+        journal.perform("all", changes)
+    (root / "b.txt").write_text("theirs")
+    outcome = journal.undo()
+    assert outcome is not None
+    (left,) = outcome.left
+    assert "b.txt was changed by something else" in left
+    assert snapshot(root) == {"b.txt": b"theirs"}
+    journal.redo()
+    assert snapshot(root) == {"a.txt": b"a", "b.txt": b"theirs", "c.txt": b"c"}
+
+
+def test_a_step_of_which_nothing_could_be_made_is_no_step(journal: Journal, root: Path) -> None:
+    write(journal, "a.txt", "one")
+    journal.undo()
+    with journal.locked():
+        outcome = journal.perform("late", [FileChange(file="a.txt", before="not so", after="x")])
+    assert len(outcome.left) == 1
+    history = journal.history()
+    assert (history.done, len(history.undone)) == ((), 1)
+
+
+def test_a_full_disk_leaves_the_history_as_it_was(
+    journal: Journal, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(journal, "a.txt", "one")
+
+    def full(path: Path, data: bytes) -> None:
+        raise MachineError(f"cannot write {path}", fix="free some space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(changes_module, "write_atomic", full)
+        with pytest.raises(MachineError):
+            write(journal, "a.txt", "two")
+    assert len(journal.history().done) == 1
+    journal.undo()
+    assert snapshot(root) == {}
+
+
+class Killed(BaseException):
+    """Ends everything at once, as a kill does: nothing handles it."""
+
+
+def kill_at(number: int, write_atomic: Callable[..., None]) -> Callable[..., None]:
+    """Return a writer that is killed before its `number`-th file."""
+    counter = iter(range(number, -1, -1))
+
+    def writing(path: Path, data: bytes, **options: Any) -> None:
+        if next(counter) == 0:
+            raise Killed
+        write_atomic(path, data, **options)
+
+    return writing
+
+
+@pytest.mark.parametrize("operation", ["do", "undo", "redo"])
+@pytest.mark.parametrize("files_before_the_kill", [0, 1, 2])
+def test_a_step_that_a_kill_cuts_short_is_finished_later(
+    operation: str,
+    files_before_the_kill: int,
+    journal: Journal,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = {f"{name}.txt": b"old" for name in "abc"}
+    new = {f"{name}.txt": b"new" for name in "abc"}
+    for name in old:
+        (root / name).write_text("old")
+    changes = [FileChange(file=name, before="old", after="new") for name in old]
+
+    def bulk() -> None:
+        with journal.locked():
+            journal.perform("bulk", changes)
+
+    steps = {"do": [bulk], "undo": [bulk, journal.undo], "redo": [bulk, journal.undo, journal.redo]}
+    *earlier, last = steps[operation]
+    for step in earlier:
+        step()
+    with monkeypatch.context() as patch:
+        killed = kill_at(files_before_the_kill, changes_module.write_atomic)
+        patch.setattr(changes_module, "write_atomic", killed)
+        with pytest.raises(Killed):
+            last()
+    assert snapshot(root) not in (old, new) or files_before_the_kill == 0
+    history = Journal(root=root, folder=journal.folder).history()
+    assert snapshot(root) == (old if operation == "undo" else new)
+    assert len(history.done) == (0 if operation == "undo" else 1)
+    assert len(history.undone) == (1 if operation == "undo" else 0)
+    if operation == "undo":
+        journal.redo()
+        assert snapshot(root) == new
+    else:
+        journal.undo()
+        assert snapshot(root) == old
+
+
+def test_a_log_cut_anywhere_is_a_history(journal: Journal, root: Path) -> None:
+    """As a kill in the middle of an append leaves it; the next edits count all the same."""
+    write(journal, "a.txt", "one")
+    write(journal, "a.txt", "two")
+    journal.undo()
+    whole = journal.log.read_bytes()
+    for length in range(len(whole)):
+        journal.log.write_bytes(whole[:length])
+        (root / "a.txt").write_text("one")
+        journal.history()
+        write(journal, "b.txt", f"{length}")
+        assert journal.history().done[-1].title == "edit b.txt"
+        journal.undo()
+        assert not (root / "b.txt").exists()
+
+
+def test_damaged_lines_are_passed_over(journal: Journal) -> None:
+    write(journal, "a.txt", "one")
+    with journal.log.open("ab") as file:
+        file.write(b'\xff\n[]\n{"op": "do", "id": 3}\n{"op": "end", "without": ["x"]}\n7\n')
+    assert [step.title for step in journal.history().done] == ["edit a.txt"]
+
+
+def test_a_large_log_forgets_the_oldest_steps(
+    journal: Journal, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "MAX_LOG_BYTES", 4_000)
+    monkeypatch.setattr(journal_module, "KEPT_BYTES", 2_000)
+    for number in range(40):
+        write(journal, "a.txt", f"{number} {'x' * 100}")
+    assert journal.log.stat().st_size < 6_000
+    done = len(journal.history().done)
+    assert 2 < done < 40
+    journal.undo()
+    assert (root / "a.txt").read_text().startswith("38 ")
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "a\0b", "link/x", "file-link"])
+def test_no_name_leads_out_of_the_folder(root: Path, tmp_path: Path, name: str) -> None:
+    (root / "link").symlink_to(tmp_path)
+    (root / "file-link").symlink_to(tmp_path / "theirs")
+    with pytest.raises(InputError):
+        inside(root, name)
+
+
+TEXT = st.text(max_size=8) | st.none()
+ROWS = st.builds(Row, name=st.text(), before=st.text(), after=st.text())
+CHANGES = st.one_of(
+    st.builds(FileChange, file=st.text(), before=TEXT, after=TEXT),
+    st.builds(MoveChange, file=st.text(), to=st.text()),
+    st.builds(LinesChange, file=st.text(), rows=st.lists(ROWS).map(tuple)),
+)
+
+
+@given(CHANGES)
+def test_changes_survive_json(change: Change) -> None:
+    assert from_json(json.loads(json.dumps(to_json(change)))) == change
+
+
+class Model(RuleBasedStateMachine):
+    """Any sequence of edits, undo, redo and restarts against two stacks of snapshots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = tempfile.TemporaryDirectory()
+        base = Path(self.place.name)
+        self.root = base / "set"
+        self.root.mkdir()
+        self.journal = Journal(root=self.root, folder=base / "undo")
+        self.now: Snapshot = {}
+        self.done: list[Snapshot] = []
+        self.undone: list[Snapshot] = []
+
+    def teardown(self) -> None:
+        self.place.cleanup()
+
+    def _perform(self, changes: list[Change]) -> None:
+        with self.journal.locked():
+            assert not self.journal.perform("step", changes).left
+        self.done.append(self.now)
+        self.undone.clear()
+        self.now = snapshot(self.root)
+
+    @rule(name=st.sampled_from(NAMES), after=st.binary(max_size=4) | st.none())
+    def edit(self, name: str, after: bytes | None) -> None:
+        before = read_content(self.root / name)
+        text = None if after is None else after.decode("utf-8", "surrogateescape")
+        if before is None and text is None:
+            return
+        (self.root / name).parent.mkdir(exist_ok=True)
+        self._perform([FileChange(file=name, before=before, after=text)])
+
+    @rule(suffix=st.sampled_from("xyz"))
+    def edit_all(self, suffix: str) -> None:
+        found: list[Change] = []
+        for name in self.now:
+            before = read_content(self.root / name)
+            found.append(FileChange(file=name, before=before, after=f"{suffix}{before}"))
+        if found:
+            self._perform(found)
+
+    @rule(pair=st.permutations(NAMES))
+    def move(self, pair: list[str]) -> None:
+        source, target = pair[:2]
+        if source in self.now and target not in self.now:
+            self._perform([MoveChange(file=source, to=target)])
+
+    @precondition(lambda self: self.done)
+    @rule()
+    def undo(self) -> None:
+        assert self.journal.undo() is not None
+        self.undone.append(self.now)
+        self.now = self.done.pop()
+
+    @precondition(lambda self: self.undone)
+    @rule()
+    def redo(self) -> None:
+        assert self.journal.redo() is not None
+        self.done.append(self.now)
+        self.now = self.undone.pop()
+
+    @rule()
+    def restart(self) -> None:
+        self.journal = Journal(root=self.root, folder=self.journal.folder)
+
+    @invariant()
+    def the_folder_is_as_the_model_says(self) -> None:
+        assert snapshot(self.root) == self.now
+        history = self.journal.history()
+        assert (len(history.done), len(history.undone)) == (len(self.done), len(self.undone))
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(
+    max_examples=25,
+    stateful_step_count=12,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
