@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
 from lora_trainer.errors import RequestError
 from lora_trainer.files import disk_error, json_bytes, read_json_object, write_atomic
 from lora_trainer.output.status import lives
