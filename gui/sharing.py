@@ -18,6 +18,7 @@ from PIL import Image
 
 from lora_trainer.errors import InputError, RequestError
 from lora_trainer.events import Severity
+from lora_trainer.families.recognise import a1111_version
 from lora_trainer.files import disk_error, json_bytes, write_atomic
 from lora_trainer.output.inspect import Inspection
 from lora_trainer.output.markup import Html, tag
@@ -29,8 +30,6 @@ from .lora_files import SUFFIX, LoraFile
 from .media import EXPORTS, run_url
 
 MAX_PREVIEW_PX = 1536
-_SD_VERSIONS = {"sd15": "SD1", "sd2": "SD2", "sdxl": "SDXL"}
-"""A1111's and Forge's names of what a LoRA is for; they list the others under Unknown."""
 _MAX_PIXELS = 64_000_000
 
 
@@ -61,7 +60,7 @@ def remarks(inspection: Inspection, *, preview: Path | None) -> tuple[Remark, ..
 def _of_file(inspection: Inspection) -> Iterator[Remark]:
     for problem in inspection.problems:
         yield Remark(severity=problem.severity, what=problem.what, advice=problem.advice)
-    if inspection.family in _SD_VERSIONS and inspection.format == "diffusers":
+    if a1111_version(inspection.family) and inspection.format == "diffusers":
         yield Remark(
             severity="warning",
             what="its tensors have diffusers' names, which A1111 and Forge do not read for this model",
@@ -120,7 +119,7 @@ def card(inspection: Inspection, *, weight: float, notes: str) -> dict[str, Any]
     told = inspection.metadata
     return {
         "description": told.get("modelspec.description", ""),
-        "sd version": _SD_VERSIONS.get(inspection.family, "Unknown"),
+        "sd version": a1111_version(inspection.family) or "Unknown",
         "activation text": told.get("modelspec.trigger_phrase", ""),
         "preferred weight": weight,
         "notes": public_text(notes.strip()),

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from lora_trainer import __version__, queue_commands, tool_commands
 from lora_trainer.caption_command import caption
-from lora_trainer.config import check_keys, parse_assignment, refuse_secrets
+from lora_trainer.config import build_config, check_keys, parse_assignment, refuse_secrets
 from lora_trainer.errors import LoraTrainError, RequestError, exit_code
 from lora_trainer.launch import place
 from lora_trainer.library_noise import quiet_libraries
@@ -287,10 +287,28 @@ def presets() -> None:
 
 
 @app.command
-def doctor(*, json: Json = False) -> None:
+def doctor(
+    *,
+    clear_cache: Annotated[
+        bool, Parameter(negative="", help="empty the cache that all trainings share")
+    ] = False,
+    set_: Sets = [],  # noqa: B006 - as above
+    json: Json = False,
+) -> None:
     """Say what this machine has, each fact with its reason, and what is missing."""
+    from lora_trainer.show.answers import cleared_text, doctor_json, doctor_text
+
+    if clear_cache:
+        from lora_trainer.data.cache_use import clear
+        from lora_trainer.prepare import cache_in
+
+        done = clear(cache_in(build_config(_overrides(set_))))
+        cleared = {"folder": str(done.folder), "files": done.files, "bytes": done.bytes}
+        _print(cleared if json else cleared_text(done), as_json=json)
+        return
+    if set_:
+        raise RequestError("--set does nothing here", fix="leave it out, or add --clear-cache")
     from lora_trainer.hardware import detect
-    from lora_trainer.show.answers import doctor_json, doctor_text
 
     hardware = detect()
     _print(doctor_json(hardware) if json else doctor_text(hardware), as_json=json)

@@ -25,9 +25,9 @@ from lora_trainer.data.split import hold_out
 from lora_trainer.data.tokens import CaptionLimit, caption_limit
 from lora_trainer.errors import InputError, RequestError
 from lora_trainer.families.base import BaseFacts, Family, FileFormat
-from lora_trainer.files import HashMemo
+from lora_trainer.files import CappedFolder, HashMemo
 from lora_trainer.formats import format_notes, planned_contents, resolve_format
-from lora_trainer.hardware import Gpu, Hardware, Tier, assume_card, detect, tier, tier_problem
+from lora_trainer.hardware import GIB, Gpu, Hardware, Tier, assume_card, detect, tier, tier_problem
 from lora_trainer.launch import full_batch
 from lora_trainer.model.load import EMBEDDED, describe, with_choices
 from lora_trainer.planning.full_cards import FullCard, FullCards
@@ -319,6 +319,12 @@ def cache_folder(config: Config) -> Path:
             / "cache"
         )
     return Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "lora-train"
+
+
+def cache_in(config: Config) -> CappedFolder:
+    """Return the cache with its size cap."""
+    limit_bytes = int(config.data.cache_max_gib * GIB)
+    return CappedFolder(root=cache_folder(config), limit_bytes=limit_bytes)
 
 
 def scan_with_memo(folder: Path, config: Config, cache_root: Path) -> Dataset:

@@ -15,6 +15,7 @@ from typing import Any
 from filelock import FileLock
 
 from lora_trainer.config import flatten
+from lora_trainer.data.cache_use import in_use
 from lora_trainer.device import planned_device, setup_torch
 from lora_trainer.errors import InputError, MachineError
 from lora_trainer.events import EventStream
@@ -106,7 +107,7 @@ def follow(asked: Request, ranks: Ranks) -> Path:
     events, folder = EventStream(), Path(orders.folder)
     events.subscribe(ranks.watch.tell)
     stop = StopFlag()
-    with taking_signals(stop):
+    with taking_signals(stop), in_use(prepared.cache_root):
         follow_job(
             Job(
                 prepared=prepared,

@@ -17,6 +17,7 @@ from typing import Any
 from lora_trainer import __version__
 from lora_trainer.caching import refuse_small_cache
 from lora_trainer.config import Config, concrete, flatten
+from lora_trainer.data.cache_use import in_use
 from lora_trainer.device import setup_torch
 from lora_trainer.errors import InputError, LoraTrainError, MachineError, exit_code
 from lora_trainer.events import EventStream, JsonlWriter, Listener
@@ -121,7 +122,8 @@ def _lead(asked: TrainRequest, ranks: Ranks, listeners: tuple[Listener, ...]) ->
         _announce(job, resumption)
         write_run(folder, _run_record(job, asked, environment))
         try:
-            file = train_job(job)
+            with in_use(prepared.cache_root):
+                file = train_job(job)
         except LoraTrainError as error:
             step = last_step(folder)
             events.emit("stopped", reason=str(error), exit_code=exit_code(error), step=step)

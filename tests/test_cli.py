@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from lora_trainer import cli
 from lora_trainer.config import setting_keys
+from lora_trainer.files import CappedFolder
 from tests.fakes.runs import ROOT, Toy, python, start, toy
 
 TOOLS = {"convert", "describe", "extract", "merge", "resize"}
@@ -76,7 +77,7 @@ FLAGS = {
     },
     "presets": set[str](),
     "queue": set[str](),
-    "doctor": {"--json"},
+    "doctor": {"--clear-cache", "--json", "--set"},
     "gui": set[str](),
 }
 WITHOUT_TORCH = """
@@ -454,6 +455,22 @@ def test_doctor_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["accelerator"]
     assert found["cpu_threads"]["reason"]
     assert "torch" in found["packages"]
+
+
+def test_doctor_empties_the_cache_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "cache"
+    CappedFolder(root=root, limit_bytes=1).create()
+    entry = root / "latents" / "aa" / f"{'a' * 64}.safetensors"
+    entry.parent.mkdir(parents=True)
+    entry.write_bytes(b"12345")
+    there = ["--clear-cache", "--set", f"data.cache_dir={root}"]
+    found = answer(capsys, "doctor", *there, "--json")
+    assert found == {"folder": str(root), "files": 1, "bytes": 5}
+    assert "removed 0 entries" in said(capsys, "doctor", *there)[1]
+    assert refused(capsys, "doctor", "--set", f"data.cache_dir={root}")[0] == 2
+    assert refused(capsys, "doctor", "--clear-cache", "--set", f"data.cache_dir={tmp_path}")[0] == 4
 
 
 def test_the_module_is_the_command() -> None:

@@ -22,6 +22,7 @@ _TEXT_WIDTHS = {768: "sd15", 1024: "sd2", 2048: "sdxl"}
 _DEEP = re.compile(r"_transformer_blocks_[1-9]")
 """Only SDXL's U-Net has more than one transformer block in a row."""
 _SECOND_ENCODER = re.compile(r"lora_te2_|text_encoder_2_")
+_IN_A1111 = {"sd15": "SD1", "sd2": "SD2", "sdxl": "SDXL"}
 
 # What only one family has. Flux's successors first: they have most of its names.
 _PLAIN = (
@@ -70,6 +71,11 @@ def adapter_family(shapes: Shapes, *, metadata: Mapping[str, str]) -> str:
 def stated_family(metadata: Mapping[str, str]) -> str | None:
     """Return the family that `ss_base_model_version` names, None where it is absent or not known."""
     return _version(metadata.get("ss_base_model_version", ""))
+
+
+def a1111_version(family: str) -> str | None:
+    """Return what A1111 and Forge call the models a family's LoRAs are for; None: they know no name."""
+    return _IN_A1111.get(family)
 
 
 def _version(stated: str) -> str | None:

@@ -13,9 +13,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lora_trainer.data.cache_use import Cleared
 from lora_trainer.data.quality import DatasetReport
 from lora_trainer.hardware import Hardware, package_notes
 from lora_trainer.output.inspect import Inspection, Spread
+from lora_trainer.output.wording import bytes_text
 from lora_trainer.planning.fitting import gib
 from lora_trainer.resolve import PRIORITIES, TIERS, load_presets, preset_families
 from lora_trainer.show.tables import STYLES, add_row, finding_line, key_table
@@ -126,6 +128,14 @@ def doctor_json(hardware: Hardware) -> dict[str, Any]:
         "packages": dict(hardware.packages),
         "package_notes": package_notes(hardware.packages),
     }
+
+
+def cleared_text(cleared: Cleared) -> str:
+    """Return what was removed from a cache."""
+    return (
+        f"removed {cleared.files:,} entries, {bytes_text(cleared.bytes)}, from {cleared.folder}; "
+        "trainings encode again what they need"
+    )
 
 
 def doctor_text(hardware: Hardware) -> RenderableType:
