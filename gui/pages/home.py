@@ -10,12 +10,9 @@ from typing import Any
 
 import gradio as gr
 
-from lora_trainer import queueing
 from lora_trainer.errors import LoraTrainError
-from lora_trainer.files import disk_error
-from lora_trainer.output.status import Control
 
-from .. import launch, run_cards, state
+from .. import run_actions, run_cards, state
 from ..answers import error_html
 from ..asset_files import asset
 from ..machine_view import machine_line
@@ -55,15 +52,10 @@ def build(work: Workplace) -> None:
 def asked(work: Workplace, *, action: str, run: str) -> str:
     """Do what a button of a card asks for; return the refusal as markup, or nothing."""
     try:
-        folder = state.run_folder(work.runs, run)
         if action == "stop":
-            Control(folder).request("stop")
+            run_actions.ask(work, run, "stop")
         elif action == "resume":
-            words = launch.resume_words(folder, dataset="", work=work)
-            queueing.add(work.runs, words, label=folder.name)
-            queueing.ensure_worker(work.runs)
+            run_actions.resume(work, run)
     except LoraTrainError as error:
         return error_html(str(error))
-    except OSError as error:
-        return error_html(str(disk_error(work.runs, error)))
     return ""
