@@ -1,12 +1,14 @@
 """What the page of a run costs: the server's time for a tick, and how long a browser takes to paint it.
 
-    python benchmarks/gui.py [--steps 2000 20000] [--rounds 30] [--samples 200] [--browser] [--json FILE]
+    python benchmarks/gui.py [--steps 2000 20000] [--rounds 30] [--samples 200] [--images 200]
+                             [--browser] [--json FILE]
 
 A tick is what the page's handler does: find the run, look at its files, read what is new, draw what
 has changed, encode it. Measured in turns, in time of the processor: nothing is new; one step is new;
 the chart is due too; a tab's first tick, which is everything; and, to compare, only reading the run
 from its beginning. `--browser` adds the time on the clock from the address to the curve and the first
-of `--samples` pictures in headless Chromium. Output: medians, as text and, with --json, as a file.
+of `--samples` pictures in headless Chromium, and to the cards of a dataset of `--images` pictures and
+the first of them. Output: medians, as text and, with --json, as a file.
 """
 
 from __future__ import annotations
