@@ -32,12 +32,6 @@ _DEVICE_LENGTH = 12
 _LOG_END_BYTES = 16_384
 _FAULT_EXIT_CODE = 1
 """What an error ends with that nobody foresaw; the others say what to do."""
-_ENDED = {
-    "finished": "finished",
-    "stopped": "stopped, can go on",
-    "failed": "failed",
-    "interrupted": "interrupted, can go on",
-}
 
 
 def stamp(work: Workplace) -> Stamp:
@@ -124,17 +118,19 @@ def _section(title: str, rows: Iterable[Html], *, ordered: bool = False) -> Html
     shown = list(rows)
     if not shown:
         return None
-    return tag("section", tag("h2", title), tag("ol" if ordered else "ul", *shown, class_="items"))
+    return tag(
+        "section", tag("h2", title), tag("ol" if ordered else "ul", *shown, class_="entries")
+    )
 
 
-def _row(item: Item, *parts: Html | None, buttons: Iterable[Html | None], state: str = "") -> Html:
+def _row(item: Item, *parts: Html | None, buttons: Iterable[Html | None]) -> Html:
     name = _name(item)
     title = tag("a", name, href=run_url(item.run)) if item.run else name
     return tag(
         "li",
         tag("div", tag("h3", title), *parts, _command(item), class_="text"),
         tag("p", *buttons, class_="actions"),
-        class_=f"item {state or item.state}",
+        class_=f"entry {item.state}",
         data_item=item.id,
     )
 
@@ -183,10 +179,10 @@ def _ended(work: Workplace, item: Item) -> Html:
     length_s = (item.ended_s or 0.0) - (item.started_s or item.ended_s or 0.0)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(item.ended_s or 0.0))
     took = f", {duration_text(length_s)} after its start" if length_s > 0 else ""
-    state = _ENDED[item.state] if goes_on else item.state
+    more = ", can go on" if goes_on else ""
     return _row(
         item,
-        tag("p", f"{state} {when}{took}", class_=f"state {item.state}"),
+        tag("p", f"{item.state} {when}{took}{more}", class_=f"state {item.state}"),
         _reason(work, item, goes_on=goes_on),
         buttons=(
             _button("again", label, item.id, of=_name(item)) if item.argv else None,
@@ -209,7 +205,7 @@ def _reason(work: Workplace, item: Item, *, goes_on: bool) -> Html | None:
     log = tag("pre", "\n".join(lines))
     return tag(
         "div",
-        tag("p", found),
+        tag("p", found[:1].upper() + found[1:]),
         tag("p", tag("b", "What to do: "), fix) if fix else None,
         _details("log", item, "Last lines of its log", log) if lines else None,
         class_="reason",

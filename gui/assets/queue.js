@@ -1,58 +1,68 @@
-// The lists are drawn again and again: one listener for all buttons, and what the person had focused
-// or opened is found again by its data afterwards.
+// Buttons of the queue. gradio patches the lists in place, so that a button may become that of another
+// item: one listener serves all, and focus, open details and doubts follow the item, not the node.
 const opened = new Set();
-let focused = null;
+let focused = null; // action and item of the button that has the keyboard
+let doubted = null; // the button that asked whether it is meant, its item and its words
 
 const keyOf = (node) => {
   const button = node.closest("button[data-action]");
   return button && { action: button.dataset.action, id: button.dataset.id };
 };
+const same = (one, other) => one?.action === other?.action && one?.id === other?.id;
 
-const say = (button, words) => {
-  const before = button.textContent;
-  button.dataset.label = before;
+const say = (button, before, words) => {
   button.textContent = words;
   button.setAttribute("aria-label", button.getAttribute("aria-label").replace(before, words));
 };
 
+const trust = () => {
+  if (!doubted) return;
+  const { button, words } = doubted;
+  doubted = null;
+  say(button, button.textContent, words);
+};
+
+const isDoubted = (button) => doubted?.button === button && same(doubted.key, keyOf(button));
+
 element.addEventListener("click", (event) => {
+  const details = event.target.closest("summary")?.parentElement;
+  if (details) opened[details.open ? "delete" : "add"](details.dataset.key); // as it was before
   const button = event.target.closest("button[data-action]");
-  if (!button || button.disabled) return;
-  if (button.dataset.sure && !button.dataset.label) {
-    say(button, button.dataset.sure); // a second click does it, leaving takes it back
+  if (!button || event.detail > 1) return; // a double click's second one may meet another item
+  if (button.dataset.sure && !isDoubted(button)) {
+    trust();
+    doubted = { button, key: keyOf(button), words: button.textContent };
+    say(button, doubted.words, button.dataset.sure);
     return;
   }
-  button.disabled = true; // until the lists are drawn again
-  trigger("click", { action: button.dataset.action, id: button.dataset.id });
+  trust();
+  trigger("click", keyOf(button));
 });
 
-element.addEventListener("focusout", (event) => {
-  const button = event.target.closest("button[data-label]");
-  if (!button || !button.isConnected) return;
-  say(button, button.dataset.label);
-  delete button.dataset.label;
-});
-
+element.addEventListener("focusout", trust);
 document.addEventListener("focusin", (event) => {
   focused = element.contains(event.target) ? keyOf(event.target) : null;
 });
-
 document.addEventListener("pointerdown", (event) => {
   if (!element.contains(event.target)) focused = null;
 });
 
-element.addEventListener("toggle", (event) => {
-  const key = event.target.dataset.key;
-  if (key) event.target.open ? opened.add(key) : opened.delete(key);
-}, true);
-
-new MutationObserver(() => {
-  for (const details of element.querySelectorAll("details[data-key]")) {
-    if (opened.has(details.dataset.key) && !details.open) details.open = true;
-  }
-  if (!focused || element.contains(document.activeElement)) return;
+const focusAgain = () => {
+  const active = document.activeElement;
+  const elsewhere = active !== document.body && !element.contains(active);
+  if (!focused || elsewhere || same(focused, keyOf(active))) return;
   const buttons = [...element.querySelectorAll("button[data-action]:not(:disabled)")];
   const ofItem = buttons.filter((button) => button.dataset.id === focused.id);
   // At the end of the list its button is disabled: the other one of the item is the next best.
-  (ofItem.find((button) => button.dataset.action === focused.action) ?? ofItem[0])?.focus({ preventScroll: true });
-}).observe(element, { childList: true, subtree: true });
+  const best = ofItem.find((button) => same(focused, keyOf(button))) ?? ofItem[0];
+  if (best) best.focus({ preventScroll: true });
+  else active.blur(); // what has the keyboard now belongs to another item
+};
+
+new MutationObserver(() => {
+  for (const details of element.querySelectorAll("details[data-key]")) {
+    if (details.open !== opened.has(details.dataset.key)) details.open = !details.open;
+  }
+  if (doubted && !isDoubted(doubted.button)) doubted = null;
+  focusAgain();
+}).observe(element, { attributes: true, characterData: true, childList: true, subtree: true });

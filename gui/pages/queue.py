@@ -40,7 +40,14 @@ def build(work: Workplace) -> None:
         return [answer, *shown(work, ())]
 
     page.load(tick, seen, [queue, seen], **_PRIVATE)
-    queue.click(act, None, [said, queue, seen], show_progress="hidden", **_PRIVATE)
+    queue.click(
+        act,
+        None,
+        [said, queue, seen],
+        show_progress="hidden",
+        trigger_mode="multiple",  # else a second key press is lost while the first is under way
+        **_PRIVATE,
+    )
     gr.Timer(TICK_S).tick(
         tick, seen, [queue, seen], show_progress="hidden", concurrency_limit=None, **_PRIVATE
     )

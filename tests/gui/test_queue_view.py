@@ -85,7 +85,7 @@ def test_why_one_failed_comes_with_what_to_do_and_the_end_of_its_log(
     log = queueing.log_file(place.runs, item.id)
     log.write_text("".join(f"line {number}\n" for number in range(100)))
     html = queue_view.view(work)
-    assert "<p>no images.</p>" in html
+    assert "<p>No images.</p>" in html
     assert "<b>What to do: </b>add some." in html
     assert "line 99" in html and "line 80" in html and "line 79" not in html
 

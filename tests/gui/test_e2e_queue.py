@@ -1,0 +1,136 @@
+"""The page Queue in a real browser: reordered by keyboard, removed, started again; a second tab follows.
+
+The worker is real and lives outside of the server; its trainer is the fake one, so that a training
+takes as long as the test wants.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer import queueing
+from tests.fakes.gui_server import GuiServer
+from tests.fakes.queues import Place, until
+from tests.fakes.runs import ROOT
+from tests.gui.conftest import NewPage, StartGui
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+NAMED = "document.activeElement.getAttribute('aria-label')"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Desk:
+    """A server and a queue in which one training runs until `place.let("first")` exists."""
+
+    server: GuiServer
+    place: Place
+
+    def open(self, page: Any) -> Any:
+        page.goto(self.server.link)
+        page.goto(self.server.url("/queue"))
+        page.get_by_role("heading", name="Training now").wait_for()
+        return page
+
+    def waiting(self) -> list[str]:
+        found = queueing.items(self.place.runs)
+        return [item.label for item in found if item.state == "waiting"]
+
+
+@pytest.fixture(scope="module")
+def server(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> GuiServer:
+    return gui_server(tmp_path_factory.mktemp("queue") / "runs")
+
+
+@pytest.fixture
+def desk(
+    server: GuiServer, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Desk]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    folder = next(Path(tmp_path_factory.getbasetemp()).glob("queue*"))
+    place = Place(folder=folder)
+    place.let("first").unlink(missing_ok=True)
+    first = place.add("first", until=str(place.let("first")))
+    for name in ("cats", "dogs <img src=x onerror=alert(1)>", "owls"):
+        place.add(name)
+    with place.worker_process() as worker:
+        until(lambda: place.item(first.id).run is not None)
+        yield Desk(server=server, place=place)
+        place.let("first").touch()
+        worker.wait()
+    for item in queueing.items(place.runs):
+        queueing.remove(place.runs, item.id)
+
+
+def test_the_order_is_changed_by_keyboard_alone(desk: Desk, page: Any) -> None:
+    desk.open(page)
+    page.get_by_role("button", name="Later cats").focus()
+    page.keyboard.press("Enter")
+    until(lambda: desk.waiting()[1] == "cats")
+    page.wait_for_function("document.querySelector('.queue ol h3').textContent.startsWith('dogs')")
+    page.wait_for_function(f"{NAMED} === 'Later cats'")
+    page.keyboard.press("Enter")
+    until(lambda: desk.waiting()[2] == "cats")
+    page.wait_for_function(f"{NAMED} === 'Earlier cats'")
+    assert page.get_by_role("button", name="Later cats").is_disabled()
+    page.reload()
+    titles = page.locator(".queue ol h3").all_inner_texts
+    page.get_by_role("button", name="Earlier cats").wait_for()
+    assert titles() == desk.waiting()
+
+
+def test_removing_what_waits_is_asked_twice(desk: Desk, page: Any) -> None:
+    desk.open(page)
+    remove = page.get_by_role("button", name="Remove owls")
+    remove.click()
+    sure = page.get_by_role("button", name="Really remove? owls")
+    sure.wait_for()
+    sure.blur()
+    remove.wait_for()
+    assert "owls" in desk.waiting()
+    remove.click()
+    sure.click()
+    until(lambda: "owls" not in desk.waiting())
+    remove.wait_for(state="detached")
+
+
+def test_what_is_open_and_focused_stays_so_while_the_lists_change(
+    desk: Desk, page: Any, new_page: NewPage
+) -> None:
+    desk.open(page)
+    command = page.locator("li", has_text="owls").locator("details")
+    command.locator("summary").click()
+    page.get_by_role("button", name="Remove owls").focus()
+    other = desk.open(new_page())
+    other.get_by_role("button", name="Later cats").click()
+    page.wait_for_function("document.querySelector('.queue ol h3').textContent.startsWith('dogs')")
+    assert command.get_attribute("open") is not None
+    assert page.evaluate(NAMED) == "Remove owls"
+
+
+def test_one_that_failed_says_why_and_is_started_again(desk: Desk, page: Any) -> None:
+    place = desk.place
+    orders = {
+        "until": str(place.let("again")),
+        "exit": 3,
+        "say": "error: no images. Fix: add some.",
+    }
+    failing = queueing.add(place.runs, [json.dumps(orders)], label="poor", folder=place.folder)
+    desk.open(page)
+    place.let("first").touch()
+    until(lambda: place.item(failing.id).state == "running")
+    place.let("again").touch()
+    page.get_by_text("No images.", exact=True).wait_for()
+    assert page.locator("p", has_text="What to do: add some.").is_visible()
+    place.let("again").unlink()
+    page.get_by_role("button", name="Start again poor").click()
+    until(lambda: place.item(failing.id).state == "running")
+    page.locator("section", has_text="Training now").get_by_text("poor").wait_for()
+    place.let("again").touch()
+    until(lambda: place.item(failing.id).has_ended)
