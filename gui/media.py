@@ -175,7 +175,7 @@ def try_file(work: Workplace, folder: str, name: str) -> _Served:
 
 def dataset_file(work: Workplace, folder: str, file: str) -> Path:
     """Return a picture of a dataset folder, links followed; raises InputError, RequestError."""
-    path = _inside(work.folder(folder), file)
+    path = _inside(work.path(folder, what="a folder with images"), file)
     if not work.allows(path):
         raise _nothing(file)
     if path.suffix.lower() not in IMAGE_EXTENSIONS:

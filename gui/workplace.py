@@ -7,12 +7,15 @@ server that others reach has `roots`, and nothing outside of them and of the run
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from lora_trainer.errors import InputError
 
 OWN_FOLDER = ".gui"
+# A folder of pictures in a dataset, or in its `_excluded/`; deeper ones are not read.
+_DATASET_DEPTH = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +37,38 @@ class Workplace:
         return any(path.is_relative_to(root) for root in (self.runs, *self.roots))
 
     def folder(self, text: str) -> Path:
-        """Return the folder that was typed, absolute; raises InputError for what is none."""
+        """Return the folder that was typed, absolute; raises InputError for what is none.
+
+        A link in it that leads to what may not be named is refused with the folder: its captions
+        are shown, and its pictures trained on, by commands that follow links.
+        """
         path = self.path(text, what="a folder with images")
         if not path.is_dir():
             raise InputError(f"there is no folder {path}", fix="type the path of an existing one")
+        outside = None if self.roots is None else self._link_out(path, depth=_DATASET_DEPTH)
+        if outside is not None:
+            raise InputError(
+                f"{outside} is a link out of the folders that this server may read",
+                fix="remove it, or name the folder it leads to with --datasets at the start",
+            )
         return path
+
+    def _link_out(self, folder: Path, *, depth: int) -> Path | None:
+        try:
+            entries = list(os.scandir(folder))
+        except OSError:  # not readable for the commands either
+            return None
+        for entry in entries:
+            path = Path(entry.path)
+            if entry.is_symlink():
+                # Not Path.resolve, which raises for links in a circle.
+                if not self.allows(Path(os.path.realpath(path))):
+                    return path
+            elif depth > 1 and entry.is_dir():
+                found = self._link_out(path, depth=depth - 1)
+                if found is not None:
+                    return found
+        return None
 
     def path(self, text: str, *, what: str) -> Path:
         """Return an absolute path, which no option begins like; raises InputError."""

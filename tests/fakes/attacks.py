@@ -201,7 +201,7 @@ class Attacker:
             connection.close()
         self.asked += 1
         if self.secret in reply.body:
-            self.escapes.append(f"{method} {path}")
+            self.escapes.append(f"{method} {path} {body[:300]!r}")
         return reply
 
     def get(self, path: str, **headers: str) -> Reply:

@@ -23,7 +23,17 @@ import pytest
 from PIL import Image
 
 from lora_trainer import queueing
-from tests.fakes.attacks import COMMANDS, MARKER, MARKUP, Attacker, Call, as_names, climbing, quoted
+from tests.fakes.attacks import (
+    COMMANDS,
+    MARKER,
+    MARKUP,
+    Attacker,
+    Call,
+    Reply,
+    as_names,
+    climbing,
+    quoted,
+)
 from tests.fakes.gui_server import ROOT, GuiServer
 from tests.fakes.run_folder import fake_run
 from tests.gui.conftest import StartGui
@@ -96,10 +106,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     (place.outside / f"{SECRET}.png").write_bytes(b"a list of the folder names it")
     for name in ("secret.txt", "run.json", "events.jsonl", "report.html"):
         (place.outside / name).write_text(SECRET)
+    described = {"file_name": "b.png", "text": SECRET}
+    (place.outside / "metadata.jsonl").write_text(json.dumps(described))
     (place.runs / RUN / "linked.png").symlink_to(place.secret)
     (place.runs / "linked").symlink_to(place.outside)
     (place.datasets / "set" / "linked.png").symlink_to(place.secret)
     (place.datasets / "linked").symlink_to(place.outside)
+    linked = place.datasets / "captions"
+    linked.mkdir()
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (64, 64)).save(linked / name)
+    (linked / "a.txt").symlink_to(place.outside / "secret.txt")
+    (linked / "metadata.jsonl").symlink_to(place.outside / "metadata.jsonl")
+    (linked / "folder").symlink_to(place.outside)
     return place
 
 
@@ -147,7 +166,7 @@ def attacker(place: Place, canary: Canary, gui_server: StartGui) -> Iterator[Att
     assert not list(place.root.rglob(MARKER))
     assert not (ROOT / MARKER).exists()
     assert canary.asked == []
-    assert queueing.items(place.runs) == []
+    assert not queueing.items(place.runs)
     assert client.get("/").status == 200
 
 
@@ -313,26 +332,83 @@ def test_calls_that_no_page_makes_change_nothing(attacker: Attacker, body: Any) 
         assert attacker.post(f"/gradio_api/call/{name}", body).status == 404
 
 
-def test_components_serve_nothing_but_what_their_page_offers(
-    attacker: Attacker, place: Place
-) -> None:
+def called(attacker: Attacker, component: Any, function: str, data: Any) -> Reply:
+    """Call what a widget's script may ask of the server."""
+    body = {"data": data, "component_id": component, "fn_name": function, "session_hash": "x"}
+    return attacker.post("/gradio_api/component_server/", body)
+
+
+def offered(attacker: Attacker) -> list[tuple[int, str]]:
+    """Return the functions that the widgets of all pages offer to their scripts."""
+    return [
+        (component["id"], name)
+        for component in attacker.get("/config").json()["components"]
+        for name in component["props"].get("server_fns") or ()
+    ]
+
+
+def test_scripts_get_no_file_from_elsewhere(attacker: Attacker, place: Place) -> None:
+    functions = offered(attacker)
+    assert {"use_best", "dataset_look", "dataset_save", "dataset_receive"} <= {
+        name for _, name in functions
+    }
+    folders = [
+        *climbing(place.outside)[:8:2],
+        *(str(place.datasets / name) for name in ("linked", "captions", "captions/folder", "set")),
+    ]
+    names = ["a.png", "linked.png", str(place.secret), "../../outside/b.png", "folder/a.png"]
+    for component, function in functions:
+        for folder in folders:
+            for name in names:
+                called(attacker, component, function, hostile_wish(folder, name))
+        for wrong in (None, [], "x", 10**400, {"folder": ["x"]}, {"folder": {}, "files": 5}):
+            called(attacker, component, function, wrong)
+
+
+def hostile_wish(folder: str, name: str) -> dict[str, Any]:
+    """Return an object with every key that a page's script sends."""
+    return {
+        "folder": folder,
+        "dataset": folder,
+        "draft": folder,
+        "run": folder,
+        "path": name,
+        "file": name,
+        "files": [name],
+        "name": name,
+        "step": 3,
+        "seen": "",
+        "text": "changed",
+        "group": "g",
+        "kind": "append",
+        "replacement": "x",
+        "joint": ", ",
+        "trigger": "",
+        "key": "data.cache_dir",
+        "value": folder,
+        "resolution": "",
+        "over": True,
+        "json": json.dumps({"data": {"cache_dir": folder}}),
+    }
+
+
+def test_files_that_were_not_uploaded_are_not_taken(attacker: Attacker, place: Place) -> None:
+    for component, function in offered(attacker):
+        if function == "dataset_receive":
+            for spelling in (place.secret, place.runs / ".gui" / "incoming" / ".." / "key"):
+                for name in ("a.png", "a.zip", "../../a.png"):
+                    wish = {"name": "x", "files": [{"path": str(spelling), "name": name}]}
+                    reply = called(attacker, component, function, wish)
+                    assert b"was not uploaded" in reply.body
+
+
+def test_components_have_no_other_functions(attacker: Attacker) -> None:
     components = attacker.get("/config").json()["components"]
-    names = ["ls", "__init__", "preprocess", "postprocess", "use_best", "save", "../x"]
-    for component in components[:: max(1, len(components) // 20)]:
-        for name in names:
-            data = {"run": "../outside", "step": 3, "folder": str(place.outside), "file": "a.png"}
-            attacker.post(
-                "/gradio_api/component_server/",
-                {
-                    "data": data,
-                    "component_id": component["id"],
-                    "fn_name": name,
-                    "session_hash": "x",
-                },
-            )
+    for component in components[:: max(1, len(components) // 12)]:
+        for name in ("ls", "__init__", "preprocess", "postprocess", "launch", "../x"):
+            assert called(attacker, component["id"], name, ["/"]).status >= 400
     for identity in (-1, 10**9, "x", None):
-        body = {"data": [], "component_id": identity, "fn_name": "ls", "session_hash": "x"}
-        assert attacker.post("/gradio_api/component_server/", body).status >= 400
+        assert called(attacker, identity, "ls", ["/"]).status >= 400
 
 
 # ---- SEC-06: uploads over HTTP
