@@ -30,8 +30,8 @@ def models() -> list[list[str]]:
     return [
         [
             model.name,
-            f"{model.name}: {model.good_for} ({model.download_gb:g} GB to download once, "
-            f"needs {model.memory_gib:g} GiB, {model.licence})",
+            f"For {model.good_for}. {model.download_gb:g} GB to download once, needs "
+            f"{model.memory_gib:g} GiB of memory; {model.licence}.",
         ]
         for model in KNOWN
     ]

@@ -2,7 +2,8 @@
 
 A `FileChange` replaces the whole content of a caption file, a `LinesChange` lines of a
 `metadata.jsonl`, a `MoveChange` gives a file another name. Each knows both of its states; nothing is
-written where the folder is in neither. File names are relative to the dataset folder.
+written where the folder is in neither. `durable`: a written file survives a power cut from then on.
+File names are relative to the dataset folder.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class FileChange:
         content = self.before if side == "before" else self.after
         return read_content(inside(root, self.file)) == content
 
-    def bring(self, root: Path, side: Side) -> None:
+    def bring(self, root: Path, side: Side, *, durable: bool = True) -> None:
         """Write that side; raises InputError or MachineError."""
         content = self.before if side == "before" else self.after
-        _write_content(inside(root, self.file), content)
+        _write_content(inside(root, self.file), content, durable=durable)
 
     def then(self, later: Change) -> Change | None:
         """Return both as one change, None where the later one does not go on from here."""
@@ -75,14 +76,14 @@ class LinesChange:
             for row in self.rows
         )
 
-    def bring(self, root: Path, side: Side) -> None:
+    def bring(self, root: Path, side: Side, *, durable: bool = True) -> None:
         """Write those lines; raises InputError or MachineError."""
         path = inside(root, self.file)
         lines = read_lines(path)
         places = find_lines(lines, [row.name for row in self.rows])
         for row in self.rows:
             lines[places[row.name]] = getattr(row, side)
-        _write_content(path, "\n".join(lines))
+        _write_content(path, "\n".join(lines), durable=durable)
 
     def then(self, later: Change) -> Change | None:
         """Return both as one change of one line, None where they are not that."""
@@ -106,7 +107,7 @@ class MoveChange:
         source, target = self._paths(root, side)
         return source.is_file() and not os.path.lexists(target)
 
-    def bring(self, root: Path, side: Side) -> None:
+    def bring(self, root: Path, side: Side, *, durable: bool = True) -> None:
         """Give the file that name; raises InputError or MachineError."""
         target, source = self._paths(root, side)
         try:
@@ -200,7 +201,7 @@ def read_lines(path: Path) -> list[str]:
     return (read_content(path) or "").split("\n")
 
 
-def _write_content(path: Path, content: Content) -> None:
+def _write_content(path: Path, content: Content, *, durable: bool) -> None:
     real = path.resolve()
     try:
         if content is None:
@@ -209,7 +210,7 @@ def _write_content(path: Path, content: Content) -> None:
         mode = stat.S_IMODE(real.stat().st_mode) if real.exists() else None
     except OSError as error:
         raise disk_error(path, error) from error
-    write_atomic(real, content.encode("utf-8", "surrogateescape"))
+    write_atomic(real, content.encode("utf-8", "surrogateescape"), durable=durable)
     if mode is not None:
         with suppress(OSError):  # a filesystem without modes
             real.chmod(mode)

@@ -26,7 +26,7 @@ from . import (
 from .bulk import BulkEdit
 from .caption_edit import Edit
 from .dataset_view import summary
-from .journal import History, Outcome
+from .journal import History, Journal, Outcome
 from .open_dataset import RESOLUTIONS, Counters, OpenDataset, open_dataset
 from .posted import Posted
 from .workplace import Workplace
@@ -74,11 +74,11 @@ class Desk:
 
         Answers {saved} with the cards it changed, or {newer} with what stands in the file now.
         """
-        opened = self._open(posted)
+        root, journal = self._place(posted)
         text = posted.text("text", at_most=MAX_CAPTION_CHARACTERS)
         seen, group = posted.text("seen", at_most=10**6), posted.text("group", at_most=100)
-        with opened.journal.locked():
-            opened = self._open(posted)
+        with journal.locked():
+            opened = self._opened(root)
             picture = opened.picture(posted.text("file"))
             caption = opened.reader.caption(picture)
             if caption.text not in (seen, text):
@@ -87,13 +87,13 @@ class Desk:
             changes = opened.changes([edit])
             if changes:
                 title = f"the caption of {picture.name}"
-                outcome = opened.journal.perform(title, changes, group=group)
+                outcome = journal.perform(title, changes, group=group)
                 if outcome.left:  # changed between the reading above and the writing
-                    caption = self._open(posted).reader.caption(picture)
+                    caption = self._opened(root).reader.caption(picture)
                     return {"newer": caption.text, "cards": []}
-        opened = self._open(posted)
+        opened = self._opened(root)
         cards = [opened.reader.card(other) for other in opened.alike(picture)]
-        return {"saved": True, "cards": cards, **_steps(opened.journal.history())}
+        return {"saved": True, "cards": cards, **_steps(journal.history())}
 
     def preview(self, posted: Posted) -> Json:
         """Return what a bulk edit would change; {folder, files, kind, text, replacement, joint}."""
@@ -112,10 +112,10 @@ class Desk:
 
     def apply(self, posted: Posted) -> Json:
         """Make a bulk edit as it was previewed; {folder, seen: {file: before}, kind, ...}."""
-        opened, edit = self._open(posted), _bulk_edit(posted)
+        (root, journal), edit = self._place(posted), _bulk_edit(posted)
         seen = posted.pairs("seen", at_most=10**6)
-        with opened.journal.locked():
-            opened = self._open(posted)
+        with journal.locked():
+            opened = self._opened(root)
             edits, left = [], []
             for name, before in seen.items():
                 picture = opened.picture(name)
@@ -127,44 +127,44 @@ class Desk:
                     continue
                 edits.append(Edit(picture=picture, caption=caption, text=edit.apply(before)))
             changes = opened.changes(edits)
-            outcome = opened.journal.perform(edit.title(), changes) if changes else None
-        return self._told(opened, outcome, left)
+            outcome = journal.perform(edit.title(), changes) if changes else None
+        return self._told(root, outcome, left)
 
     def undo(self, posted: Posted) -> Json:
         """Take the last step back; {folder}."""
-        opened = self._open(posted)
-        return self._told(opened, opened.journal.undo())
+        root, journal = self._place(posted)
+        return self._told(root, journal.undo())
 
     def redo(self, posted: Posted) -> Json:
         """Make the step that was taken back again; {folder}."""
-        opened = self._open(posted)
-        return self._told(opened, opened.journal.redo())
+        root, journal = self._place(posted)
+        return self._told(root, journal.redo())
 
     def exclude(self, posted: Posted) -> Json:
         """Move pictures into `_excluded/`; {folder, files}."""
-        opened = self._open(posted)
-        with opened.journal.locked():
-            opened = self._open(posted)
+        root, journal = self._place(posted)
+        with journal.locked():
+            opened = self._opened(root)
             chosen = [opened.picture(name) for name in posted.texts("files")]
             changes = exclusion.exclude(
                 chosen, every=opened.pictures, root=opened.root, extensions=opened.extensions
             )
             title = f"exclude {_named(chosen)}"
-            outcome = opened.journal.perform(title, changes) if changes else None
-        return self._told(opened, outcome)
+            outcome = journal.perform(title, changes) if changes else None
+        return self._told(root, outcome)
 
     def put_back(self, posted: Posted) -> Json:
         """Move excluded pictures back; {folder, files}."""
-        opened = self._open(posted)
-        with opened.journal.locked():
-            opened = self._open(posted)
+        root, journal = self._place(posted)
+        with journal.locked():
+            opened = self._opened(root)
             chosen = [opened.excluded_picture(name) for name in posted.texts("files")]
             changes = exclusion.put_back(
                 chosen, every=opened.excluded, root=opened.root, extensions=opened.extensions
             )
             title = f"put {_named(chosen)} back"
-            outcome = opened.journal.perform(title, changes) if changes else None
-        return self._told(opened, outcome)
+            outcome = journal.perform(title, changes) if changes else None
+        return self._told(root, outcome)
 
     def caption(self, posted: Posted) -> Json:
         """Have a model write captions; {folder, files, model, mode}, no files: all that have none."""
@@ -195,22 +195,21 @@ class Desk:
 
     def caption_undo(self, posted: Posted) -> Json:
         """Take back what the last captioning wrote; {folder}."""
-        opened = self._open(posted)
-        with opened.journal.locked():
-            said = caption_job.take_back(opened.root)
-        return {**self._view(opened.root), "step": said, "left": []}
+        root, journal = self._place(posted)
+        with journal.locked():
+            said = caption_job.take_back(root)
+        return {**self._view(root), "step": said, "left": []}
 
-    def _told(self, opened: OpenDataset, outcome: Outcome | None, left: Sequence[str] = ()) -> Json:
+    def _told(self, root: Path, outcome: Outcome | None, left: Sequence[str] = ()) -> Json:
         untouched = [*left, *(outcome.left if outcome else ())]
         return {
-            **self._view(opened.root),
+            **self._view(root),
             "step": outcome.step.title if outcome else "",
             "left": untouched,
         }
 
     def _view(self, root: Path) -> Json:
-        opened = self._opened(root)
-        history = opened.journal.history()  # first: it may finish what was cut short
+        history = self._journal(root).history()  # first: it may finish what was cut short
         opened = self._opened(root)
         reader = opened.reader
         others = reader.checked.others or [
@@ -233,6 +232,13 @@ class Desk:
             "trained_as": opened.trained_as,
             **_steps(history),
         }
+
+    def _place(self, posted: Posted) -> tuple[Path, Journal]:
+        root = self.work.folder(posted.text("folder"))
+        return root, self._journal(root)
+
+    def _journal(self, root: Path) -> Journal:
+        return Journal(root=root, folder=self.work.own / "undo")
 
     def _open(self, posted: Posted) -> OpenDataset:
         return self._opened(self.work.folder(posted.text("folder")))

@@ -26,7 +26,6 @@ from .dataset_check import Check
 from .dataset_notes import Notes
 from .dataset_view import CheckedPictures, Reader
 from .drafts import Draft
-from .journal import Journal
 from .launch import Words, check_words
 from .workplace import Workplace
 
@@ -56,10 +55,6 @@ class OpenDataset:
     @property
     def extensions(self) -> Sequence[str]:
         return self.settings.caption_extensions
-
-    @property
-    def journal(self) -> Journal:
-        return Journal(root=self.root, folder=self.work.own / "undo")
 
     @property
     def resolution(self) -> str:

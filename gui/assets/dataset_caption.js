@@ -7,8 +7,8 @@ class Captioner {
   constructor(desk) {
     this.desk = desk;
     this.timer = 0;
-    this.models = choice("Model", [], () => {});
-    this.models.node.classList.add("ds-wide");
+    this.models = choice("Model", [], () => this.describe());
+    this.about = make("p", { class: "ds-quiet" });
     this.mode = choice("Which", [
       ["missing", "images without a caption"], ["chosen", "the selected images, if they have none"],
       ["replace", "the selected images, replacing captions"],
@@ -21,7 +21,7 @@ class Captioner {
     this.problems = make("ul", { class: "ds-quiet" });
     this.node = make("details", { class: "ds-bulk" }, make("summary", {}, "Write captions \u2026"),
       make("div", { class: "ds-line" }, this.models.node, this.mode.node, this.start, this.stop, this.back),
-      this.bar, this.said, this.problems);
+      this.about, this.bar, this.said, this.problems);
   }
 
   /** Ask how far it is, and again while it runs. */
@@ -34,7 +34,9 @@ class Captioner {
   show(answer) {
     if (answer.error) { this.said.textContent = answer.error; return; }
     if (answer.models && !this.models.input.options.length) {
-      this.models.input.append(...answer.models.map(([value, text]) => make("option", { value }, text)));
+      this.known = new Map(answer.models);
+      this.models.input.append(...[...this.known.keys()].map((value) => make("option", { value }, value)));
+      this.describe();
     }
     const running = answer.state === "running";
     const fresh = this.done !== undefined && (this.done !== answer.done || this.running !== running);
@@ -54,6 +56,8 @@ class Captioner {
     }
     if (fresh) this.desk.reload();
   }
+
+  describe() { this.about.textContent = this.known.get(this.models.input.value) ?? ""; }
 
   aim() { this.said.textContent = ""; }
 

@@ -157,3 +157,14 @@ def test_many_pictures_are_drawn_in_parts(page: Any, server: GuiServer, tmp_path
     page.get_by_label("Find", exact=True).fill("p1998")
     page.get_by_text("1 of 2000 shown").wait_for()
     caption(page, "p1998.png").wait_for()
+
+
+def test_uploaded_images_open_as_a_dataset(page: Any, server: GuiServer, folder: Path) -> None:
+    page.goto(server.link)
+    page.goto(server.url("/datasets"))
+    page.get_by_role("button", name="Upload images or a zip").wait_for()
+    files = [str(folder / name) for name in ("a.png", "a.txt", "b.png")]
+    page.locator("input[type=file]").first.set_input_files(files)
+    shows(page, "a.png", "a cat, big")
+    page.get_by_text("2 images and 1 captions are in").wait_for()
+    assert "/uploads/dataset" in page.get_by_label("Folder on this machine").input_value()

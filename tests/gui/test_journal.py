@@ -145,7 +145,7 @@ def test_a_full_disk_leaves_the_history_as_it_was(
 ) -> None:
     write(journal, "a.txt", "one")
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, data: bytes, **options: Any) -> None:
         raise MachineError(f"cannot write {path}", fix="free some space")
 
     with monkeypatch.context() as patch:
