@@ -35,21 +35,22 @@ def convert(work: Workplace, file: LoraFile, *, format: str, name: str) -> jobs.
 
 
 def resize(
-    work: Workplace, file: LoraFile, *, rank: float | None, energy_percent: float | None, name: str
+    work: Workplace, file: LoraFile, *, rank: str, energy_percent: str, name: str
 ) -> jobs.Job:
-    """Cut a file to a lower rank, a share of what it does, or both; raises RequestError."""
+    """Cut a file to a lower rank, a share of what it does, or both, as typed; raises RequestError."""
     words: list[str] = ["resize", str(file.path)]
     label = []
-    if rank is not None:
+    if rank.strip():
         words.append(f"--rank={_rank(rank)}")
         label.append(f"r{_rank(rank)}")
-    if energy_percent is not None:
-        if not 0 < energy_percent < 100:
+    if energy_percent.strip():
+        percent = _number(energy_percent)
+        if not 0 < percent < 100:
             raise RequestError(
-                f"{energy_percent:g} % cannot be kept", fix="type a number between 0 and 100"
+                f"{percent:g} % cannot be kept", fix="type more than 0, less than 100"
             )
-        words.append(f"--energy={energy_percent / 100:g}")
-        label.append(f"e{energy_percent:g}")
+        words.append(f"--energy={percent / 100:g}")
+        label.append(f"e{percent:g}")
     if not label:
         raise RequestError("nothing says how far to cut", fix="type a rank, a share, or both")
     return _start(work, file, words, name=name or "-".join([file.path.stem, *label]))
@@ -61,16 +62,16 @@ def merge(
     *,
     weight: float | None,
     others: Sequence[tuple[str | None, float | None]],
-    rank: float | None,
+    rank: str,
     name: str,
 ) -> jobs.Job:
-    """Add files up, (name in the library, weight) each; raises RequestError."""
+    """Add files up, (name in the library, weight) each; an empty rank is exact. Raises RequestError."""
     parts = [(file, weight)]
     parts += [(find(work, ref), other) for ref, other in others if ref]
     if len(parts) < 2:
         raise RequestError("there is nothing to merge with", fix="choose another LoRA")
     words = ["merge", *(f"{part.path}:{_weight(value):g}" for part, value in parts)]
-    if rank is not None:
+    if rank.strip():
         words.append(f"--rank={_rank(rank)}")
     return _start(work, file, words, name=name or f"{file.path.stem}-merged")
 
@@ -124,10 +125,18 @@ def _start(work: Workplace, file: LoraFile, words: Sequence[str], *, name: str) 
     )
 
 
-def _rank(value: float) -> int:
-    if not float(value).is_integer() or not 1 <= value <= MAX_RANK:
+def _rank(text: str) -> int:
+    value = _number(text)
+    if not value.is_integer() or not 1 <= value <= MAX_RANK:
         raise RequestError(f"{value:g} is no rank", fix=f"type a whole number from 1 to {MAX_RANK}")
     return int(value)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise RequestError(f"{text.strip()!r} is no number", fix="type one such as 8") from None
 
 
 def _weight(value: float | None) -> float:

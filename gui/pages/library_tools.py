@@ -41,17 +41,13 @@ def build(work: Workplace, ref: Any) -> Part:
         convert = gr.Button("Convert", min_width=120, scale=0)
     with gr.Accordion("Make it smaller: cut its rank", open=False):
         with gr.Row():
-            rank = gr.Number(
-                label="Rank at most",
-                info="half the rank is half the file",
-                precision=0,
-                value=None,
-                min_width=160,
+            # gr.Number shows an empty field as 0, which means something here.
+            rank = gr.Textbox(
+                label="Rank at most", info="half the rank is half the file", min_width=160
             )
-            energy = gr.Number(
+            energy = gr.Textbox(
                 label="Keep this share, %",
-                info="of what it changes; 95 is hardly visible",
-                value=None,
+                info="of what it changes, such as 95; with both, the lower rank counts",
                 min_width=160,
             )
         cut_name = gr.Textbox(label="Name of the result", info=_NAME_HELP)
@@ -71,11 +67,8 @@ def build(work: Workplace, ref: Any) -> Part:
                     ),
                     gr.Number(label="Weight", value=1.0, min_width=100),
                 ]
-        merged_rank = gr.Number(
-            label="Cut the sum to this rank",
-            info="empty: exact, its rank is the sum of the ranks",
-            precision=0,
-            value=None,
+        merged_rank = gr.Textbox(
+            label="Cut the sum to this rank", info="empty: exact, its rank is the sum of the ranks"
         )
         merged_name = gr.Textbox(label="Name of the result", info=_NAME_HELP)
         merge = gr.Button("Merge", min_width=120, scale=0)
@@ -90,13 +83,13 @@ def build(work: Workplace, ref: Any) -> Part:
     def converted(ref_: str, format_: str, name: str) -> list[Any]:
         return run(ref_, lambda file: lora_tools.convert(work, file, format=format_, name=name))
 
-    def resized(ref_: str, rank: float | None, share: float | None, name: str) -> list[Any]:
+    def resized(ref_: str, rank: str, share: str, name: str) -> list[Any]:
         return run(
             ref_,
             lambda file: lora_tools.resize(work, file, rank=rank, energy_percent=share, name=name),
         )
 
-    def merged(ref_: str, weight: float | None, rank: float | None, name: str, *more: Any) -> Any:
+    def merged(ref_: str, weight: float | None, rank: str, name: str, *more: Any) -> Any:
         pairs = list(zip(more[::2], more[1::2], strict=True))
         return run(
             ref_,

@@ -66,17 +66,17 @@ def test_a_name_that_is_taken_is_never_replaced(work: Workplace, file: lora_file
 
 
 def test_resize_by_rank_share_or_both(work: Workplace, file: lora_files.LoraFile) -> None:
-    job = lora_tools.resize(work, file, rank=4.0, energy_percent=95.0, name="")
+    job = lora_tools.resize(work, file, rank=" 4 ", energy_percent="95", name="")
     _, arguments = parsed(job)
     assert (arguments["rank"], arguments["energy"]) == (4, 0.95)
     assert arguments["output"].name == "zorble-r4-e95.safetensors"
-    job = lora_tools.resize(work, file, rank=None, energy_percent=90.0, name="")
+    job = lora_tools.resize(work, file, rank="", energy_percent="90", name="")
     assert "rank" not in parsed(job)[1]
 
 
 def test_merge_names_each_file_with_its_weight(work: Workplace, file: lora_files.LoraFile) -> None:
     others = [("b/zorble.safetensors", -0.5), ("", 1.0), (None, None)]
-    job = lora_tools.merge(work, file, weight=0.25, others=others, rank=8.0, name="")
+    job = lora_tools.merge(work, file, weight=0.25, others=others, rank="8", name="")
     command, arguments = parsed(job)
     other = lora_files.find(work, "b/zorble.safetensors").path
     assert command == "merge"
@@ -91,19 +91,21 @@ def test_merge_names_each_file_with_its_weight(work: Workplace, file: lora_files
         (lora_tools.convert, {"format": "kohya", "name": "../../x"}),
         (lora_tools.convert, {"format": "kohya", "name": "--force"}),
         (lora_tools.convert, {"format": "kohya", "name": ".hidden"}),
-        (lora_tools.resize, {"rank": None, "energy_percent": None, "name": ""}),
-        (lora_tools.resize, {"rank": 0.0, "energy_percent": None, "name": ""}),
-        (lora_tools.resize, {"rank": 2.5, "energy_percent": None, "name": ""}),
-        (lora_tools.resize, {"rank": float("inf"), "energy_percent": None, "name": ""}),
-        (lora_tools.resize, {"rank": None, "energy_percent": 100.0, "name": ""}),
-        (lora_tools.merge, {"weight": 1.0, "others": [], "rank": None, "name": ""}),
+        (lora_tools.resize, {"rank": "", "energy_percent": " ", "name": ""}),
+        (lora_tools.resize, {"rank": "0", "energy_percent": "", "name": ""}),
+        (lora_tools.resize, {"rank": "2.5", "energy_percent": "", "name": ""}),
+        (lora_tools.resize, {"rank": "inf", "energy_percent": "", "name": ""}),
+        (lora_tools.resize, {"rank": "", "energy_percent": "100", "name": ""}),
+        (lora_tools.resize, {"rank": "--force", "energy_percent": "", "name": ""}),
+        (lora_tools.resize, {"rank": "", "energy_percent": "nan", "name": ""}),
+        (lora_tools.merge, {"weight": 1.0, "others": [], "rank": "", "name": ""}),
         (
             lora_tools.merge,
-            {"weight": 0.0, "others": [("b/zorble.safetensors", 1.0)], "rank": None, "name": ""},
+            {"weight": 0.0, "others": [("b/zorble.safetensors", 1.0)], "rank": "", "name": ""},
         ),
         (
             lora_tools.merge,
-            {"weight": 1.0, "others": [("../secret", 1.0)], "rank": None, "name": ""},
+            {"weight": 1.0, "others": [("../secret", 1.0)], "rank": "", "name": ""},
         ),
     ],
 )

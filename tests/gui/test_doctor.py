@@ -1,0 +1,133 @@
+"""The page Doctor in plain words: what is missing with its command, no token, a cache cleared safely."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from lora_trainer.gui import doctor
+from lora_trainer.gui.workplace import Workplace
+
+from lora_trainer.data.cache_use import in_use
+from lora_trainer.errors import MachineError
+from lora_trainer.hardware import GIB, Hardware, detect
+from lora_trainer.nvml import Gpu
+from tests.fakes.live_runs import write_status
+from tests.fakes.run_folder import fake_run
+from tests.fakes.runs import ROOT
+
+SECRET = "hf_" + "abcDEF0123" * 4
+NAME = f"{'0123456789abcdef' * 4}.safetensors"
+CARD = Gpu(
+    index=0,
+    name="<b>RTX 4090</b>",
+    total_bytes=24 * GIB,
+    free_bytes=23 * GIB,
+    compute_capability=(8, 9),
+    driver="580.1",
+)
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Workplace:
+    (tmp_path / "runs").mkdir()
+    return Workplace(runs=tmp_path / "runs")
+
+
+@pytest.fixture
+def here() -> Hardware:
+    return replace(detect(), gpus=(), gpu_reason="no driver")
+
+
+@pytest.fixture
+def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An entry of a cache of our own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = doctor.cache_state().folder
+    folder.create()
+    path = folder.root / "latents" / "01" / NAME
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"x" * 2048)
+    return path
+
+
+def test_the_machine_is_told_in_words(here: Hardware) -> None:
+    assert "Trains on the processor" in doctor.machine(here)
+    assert "no driver" in doctor.machine(here)
+    packages = {**here.packages, "torch": "2.13.0+cu130"}
+    markup = doctor.machine(replace(here, gpus=(CARD,), packages=packages))
+    assert "Trains on &lt;b&gt;RTX 4090&lt;/b&gt;." in markup
+    assert "23.0 GiB free of 24.0 GiB" in markup
+
+
+def test_a_missing_package_comes_with_its_command(here: Hardware) -> None:
+    fine = dict.fromkeys(here.packages, "1")
+    needed = replace(here, packages={**fine, "peft": None})
+    assert "1 to be mended" in doctor.packages(needed)
+    assert "<code>pip install peft</code>" in doctor.packages(needed)
+    optional = replace(here, packages={**fine, "xformers": None})
+    assert "All that is needed is installed" in doctor.packages(optional)
+    assert "<code>pip install xformers</code>" in doctor.packages(optional)
+
+
+def test_every_package_that_is_looked_for_has_a_purpose(here: Hardware) -> None:
+    assert here.packages.keys() == doctor._PURPOSES.keys()
+
+
+def test_folders_say_what_they_hold_and_what_is_free(work: Workplace, entry: Path) -> None:
+    links = doctor.Hub(offline=False, token=False, folder=work.runs / "not" / "there")
+    markup = doctor.folders(work, doctor.cache_state(), links)
+    assert "2.0 KiB in 1 entries" in markup
+    assert str(work.runs) in markup
+    assert markup.count("GiB") + markup.count("MiB") >= 3
+
+
+def test_offline_and_login_are_said_in_words() -> None:
+    off = doctor.network(doctor.Hub(offline=True, token=True, folder=Path()))
+    on = doctor.network(doctor.Hub(offline=False, token=False, folder=Path()))
+    assert "nothing is downloaded" in off and "Logged in" in off
+    assert "are downloaded when" in on and "hf auth login" in on
+
+
+def test_a_token_is_never_part_of_the_page(tmp_path: Path) -> None:
+    program = (
+        "from pathlib import Path; import lora_trainer, sys; from lora_trainer.gui import doctor\n"
+        "links = doctor.hub(); assert links.token and links.offline\n"
+        "print(links, doctor.network(links)); print('torch' in sys.modules)"
+    )
+    found = {**os.environ, "HF_TOKEN": SECRET, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=found,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert SECRET not in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_the_cache_is_cleared_when_nothing_trains(work: Workplace, entry: Path) -> None:
+    assert "Remove 1 entries, 2.0 KiB?" in doctor.question(doctor.cache_state())
+    assert doctor.cleared_text(doctor.clear_cache(work)).startswith("Removed 1 entries: 2.0 KiB")
+    assert not entry.exists()
+    assert "empty already" in doctor.question(doctor.cache_state())
+
+
+def test_the_cache_stays_while_a_run_of_this_folder_trains(work: Workplace, entry: Path) -> None:
+    write_status(fake_run(work.runs / "live", steps=30).write())
+    with pytest.raises(MachineError, match="while live trains"):
+        doctor.clear_cache(work)
+    assert entry.exists()
+
+
+def test_the_cache_stays_while_a_run_elsewhere_uses_it(work: Workplace, entry: Path) -> None:
+    with in_use(entry.parents[2]), pytest.raises(MachineError, match="a training uses"):
+        doctor.clear_cache(work)
+    assert entry.exists()
