@@ -122,6 +122,7 @@ def test_one_that_failed_says_why_and_is_started_again(desk: Desk, page: Any) ->
         "say": "error: no images. Fix: add some.",
     }
     failing = queueing.add(place.runs, [json.dumps(orders)], label="poor", folder=place.folder)
+    last = place.add("last", until=str(place.let("last")))  # the worker has to stay the fake one
     desk.open(page)
     place.let("first").touch()
     until(lambda: place.item(failing.id).state == "running")
@@ -130,7 +131,9 @@ def test_one_that_failed_says_why_and_is_started_again(desk: Desk, page: Any) ->
     assert page.locator("p", has_text="What to do: add some.").is_visible()
     place.let("again").unlink()
     page.get_by_role("button", name="Start again poor").click()
-    until(lambda: place.item(failing.id).state == "running")
-    page.locator("section", has_text="Training now").get_by_text("poor").wait_for()
+    until(lambda: desk.waiting() == ["poor"])
+    assert place.item(last.id).state == "running"
+    place.let("last").touch()
+    page.locator("section", has_text="Training now").get_by_text("poor", exact=True).wait_for()
     place.let("again").touch()
     until(lambda: place.item(failing.id).has_ended)
