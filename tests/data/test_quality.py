@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, ImageFilter
 
 from lora_trainer.config import DataSettings
-from lora_trainer.data.buckets import Placement, buckets_for, place
+from lora_trainer.data.buckets import Placement, buckets_for, cut, place
 from lora_trainer.data.measures import Measures, crispness_of, measure
 from lora_trainer.data.quality import (
     WEIGHTS,
@@ -148,6 +148,34 @@ def test_json(tmp_path: Path) -> None:
             "code": "",
         }
     ]
+
+
+def test_each_picture_says_what_the_crop_keeps(tmp_path: Path) -> None:
+    """Cut out by these shares, a picture is what training sees of it."""
+    image = photo(1, (600, 256))
+    one = record(image)
+    (row,) = json.loads(json.dumps([picture.to_json() for picture in report([one]).pictures]))
+    assert (row["file"], row["width_px"], row["height_px"]) == ("a.png", 600, 256)
+    left, top, right, bottom = row["kept"]
+    assert row["cropped_fraction"] == pytest.approx(1 - (right - left) * (bottom - top), abs=1e-4)
+    box = (left * 600, top * 256, right * 600, bottom * 256)
+    placement = placed([one], 256)["a.png"]
+    assert row["bucket"] == str(placement.bucket)
+    bucket_px = (placement.bucket.width_px, placement.bucket.height_px)
+    by_shares = image.resize(bucket_px, Image.Resampling.LANCZOS, box=box)
+    trained = cut(image, placement, flip=False)
+    difference = np.abs(np.asarray(by_shares, float) - np.asarray(trained, float))
+    assert difference.mean() < 1
+
+
+def test_the_score_of_a_picture_falls_with_its_own_faults_alone() -> None:
+    good, small = record(photo(1), "good.png"), record(photo(2, (64, 64)), "small.png")
+    twin = record(photo(1), "twin.png", caption_source=None)
+    scores = {p.file: p.score for p in report([good, small, twin]).pictures}
+    assert scores["good.png"] > 0.95
+    assert scores["small.png"] < scores["good.png"] - 0.1
+    assert scores["twin.png"] < scores["good.png"] - 0.2
+    assert scores["good.png"] == report([good]).pictures[0].score
 
 
 # --- its parts
