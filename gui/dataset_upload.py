@@ -11,8 +11,9 @@ from typing import Any
 
 from lora_trainer.errors import InputError, RequestError
 
+from .archives import Received, unpack
 from .posted import Posted
-from .uploads import INCOMING, Received, Upload, save_files, unpack, upload_folder
+from .uploads import INCOMING, Upload, save_files, upload_folder
 from .workplace import Workplace
 
 MAX_FILES = 20_000

@@ -113,9 +113,17 @@ def base_words(text: str, work: Workplace) -> Words:
     base = text.strip()
     if base in ("", "auto"):
         return ()
-    if base != "embedded" and Path(base).expanduser().exists():
+    if base != "embedded" and _is_path(base):
         return (f"--base={work.path(base, what='a base model')}",)
     return (f"--base={base}",)
+
+
+def _is_path(base: str) -> bool:
+    """Whether a base model is meant as a file; a Hub id may be one, too, and then it is that."""
+    try:
+        return "\0" in base or Path(base).expanduser().exists()
+    except (OSError, RuntimeError):  # too long, no such user: to be refused as a path
+        return True
 
 
 def _sets(draft: Draft) -> Words:

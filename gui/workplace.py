@@ -11,7 +11,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.errors import InputError
+from lora_trainer.data.findings import shown
+from lora_trainer.errors import InputError, first_line
 
 OWN_FOLDER = ".gui"
 # A folder of pictures in a dataset, or in its `_excluded/`; deeper ones are not read.
@@ -44,11 +45,13 @@ class Workplace:
         """
         path = self.path(text, what="a folder with images")
         if not path.is_dir():
-            raise InputError(f"there is no folder {path}", fix="type the path of an existing one")
+            raise InputError(
+                f"there is no folder {shown(str(path))}", fix="type the path of an existing one"
+            )
         outside = None if self.roots is None else self._link_out(path, depth=_DATASET_DEPTH)
         if outside is not None:
             raise InputError(
-                f"{outside} is a link out of the folders that this server may read",
+                f"{shown(str(outside))} is a link out of the folders that this server may read",
                 fix="remove it, or name the folder it leads to with --datasets at the start",
             )
         return path
@@ -77,11 +80,14 @@ class Workplace:
             raise InputError("no path is given", fix=f"type the path of {what}")
         try:
             path = Path(stripped).expanduser().resolve()
+            path.exists()  # raises for a name that is too long, as what is done with it would
         except (OSError, RuntimeError, ValueError) as error:  # no such user, a NUL in the name
-            raise InputError(f"{stripped!r} is no path: {error}", fix="type another one") from None
+            raise InputError(
+                f"{stripped[:200]!r} is no path: {first_line(error)[:300]}", fix="type another one"
+            ) from None
         if not self.allows(path):
             raise InputError(
-                f"{path} lies outside of the folders that this server may read",
+                f"{shown(str(path))} lies outside of the folders that this server may read",
                 fix="choose one inside of them, or name the folder with --datasets at the start",
             )
         return path

@@ -127,7 +127,8 @@ def test_a_shared_server_reads_its_own_folders_only(images: Path, tmp_path: Path
         with pytest.raises(InputError, match="outside of the folders"):
             launch.train_words(replace(EMPTY, dataset=str(other)), work)
         with pytest.raises(InputError, match="outside of the folders"):
-            launch.train_words(replace(EMPTY, dataset=str(images), base=str(other)), work)
+            draft = replace(EMPTY, dataset=str(images / "deeper"), base=str(other))
+            launch.train_words(draft, work)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_links_inside_of_them_are_no_matter(place: Path) -> None:
     assert bounded(place).folder(str(owls)) == owls
 
 
-@pytest.mark.parametrize("text", ["", "  ", "\0", "~nobody-of-that-name/x", "x" * 5000])
+@pytest.mark.parametrize("text", ["", "  ", "\0", "~nobody-of-that-name/x", "x" * 5000, "/a\nb"])
 def test_what_is_no_folder_is_one_line(place: Path, text: str) -> None:
     for work in (bounded(place), Workplace(runs=place / "runs")):
         with pytest.raises(InputError) as error:
