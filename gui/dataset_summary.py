@@ -6,7 +6,7 @@ come from our own route, which makes them when they are first asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def summary(folder: Path, values: Mapping[str, Any], files: list[str]) -> Html:
     )
 
 
-def _verdict(values: Mapping[str, Any], findings: list[Mapping[str, Any]]) -> str:
+def _verdict(values: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -> str:
     score = number(values, "score")
     if not findings:
         return "nothing to remark"
@@ -56,7 +56,7 @@ def _more(count: int) -> Html | None:
     return tag("p", f"and {count:,} more.", class_="quiet") if count > 0 else None
 
 
-def _findings(findings: list[Mapping[str, Any]]) -> Iterator[Html]:
+def _findings(findings: Sequence[Mapping[str, Any]]) -> Iterator[Html]:
     for row in findings[:_SHOWN_FINDINGS]:
         yield tag(
             "li",

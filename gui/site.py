@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import gradio as gr
+from gradio.components import Navbar
 
 from .pages import datasets, doctor, expert, home, library, queue, run, train
 from .workplace import Workplace
@@ -37,13 +39,13 @@ PAGES = (
 )
 
 
-def build_site(work: Workplace) -> gr.Blocks:
-    """Return all pages for the runs folder of `work`."""
+def build_site(work: Workplace) -> Any:
+    """Return the gradio Blocks with all pages for the runs folder of `work`."""
     with gr.Blocks(title="lora-train", analytics_enabled=False) as site:
-        gr.Navbar(main_page_name=HOME)
+        Navbar(main_page_name=HOME)
         home.build(work)
     for page in PAGES:
         with site.route(page.name, f"/{page.path}", show_in_navbar=page.listed):
-            gr.Navbar(main_page_name=HOME)
+            Navbar(main_page_name=HOME)
             page.build(work)
     return site

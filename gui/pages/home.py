@@ -24,7 +24,7 @@ _PRIVATE: dict[str, Any] = {"api_visibility": "private"}
 
 def build(work: Workplace) -> None:
     """Lay the page out."""
-    page = gr.context.Context.root_block
+    page: Any = gr.context.Context.root_block
     machine = gr.HTML(min_height=24)
     with gr.Row():
         gr.Button("Train a LoRA", variant="primary", link="/train", scale=0, min_width=240)

@@ -25,7 +25,7 @@ _PRIVATE: dict[str, Any] = {"api_visibility": "private"}
 
 def build(work: Workplace) -> None:
     """Lay the page out."""
-    page = gr.context.Context.root_block
+    page: Any = gr.context.Context.root_block
     gr.HTML("<h1>Queue</h1>")
     said = gr.HTML(elem_classes="line")
     queue = gr.HTML(js_on_load=asset("queue.js"), elem_id="queue")

@@ -76,8 +76,6 @@ def build(work: Workplace) -> None:
     """Lay the page out."""
     gr.HTML("<h1>Train a LoRA</h1>")
     with gr.Walkthrough(selected=IMAGES) as walk:
-        said = gr.HTML(elem_classes="line", render=False)
-        draft = gr.Textbox(visible="hidden", label="draft", render=False)
         with gr.Step("Images", id=IMAGES):
             dataset, look, upload, report, good = _images_step()
         with gr.Step("Check", id=CHECK):
@@ -85,8 +83,8 @@ def build(work: Workplace) -> None:
         with gr.Step("Train", id=STARTED):
             waiting = gr.HTML(note_html("Nothing is started yet."))
             gr.Button("Train another one", link="/train?draft=new")
-    said.render()
-    draft.render()
+    said = gr.HTML(elem_classes="line")
+    draft = gr.Textbox(visible="hidden", label="draft")
     go = gr.HTML(value={"to": ""}, html_template="<span></span>", js_on_load=_GO)
     widgets = Widgets(
         draft=draft,
@@ -156,7 +154,7 @@ def _check_step() -> tuple[Any, ...]:
 def _connect(
     work: Workplace, widgets: Widgets, *, look: Any, upload: Any, back: Any, train: Any
 ) -> None:
-    page = gr.context.Context.root_block
+    page: Any = gr.context.Context.root_block
     shown = [
         *widgets.fields,
         widgets.walk,
