@@ -13,12 +13,13 @@ class Opener {
     this.error = make("p", { class: "ds-error", role: "alert", hidden: true });
     this.said = make("p", { class: "ds-quiet", role: "status" });
     this.recent = make("div", { class: "ds-recent" });
+    this.train = make("a", { class: "ds-train", hidden: true }, "Train on these images");
     const files = this.picker("Upload images or a zip", { multiple: true });
     const folder = this.picker("Upload a folder", { multiple: true, webkitdirectory: true });
     this.node = make("div", { class: "ds-open" }, make("form", {
       class: "ds-line", onsubmit: (event) => { event.preventDefault(); this.submit(); },
     }, this.path.node, this.list, make("button", { type: "submit", class: "ds-primary" }, "Open"),
-    files, folder), this.error, this.said, this.recent);
+    files, folder, this.train), this.error, this.said, this.recent);
   }
 
   picker(text, attributes) {
@@ -43,6 +44,8 @@ class Opener {
 
   opened(folder) {
     this.path.input.value = folder;
+    this.train.href = `/train?${new URLSearchParams({ folder })}`;
+    this.train.hidden = false;
     this.recent.hidden = true;
     this.refuse("");
   }
