@@ -114,8 +114,9 @@ def test_a_dataset_shows_names_and_captions_as_text(
     page.goto(server.link)
     for address in ("datasets", "train"):
         page.goto(server.url(f"/{address}?folder={quote(str(dataset), safe='')}"))
-        page.get_by_role("link", name="Doctor").first.wait_for(timeout=WITHIN_MS)
+        page.locator("img[src*='/media/thumb']").first.wait_for(timeout=WITHIN_MS)
         assert_untouched(page)
+        assert page.locator("img[src='x']").count() == 0
 
 
 def test_no_text_was_run_as_a_command(place: Path) -> None:

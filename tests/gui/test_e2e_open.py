@@ -1,4 +1,4 @@
-"""The link that the program prints opens in a real browser, and the page asks nobody else."""
+"""The link that the program prints opens the pages in a real browser, and nothing else does."""
 
 from __future__ import annotations
 
@@ -20,3 +20,25 @@ def test_the_printed_link_opens(page: Any, gui_server: Any, tmp_path: Path) -> N
     assert "key" not in page.url
     page.goto(server.url("/doctor"))
     page.get_by_role("link", name="Datasets").first.wait_for()
+
+
+def test_a_killed_and_restarted_interface_knows_its_browser(
+    page: Any, gui_server: Any, tmp_path: Path
+) -> None:
+    server = gui_server(tmp_path / "runs")
+    page.goto(server.link)
+    page.goto(server.url("/doctor"))
+    page.goto("about:blank")  # a page that is still loading its parts would miss them
+    server.kill()
+    again = gui_server(tmp_path / "runs", port=server.port)
+    assert again.link == server.link
+    page.goto(server.url("/doctor"))
+    page.get_by_role("link", name="Datasets").first.wait_for()
+
+
+def test_a_browser_without_the_link_is_told_where_it_is(
+    page: Any, gui_server: Any, tmp_path: Path
+) -> None:
+    server = gui_server(tmp_path / "runs")
+    page.goto(server.url("/"))
+    page.get_by_text("Open the link that lora-train-gui printed").wait_for()
