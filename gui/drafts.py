@@ -66,9 +66,9 @@ def save(work: Workplace, draft: Draft) -> None:
     write_atomic(file, json_bytes(asdict(draft)), durable=False)
 
 
-def read(work: Workplace, draft_id: str) -> Draft:
+def read(work: Workplace, draft_id: str | None) -> Draft:
     """Return a draft; raises RequestError when there is none of that id or it is damaged."""
-    if not _ID.fullmatch(draft_id) or not (file := _file(work, draft_id)).is_file():
+    if not draft_id or not _ID.fullmatch(draft_id) or not (file := _file(work, draft_id)).is_file():
         raise RequestError(f"there is no draft {draft_id!r}", fix="begin a new training")
     values = read_json_object(file)
     try:

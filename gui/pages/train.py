@@ -179,7 +179,7 @@ def _connect(
         event(planning(work), widgets.fields, planned, **_PRIVATE)
     widgets.name.blur(keeping(work), widgets.fields, widgets.said, **_PRIVATE)
     widgets.dataset.blur(keeping(work), widgets.fields, widgets.said, **_PRIVATE)
-    back.click(stepping(work, IMAGES), widgets.draft, widgets.walk, **_PRIVATE)
+    back.click(stepping(work, IMAGES), widgets.draft, [widgets.walk, widgets.said], **_PRIVATE)
     train.click(
         starting(work), widgets.fields, [widgets.walk, widgets.said, widgets.waiting], **_PRIVATE
     )

@@ -72,7 +72,10 @@ def recalling(work: Workplace) -> Callable[[str], list[Any]]:
     """Return the handler that shows again what was seen of a draft: the report, the plan."""
 
     def recall(draft_id: str) -> list[Any]:
-        draft = drafts.read(work, draft_id)
+        try:
+            draft = drafts.read(work, draft_id)
+        except LoraTrainError as error:
+            return [error_html(str(error)), gr.skip(), gr.skip()]
         if not draft.dataset or draft.started_as:
             return [gr.skip(), gr.skip(), gr.skip()]
         report, usable = _report(work, draft)
@@ -112,11 +115,11 @@ def looking(work: Workplace) -> Callable[..., list[Any]]:
 def receiving(work: Workplace) -> Callable[[list[str]], list[Any]]:
     """Return the handler that puts uploaded images and captions into a folder of their own."""
 
-    def receive(files: list[str]) -> list[Any]:
+    def receive(files: list[str] | None) -> list[Any]:
         try:
             found = uploads.save_files(
                 work,
-                [Upload(path=Path(file), name=Path(file).name) for file in files],
+                [Upload(path=Path(file), name=Path(file).name) for file in files or ()],
                 into=uploads.upload_folder(work, time.strftime("upload-%Y%m%d-%H%M%S")),
             )
         except LoraTrainError as error:
@@ -146,8 +149,11 @@ def stepping(work: Workplace, step: int) -> Callable[[str], Any]:
     """Return the handler of a button that leads to another step."""
 
     def go(draft_id: str) -> Any:
-        drafts.save(work, replace(drafts.read(work, draft_id), step=step))
-        return gr.Walkthrough(selected=step)
+        try:
+            drafts.save(work, replace(drafts.read(work, draft_id), step=step))
+        except LoraTrainError as error:
+            return [gr.skip(), error_html(str(error))]
+        return [gr.Walkthrough(selected=step), ""]
 
     return go
 
