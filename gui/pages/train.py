@@ -13,7 +13,6 @@ import gradio as gr
 
 from lora_trainer.resolve import PRIORITIES
 
-from .. import bases
 from ..answers import note_html
 from ..workplace import Workplace
 from .train_handlers import (
@@ -27,6 +26,7 @@ from .train_handlers import (
     planning,
     recalling,
     receiving,
+    replanning,
     starting,
     stepping,
 )
@@ -38,6 +38,7 @@ _REMEMBER = """(id) => {
   const url = new URL(location.href);
   if (id && url.searchParams.get("draft") !== id) {
     url.searchParams.set("draft", id);
+    url.searchParams.delete("folder"); // it is in the draft, and may be changed there
     history.replaceState(null, "", url);
   }
 }"""
@@ -133,7 +134,7 @@ def _check_step() -> tuple[Any, ...]:
     with gr.Row():
         base = gr.Dropdown(
             label="Base model",
-            choices=bases.choices(),
+            choices=[("chosen for this machine", "auto")],
             value="auto",
             allow_custom_value=True,
             info="One of these, a Hub id such as owner/name, a folder or a .safetensors file.",
@@ -175,8 +176,14 @@ def _connect(
     ).then(looking(work), widgets.fields, looked, **_PRIVATE)
     planned = [widgets.walk, widgets.said, widgets.plan]
     widgets.good.click(planning(work), widgets.fields, planned, **_PRIVATE)
-    for event in (widgets.priority.input, widgets.base.input, widgets.trigger.blur):
-        event(planning(work), widgets.fields, planned, **_PRIVATE)
+    gr.on(
+        [widgets.priority.input, widgets.base.input, widgets.trigger.blur],
+        replanning(work),
+        widgets.fields,
+        [widgets.said, widgets.plan],
+        trigger_mode="always_last",  # else a choice made while a plan is computed counts for nothing
+        **_PRIVATE,
+    )
     widgets.name.blur(keeping(work), widgets.fields, widgets.said, **_PRIVATE)
     widgets.dataset.blur(keeping(work), widgets.fields, widgets.said, **_PRIVATE)
     back.click(stepping(work, IMAGES), widgets.draft, [widgets.walk, widgets.said], **_PRIVATE)
