@@ -1,6 +1,6 @@
 """The page LoRAs: the grid of all of them, and under `?file=RUN/FILE` everything about one.
 
-Input: the workplace and the page's address. The parts of the page of one file are in library_tabs.py.
+Input: the workplace and the page's address. The tabs of the page of one file are in library_*.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tab Try it: prompts at several strengths, drawn by a process of its own."""
+"""The tab Try: prompts at several strengths, drawn by a process of its own."""
 
 from __future__ import annotations
 
@@ -54,8 +54,11 @@ def build(work: Workplace, ref: Any) -> Part:
         return ["", *view(work, name, None)]
 
     def stopped(name: str) -> str:
-        for job in tries.of_file(work, find(work, name)):
-            jobs.stop(job)
+        try:
+            for job in tries.of_file(work, find(work, name)):
+                jobs.stop(job)
+        except LoraTrainError as error:
+            return error_html(str(error))
         return ""
 
     outputs = [shown, seen, stop]
