@@ -12,7 +12,8 @@ from .. import jobs, tries
 from ..answers import error_html, note_html
 from ..lora_files import Header, LoraFile, find
 from ..workplace import Workplace
-from .library_parts import Part, quiet
+from .events import QUIET
+from .library_parts import Part
 
 _BASE_HELP = "folder, .safetensors file or Hub id; empty: the one it was trained on"
 
@@ -62,9 +63,9 @@ def build(work: Workplace, ref: Any) -> Part:
         return ""
 
     outputs = [shown, seen, stop]
-    draw.click(started, [ref, prompts, strengths, seed, base], [said, *outputs], **quiet())
-    stop.click(stopped, ref, said, **quiet())
-    timer.tick(lambda name, last: view(work, name, last), [ref, seen], outputs, **quiet())
+    draw.click(started, [ref, prompts, strengths, seed, base], [said, *outputs], **QUIET)
+    stop.click(stopped, ref, said, **QUIET)
+    timer.tick(lambda name, last: view(work, name, last), [ref, seen], outputs, **QUIET)
 
     def opened(file: LoraFile, header: Header) -> list[Any]:
         first = tries.example_prompt(file, header)

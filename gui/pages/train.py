@@ -15,6 +15,7 @@ from lora_trainer.resolve import PRIORITIES
 
 from ..answers import note_html
 from ..workplace import Workplace
+from .events import PRIVATE, QUIET
 from .train_handlers import (
     CHECK,
     IMAGES,
@@ -32,7 +33,6 @@ from .train_handlers import (
 )
 
 TICK_S = 1.0
-_PRIVATE: dict[str, Any] = {"api_visibility": "private"}
 _GO = 'watch("value", () => { if (props.value.to) location.assign(props.value.to); });'
 _REMEMBER = """(id) => {
   const url = new URL(location.href);
@@ -163,38 +163,36 @@ def _connect(
         widgets.settings_link,
         widgets.waiting,
     ]
-    opened = page.load(opening(work), None, shown, show_progress="hidden", **_PRIVATE)
+    opened = page.load(opening(work), None, shown, show_progress="hidden", **PRIVATE)
     opened.then(None, widgets.draft, None, js=_REMEMBER)
     opened.then(
-        recalling(work), widgets.draft, [widgets.report, widgets.good, widgets.plan], **_PRIVATE
+        recalling(work), widgets.draft, [widgets.report, widgets.good, widgets.plan], **PRIVATE
     )
     looked = [widgets.said, widgets.report, widgets.good]
     for event in (look.click, widgets.dataset.submit):
-        event(looking(work), widgets.fields, looked, **_PRIVATE)
+        event(looking(work), widgets.fields, looked, **PRIVATE)
     upload.upload(
-        receiving(work), upload, [widgets.dataset, widgets.said], show_progress="full", **_PRIVATE
-    ).then(looking(work), widgets.fields, looked, **_PRIVATE)
+        receiving(work), upload, [widgets.dataset, widgets.said], show_progress="full", **PRIVATE
+    ).then(looking(work), widgets.fields, looked, **PRIVATE)
     planned = [widgets.walk, widgets.said, widgets.plan]
-    widgets.good.click(planning(work), widgets.fields, planned, **_PRIVATE)
+    widgets.good.click(planning(work), widgets.fields, planned, **PRIVATE)
     gr.on(
         [widgets.priority.input, widgets.base.input, widgets.trigger.blur],
         replanning(work),
         widgets.fields,
         [widgets.said, widgets.plan],
         trigger_mode="always_last",  # else a choice made while a plan is computed counts for nothing
-        **_PRIVATE,
+        **PRIVATE,
     )
-    widgets.name.blur(keeping(work), widgets.fields, widgets.said, **_PRIVATE)
-    widgets.dataset.blur(keeping(work), widgets.fields, widgets.said, **_PRIVATE)
-    back.click(stepping(work, IMAGES), widgets.draft, [widgets.walk, widgets.said], **_PRIVATE)
+    widgets.name.blur(keeping(work), widgets.fields, widgets.said, **PRIVATE)
+    widgets.dataset.blur(keeping(work), widgets.fields, widgets.said, **PRIVATE)
+    back.click(stepping(work, IMAGES), widgets.draft, [widgets.walk, widgets.said], **PRIVATE)
     train.click(
-        starting(work), widgets.fields, [widgets.walk, widgets.said, widgets.waiting], **_PRIVATE
+        starting(work), widgets.fields, [widgets.walk, widgets.said, widgets.waiting], **PRIVATE
     )
     gr.Timer(TICK_S).tick(
         following(work),
         widgets.draft,
         [widgets.walk, widgets.said, widgets.waiting, widgets.go],
-        show_progress="hidden",
-        concurrency_limit=None,
-        **_PRIVATE,
+        **QUIET,
     )
