@@ -1,8 +1,7 @@
-"""The answers of `check --json` and `plan --json` as markup, and the table of all settings.
+"""Refusals and remarks as markup, and the answer of `plan --json` item by item.
 
-Inputs: the JSON objects, whose texts come from files of anybody; the settings' declarations.
-Outputs: escaped markup, plain rows. A value that is missing shows as such; nothing is computed here
-but units.
+Inputs: sentences, and the JSON object, whose texts come from files of anybody. Output: escaped
+markup. A value that is missing shows as such; nothing is computed here but units.
 """
 
 from __future__ import annotations
@@ -11,44 +10,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lora_trainer.config import all_settings
 from lora_trainer.output.history import mapping, number, sequence
 from lora_trainer.output.markup import Html, table, tag
 from lora_trainer.output.wording import bytes_text, duration_text
 
-SETTING_COLUMNS = ("setting", "default", "unit", "what it does")
 Values = Mapping[str, Any]
-
-
-def setting_rows() -> list[list[str]]:
-    """Return key, default, unit and documentation of every setting, in declaration order."""
-    return [[info.key, _plain(info.default), info.unit, info.doc] for info in all_settings()]
-
-
-def report_html(values: Values) -> Html:
-    """Return the report of a dataset: score with its parts, buckets, findings with advice."""
-    parts = ", ".join(
-        f"{name} {number(mapping(values, 'parts'), name):.2f}" for name in mapping(values, "parts")
-    )
-    buckets = ", ".join(f"{name} x{count}" for name, count in mapping(values, "buckets").items())
-    findings = [finding for finding in sequence(values, "findings") if isinstance(finding, dict)]
-    items = (
-        tag(
-            "li",
-            tag("b", f"{finding['file']}: ") if finding.get("file") else None,
-            f"{finding.get('what', '')}. ",
-            tag("span", str(finding.get("advice", "")), class_="quiet"),
-            class_=str(finding.get("severity", "note")),
-        )
-        for finding in findings
-    )
-    return tag(
-        "div",
-        tag("h2", f"{values.get('images')} images, score {number(values, 'score'):.2f} of 1"),
-        tag("p", parts, class_="quiet"),
-        tag("p", f"Trained in {buckets}."),
-        tag("ul", *items, class_="problems") if findings else tag("p", "Nothing to remark."),
-    )
 
 
 def plan_html(values: Values) -> Html:

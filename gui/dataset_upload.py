@@ -31,7 +31,7 @@ def receive(work: Workplace, posted: Posted) -> dict[str, Any]:
     else:
         into = upload_folder(work, posted.text("name", at_most=200))
         received = save_files(work, uploads, into=into)
-    return {"received": str(received.folder), "said": _sentence(received)}
+    return {"received": str(received.folder), "said": sentence(received)}
 
 
 def _unpacked(work: Workplace, archive: Upload) -> Received:
@@ -50,7 +50,8 @@ def _uploads(rows: object) -> list[Upload]:
     return [Upload(path=Path(part.text("path")), name=part.text("name")) for part in parts]
 
 
-def _sentence(received: Received) -> str:
+def sentence(received: Received) -> str:
+    """Say where an upload is, and what of it was left out, the first by name."""
     said = f"{received.images} images and {received.captions} captions are in {received.folder}."
     if not received.left_out:
         return said

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from lora_trainer.config import build_config
-from lora_trainer.errors import LoraTrainError, RequestError
-from lora_trainer.files import json_bytes, read_json_object, write_atomic
+from lora_trainer.errors import LoraTrainError, MachineError, RequestError
+from lora_trainer.files import disk_error, json_bytes, locked, read_json_object, write_atomic
 
 from .workplace import Workplace
 
 STEPS = (1, 2)
+_LOCK_WITHIN_S = 10.0
 _ID = re.compile(r"[0-9a-f]{12,20}")
 
 
@@ -62,7 +64,10 @@ def new(work: Workplace, *, dataset: str = "") -> Draft:
 def save(work: Workplace, draft: Draft) -> None:
     """Write a draft; raises MachineError."""
     file = _file(work, draft.id)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(file, error) from error
     write_atomic(file, json_bytes(asdict(draft)), durable=False)
 
 
@@ -86,6 +91,17 @@ def read(work: Workplace, draft_id: str | None) -> Draft:
             f"the draft {file.name} cannot be read: {error}", fix="begin a new training"
         ) from None
     return draft
+
+
+@contextmanager
+def changing(work: Workplace) -> Iterator[None]:
+    """Be the only one who reads a draft and writes it back; raises MachineError. It does not nest.
+
+    A field that is left by pressing a button, and two tabs, change the same draft at once.
+    """
+    busy = MachineError(f"the drafts have been locked for {_LOCK_WITHIN_S:.0f} s", fix="try again")
+    with locked(_folder(work) / ".lock", within_s=_LOCK_WITHIN_S, busy=busy):
+        yield
 
 
 def current(work: Workplace) -> Draft:

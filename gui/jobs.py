@@ -64,7 +64,10 @@ class Job:
         if self.state != "failed":
             return ""
         tail = self.log_tail(1)
-        return one_line(tail[0]) if tail else f"it ended with exit code {self.exit_code}"
+        if tail:
+            return one_line(tail[0])
+        known = self.exit_code is not None
+        return f"it ended with exit code {self.exit_code}" if known else "it ended without a word"
 
 
 def start(

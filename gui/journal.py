@@ -18,10 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock, Timeout
-
 from lora_trainer.errors import InputError, LoraTrainError, MachineError
-from lora_trainer.files import disk_error, write_atomic
+from lora_trainer.files import disk_error, locked, write_atomic
 
 from .changes import Change, Side, from_json, to_json
 
@@ -130,21 +128,12 @@ class Journal:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other tabs and processes from editing this dataset; raises MachineError."""
-        lock = FileLock(self.log.with_suffix(".lock"), timeout=_LOCK_WITHIN_S)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        except OSError as error:
-            if isinstance(error, Timeout):
-                raise MachineError(
-                    f"something else has been editing {self.root} for {_LOCK_WITHIN_S:.0f} s",
-                    fix="wait until it has ended and try again",
-                ) from None
-            raise disk_error(self.log, error) from error
-        try:
+        busy = MachineError(
+            f"something else has been editing {self.root} for {_LOCK_WITHIN_S:.0f} s",
+            fix="wait until it has ended and try again",
+        )
+        with locked(self.log.with_suffix(".lock"), within_s=_LOCK_WITHIN_S, busy=busy):
             yield
-        finally:
-            lock.release()
 
     def perform(self, title: str, changes: Sequence[Change], *, group: str = "") -> Outcome:
         """Make changes as one step, those excepted whose files are not at `before`.

@@ -64,7 +64,7 @@ def resume_words(run: Path, *, dataset: str, work: Workplace) -> Words:
     if recorded is None and not dataset.strip():
         raise InputError(
             f"the run {run.name} does not say where its images are",
-            fix="type the folder of its images and press Resume again",
+            fix="type the folder of its images on its page and press Resume there",
         )
     folder = recorded if recorded is not None else work.folder(dataset)
     return (str(folder), f"--resume-from={run.resolve()}")
@@ -86,9 +86,12 @@ def recorded_dataset(run: Path) -> Path | None:
         return None
     name = mapping(record, "dataset").get("name")
     for word in sequence(record, "command"):
-        folder = Path(str(word)).expanduser()
-        if folder.is_dir() and folder.resolve().name == name:
-            return folder.resolve()
+        try:
+            folder = Path(str(word)).expanduser().resolve()
+            if folder.name == name and folder.is_dir():
+                return folder
+        except (OSError, RuntimeError, ValueError):  # too long for a name, as prompts are; no user
+            continue
     return None
 
 

@@ -16,9 +16,9 @@ from lora_trainer.output.markup import Html, join, table, tag
 from lora_trainer.output.sample_files import last_samples
 from lora_trainer.output.wording import bytes_text, one_line
 
-from . import lora_files
+from . import lora_files, state
 from .lora_files import Entry, Header, LoraFile
-from .media import run_url, thumb_url
+from .media import REPORT, run_url, thumb_url
 
 PAGE = "/library"
 PREVIEW_SUFFIX = ".preview.png"
@@ -121,9 +121,9 @@ def _facts(entry: Entry) -> Iterator[Html]:
 
 
 def _run_links(file: LoraFile) -> Iterator[Html]:
-    yield tag("a", f"Run {file.run}", href=f"/run?{urlencode({'run': file.run})}")
-    if (file.path.parent / "report.html").is_file():
-        yield tag("a", "Report", href=run_url(file.run, "report.html"), target="_blank")
+    yield tag("a", f"Run {file.run}", href=state.page_url(file.run))
+    if (file.path.parent / REPORT).is_file():
+        yield tag("a", "Report", href=run_url(file.run, REPORT), target="_blank")
     yield tag("a", "Download", href=run_url(file.run, file.path.name), download=file.path.name)
 
 

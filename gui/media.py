@@ -40,7 +40,7 @@ _SHOWN_IMAGES = {
     ".webp": "image/webp",
 }
 _RECORDS = frozenset({".json", ".jsonl", ".log", ".txt"})
-_REPORT = "report.html"
+REPORT = "report.html"
 EXPORTS = "export"
 """The folder in a run's folder with files for other programs: a LoRA, its preview, its card."""
 _TRIES = "tries"
@@ -99,7 +99,7 @@ class _Media:
             return _missing(error)
         found = served.path.stat()
         headers = {"content-security-policy": served.policy}
-        if served.path.name == _REPORT:
+        if served.path.name == REPORT:
             headers["x-frame-options"] = "SAMEORIGIN"
         tag = f'"{found.st_mtime_ns:x}-{found.st_size:x}"'
         return _file(request, served, tag=tag, headers=headers)
@@ -156,7 +156,7 @@ def _as_served(path: Path, *, parts: Sequence[str]) -> _Served | None:
         return _Served(path=path, kind="application/octet-stream", download=True)
     if len(parts) > 1:
         return None
-    if parts[0] == _REPORT:
+    if parts[0] == REPORT:
         return _Served(path=path, kind="text/html", policy=_REPORT_POLICY)
     if extension == ".safetensors":
         return _Served(path=path, kind="application/octet-stream", download=True)

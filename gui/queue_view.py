@@ -21,8 +21,7 @@ from lora_trainer.redaction import without_secrets
 
 from .answers import error_html, note_html
 from .launch import command_line
-from .run_cards import run_url
-from .state import Stamp
+from .state import Stamp, page_url
 from .workplace import Workplace
 
 MAX_ENDED = 30
@@ -125,7 +124,7 @@ def _section(title: str, rows: Iterable[Html], *, ordered: bool = False) -> Html
 
 def _row(item: Item, *parts: Html | None, buttons: Iterable[Html | None]) -> Html:
     name = _name(item)
-    title = tag("a", name, href=run_url(item.run)) if item.run else name
+    title = tag("a", name, href=page_url(item.run)) if item.run else name
     return tag(
         "li",
         tag("div", tag("h3", title), *parts, _command(item), class_="text"),

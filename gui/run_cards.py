@@ -7,13 +7,12 @@ checks both.
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import quote
 
 from lora_trainer.output.markup import Html, tag
 
 from . import state
-from .media import run_url as media_url
-from .state import RunEntry
+from .media import run_url
+from .state import RunEntry, page_url
 from .workplace import Workplace
 
 MAX_CARDS = 60
@@ -56,11 +55,6 @@ def cards(work: Workplace) -> Html:
     )
 
 
-def run_url(name: str) -> str:
-    """Return the address of the page of a run."""
-    return f"/run?run={quote(name, safe='')}"
-
-
 def _card(work: Workplace, run: RunEntry) -> Html:
     status = run.status
     fraction = min(1.0, status.step / status.steps) if status.steps else 0.0
@@ -68,11 +62,11 @@ def _card(work: Workplace, run: RunEntry) -> Html:
     return tag(
         "li",
         tag(
-            "a", _picture(work.runs / run.name, run.name), href=run_url(run.name), class_="picture"
+            "a", _picture(work.runs / run.name, run.name), href=page_url(run.name), class_="picture"
         ),
         tag(
             "div",
-            tag("h3", tag("a", run.name, href=run_url(run.name))),
+            tag("h3", tag("a", run.name, href=page_url(run.name))),
             tag("p", _state(run), class_=f"state {status.state}"),
             tag(
                 "div",
@@ -115,7 +109,7 @@ def _buttons(run: RunEntry) -> Html:
         )
         for action, label in asked
     )
-    return tag("p", tag("a", "Open", href=run_url(run.name)), *buttons, class_="actions")
+    return tag("p", tag("a", "Open", href=page_url(run.name)), *buttons, class_="actions")
 
 
 def _picture(folder: Path, name: str) -> Html:
@@ -123,7 +117,7 @@ def _picture(folder: Path, name: str) -> Html:
     newest = _newest_sample(folder)
     if newest is None:
         return tag("span", name[:1].upper(), class_="blank", aria_hidden="true")
-    src = media_url(folder.name, *newest.relative_to(folder).parts)
+    src = run_url(folder.name, *newest.relative_to(folder).parts)
     return tag("img", src=src, alt=f"newest sample of {name}", loading="lazy")
 
 

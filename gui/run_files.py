@@ -12,10 +12,8 @@ from pathlib import Path
 from lora_trainer.output.markup import Html, join, table, tag
 from lora_trainer.output.wording import bytes_text
 
-from .media import run_url
+from .media import REPORT, run_url
 from .run_best import Best
-
-REPORT = "report.html"
 
 
 def files_html(folder: Path, *, exported: Mapping[int, str], best: Best | None) -> Html:

@@ -15,8 +15,9 @@ from lora_trainer.output.markup import Html, tag
 from lora_trainer.output.report_curves import loss_curve
 
 from . import launch, state
-from .run_best import exports, read_best
-from .run_files import REPORT, files_html
+from .media import REPORT
+from .run_best import BEST_RECORD, exports, read_best
+from .run_files import files_html
 from .run_follow import Records
 from .run_log import log
 from .run_samples import sample_sheet
@@ -75,7 +76,7 @@ def stamp(seen: Look) -> state.Stamp:
     """Return a value that changes when any part may."""
     return (
         *state.stamp(seen.folder, seen.status),
-        state.file_stamp(seen.folder / "best.json"),
+        state.file_stamp(seen.folder / BEST_RECORD),
         seen.may_be_ended,
         seen.queued,
         int(seen.silent_s // 60),

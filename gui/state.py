@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from lora_trainer.errors import RequestError
 from lora_trainer.output.status import Control, RunStatus, read_status
@@ -25,11 +26,10 @@ class RunEntry:
     name: str
     status: RunStatus
 
-    @property
-    def label(self) -> str:
-        status = self.status
-        steps = f", {status.step:,}/{status.steps:,}" if status.steps else ""
-        return f"{self.name}: {status.state}{steps}"
+
+def page_url(name: str) -> str:
+    """Return the address of the page of a run."""
+    return f"/run?run={quote(name, safe='')}"
 
 
 def runs(root: Path) -> tuple[RunEntry, ...]:

@@ -13,10 +13,12 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from lora_trainer.errors import MachineError, RequestError
 
@@ -78,6 +80,26 @@ def disk_error(path: Path, error: OSError) -> MachineError:
         f"cannot write {path}: {error.strerror or error} ({_free_text(path)})",
         fix="free some space or choose another folder with --output or --set data.cache_dir=FOLDER",
     )
+
+
+@contextmanager
+def locked(file: Path, *, within_s: float, busy: MachineError) -> Iterator[None]:
+    """Hold the lock `file`, its folder made, while the block runs; it does not nest.
+
+    Raises `busy` when another one holds it for so long, MachineError when the disk refuses.
+    """
+    lock = FileLock(file, timeout=within_s)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise busy from None
+    except OSError as error:
+        raise disk_error(file, error) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _free_text(path: Path) -> str:

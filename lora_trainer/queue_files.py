@@ -14,11 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from filelock import FileLock, Timeout
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from lora_trainer.errors import MachineError
-from lora_trainer.files import disk_error, json_bytes, write_atomic
+from lora_trainer.files import json_bytes, locked, write_atomic
 from lora_trainer.output.wording import one_line
 
 State = Literal["waiting", "running", "finished", "stopped", "failed", "interrupted"]
@@ -116,21 +115,12 @@ def changing(runs: Path) -> Iterator[None]:
     Held for milliseconds. It does not nest.
     """
     folder = queue_folder(runs)
-    lock = FileLock(folder / _LOCK_FILE, timeout=_LOCK_WITHIN_S)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise MachineError(
-            f"the queue in {folder} has been locked for {_LOCK_WITHIN_S:.0f} s",
-            fix="end the process that holds it, maybe one that was suspended",
-        ) from None
-    except OSError as error:
-        raise disk_error(folder / _LOCK_FILE, error) from error
-    try:
+    busy = MachineError(
+        f"the queue in {folder} has been locked for {_LOCK_WITHIN_S:.0f} s",
+        fix="end the process that holds it, maybe one that was suspended",
+    )
+    with locked(folder / _LOCK_FILE, within_s=_LOCK_WITHIN_S, busy=busy):
         yield
-    finally:
-        lock.release()
 
 
 def write(runs: Path, item: Item) -> None:

@@ -43,6 +43,12 @@ class Desk {
   announce(text) { this.live.textContent = text; }
 
   async open(folder) {
+    await this.flush();
+    const unsaved = [...this.cards.values()].find((card) => card.dirty);
+    if (unsaved) {
+      this.opener.refuse(`The caption of ${unsaved.picture.file} is not saved yet: see its card.`);
+      return;
+    }
     const answer = await this.ask("dataset_look", { folder });
     if (answer.error) { this.opener.refuse(answer.error); return; }
     const address = new URL(location.href);

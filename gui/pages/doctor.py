@@ -16,8 +16,7 @@ from lora_trainer.output.markup import Html, tag
 from .. import doctor
 from ..answers import error_html, note_html
 from ..workplace import Workplace
-
-_PRIVATE: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+from .events import PRIVATE, QUIET
 
 
 def build(work: Workplace) -> None:
@@ -44,10 +43,10 @@ def build(work: Workplace) -> None:
             line = error_html(str(error))
         return [gr.Column(visible=False), line, look(work)]
 
-    gr.on(None, lambda: look(work), None, report, **_PRIVATE)
-    ask.click(question, None, [confirm, asked, yes, said], **_PRIVATE)
-    yes.click(cleared, None, [confirm, said, report], **_PRIVATE)
-    no.click(lambda: gr.Column(visible=False), None, confirm, **_PRIVATE)
+    gr.on(None, lambda: look(work), None, report, **QUIET)
+    ask.click(question, None, [confirm, asked, yes, said], **QUIET)
+    yes.click(cleared, None, [confirm, said, report], show_progress="hidden", **PRIVATE)
+    no.click(lambda: gr.Column(visible=False), None, confirm, **QUIET)
 
 
 def look(work: Workplace) -> Html:

@@ -8,9 +8,8 @@ appear at once; each function below answers it with one object.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import gradio as gr
@@ -67,12 +66,11 @@ def served(desk: Desk) -> list[Callable[[Any], Reply]]:
 class Desk:
     """What the page does with a draft; all raise LoraTrainError.
 
-    Changes are read, made and written one at a time: two tabs write into the same file.
+    Changes are read, made and written one at a time: two tabs, and the page Train, write into one file.
     """
 
     work: Workplace
     plans: Plans
-    writing: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, asked: Asked) -> Reply:
         """Return the draft that the address names, else the newest one."""
@@ -97,7 +95,7 @@ class Desk:
     def replace(self, asked: Asked) -> Reply:
         """Set the settings of a settings file and no others, unless they are not those of `stamp`."""
         basis = _text(asked, "stamp")
-        with self.writing:
+        with drafts.changing(self.work):
             draft = self._draft(asked)
             if basis not in ("", expert_view.stamp(draft)):
                 raise RequestError(
@@ -137,7 +135,7 @@ class Desk:
 
     def load(self, asked: Asked) -> Reply:
         """Set the settings that were saved under a name and no others, and keep the run's name."""
-        with self.writing:
+        with drafts.changing(self.work):
             draft = self._draft(asked)
             text = setting_presets.text(self.work, name=_text(asked, "name"))
             loaded = expert_edit.replaced(draft, text=text).draft
@@ -147,7 +145,7 @@ class Desk:
         return self._state(loaded)
 
     def _write(self, asked: Asked, change: Callable[[Draft], Draft]) -> Reply:
-        with self.writing:
+        with drafts.changing(self.work):
             draft = change(self._draft(asked))
             self._save(draft)
         return self._state(draft)

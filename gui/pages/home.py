@@ -17,9 +17,9 @@ from ..answers import error_html
 from ..asset_files import asset
 from ..machine_view import machine_line
 from ..workplace import Workplace
+from .events import PRIVATE, QUIET
 
 TICK_S = 1.0
-_PRIVATE: dict[str, Any] = {"api_visibility": "private"}
 
 
 def build(work: Workplace) -> None:
@@ -42,11 +42,9 @@ def build(work: Workplace) -> None:
     def act(event: gr.EventData) -> str:
         return asked(work, action=str(event.action), run=str(event.run))
 
-    page.load(show, None, [machine, cards, seen], **_PRIVATE)
-    cards.click(act, None, said, **_PRIVATE)
-    gr.Timer(TICK_S).tick(
-        tick, seen, [cards, seen], show_progress="hidden", concurrency_limit=None, **_PRIVATE
-    )
+    page.load(show, None, [machine, cards, seen], **PRIVATE)
+    cards.click(act, None, said, **PRIVATE)
+    gr.Timer(TICK_S).tick(tick, seen, [cards, seen], **QUIET)
 
 
 def asked(work: Workplace, *, action: str, run: str) -> str:

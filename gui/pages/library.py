@@ -1,6 +1,6 @@
 """The page LoRAs: the grid of all of them, and under `?file=RUN/FILE` everything about one.
 
-Input: the workplace and the page's address. The parts of the page of one file are in library_tabs.py.
+Input: the workplace and the page's address. The tabs of the page of one file are in library_*.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from lora_trainer.errors import LoraTrainError
 from .. import library, lora_files
 from ..workplace import Workplace
 from . import library_describe, library_export, library_tools, library_try
-from .library_parts import Part, quiet
+from .events import QUIET
+from .library_parts import Part
 
 ALL_BASES = "all"
 
@@ -63,8 +64,8 @@ def build(work: Workplace) -> None:
         shown += [file.ref, library.head(file, header), readable, gr.skip(), gr.skip()]
         return shown + [value for part in parts for value in part.opened(file, header)]
 
-    gr.on(None, opened, None, outputs, **quiet())
-    inside_tab.select(lambda name: _inside(work, name), ref, inside, **quiet())
+    gr.on(None, opened, None, outputs, **QUIET)
+    inside_tab.select(lambda name: _inside(work, name), ref, inside, **QUIET)
 
 
 def _shelf(work: Workplace) -> tuple[Any, Any, Any]:
@@ -84,7 +85,7 @@ def _shelf(work: Workplace) -> tuple[Any, Any, Any]:
         return library.grid(lora_files.matching(found, text, wanted), of=len(found))
 
     # `input` would miss what is pasted with the mouse.
-    gr.on([search.change, base.input], filtered, [search, base], grid, **quiet())
+    gr.on([search.change, base.input], filtered, [search, base], grid, **QUIET)
     return search, base, grid
 
 

@@ -15,7 +15,8 @@ from ..answers import error_html, note_html
 from ..asset_files import asset
 from ..lora_files import Header, LoraFile, find, read_header
 from ..workplace import Workplace
-from .library_parts import Part, quiet
+from .events import QUIET
+from .library_parts import Part
 
 
 def build(work: Workplace, ref: Any, head: Any) -> Part:
@@ -68,10 +69,10 @@ def build(work: Workplace, ref: Any, head: Any) -> Part:
     def picked(name: str, event: gr.EventData) -> list[Any]:
         return take(name, str(event._data))
 
-    save.click(saved, [ref, *fields], [said, head], **quiet())
+    save.click(saved, [ref, *fields], [said, head], **QUIET)
     outputs = [chosen, choices, head]
-    choices.click(picked, ref, outputs, **quiet())
-    upload.upload(lambda name, file: take(name, Path(file)), [ref, upload], outputs, **quiet())
+    choices.click(picked, ref, outputs, **QUIET)
+    upload.upload(lambda name, file: take(name, Path(file)), [ref, upload], outputs, **QUIET)
 
     def opened(file: LoraFile, header: Header) -> list[Any]:
         told = description_of(header.metadata)

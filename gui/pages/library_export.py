@@ -14,7 +14,8 @@ from ..answers import error_html
 from ..lora_files import Header, LoraFile, find
 from ..media import EXPORTS
 from ..workplace import Workplace
-from .library_parts import Part, quiet
+from .events import QUIET
+from .library_parts import Part
 
 
 def build(work: Workplace, ref: Any) -> Part:
@@ -55,8 +56,8 @@ def build(work: Workplace, ref: Any) -> Part:
         except LoraTrainError as error:
             return error_html(str(error))
 
-    check.click(checked, ref, said, **quiet())
-    go.click(exported, [ref, weight, notes, folder], said, **quiet())
+    check.click(checked, ref, said, **QUIET)
+    go.click(exported, [ref, weight, notes, folder], said, **QUIET)
 
     def opened(file: LoraFile, header: Header) -> list[Any]:
         return ["", 1.0]

@@ -18,8 +18,3 @@ class Part:
 
     outputs: Sequence[Any]
     opened: Callable[[LoraFile, Header], Sequence[Any]]
-
-
-def quiet() -> dict[str, Any]:
-    """Return the options of handlers that answer at once: no spinner, no name for programs."""
-    return {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}

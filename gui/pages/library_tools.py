@@ -13,7 +13,8 @@ from .. import jobs, lora_files, lora_tools
 from ..answers import error_html
 from ..lora_files import Header, LoraFile, find
 from ..workplace import Workplace
-from .library_parts import Part, quiet
+from .events import QUIET
+from .library_parts import Part
 
 _NAME_HELP = "empty: a name is made; a file that exists is never replaced"
 _OTHERS = 3
@@ -98,11 +99,11 @@ def build(work: Workplace, ref: Any) -> Part:
             ),
         )
 
-    convert.click(converted, [ref, format_, name], outputs, **quiet())
-    cut.click(resized, [ref, rank, energy, cut_name], outputs, **quiet())
+    convert.click(converted, [ref, format_, name], outputs, **QUIET)
+    cut.click(resized, [ref, rank, energy, cut_name], outputs, **QUIET)
     inputs = [ref, weight, merged_rank, merged_name, *others]
-    merge.click(merged, inputs, outputs, **quiet())
-    timer.tick(lambda name, last: view(work, name, last), [ref, seen], [shown, seen], **quiet())
+    merge.click(merged, inputs, outputs, **QUIET)
+    timer.tick(lambda name, last: view(work, name, last), [ref, seen], [shown, seen], **QUIET)
 
     def opened(file: LoraFile, header: Header) -> list[Any]:
         names = _others(work, file, header)

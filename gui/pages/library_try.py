@@ -1,4 +1,4 @@
-"""The tab Try it: prompts at several strengths, drawn by a process of its own."""
+"""The tab Try: prompts at several strengths, drawn by a process of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from .. import jobs, tries
 from ..answers import error_html, note_html
 from ..lora_files import Header, LoraFile, find
 from ..workplace import Workplace
-from .library_parts import Part, quiet
+from .events import QUIET
+from .library_parts import Part
 
 _BASE_HELP = "folder, .safetensors file or Hub id; empty: the one it was trained on"
 
@@ -54,14 +55,17 @@ def build(work: Workplace, ref: Any) -> Part:
         return ["", *view(work, name, None)]
 
     def stopped(name: str) -> str:
-        for job in tries.of_file(work, find(work, name)):
-            jobs.stop(job)
+        try:
+            for job in tries.of_file(work, find(work, name)):
+                jobs.stop(job)
+        except LoraTrainError as error:
+            return error_html(str(error))
         return ""
 
     outputs = [shown, seen, stop]
-    draw.click(started, [ref, prompts, strengths, seed, base], [said, *outputs], **quiet())
-    stop.click(stopped, ref, said, **quiet())
-    timer.tick(lambda name, last: view(work, name, last), [ref, seen], outputs, **quiet())
+    draw.click(started, [ref, prompts, strengths, seed, base], [said, *outputs], **QUIET)
+    stop.click(stopped, ref, said, **QUIET)
+    timer.tick(lambda name, last: view(work, name, last), [ref, seen], outputs, **QUIET)
 
     def opened(file: LoraFile, header: Header) -> list[Any]:
         first = tries.example_prompt(file, header)

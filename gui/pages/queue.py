@@ -18,9 +18,9 @@ from ..answers import error_html
 from ..asset_files import asset
 from ..state import Stamp
 from ..workplace import Workplace
+from .events import PRIVATE, QUIET
 
 TICK_S = 1.0
-_PRIVATE: dict[str, Any] = {"api_visibility": "private"}
 
 
 def build(work: Workplace) -> None:
@@ -39,18 +39,16 @@ def build(work: Workplace) -> None:
         answer = queue_view.asked(work, action=str(event.action), id=str(event.id))
         return [answer, *shown(work, ())]
 
-    page.load(tick, seen, [queue, seen], **_PRIVATE)
+    page.load(tick, seen, [queue, seen], **PRIVATE)
     queue.click(
         act,
         None,
         [said, queue, seen],
         show_progress="hidden",
         trigger_mode="multiple",  # else a second key press is lost while the first is under way
-        **_PRIVATE,
+        **PRIVATE,
     )
-    gr.Timer(TICK_S).tick(
-        tick, seen, [queue, seen], show_progress="hidden", concurrency_limit=None, **_PRIVATE
-    )
+    gr.Timer(TICK_S).tick(tick, seen, [queue, seen], **QUIET)
 
 
 def shown(work: Workplace, stamp: Stamp) -> Any:

@@ -24,9 +24,9 @@ from ..run_follow import Followed
 from ..run_parts import Part, damaged_parts, parts, stamp
 from ..run_state import look
 from ..workplace import Workplace
+from .events import PRIVATE, QUIET
 
 TICK_S = 1.0
-_PRIVATE: dict[str, Any] = {"api_visibility": "private"}
 _BUTTONS = {
     "sample": "Sample now",
     "save": "Save now",
@@ -74,9 +74,8 @@ def build(work: Workplace) -> None:
         keys = {part: found[part].key for part in found}
         return [_title(name), gr.Column(visible=True), *updates, Sent(stamp=now, keys=keys)]
 
-    quietly = {"show_progress": "hidden", "concurrency_limit": None, **_PRIVATE}
-    page.load(tick, sent, outputs, **quietly)
-    gr.Timer(TICK_S).tick(tick, sent, outputs, **quietly)
+    page.load(tick, sent, outputs, **QUIET)
+    gr.Timer(TICK_S).tick(tick, sent, outputs, **QUIET)
 
 
 def _widgets(work: Workplace) -> dict[str, Any]:
@@ -130,12 +129,12 @@ def _connect(work: Workplace, widgets: Mapping[str, Any], said: Any) -> None:
         "resume": lambda run, dataset: run_actions.resume(work, run, dataset=dataset),
     }
     for name, deed in deeds.items():
-        widgets[name].click(_told(deed), widgets["where"], said, **_PRIVATE)
+        widgets[name].click(_told(deed), widgets["where"], said, **PRIVATE)
 
     def use_best(event: gr.EventData, request: gr.Request) -> str:
         return _best_html(work, request.query_params.get("run", ""), event.step)
 
-    widgets["files"].click(use_best, None, said, **_PRIVATE)
+    widgets["files"].click(use_best, None, said, **PRIVATE)
 
 
 def _told(deed: Callable[[str, str], None]) -> Callable[..., Html]:

@@ -13,9 +13,9 @@ import gradio as gr
 
 from lora_trainer.resolve import PRIORITIES
 
-from .. import bases
 from ..answers import note_html
 from ..workplace import Workplace
+from .events import PRIVATE, QUIET
 from .train_handlers import (
     CHECK,
     IMAGES,
@@ -27,17 +27,18 @@ from .train_handlers import (
     planning,
     recalling,
     receiving,
+    replanning,
     starting,
     stepping,
 )
 
 TICK_S = 1.0
-_PRIVATE: dict[str, Any] = {"api_visibility": "private"}
 _GO = 'watch("value", () => { if (props.value.to) location.assign(props.value.to); });'
 _REMEMBER = """(id) => {
   const url = new URL(location.href);
   if (id && url.searchParams.get("draft") !== id) {
     url.searchParams.set("draft", id);
+    url.searchParams.delete("folder"); // it is in the draft, and may be changed there
     history.replaceState(null, "", url);
   }
 }"""
@@ -133,7 +134,7 @@ def _check_step() -> tuple[Any, ...]:
     with gr.Row():
         base = gr.Dropdown(
             label="Base model",
-            choices=bases.choices(),
+            choices=[("chosen for this machine", "auto")],
             value="auto",
             allow_custom_value=True,
             info="One of these, a Hub id such as owner/name, a folder or a .safetensors file.",
@@ -162,32 +163,36 @@ def _connect(
         widgets.settings_link,
         widgets.waiting,
     ]
-    opened = page.load(opening(work), None, shown, show_progress="hidden", **_PRIVATE)
+    opened = page.load(opening(work), None, shown, show_progress="hidden", **PRIVATE)
     opened.then(None, widgets.draft, None, js=_REMEMBER)
     opened.then(
-        recalling(work), widgets.draft, [widgets.report, widgets.good, widgets.plan], **_PRIVATE
+        recalling(work), widgets.draft, [widgets.report, widgets.good, widgets.plan], **PRIVATE
     )
     looked = [widgets.said, widgets.report, widgets.good]
     for event in (look.click, widgets.dataset.submit):
-        event(looking(work), widgets.fields, looked, **_PRIVATE)
+        event(looking(work), widgets.fields, looked, **PRIVATE)
     upload.upload(
-        receiving(work), upload, [widgets.dataset, widgets.said], show_progress="full", **_PRIVATE
-    ).then(looking(work), widgets.fields, looked, **_PRIVATE)
+        receiving(work), upload, [widgets.dataset, widgets.said], show_progress="full", **PRIVATE
+    ).then(looking(work), widgets.fields, looked, **PRIVATE)
     planned = [widgets.walk, widgets.said, widgets.plan]
-    widgets.good.click(planning(work), widgets.fields, planned, **_PRIVATE)
-    for event in (widgets.priority.input, widgets.base.input, widgets.trigger.blur):
-        event(planning(work), widgets.fields, planned, **_PRIVATE)
-    widgets.name.blur(keeping(work), widgets.fields, widgets.said, **_PRIVATE)
-    widgets.dataset.blur(keeping(work), widgets.fields, widgets.said, **_PRIVATE)
-    back.click(stepping(work, IMAGES), widgets.draft, [widgets.walk, widgets.said], **_PRIVATE)
+    widgets.good.click(planning(work), widgets.fields, planned, **PRIVATE)
+    gr.on(
+        [widgets.priority.input, widgets.base.input, widgets.trigger.blur],
+        replanning(work),
+        widgets.fields,
+        [widgets.said, widgets.plan],
+        trigger_mode="always_last",  # else a choice made while a plan is computed counts for nothing
+        **PRIVATE,
+    )
+    widgets.name.blur(keeping(work), widgets.fields, widgets.said, **PRIVATE)
+    widgets.dataset.blur(keeping(work), widgets.fields, widgets.said, **PRIVATE)
+    back.click(stepping(work, IMAGES), widgets.draft, [widgets.walk, widgets.said], **PRIVATE)
     train.click(
-        starting(work), widgets.fields, [widgets.walk, widgets.said, widgets.waiting], **_PRIVATE
+        starting(work), widgets.fields, [widgets.walk, widgets.said, widgets.waiting], **PRIVATE
     )
     gr.Timer(TICK_S).tick(
         following(work),
         widgets.draft,
         [widgets.walk, widgets.said, widgets.waiting, widgets.go],
-        show_progress="hidden",
-        concurrency_limit=None,
-        **_PRIVATE,
+        **QUIET,
     )

@@ -12,18 +12,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import gradio as gr
 
 from lora_trainer import queueing
-from lora_trainer.config import DataSettings
+from lora_trainer.config import build_config
 from lora_trainer.data.listing import list_dataset
 from lora_trainer.errors import LoraTrainError
 
-from .. import drafts, launch, plan_view, uploads
+from .. import bases, drafts, launch, plan_view, state, uploads
 from ..answers import error_html, note_html, plan_html
 from ..dataset_summary import summary
+from ..dataset_upload import sentence
 from ..drafts import Draft
 from ..uploads import Upload
 from ..workplace import Workplace
@@ -35,27 +35,18 @@ def opening(work: Workplace) -> Callable[[gr.Request], list[Any]]:
     """Return the handler that fills the page from the draft in the address, or the newest one."""
 
     def load(request: gr.Request) -> list[Any]:
-        asked = str(request.query_params.get("draft") or "")
+        asked = request.query_params
         said = ""
         try:
-            draft = (
-                drafts.new(work)
-                if asked == "new"
-                else drafts.read(work, asked)
-                if asked
-                else drafts.current(work)
-            )
+            draft = _wanted(work, draft=asked.get("draft", ""), folder=asked.get("folder", ""))
         except LoraTrainError as error:
             draft, said = drafts.current(work), error_html(str(error))
-        folder = str(request.query_params.get("folder") or "")
-        if folder and not draft.started_as:
-            draft = replace(draft, dataset=folder, step=IMAGES)
-            drafts.save(work, draft)
         step = STARTED if draft.started_as else draft.step
         return [
             draft.id,
             draft.dataset,
-            draft.base or "auto",
+            # What was downloaded since the start can be chosen too.
+            gr.Dropdown(choices=bases.choices(), value=draft.base or "auto"),
             draft.priority,
             draft.name,
             str(draft.settings.get("data.trigger") or ""),
@@ -66,6 +57,19 @@ def opening(work: Workplace) -> Callable[[gr.Request], list[Any]]:
         ]
 
     return load
+
+
+def _wanted(work: Workplace, *, draft: str, folder: str) -> Draft:
+    """Return the draft that an address asks for; a folder never takes the place of another one."""
+    if draft and draft != "new":
+        return drafts.read(work, draft)
+    newest = drafts.current(work)
+    if draft == "new" or (folder and newest.dataset not in ("", folder)):
+        return drafts.new(work, dataset=folder)
+    if folder and not newest.dataset:
+        newest = replace(newest, dataset=folder)
+        drafts.save(work, newest)
+    return newest
 
 
 def recalling(work: Workplace) -> Callable[[str], list[Any]]:
@@ -124,9 +128,7 @@ def receiving(work: Workplace) -> Callable[[list[str]], list[Any]]:
             )
         except LoraTrainError as error:
             return [gr.skip(), error_html(str(error))]
-        said = f"{found.images} images and {found.captions} captions are in {found.folder}."
-        left = "; ".join(found.left_out)
-        return [str(found.folder), note_html(f"{said} Left out: {left}." if left else said)]
+        return [str(found.folder), note_html(sentence(found))]
 
     return receive
 
@@ -136,13 +138,25 @@ def planning(work: Workplace) -> Callable[..., list[Any]]:
 
     def plan(*fields: str | None) -> list[Any]:
         try:
-            draft = replace(_kept(work, fields), step=CHECK)
-            drafts.save(work, draft)
-            return [gr.Walkthrough(selected=CHECK), "", _plan(work, draft)]
+            draft = _kept(work, fields, step=CHECK)
         except LoraTrainError as error:
             return [gr.skip(), error_html(str(error)), gr.skip()]
+        return [gr.Walkthrough(selected=CHECK), "", _plan(work, draft)]
 
     return plan
+
+
+def replanning(work: Workplace) -> Callable[..., list[Any]]:
+    """Return the handler that shows the plan anew; where the page stands by then, it stays."""
+
+    def replan(*fields: str | None) -> list[Any]:
+        try:
+            draft = _kept(work, fields)
+        except LoraTrainError as error:
+            return [error_html(str(error)), gr.skip()]
+        return ["", _plan(work, draft)]
+
+    return replan
 
 
 def stepping(work: Workplace, step: int) -> Callable[[str], Any]:
@@ -150,7 +164,8 @@ def stepping(work: Workplace, step: int) -> Callable[[str], Any]:
 
     def go(draft_id: str) -> Any:
         try:
-            drafts.save(work, replace(drafts.read(work, draft_id), step=step))
+            with drafts.changing(work):
+                drafts.save(work, replace(drafts.read(work, draft_id), step=step))
         except LoraTrainError as error:
             return [gr.skip(), error_html(str(error))]
         return [gr.Walkthrough(selected=step), ""]
@@ -164,12 +179,14 @@ def starting(work: Workplace) -> Callable[..., list[Any]]:
     def start(*fields: str | None) -> list[Any]:
         try:
             draft = _kept(work, fields)
-            if not draft.started_as:
-                words = launch.train_words(draft, work)
-                label = draft.name or work.folder(draft.dataset).name
-                item = queueing.add(work.runs, words, label=label)
-                draft = replace(draft, started_as=item.id)
-                drafts.save(work, draft)
+            with drafts.changing(work):
+                draft = drafts.read(work, draft.id)
+                if not draft.started_as:
+                    words = launch.train_words(draft, work)
+                    label = draft.name or work.folder(draft.dataset).name
+                    item = queueing.add(work.runs, words, label=label)
+                    draft = replace(draft, started_as=item.id)
+                    drafts.save(work, draft)
             queueing.ensure_worker(work.runs)
         except LoraTrainError as error:
             return [gr.skip(), error_html(str(error)), gr.skip()]
@@ -184,35 +201,39 @@ def following(work: Workplace) -> Callable[[str], Any]:
     def follow(draft_id: str) -> Any:
         try:
             draft = drafts.read(work, draft_id)
-        except LoraTrainError:
+            if not draft.started_as:
+                return gr.skip()
+            item = _item(work, draft)
+            if item is not None and item.run:
+                return [gr.skip(), "", gr.skip(), {"to": state.page_url(item.run)}]
+            if item is not None and not item.has_ended:
+                return [gr.skip(), gr.skip(), _waiting(work, draft), gr.skip()]
+            with drafts.changing(work):
+                drafts.save(work, replace(draft, started_as="", step=CHECK))
+        except LoraTrainError:  # said where something is pressed
             return gr.skip()
-        item = _item(work, draft)
-        if item is None:
-            return gr.skip()
-        if item.run:
-            return [gr.skip(), "", gr.skip(), {"to": f"/run?run={quote(item.run, safe='')}"}]
-        if item.state in ("failed", "interrupted"):
-            drafts.save(work, replace(draft, started_as="", step=CHECK))
-            said = error_html(item.error or "the training ended before it began")
-            return [gr.Walkthrough(selected=CHECK), said, note_html("Not started."), gr.skip()]
-        return [gr.skip(), gr.skip(), _waiting(work, draft), gr.skip()]
+        reason = "it was taken off the queue" if item is None else item.error
+        said = error_html(reason or "the training ended before it began")
+        return [gr.Walkthrough(selected=CHECK), said, note_html("Not started."), gr.skip()]
 
     return follow
 
 
-def _kept(work: Workplace, fields: tuple[str | None, ...]) -> Draft:
+def _kept(work: Workplace, fields: tuple[str | None, ...], *, step: int | None = None) -> Draft:
     """Return the draft with the values of the page, saved; raises LoraTrainError."""
     draft_id, dataset, base, priority, name, trigger = (field or "" for field in fields)
-    draft = drafts.read(work, draft_id)
-    if draft.started_as:
+    with drafts.changing(work):
+        draft = drafts.read(work, draft_id)
+        if draft.started_as:
+            return draft
+        draft = replace(draft, dataset=dataset, base=base, priority=priority, name=name)
+        draft = replace(draft, step=step or draft.step)
+        if trigger.strip():
+            draft = draft.with_setting("data.trigger", trigger.strip())
+        else:
+            draft = draft.without_setting("data.trigger")
+        drafts.save(work, draft)
         return draft
-    draft = replace(draft, dataset=dataset, base=base, priority=priority, name=name)
-    if trigger.strip():
-        draft = draft.with_setting("data.trigger", trigger.strip())
-    else:
-        draft = draft.without_setting("data.trigger")
-    drafts.save(work, draft)
-    return draft
 
 
 def _report(work: Workplace, draft: Draft) -> tuple[str, bool]:
@@ -220,12 +241,13 @@ def _report(work: Workplace, draft: Draft) -> tuple[str, bool]:
     try:
         answer = launch.ask(launch.check_words(draft, work))
         folder = work.folder(draft.dataset)
+        if answer.values is None:
+            return error_html(answer.error), False
+        settings = build_config(draft.settings).data
+        names = [picture.name for picture in list_dataset(folder, settings=settings).pictures]
     except LoraTrainError as error:
         return error_html(str(error)), False
-    if answer.values is None:
-        return error_html(answer.error), False
-    pictures = list_dataset(folder, settings=DataSettings()).pictures
-    return summary(folder, answer.values, [picture.name for picture in pictures]), True
+    return summary(folder, answer.values, names), True
 
 
 def _plan(work: Workplace, draft: Draft) -> str:

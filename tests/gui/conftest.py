@@ -46,6 +46,8 @@ BROWSER_FLAGS = (
     "--disable-sync",
 )
 LAPTOP = {"width": 1280, "height": 800}
+WITHIN_MS = 90_000
+"""How long a page may take where nothing else is said: two cores may be busy with other tests."""
 _IN_THE_PAGE = ("about", "blob", "data")
 
 StartGui = Callable[..., GuiServer]
@@ -89,6 +91,7 @@ def new_page(browser: Any) -> Iterator[NewPage]:
 
     def open_page(**options: Any) -> Any:
         context = browser.new_context(**{"viewport": LAPTOP, **options})
+        context.set_default_timeout(WITHIN_MS)
         watch(context, offences)
         contexts.append(context)
         return context.new_page()

@@ -5,31 +5,6 @@ from __future__ import annotations
 from lora_trainer.gui import answers
 
 
-def test_every_setting_is_in_the_table() -> None:
-    from lora_trainer.config import setting_keys
-
-    rows = answers.setting_rows()
-    assert [row[0] for row in rows] == list(setting_keys())
-    assert all(len(row) == len(answers.SETTING_COLUMNS) and row[3] for row in rows)
-
-
-def test_report_shows_findings_as_text() -> None:
-    finding = {"severity": "warning", "file": "<i>.png", "what": "small", "advice": "larger"}
-    report = {
-        "images": 3,
-        "score": 0.5,
-        "parts": {"sharpness": 0.25},
-        "buckets": {"64x64": 3},
-        "findings": [finding],
-    }
-    html = answers.report_html(report)
-    assert "3 images, score 0.50 of 1" in html
-    assert "sharpness 0.25" in html
-    assert "64x64 x3" in html
-    assert "&lt;i&gt;.png: " in html
-    assert "<i>" not in html
-
-
 def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     memory = {"items": [{"name": "base", "bytes": 2**30, "note": "<n>"}], "peak_bytes": 2**31}
     plan = {

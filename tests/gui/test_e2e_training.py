@@ -7,7 +7,6 @@ draft that the page keeps.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -70,7 +69,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
     ends_s = time.monotonic() + WITHIN_S
     while not condition():
         assert time.monotonic() < ends_s, f"it did not come to it: {what}"
-        os.sched_yield()
+        time.sleep(0.05)  # between looks, which the trainer needs the processor for more
 
 
 def fill(page: Any, place: Place, *, name: str, settings: dict[str, Any]) -> None:

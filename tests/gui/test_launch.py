@@ -177,7 +177,8 @@ def test_resume_finds_the_dataset_in_the_command_of_the_run(images: Path, work: 
 def test_resume_of_a_run_from_elsewhere_takes_the_folder_that_is_typed(
     images: Path, work: Workplace
 ) -> None:
-    run = write_run(work.runs / "x", command=["not/here", str(work.runs)], dataset=images.name)
+    words = ["not/here", str(work.runs), "~nobody-of-that-name/x", "a" * 5000, "a\0b"]
+    run = write_run(work.runs / "x", command=words, dataset=images.name)
     assert launch.resume_words(run, dataset=str(images), work=work)[0] == str(images)
     with pytest.raises(InputError, match="where its images are"):
         launch.resume_words(run, dataset="", work=work)

@@ -106,7 +106,7 @@ def test_a_card_links_to_file_run_report_and_saves(work: Workplace) -> None:
     (run / "report.html").write_text("")
     markup = shown(work)
     assert "/library?file=a+b%2Fzorble.safetensors" in markup
-    assert "/run?run=a+b" in markup
+    assert "/run?run=a%20b" in markup
     assert "/media/run/a%20b/report.html" in markup
     assert "2 other saves of this run" in markup
 

@@ -1,0 +1,66 @@
+"""The page Train keeps what is filled in: whichever handlers run at once, wherever one comes from."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from lora_trainer.gui import drafts
+from lora_trainer.gui.workplace import Workplace
+
+from lora_trainer import queueing
+
+gradio = pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
+
+from lora_trainer.gui.pages import train_handlers as handlers  # noqa: E402 - needs gradio
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Workplace:
+    return Workplace(runs=tmp_path)
+
+
+@pytest.fixture
+def started(work: Workplace, tmp_path: Path) -> drafts.Draft:
+    item = queueing.add(work.runs, ["images"], label="x")
+    draft = replace(drafts.new(work, dataset=str(tmp_path)), started_as=item.id)
+    drafts.save(work, draft)
+    return draft
+
+
+def test_another_folder_begins_another_draft(work: Workplace) -> None:
+    first = drafts.new(work, dataset="/one")
+    assert handlers._wanted(work, draft="", folder="/one") == first
+    second = handlers._wanted(work, draft="", folder="/two")
+    assert (second.dataset, drafts.read(work, first.id)) == ("/two", first)
+    assert handlers._wanted(work, draft=first.id, folder="/two") == first
+    assert handlers._wanted(work, draft="new", folder="").dataset == ""
+
+
+def test_a_field_that_is_left_by_a_press_of_train_does_not_undo_it(
+    work: Workplace, tmp_path: Path
+) -> None:
+    """Of a blur and a click, both requests are under way at once."""
+    draft = drafts.new(work, dataset=str(tmp_path))
+    fields = (draft.id, str(tmp_path), "auto", "balanced", "name", "")
+    with drafts.changing(work):
+        leaving = threading.Thread(target=handlers.keeping(work), args=fields)
+        leaving.start()
+        drafts.save(work, replace(draft, started_as="0001-x"))
+    leaving.join()
+    assert drafts.read(work, draft.id).started_as == "0001-x"
+
+
+def test_a_training_taken_off_the_queue_is_a_draft_again(
+    work: Workplace, started: drafts.Draft
+) -> None:
+    follow = handlers.following(work)
+    follow(started.id)
+    assert drafts.read(work, started.id) == started
+    queueing.remove(work.runs, started.started_as)
+    said = follow(started.id)
+    assert "taken off the queue" in said[1]
+    assert drafts.read(work, started.id) == replace(started, started_as="", step=2)
+    assert drafts.current(work).id == started.id
