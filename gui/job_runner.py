@@ -20,6 +20,8 @@ from .jobs import JOB_FILE, LOG_FILE, RESULT_FILE, RUNNER_FILE
 
 def main(folder: Path) -> None:
     """Run the command to its end."""
+    asked: list[int] = []  # to end, before there is a command to hand it on to
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     me = psutil.Process()
     runner = {"pid": me.pid, "started_s": me.create_time()}
     write_atomic(folder / RUNNER_FILE, json_bytes(runner), durable=False)
@@ -29,6 +31,8 @@ def main(folder: Path) -> None:
             argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
         )
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        if asked:
+            process.terminate()
         exit_code = process.wait()
     write_atomic(folder / RESULT_FILE, json_bytes({"exit_code": exit_code}), durable=False)
 

@@ -8,8 +8,10 @@ meanwhile; what a page shows is a function of these files.
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lora_trainer.errors import RequestError
-from lora_trainer.files import disk_error, json_bytes, read_json_object, write_atomic
+from lora_trainer.errors import MachineError, RequestError
+from lora_trainer.files import disk_error, json_bytes, locked, read_json_object, write_atomic
+from lora_trainer.output.history import mapping, number, sequence
 from lora_trainer.output.status import lives
 from lora_trainer.output.wording import one_line
 
@@ -30,6 +33,9 @@ from .workplace import Workplace
 
 State = Literal["running", "finished", "failed"]
 JOB_FILE, RESULT_FILE, LOG_FILE, RUNNER_FILE = "job.json", "result.json", "log.txt", "runner.json"
+FOLDER, LOCK = "jobs", "jobs.lock"
+MAX_KEPT = 60
+_LOCK_WITHIN_S = 10.0
 _ID = re.compile(r"[0-9a-f]{12,20}")
 _LOG_END_BYTES = 16_384
 _STARTING_WITHIN_S = 20.0
@@ -74,39 +80,60 @@ def start(
     work: Workplace, *, kind: str, argv: Sequence[str], about: Mapping[str, Any] | None = None
 ) -> Job:
     """Start a command; raises RequestError when the same one runs already, MachineError."""
-    if any(job.argv == tuple(argv) for job in find(work, kind=kind) if job.state == "running"):
-        raise RequestError("this runs already", fix="wait for it to end")
-    folder = work.own / "jobs" / f"{time.time_ns():x}"
-    content = {"kind": kind, "argv": list(argv), "about": dict(about or {}), "at_s": time.time()}
-    try:
-        folder.mkdir(parents=True)
-        write_atomic(folder / JOB_FILE, json_bytes(content), durable=False)
-        runner = subprocess.Popen(
-            [sys.executable, "-m", "lora_trainer.gui.job_runner", str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C meant for the interface does not reach it
-        )
-    except OSError as error:
-        raise disk_error(folder, error) from error
+    busy = MachineError("another page starts something", fix="try again in a moment")
+    with locked(work.own / LOCK, within_s=_LOCK_WITHIN_S, busy=busy):
+        if any(job.argv == tuple(argv) for job in find(work, kind=kind) if job.state == "running"):
+            raise RequestError("this runs already", fix="wait for it to end")
+        _forget_old(work)
+        folder = work.own / FOLDER / f"{time.time_ns():x}"
+        content = {
+            "kind": kind,
+            "argv": list(argv),
+            "about": dict(about or {}),
+            "at_s": time.time(),
+        }
+        try:
+            folder.mkdir(parents=True)
+            write_atomic(folder / JOB_FILE, json_bytes(content), durable=False)
+            runner = subprocess.Popen(
+                [sys.executable, "-m", "lora_trainer.gui.job_runner", str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C meant for the interface does not reach it
+            )
+        except OSError as error:
+            raise disk_error(folder, error) from error
     threading.Thread(target=runner.wait, daemon=True).start()  # it would stay as a zombie
     return read(work, folder.name)
 
 
+def _forget_old(work: Workplace) -> None:
+    """Remove the records of all but the newest jobs: pages read them all, once a second."""
+    old = sorted((work.own / FOLDER).glob("*"), reverse=True)[MAX_KEPT:]
+    for folder in old:
+        try:
+            ended = read(work, folder.name).state != "running"
+        except RequestError:  # damaged, and nobody will mend it
+            ended = True
+        if ended:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def read(work: Workplace, job_id: str) -> Job:
     """Return a job; raises RequestError for an unknown id or a damaged record."""
-    folder = work.own / "jobs" / job_id
+    folder = work.own / FOLDER / job_id
     if not _ID.fullmatch(job_id) or not (folder / JOB_FILE).is_file():
         raise RequestError(f"there is no job {job_id!r}", fix="start it again")
     record = read_json_object(folder / JOB_FILE)
-    state, exit_code = _state(folder, begun_s=float(record.get("at_s", 0.0)))
+    begun_s = number(record, "at_s")
+    state, exit_code = _state(folder, begun_s=begun_s if math.isfinite(begun_s) else 0.0)
     return Job(
         id=job_id,
         folder=folder,
         kind=str(record.get("kind")),
-        argv=tuple(map(str, record.get("argv", ()))),
-        about=record.get("about", {}),
+        argv=tuple(map(str, sequence(record, "argv"))),
+        about=mapping(record, "about"),
         state=state,
         exit_code=exit_code,
     )
@@ -123,7 +150,7 @@ def stop(job: Job) -> None:
 def find(work: Workplace, *, kind: str) -> list[Job]:
     """Return the jobs of a kind, the newest first; damaged records are left out."""
     found = []
-    for folder in sorted((work.own / "jobs").glob("*"), reverse=True):
+    for folder in sorted((work.own / FOLDER).glob("*"), reverse=True):
         try:
             job = read(work, folder.name)
         except RequestError:

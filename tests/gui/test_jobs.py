@@ -88,3 +88,30 @@ def test_a_job_that_is_asked_to_ends(work: Workplace) -> None:
 def test_an_id_is_no_path(work: Workplace, name: str) -> None:
     with pytest.raises(RequestError, match="no job"):
         jobs.read(work, name)
+
+
+def test_old_records_are_forgotten_but_not_what_runs(
+    work: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "MAX_KEPT", 2)
+    runs_on = jobs.start(
+        work, kind="try", argv=python("import signal; print('here', flush=True); signal.pause()")
+    )
+    until(lambda: jobs.read(work, runs_on.id).log_tail() == ["here"])
+    ids = []
+    for number in range(4):
+        ids.append(ended(work, jobs.start(work, kind="try", argv=python(str(number)))).id)
+    kept = {job.id for job in jobs.find(work, kind="try")}
+    assert runs_on.id in kept
+    assert ids[-1] in kept
+    assert len(kept) == 4  # two, what runs, and the newest
+    jobs.stop(runs_on)
+    assert ended(work, runs_on).state == "failed"
+
+
+@pytest.mark.parametrize("text", ['{"at_s": "x"}', '{"about": [], "argv": 5}', "[]", "{"])
+def test_a_damaged_record_stops_no_page(work: Workplace, text: str) -> None:
+    folder = work.own / jobs.FOLDER / ("a" * 12)
+    folder.mkdir(parents=True)
+    (folder / jobs.JOB_FILE).write_text(text)
+    assert [job.id for job in jobs.find(work, kind="None")] in ([], ["a" * 12])
