@@ -41,6 +41,9 @@ Checkpointing = Literal["none", "selective", "full", "offloaded"]
 every second one of each list of blocks, all of them, or all with the kept inputs in host memory."""
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 """What the backward pass makes again: nothing, every second block, all, or all from host memory."""
+Weighting = Literal["none", "min_snr", "soft_min_snr", "debiased", "p2", "sigma_sqrt", "cosmap"]
+FLOW_WEIGHTINGS: tuple[Weighting, ...] = ("sigma_sqrt", "cosmap")
+SNR_WEIGHTINGS: tuple[Weighting, ...] = ("min_snr", "soft_min_snr", "debiased", "p2")
 T = TypeVar("T")
 
 
@@ -82,6 +85,7 @@ _CONVOLUTIONS = {"adapter.targets": ("all",)}
 _SHUFFLING = {"data.shuffle_tags": (True,)}
 _NOT_EMBEDDED = {"base.model": ("embedded",)}
 _NOT_OFT = {"adapter.kind": ("oft",)}
+_SQUARED = {"objective.loss": ("mse",)}
 _WITHOUT_VALIDATION = {"data.validation_fraction": (0.0,)}
 
 
@@ -288,12 +292,40 @@ class TrainSettings(Section):
 
 
 class ObjectiveSettings(Section):
+    weighting: Weighting | Auto = setting(
+        "auto",
+        "how much noise levels count; flow matching: sigma_sqrt, cosmap; auto: min_snr if it has a gamma",
+    )
     min_snr_gamma: float | None = setting(
         5.0,
-        "loss weight min(SNR, gamma) / SNR (Hang et al. 2023, arXiv 2303.09556); null: none",
+        "gamma of min_snr (Hang et al. 2023, arXiv 2303.09556) and soft_min_snr; null: no such weights",
         gt=0,
         le=100,
         only_for=_NOISE_OR_V,
+        not_for={"objective.weighting": ("debiased", "p2")},
+    )
+    p2_gamma: float = setting(
+        1.0,
+        "gamma of p2, (1 + SNR)^-gamma (Choi et al. 2022, arXiv 2204.00227)",
+        gt=0,
+        le=10,
+        only_for={"objective.weighting": ("p2",)},
+    )
+    loss: Literal["mse", "huber", "smooth_l1"] = setting(
+        "mse",
+        "squared error, or one that grows linearly beyond huber_delta: less swayed by odd pictures",
+    )
+    huber_delta: float = setting(
+        0.1,
+        "error from which huber and smooth_l1 are linear; with a schedule, at pure noise",
+        gt=0.0,
+        le=1.0,
+        not_for=_SQUARED,
+    )
+    huber_schedule: Literal["snr", "exponential", "constant"] = setting(
+        "snr",
+        "how the delta falls from 1 without noise (Khrapov et al. 2024, arXiv 2403.16728)",
+        not_for=_SQUARED,
     )
     noise_offset: float = setting(
         0.0, "strength of per-channel constant noise (0.03-0.1 is usual)", ge=0.0, le=1.0
@@ -308,24 +340,43 @@ class ObjectiveSettings(Section):
         le=1.0,
         not_for={"objective.multires_noise_iterations": (0,)},
     )
-    timestep_sampling: Literal["uniform", "logit_normal", "sigmoid"] = setting(
+    input_perturbation: float = setting(
+        0.0,
+        "share of more noise in the input only (Ning et al. 2023, arXiv 2301.11706); 0.1 is usual",
+        ge=0.0,
+        le=1.0,
+    )
+    timestep_sampling: Literal["uniform", "logit_normal", "sigmoid", "mode", "cosmap"] = setting(
         "uniform",
-        "density of flow timesteps (Esser et al. 2024, arXiv 2403.03206); sigmoid: logit_normal(0, 1)",
-        only_for=_FLOW,
+        "density of the timesteps (Esser et al. 2024, arXiv 2403.03206); sigmoid: logit_normal(0, 1)",
     )
     logit_mean: float = setting(
         0.0,
         "mean of logit_normal; above 0: noisier",
         ge=-10.0,
         le=10.0,
-        only_for={**_FLOW, "objective.timestep_sampling": ("logit_normal",)},
+        only_for={"objective.timestep_sampling": ("logit_normal",)},
     )
     logit_std: float = setting(
         1.0,
         "deviation of logit_normal",
         gt=0.0,
         le=10.0,
-        only_for={**_FLOW, "objective.timestep_sampling": ("logit_normal",)},
+        only_for={"objective.timestep_sampling": ("logit_normal",)},
+    )
+    mode_scale: float = setting(
+        1.29,
+        "weight that mode puts on the middle; below 0: on the ends",
+        ge=-1.0,
+        le=1.75,
+        only_for={"objective.timestep_sampling": ("mode",)},
+    )
+    timestep_strata: int = setting(
+        1,
+        "samples in a row whose timesteps are from each of as many equal parts; 1: drawn independently",
+        unit="samples",
+        ge=1,
+        le=256,
     )
     flow_shift: Annotated[float, Field(gt=0, le=100)] | Literal["resolution"] = setting(
         1.0,
@@ -346,6 +397,13 @@ class ObjectiveSettings(Section):
     )
     min_timestep: int = setting(0, "smallest timestep trained", ge=0, le=999)
     max_timestep: int = setting(999, "largest timestep trained", ge=0, le=999)
+
+    @property
+    def chosen_weighting(self) -> Weighting:
+        """The weighting, with `auto` settled."""
+        if self.weighting != "auto":
+            return self.weighting
+        return "none" if self.min_snr_gamma is None else "min_snr"
 
 
 class OptimizerSettings(Section):
@@ -529,6 +587,9 @@ def _contradictions(config: Config) -> Iterator[str]:
     low, high = config.objective.min_timestep, config.objective.max_timestep
     if low > high:
         yield f"objective.min_timestep={low} is above objective.max_timestep={high}: lower one of them."
+    weighting = config.objective.weighting
+    if weighting in ("min_snr", "soft_min_snr") and config.objective.min_snr_gamma is None:
+        yield f"objective.weighting={weighting} needs a number as objective.min_snr_gamma: 5 is usual."
     alpha, rank = config.adapter.alpha, config.adapter.rank
     if alpha != "auto" and alpha > rank * 100:
         yield f"adapter.alpha={alpha:g} is over 100 times adapter.rank={rank}: use at most {rank * 100}."

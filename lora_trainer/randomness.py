@@ -23,6 +23,8 @@ class Stream(StrEnum):
     TAG_SHUFFLE = "tag-shuffle"
     LATENT = "latent"
     TIMESTEP = "timestep"
+    TIMESTEP_STRATUM = "timestep-stratum"
+    INPUT_PERTURBATION = "input-perturbation"
     NOISE = "noise"
     ADAPTER_INIT = "adapter-init"
     VALIDATION_SPLIT = "validation-split"

@@ -76,6 +76,10 @@ def test_a_flat_config_builds_the_same_config() -> None:
             {"objective.min_timestep": 9, "objective.max_timestep": 3},
             "min_timestep=9 is above objective.max_timestep=3",
         ),
+        (
+            {"objective.weighting": "soft_min_snr", "objective.min_snr_gamma": None},
+            "objective.weighting=soft_min_snr needs a number as objective.min_snr_gamma",
+        ),
         ({"adapter.alpha": 500, "adapter.rank": 4}, "over 100 times adapter.rank=4"),
         (
             {"train.steps": 10, "output.save_every_steps": 11},

@@ -41,14 +41,15 @@ class Model:
         """Return the unweighted loss of each sample (all of one shape), float32 [B], with its graph."""
         batch = to_device(samples, device=self.device, dtype=self.precision)
         level = (batch.alpha, batch.sigma)
-        noisy = add_noise(batch.latents, batch.noise, *level)
+        noisy = add_noise(batch.latents, batch.input_noise, *level)
         predicted = self.predict(
             self.denoiser,
             noisy.to(self.precision),
             batch.timesteps,
             self.embed(batch.conditioning),
         )
-        return sample_losses(predicted, target(batch.latents, batch.noise, *level, self.prediction))
+        wanted = target(batch.latents, batch.noise, *level, self.prediction)
+        return sample_losses(predicted, wanted, delta=batch.huber_delta)
 
 
 @dataclass(frozen=True, kw_only=True)

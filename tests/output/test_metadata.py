@@ -236,6 +236,7 @@ def test_transformers_have_no_convolutions() -> None:
 def test_how_flow_matching_drew_its_timesteps() -> None:
     settings = {
         **export_info().settings,
+        "objective.weighting": "none",
         "objective.timestep_sampling": "logit_normal",
         "objective.logit_mean": 0.5,
         "objective.flow_shift": 3.0,
@@ -306,3 +307,43 @@ def test_models_are_named_without_their_folders(key: str, written: str, stored: 
     assert json.loads(found["lora_train.settings"])[key] == stored
     if key == "base.vae":
         assert found["ss_vae_name"] == stored
+
+
+def told(prediction: Any = "epsilon", **objective: object) -> dict[str, str]:
+    settings = {f"objective.{name}": value for name, value in objective.items()}
+    info = export_info(prediction=prediction)
+    return dict(metadata(replace(info, settings={**info.settings, **settings})))
+
+
+def test_the_objective_is_told_in_kohyas_names() -> None:
+    plain = told()
+    assert (plain["ss_loss_type"], plain["ss_debiased_estimation"]) == ("l2", "False")
+    assert plain["ss_ip_noise_gamma"] == "None"
+    rich = told(loss="huber", huber_delta=0.2, weighting="debiased", input_perturbation=0.1)
+    expected = {
+        "ss_loss_type": "huber",
+        "ss_huber_c": "0.2",
+        "ss_huber_schedule": "snr",
+        "ss_debiased_estimation": "True",
+        "ss_min_snr_gamma": "None",
+        "ss_ip_noise_gamma": "0.1",
+    }
+    assert {key: rich[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("sampling", "weighting", "scheme"),
+    [
+        ("uniform", "none", "none"),
+        ("mode", "none", "mode"),
+        ("logit_normal", "none", "logit_normal"),
+        ("sigmoid", "cosmap", "cosmap"),
+        ("mode", "sigma_sqrt", "sigma_sqrt"),
+    ],
+)
+def test_a_weighting_scheme_is_a_weight_or_a_density(
+    sampling: str, weighting: str, scheme: str
+) -> None:
+    found = told("flow", timestep_sampling=sampling, weighting=weighting)
+    assert found["ss_weighting_scheme"] == scheme
+    assert found["ss_timestep_sampling"] == sampling

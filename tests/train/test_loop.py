@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,20 @@ def splittable(tiny: TinyTraining) -> StepBatch:
     return next(batch for batch in steps if max(map(len, micro_batches(batch, cap=4))) == 3)
 
 
-def first_gradients(cap: int) -> list[Tensor]:
-    tiny = build_training(build_feeder(), steps=1)
+EVERY_OPTION = ObjectiveSettings(
+    weighting="soft_min_snr",
+    loss="smooth_l1",
+    noise_offset=0.05,
+    multires_noise_iterations=2,
+    input_perturbation=0.1,
+    timestep_sampling="mode",
+    timestep_strata=4,
+)
+PLAIN = ObjectiveSettings()
+
+
+def first_gradients(cap: int, objective: ObjectiveSettings = PLAIN) -> list[Tensor]:
+    tiny = build_training(build_feeder(objective=objective), steps=1)
     awaken(tiny.adapter)
     add_gradients(tiny.training, splittable(tiny), cap=cap)
     return gradients(tiny.adapter)
@@ -74,6 +87,13 @@ def test_the_first_gradients_do_not_depend_on_the_split() -> None:
     assert all(float(gradient.abs().max()) > 0 for gradient in whole)
     for cap in (2, 1):
         assert distance(first_gradients(cap), whole) < 1e-5
+
+
+def test_no_option_of_the_objective_depends_on_the_split() -> None:
+    whole = first_gradients(4, EVERY_OPTION)
+    assert distance(whole, first_gradients(4)) > 0.1
+    for cap in (2, 1):
+        assert distance(first_gradients(cap, EVERY_OPTION), whole) < 1e-5
 
 
 def test_twenty_steps_do_not_depend_on_the_split() -> None:
@@ -134,6 +154,74 @@ def test_a_flow_model_sees_the_straight_path_and_learns_its_velocity() -> None:
         velocity = (sample.noise - sample.latents).square().mean()
         assert float(losses[index]) == pytest.approx(float(velocity), rel=1e-5)
     assert {sample.weight for sample in samples} == {1.0}
+
+
+def test_every_option_of_the_objective_is_in_the_loss() -> None:
+    """The loss of a sample, written out in float64 from what the denoiser answered."""
+    settings = ObjectiveSettings(
+        loss="huber",
+        huber_delta=0.2,
+        input_perturbation=0.3,
+        noise_offset=0.1,
+        weighting="debiased",
+    )
+    tiny = build_training(build_feeder([SQUARE], objective=settings), steps=1)
+    samples = tiny.training.feeder.prepare(0).samples
+    real, asked = tiny.training.model.predict, list[tuple[Tensor, Tensor]]()
+
+    def predict(denoiser: nn.Module, noisy: Tensor, *more: Any) -> Tensor:
+        answer = real(denoiser, noisy, *more)
+        asked.append((noisy, answer))
+        return answer
+
+    losses = replace(tiny.training.model, predict=predict).losses(samples)
+    ((noisy, answer),) = asked
+    for index, sample in enumerate(samples):
+        level, extra = sample.level, sample.input_noise
+        assert extra is not None and not torch.equal(extra, sample.noise)
+        signal = np.float64(level.signal or 0)
+        alpha, sigma = np.sqrt(signal), np.sqrt(1 - signal)
+        given = alpha * sample.latents.double().numpy() + sigma * extra.double().numpy()
+        assert noisy[index].numpy() == pytest.approx(given, rel=1e-4, abs=1e-5)
+        errors = (answer[index].detach() - sample.noise).double().numpy()
+        delta = 0.8 / (1 + sigma / alpha) ** 2 + 0.2
+        wanted = (2 * delta * (np.sqrt(errors**2 + delta**2) - delta)).mean()
+        assert float(losses[index].detach()) == pytest.approx(float(wanted), rel=1e-4)
+        assert sample.weight == pytest.approx(float(np.sqrt((1 - signal) / signal)), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"loss": "huber"},
+        {"loss": "smooth_l1"},
+        {"loss": "huber", "huber_delta": 0.5},
+        {"loss": "huber", "huber_schedule": "constant"},
+        {"loss": "huber", "huber_schedule": "exponential"},
+        {"weighting": "none"},
+        {"weighting": "soft_min_snr"},
+        {"weighting": "debiased"},
+        {"weighting": "p2"},
+        {"weighting": "p2", "p2_gamma": 0.5},
+        {"input_perturbation": 0.1},
+        {"timestep_strata": 4},
+        {"timestep_sampling": "logit_normal"},
+        {"timestep_sampling": "mode"},
+        {"timestep_sampling": "cosmap"},
+        {"timestep_sampling": "mode", "mode_scale": 0.5},
+    ],
+    ids=str,
+)
+def test_every_option_of_the_objective_changes_the_gradients(changed: dict[str, Any]) -> None:
+    found = []
+    for settings in ({}, changed, {key: changed[key] for key in list(changed)[:-1]}):
+        objective = ObjectiveSettings.model_validate(settings)
+        tiny = build_training(build_feeder(objective=objective), steps=1, targets="attention")
+        add_gradients(tiny.training, tiny.training.feeder.prepare(0), cap=4)
+        found.append(gradients(tiny.adapter))
+    plain, new, without_last = found
+    assert distance(new, plain) > 1e-3
+    assert distance(new, without_last) > 1e-3, "the last of the options is ignored"
 
 
 def test_what_is_cached_of_a_prompt_goes_through_embed() -> None:
