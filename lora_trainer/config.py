@@ -234,6 +234,27 @@ class AdapterSettings(Section):
         "start at zero, or at the main singular vectors (Meng et al. 2024, arXiv 2404.02948); LoRA only",
         only_for=_LORA,
     )
+    dropout: float = setting(
+        0.0,
+        "share of each layer's input channels that the adapter does not see, another for every sample",
+        ge=0.0,
+        le=0.9,
+        not_for=_NOT_OFT,
+    )
+    rank_dropout: float = setting(
+        0.0,
+        "share of each update's ranks left out, others for every sample; LoRA",
+        ge=0.0,
+        le=0.9,
+        only_for=_LORA,
+    )
+    module_dropout: float = setting(
+        0.0,
+        "share of layers whose adapter is off, others for every sample",
+        ge=0.0,
+        le=0.9,
+        not_for={**_NOT_OFT, "adapter.dora": (True,)},
+    )
     lokr_factor: int = setting(
         -1,
         "size of LoKr's left factor; -1: the most even split",
@@ -280,6 +301,12 @@ class TrainSettings(Section):
         False,
         "halve the learning rate after three validations without a better loss, three times at most",
         not_for={**_WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
+    )
+    ema_decay: float | None = setting(
+        None,
+        "keep a running average of the adapter with this decay, faster at first; 0.99-0.999 is usual",
+        gt=0.0,
+        lt=1.0,
     )
     validate_every_steps: AutoInterval = setting(
         "auto", "steps between validations; 0: never", not_for=_WITHOUT_VALIDATION
@@ -434,6 +461,13 @@ class OptimizerSettings(Section):
     beta2: float = setting(0.999, "decay of the second moment", ge=0.0, lt=1.0)
     epsilon: float = setting(1e-8, "added to the denominator", gt=0.0, le=1.0)
     weight_decay: float = setting(0.01, "decoupled weight decay", ge=0.0, le=1.0)
+    max_weight_norm: float | None = setting(
+        None,
+        "updates of layers are scaled back to this norm after every step (scale_weight_norms); 1 is usual",
+        gt=0.0,
+        le=1000.0,
+        not_for={**_NOT_OFT, "adapter.dora": (True,), "adapter.init": ("pissa",)},
+    )
     schedule: Literal["constant", "linear", "cosine"] = setting(
         "cosine", "shape of the learning rate after warm-up"
     )
@@ -509,6 +543,11 @@ class OutputSettings(Section):
     folder: str = setting("runs", "where run folders are made", path=True)
     name: str = setting("auto", "name of the run and its files; auto: the dataset folder's name")
     precision: Precision = setting("fp16", "dtype of exported files")
+    weights: Literal["auto", "trained", "ema"] = setting(
+        "auto",
+        "what is exported, sampled and validated: as trained, or averaged; auto: ema with train.ema_decay",
+        not_for={"train.ema_decay": (None,)},
+    )
     format: Literal["auto", "kohya", "diffusers", "comfyui"] = setting(
         "auto", "key names of exported files; auto: what most programs read for this family"
     )
@@ -607,6 +646,10 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield from _pattern_problem("optimizer.learning_rate_pattern", pattern)
     if config.optimizer.text_encoder_learning_rate is not None and not config.adapter.text_encoder:
         yield "optimizer.text_encoder_learning_rate needs adapter.text_encoder=true."
+    if config.output.weights == "ema" and config.train.ema_decay is None:
+        yield "output.weights=ema needs train.ema_decay: 0.995 is usual."
+    if config.optimizer.max_weight_norm is not None:
+        yield from _plain_product("optimizer.max_weight_norm", config.adapter)
     if config.train.tighten_on_spike and config.train.max_grad_norm == 0:
         yield "train.tighten_on_spike lowers train.max_grad_norm, which is 0: never; choose a norm."
     micro, batch = config.memory.micro_batch, config.train.batch_size
@@ -642,6 +685,13 @@ def _adapter_contradictions(adapter: AdapterSettings) -> Iterator[str]:
     for name, asked in only_lora.items():
         if asked and adapter.kind != "lora":
             yield f"adapter.{name} is for adapter.kind=lora, not {adapter.kind}: choose one."
+    if adapter.rank_dropout and adapter.kind != "lora":
+        yield f"adapter.rank_dropout is for adapter.kind=lora, not {adapter.kind}: use dropout."
+    for name in ("dropout", "module_dropout"):
+        if getattr(adapter, name) and adapter.kind == "oft":
+            yield f"adapter.{name} is for lora, loha and lokr, not adapter.kind=oft: choose one."
+    if adapter.module_dropout and adapter.dora:
+        yield "adapter.module_dropout would leave DoRA's norms on: use dropout, or adapter.dora=false."
     if adapter.dora and adapter.init == "pissa":
         yield "adapter.dora and adapter.init=pissa cannot be combined: choose one."
     if adapter.kind == "oft" and (adapter.alpha != "auto" or adapter.conv_alpha is not None):
@@ -653,6 +703,15 @@ def _adapter_contradictions(adapter: AdapterSettings) -> Iterator[str]:
         yield "adapter.conv_rank and conv_alpha are for convolutions: set adapter.targets=all."
     for pattern in adapter.rank_pattern:
         yield from _pattern_problem("adapter.rank_pattern", pattern)
+
+
+def _plain_product(key: str, adapter: AdapterSettings) -> Iterator[str]:
+    """Refuse `key` where an update is more than the product of its factors."""
+    others = {"kind=oft": adapter.kind == "oft", "dora": adapter.dora}
+    others["init=pissa"] = adapter.init == "pissa"
+    for name, chosen in others.items():
+        if chosen:
+            yield f"{key} and adapter.{name} cannot be combined: choose one."
 
 
 def _pattern_problem(key: str, pattern: str) -> Iterator[str]:

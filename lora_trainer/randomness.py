@@ -27,6 +27,7 @@ class Stream(StrEnum):
     INPUT_PERTURBATION = "input-perturbation"
     NOISE = "noise"
     ADAPTER_INIT = "adapter-init"
+    ADAPTER_DROPOUT = "adapter-dropout"
     VALIDATION_SPLIT = "validation-split"
     VALIDATION_NOISE = "validation-noise"
     SAMPLE_IMAGE = "sample-image"

@@ -49,6 +49,7 @@ FREE_SETTINGS = frozenset(
         "data.max_bad_fraction", "data.max_megapixels", "train.validate_every_steps", "hardware.vram_limit_gib",
         "hardware.process_timeout_s",
         "output.description", "output.author", "output.license", "output.hub_repo", "output.hub_private",
+        "output.weights",
     }
 )  # fmt: skip
 # Settings that say how it is computed: a resume may change them and keeps every draw, not every bit.
@@ -64,12 +65,17 @@ ROUNDING_SETTINGS = frozenset(
 # What decides the shapes of the adapter and of the optimizer's state, and where both began.
 FORBIDDEN_SETTINGS = frozenset(
     {
-        *(f"adapter.{name}" for name in AdapterSettings.model_fields),
+        *(
+            f"adapter.{name}"
+            for name in AdapterSettings.model_fields
+            if not name.endswith("dropout")
+        ),
         "optimizer.name",
         "optimizer.learning_rate_pattern",
         "optimizer.lora_plus_ratio",
         "optimizer.text_encoder_learning_rate",
         "train.init_from",
+        "train.ema_decay",
     }
 )
 
@@ -188,7 +194,7 @@ def compare(
     """
     before = flatten(Config()) | dict(before)
     free = FREE_SETTINGS - (
-        {"train.validate_every_steps"} if now["train.lower_on_plateau"] else set()
+        {"train.validate_every_steps", "output.weights"} if now["train.lower_on_plateau"] else set()
     )
     changed = [key for key in now if before[key] != now[key] and key not in free]
     refused = [f"{key} {before[key]} -> {now[key]}" for key in changed if key in FORBIDDEN_SETTINGS]

@@ -111,7 +111,8 @@ def test_every_setting_named_is_one() -> None:
 def test_what_decides_shapes_groups_and_beginnings_may_not_change() -> None:
     adapter = {key for key in setting_keys() if key.startswith("adapter.")}
     others = {"optimizer.name", "optimizer.learning_rate_pattern", "optimizer.lora_plus_ratio"}
-    others |= {"optimizer.text_encoder_learning_rate", "train.init_from"}
+    others |= {"optimizer.text_encoder_learning_rate", "train.init_from", "train.ema_decay"}
+    adapter -= {f"adapter.{name}" for name in ("dropout", "rank_dropout", "module_dropout")}
     assert adapter | others == FORBIDDEN_SETTINGS
     assert len(adapter) > 10
 

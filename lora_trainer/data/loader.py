@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -57,7 +57,7 @@ class Prepared:
     """One sample ready for the device: latents and noise float32 [C, H, W], conditioning of batch 1.
 
     `input_noise` is the noise of the input where that is not the one to predict; `huber_delta` is
-    infinite for squared errors.
+    infinite for squared errors; `dropout_seed` names the masks of the adapter's dropout.
     """
 
     sample: str
@@ -68,6 +68,7 @@ class Prepared:
     conditioning: Conditioning
     input_noise: Tensor | None = None
     huber_delta: float = math.inf
+    dropout_seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +192,11 @@ class Feeder:
         # smooth_l1 is huber over its delta: with falling deltas it weighs the noisier levels more.
         weight = made.weight / delta if self.objective.loss == "smooth_l1" else made.weight
         return replace(
-            made, weight=weight, huber_delta=delta, input_noise=self._perturbed(noise, *here)
+            made,
+            weight=weight,
+            huber_delta=delta,
+            input_noise=self._perturbed(noise, *here),
+            dropout_seed=draw_seed(self.seed, Stream.ADAPTER_DROPOUT, *here),
         )
 
     def validation(self, keys: Sequence[tuple[str, Source]], *, quantiles: int) -> list[StepBatch]:
@@ -324,17 +329,23 @@ class Feeder:
 
 
 def micro_batches(
-    batch: StepBatch, *, cap: int, at_once: Mapping[tuple[int, int], int] = MappingProxyType({})
+    batch: StepBatch,
+    *,
+    cap: int,
+    at_once: Mapping[tuple[int, int], int] = MappingProxyType({}),
+    alike: Callable[[Conditioning], int] = lambda _: 0,
 ) -> list[tuple[Prepared, ...]]:
     """Split a step's samples by shape, then into groups of at most `cap`; order within a shape is kept.
 
-    `at_once` are lower caps by (height, width) of the latents: those of large buckets.
+    `at_once` are lower caps by (height, width) of the latents: those of large buckets. Samples whose
+    conditioning is not `alike` are split too.
     """
-    by_shape: dict[torch.Size, list[Prepared]] = {}
+    by_shape: dict[tuple[torch.Size, int], list[Prepared]] = {}
     for sample in batch.samples:
-        by_shape.setdefault(sample.latents.shape, []).append(sample)
+        key = (sample.latents.shape, alike(sample.conditioning))
+        by_shape.setdefault(key, []).append(sample)
     found = []
-    for shape, group in by_shape.items():
+    for (shape, _), group in by_shape.items():
         size = min(cap, at_once.get((shape[-2], shape[-1]), cap))
         found += [tuple(group[first : first + size]) for first in range(0, len(group), size)]
     return found

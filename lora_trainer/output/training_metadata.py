@@ -24,7 +24,7 @@ _FALSE_IN_KOHYA = (
 )
 _NONE_IN_KOHYA = (
     *("clip_skip", "face_crop_aug_range", "adaptive_noise_scale"),
-    *("scale_weight_norms", "network_dropout", "prior_loss_weight", "max_token_length"),
+    *("prior_loss_weight", "max_token_length"),
 )
 """Options of kohya's trainers that this program does not have, as they are there when unused."""
 
@@ -46,6 +46,7 @@ def _network(info: ExportInfo) -> dict[str, Any]:
         "ss_network_dim": info.rank,
         "ss_network_alpha": float(info.alpha),
         "ss_network_args": _json(arguments),
+        "ss_network_dropout": info.settings["adapter.dropout"] or None,
         **({"ss_vae_name": vae} if vae else {}),
     }
 
@@ -60,6 +61,9 @@ def _network_arguments(info: ExportInfo) -> dict[str, str]:
         found |= {"dora_wd": "True", "wd_on_output": "True"}
     if rslora:
         found["rs_lora"] = "True"
+    for name in ("rank_dropout", "module_dropout"):
+        if settings[f"adapter.{name}"]:
+            found[name] = f"{settings[f'adapter.{name}']:g}"
     if kind == "lokr":
         found["factor"] = str(settings["adapter.lokr_factor"])
     # Only U-Nets have convolutions, and no U-Net is trained by flow matching.
@@ -115,6 +119,7 @@ def _options(info: ExportInfo) -> dict[str, Any]:
         "ss_mixed_precision": _PRECISIONS[settings["train.precision"]],
         "ss_gradient_checkpointing": settings["memory.gradient_checkpointing"] != "none",
         "ss_max_grad_norm": settings["train.max_grad_norm"],
+        "ss_scale_weight_norms": settings["optimizer.max_weight_norm"],
         **_loss(settings),
         "ss_noise_offset": settings["objective.noise_offset"],
         "ss_multires_noise_iterations": settings["objective.multires_noise_iterations"],

@@ -152,6 +152,10 @@ class _Planner:
             rank = float(self.values["adapter.rank"])
             self.decide_auto("adapter.alpha", rank, "alpha = rank: the update is not scaled")
         self.decide_auto("memory.text_encoder_precision", *self._text_precision())
+        if self.values["train.ema_decay"] is None:
+            self.decide_auto("output.weights", "trained", "there is no running average")
+        else:
+            self.decide_auto("output.weights", "ema", "train.ema_decay asks for an average")
 
     def decide_objective(self) -> None:
         """Settle what only some kinds of bases have; a preset's wish gives way, a typed one may not."""

@@ -52,7 +52,7 @@ def noise_weight(kind: Weighting, snr: float, settings: ObjectiveSettings) -> fl
         case "debiased":
             return 1.0 / math.sqrt(min(max(snr, 1.0 / MAX_DEBIASED_SNR), MAX_DEBIASED_SNR))
         case "p2":
-            return (1.0 + snr) ** -settings.p2_gamma
+            return math.pow(1.0 + snr, -settings.p2_gamma)
     raise AssertionError(f"{kind} is no weighting by SNR")
 
 

@@ -114,6 +114,14 @@ def test_metadata_follows_the_settings() -> None:
     assert found["lora_train.version"]
 
 
+def test_dropout_is_told_in_kohyas_names() -> None:
+    assert metadata(export_info())["ss_network_dropout"] == "None"
+    dropping = {"adapter.dropout": 0.1, "adapter.rank_dropout": 0.2, "adapter.module_dropout": 0.3}
+    found = metadata(export_info(settings={**export_info().settings, **dropping}))
+    assert found["ss_network_dropout"] == "0.1"
+    assert json.loads(found["ss_network_args"]) == {"rank_dropout": "0.2", "module_dropout": "0.3"}
+
+
 def test_a_large_vocabulary_is_cut_to_the_most_frequent_tags() -> None:
     long = ("common, " + "x" * 9000,) * 2  # twice, so that it is among the most frequent
     captions = (*long, *(f"common, tag {number}" for number in range(3000)))
@@ -319,6 +327,9 @@ def test_the_objective_is_told_in_kohyas_names() -> None:
     plain = told()
     assert (plain["ss_loss_type"], plain["ss_debiased_estimation"]) == ("l2", "False")
     assert plain["ss_ip_noise_gamma"] == "None"
+    assert plain["ss_scale_weight_norms"] == "None"
+    limited = {**export_info().settings, "optimizer.max_weight_norm": 1.5}
+    assert metadata(export_info(settings=limited))["ss_scale_weight_norms"] == "1.5"
     rich = told(loss="huber", huber_delta=0.2, weighting="debiased", input_perturbation=0.1)
     expected = {
         "ss_loss_type": "huber",
