@@ -35,7 +35,7 @@ def limit_norms(adapter: Adapter, limit: float) -> None:
     norms = torch.stack([update_norm(layer) for layer in layers])
     excess = norms / limit
     for layer, too_large in zip(layers, excess.unbind(), strict=True):
-        factors = list(layer.parameters.values())
+        factors: list[Tensor] = list(layer.parameters.values())
         back = too_large.pow(-1 / len(factors))
         torch._foreach_mul_(factors, torch.where(too_large > 1 + TOLERANCE, back, 1.0))
 

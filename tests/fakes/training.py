@@ -155,6 +155,7 @@ def build_training(
     remedies: Sequence[Remedy] = (),
     restore: Callable[[], Progress] | None = None,
     adapter_settings: Mapping[str, Any] = MappingProxyType({}),
+    averaged: bool = False,
 ) -> TinyTraining:
     """Return a training on the tiny base; `adapt` may exchange the model for one that misbehaves."""
     family = families.detect(tiny_base())
@@ -169,6 +170,7 @@ def build_training(
         ),
         alpha=float(rank),
         seed=3,
+        averaged=averaged,
     )
     settings = optimizer or OptimizerSettings(learning_rate=1e-3)
     events = EventStream()
