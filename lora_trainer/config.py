@@ -41,6 +41,9 @@ Checkpointing = Literal["none", "selective", "full", "offloaded"]
 every second one of each list of blocks, all of them, or all with the kept inputs in host memory."""
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 """What the backward pass makes again: nothing, every second block, all, or all from host memory."""
+Weighting = Literal["none", "min_snr", "soft_min_snr", "debiased", "p2", "sigma_sqrt", "cosmap"]
+FLOW_WEIGHTINGS: tuple[Weighting, ...] = ("sigma_sqrt", "cosmap")
+SNR_WEIGHTINGS: tuple[Weighting, ...] = ("min_snr", "soft_min_snr", "debiased", "p2")
 T = TypeVar("T")
 
 
@@ -82,6 +85,7 @@ _CONVOLUTIONS = {"adapter.targets": ("all",)}
 _SHUFFLING = {"data.shuffle_tags": (True,)}
 _NOT_EMBEDDED = {"base.model": ("embedded",)}
 _NOT_OFT = {"adapter.kind": ("oft",)}
+_SQUARED = {"objective.loss": ("mse",)}
 _WITHOUT_VALIDATION = {"data.validation_fraction": (0.0,)}
 
 
@@ -230,6 +234,27 @@ class AdapterSettings(Section):
         "start at zero, or at the main singular vectors (Meng et al. 2024, arXiv 2404.02948); LoRA only",
         only_for=_LORA,
     )
+    dropout: float = setting(
+        0.0,
+        "share of each layer's input channels that the adapter does not see, another for every sample",
+        ge=0.0,
+        le=0.9,
+        not_for=_NOT_OFT,
+    )
+    rank_dropout: float = setting(
+        0.0,
+        "share of each update's ranks left out, others for every sample; LoRA",
+        ge=0.0,
+        le=0.9,
+        only_for=_LORA,
+    )
+    module_dropout: float = setting(
+        0.0,
+        "share of layers whose adapter is off, others for every sample",
+        ge=0.0,
+        le=0.9,
+        not_for={**_NOT_OFT, "adapter.dora": (True,)},
+    )
     lokr_factor: int = setting(
         -1,
         "size of LoKr's left factor; -1: the most even split",
@@ -277,6 +302,12 @@ class TrainSettings(Section):
         "halve the learning rate after three validations without a better loss, three times at most",
         not_for={**_WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
     )
+    ema_decay: float | None = setting(
+        None,
+        "keep a running average of the adapter with this decay, faster at first; 0.99-0.999 is usual",
+        gt=0.0,
+        lt=1.0,
+    )
     validate_every_steps: AutoInterval = setting(
         "auto", "steps between validations; 0: never", not_for=_WITHOUT_VALIDATION
     )
@@ -288,12 +319,40 @@ class TrainSettings(Section):
 
 
 class ObjectiveSettings(Section):
+    weighting: Weighting | Auto = setting(
+        "auto",
+        "how much noise levels count; flow matching: sigma_sqrt, cosmap; auto: min_snr if it has a gamma",
+    )
     min_snr_gamma: float | None = setting(
         5.0,
-        "loss weight min(SNR, gamma) / SNR (Hang et al. 2023, arXiv 2303.09556); null: none",
+        "gamma of min_snr (Hang et al. 2023, arXiv 2303.09556) and soft_min_snr; null: no such weights",
         gt=0,
         le=100,
         only_for=_NOISE_OR_V,
+        not_for={"objective.weighting": ("debiased", "p2")},
+    )
+    p2_gamma: float = setting(
+        1.0,
+        "gamma of p2, (1 + SNR)^-gamma (Choi et al. 2022, arXiv 2204.00227)",
+        gt=0,
+        le=10,
+        only_for={"objective.weighting": ("p2",)},
+    )
+    loss: Literal["mse", "huber", "smooth_l1"] = setting(
+        "mse",
+        "squared error, or one that grows linearly beyond huber_delta: less swayed by odd pictures",
+    )
+    huber_delta: float = setting(
+        0.1,
+        "error from which huber and smooth_l1 are linear; with a schedule, at pure noise",
+        gt=0.0,
+        le=1.0,
+        not_for=_SQUARED,
+    )
+    huber_schedule: Literal["snr", "exponential", "constant"] = setting(
+        "snr",
+        "how the delta falls from 1 without noise (Khrapov et al. 2024, arXiv 2403.16728)",
+        not_for=_SQUARED,
     )
     noise_offset: float = setting(
         0.0, "strength of per-channel constant noise (0.03-0.1 is usual)", ge=0.0, le=1.0
@@ -308,24 +367,43 @@ class ObjectiveSettings(Section):
         le=1.0,
         not_for={"objective.multires_noise_iterations": (0,)},
     )
-    timestep_sampling: Literal["uniform", "logit_normal", "sigmoid"] = setting(
+    input_perturbation: float = setting(
+        0.0,
+        "share of more noise in the input only (Ning et al. 2023, arXiv 2301.11706); 0.1 is usual",
+        ge=0.0,
+        le=1.0,
+    )
+    timestep_sampling: Literal["uniform", "logit_normal", "sigmoid", "mode", "cosmap"] = setting(
         "uniform",
-        "density of flow timesteps (Esser et al. 2024, arXiv 2403.03206); sigmoid: logit_normal(0, 1)",
-        only_for=_FLOW,
+        "density of the timesteps (Esser et al. 2024, arXiv 2403.03206); sigmoid: logit_normal(0, 1)",
     )
     logit_mean: float = setting(
         0.0,
         "mean of logit_normal; above 0: noisier",
         ge=-10.0,
         le=10.0,
-        only_for={**_FLOW, "objective.timestep_sampling": ("logit_normal",)},
+        only_for={"objective.timestep_sampling": ("logit_normal",)},
     )
     logit_std: float = setting(
         1.0,
         "deviation of logit_normal",
         gt=0.0,
         le=10.0,
-        only_for={**_FLOW, "objective.timestep_sampling": ("logit_normal",)},
+        only_for={"objective.timestep_sampling": ("logit_normal",)},
+    )
+    mode_scale: float = setting(
+        1.29,
+        "weight that mode puts on the middle; below 0: on the ends",
+        ge=-1.0,
+        le=1.75,
+        only_for={"objective.timestep_sampling": ("mode",)},
+    )
+    timestep_strata: int = setting(
+        1,
+        "samples in a row whose timesteps are from each of as many equal parts; 1: drawn independently",
+        unit="samples",
+        ge=1,
+        le=256,
     )
     flow_shift: Annotated[float, Field(gt=0, le=100)] | Literal["resolution"] = setting(
         1.0,
@@ -346,6 +424,13 @@ class ObjectiveSettings(Section):
     )
     min_timestep: int = setting(0, "smallest timestep trained", ge=0, le=999)
     max_timestep: int = setting(999, "largest timestep trained", ge=0, le=999)
+
+    @property
+    def chosen_weighting(self) -> Weighting:
+        """The weighting, with `auto` settled."""
+        if self.weighting != "auto":
+            return self.weighting
+        return "none" if self.min_snr_gamma is None else "min_snr"
 
 
 class OptimizerSettings(Section):
@@ -376,6 +461,13 @@ class OptimizerSettings(Section):
     beta2: float = setting(0.999, "decay of the second moment", ge=0.0, lt=1.0)
     epsilon: float = setting(1e-8, "added to the denominator", gt=0.0, le=1.0)
     weight_decay: float = setting(0.01, "decoupled weight decay", ge=0.0, le=1.0)
+    max_weight_norm: float | None = setting(
+        None,
+        "updates of layers are scaled back to this norm after every step (scale_weight_norms); 1 is usual",
+        gt=0.0,
+        le=1000.0,
+        not_for={**_NOT_OFT, "adapter.dora": (True,), "adapter.init": ("pissa",)},
+    )
     schedule: Literal["constant", "linear", "cosine"] = setting(
         "cosine", "shape of the learning rate after warm-up"
     )
@@ -451,6 +543,11 @@ class OutputSettings(Section):
     folder: str = setting("runs", "where run folders are made", path=True)
     name: str = setting("auto", "name of the run and its files; auto: the dataset folder's name")
     precision: Precision = setting("fp16", "dtype of exported files")
+    weights: Literal["auto", "trained", "ema"] = setting(
+        "auto",
+        "what is exported, sampled and validated: as trained, or averaged; auto: ema with train.ema_decay",
+        not_for={"train.ema_decay": (None,)},
+    )
     format: Literal["auto", "kohya", "diffusers", "comfyui"] = setting(
         "auto", "key names of exported files; auto: what most programs read for this family"
     )
@@ -529,6 +626,9 @@ def _contradictions(config: Config) -> Iterator[str]:
     low, high = config.objective.min_timestep, config.objective.max_timestep
     if low > high:
         yield f"objective.min_timestep={low} is above objective.max_timestep={high}: lower one of them."
+    weighting = config.objective.weighting
+    if weighting in ("min_snr", "soft_min_snr") and config.objective.min_snr_gamma is None:
+        yield f"objective.weighting={weighting} needs a number as objective.min_snr_gamma: 5 is usual."
     alpha, rank = config.adapter.alpha, config.adapter.rank
     if alpha != "auto" and alpha > rank * 100:
         yield f"adapter.alpha={alpha:g} is over 100 times adapter.rank={rank}: use at most {rank * 100}."
@@ -546,6 +646,10 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield from _pattern_problem("optimizer.learning_rate_pattern", pattern)
     if config.optimizer.text_encoder_learning_rate is not None and not config.adapter.text_encoder:
         yield "optimizer.text_encoder_learning_rate needs adapter.text_encoder=true."
+    if config.output.weights == "ema" and config.train.ema_decay is None:
+        yield "output.weights=ema needs train.ema_decay: 0.995 is usual."
+    if config.optimizer.max_weight_norm is not None:
+        yield from _plain_product("optimizer.max_weight_norm", config.adapter)
     if config.train.tighten_on_spike and config.train.max_grad_norm == 0:
         yield "train.tighten_on_spike lowers train.max_grad_norm, which is 0: never; choose a norm."
     micro, batch = config.memory.micro_batch, config.train.batch_size
@@ -581,6 +685,13 @@ def _adapter_contradictions(adapter: AdapterSettings) -> Iterator[str]:
     for name, asked in only_lora.items():
         if asked and adapter.kind != "lora":
             yield f"adapter.{name} is for adapter.kind=lora, not {adapter.kind}: choose one."
+    if adapter.rank_dropout and adapter.kind != "lora":
+        yield f"adapter.rank_dropout is for adapter.kind=lora, not {adapter.kind}: use dropout."
+    for name in ("dropout", "module_dropout"):
+        if getattr(adapter, name) and adapter.kind == "oft":
+            yield f"adapter.{name} is for lora, loha and lokr, not adapter.kind=oft: choose one."
+    if adapter.module_dropout and adapter.dora:
+        yield "adapter.module_dropout would leave DoRA's norms on: use dropout, or adapter.dora=false."
     if adapter.dora and adapter.init == "pissa":
         yield "adapter.dora and adapter.init=pissa cannot be combined: choose one."
     if adapter.kind == "oft" and (adapter.alpha != "auto" or adapter.conv_alpha is not None):
@@ -592,6 +703,15 @@ def _adapter_contradictions(adapter: AdapterSettings) -> Iterator[str]:
         yield "adapter.conv_rank and conv_alpha are for convolutions: set adapter.targets=all."
     for pattern in adapter.rank_pattern:
         yield from _pattern_problem("adapter.rank_pattern", pattern)
+
+
+def _plain_product(key: str, adapter: AdapterSettings) -> Iterator[str]:
+    """Refuse `key` where an update is more than the product of its factors."""
+    others = {"kind=oft": adapter.kind == "oft", "dora": adapter.dora}
+    others["init=pissa"] = adapter.init == "pissa"
+    for name, chosen in others.items():
+        if chosen:
+            yield f"{key} and adapter.{name} cannot be combined: choose one."
 
 
 def _pattern_problem(key: str, pattern: str) -> Iterator[str]:

@@ -78,6 +78,7 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
         alpha=_alpha(config),
         seed=config.train.seed,
         initial=state.adapter if state is not None else None,
+        averaged=config.train.ema_decay is not None,
     )
     if config.train.init_from is not None and state is None:
         names = file_names(family, modules)
@@ -100,7 +101,7 @@ def arrange(prepared: Prepared, denoiser: nn.Module) -> None:
         stream_blocks(denoiser, count=count, device=planned_device(prepared))
 
 
-def build_model(prepared: Prepared, networks: Networks) -> Model:
+def build_model(prepared: Prepared, networks: Networks, adapter: Adapter) -> Model:
     return Model(
         denoiser=networks.denoiser,
         predict=prepared.family.predict,
@@ -108,6 +109,8 @@ def build_model(prepared: Prepared, networks: Networks) -> Model:
         prediction=prepared.facts.prediction,
         precision=DTYPES[concrete(prepared.config.train.precision)],
         device=planned_device(prepared),
+        masks=adapter.masks,
+        alike=prepared.family.passes_with,
     )
 
 

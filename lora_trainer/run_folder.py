@@ -11,7 +11,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from lora_trainer.config import AdapterSettings
+from lora_trainer.config import AdapterSettings, Config, flatten
 from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.events import read_events
 from lora_trainer.files import (
@@ -49,6 +49,7 @@ FREE_SETTINGS = frozenset(
         "data.max_bad_fraction", "data.max_megapixels", "train.validate_every_steps", "hardware.vram_limit_gib",
         "hardware.process_timeout_s",
         "output.description", "output.author", "output.license", "output.hub_repo", "output.hub_private",
+        "output.weights",
     }
 )  # fmt: skip
 # Settings that say how it is computed: a resume may change them and keeps every draw, not every bit.
@@ -64,12 +65,17 @@ ROUNDING_SETTINGS = frozenset(
 # What decides the shapes of the adapter and of the optimizer's state, and where both began.
 FORBIDDEN_SETTINGS = frozenset(
     {
-        *(f"adapter.{name}" for name in AdapterSettings.model_fields),
+        *(
+            f"adapter.{name}"
+            for name in AdapterSettings.model_fields
+            if not name.endswith("dropout")
+        ),
         "optimizer.name",
         "optimizer.learning_rate_pattern",
         "optimizer.lora_plus_ratio",
         "optimizer.text_encoder_learning_rate",
         "train.init_from",
+        "train.ema_decay",
     }
 )
 
@@ -184,20 +190,20 @@ def compare(
 
     Settings in FORBIDDEN_SETTINGS cannot change; others make it CHANGED; another environment (torch,
     threads, processor, device), or one that is not deterministic, keeps every draw but not every bit.
+    A setting that a run of an older version did not have was at its default.
     """
+    before = flatten(Config()) | dict(before)
     free = FREE_SETTINGS - (
-        {"train.validate_every_steps"} if now["train.lower_on_plateau"] else set()
+        {"train.validate_every_steps", "output.weights"} if now["train.lower_on_plateau"] else set()
     )
-    changed = [key for key in now if before.get(key) != now[key] and key not in free]
-    refused = [
-        f"{key} {before.get(key)} -> {now[key]}" for key in changed if key in FORBIDDEN_SETTINGS
-    ]
+    changed = [key for key in now if before[key] != now[key] and key not in free]
+    refused = [f"{key} {before[key]} -> {now[key]}" for key in changed if key in FORBIDDEN_SETTINGS]
     if refused:
         raise RequestError(
             f"a resume cannot change {', '.join(refused)}",
             fix="leave it as it was, or start a new run",
         )
-    lines = [f"{key}: {before.get(key)} -> {now[key]}" for key in changed]
+    lines = [f"{key}: {before[key]} -> {now[key]}" for key in changed]
     moved = [
         f"{key}: {environment.get(key)} -> {value}"
         for key, value in environment_now.items()

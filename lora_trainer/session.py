@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lora_trainer.caching import fill_caches, open_cache, texts_as
-from lora_trainer.config import concrete
+from lora_trainer.config import Config, concrete
 from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import Needs
 from lora_trainer.data.loader import Entries, Feeder
@@ -20,6 +20,7 @@ from lora_trainer.device import DTYPES, encoder_device
 from lora_trainer.events import read_events
 from lora_trainer.exporting import Job, copied, export, exporter, upload
 from lora_trainer.model.adapters import Adapter
+from lora_trainer.model.norm_limit import limit_norms
 from lora_trainer.networks import Networks, arrange, build_model, load_networks, with_adapter
 from lora_trainer.output.checkpoints import TrainingState, freeze, state_bytes, state_of
 from lora_trainer.output.export import final_export_name, prune_exports, step_export_name
@@ -53,6 +54,8 @@ class _Parts:
     optimizer: torch.optim.Optimizer
     parameters: Sequence[nn.Parameter]
     scaler: torch.amp.GradScaler
+    chosen: Callable[[], AbstractContextManager[None]]
+    """Puts the weights that are exported, sampled and validated in force while a block runs."""
 
     def restored(self, state: TrainingState, *, micro_batch: int) -> Progress:
         """Put adapter, optimizer and loss scale where `state` has them; return where that is."""
@@ -103,7 +106,7 @@ def train_job(job: Job) -> Path:
         start,
         actions=[
             *job.watchers,
-            _validation(job, wanted, feeder, parts.model),
+            _validation(job, wanted, feeder, parts),
             _samples(job, feeder.entries, parts),
             CompareAction(saves=saves, ranks=job.ranks),
             saves,
@@ -118,7 +121,7 @@ def train_job(job: Job) -> Path:
     # ---- export
     file = job.folder.path / final_export_name(job.folder.name)
     events.emit("phase", phase="export", message=file.name, done=0, total=0)
-    with told_if_full("exporting", events=events):
+    with told_if_full("exporting", events=events), parts.chosen():
         export(job, parts.adapter, file, end)
     base_loss, last_loss = _validation_losses(job.folder)
     events.emit(
@@ -150,7 +153,7 @@ def follow_job(job: Job) -> None:
     feeder = _feeder(job, wanted, cache)
     unwritten = StateWriter(folder=job.folder.states, keep=0, events=job.events)
     actions: list[Action] = [
-        _validation(job, wanted, feeder, parts.model),
+        _validation(job, wanted, feeder, parts),
         CompareAction(saves=_saves(job, unwritten, parts), ranks=ranks),
     ]
     run(_training(job, parts, feeder, start, actions=actions, restore=restore), start)
@@ -176,7 +179,7 @@ def _parts(job: Job) -> _Parts:
         arrange(prepared, networks.denoiser)
         groups = adapter.groups(config.optimizer)
         optimizer = build_optimizer(groups, config.optimizer)
-    model = build_model(prepared, networks)
+    model = build_model(prepared, networks, adapter)
     return _Parts(
         networks=networks,
         adapter=adapter,
@@ -184,6 +187,7 @@ def _parts(job: Job) -> _Parts:
         optimizer=optimizer,
         parameters=[parameter for group in groups for parameter in group["params"]],
         scaler=torch.amp.GradScaler(model.device.type, enabled=config.train.precision == "fp16"),
+        chosen=adapter.averaged if config.output.weights == "ema" else nullcontext,
     )
 
 
@@ -225,7 +229,20 @@ def _training(
         remedies=found,
         restore=restore,
         watch_spikes=config.train.tighten_on_spike,
+        afterwards=_afterwards(config, parts.adapter),
     )
+
+
+def _afterwards(config: Config, adapter: Adapter) -> list[Callable[[int], None]]:
+    """Return what is done to the weights after each optimizer step."""
+    found: list[Callable[[int], None]] = []
+    limit = config.optimizer.max_weight_norm
+    if limit is not None:
+        found.append(lambda step: limit_norms(adapter, limit))
+    decay = config.train.ema_decay
+    if decay is not None:
+        found.append(lambda step: adapter.update_average(step, decay=decay))
+    return found
 
 
 def _validation_losses(folder: RunFolder) -> tuple[float | None, float | None]:
@@ -288,12 +305,13 @@ def _levels(prepared: Prepared) -> Levels:
     )
 
 
-def _validation(job: Job, wanted: Needs, feeder: Feeder, model: Model) -> ValidateAction:
+def _validation(job: Job, wanted: Needs, feeder: Feeder, parts: _Parts) -> ValidateAction:
     held_out = [record.sample_ids()[0] for record in job.prepared.held_out]
     keys = [(sample, wanted.sources[sample]) for sample in held_out]
     return ValidateAction(
         batches=feeder.validation(keys, quantiles=VALIDATION_QUANTILES) if keys else (),
-        model=model,
+        model=parts.model,
+        chosen=parts.chosen,
         every_steps=concrete(job.prepared.config.train.validate_every_steps),
         events=job.events,
         ranks=job.ranks,
@@ -313,6 +331,7 @@ def _samples(job: Job, entries: Entries, parts: _Parts) -> SampleAction:
             decode_on=encoder_device(prepared),
         ),
         adapter=parts.adapter,
+        chosen=parts.chosen,
         without=assistant.off if assistant else nullcontext,
         embed=parts.model.embed,
         precision=DTYPES[config.output.precision],
@@ -336,7 +355,9 @@ def _saves(job: Job, writer: StateWriter, parts: _Parts) -> SaveAction:
 
     def export_step(progress: Progress, copy: Copy) -> Export:
         file = job.folder.path / step_export_name(job.folder.name, step=progress.step)
-        write = exporter(job, copied(parts.adapter.tensors(), copy), file, progress)
+        with parts.chosen():
+            tensors = copied(parts.adapter.tensors(), copy)
+        write = exporter(job, tensors, file, progress)
 
         def write_and_prune() -> str:
             write()

@@ -102,10 +102,12 @@ def label_of(name: str, *, unit: str = "") -> str:
 _SPELLED = {
     "conv": "convolution",
     "dir": "folder",
+    "ema": "EMA",
     "grad": "gradient",
     "init": "start",
     "multires": "multi-resolution",
     "vae": "VAE",
+    "p2": "P2",
     "snr": "SNR",
     "lora": "LoRA",
     "lokr": "LoKr",

@@ -76,6 +76,10 @@ def test_a_flat_config_builds_the_same_config() -> None:
             {"objective.min_timestep": 9, "objective.max_timestep": 3},
             "min_timestep=9 is above objective.max_timestep=3",
         ),
+        (
+            {"objective.weighting": "soft_min_snr", "objective.min_snr_gamma": None},
+            "objective.weighting=soft_min_snr needs a number as objective.min_snr_gamma",
+        ),
         ({"adapter.alpha": 500, "adapter.rank": 4}, "over 100 times adapter.rank=4"),
         (
             {"train.steps": 10, "output.save_every_steps": 11},
@@ -106,6 +110,30 @@ def test_a_flat_config_builds_the_same_config() -> None:
         (
             {"adapter.kind": "oft", "adapter.targets": "all", "adapter.conv_alpha": 8},
             "a rotation, which has no alpha",
+        ),
+        (
+            {"optimizer.max_weight_norm": 1.0, "adapter.kind": "oft"},
+            "optimizer.max_weight_norm and adapter.kind=oft cannot be combined",
+        ),
+        (
+            {"optimizer.max_weight_norm": 1.0, "adapter.dora": True},
+            "optimizer.max_weight_norm and adapter.dora cannot be combined",
+        ),
+        (
+            {"optimizer.max_weight_norm": 1.0, "adapter.init": "pissa"},
+            "optimizer.max_weight_norm and adapter.init=pissa cannot be combined",
+        ),
+        (
+            {"adapter.rank_dropout": 0.1, "adapter.kind": "loha"},
+            "rank_dropout is for adapter.kind=lora, not loha",
+        ),
+        (
+            {"adapter.dropout": 0.1, "adapter.kind": "oft"},
+            "dropout is for lora, loha and lokr, not adapter.kind=oft",
+        ),
+        (
+            {"adapter.module_dropout": 0.1, "adapter.dora": True},
+            "module_dropout would leave DoRA's norms on",
         ),
         ({"adapter.lokr_factor": 4}, "lokr_factor is -1 or at least 1, and for adapter.kind=lokr"),
         ({"adapter.lokr_factor": 0, "adapter.kind": "lokr"}, "lokr_factor is -1 or at least 1"),

@@ -105,6 +105,24 @@ def test_any_number_of_processes_is_one_training(
     assert len(validations[0]) == 1 + STEPS // 5
 
 
+def test_dropout_strata_norms_and_average_are_those_of_one_process(
+    place: Toy, results: dict[str, Any]
+) -> None:
+    for name in ("craft", "craft alone"):
+        assert set(results[name]["codes"]) == {0}, results[name]["output"]
+    assert draws(place, "craft") == draws(place, "craft alone")
+    assert distance(gradients(place, "craft"), gradients(place, "craft alone")) < 1e-5
+    assert distance(gradients(place, "craft"), gradients(place, "one")) > 0.1
+    ours, alone = adapter(place, "craft"), adapter(place, "craft alone")
+    assert len(ours) == 2 * len(adapter(place, "one")), "weights and their averages"
+    assert distance(ours, alone) < 5e-5
+    validations = [
+        [row["loss"] for row in events(place.runs / run, "validation")]
+        for run in ("craft", "craft alone")
+    ]
+    assert validations[0] == pytest.approx(validations[1], rel=1e-4)
+
+
 def test_each_process_has_a_share_and_nobody_twice(place: Toy, results: dict[str, Any]) -> None:
     counts = [
         len((place.folder / "notes-of 3" / f"draws-{rank}.txt").read_text().splitlines())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config import setting_keys
+from lora_trainer.config import Config, flatten, setting_keys
 from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.events import read_jsonl
 from lora_trainer.run_folder import (
@@ -111,7 +111,8 @@ def test_every_setting_named_is_one() -> None:
 def test_what_decides_shapes_groups_and_beginnings_may_not_change() -> None:
     adapter = {key for key in setting_keys() if key.startswith("adapter.")}
     others = {"optimizer.name", "optimizer.learning_rate_pattern", "optimizer.lora_plus_ratio"}
-    others |= {"optimizer.text_encoder_learning_rate", "train.init_from"}
+    others |= {"optimizer.text_encoder_learning_rate", "train.init_from", "train.ema_decay"}
+    adapter -= {f"adapter.{name}" for name in ("dropout", "rank_dropout", "module_dropout")}
     assert adapter | others == FORBIDDEN_SETTINGS
     assert len(adapter) > 10
 
@@ -166,6 +167,22 @@ def test_how_often_is_validated_matters_where_it_decides_the_learning_rate() -> 
     exactness, differences = compare(settings, later, environment=MACHINE, environment_now=MACHINE)
     assert exactness == "CHANGED"
     assert differences == ["train.validate_every_steps: before -> now"]
+
+
+@pytest.mark.parametrize("key", ["objective.loss", "adapter.rslora"])
+def test_a_setting_that_an_older_run_did_not_have_was_at_its_default(key: str) -> None:
+    default = flatten(Config())[key]
+    older = {other: value for other, value in BEFORE.items() if other != key}
+    same = compare(older, BEFORE | {key: default}, environment=MACHINE, environment_now=MACHINE)
+    assert same == ("EXACT", [])
+    if key in FORBIDDEN_SETTINGS:
+        with pytest.raises(RequestError, match=f"{key} {default} -> now"):
+            compare(older, BEFORE | {key: "now"}, environment=MACHINE, environment_now=MACHINE)
+    else:
+        changed = compare(
+            older, BEFORE | {key: "now"}, environment=MACHINE, environment_now=MACHINE
+        )
+        assert changed == ("CHANGED", [f"{key}: {default} -> now"])
 
 
 @pytest.mark.parametrize("key", sorted(FORBIDDEN_SETTINGS))

@@ -8,11 +8,12 @@ change them.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -25,8 +26,9 @@ from lora_trainer.errors import MachineError
 from lora_trainer.families.base import Conditioning, Prediction
 from lora_trainer.launch import Place, share
 from lora_trainer.randomness import Stream, draw_seed, draw_uniform, shuffled
-from lora_trainer.train.levels import Level, Levels
-from lora_trainer.train.objective import draw_noise, min_snr_weight
+from lora_trainer.train.levels import TIMESTEPS, Level, Levels
+from lora_trainer.train.objective import draw_noise
+from lora_trainer.train.weighting import huber_delta, loss_weight
 
 RESIDENT_LIMIT_BYTES = 1 << 30  # entries kept in RAM; a small dataset is read from disk once
 LEAVING_S = (
@@ -52,7 +54,11 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """One sample ready for the device: latents and noise float32 [C, H, W], conditioning of batch 1."""
+    """One sample ready for the device: latents and noise float32 [C, H, W], conditioning of batch 1.
+
+    `input_noise` is the noise of the input where that is not the one to predict; `huber_delta` is
+    infinite for squared errors; `dropout_seed` names the masks of the adapter's dropout.
+    """
 
     sample: str
     latents: Tensor
@@ -60,6 +66,9 @@ class Prepared:
     level: Level
     weight: float
     conditioning: Conditioning
+    input_noise: Tensor | None = None
+    huber_delta: float = math.inf
+    dropout_seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +86,11 @@ class MicroBatch:
 
     latents: Tensor
     noise: Tensor
+    input_noise: Tensor
     timesteps: Tensor
     alpha: Tensor
     sigma: Tensor
+    huber_delta: Tensor | None
     conditioning: Conditioning
 
 
@@ -172,10 +183,21 @@ class Feeder:
             octaves=self.objective.multires_noise_iterations,
             discount=self.objective.multires_noise_discount,
         )
-        uniform = draw_uniform(self.seed, Stream.TIMESTEP, *here)
-        level = self.levels.draw(uniform, size_px=source.size_px)
+        level = self.levels.draw(self._uniform(*here), size_px=source.size_px)
+        delta = huber_delta(
+            self.objective, time=level.timestep / TIMESTEPS, alpha=level.alpha, sigma=level.sigma
+        )
         told = {**self._text(source, *here), **geometry}
-        return self._assemble(sample, latents, noise, level, told)
+        made = self._assemble(sample, latents, noise, level, told)
+        # smooth_l1 is huber over its delta: with falling deltas it weighs the noisier levels more.
+        weight = made.weight / delta if self.objective.loss == "smooth_l1" else made.weight
+        return replace(
+            made,
+            weight=weight,
+            huber_delta=delta,
+            input_noise=self._perturbed(noise, *here),
+            dropout_seed=draw_seed(self.seed, Stream.ADAPTER_DROPOUT, *here),
+        )
 
     def validation(self, keys: Sequence[tuple[str, Source]], *, quantiles: int) -> list[StepBatch]:
         """Return the held-out samples at each quantile of the timesteps, with fixed noise and captions."""
@@ -253,16 +275,38 @@ class Feeder:
             latents=latents,
             noise=noise,
             level=level,
-            weight=self._weight(level),
+            weight=loss_weight(
+                self.objective,
+                signal=level.signal,
+                sigma=level.sigma,
+                prediction=self.prediction,
+            ),
             conditioning={**told, **self.told},
         )
 
-    def _weight(self, level: Level) -> float:
-        if level.signal is None:
-            return 1.0
-        signal = torch.tensor(level.signal, dtype=torch.float64)
-        gamma = self.objective.min_snr_gamma
-        return float(min_snr_weight(signal, gamma=gamma, prediction=self.prediction))
+    def _uniform(self, epoch: int, sample: str) -> float:
+        """Return the number that becomes the timestep, one in each stratum of samples in a row.
+
+        Which stratum follows from the place in the stream, so no split and no batch size changes it.
+        """
+        uniform, strata = (
+            draw_uniform(self.seed, Stream.TIMESTEP, epoch, sample),
+            self.objective.timestep_strata,
+        )
+        if strata == 1:
+            return uniform
+        position = epoch * len(self.sources) + self._order(epoch).index(sample)
+        window, place = divmod(position, strata)
+        order = shuffled(map(str, range(strata)), self.seed, Stream.TIMESTEP_STRATUM, window)
+        return (int(order[place]) + uniform) / strata
+
+    def _perturbed(self, noise: Tensor, epoch: int, sample: str) -> Tensor | None:
+        """Return the noise of the input, with more of it than is to be predicted; None: the same."""
+        strength = self.objective.input_perturbation
+        if strength == 0:
+            return None
+        generator = self._generator(Stream.INPUT_PERTURBATION, epoch, sample)
+        return noise + strength * torch.randn(noise.shape, generator=generator)
 
     def _text(self, source: Source, epoch: int, sample: str) -> Conditioning:
         if is_dropped(sample, fraction=self.data.caption_dropout, seed=self.seed, epoch=epoch):
@@ -285,17 +329,23 @@ class Feeder:
 
 
 def micro_batches(
-    batch: StepBatch, *, cap: int, at_once: Mapping[tuple[int, int], int] = MappingProxyType({})
+    batch: StepBatch,
+    *,
+    cap: int,
+    at_once: Mapping[tuple[int, int], int] = MappingProxyType({}),
+    alike: Callable[[Conditioning], int] = lambda _: 0,
 ) -> list[tuple[Prepared, ...]]:
     """Split a step's samples by shape, then into groups of at most `cap`; order within a shape is kept.
 
-    `at_once` are lower caps by (height, width) of the latents: those of large buckets.
+    `at_once` are lower caps by (height, width) of the latents: those of large buckets. Samples whose
+    conditioning is not `alike` are split too.
     """
-    by_shape: dict[torch.Size, list[Prepared]] = {}
+    by_shape: dict[tuple[torch.Size, int], list[Prepared]] = {}
     for sample in batch.samples:
-        by_shape.setdefault(sample.latents.shape, []).append(sample)
+        key = (sample.latents.shape, alike(sample.conditioning))
+        by_shape.setdefault(key, []).append(sample)
     found = []
-    for shape, group in by_shape.items():
+    for (shape, _), group in by_shape.items():
         size = min(cap, at_once.get((shape[-2], shape[-1]), cap))
         found += [tuple(group[first : first + size]) for first in range(0, len(group), size)]
     return found
@@ -315,16 +365,21 @@ def to_device(
         return torch.tensor(values, device=device)
 
     levels = [sample.level for sample in samples]
+    noise = move(torch.stack([sample.noise for sample in samples]))
+    perturbed = [sample.input_noise for sample in samples if sample.input_noise is not None]
+    deltas = [sample.huber_delta for sample in samples]
     stacked = {
         name: move(_padded([sample.conditioning[name] for sample in samples]))
         for name in samples[0].conditioning
     }
     return MicroBatch(
         latents=move(torch.stack([sample.latents for sample in samples])),
-        noise=move(torch.stack([sample.noise for sample in samples])),
+        noise=noise,
+        input_noise=move(torch.stack(perturbed)) if perturbed else noise,
         timesteps=scalars([level.timestep for level in levels]),
         alpha=scalars([level.alpha for level in levels]),
         sigma=scalars([level.sigma for level in levels]),
+        huber_delta=None if math.inf in deltas else scalars(deltas),
         conditioning={
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
             for name, tensor in stacked.items()

@@ -239,6 +239,10 @@ class Family(ABC):
         facts = self.known(self.default_source)
         return (facts.architecture,) if facts is not None else ()
 
+    def passes_with(self, conditioning: Conditioning) -> int:
+        """Return what one sample's conditioning must share with others to be rows of the same passes."""
+        return 0
+
     def text_modules(self) -> Mapping[str, Sequence[str]]:
         """Return by component the layers of text networks that adapter files of any trainer may change."""
         return {}

@@ -183,6 +183,9 @@ class Chroma(FlowFamily):
         order = torch.tensor([row for rows in groups.values() for row in rows])
         return torch.cat(parts)[order.argsort().to(noisy.device)]
 
+    def passes_with(self, conditioning: Conditioning) -> int:
+        return int(conditioning["text_mask"].sum())
+
     def targets(self, targets: Targets) -> tuple[str, ...]:
         return ENDINGS[targets]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lora_trainer.config import AdapterSettings, OptimizerSettings
 from lora_trainer.errors import RequestError
 from lora_trainer.families.base import DENOISER
+from lora_trainer.model.dropout import SampleMasks, drops
 from lora_trainer.model.injection import AdaptedLayer, adapt
 from lora_trainer.output.adapter_tensors import (
     AdapterTensors,
@@ -25,16 +26,22 @@ from lora_trainer.output.adapter_tensors import (
 )
 from lora_trainer.planning.adapter_size import first_match
 
-_INITIAL = "initial."
+_INITIAL, _AVERAGE = "initial.", "average."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """The adapted layers by "component.module"; `rank` and `alpha` are those of the settings."""
+    """The adapted layers by "component.module"; `rank` and `alpha` are those of the settings.
+
+    `masks` are those of its dropout, None without any. `average` holds a running average of each
+    parameter, by its name in `state`; empty without one.
+    """
 
     layers: Mapping[str, AdaptedLayer]
     rank: int
     alpha: float
+    masks: SampleMasks | None = None
+    average: Mapping[str, Tensor] = field(default_factory=dict)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what is trained, in module order; `groups` freezes some."""
@@ -74,21 +81,13 @@ class Adapter:
         return {key: layer.tensors() for key, layer in self.layers.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"component.module.tensor": value} for a resume, and PiSSA's start as "initial....".
+        """Return {"component.module.tensor": value} for a resume; more as "initial...." and "average....".
 
-        `inject` takes the latter back, so that a resumed run starts at the same bits.
+        The former is PiSSA's start; `inject` takes it back, so that a resumed run starts at the same bits.
         """
-        live = {
-            f"{key}.{name}": parameter.detach()
-            for key, layer in self.layers.items()
-            for name, parameter in layer.parameters.items()
+        return self._named() | {
+            f"{_AVERAGE}{name}": tensor for name, tensor in self.average.items()
         }
-        start = {
-            f"{_INITIAL}{key}.{name}": tensor.detach()
-            for key, layer in self.layers.items()
-            for name, tensor in layer.initial.items()
-        }
-        return live | start
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copy a resume state in; raises RequestError when it belongs to another adapter."""
@@ -112,6 +111,49 @@ class Adapter:
             with torch.no_grad():
                 for name, parameter in layer.parameters.items():
                     parameter.copy_(values[name].reshape(parameter.shape))
+                    if self.average:
+                        self.average[f"{key}.{name}"].copy_(parameter)
+
+    def update_average(self, step: int, *, decay: float) -> None:
+        """Take the weights after optimizer step `step`, counted from 1, into the running average.
+
+        The decay begins low, min(decay, step / (step + 9)), so that the start is soon forgotten; it is
+        a function of the step, so nothing but the average itself is to be kept for a resume.
+        """
+        share = 1.0 - min(decay, step / (step + 9.0))
+        live = self._named()
+        torch._foreach_lerp_(
+            list(self.average.values()), [live[name] for name in self.average], share
+        )
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Exchange weights and their running average while the block runs; takes no memory."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        for key, layer in self.layers.items():
+            for name, parameter in layer.parameters.items():
+                average = self.average[f"{key}.{name}"]
+                parameter.data, average.data = average.data, parameter.data
+
+    def _named(self) -> dict[str, Tensor]:
+        """Return the live tensors and PiSSA's start by name, detached."""
+        live = {
+            f"{key}.{name}": parameter.detach()
+            for key, layer in self.layers.items()
+            for name, parameter in layer.parameters.items()
+        }
+        start = {
+            f"{_INITIAL}{key}.{name}": tensor.detach()
+            for key, layer in self.layers.items()
+            for name, tensor in layer.initial.items()
+        }
+        return live | start
 
     @contextmanager
     def rounded(self, dtype: torch.dtype) -> Iterator[None]:
@@ -119,7 +161,7 @@ class Adapter:
 
         Also when the device runs out of memory while they are rounded.
         """
-        held = list(self.state().values())
+        held = list(self._named().values())
         exact = [tensor.clone() for tensor in held]
         try:
             for tensor in held:
@@ -138,11 +180,13 @@ def inject(
     alpha: float,
     seed: int,
     initial: Mapping[str, Tensor] | None = None,
+    averaged: bool = False,
 ) -> Adapter:
     """Put an adapter on the named modules of frozen networks, both by component; updates start at zero.
 
     `alpha` is `settings.alpha` without `auto`. `initial` is the state of the run that is resumed:
-    PiSSA starts at the factors in it instead of decomposing the weights again. Raises RequestError
+    PiSSA starts at the factors in it instead of decomposing the weights again. `averaged`: with a
+    running average, which starts where the weights do. Raises RequestError
     when no layer or a layer of another sort is named.
     """
     starts = initial and {
@@ -151,6 +195,7 @@ def inject(
         if name.startswith(_INITIAL)
     }
     layers: dict[str, AdaptedLayer] = {}
+    masks = SampleMasks() if drops(settings) else None
     for component, names in modules.items():
         if not names:
             raise RequestError(
@@ -165,8 +210,15 @@ def inject(
             alpha=alpha,
             seed=seed,
             initial=starts,
+            masks=masks,
         )
-    return Adapter(layers=layers, rank=settings.rank, alpha=alpha)
+    average = {
+        f"{key}.{name}": parameter.detach().clone()
+        for key, layer in layers.items()
+        for name, parameter in layer.parameters.items()
+        if averaged
+    }
+    return Adapter(layers=layers, rank=settings.rank, alpha=alpha, masks=masks, average=average)
 
 
 def layer_names(network: nn.Module) -> list[str]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lora_trainer.config import AdapterSettings
 from lora_trainer.errors import RequestError
 from lora_trainer.families.base import DENOISER
+from lora_trainer.model.dropout import SampleMasks, drop_in_lora, drop_in_lycoris
 from lora_trainer.model.initial import principal_factors, start_at
 from lora_trainer.model.quantize import frozen_weight
 from lora_trainer.model.rotation import RotatedLayer
@@ -71,11 +72,12 @@ def adapt(
     alpha: float,
     seed: int,
     initial: Mapping[str, Tensor] | None,
+    masks: SampleMasks | None = None,
 ) -> dict[str, AdaptedLayer]:
     """Adapt the named layers and return them by "component.module", in that order.
 
-    `initial` holds PiSSA's saved starts as "component.module.down" and "... .up". Raises RequestError
-    for a layer that this kind of adapter cannot change.
+    `initial` holds PiSSA's saved starts as "component.module.down" and "... .up"; `masks` drop as the
+    settings say. Raises RequestError for a layer that this kind of adapter cannot change.
     """
     keys = {f"{component}.{module}": network.get_submodule(module) for module in modules}
     widths = {
@@ -92,10 +94,23 @@ def adapt(
             "peft_config", None
         )  # peft warns of a second adapter, and this is the same
         inject_adapter_in_model(_peft_config(settings, names, rank), network, adapter_name=_NAME)
-    return {
+    found = {
         key: _peft_layer(network, key, layer, widths[key], settings, seed=seed, initial=initial)
         for key, layer in keys.items()
     }
+    if masks is not None:
+        for key in keys:
+            _drop(masks, key, network.get_submodule(split_key(key)[1]), settings)
+    return found
+
+
+def _drop(masks: SampleMasks, key: str, layer: Any, settings: AdapterSettings) -> None:
+    if settings.kind != "lora":
+        drop_in_lycoris(masks, key, layer, settings.kind, settings)
+        return
+    # PiSSA's start is dropped alike: what is left of both is what has changed.
+    start = [layer.initial_down] if settings.init == "pissa" else []
+    drop_in_lora(masks, key, [layer.lora_A[_NAME], *start], settings)
 
 
 def draw(seed: int, key: str, name: str) -> torch.Generator:

@@ -7,7 +7,7 @@ file does: a plain diffusers pipeline with the file of that step gives the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -30,7 +30,8 @@ from lora_trainer.train.progress import Progress
 class SampleAction:
     """Writes samples/step-XXXXXXXX/NN.png every `every_steps`, at step 0, at the end, and when `asked()`.
 
-    `without()` takes away what only training needs; `embed` is the model's: text encoders that are
+    `chosen()` puts the weights to be shown in force, `without()` takes away what only training needs;
+    `embed` is the model's: text encoders that are
     trained along run on the prompts' tokens with the adapter of the moment.
     """
 
@@ -50,6 +51,7 @@ class SampleAction:
     events: EventStream
     asked: Callable[[], bool]
     stop: Callable[[], int | None] = lambda: None
+    chosen: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def due(self, progress: Progress) -> bool:
         regular = self.every_steps > 0 and (
@@ -65,7 +67,12 @@ class SampleAction:
         target = self.folder / f"step-{progress.step:08d}"
         try:
             target.mkdir(parents=True, exist_ok=True)
-            with self.adapter.rounded(self.precision), self.without(), torch.no_grad():
+            with (
+                self.chosen(),
+                self.adapter.rounded(self.precision),
+                self.without(),
+                torch.no_grad(),
+            ):
                 images = self._images(target, step=progress.step)
         except StoppedBySignal:
             raise

@@ -20,11 +20,11 @@ ALGORITHMS = {"lora": "lora", "loha": "loha", "lokr": "lokr", "oft": "diag-oft"}
 """LyCORIS's names of our kinds of adapter."""
 _FALSE_IN_KOHYA = (
     *("bucket_no_upscale", "color_aug", "random_crop", "lowram", "full_fp16", "fp8_base"),
-    "debiased_estimation",
+    *("ip_noise_gamma_random_strength", "noise_offset_random_strength"),
 )
 _NONE_IN_KOHYA = (
-    *("clip_skip", "face_crop_aug_range", "adaptive_noise_scale", "ip_noise_gamma"),
-    *("scale_weight_norms", "network_dropout", "prior_loss_weight", "max_token_length"),
+    *("clip_skip", "face_crop_aug_range", "adaptive_noise_scale"),
+    *("prior_loss_weight", "max_token_length"),
 )
 """Options of kohya's trainers that this program does not have, as they are there when unused."""
 
@@ -46,6 +46,7 @@ def _network(info: ExportInfo) -> dict[str, Any]:
         "ss_network_dim": info.rank,
         "ss_network_alpha": float(info.alpha),
         "ss_network_args": _json(arguments),
+        "ss_network_dropout": info.settings["adapter.dropout"] or None,
         **({"ss_vae_name": vae} if vae else {}),
     }
 
@@ -60,6 +61,9 @@ def _network_arguments(info: ExportInfo) -> dict[str, str]:
         found |= {"dora_wd": "True", "wd_on_output": "True"}
     if rslora:
         found["rs_lora"] = "True"
+    for name in ("rank_dropout", "module_dropout"):
+        if settings[f"adapter.{name}"]:
+            found[name] = f"{settings[f'adapter.{name}']:g}"
     if kind == "lokr":
         found["factor"] = str(settings["adapter.lokr_factor"])
     # Only U-Nets have convolutions, and no U-Net is trained by flow matching.
@@ -115,8 +119,8 @@ def _options(info: ExportInfo) -> dict[str, Any]:
         "ss_mixed_precision": _PRECISIONS[settings["train.precision"]],
         "ss_gradient_checkpointing": settings["memory.gradient_checkpointing"] != "none",
         "ss_max_grad_norm": settings["train.max_grad_norm"],
-        "ss_loss_type": "l2",
-        "ss_min_snr_gamma": settings["objective.min_snr_gamma"],
+        "ss_scale_weight_norms": settings["optimizer.max_weight_norm"],
+        **_loss(settings),
         "ss_noise_offset": settings["objective.noise_offset"],
         "ss_multires_noise_iterations": settings["objective.multires_noise_iterations"],
         "ss_multires_noise_discount": settings["objective.multires_noise_discount"],
@@ -135,16 +139,35 @@ def _options(info: ExportInfo) -> dict[str, Any]:
     }
 
 
+def _loss(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the loss and its weights; soft_min_snr and p2 have no name in kohya's trainers."""
+    kind, loss = settings["objective.weighting"], settings["objective.loss"]
+    return {
+        "ss_loss_type": "l2" if loss == "mse" else loss,
+        "ss_huber_c": settings["objective.huber_delta"],
+        "ss_huber_schedule": settings["objective.huber_schedule"],
+        "ss_huber_scale": 1.0,
+        "ss_min_snr_gamma": settings["objective.min_snr_gamma"] if kind == "min_snr" else None,
+        "ss_debiased_estimation": kind == "debiased",
+        "ss_ip_noise_gamma": settings["objective.input_perturbation"] or None,
+    }
+
+
 def _noise(info: ExportInfo) -> dict[str, Any]:
     return {"ss_zero_terminal_snr": info.zero_terminal_snr}
 
 
 def _flow(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how timesteps were drawn; kohya counts a logit-normal among the weightings."""
-    sampling = settings["objective.timestep_sampling"]
+    """Return how timesteps were drawn; kohya counts some densities among the weightings."""
+    sampling, weighting = (
+        settings[f"objective.{name}"] for name in ("timestep_sampling", "weighting")
+    )
+    schemes = [weighting] if weighting != "none" else []
+    schemes += [sampling] if sampling in ("logit_normal", "mode") else []
     return {
         "ss_timestep_sampling": sampling,
-        "ss_weighting_scheme": sampling if sampling == "logit_normal" else "none",
+        "ss_weighting_scheme": schemes[0] if schemes else "none",
+        "ss_mode_scale": settings["objective.mode_scale"],
         "ss_logit_mean": settings["objective.logit_mean"],
         "ss_logit_std": settings["objective.logit_std"],
         "ss_sigmoid_scale": 1.0,

@@ -144,6 +144,7 @@ class Allocator:
             samples=bool(values["sampling.every_steps"]),
             sample_side_px=int(values["data.resolution"]),
             prepared_samples=values["data.prefetch_steps"] * batch_size,
+            averaged=values["train.ema_decay"] is not None,
         )
 
     @cached_property

@@ -142,6 +142,7 @@ class Load:
     samples: bool
     sample_side_px: int
     prepared_samples: int
+    averaged: bool = False
 
     def workload(self) -> Workload:
         width_px, height_px = self.bucket_px

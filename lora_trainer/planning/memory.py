@@ -119,6 +119,11 @@ def _resident(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
             bytes=adapter * MASTER_BYTES,
             note=f"{adapter:,} parameters, fp32 masters",
         ),
+        *(
+            [MemoryItem(name="adapter average", bytes=adapter * MASTER_BYTES, note="fp32")]
+            if load.averaged
+            else []
+        ),
         MemoryItem(name="adapter gradients", bytes=adapter * GRADIENT_BYTES, note="fp32"),
         MemoryItem(name="optimizer states", bytes=state, note=f"{load.optimizer}, {where}"),
         *(saved_copies(load, facts, costs) if load.device == "cpu" else []),
@@ -132,6 +137,7 @@ def saved_copies(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[M
         load.optimizer if load.device == "cuda" else load.optimizer.removeprefix("paged_"),
         pissa=load.adapter.init == "pissa",
         pinned=load.device == "cuda",
+        averaged=load.averaged,
     )
     note = "adapter, optimizer states and export as they are saved"
     return [MemoryItem(name="copies for saving", bytes=size, note=note)]
@@ -189,6 +195,7 @@ def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
             bytes=count * cost.adapter_saved_bytes,
             note=f"fp32 copies and rank-wide middles, {each}",
         ),
+        *_dropped_inputs(load, facts, costs),
         MemoryItem(
             name="largest temporary",
             bytes=count * cost.temporary_bytes,
@@ -196,6 +203,20 @@ def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
         ),
         _inputs(load, facts, costs),
     ]
+
+
+def _dropped_inputs(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
+    """In fp32 adapters read the inputs of their layers as they are; what is left of them is a copy.
+
+    With 16 bits they read fp32 copies anyway, which the dropped ones take the place of.
+    """
+    if not load.adapter.dropout or load.precision != "fp32":
+        return []
+    copied = costs.sample_cost(facts, replace(load, precision="bf16").workload())
+    kept = costs.sample_cost(facts, load.workload())
+    size = load.micro_batch * max(0, copied.adapter_saved_bytes - kept.adapter_saved_bytes)
+    note = "what adapter.dropout leaves, a copy for each layer"
+    return [MemoryItem(name="dropped inputs", bytes=size, note=note)]
 
 
 def _inputs(load: Load, facts: BaseFacts, costs: RememberedCosts) -> MemoryItem:

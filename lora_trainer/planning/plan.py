@@ -11,7 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lora_trainer.config import Config, Precision, build_config, concrete, flatten
+from lora_trainer.config import (
+    FLOW_WEIGHTINGS,
+    SNR_WEIGHTINGS,
+    Config,
+    Precision,
+    build_config,
+    concrete,
+    flatten,
+)
 from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.costs import SampleCost
@@ -144,22 +152,45 @@ class _Planner:
             rank = float(self.values["adapter.rank"])
             self.decide_auto("adapter.alpha", rank, "alpha = rank: the update is not scaled")
         self.decide_auto("memory.text_encoder_precision", *self._text_precision())
+        if self.values["train.ema_decay"] is None:
+            self.decide_auto("output.weights", "trained", "there is no running average")
+        else:
+            self.decide_auto("output.weights", "ema", "train.ema_decay asks for an average")
 
     def decide_objective(self) -> None:
         """Settle what only some kinds of bases have; a preset's wish gives way, a typed one may not."""
         facts = self.given.facts
-        key = "objective.min_snr_gamma"
-        if facts.prediction == "flow" and self.values[key] is not None:
-            if not self._is_preset(key) and self._layer(key) != "default":
-                raise RequestError(
-                    f"{key} weighs bases that predict noise or v, {facts.source} is trained by flow matching",
-                    fix=f"leave it out, or use --set {key}=null",
-                )
-            self.decide(key, None, "flow matching has no signal-to-noise weights")
+        self._decide_weighting(is_flow=facts.prediction == "flow")
         self.decide_auto(
             "objective.zero_terminal_snr", facts.zero_terminal_snr, "as the base was trained"
         )
         self.decide_auto("base.prediction", facts.prediction, "what the base's files say")
+
+    def _decide_weighting(self, *, is_flow: bool) -> None:
+        source = self.given.facts.source
+        gamma, key = "objective.min_snr_gamma", "objective.weighting"
+        if is_flow:
+            trained, reason = "by flow matching", "flow matching has no signal-to-noise weights"
+            foreign, others = SNR_WEIGHTINGS, "bases that predict noise or v"
+        else:
+            trained, reason = "to predict noise or v", "its base is not trained by flow matching"
+            foreign, others = FLOW_WEIGHTINGS, "flow matching"
+        wrong = {key: self.values[key] in foreign}
+        wrong[gamma] = is_flow and self.values[gamma] is not None
+        for name, none in ((key, "none"), (gamma, None)):
+            if not wrong[name]:
+                continue
+            if not self._is_preset(name) and self._layer(name) != "default":
+                what = name if none is None else f"{name}={self.values[name]}"
+                raise RequestError(
+                    f"{what} weighs {others}, {source} is trained {trained}",
+                    fix=f"leave it out, or use --set {name}={none or 'null'}",
+                )
+            self.decide(name, none, reason)
+        if self.values[gamma] is None:
+            self.decide_auto(key, "none", f"{gamma} is no number")
+        else:
+            self.decide_auto(key, "min_snr", f"{gamma} is a number")
 
     def _text_precision(self) -> tuple[Precision, str]:
         count = self.given.facts.parts["text_encoder"].parameters

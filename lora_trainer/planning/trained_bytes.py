@@ -44,17 +44,21 @@ def state_bytes(tensors: Mapping[int, int], optimizer: str) -> StateBytes:
     return StateBytes(on_device=on_device, paged=paged)
 
 
-def copied_bytes(tensors: Mapping[int, int], optimizer: str, *, pissa: bool, pinned: bool) -> int:
+def copied_bytes(
+    tensors: Mapping[int, int], optimizer: str, *, pissa: bool, pinned: bool, averaged: bool = False
+) -> int:
     """Return the host memory that saving keeps: of masters, of optimizer states, and for the export.
 
     Torch rounds each `pinned` tensor up to a power of two, at least a page. What is paged is no
-    device memory to it, so its copies are not pinned. PiSSA's start is saved too, and exported.
+    device memory to it, so its copies are not pinned. PiSSA's start is saved too, and exported; a
+    running average is saved.
     """
+    kept = 1 + pissa + averaged
     sizes = [
         (count, size, pinned and not is_paged)
         for elements, count in tensors.items()
         for size, is_paged in (
-            *((MASTER_BYTES * elements, False),) * (2 if pissa else 1),
+            *((MASTER_BYTES * elements, False),) * kept,
             *_states(elements, optimizer),
             (MASTER_BYTES * elements * (2 if pissa else 1), False),
         )

@@ -7,6 +7,7 @@ step has happened, and a resume repeats nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -30,7 +31,7 @@ class ValidateAction:
     """Mean unweighted loss of the held-out pictures over stratified timesteps, with fixed noise.
 
     Step 0 is the untouched base, so the gain of the adapter can be read off. `batches` hold every
-    picture; each of `ranks` does its share.
+    picture; each of `ranks` does its share. `chosen()` puts the weights that are measured in force.
     """
 
     what: ClassVar = "the validation"
@@ -40,6 +41,7 @@ class ValidateAction:
     events: EventStream
     ranks: Ranks
     watch_plateaus: bool = False
+    chosen: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def due(self, progress: Progress) -> bool:
         return (
@@ -50,7 +52,9 @@ class ValidateAction:
 
     def __call__(self, progress: Progress) -> GuardState | None:
         cap, images = progress.guard.micro_batch, len(self.batches[0].samples)
-        sums = self.ranks.sum([self._loss_sum(batch, cap=cap) for batch in self.batches])
+        with self.chosen():
+            own = [self._loss_sum(batch, cap=cap) for batch in self.batches]
+        sums = self.ranks.sum(own)
         by_timestep = [
             [batch.step, total / images] for batch, total in zip(self.batches, sums, strict=True)
         ]

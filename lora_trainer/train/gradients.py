@@ -80,20 +80,31 @@ def add_gradients(training: Training, batch: StepBatch, *, cap: int) -> Tensor:
     total = torch.zeros((), device=training.model.device)
     for samples in _split(training, batch, cap=cap):
         weights = torch.tensor([sample.weight for sample in samples], device=training.model.device)
-        loss = (training.model.losses(samples) * weights).sum() / training.batch_size
-        training.scaler.scale(loss).backward()
+        with training.model.dropping(samples):
+            loss = (training.model.losses(samples) * weights).sum() / training.batch_size
+            training.scaler.scale(loss).backward()
         total += loss.detach()
     return total
 
 
 def _split(training: Training, batch: StepBatch, *, cap: int) -> list[tuple[Prepared, ...]]:
-    return micro_batches(batch, cap=cap, at_once=training.images_at_once)
+    if training.model.masks is None:
+        return micro_batches(batch, cap=cap, at_once=training.images_at_once)
+    return micro_batches(
+        batch, cap=cap, at_once=training.images_at_once, alike=training.model.alike
+    )
 
 
-def apply_whole(training: Training, loss: Tensor, guard: GuardState) -> Tensor:
-    """Apply the gradients; raises TornStep when the device ran out of memory on the way."""
+def apply_whole(training: Training, loss: Tensor, guard: GuardState, *, step: int) -> Tensor:
+    """Apply the gradients and what comes `afterwards`; `step` counts from 1. Return the gradient norm.
+
+    Raises TornStep when the device ran out of memory on the way.
+    """
     try:
-        return _apply_gradients(training, loss, clip_scale=guard.clip_scale)
+        norm = _apply_gradients(training, loss, clip_scale=guard.clip_scale)
+        for change in training.afterwards:
+            change(step)
+        return norm
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

@@ -44,14 +44,17 @@ class Levels(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TableLevels:
-    """The levels of a discrete schedule: alpha-bar per timestep, drawn evenly between two timesteps."""
+    """The levels of a discrete schedule: alpha-bar per timestep, drawn by `density` between two of them."""
 
     signal: Sequence[float]
+    density: Callable[[float], float]
     first: int
     last: int
 
     def draw(self, uniform: float, *, size_px: Size) -> Level:
-        return self._level(self.first + int(uniform * (self.last - self.first + 1)))
+        count = self.last - self.first + 1
+        # A density may round up to 1, where there is no timestep any more.
+        return self._level(self.first + min(int(self.density(uniform) * count), count - 1))
 
     def at(self, fraction: float, *, size_px: Size) -> Level:
         return self._level(int(fraction * len(self.signal)))
@@ -100,7 +103,8 @@ class FlowLevels:
 def table_levels(signal: Sequence[float], settings: ObjectiveSettings) -> TableLevels:
     """Return the levels of a base with a table of alpha-bar."""
     last = min(settings.max_timestep, len(signal) - 1)
-    return TableLevels(signal=signal, first=min(settings.min_timestep, last), last=last)
+    first = min(settings.min_timestep, last)
+    return TableLevels(signal=signal, density=_density(settings), first=first, last=last)
 
 
 def flow_levels(settings: ObjectiveSettings, *, base_shift: Callable[[Size], float]) -> FlowLevels:
@@ -115,15 +119,24 @@ def flow_levels(settings: ObjectiveSettings, *, base_shift: Callable[[Size], flo
 
 
 def _density(settings: ObjectiveSettings) -> Callable[[float], float]:
-    if settings.timestep_sampling == "uniform":
-        return _midpoint
-    mean, deviation = (
-        (settings.logit_mean, settings.logit_std)
-        if settings.timestep_sampling == "logit_normal"
-        else (0.0, 1.0)
-    )
-    normal = NormalDist(mean, deviation)
+    """Return what maps a uniform number to t in (0, 1) (Esser et al. 2024, section 3.1)."""
+    match settings.timestep_sampling:
+        case "uniform":
+            return _midpoint
+        case "mode":
+            return lambda uniform: _mode(_midpoint(uniform), scale=settings.mode_scale)
+        case "cosmap":
+            return lambda uniform: 1.0 - 1.0 / (math.tan(0.5 * math.pi * _midpoint(uniform)) + 1.0)
+        case "sigmoid":
+            normal = NormalDist(0.0, 1.0)
+        case "logit_normal":
+            normal = NormalDist(settings.logit_mean, settings.logit_std)
     return lambda uniform: 1.0 / (1.0 + math.exp(-normal.inv_cdf(_midpoint(uniform))))
+
+
+def _mode(uniform: float, *, scale: float) -> float:
+    """Return 1 - u - scale (cos^2(pi u / 2) - 1 + u), which falls from 1 to 0."""
+    return 1.0 - uniform - scale * (math.cos(0.5 * math.pi * uniform) ** 2 - 1.0 + uniform)
 
 
 def _midpoint(uniform: float) -> float:

@@ -119,10 +119,10 @@ def _train(training: Training, start: Progress) -> Progress:
                 _save_whole_steps(training, pending, progress, since=start.step)
                 raise
             loss = training.ranks.reduce(training.parameters, loss, ask=training.stop)
-            grad_norm = apply_whole(training, loss, guard)
+            step, images = progress.step + 1, progress.images + training.batch_size
+            grad_norm = apply_whole(training, loss, guard, step=step)
 
             # ---- report, a few steps late on a GPU
-            step, images = progress.step + 1, progress.images + training.batch_size
             progress = Progress(step=step, images=images, guard=guard)
             fields = {"step": step, "images": images, "lr": rate, "epoch": batch.epoch}
             fields |= {"seconds": training.clock() - began, "data_wait_s": waited}

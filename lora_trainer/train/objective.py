@@ -1,8 +1,7 @@
-"""Noise, targets and loss weights of diffusion training as pure functions, each with its paper.
+"""Noise, targets and errors of diffusion training as pure functions, each with its paper.
 
-Notation: noisy = alpha latents + sigma noise; `signal` is alpha-bar of Ho et al. 2020 (arXiv
-2006.11239), the cumulative signal level alpha^2 in [0, 1]; latents and noise are [B, C, H, W];
-per-sample quantities are [B].
+Notation: noisy = alpha latents + sigma noise (Ho et al. 2020, arXiv 2006.11239); latents and noise
+are [B, C, H, W]; per-sample quantities are [B].
 """
 
 from __future__ import annotations
@@ -36,20 +35,6 @@ def target(
     return _per_sample(alpha, latents) * noise - _per_sample(sigma, latents) * latents
 
 
-def min_snr_weight(signal: Tensor, *, gamma: float | None, prediction: Prediction) -> Tensor:
-    """Return the loss weight of each sample (Hang et al. 2023, arXiv 2303.09556, section 3.4).
-
-    min(SNR, gamma) / SNR for epsilon, / (SNR + 1) for v. Where the terminal SNR is zero the epsilon
-    weight is its limit 1 instead of 0/0 (TRAPS C.6).
-    """
-    if gamma is None:
-        return torch.ones_like(signal)
-    snr = signal / (1 - signal)
-    if prediction == "v_prediction":
-        return snr.clamp(max=gamma) / (snr + 1)
-    return torch.where(snr > 0, snr.clamp(max=gamma) / snr, torch.ones_like(snr))
-
-
 def draw_noise(
     shape: tuple[int, int, int],
     generator: torch.Generator,
@@ -79,10 +64,19 @@ def draw_noise(
     return noise
 
 
-def sample_losses(predicted: Tensor, wanted: Tensor) -> Tensor:
-    """Return the float32 mean squared error of each sample over its own elements, [B]."""
+def sample_losses(predicted: Tensor, wanted: Tensor, *, delta: Tensor | None = None) -> Tensor:
+    """Return the float32 mean error of each sample over its own elements, [B].
+
+    Squared without `delta` [B]; else pseudo-Huber, 2 delta (sqrt(d^2 + delta^2) - delta) (Song &
+    Dhariwal 2023, arXiv 2310.14189, at the scale of sd-scripts): d^2 near 0, 2 delta |d| far away.
+    """
     difference = predicted.float() - wanted.float()
-    return difference.square().mean(dim=tuple(range(1, difference.dim())))
+    errors = difference.square()
+    if delta is not None:
+        limit = _per_sample(delta, errors)
+        # As a quotient: the difference of two large roots would lose the digits of small errors.
+        errors = 2 * limit * errors / ((errors + limit.square()).sqrt() + limit)
+    return errors.mean(dim=tuple(range(1, errors.dim())))
 
 
 def _per_sample(value: Tensor, like: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from lora_trainer.data.loader import Feeder, Prepared, to_device
 from lora_trainer.events import EventStream
 from lora_trainer.families.base import Conditioning, Prediction
+from lora_trainer.model.dropout import SampleMasks
 from lora_trainer.train.guards import (
     GuardState,
 )
@@ -27,7 +29,8 @@ class Model:
     """The frozen denoiser with its adapter, and how it is asked for a prediction, in which dtype, where.
 
     `embed` turns what is cached of a prompt into conditioning: nothing is left to do, unless the text
-    encoders are trained along and run in every step.
+    encoders are trained along and run in every step. `masks` are those of the adapter's dropout, which
+    needs the whole batch in every pass of the denoiser: that of samples whose conditioning is `alike`.
     """
 
     denoiser: nn.Module
@@ -36,19 +39,29 @@ class Model:
     prediction: Prediction
     precision: torch.dtype
     device: torch.device
+    masks: SampleMasks | None = None
+    alike: Callable[[Conditioning], int] = lambda _: 0
+
+    def dropping(self, samples: Sequence[Prepared]) -> AbstractContextManager[None]:
+        """Let the adapter drop what it drops for these samples, forwards and backwards."""
+        if self.masks is None:
+            return nullcontext()
+        seeds = [sample.dropout_seed for sample in samples]
+        return self.masks.of(seeds, device=self.device)
 
     def losses(self, samples: Sequence[Prepared]) -> Tensor:
         """Return the unweighted loss of each sample (all of one shape), float32 [B], with its graph."""
         batch = to_device(samples, device=self.device, dtype=self.precision)
         level = (batch.alpha, batch.sigma)
-        noisy = add_noise(batch.latents, batch.noise, *level)
+        noisy = add_noise(batch.latents, batch.input_noise, *level)
         predicted = self.predict(
             self.denoiser,
             noisy.to(self.precision),
             batch.timesteps,
             self.embed(batch.conditioning),
         )
-        return sample_losses(predicted, target(batch.latents, batch.noise, *level, self.prediction))
+        wanted = target(batch.latents, batch.noise, *level, self.prediction)
+        return sample_losses(predicted, wanted, delta=batch.huber_delta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +92,8 @@ class Training:
     resumed run has taken are in force already.
     `restore()` puts adapter and optimizer back to the last good state and returns where that was;
     without it, instability is the end. `ranks` are the processes it is shared by. `watch_spikes`
-    clips tighter when losses jump.
+    clips tighter when losses jump. `afterwards` is done to the weights after each optimizer step, in
+    order, with the number of steps then; it must leave the bits of weights that did not change.
     """
 
     model: Model
@@ -101,4 +115,5 @@ class Training:
     remedies: Sequence[Remedy] = ()
     restore: Callable[[], Progress] | None = None
     watch_spikes: bool = False
+    afterwards: Sequence[Callable[[int], None]] = ()
     clock: Callable[[], float] = time.perf_counter

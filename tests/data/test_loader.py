@@ -40,7 +40,13 @@ from tests.fakes.training import (
 )
 
 EVERYTHING = DataSettings(flip=True, caption_dropout=0.3)
-NOISY = ObjectiveSettings(noise_offset=0.1, multires_noise_iterations=2)
+NOISY = ObjectiveSettings(
+    noise_offset=0.1,
+    multires_noise_iterations=2,
+    input_perturbation=0.1,
+    timestep_strata=6,
+    loss="smooth_l1",
+)
 
 
 def rich_feeder(batch_size: int = 4, *, seed: int = 5) -> Feeder:
@@ -51,10 +57,16 @@ def rich_feeder(batch_size: int = 4, *, seed: int = 5) -> Feeder:
 def same(one: Prepared, other: Prepared) -> bool:
     return (
         (one.sample, one.level, one.weight) == (other.sample, other.level, other.weight)
+        and one.huber_delta == other.huber_delta
+        and torch.equal(input_noise(one), input_noise(other))
         and torch.equal(one.latents, other.latents)
         and torch.equal(one.noise, other.noise)
         and all(torch.equal(one.conditioning[k], other.conditioning[k]) for k in one.conditioning)
     )
+
+
+def input_noise(sample: Prepared) -> torch.Tensor:
+    return sample.noise if sample.input_noise is None else sample.input_noise
 
 
 def all_same(one: StepBatch, other: StepBatch) -> bool:
@@ -333,8 +345,9 @@ def test_texts_of_several_lengths_are_padded_with_their_masks() -> None:
 
 
 def test_flow_levels_carry_no_signal_weight_and_what_is_told_reaches_the_sample() -> None:
-    levels = flow_levels(ObjectiveSettings(), base_shift=lambda size: 1.0)
-    feeder = build_feeder(batch_size=7, levels=levels, prediction="flow")
+    objective = ObjectiveSettings(min_snr_gamma=None)
+    levels = flow_levels(objective, base_shift=lambda size: 1.0)
+    feeder = build_feeder(batch_size=7, levels=levels, prediction="flow", objective=objective)
     told = {"guidance": torch.tensor([2.5])}
     sized = {
         name: replace(source, geometry={"time_ids": torch.tensor([[float(source.size_px[0])]])})
@@ -439,3 +452,74 @@ def test_large_buckets_may_have_a_lower_cap_of_their_own() -> None:
 
     assert lengths(4) == {SQUARE: [4, 1], WIDE: [2, 2, 1]}
     assert lengths(1) == {SQUARE: [1] * 5, WIDE: [1] * 5}, "the present cap holds for all"
+
+
+# ---- objective options
+
+
+def prepared(count: int = 40, **objective: object) -> list[Prepared]:
+    """Return the first samples of a stream of seven."""
+    feeder = build_feeder(batch_size=1, objective=ObjectiveSettings.model_validate(objective))
+    return [feeder.prepare(step).samples[0] for step in range(count)]
+
+
+def test_input_perturbation_adds_its_own_noise_to_the_input_only() -> None:
+    plain, perturbed = prepared(), prepared(input_perturbation=0.25)
+    assert all(sample.input_noise is None for sample in plain)
+    extra = []
+    for one, other in zip(plain, perturbed, strict=True):
+        assert torch.equal(one.noise, other.noise), "what is to be predicted stays"
+        assert other.input_noise is not None
+        extra.append((other.input_noise - other.noise).flatten())
+    drawn = torch.cat(extra)
+    assert float(drawn.std()) == pytest.approx(0.25, rel=0.05)
+    noises = torch.cat([sample.noise.flatten() for sample in plain])
+    assert float((drawn * noises).mean()) == pytest.approx(0.0, abs=0.02), (
+        "independent of the noise"
+    )
+
+
+@pytest.mark.parametrize("strata", [2, 5, 16])
+def test_strata_spread_the_timesteps_of_samples_in_a_row(strata: int) -> None:
+    drawn = [sample.level.timestep for sample in prepared(3 * strata, timestep_strata=strata)]
+    for window in range(3):
+        parts = [int(t * strata / 1000) for t in drawn[window * strata : (window + 1) * strata]]
+        assert sorted(parts) == list(range(strata))
+    plain = [sample.level.timestep for sample in prepared(3 * strata)]
+    assert drawn != plain
+
+
+def test_strata_come_in_another_order_in_each_window() -> None:
+    drawn = [sample.level.timestep for sample in prepared(80, timestep_strata=8)]
+    orders = {tuple(int(t * 8 / 1000) for t in drawn[k : k + 8]) for k in range(0, 80, 8)}
+    assert len(orders) > 5
+
+
+def test_smooth_l1_is_huber_over_its_delta() -> None:
+    for one, other in zip(prepared(loss="huber"), prepared(loss="smooth_l1"), strict=True):
+        assert 0.1 <= one.huber_delta < 1.0
+        assert one.huber_delta == other.huber_delta
+        assert other.weight == pytest.approx(one.weight / one.huber_delta)
+
+
+def test_validation_measures_squared_errors_whatever_the_loss() -> None:
+    """Runs with different losses stay comparable, and so does the gain over the base."""
+    settings = ObjectiveSettings(loss="huber", input_perturbation=0.5)
+    feeder = build_feeder(objective=settings)
+    for batch in feeder.validation(list(feeder.sources.items())[:2], quantiles=3):
+        for sample in batch.samples:
+            assert sample.huber_delta == float("inf") and sample.input_noise is None
+
+
+def test_the_device_gets_deltas_and_perturbed_noise() -> None:
+    samples = [sample for sample in prepared(loss="huber", input_perturbation=0.1)][:3]
+    square = [sample for sample in samples if sample.latents.shape == samples[0].latents.shape]
+    batch = to_device(square, device=CPU, dtype=torch.float32)
+    assert batch.huber_delta is not None
+    assert batch.huber_delta.tolist() == pytest.approx([sample.huber_delta for sample in square])
+    for index, sample in enumerate(square):
+        assert sample.input_noise is not None
+        assert torch.equal(batch.input_noise[index], sample.input_noise)
+        assert torch.equal(batch.noise[index], sample.noise)
+    plain = to_device(prepared(1), device=CPU, dtype=torch.float32)
+    assert plain.huber_delta is None and plain.input_noise is plain.noise

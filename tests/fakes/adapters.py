@@ -138,6 +138,7 @@ def export_info(**changes: object) -> ExportInfo:
         "train.precision": "fp32",
         "data.resolution": 512,
         "memory.gradient_checkpointing": "none",
+        "objective.weighting": "min_snr",
         "adapter.rank": RANK,
         "adapter.alpha": ALPHA,
     }

@@ -36,6 +36,18 @@ SETTINGS: Mapping[str, Any] = {
     "optimizer__name": "adamw",
     "hardware__process_timeout_s": 5,
 }
+CRAFT: Mapping[str, Any] = {
+    "adapter__dropout": 0.1,
+    "adapter__rank_dropout": 0.1,
+    "adapter__module_dropout": 0.1,
+    "objective__input_perturbation": 0.1,
+    "objective__loss": "huber",
+    "objective__timestep_strata": 4,
+    "objective__weighting": "soft_min_snr",
+    "optimizer__max_weight_norm": 0.02,
+    "train__ema_decay": 0.9,
+}
+"""All that depends on which samples a process has, or is done to its weights."""
 Fault = Callable[["Process"], None]
 
 
@@ -266,6 +278,8 @@ def scenarios(place: Toy) -> dict[str, Run]:
     found["one"] = run(place, "one", 1)
     for count in (2, 3, 4):
         found[f"of {count}"] = run(place, f"of {count}", count)
+    found["craft alone"] = run(place, "craft alone", 1, **CRAFT)
+    found["craft"] = run(place, "craft", 2, **CRAFT)
     found["cold"] = run(place, "cold", 2, data__cache_dir=str(place.folder / "cold"))
     found["no memory"] = run(place, "no memory", 2, faults={1: losses_at(IN_A_STEP, out_of_memory)})
     found["nan"] = run(place, "nan", 2, faults={0: nan, 1: nan})

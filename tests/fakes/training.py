@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -153,6 +154,8 @@ def build_training(
     adapt: Callable[[Model], Model] = lambda model: model,
     remedies: Sequence[Remedy] = (),
     restore: Callable[[], Progress] | None = None,
+    adapter_settings: Mapping[str, Any] = MappingProxyType({}),
+    averaged: bool = False,
 ) -> TinyTraining:
     """Return a training on the tiny base; `adapt` may exchange the model for one that misbehaves."""
     family = families.detect(tiny_base())
@@ -162,9 +165,12 @@ def build_training(
     adapter = inject(
         {DENOISER: denoiser},
         modules={DENOISER: family.lora_targets(denoiser, targets)},
-        settings=AdapterSettings(rank=rank, targets=targets),
+        settings=AdapterSettings.model_validate(
+            {"rank": rank, "targets": targets, **adapter_settings}
+        ),
         alpha=float(rank),
         seed=3,
+        averaged=averaged,
     )
     settings = optimizer or OptimizerSettings(learning_rate=1e-3)
     events = EventStream()
@@ -177,6 +183,7 @@ def build_training(
         prediction=feeder.prediction,
         precision=precision,
         device=CPU,
+        masks=adapter.masks,
     )
     training = Training(
         model=adapt(model),

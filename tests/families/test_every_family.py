@@ -113,13 +113,18 @@ class Bench:
         return sample_losses(predicted, target(self.latents, self.noise, *level, facts.prediction))
 
 
-def bench(name: str, *, prompts: Sequence[str] = ("one toy", "two words more")) -> Bench:
+def bench(
+    name: str,
+    *,
+    prompts: Sequence[str] = ("one toy", "two words more"),
+    settings: AdapterSettings = AdapterSettings(rank=RANK),  # noqa: B008 - frozen, so sharing is safe
+) -> Bench:
     family, facts = families.family(name), facts_of(name)
     denoiser = denoiser_of(name)
     adapter = inject(
         {DENOISER: denoiser},
         modules={DENOISER: family.lora_targets(denoiser, "transformer")},
-        settings=AdapterSettings(rank=RANK),
+        settings=settings,
         alpha=ALPHA,
         seed=0,
     )
@@ -200,6 +205,36 @@ def test_a_sample_does_not_depend_on_its_batch(name: str) -> None:
                 }
             )
             torch.testing.assert_close(single.losses()[0], together[index], rtol=1e-4, atol=1e-5)
+
+
+@FAMILIES
+def test_a_sample_is_dropped_the_same_in_any_batch(name: str) -> None:
+    """Every layer's inputs are rows of one sample after the other, whatever its network does to them."""
+    prompts, seeds = ("a", "many more words than that, and more of them"), (1 << 40, 1 << 50)
+    dropping = AdapterSettings(rank=RANK, dropout=0.3, rank_dropout=0.3, module_dropout=0.1)
+
+    def losses(at: Bench, own: Sequence[int]) -> Tensor:
+        awaken(at.adapter)
+        assert at.adapter.masks is not None
+        with torch.no_grad(), at.adapter.masks.of(own, device=CPU):
+            return at.losses()
+
+    family, facts = families.family(name), facts_of(name)
+    lengths = {family.passes_with(conditioning_of(family, facts, (one,))) for one in prompts}
+    if len(lengths) > 1:  # training does these one after the other
+        prompts = ("a", "a")
+    both = bench(name, prompts=prompts, settings=dropping)
+    together = losses(both, seeds)
+    for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        alone = bench(name, prompts=(prompt,), settings=dropping)
+        single = Bench(
+            **{
+                **vars(alone),
+                "latents": both.latents[index : index + 1],
+                "noise": both.noise[index : index + 1],
+            }
+        )
+        torch.testing.assert_close(losses(single, [seed])[0], together[index], rtol=1e-4, atol=1e-5)
 
 
 # ---- whole runs

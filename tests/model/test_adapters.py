@@ -55,6 +55,7 @@ def adapted(
     alpha: float = 8.0,
     text: nn.Module | None = None,
     initial: Mapping[str, Tensor] | None = None,
+    averaged: bool = False,
     **settings: Any,
 ) -> Adapter:
     chosen = AdapterSettings.model_validate({"rank": 4, **settings})
@@ -62,7 +63,15 @@ def adapted(
     if text is not None:
         networks["text_encoder"] = text
         names["text_encoder"] = ("first.linear",)
-    return inject(networks, modules=names, settings=chosen, alpha=alpha, seed=seed, initial=initial)
+    return inject(
+        networks,
+        modules=names,
+        settings=chosen,
+        alpha=alpha,
+        seed=seed,
+        initial=initial,
+        averaged=averaged,
+    )
 
 
 def awaken(adapter: Adapter) -> None:
@@ -391,3 +400,77 @@ def test_a_file_of_other_layers_is_refused_with_the_settings_to_look_at() -> Non
 def test_pissa_does_not_go_on_from_a_file() -> None:
     with pytest.raises(RequestError, match="adapter.init=pissa"):
         adapted(init="pissa").load_tensors(adapted().tensors())
+
+
+# ---- the running average
+
+
+def live(adapter: Adapter) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in adapter.parameters()]
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=str)
+@pytest.mark.parametrize("decay", [0.5, 0.99])
+def test_the_average_is_its_formula(settings: dict[str, Any], decay: float) -> None:
+    """avg <- d avg + (1 - d) w with d = min(decay, step / (step + 9)), in float64."""
+    adapter = adapted(averaged=True, **settings)
+    wanted = [value.double() for value in live(adapter)]
+    for step in range(1, 30):
+        awaken(adapter)
+        adapter.update_average(step, decay=decay)
+        share = min(decay, step / (step + 9))
+        wanted = [share * a + (1 - share) * b for a, b in zip(wanted, live(adapter), strict=True)]
+    before = live(adapter)
+    with adapter.averaged():
+        found = live(adapter)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
+    assert not all(torch.equal(a, b) for a, b in zip(found, before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(live(adapter), before, strict=True))
+
+
+def test_weights_come_back_after_an_error_and_keep_their_gradients() -> None:
+    adapter = adapted(averaged=True)
+    awaken(adapter)
+    before, parameters = live(adapter), adapter.parameters()
+    with pytest.raises(ZeroDivisionError), adapter.averaged():
+        assert not torch.equal(live(adapter)[1], before[1])
+        raise ZeroDivisionError
+    assert all(torch.equal(a, b) for a, b in zip(live(adapter), before, strict=True))
+    assert all(one is other for one, other in zip(adapter.parameters(), parameters, strict=True))
+    assert all(parameter.requires_grad for parameter in adapter.parameters())
+
+
+def test_the_average_is_part_of_the_state_and_comes_back() -> None:
+    adapter, other = adapted(averaged=True), adapted(averaged=True, seed=2)
+    awaken(adapter)
+    adapter.update_average(1, decay=0.9)
+    state = {name: tensor.clone() for name, tensor in adapter.state().items()}
+    averages = [name for name in state if name.startswith("average.")]
+    assert len(averages) == len(adapter.parameters())
+    other.load_state(state)
+    assert same(other.state(), state)
+    with pytest.raises(RequestError, match="belongs to an adapter of another"):
+        adapted().load_state(state)
+
+
+def test_rounded_weights_leave_the_average_alone() -> None:
+    adapter = adapted(averaged=True)
+    awaken(adapter)
+    adapter.update_average(1, decay=0.9)
+    state = {name: tensor.clone() for name, tensor in adapter.state().items()}
+    with adapter.averaged(), adapter.rounded(torch.bfloat16):
+        shown = values(adapter, "first.linear")
+        assert torch.equal(shown["up"], shown["up"].bfloat16().float())
+        up = state["average.denoiser.first.linear.up"]
+        assert torch.equal(shown["up"], up.bfloat16().float())
+    assert same(adapter.state(), state)
+
+
+def test_an_average_starts_at_the_file_that_is_gone_on_from() -> None:
+    first, second = adapted(seed=3), adapted(averaged=True)
+    awaken(first)
+    second.load_tensors(first.tensors())
+    with second.averaged():
+        assert same(values(second, "second.conv"), values(first, "second.conv"))

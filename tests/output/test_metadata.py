@@ -114,6 +114,14 @@ def test_metadata_follows_the_settings() -> None:
     assert found["lora_train.version"]
 
 
+def test_dropout_is_told_in_kohyas_names() -> None:
+    assert metadata(export_info())["ss_network_dropout"] == "None"
+    dropping = {"adapter.dropout": 0.1, "adapter.rank_dropout": 0.2, "adapter.module_dropout": 0.3}
+    found = metadata(export_info(settings={**export_info().settings, **dropping}))
+    assert found["ss_network_dropout"] == "0.1"
+    assert json.loads(found["ss_network_args"]) == {"rank_dropout": "0.2", "module_dropout": "0.3"}
+
+
 def test_a_large_vocabulary_is_cut_to_the_most_frequent_tags() -> None:
     long = ("common, " + "x" * 9000,) * 2  # twice, so that it is among the most frequent
     captions = (*long, *(f"common, tag {number}" for number in range(3000)))
@@ -236,6 +244,7 @@ def test_transformers_have_no_convolutions() -> None:
 def test_how_flow_matching_drew_its_timesteps() -> None:
     settings = {
         **export_info().settings,
+        "objective.weighting": "none",
         "objective.timestep_sampling": "logit_normal",
         "objective.logit_mean": 0.5,
         "objective.flow_shift": 3.0,
@@ -306,3 +315,46 @@ def test_models_are_named_without_their_folders(key: str, written: str, stored: 
     assert json.loads(found["lora_train.settings"])[key] == stored
     if key == "base.vae":
         assert found["ss_vae_name"] == stored
+
+
+def told(prediction: Any = "epsilon", **objective: object) -> dict[str, str]:
+    settings = {f"objective.{name}": value for name, value in objective.items()}
+    info = export_info(prediction=prediction)
+    return dict(metadata(replace(info, settings={**info.settings, **settings})))
+
+
+def test_the_objective_is_told_in_kohyas_names() -> None:
+    plain = told()
+    assert (plain["ss_loss_type"], plain["ss_debiased_estimation"]) == ("l2", "False")
+    assert plain["ss_ip_noise_gamma"] == "None"
+    assert plain["ss_scale_weight_norms"] == "None"
+    limited = {**export_info().settings, "optimizer.max_weight_norm": 1.5}
+    assert metadata(export_info(settings=limited))["ss_scale_weight_norms"] == "1.5"
+    rich = told(loss="huber", huber_delta=0.2, weighting="debiased", input_perturbation=0.1)
+    expected = {
+        "ss_loss_type": "huber",
+        "ss_huber_c": "0.2",
+        "ss_huber_schedule": "snr",
+        "ss_debiased_estimation": "True",
+        "ss_min_snr_gamma": "None",
+        "ss_ip_noise_gamma": "0.1",
+    }
+    assert {key: rich[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("sampling", "weighting", "scheme"),
+    [
+        ("uniform", "none", "none"),
+        ("mode", "none", "mode"),
+        ("logit_normal", "none", "logit_normal"),
+        ("sigmoid", "cosmap", "cosmap"),
+        ("mode", "sigma_sqrt", "sigma_sqrt"),
+    ],
+)
+def test_a_weighting_scheme_is_a_weight_or_a_density(
+    sampling: str, weighting: str, scheme: str
+) -> None:
+    found = told("flow", timestep_sampling=sampling, weighting=weighting)
+    assert found["ss_weighting_scheme"] == scheme
+    assert found["ss_timestep_sampling"] == sampling

@@ -380,3 +380,22 @@ def test_a_sample_image_has_its_own_size() -> None:
         predicted(samples=True, sample_side_px=512, bucket_px=(side, side)) for side in (512, 1024)
     )
     assert small.phases["sampling"] == large.phases["sampling"]
+
+
+def test_a_running_average_is_as_large_as_the_masters() -> None:
+    made = items(predicted(averaged=True))
+    assert made["adapter average"] == made["adapter weights"] > 0
+    assert "adapter average" not in items(predicted())
+
+
+def test_dropped_inputs_are_copies_where_adapters_need_none() -> None:
+    """16 bits read fp32 copies in any case; an fp32 base then keeps about as much for them."""
+    dropping = adapter(dropout=0.1)
+    assert items(predicted(adapter=dropping)) == items(predicted())
+    made = items(predicted(adapter=dropping, precision="fp32", base_precision="fp32"))
+    half = items(predicted())
+    assert made["dropped inputs"] == pytest.approx(half["adapter inputs"], rel=0.2)
+    plain = predicted(precision="fp32", base_precision="fp32")
+    assert "dropped inputs" not in items(plain)
+    two = predicted(adapter=dropping, precision="fp32", base_precision="fp32", micro_batch=2)
+    assert items(two)["dropped inputs"] == pytest.approx(2 * made["dropped inputs"], rel=0.2)

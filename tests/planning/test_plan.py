@@ -168,6 +168,7 @@ def test_xformers_gives_way_to_sdpa_where_it_is_missing() -> None:
 FLOW = replace(sd15_facts(), prediction="flow")
 V_PREDICTION = replace(sd15_facts(), prediction="v_prediction", zero_terminal_snr=True)
 GAMMA = "objective.min_snr_gamma"
+WEIGHTING = "objective.weighting"
 
 
 def planned_for(facts: BaseFacts, **changes: Any) -> Plan:
@@ -188,6 +189,35 @@ def test_a_default_gives_way_as_a_preset_does() -> None:
     origins = {**given.resolved.origins, GAMMA: Origin(layer="default")}
     made = plan(replace(given, resolved=replace(given.resolved, origins=origins)))
     assert made.config.objective.min_snr_gamma is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "asked", "found"),
+    [
+        (sd15_facts(), {}, "min_snr"),
+        (sd15_facts(), {GAMMA: None}, "none"),
+        (sd15_facts(), {WEIGHTING: "p2"}, "p2"),
+        (FLOW, {}, "none"),
+        (FLOW, {WEIGHTING: "cosmap"}, "cosmap"),
+    ],
+)
+def test_a_weighting_is_chosen(facts: BaseFacts, asked: dict[str, Any], found: str) -> None:
+    made = planned_for(facts, overrides=asked)
+    assert made.config.objective.weighting == found
+
+
+@pytest.mark.parametrize(
+    ("facts", "kind"),
+    [(FLOW, "soft_min_snr"), (V_PREDICTION, "sigma_sqrt"), (sd15_facts(), "cosmap")],
+)
+def test_a_weighting_of_the_other_kind_of_base_is_refused(facts: BaseFacts, kind: str) -> None:
+    with pytest.raises(RequestError, match=f"{WEIGHTING}={kind} weighs") as caught:
+        planned_for(facts, overrides={WEIGHTING: kind})
+    assert caught.value.fix.endswith(f"--set {WEIGHTING}=none")
+    given = replace(request(overrides={WEIGHTING: kind}), facts=facts)
+    origins = {**given.resolved.origins, WEIGHTING: Origin(layer="preset quality")}
+    made = plan(replace(given, resolved=replace(given.resolved, origins=origins)))
+    assert made.config.objective.weighting == "none", "a preset's wish gives way"
 
 
 @pytest.mark.parametrize("layer", ["command line", "config mine.toml", "resumed run"])

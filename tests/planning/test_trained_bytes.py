@@ -127,6 +127,14 @@ def exported(adapter: Adapter, copy: Any) -> Any:
     return lambda: "a file"
 
 
+def test_a_running_average_is_copied_as_the_masters_are() -> None:
+    plain, averaged = (
+        copied_bytes({1000: 3}, "adamw", pissa=False, pinned=False, averaged=averaged)
+        for averaged in (False, True)
+    )
+    assert averaged - plain == 3 * 4000
+
+
 def test_copies_of_paged_states_are_not_pinned() -> None:
     """Two moments of a byte each lie in the driver's memory; torch takes them for tensors of the host."""
     odd = PAGED_ELEMENTS + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
@@ -18,6 +19,7 @@ from lora_trainer.train.levels import FlowLevels, flow_levels, table_levels
 SIZE = (64, 64)
 SIGNAL = DDPMScheduler().alphas_cumprod.double().tolist()
 UNIFORMS = st.floats(0.0, 1.0, exclude_max=True)
+SAMPLINGS = ("uniform", "logit_normal", "sigmoid", "mode", "cosmap")
 
 
 def flow(**settings: object) -> FlowLevels:
@@ -48,7 +50,7 @@ def test_every_timestep_of_a_table_is_drawn_equally_often() -> None:
     assert {drawn.count(timestep) for timestep in range(100, 110)} == {100}
 
 
-@given(uniform=UNIFORMS, sampling=st.sampled_from(["uniform", "logit_normal", "sigmoid"]))
+@given(uniform=UNIFORMS, sampling=st.sampled_from(SAMPLINGS))
 def test_a_flow_level_is_never_clean_and_never_past_pure_noise(
     uniform: float, sampling: str
 ) -> None:
@@ -109,3 +111,44 @@ def test_validation_levels_are_fixed_fractions(fraction: float) -> None:
     assert flow(flow_shift=3.0).at(fraction, size_px=SIZE).sigma == fraction
     level = table_levels(SIGNAL, ObjectiveSettings()).at(fraction, size_px=SIZE)
     assert level.timestep == int(fraction * 1000)
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 1.29, 1.75])
+def test_mode_is_the_formula_of_diffusers(scale: float) -> None:
+    """diffusers maps its uniform numbers by the same formula; sorted, both are quantiles."""
+    drawn = compute_density_for_timestep_sampling(
+        "mode", 20_000, mode_scale=scale, generator=torch.Generator().manual_seed(0)
+    )
+    found = sorted(sigmas(flow(timestep_sampling="mode", mode_scale=scale), 2000))
+    wanted = torch.quantile(drawn, torch.linspace(0.05, 0.95, 19))
+    assert found[100:1901:100] == pytest.approx(wanted.tolist(), abs=0.02)
+
+
+def test_cosmap_has_the_density_of_its_paper() -> None:
+    """2 / (pi (1 - 2t + 2t^2)): the share of draws below t is its integral."""
+    found = np.sort(sigmas(flow(timestep_sampling="cosmap"), 4001))
+    grid = np.linspace(0.0, 1.0, 20_001)
+    density = 2 / (np.pi * (1 - 2 * grid + 2 * grid**2))
+    below = np.cumsum(density) / density.sum()
+    for share in (0.1, 0.25, 0.5, 0.9):
+        wanted = grid[np.searchsorted(below, share)]
+        assert found[int(share * 4001)] == pytest.approx(wanted, abs=2e-3)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@given(uniform=UNIFORMS, mean=st.floats(-10, 10), std=st.floats(0.1, 10))
+def test_tables_are_drawn_by_the_same_densities(
+    sampling: str, uniform: float, mean: float, std: float
+) -> None:
+    settings = ObjectiveSettings.model_validate(
+        {
+            "timestep_sampling": sampling,
+            "min_timestep": 10,
+            "max_timestep": 909,
+            "logit_mean": mean,
+            "logit_std": std,
+        }
+    )
+    time = flow_levels(settings, base_shift=lambda size: 1.0).density(uniform)
+    level = table_levels(SIGNAL, settings).draw(uniform, size_px=SIZE)
+    assert level.timestep == min(10 + int(900 * time), 909)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from lora_trainer.config import ObjectiveSettings, OptimizerSettings
 from lora_trainer.data.loader import Feeder, StepBatch, micro_batches
 from lora_trainer.errors import MachineError, StoppedBySignal, TrainingStopped, exit_code
+from lora_trainer.families.base import Conditioning
+from lora_trainer.model.norm_limit import limit_norms, update_norm
 from lora_trainer.output.checkpoints import load_newest
 from lora_trainer.output.state_writer import StateWriter
 from lora_trainer.train.actions import SaveAction, load_scaler
@@ -44,8 +47,20 @@ def splittable(tiny: TinyTraining) -> StepBatch:
     return next(batch for batch in steps if max(map(len, micro_batches(batch, cap=4))) == 3)
 
 
-def first_gradients(cap: int) -> list[Tensor]:
-    tiny = build_training(build_feeder(), steps=1)
+EVERY_OPTION = ObjectiveSettings(
+    weighting="soft_min_snr",
+    loss="smooth_l1",
+    noise_offset=0.05,
+    multires_noise_iterations=2,
+    input_perturbation=0.1,
+    timestep_sampling="mode",
+    timestep_strata=4,
+)
+PLAIN = ObjectiveSettings()
+
+
+def first_gradients(cap: int, objective: ObjectiveSettings = PLAIN) -> list[Tensor]:
+    tiny = build_training(build_feeder(objective=objective), steps=1)
     awaken(tiny.adapter)
     add_gradients(tiny.training, splittable(tiny), cap=cap)
     return gradients(tiny.adapter)
@@ -74,6 +89,70 @@ def test_the_first_gradients_do_not_depend_on_the_split() -> None:
     assert all(float(gradient.abs().max()) > 0 for gradient in whole)
     for cap in (2, 1):
         assert distance(first_gradients(cap), whole) < 1e-5
+
+
+def test_no_option_of_the_objective_depends_on_the_split() -> None:
+    whole = first_gradients(4, EVERY_OPTION)
+    assert distance(whole, first_gradients(4)) > 0.1
+    for cap in (2, 1):
+        assert distance(first_gradients(cap, EVERY_OPTION), whole) < 1e-5
+
+
+DROPOUTS = {"dropout": 0.2, "rank_dropout": 0.3, "module_dropout": 0.2}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_no_dropout_depends_on_the_split_or_on_recomputation(checkpointing: bool) -> None:
+    def found(cap: int, **options: Any) -> list[Tensor]:
+        tiny = build_training(build_feeder(), steps=1, **options)
+        awaken(tiny.adapter)
+        add_gradients(tiny.training, splittable(tiny), cap=cap)
+        return gradients(tiny.adapter)
+
+    whole = found(4, adapter_settings=DROPOUTS)
+    for name in DROPOUTS:
+        assert distance(whole, found(4, adapter_settings=DROPOUTS | {name: 0.0})) > 0.05
+    for cap in (4, 2, 1):
+        split = found(cap, adapter_settings=DROPOUTS, checkpointing=checkpointing)
+        assert distance(split, whole) < 1e-5
+
+
+def test_with_dropout_only_what_is_alike_is_done_at_once() -> None:
+    """A network that does its batch in parts would not know whose rows it has."""
+    tiny = build_training(build_feeder([SQUARE] * 4), steps=1, adapter_settings=DROPOUTS)
+    batch = tiny.training.feeder.prepare(0)
+    told = [float(sample.conditioning["text"].sum()) for sample in batch.samples]
+    asked: list[int] = []
+
+    def predict(denoiser: nn.Module, noisy: Tensor, *more: Any) -> Tensor:
+        asked.append(len(noisy))
+        return tiny.training.model.predict(denoiser, noisy, *more)
+
+    def alike(conditioning: Conditioning) -> int:
+        return int(float(conditioning["text"].sum()) > min(told))
+
+    for masks, expected in ((tiny.adapter.masks, [1, 3]), (None, [4])):
+        asked.clear()
+        model = replace(tiny.training.model, predict=predict, alike=alike, masks=masks)
+        add_gradients(replace(tiny.training, model=model), batch, cap=4)
+        assert sorted(asked) == expected
+
+
+def test_validation_and_what_is_between_steps_drop_nothing() -> None:
+    free, dropping = (
+        build_training(build_feeder(), steps=1, adapter_settings=settings)
+        for settings in ({}, DROPOUTS)
+    )
+    for tiny in (free, dropping):
+        awaken(tiny.adapter)
+        add_gradients(tiny.training, tiny.training.feeder.prepare(0), cap=4)
+    assert probe(dropping) == probe(free)
+
+
+def test_masks_change_from_epoch_to_epoch() -> None:
+    feeder = build_feeder(batch_size=7)
+    seeds = [sample.dropout_seed for step in range(3) for sample in feeder.prepare(step).samples]
+    assert len(set(seeds)) == 21
 
 
 def test_twenty_steps_do_not_depend_on_the_split() -> None:
@@ -136,6 +215,74 @@ def test_a_flow_model_sees_the_straight_path_and_learns_its_velocity() -> None:
     assert {sample.weight for sample in samples} == {1.0}
 
 
+def test_every_option_of_the_objective_is_in_the_loss() -> None:
+    """The loss of a sample, written out in float64 from what the denoiser answered."""
+    settings = ObjectiveSettings(
+        loss="huber",
+        huber_delta=0.2,
+        input_perturbation=0.3,
+        noise_offset=0.1,
+        weighting="debiased",
+    )
+    tiny = build_training(build_feeder([SQUARE], objective=settings), steps=1)
+    samples = tiny.training.feeder.prepare(0).samples
+    real, asked = tiny.training.model.predict, list[tuple[Tensor, Tensor]]()
+
+    def predict(denoiser: nn.Module, noisy: Tensor, *more: Any) -> Tensor:
+        answer = real(denoiser, noisy, *more)
+        asked.append((noisy, answer))
+        return answer
+
+    losses = replace(tiny.training.model, predict=predict).losses(samples)
+    ((noisy, answer),) = asked
+    for index, sample in enumerate(samples):
+        level, extra = sample.level, sample.input_noise
+        assert extra is not None and not torch.equal(extra, sample.noise)
+        signal = np.float64(level.signal or 0)
+        alpha, sigma = np.sqrt(signal), np.sqrt(1 - signal)
+        given = alpha * sample.latents.double().numpy() + sigma * extra.double().numpy()
+        assert noisy[index].numpy() == pytest.approx(given, rel=1e-4, abs=1e-5)
+        errors = (answer[index].detach() - sample.noise).double().numpy()
+        delta = 0.8 / (1 + sigma / alpha) ** 2 + 0.2
+        wanted = (2 * delta * (np.sqrt(errors**2 + delta**2) - delta)).mean()
+        assert float(losses[index].detach()) == pytest.approx(float(wanted), rel=1e-4)
+        assert sample.weight == pytest.approx(float(np.sqrt((1 - signal) / signal)), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"loss": "huber"},
+        {"loss": "smooth_l1"},
+        {"loss": "huber", "huber_delta": 0.5},
+        {"loss": "huber", "huber_schedule": "constant"},
+        {"loss": "huber", "huber_schedule": "exponential"},
+        {"weighting": "none"},
+        {"weighting": "soft_min_snr"},
+        {"weighting": "debiased"},
+        {"weighting": "p2"},
+        {"weighting": "p2", "p2_gamma": 0.5},
+        {"input_perturbation": 0.1},
+        {"timestep_strata": 4},
+        {"timestep_sampling": "logit_normal"},
+        {"timestep_sampling": "mode"},
+        {"timestep_sampling": "cosmap"},
+        {"timestep_sampling": "mode", "mode_scale": 0.5},
+    ],
+    ids=str,
+)
+def test_every_option_of_the_objective_changes_the_gradients(changed: dict[str, Any]) -> None:
+    found = []
+    for settings in ({}, changed, {key: changed[key] for key in list(changed)[:-1]}):
+        objective = ObjectiveSettings.model_validate(settings)
+        tiny = build_training(build_feeder(objective=objective), steps=1, targets="attention")
+        add_gradients(tiny.training, tiny.training.feeder.prepare(0), cap=4)
+        found.append(gradients(tiny.adapter))
+    plain, new, without_last = found
+    assert distance(new, plain) > 1e-3
+    assert distance(new, without_last) > 1e-3, "the last of the options is ignored"
+
+
 def test_what_is_cached_of_a_prompt_goes_through_embed() -> None:
     """Text encoders trained along run in every step, with gradients through what they give."""
     tiny = build_training(build_feeder(), steps=1)
@@ -185,6 +332,33 @@ def test_gradients_are_clipped_to_the_norm() -> None:
     clipped, logged = moved(norm / 10)
     assert clipped == pytest.approx(norm / 10, rel=1e-3)
     assert logged == pytest.approx(norm), "the norm is reported as it was before clipping"
+
+
+def test_what_comes_afterwards_is_done_after_every_step() -> None:
+    seen: list[tuple[int, list[Tensor]]] = []
+    tiny = build_training(build_feeder(), steps=3, targets="attention")
+    look = replace(tiny.training, afterwards=[lambda step: seen.append((step, values(tiny)))])
+    run(look, at_start(micro_batch=4))
+    assert [step for step, _ in seen] == [1, 2, 3]
+    assert equal(seen[-1][1], values(tiny))
+    assert not equal(seen[0][1], seen[1][1])
+
+
+def test_a_norm_limit_holds_in_every_step_and_on_every_split() -> None:
+    limit = 0.002
+    free = [float(update_norm(layer)) for layer in trained(6).adapter.layers.values()]
+    assert max(free) > 2 * limit, "else nothing is limited"
+    found = []
+    for cap in (4, 1):
+        tiny = build_training(build_feeder(), steps=6)
+        limited = replace(
+            tiny.training, afterwards=[lambda step, tiny=tiny: limit_norms(tiny.adapter, limit)]
+        )
+        run(limited, at_start(micro_batch=cap))
+        norms = [float(update_norm(layer)) for layer in tiny.adapter.layers.values()]
+        assert max(norms) <= limit * 1.0001
+        found.append(values(tiny))
+    assert distance(found[1], found[0]) < 5e-5
 
 
 def test_loss_falls_on_one_picture() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from lora_trainer.train.objective import (
     add_noise,
     draw_noise,
-    min_snr_weight,
     sample_losses,
     target,
 )
@@ -65,29 +64,6 @@ def test_flow_noise_and_target_are_those_of_the_flow_scheduler() -> None:
     step = 0.25 * sigma.view(-1, 1, 1, 1)  # along the straight path, velocity times the way
     nearer = add_noise(latents, drawn, 1 - 0.75 * sigma, 0.75 * sigma)
     torch.testing.assert_close(noisy - step * wanted, nearer)
-
-
-@given(signal=st.floats(1e-4, 0.9999), gamma=st.floats(0.1, 100.0))
-def test_min_snr_weights_are_those_of_the_paper(signal: float, gamma: float) -> None:
-    level = torch.tensor([signal], dtype=torch.float64)
-    snr = signal / (1 - signal)
-    epsilon = min_snr_weight(level, gamma=gamma, prediction="epsilon")
-    velocity = min_snr_weight(level, gamma=gamma, prediction="v_prediction")
-    assert float(epsilon) == pytest.approx(min(snr, gamma) / snr, rel=1e-9)
-    assert float(velocity) == pytest.approx(min(snr, gamma) / (snr + 1), rel=1e-9)
-
-
-def test_min_snr_at_zero_terminal_snr_is_a_number() -> None:
-    """0/0 for epsilon, whose limit is 1; v has weight 0 where there is no signal."""
-    ends = torch.tensor([0.0, 0.5], dtype=torch.float64)
-    assert min_snr_weight(ends, gamma=5.0, prediction="epsilon").tolist() == [1.0, 1.0]
-    assert min_snr_weight(ends, gamma=5.0, prediction="v_prediction").tolist() == [0.0, 0.5]
-
-
-@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
-def test_without_gamma_every_sample_weighs_one(prediction: str) -> None:
-    weights = min_snr_weight(SIGNAL, gamma=None, prediction=prediction)  # type: ignore[arg-type]
-    assert weights.tolist() == [1.0] * 5
 
 
 def test_plain_noise_is_one_draw_of_randn() -> None:
@@ -150,3 +126,39 @@ def test_losses_are_per_sample_means_in_float32() -> None:
 def test_half_precision_losses_do_not_overflow() -> None:
     wide = torch.full((1, 1, 4, 4), 300.0, dtype=torch.float16)
     assert math.isclose(float(sample_losses(wide, torch.zeros_like(wide))), 90_000.0)
+
+
+@given(error=st.floats(-1e3, 1e3), delta=st.floats(1e-3, 10.0))
+def test_pseudo_huber_is_its_formula(error: float, delta: float) -> None:
+    found = sample_losses(
+        torch.tensor([[error]]), torch.zeros(1, 1), delta=torch.tensor([delta], dtype=torch.float64)
+    )
+    wanted = 2 * delta * (math.hypot(error, delta) - delta)
+    assert float(found) == pytest.approx(wanted, rel=1e-4, abs=1e-9)
+
+
+def test_pseudo_huber_is_squared_near_zero_and_linear_far_away() -> None:
+    predicted = torch.tensor([[1e-3], [100.0], [200.0]])
+    small, one, two = sample_losses(
+        predicted, torch.zeros(3, 1), delta=torch.full((3,), 0.5)
+    ).tolist()
+    assert small == pytest.approx(1e-6, rel=1e-3)
+    assert two - one == pytest.approx(2 * 0.5 * 100.0, rel=1e-4)
+
+
+def test_each_sample_has_its_own_delta() -> None:
+    predicted, wanted = pair()
+    deltas = torch.tensor([0.1, 0.2, 0.5, 1.0, 5.0])
+    together = sample_losses(predicted, wanted, delta=deltas)
+    for index in range(5):
+        alone = sample_losses(
+            predicted[index : index + 1], wanted[index : index + 1], delta=deltas[index : index + 1]
+        )
+        assert float(together[index]) == pytest.approx(float(alone), rel=1e-6)
+
+
+def test_the_gradient_of_pseudo_huber_is_bounded_and_zero_at_zero() -> None:
+    predicted = torch.tensor([[0.0], [3e4]], requires_grad=True)
+    sample_losses(predicted, torch.zeros(2, 1), delta=torch.full((2,), 0.25)).sum().backward()
+    assert predicted.grad is not None
+    assert predicted.grad.flatten().tolist() == pytest.approx([0.0, 0.5], rel=1e-5)

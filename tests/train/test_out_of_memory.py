@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -96,6 +97,24 @@ def test_nothing_changes_but_the_micro_batch() -> None:
     run(other.training, at_start(micro_batch=2))
     assert equal(values(tiny), values(other))
     assert tiny.losses == other.losses
+
+
+def test_dropout_and_the_average_are_those_of_a_step_that_fitted() -> None:
+    """The step is done again with the masks it had, and taken into the average once."""
+    found = []
+    for holds, micro_batch in ((2, 4), (4, 2)):
+        tiny = build_training(
+            build_feeder(UNEVEN),
+            steps=4,
+            adapt=holding(holds),
+            adapter_settings={"dropout": 0.2, "rank_dropout": 0.2, "module_dropout": 0.2},
+            averaged=True,
+        )
+        average = partial(tiny.adapter.update_average, decay=0.9)
+        run(replace(tiny.training, afterwards=[average]), at_start(micro_batch=micro_batch))
+        assert len(changes(tiny)) == (1 if micro_batch == 4 else 0)
+        found.append(list(tiny.adapter.state().values()))
+    assert equal(*found)
 
 
 def test_it_is_halved_until_it_fits() -> None:

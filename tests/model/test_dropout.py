@@ -1,0 +1,237 @@
+"""Dropout masks: a pure function of sample and layer, the right share, in the right places."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.config import AdapterSettings
+from lora_trainer.model.adapters import Adapter, inject
+from lora_trainer.model.dropout import SampleMasks
+from lora_trainer.randomness import Stream, draw_seed
+
+CPU = torch.device("cpu")
+SEEDS = [draw_seed(7, Stream.ADAPTER_DROPOUT, 0, f"s{k}") for k in range(4)]
+DROPOUTS: list[dict[str, Any]] = [
+    {"dropout": 0.5},
+    {"rank_dropout": 0.5},
+    {"module_dropout": 0.5},
+    {"dropout": 0.3, "rank_dropout": 0.3, "module_dropout": 0.3},
+]
+KINDS: list[dict[str, Any]] = [
+    *DROPOUTS,
+    {"dora": True, "dropout": 0.5, "rank_dropout": 0.2},
+    {"init": "pissa", "dropout": 0.5, "rank_dropout": 0.2},
+    {"kind": "loha", "dropout": 0.5, "module_dropout": 0.3},
+    {"kind": "lokr", "dropout": 0.5, "module_dropout": 0.3},
+]
+
+
+class Network(nn.Module):
+    """Tokens [B, 5, 6] through a linear layer, images [B, 4, 6, 6] through a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+        self.conv = nn.Conv2d(4, 8, 3, padding=1)
+
+    def forward(self, tokens: Tensor, image: Tensor) -> Tensor:
+        first = self.linear(tokens).flatten(1)
+        return torch.cat([first, self.conv(image).flatten(1)], dim=1)
+
+
+def adapted(**settings: Any) -> tuple[Network, Adapter]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = Network().requires_grad_(False)
+    chosen = AdapterSettings.model_validate({"rank": 4, **settings})
+    modules = {"denoiser": ["linear", "conv"]}
+    adapter = inject({"denoiser": network}, modules=modules, settings=chosen, alpha=4.0, seed=1)
+    generator = torch.Generator().manual_seed(17)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return network, adapter
+
+
+def inputs(count: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return (
+        torch.randn(count, 5, 6, generator=generator),
+        torch.randn(count, 4, 6, 6, generator=generator),
+    )
+
+
+def masks_of(adapter: Adapter) -> SampleMasks:
+    assert adapter.masks is not None
+    return adapter.masks
+
+
+def mask(
+    values: dict[str, float] | None = None, *, width: int, seeds: list[int], **add: Any
+) -> Tensor:
+    masks = SampleMasks()
+    other = masks.add("another layer", width=3, share=0.5)
+    made = masks.add("a layer", width=width, share=0.5, **add)
+    with masks.of(seeds, device=CPU):
+        assert other(torch.ones(len(seeds), 3)).shape == (len(seeds), 3)
+        return made(torch.ones(len(seeds), width))
+
+
+# ---- masks
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_the_share_is_dropped_and_the_mean_kept(share: float) -> None:
+    masks = SampleMasks()
+    made = masks.add("a layer", width=5000, share=share)
+    with masks.of(SEEDS, device=CPU):
+        found = made(torch.ones(4, 5000))
+    dropped = (found == 0).float().mean(dim=1)
+    assert dropped.tolist() == pytest.approx([share] * 4, abs=0.03)
+    assert sorted(set(found.flatten().tolist())) == pytest.approx([0.0, 1 / (1 - share)])
+
+
+def test_samples_layers_and_channels_are_dropped_independently() -> None:
+    masks = SampleMasks()
+    made = [masks.add(f"layer {k}", width=4000, share=0.5) for k in range(3)]
+    with masks.of(SEEDS, device=CPU):
+        rows = torch.cat([one(torch.ones(4, 4000)) for one in made]) - 1.0  # +1 or -1
+    for one, other in itertools.combinations(rows, 2):
+        assert abs(float((one * other).mean())) < 0.09
+    for lag in (1, 2, 7):
+        assert abs(float((rows[:, lag:] * rows[:, :-lag]).mean())) < 0.03
+
+
+def test_a_mask_depends_on_its_sample_and_name_alone() -> None:
+    together = mask(width=64, seeds=SEEDS)
+    for index, seed in enumerate(SEEDS):
+        assert torch.equal(mask(width=64, seeds=[seed])[0], together[index])
+    masks = SampleMasks()
+    made = masks.add("a layer", width=64, share=0.5)
+    with masks.of(SEEDS, device=CPU):
+        assert torch.equal(made(torch.ones(4, 64)), together), "other layers do not matter"
+
+
+def test_masks_are_the_bits_they_have_always_been() -> None:
+    """A resumed run must drop what it dropped before, on any machine."""
+    found = mask(width=24, seeds=[1, 2**62 + 12345])
+    text = ["".join(str(int(value > 0)) for value in row) for row in found.tolist()]
+    assert text == PINNED
+
+
+PINNED = ["011100010101011110110110", "110101110000000111100100"]
+
+
+def test_nothing_is_dropped_outside_of_a_batch() -> None:
+    masks = SampleMasks()
+    made = masks.add("a layer", width=8, share=0.5)
+    ones = torch.ones(4, 8)
+    assert made(ones) is ones
+    with pytest.raises(ZeroDivisionError), masks.of(SEEDS, device=CPU):
+        assert made(ones) is not ones
+        raise ZeroDivisionError
+    assert made(ones) is ones, "also after an error"
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (4, 3, 8), (4, 8, 2, 5)])
+def test_a_mask_holds_for_all_positions_of_a_sample(shape: tuple[int, ...]) -> None:
+    masks = SampleMasks()
+    made = masks.add("a layer", width=8, share=0.5)
+    with masks.of(SEEDS, device=CPU):
+        plain, found = made(torch.ones(4, 8)), made(torch.ones(shape))
+    channels_last = found.movedim(1, -1) if len(shape) == 4 else found
+    assert torch.equal(
+        channels_last, plain.view(4, *[1] * (len(shape) - 2), 8).expand_as(channels_last)
+    )
+
+
+def test_rows_are_those_of_one_sample_after_another_and_never_guessed() -> None:
+    masks = SampleMasks()
+    made = masks.add("a layer", width=8, share=0.5)
+    with masks.of(SEEDS, device=CPU):
+        plain = made(torch.ones(4, 8))
+        assert torch.equal(made(torch.ones(12, 8)), plain.repeat_interleave(3, dim=0))
+        with pytest.raises(AssertionError, match="7 rows"):
+            made(torch.ones(7, 8))
+
+
+# ---- layers
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=str)
+def test_a_sample_is_dropped_the_same_in_any_batch(settings: dict[str, Any]) -> None:
+    network, adapter = adapted(**settings)
+    tokens, image = inputs()
+    free = network(tokens, image)
+    with masks_of(adapter).of(SEEDS, device=CPU):
+        together = network(tokens, image)
+    assert float((together - free).abs().max().detach()) > 0.01
+    for k, seed in enumerate(SEEDS):
+        with masks_of(adapter).of([seed], device=CPU):
+            alone = network(tokens[k : k + 1], image[k : k + 1])
+        torch.testing.assert_close(alone[0], together[k], rtol=1e-5, atol=1e-6)
+
+
+def lora_by_hand(
+    weight: Tensor, down: Tensor, up: Tensor, into: Tensor, ranks: Tensor
+) -> Callable[[Tensor], Tensor]:
+    return lambda x: x @ weight.T + ((x * into) @ down.T * ranks) @ up.T
+
+
+def test_a_dropped_lora_is_its_formula() -> None:
+    """W x + B (r * A (m * x)), with masks of numbers that are read off one layer at a time."""
+    network, adapter = adapted(dropout=0.4, rank_dropout=0.3)
+    tokens, image = inputs()
+    masks = SampleMasks()
+    into = masks.add("denoiser.linear.input", width=6, share=0.4)
+    ranks = masks.add("denoiser.linear.rank", width=4, share=0.3)
+    layer = adapter.layers["denoiser.linear"].parameters
+    base: Any = network.linear
+    with masks.of(SEEDS, device=CPU), masks_of(adapter).of(SEEDS, device=CPU):
+        first, second = into(torch.ones(4, 1, 6)), ranks(torch.ones(4, 1, 4))
+        found = network(tokens, image)[:, :40].reshape(4, 5, 8)
+    by_hand = lora_by_hand(base.base_layer.weight, layer["down"], layer["up"], first, second)
+    torch.testing.assert_close(found, by_hand(tokens) + base.base_layer.bias)
+
+
+@pytest.mark.parametrize("kind", ["lora", "loha", "lokr"])
+def test_a_module_is_off_or_as_it_is(kind: str) -> None:
+    network, adapter = adapted(kind=kind, module_dropout=0.5)
+    tokens, image = inputs()
+    live = network(tokens, image)[:, :40]
+    plain: Any = network.linear
+    base = plain.base_layer(tokens).flatten(1)
+    seeds = [draw_seed(9, Stream.ADAPTER_DROPOUT, k) for k in range(4 * 16)]
+    off = 0
+    for first in range(0, len(seeds), 4):
+        with masks_of(adapter).of(seeds[first : first + 4], device=CPU):
+            found = network(tokens, image)[:, :40]
+        for k in range(4):
+            is_off = torch.allclose(found[k], base[k], atol=1e-6)
+            off += is_off
+            assert is_off or torch.allclose(found[k], live[k], atol=1e-6)
+    assert 20 < off < 44
+
+
+def test_pissa_drops_its_start_alike() -> None:
+    """Where nothing has moved, nothing is added to the base, whatever is dropped."""
+    network, adapter = adapted(init="pissa", dropout=0.5, rank_dropout=0.5)
+    plain: Any = network.linear
+    tokens, image = inputs()
+    with torch.no_grad():
+        for layer in adapter.layers.values():
+            for name, parameter in layer.parameters.items():
+                parameter.copy_(layer.initial[name])
+    with masks_of(adapter).of(SEEDS, device=CPU):
+        found = network(tokens, image)[:, :40]
+    torch.testing.assert_close(found, plain.base_layer(tokens).flatten(1), rtol=1e-5, atol=1e-5)
+
+
+def test_without_dropout_there_are_no_masks() -> None:
+    assert adapted()[1].masks is None
