@@ -33,6 +33,7 @@ class Fault:
 _IMAGES, _SCAN = "tests/data/test_images.py", "tests/data/test_scan.py"
 _CACHE, _ENCODE = "tests/data/test_cache.py", "tests/data/test_encode.py"
 _RUN, _STATES = "tests/test_run.py", "tests/output/test_checkpoints.py"
+_ATTACKS = "tests/gui/test_attacks.py"
 _PROCESSES = "tests/test_processes.py"
 
 FAULTS: Mapping[str, Fault] = {
@@ -168,18 +169,23 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "SEC-01": Fault(
         what="paths that a browser sends",
-        parts=("tests/gui/test_state.py", "tests/gui/test_launch.py", "tests/gui/test_app.py"),
-        decided="Names are folders right inside the runs folder, dataset folders only read. The suite of "
-        "300 requests is not yet written.",
+        parts=(_ATTACKS, "tests/gui/test_media.py", "tests/gui/test_workplace.py"),
+        decided="5,096 requests in one run of the suite, 0 escapes.",
     ),
     "SEC-02": Fault(
-        what="other hosts, other origins",
-        parts=("tests/gui/test_guard.py", "tests/gui/test_app.py"),
-        decided="It listens on 127.0.0.1 only; there is no way to ask for another address or to share it.",
+        what="other hosts, other origins, no key, no password",
+        parts=(_ATTACKS, "tests/gui/test_guard.py", "tests/gui/test_access.py"),
+        decided="127.0.0.1 and a key by default; another address only with a password. There is no way "
+        "to share it over somebody else's server.",
     ),
     "SEC-03": Fault(
         what="names and texts that are markup or commands",
-        parts=("tests/output/test_report.py", "tests/gui/test_state.py", "tests/gui/test_launch.py"),
+        parts=(
+            _ATTACKS,
+            "tests/gui/test_e2e_markup.py",
+            "tests/output/test_report.py",
+            "tests/gui/test_launch.py",
+        ),
     ),
     "SEC-04": Fault(
         what="secrets in environment, settings, command line",
@@ -189,10 +195,11 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "SEC-05": Fault(
         what="the interface is closed, opened twice, reloaded",
-        parts=("tests/gui/test_launch.py", "tests/gui/test_state.py", "tests/output/test_status.py"),
-        decided="Trainers are sessions of their own and are found again by their run folders.",
+        parts=("tests/gui/test_e2e_training.py", "tests/test_queueing.py", "tests/output/test_status.py"),
+        decided="Trainers are sessions of their own and are found again by their run folders; the same "
+        "training is not started twice.",
     ),
-    "SEC-06": Fault(what="hostile archives", decided="Nothing unpacks an archive: datasets are folders."),
+    "SEC-06": Fault(what="hostile archives", parts=("tests/gui/test_archives.py",)),
     "ENV-01": Fault(
         what="odd names and locales",
         parts=(_SCAN,),
