@@ -54,7 +54,7 @@ def test_ci_runs_the_command_of_the_readme() -> None:
 def test_named_paths_exist() -> None:
     folders = "benchmarks|datasets|docs|gui|launch|lora_trainer|presets|scripts|tests"
     named = set(re.findall(rf"`((?:{folders})/[\w./-]*)`", README))
-    assert {"lora_trainer/config.py", "tests/data"} <= named
+    assert {"lora_trainer/settings/", "tests/data"} <= named
     assert not [name for name in sorted(named) if not (ROOT / name).exists()]
 
 

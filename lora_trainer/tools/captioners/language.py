@@ -177,7 +177,9 @@ def _processor(folder: Path) -> Any:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     whole: Any = PROCESSOR_MAPPING[type(config)]
     PictureProcessor: Any = type(whole.__name__, (_PicturesOnly, whole), {})
-    processor = PictureProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    processor = PictureProcessor.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     tokenizer = processor.tokenizer
     tokenizer.padding_side = "left"  # a chat model goes on where the text ends
     if tokenizer.pad_token is None:

@@ -1,0 +1,81 @@
+"""How a setting is declared: one field with its default, unit, limits, help and what it goes with.
+
+Inputs: the words of the declaration. Outputs: pydantic fields whose schema carries all of them, and the
+kinds of values that several settings have in common. `auto` is a value: the planner replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Auto = Literal["auto"]
+Precision = Literal["fp32", "bf16", "fp16"]
+AutoPixels = Annotated[int, Field(ge=16, le=4096)] | Auto
+AutoCount = Annotated[int, Field(ge=1, le=10_000_000)] | Auto
+AutoInterval = Annotated[int, Field(ge=0, le=10_000_000)] | Auto
+AutoScale = Annotated[float, Field(gt=0, le=4096)] | Auto
+Checkpointing = Literal["none", "selective", "full", "offloaded"]
+"""Which blocks are recomputed in the backward pass, their inputs alone kept for it: none of them,
+every second one of each list of blocks, all of them, or all with the kept inputs in host memory."""
+CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
+"""What the backward pass makes again: nothing, every second block, all, or all from host memory."""
+Weighting = Literal["none", "min_snr", "soft_min_snr", "debiased", "p2", "sigma_sqrt", "cosmap"]
+FLOW_WEIGHTINGS: tuple[Weighting, ...] = ("sigma_sqrt", "cosmap")
+SNR_WEIGHTINGS: tuple[Weighting, ...] = ("min_snr", "soft_min_snr", "debiased", "p2")
+
+Needs = Mapping[str, Sequence[Any]]
+"""Needs of other settings, by `section.name`."""
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    unit: str = "",
+    only_for: Needs = MappingProxyType({}),
+    not_for: Needs = MappingProxyType({}),
+    path: bool = False,
+    **constraints: Any,
+) -> Any:
+    """Declare one setting; `unit` is shown beside the value wherever it is printed.
+
+    The setting matters only while each setting in `only_for` has one of those values and none in
+    `not_for` has; otherwise it changes nothing, or is refused (tests/test_unused_settings.py). `path`:
+    it may name a file or folder of this machine.
+    """
+    extra: dict[str, Any] = {"unit": unit}
+    for name, needs in (("only_for", only_for), ("not_for", not_for)):
+        if needs:
+            extra[name] = {key: list(values) for key, values in needs.items()}
+    if path:
+        extra["path"] = True
+    return Field(default, description=doc, json_schema_extra=extra, **constraints)
+
+
+# What several settings need, or do not go with: see `setting`.
+LORA = {"adapter.kind": ("lora",)}
+CARD = {"hardware.device": ("cuda",)}
+FLOW = {"base.prediction": ("flow",)}
+NOISE_OR_V = {"base.prediction": ("epsilon", "v_prediction")}
+CONVOLUTIONS = {"adapter.targets": ("all",)}
+SHUFFLING = {"data.shuffle_tags": (True,)}
+NOT_EMBEDDED = {"base.model": ("embedded",)}
+NOT_OFT = {"adapter.kind": ("oft",)}
+SQUARED = {"objective.loss": ("mse",)}
+WITHOUT_VALIDATION = {"data.validation_fraction": (0.0,)}
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, no unknown keys, defaults are validated too."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,  # `--set data.trigger=123` is a word, not a number
+    )

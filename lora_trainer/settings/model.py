@@ -1,0 +1,157 @@
+"""All settings of a run as one value, and what contradicts what among them.
+
+Input: the sections. Output: `Config`, which cannot be built from settings that contradict each other;
+what base and card can do is judged later, by the planner.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from pydantic import Field, model_validator
+
+from lora_trainer.quantization import QUANTIZATIONS
+from lora_trainer.settings.declare import Section
+from lora_trainer.settings.inputs import BaseSettings, DataSettings
+from lora_trainer.settings.learning import (
+    AdapterSettings,
+    ObjectiveSettings,
+    OptimizerSettings,
+    TrainSettings,
+)
+from lora_trainer.settings.running import (
+    HardwareSettings,
+    LoggingSettings,
+    MemorySettings,
+    OutputSettings,
+    SamplingSettings,
+)
+
+
+class Config(Section):
+    """All settings of one run, grouped in sections as they are written in config files."""
+
+    base: BaseSettings = Field(default_factory=BaseSettings, description="the model to adapt")
+    data: DataSettings = Field(default_factory=DataSettings, description="images, captions, caches")
+    adapter: AdapterSettings = Field(default_factory=AdapterSettings, description="the LoRA itself")
+    train: TrainSettings = Field(
+        default_factory=TrainSettings, description="length, batch, precision"
+    )
+    objective: ObjectiveSettings = Field(
+        default_factory=ObjectiveSettings, description="noise and loss"
+    )
+    optimizer: OptimizerSettings = Field(
+        default_factory=OptimizerSettings, description="how weights move"
+    )
+    memory: MemorySettings = Field(default_factory=MemorySettings, description="fitting the device")
+    hardware: HardwareSettings = Field(default_factory=HardwareSettings, description="which device")
+    output: OutputSettings = Field(default_factory=OutputSettings, description="files written")
+    sampling: SamplingSettings = Field(
+        default_factory=SamplingSettings, description="images on the way"
+    )
+    logging: LoggingSettings = Field(default_factory=LoggingSettings, description="dashboards")
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Config:
+        found = list(_contradictions(self))
+        if found:
+            raise ValueError(" ".join(found))
+        return self
+
+
+def _contradictions(config: Config) -> Iterator[str]:
+    low, high = config.objective.min_timestep, config.objective.max_timestep
+    if low > high:
+        yield f"objective.min_timestep={low} is above objective.max_timestep={high}: lower one of them."
+    weighting = config.objective.weighting
+    if weighting in ("min_snr", "soft_min_snr") and config.objective.min_snr_gamma is None:
+        yield f"objective.weighting={weighting} needs a number as objective.min_snr_gamma: 5 is usual."
+    alpha, rank = config.adapter.alpha, config.adapter.rank
+    if alpha != "auto" and alpha > rank * 100:
+        yield f"adapter.alpha={alpha:g} is over 100 times adapter.rank={rank}: use at most {rank * 100}."
+    steps, every = config.train.steps, config.output.save_every_steps
+    if steps != "auto" and every != "auto" and every > steps:
+        yield f"output.save_every_steps={every} is above train.steps={steps}: lower it, or 0 for only at the end."
+    yield from _adapter_contradictions(config.adapter)
+    if config.adapter.init == "pissa" and config.train.init_from is not None:
+        yield "adapter.init=pissa and train.init_from both say where to begin: choose one."
+    if config.optimizer.lora_plus_ratio != 1.0 and config.adapter.kind != "lora":
+        yield f"optimizer.lora_plus_ratio is for adapter.kind=lora, not {config.adapter.kind}."
+    for pattern in config.optimizer.learning_rate_pattern:
+        yield from _pattern_problem("optimizer.learning_rate_pattern", pattern)
+    if config.optimizer.text_encoder_learning_rate is not None and not config.adapter.text_encoder:
+        yield "optimizer.text_encoder_learning_rate needs adapter.text_encoder=true."
+    if config.output.weights == "ema" and config.train.ema_decay is None:
+        yield "output.weights=ema needs train.ema_decay: 0.995 is usual."
+    if config.optimizer.max_weight_norm is not None:
+        yield from _plain_product("optimizer.max_weight_norm", config.adapter)
+    if config.train.tighten_on_spike and config.train.max_grad_norm == 0:
+        yield "train.tighten_on_spike lowers train.max_grad_norm, which is 0: never; choose a norm."
+    micro, batch = config.memory.micro_batch, config.train.batch_size
+    if micro != "auto" and micro > batch:
+        yield f"memory.micro_batch={micro} is above train.batch_size={batch}: at most {batch}."
+    yield from _memory_contradictions(config)
+
+
+def _memory_contradictions(config: Config) -> Iterator[str]:
+    memory, precision = config.memory, config.train.precision
+    kept = memory.base_precision
+    if "auto" not in (kept, precision) and kept not in (precision, *QUANTIZATIONS):
+        yield (
+            f"memory.base_precision={kept} and train.precision={precision} differ: "
+            "the base is computed in the dtype it is kept in, unless that is int8, fp8 or nf4."
+        )
+    how = memory.gradient_checkpointing
+    if memory.streamed_blocks not in ("auto", 0) and how in ("none", "selective"):
+        yield (
+            f"memory.streamed_blocks={memory.streamed_blocks} needs every block recomputed, not "
+            f"memory.gradient_checkpointing={how}: use full or offloaded."
+        )
+    if memory.text_encoder_offload is True and config.adapter.text_encoder:
+        yield "memory.text_encoder_offload is for caching, adapter.text_encoder=true trains them: choose one."
+
+
+def _adapter_contradictions(adapter: AdapterSettings) -> Iterator[str]:
+    only_lora = {
+        "dora": adapter.dora,
+        "rslora": adapter.rslora,
+        "init=pissa": adapter.init == "pissa",
+    }
+    for name, asked in only_lora.items():
+        if asked and adapter.kind != "lora":
+            yield f"adapter.{name} is for adapter.kind=lora, not {adapter.kind}: choose one."
+    if adapter.rank_dropout and adapter.kind != "lora":
+        yield f"adapter.rank_dropout is for adapter.kind=lora, not {adapter.kind}: use dropout."
+    for name in ("dropout", "module_dropout"):
+        if getattr(adapter, name) and adapter.kind == "oft":
+            yield f"adapter.{name} is for lora, loha and lokr, not adapter.kind=oft: choose one."
+    if adapter.module_dropout and adapter.dora:
+        yield "adapter.module_dropout would leave DoRA's norms on: use dropout, or adapter.dora=false."
+    if adapter.dora and adapter.init == "pissa":
+        yield "adapter.dora and adapter.init=pissa cannot be combined: choose one."
+    if adapter.kind == "oft" and (adapter.alpha != "auto" or adapter.conv_alpha is not None):
+        yield "adapter.kind=oft is a rotation, which has no alpha: leave adapter.alpha and conv_alpha out."
+    if adapter.lokr_factor == 0 or (adapter.lokr_factor != -1 and adapter.kind != "lokr"):
+        yield "adapter.lokr_factor is -1 or at least 1, and for adapter.kind=lokr only."
+    convolutions = adapter.conv_rank is not None or adapter.conv_alpha is not None
+    if convolutions and adapter.targets != "all":
+        yield "adapter.conv_rank and conv_alpha are for convolutions: set adapter.targets=all."
+    for pattern in adapter.rank_pattern:
+        yield from _pattern_problem("adapter.rank_pattern", pattern)
+
+
+def _plain_product(key: str, adapter: AdapterSettings) -> Iterator[str]:
+    """Refuse `key` where an update is more than the product of its factors."""
+    others = {"kind=oft": adapter.kind == "oft", "dora": adapter.dora}
+    others["init=pissa"] = adapter.init == "pissa"
+    for name, chosen in others.items():
+        if chosen:
+            yield f"{key} and adapter.{name} cannot be combined: choose one."
+
+
+def _pattern_problem(key: str, pattern: str) -> Iterator[str]:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        yield f"{key} has {pattern!r}, which is no regular expression ({error})."

@@ -1,0 +1,134 @@
+"""The settings of where it runs and what comes out: memory, hardware, files, samples, dashboards."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from lora_trainer.quantization import BasePrecision
+from lora_trainer.settings.declare import (
+    CARD,
+    Auto,
+    AutoCount,
+    AutoInterval,
+    Checkpointing,
+    Precision,
+    Section,
+    setting,
+)
+
+
+def _checkpointing(value: Any) -> Any:
+    """Read a yes or no, which older settings files have."""
+    if isinstance(value, bool):
+        return "full" if value else "none"
+    return value
+
+
+class MemorySettings(Section):
+    micro_batch: AutoCount = setting(
+        "auto",
+        "images per forward pass; never changes the result, only memory and speed",
+        unit="images",
+    )
+    gradient_checkpointing: Annotated[Checkpointing | Auto, BeforeValidator(_checkpointing)] = (
+        setting(
+            "auto",
+            "blocks recomputed backwards: none, every second, all, all with inputs in host memory",
+        )
+    )
+    base_precision: BasePrecision | Auto = setting(
+        "auto",
+        "how the frozen base is kept: like train.precision, or its blocks in 8 or 4 bits",
+    )
+    streamed_blocks: AutoInterval = setting(
+        "auto",
+        "blocks of the base kept in host memory and copied to the card when they are due",
+        unit="blocks",
+        only_for=CARD,
+    )
+    attention: Literal["auto", "sdpa", "xformers"] = setting(
+        "auto", "attention kernels; auto: SDPA", only_for=CARD
+    )
+    text_encoder_precision: Precision | Auto = setting(
+        "auto",
+        "dtype of the text encoders while caching; auto: fp32, above 2 billion parameters bf16",
+    )
+    text_encoder_offload: bool | Auto = setting(
+        "auto",
+        "text encoders stay in host memory while caching, a layer at a time on the card",
+        only_for={**CARD, "adapter.text_encoder": (False,)},
+    )
+
+
+class HardwareSettings(Section):
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to train")
+    threads: AutoCount = setting("auto", "CPU threads; part of what makes a resume bit-exact")
+    vram_limit_gib: float | None = setting(
+        None,
+        "use at most this much of the card: planned for, and a cap on PyTorch's allocator",
+        unit="GiB",
+        gt=0,
+        le=1024,
+        only_for=CARD,
+    )
+    process_timeout_s: float = setting(
+        120.0,
+        "with several processes: how long one may be silent before all are ended",
+        unit="s",
+        ge=5,
+        le=86_400,
+    )
+
+
+class OutputSettings(Section):
+    folder: str = setting("runs", "where run folders are made", path=True)
+    name: str = setting("auto", "name of the run and its files; auto: the dataset folder's name")
+    precision: Precision = setting("fp16", "dtype of exported files")
+    weights: Literal["auto", "trained", "ema"] = setting(
+        "auto",
+        "what is exported, sampled and validated: as trained, or averaged; auto: ema with train.ema_decay",
+        not_for={"train.ema_decay": (None,)},
+    )
+    format: Literal["auto", "kohya", "diffusers", "comfyui"] = setting(
+        "auto", "key names of exported files; auto: what most programs read for this family"
+    )
+    description: str = setting("", "a sentence about the adapter, written into exported files")
+    author: str = setting("", "who made it, written into exported files")
+    license: str = setting("", "its licence, written into exported files")
+    hub_repo: str | None = setting(
+        None, "Hub repository (owner/name) that the result is uploaded to, with a model card"
+    )
+    hub_private: bool = setting(
+        True,
+        "make that repository private when it is created",
+        not_for={"output.hub_repo": (None,)},
+    )
+    save_every_steps: AutoInterval = setting(
+        "auto", "steps between rolling exports and states; 0: only at the end"
+    )
+    save_every_epochs: int | None = setting(
+        None, "epochs between rolling exports and states", ge=1, le=100_000
+    )
+    keep_last: int = setting(3, "rolling exports kept", ge=1, le=10_000)
+    keep_states: int = setting(2, "resume states kept", ge=2, le=10_000)
+
+
+class SamplingSettings(Section):
+    prompts: tuple[str, ...] = setting(
+        (), "prompts of the sample images; none: taken from the captions"
+    )
+    negative_prompt: str = setting("", "what samples should not show")
+    every_steps: AutoInterval = setting("auto", "steps between sample images; 0: never")
+    steps: int = setting(25, "denoising steps per sample", ge=1, le=1000)
+    guidance_scale: float = setting(5.0, "classifier-free guidance; 1: none", ge=1.0, le=50.0)
+    seed: int = setting(
+        1234, "seed of the first prompt's image; the next prompt adds 1", ge=0, le=2**53 - 1
+    )
+
+
+class LoggingSettings(Section):
+    trackers: tuple[str, ...] = setting(
+        ("tensorboard",), "accelerate trackers; those not installed are reported"
+    )
