@@ -6,13 +6,14 @@ units and widths; what the plan does not say is not shown.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lora_trainer.output.history import mapping, number, sequence
-from lora_trainer.output.markup import Html, join, tag
+from lora_trainer.output.markup import Html, join, table, tag
 from lora_trainer.output.wording import bytes_text, duration_text
 
 Values = Mapping[str, Any]
@@ -46,9 +47,9 @@ class Part:
         return f"{self.label} {bytes_text(self.size_bytes)}"
 
 
-def plan(values: Values, *, details: Html) -> Html:
-    """Return all of a plan: words, bar, remarks, and `details` folded."""
-    folded = tag("details", tag("summary", "Item by item, with every decision"), details)
+def plan(values: Values) -> Html:
+    """Return all of a plan: words, bar, remarks; each item and each decision folded."""
+    folded = tag("details", tag("summary", "Item by item, with every decision"), details(values))
     parts = (sentence(values), duration(values), memory_bar(values), remarks(values), folded)
     return tag("div", *parts, class_="plan")
 
@@ -64,7 +65,7 @@ def sentence(values: Values) -> Html:
             f"{_value(settings, 'data.resolution')} px",
             f"{_value(settings, 'train.batch_size')} images a step",
             str(_value(settings, "optimizer.name")),
-            f"{int(number(mapping(values, 'time'), 'steps')):,} steps",
+            f"{mapping(values, 'time').get('steps', 'unknown')} steps",
         )
     )
     preset = f"Preset {values.get('preset')}, {values.get('priority')}"
@@ -108,6 +109,34 @@ def memory_bar(values: Values) -> Html:
         ),
         class_="memory",
     )
+
+
+def details(values: Values) -> Html:
+    """Return the memory by item, the disk, and what was decided with its reason."""
+    disk = ", ".join(f"{name} {bytes_text(size)}" for name, size in mapping(values, "disk").items())
+    return tag(
+        "div",
+        table(("memory at the peak", "size", ""), _items(mapping(values, "memory"))),
+        tag("p", f"Disk: {disk}.") if disk else None,
+        tag("h3", "Settings that are not at their default"),
+        table(("setting", "value", "from", "why"), _decided(mapping(values, "settings"))),
+    )
+
+
+def _items(memory: Values) -> Iterator[tuple[str, str, str]]:
+    for row in sequence(memory, "items"):
+        if isinstance(row, dict):
+            size = bytes_text(number(row, "bytes"))
+            yield str(row.get("name")), size, str(row.get("note", ""))
+
+
+def _decided(settings: Values) -> Iterator[tuple[str, str, str, str]]:
+    for key in settings:
+        row = mapping(settings, key)
+        if row.get("origin") != "default":
+            value = row.get("value")
+            typed = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            yield key, typed, str(row.get("origin")), str(row.get("reason") or "")
 
 
 def remarks(values: Values) -> Html:

@@ -19,8 +19,8 @@ from lora_trainer.output.wording import duration_text, one_line
 from lora_trainer.queueing import Item
 from lora_trainer.redaction import without_secrets
 
-from .answers import error_html, note_html
 from .launch import command_line
+from .notices import error_html, note_html
 from .state import Stamp, page_url
 from .workplace import Workplace
 

@@ -14,7 +14,7 @@ from lora_trainer.hardware import detect
 from lora_trainer.output.markup import Html, tag
 
 from .. import doctor
-from ..answers import error_html, note_html
+from ..notices import error_html, note_html
 from ..workplace import Workplace
 from .events import PRIVATE, QUIET
 

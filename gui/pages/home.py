@@ -13,9 +13,9 @@ import gradio as gr
 from lora_trainer.errors import LoraTrainError
 
 from .. import run_actions, run_cards, state
-from ..answers import error_html
 from ..asset_files import asset
 from ..machine_view import machine_line
+from ..notices import error_html
 from ..workplace import Workplace
 from .events import PRIVATE, QUIET
 

@@ -11,9 +11,9 @@ from lora_trainer.errors import LoraTrainError
 from lora_trainer.tools.describe import Description, describe, description_of
 
 from .. import library, previews
-from ..answers import error_html, note_html
 from ..asset_files import asset
 from ..lora_files import Header, LoraFile, find, read_header
+from ..notices import error_html, note_html
 from ..workplace import Workplace
 from .events import QUIET
 from .library_parts import Part

@@ -10,9 +10,9 @@ from lora_trainer.errors import InputError, LoraTrainError
 from lora_trainer.output.inspect import inspect_file
 
 from .. import library, sharing
-from ..answers import error_html
 from ..lora_files import Header, LoraFile, find
 from ..media import EXPORTS
+from ..notices import error_html
 from ..workplace import Workplace
 from .events import QUIET
 from .library_parts import Part

@@ -9,8 +9,8 @@ import gradio as gr
 from lora_trainer.errors import LoraTrainError
 
 from .. import jobs, tries
-from ..answers import error_html, note_html
 from ..lora_files import Header, LoraFile, find
+from ..notices import error_html, note_html
 from ..workplace import Workplace
 from .events import QUIET
 from .library_parts import Part

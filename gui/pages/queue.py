@@ -14,8 +14,8 @@ from lora_trainer import queueing
 from lora_trainer.errors import MachineError
 
 from .. import queue_view
-from ..answers import error_html
 from ..asset_files import asset
+from ..notices import error_html
 from ..state import Stamp
 from ..workplace import Workplace
 from .events import PRIVATE, QUIET

@@ -18,8 +18,8 @@ from lora_trainer.output.markup import Html, tag
 from lora_trainer.output.status import read_status
 
 from .. import run_actions, state
-from ..answers import error_html, note_html
 from ..asset_files import asset
+from ..notices import error_html, note_html
 from ..run_follow import Followed
 from ..run_parts import Part, damaged_parts, parts, stamp
 from ..run_state import look

@@ -13,7 +13,7 @@ import gradio as gr
 
 from lora_trainer.resolve import PRIORITIES
 
-from ..answers import note_html
+from ..notices import note_html
 from ..workplace import Workplace
 from .events import PRIVATE, QUIET
 from .train_handlers import (

@@ -21,10 +21,10 @@ from lora_trainer.data.listing import list_dataset
 from lora_trainer.errors import LoraTrainError
 
 from .. import bases, drafts, launch, plan_view, state, uploads
-from ..answers import error_html, note_html, plan_html
 from ..dataset_summary import summary
 from ..dataset_upload import sentence
 from ..drafts import Draft
+from ..notices import error_html, note_html
 from ..uploads import Upload
 from ..workplace import Workplace
 
@@ -257,7 +257,7 @@ def _plan(work: Workplace, draft: Draft) -> str:
         return error_html(str(error))
     if answer.values is None:
         return error_html(answer.error)
-    return plan_view.plan(answer.values, details=plan_html(answer.values))
+    return plan_view.plan(answer.values)
 
 
 def _item(work: Workplace, draft: Draft) -> queueing.Item | None:

@@ -1,8 +1,8 @@
-"""Answers of commands as markup: what files of anybody say is shown as text."""
+"""The plan as markup: fit, time, items, decisions; what files of anybody say is shown as text."""
 
 from __future__ import annotations
 
-from lora_trainer.gui import answers
+from lora_trainer.gui import plan_view
 
 
 def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
@@ -11,7 +11,7 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
         "base": "embedded",
         "preset": "cpu",
         "priority": "speed",
-        "memory": {**memory, "limit_bytes": 2**32, "fits": True},
+        "memory": {**memory, "limit_bytes": 2**32, "fits": True, "phase": "training"},
         "time": {"steps": 60, "epochs": 2.0, "seconds_per_step": [1, 2], "note": "by table"},
         "disk": {"cache": 2**20},
         "settings": {
@@ -19,14 +19,14 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
             "train.seed": {"value": 42, "origin": "default", "reason": ""},
         },
     }
-    html = answers.plan_html(plan)
-    assert "Needs 2.0 GiB at its peak: fits in 4.0 GiB" in html
-    assert "about 1 min 00 s to 2 min 00 s" in html
+    html = plan_view.plan(plan)
+    assert "Fits: needs 2.0 GiB of 4.0 GiB at most" in html
+    assert "About 1 min 00 s to 2 min 00 s" in html
     assert "&lt;n&gt;" in html
     assert "train.steps" in html
     assert "train.seed" not in html
     over = {**plan, "memory": {**memory, "limit_bytes": 2**30, "fits": False}}
-    assert "does not fit in 1.0 GiB" in answers.plan_html(over)
+    assert "Does not fit: needs 2.0 GiB, and 1.0 GiB are free" in plan_view.plan(over)
     unknown = {**plan, "memory": {**memory, "limit_bytes": None}, "time": {"note": "unmeasured"}}
-    assert "no limit is known" in answers.plan_html(unknown)
-    assert "unmeasured" in answers.plan_html(unknown)
+    assert "no limit is known" in plan_view.plan(unknown)
+    assert "unmeasured" in plan_view.plan(unknown)
