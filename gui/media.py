@@ -95,9 +95,11 @@ class _Media:
         name, file = request.path_params["name"], request.path_params["file"]
         try:
             served = await anyio.to_thread.run_sync(served_file, self.work, name, file)
+            found = served.path.stat()
         except LoraTrainError as error:
             return _missing(error)
-        found = served.path.stat()
+        except OSError:  # pruned since it was looked for
+            return _missing(_nothing(file))
         headers = {"content-security-policy": served.policy}
         if served.path.name == REPORT:
             headers["x-frame-options"] = "SAMEORIGIN"
@@ -110,15 +112,19 @@ class _Media:
             served = await anyio.to_thread.run_sync(
                 try_file, self.work, asked["folder"], asked["name"]
             )
+            tag = f'"{served.path.stat().st_mtime_ns:x}"'
         except LoraTrainError as error:
             return _missing(error)
-        tag = f'"{served.path.stat().st_mtime_ns:x}"'
+        except OSError:
+            return _missing(_nothing(asked["name"]))
         return _file(request, served, tag=tag, headers={"content-security-policy": _NO_PAGE})
 
     async def thumb(self, request: Request) -> Response:
         asked = request.query_params
         try:
-            path = dataset_file(self.work, asked.get("folder", ""), asked.get("file", ""))
+            path = await anyio.to_thread.run_sync(
+                dataset_file, self.work, asked.get("folder", ""), asked.get("file", "")
+            )
             size_px = _size_px(asked.get("size", ""))
             thumb = await anyio.to_thread.run_sync(
                 self.thumbs.of, path, size_px, limiter=self._limiter
