@@ -155,10 +155,13 @@ def test_a_killed_interface_loses_nothing_and_two_tabs_show_the_same(
     until(training(mine, "alive"), "the first step")
     pid = read_status(mine.runs / "alive").pid
     assert pid is not None
+    address = page.url
+    page.goto("about:blank")  # what it was still loading would fail, as it does for anybody
     mine.server.kill()
     at = read_status(mine.runs / "alive").step
     until(training(mine, "alive", beyond=at), "a step without the interface")
     again = gui_server(mine.runs, port=mine.server.port)
+    page.goto(address)
     page.reload()
     page.get_by_role("button", name="Stop", exact=True).wait_for(timeout=WITHIN_MS)
     other = page.context.new_page()
