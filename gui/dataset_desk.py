@@ -142,27 +142,26 @@ class Desk:
 
     def exclude(self, posted: Posted) -> Json:
         """Move pictures into `_excluded/`; {folder, files}."""
-        root, journal = self._place(posted)
-        with journal.locked():
-            opened = self._opened(root)
-            chosen = [opened.picture(name) for name in posted.texts("files")]
-            changes = exclusion.exclude(
-                chosen, every=opened.pictures, root=opened.root, extensions=opened.extensions
-            )
-            title = f"exclude {_named(chosen)}"
-            outcome = journal.perform(title, changes) if changes else None
-        return self._told(root, outcome)
+        return self._moved(posted, back=False)
 
     def put_back(self, posted: Posted) -> Json:
         """Move excluded pictures back; {folder, files}."""
+        return self._moved(posted, back=True)
+
+    def _moved(self, posted: Posted, *, back: bool) -> Json:
         root, journal = self._place(posted)
         with journal.locked():
             opened = self._opened(root)
-            chosen = [opened.excluded_picture(name) for name in posted.texts("files")]
-            changes = exclusion.put_back(
-                chosen, every=opened.excluded, root=opened.root, extensions=opened.extensions
+            find = opened.excluded_picture if back else opened.picture
+            chosen = [find(name) for name in posted.texts("files")]
+            act = exclusion.put_back if back else exclusion.exclude
+            changes = act(
+                chosen,
+                every=opened.excluded if back else opened.pictures,
+                root=opened.root,
+                extensions=opened.extensions,
             )
-            title = f"put {_named(chosen)} back"
+            title = f"put {_named(chosen)} back" if back else f"exclude {_named(chosen)}"
             outcome = journal.perform(title, changes) if changes else None
         return self._told(root, outcome)
 
