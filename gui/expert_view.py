@@ -16,7 +16,8 @@ from lora_trainer.config import Config, SettingInfo, all_settings, flatten
 from lora_trainer.errors import LoraTrainError, RequestError
 from lora_trainer.output.history import mapping, number, sequence
 from lora_trainer.output.wording import duration_text
-from lora_trainer.resolve import PRIORITIES, Resolved, resolve
+from lora_trainer.priority import PRIORITIES
+from lora_trainer.resolve import Resolved, resolve
 
 from . import setting_presets
 from .drafts import Draft

@@ -16,7 +16,8 @@ from lora_trainer.errors import LoraTrainError
 from lora_trainer.output.history import Row, mapping
 from lora_trainer.output.markup import Html, join, table, tag
 from lora_trainer.output.report_details import value_text
-from lora_trainer.resolve import PRIORITIES, RESUMED, TIERS, resolve
+from lora_trainer.priority import PRIORITIES
+from lora_trainer.resolve import RESUMED, TIERS, resolve
 
 _BY_YOU = ("command line", "config ")
 _DECIDERS = {"command line": "you", "planner": "the planner", RESUMED: "this run, as it began"}

@@ -32,7 +32,8 @@ from lora_trainer.launch import full_batch
 from lora_trainer.model.load import EMBEDDED, describe, with_choices
 from lora_trainer.planning.full_cards import FullCard, FullCards
 from lora_trainer.planning.plan import Plan, PlanInput, plan
-from lora_trainer.resolve import Origin, Priority, Resolved, resolve
+from lora_trainer.priority import Priority
+from lora_trainer.resolve import Origin, Resolved, resolve
 from lora_trainer.settings_file import read_settings_file
 
 PLANNED_BY = ("memory.", "hardware.", "adapter.", "base.", "data.resolution", "train.batch_size")

@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from lora_trainer.config import Config, build_config, setting_keys, setting_schemas
 from lora_trainer.errors import RequestError, did_you_mean
+from lora_trainer.priority import PRIORITIES, Priority
 from lora_trainer.settings_file import read_settings_file
 
-Priority = Literal["speed", "balanced", "quality"]
-PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 TIERS = ("cpu", "6-8", "10-12", "16-24")
 RESUMED = "resumed run"
 _FILE_SUFFIXES = (".json", ".toml")

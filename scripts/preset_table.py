@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config import flatten, setting_keys
+from lora_trainer.priority import PRIORITIES
 from lora_trainer.resolve import (
-    PRIORITIES,
     TIERS,
     Priority,
     load_presets,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import re
 from pathlib import Path
@@ -9,9 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cyclopts import App
 from safetensors.numpy import save_file
 
 from lora_trainer import cli
+from lora_trainer.commands import planning
+from lora_trainer.commands.table import COMMANDS as TABLE
 from lora_trainer.config import setting_keys
 from lora_trainer.files import CappedFolder
 from tests.fakes.runs import ROOT, Toy, python, start, toy
@@ -162,6 +167,26 @@ def test_the_flags_of_a_command_are_these(command: str, capsys: pytest.CaptureFi
     code, out, _ = said(capsys, command, "--help")
     assert code == 0
     assert flags(out) - {"--help", "--version"} == FLAGS[command]
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_the_line_of_a_command_in_the_help_is_the_first_of_its_own(command: str) -> None:
+    module, _, name = TABLE[command].where.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    own = found.help if isinstance(found, App) else inspect.cleandoc(found.__doc__).split("\n")[0]
+    assert TABLE[command].does == own
+
+
+def test_the_help_imports_only_what_it_shows() -> None:
+    program = """
+import sys
+from lora_trainer.cli import run
+
+code = run(["--help"])
+heavy = {"numpy", "PIL", "pydantic", "psutil", "lora_trainer.config", "lora_trainer.queueing"}
+sys.exit(code or ", ".join(sorted(heavy & sys.modules.keys())) or 0)
+"""
+    assert python(program).stderr == ""
 
 
 def test_what_only_looks_around_imports_no_torch(place: Toy, tmp_path: Path) -> None:
@@ -438,7 +463,7 @@ def test_a_flag_is_a_short_name_of_its_setting(
 ) -> None:
     keys = {"base": "base.model", "output": "output.folder", "name": "output.name"}
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(cli, "_show_plan", lambda *given, **_: asked.append(given[4]))
+    monkeypatch.setattr(planning, "planned", lambda request, **_: asked.append(request.overrides))
     assert cli.run([str(place.dataset), "--dry-run", f"--{flag}", "embedded"]) == 0
     assert asked == [{keys[flag]: "embedded"}]
 

@@ -18,8 +18,8 @@ from lora_trainer.families import family as load_family
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware import GIB, Hardware, assume_card
 from lora_trainer.planning.plan import Plan, PlanInput, plan
+from lora_trainer.priority import PRIORITIES
 from lora_trainer.resolve import (
-    PRIORITIES,
     TIERS,
     Priority,
     load_presets,

@@ -12,7 +12,8 @@ from lora_trainer.config import setting_keys
 from lora_trainer.data.findings import Finding
 from lora_trainer.output.inspect import Inspection, Problem, Spread
 from lora_trainer.prepare import Prepared, Request, prepare
-from lora_trainer.resolve import PRIORITIES, TIERS, Origin, preset_families
+from lora_trainer.priority import PRIORITIES
+from lora_trainer.resolve import TIERS, Origin, preset_families
 from lora_trainer.show.answers import (
     check_text,
     doctor_json,

@@ -19,7 +19,8 @@ from lora_trainer.hardware import Hardware, package_notes
 from lora_trainer.output.inspect import Inspection, Spread
 from lora_trainer.output.wording import bytes_text
 from lora_trainer.planning.fitting import gib
-from lora_trainer.resolve import PRIORITIES, TIERS, load_presets, preset_families
+from lora_trainer.priority import PRIORITIES
+from lora_trainer.resolve import TIERS, load_presets, preset_families
 from lora_trainer.show.tables import STYLES, add_row, finding_line, key_table
 
 BLOCKS_SHOWN = 12

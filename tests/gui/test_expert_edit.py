@@ -19,6 +19,7 @@ from lora_trainer.gui.expert_text import text_of, value_of
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer import cli
+from lora_trainer.commands.options import overrides
 from lora_trainer.config import SettingInfo, all_settings, build_config, flatten
 from lora_trainer.errors import InputError, RequestError
 from lora_trainer.setting_forms import Kind
@@ -79,7 +80,7 @@ def understood(words: launch.Words) -> dict[str, Any]:
     _, bound, _ = cli.app.parse_args(list(words), exit_on_error=False, print_error=False)
     found = dict(bound.arguments)
     flags = {name: found.get(name) for name in ("base", "name")}
-    return cli._overrides(found.get("set_", []), **flags)
+    return overrides(found.get("set_", []), **flags)
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))

@@ -17,6 +17,7 @@ from lora_trainer.gui.drafts import Draft
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer import cli
+from lora_trainer.config import parse_assignment
 from lora_trainer.errors import InputError, RequestError
 
 HOSTILE = ["; touch marker", "$(touch marker)", "`touch marker`", "a b", "--strict", "-h", "\u202e"]
@@ -57,7 +58,7 @@ def test_full_draft_arrives_as_typed(images: Path, work: Workplace) -> None:
     )
     command, arguments = parsed(launch.train_words(draft, work))
     assert command == "train"
-    sets = [cli.parse_assignment(text) for text in arguments.pop("set_")]
+    sets = [parse_assignment(text) for text in arguments.pop("set_")]
     assert dict(sets) == draft.settings
     assert arguments == {
         "dataset": images,
@@ -90,7 +91,7 @@ def test_text_of_a_draft_is_a_value_and_never_a_flag(
     _, arguments = parsed(launch.train_words(draft, work))
     assert set(arguments) == {"dataset", "priority", "base", "output", "set_"}
     assert arguments["base"] == text.strip()
-    assert cli.parse_assignment(arguments["set_"][0]) == ("data.trigger", text)
+    assert parse_assignment(arguments["set_"][0]) == ("data.trigger", text)
 
 
 def test_a_command_line_can_be_pasted_into_a_shell(images: Path, work: Workplace) -> None:

@@ -211,7 +211,7 @@ def test_nothing_to_do_loads_no_model(
 
 def on_caption(monkeypatch: pytest.MonkeyPatch, act: Callable[[Event], None]) -> None:
     """Let `act` see each event of the command."""
-    from lora_trainer import caption_command
+    from lora_trainer.commands import captioning as caption_command
 
     tell = caption_command.Teller.__call__
 

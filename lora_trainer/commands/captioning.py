@@ -1,4 +1,4 @@
-"""The command `caption`: a model writes the captions that a dataset lacks; `cli` registers it.
+"""The command `caption`: a model writes the captions that a dataset lacks.
 
 One line on stdout for each picture as soon as its caption is written, or with `--json` one JSON
 object; everything else is told on stderr, or as JSON objects too. Nothing here computes.

@@ -1,13 +1,13 @@
 """The commands of the training queue: `lora-train queue add|list|move|remove|run`.
 
-Inputs: the words of a training, read by the parser that `cli` passes in. Outputs: an item in the
+Inputs: the words of a training. Outputs: an item in the
 queue of a runs folder, and what there is to say about it. Nothing here trains or loads torch.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,51 +17,43 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from lora_trainer import queueing
+from lora_trainer.commands.options import Answer, Json
+from lora_trainer.commands.training import read
 from lora_trainer.config import Config
 from lora_trainer.errors import RequestError, StoppedBySignal
 from lora_trainer.redaction import without_secrets
 from lora_trainer.show.tables import add_row
 from lora_trainer.stopping import StopFlag, taking_signals
-from lora_trainer.tool_commands import Answer
 
 Training = Mapping[str, Any]
-"""The arguments that the words of a training give, by their names in `cli.train`."""
-Reader = Callable[[Sequence[str]], Training]
+"""The arguments that the words of a training give, by their names in `commands.training.train`."""
 
 Runs = Annotated[
     Path | None, Parameter(help="folder of the run folders and their queue [default: runs]")
 ]
-Json = Annotated[bool, Parameter(name="--json", negative="", help="machine-readable output")]
 
 
-def queue_app(read: Reader) -> App:
-    """Return the commands; `read` turns a training's words into arguments or raises RequestError."""
-    app = App(
-        name="queue", help="Let trainings wait for each other: one after another on each GPU."
-    )
-
-    @app.command
-    def add(
-        *words: Annotated[str, Parameter(allow_leading_hyphen=True)],
-        runs: Runs = None,
-        label: Annotated[
-            str | None, Parameter(help="what to call it [default: the name of the run]")
-        ] = None,
-    ) -> Answer:
-        """Put a training behind all that wait: `lora-train queue add -- DATASET ...`."""
-        folder = _runs(runs)
-        training = read(words)
-        argv = [*_output(training, folder), *words]
-        item = queueing.add(folder, argv, label=label or _name(training))
-        queueing.ensure_worker(folder)
-        return Answer(value=item.id, as_json=False)
-
-    app.command(list_items, name="list")
-    for command in (move, remove, run):
-        app.command(command)
-    return app
+app = App(name="queue", help="Let trainings wait for each other: one after another on each GPU.")
 
 
+@app.command
+def add(
+    *words: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    runs: Runs = None,
+    label: Annotated[
+        str | None, Parameter(help="what to call it [default: the name of the run]")
+    ] = None,
+) -> Answer:
+    """Put a training behind all that wait: `lora-train queue add -- DATASET ...`."""
+    folder = _runs(runs)
+    training = read(words)
+    argv = [*_output(training, folder), *words]
+    item = queueing.add(folder, argv, label=label or _name(training))
+    queueing.ensure_worker(folder)
+    return Answer(value=item.id, as_json=False)
+
+
+@app.command(name="list")
 def list_items(*, runs: Runs = None, json: Json = False) -> Answer:
     """Show what runs, what waits, and what has ended."""
     folder = _runs(runs)
@@ -72,17 +64,20 @@ def list_items(*, runs: Runs = None, json: Json = False) -> Answer:
     return Answer(value=_listing(found, worker=queueing.worker_pid(folder)), as_json=False)
 
 
+@app.command
 def move(id: str, where: Literal["up", "down"], /, *, runs: Runs = None) -> None:
     """Let a waiting training change places with the one before or after it."""
     queueing.move(_runs(runs), id, by=-1 if where == "up" else 1)
 
 
+@app.command
 def remove(id: str, /, *, runs: Runs = None) -> None:
     """Take a training that waits or has ended off the list; its run folder stays."""
     queueing.settle(folder := _runs(runs))
     queueing.remove(folder, id)
 
 
+@app.command
 def run(*, runs: Runs = None) -> None:
     """Train what waits until nothing is left; `add` starts this by itself, in the background."""
     stop = StopFlag()

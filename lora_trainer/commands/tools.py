@@ -1,4 +1,4 @@
-"""The commands on finished files: convert, merge, resize, extract, describe; `cli` registers them.
+"""The commands on finished files: convert, merge, resize, extract, describe.
 
 Nothing here computes, and torch is imported only when a command runs. A command that ends in an error
 or is interrupted leaves nothing behind.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from lora_trainer.commands.options import Answer, Json
 from lora_trainer.config import Precision
 from lora_trainer.errors import RequestError, StoppedBySignal
 from lora_trainer.families.base import FileFormat
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 Output = Annotated[Path, Parameter(help="file to write")]
 Force = Annotated[bool, Parameter(negative="", help="replace an existing output")]
-Json = Annotated[bool, Parameter(name="--json", negative="", help="machine-readable output")]
 MadeFor = Annotated[
     str | None,
     Parameter(name="--base", help="the model it was made for [default: the public release]"),
@@ -37,14 +36,6 @@ OwnPrecision = Annotated[
 ]
 Entry = Annotated[str | None, Parameter(help="text of this entry, empty to remove it")]
 OwnFormat = Annotated[Asked, Parameter(help="key names [default: the input's, or what fits]")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What a command says: text, or the value of its JSON."""
-
-    value: Any
-    as_json: bool
 
 
 def convert(
@@ -216,9 +207,6 @@ def describe(
             return Answer(value={"file": str(done.file), "changed": done.changed}, as_json=True)
         changed = ", ".join(done.changed) or "nothing"
         return Answer(value=f"wrote {done.file}\nchanged: {changed}", as_json=False)
-
-
-COMMANDS = (convert, merge, resize, extract, describe)
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""What each word after `lora-train` does; `table` lists the words, `cli` runs them."""

@@ -1,0 +1,75 @@
+"""The commands that look around and change nothing but a cache: check, inspect, presets, doctor; and gui.
+
+None imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from lora_trainer.commands.options import Answer, Base, Json, Sets, overrides
+from lora_trainer.errors import RequestError
+
+
+def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = False) -> Answer:  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    """Report on a dataset: score, buckets, unusable files, captions, duplicates; each with advice."""
+    from lora_trainer.prepare import Request, examine
+    from lora_trainer.show.answers import check_text
+
+    found = examine(Request(dataset=dataset, overrides=overrides(set_, base=base)))
+    return Answer(value=found.to_json() if json else check_text(found.report), as_json=json)
+
+
+def inspect(file: Path, /, *, json: Json = False) -> Answer:
+    """Say what a LoRA file is: family, key format, rank, alpha, metadata, problems."""
+    from lora_trainer.output.inspect import inspect_file
+    from lora_trainer.show.answers import inspect_text
+
+    inspection = inspect_file(file)
+    return Answer(value=inspection.to_json() if json else inspect_text(inspection), as_json=json)
+
+
+def presets() -> Answer:
+    """List every preset cell: what each hardware tier and priority sets."""
+    from lora_trainer.show.answers import presets_text
+
+    return Answer(value=presets_text(), as_json=False)
+
+
+def doctor(
+    *,
+    clear_cache: Annotated[
+        bool, Parameter(negative="", help="empty the cache that all trainings share")
+    ] = False,
+    set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    json: Json = False,
+) -> Answer:
+    """Say what this machine has, each fact with its reason, and what is missing."""
+    from lora_trainer.show.answers import cleared_text, doctor_json, doctor_text
+
+    if clear_cache:
+        from lora_trainer.config import build_config
+        from lora_trainer.data.cache_use import clear
+        from lora_trainer.prepare import cache_in
+
+        done = clear(cache_in(build_config(overrides(set_))))
+        cleared = {"folder": str(done.folder), "files": done.files, "bytes": done.bytes}
+        return Answer(value=cleared if json else cleared_text(done), as_json=json)
+        return None
+    if set_:
+        raise RequestError("--set does nothing here", fix="leave it out, or add --clear-cache")
+    from lora_trainer.hardware import detect
+
+    hardware = detect()
+    return Answer(value=doctor_json(hardware) if json else doctor_text(hardware), as_json=json)
+
+
+def gui(
+    *words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+) -> None:
+    """Open the graphical interface; its options are those of `lora-train-gui --help`."""
+    importlib.import_module("lora_trainer.gui.app").main(words)

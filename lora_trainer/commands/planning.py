@@ -1,0 +1,71 @@
+"""`lora-train plan`: what a training would take, before anything of it is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from lora_trainer.commands.options import (
+    Answer,
+    Base,
+    ConfigFile,
+    Json,
+    Preset,
+    Priorities,
+    Sets,
+    overrides,
+)
+from lora_trainer.errors import RequestError
+
+if TYPE_CHECKING:
+    from lora_trainer.prepare import Request
+
+Vram = Annotated[
+    float | None, Parameter(name="--vram", help="answer for a card with this many GiB")
+]
+
+
+def plan(
+    dataset: Path,
+    /,
+    *,
+    preset: Preset = "auto",
+    priority: Priorities = "balanced",
+    base: Base = None,
+    config: ConfigFile = None,
+    set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    vram: Vram = None,
+    processes: Annotated[int, Parameter(help="answer for that many, a card each")] = 1,
+    json: Json = False,
+) -> Answer:
+    """Predict memory, time and disk of a training, with every setting and its origin. Needs no GPU."""
+    if not 1 <= processes <= 4096:
+        raise RequestError(f"--processes {processes}", fix="give a number from 1 to 4096")
+    if vram is not None and not 0 < vram <= 1024:
+        raise RequestError(
+            f"--vram {vram:g} is no size of a card", fix="give its memory in GiB, such as --vram 12"
+        )
+    from lora_trainer.prepare import Request
+
+    asked = Request(
+        dataset=dataset,
+        preset=preset,
+        priority=priority,
+        config_file=config,
+        overrides=overrides(set_, base=base),
+        assumed_vram_gib=vram,
+        processes=processes,
+        sharing=processes,
+    )
+    return planned(asked, as_json=json)
+
+
+def planned(asked: Request, *, as_json: bool) -> Answer:
+    """Return what a training would take."""
+    from lora_trainer.prepare import prepare
+    from lora_trainer.show.plan import plan_json, plan_text
+
+    prepared = prepare(asked)
+    return Answer(value=plan_json(prepared) if as_json else plan_text(prepared), as_json=as_json)

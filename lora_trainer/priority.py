@@ -1,0 +1,8 @@
+"""What a preset may prefer where not everything can be had."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Priority = Literal["speed", "balanced", "quality"]
+PRIORITIES: tuple[Priority, ...] = get_args(Priority)
