@@ -1,7 +1,7 @@
 """Dashboards through accelerate's trackers, with the tag names that kohya's scripts made usual.
 
-Inputs: the run's events, the names of the trackers wanted. Outputs: scalars in TensorBoard, Weights
-& Biases and the like. A dashboard is never worth a run: whatever a tracker raises is one problem,
+Inputs: the run's events, the names of the trackers wanted. Outputs: scalars and sample images in
+TensorBoard, Weights & Biases and the like. A dashboard is never worth a run: whatever a tracker raises is one problem,
 after which it is left alone (FAULTS TRN-05). Torch-free until a tracker starts.
 """
 
@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
 
 from lora_trainer.errors import did_you_mean
 from lora_trainer.events import Event, EventStream
@@ -32,6 +35,8 @@ PACKAGES: Mapping[str, str] = {
     "wandb": "wandb",
 }
 """Tracker name of accelerate -> the package that has to be installed."""
+LogImage = Callable[[str, Image.Image, int], Any]
+"""Logs one picture under a tag at a step."""
 
 
 class Loggable(Protocol):
@@ -77,7 +82,7 @@ def usable_trackers(
 
 @dataclass
 class TrackerListener:
-    """Listener that logs scalars to one tracker, or to an Accelerator and so to all it has.
+    """Listener that logs scalars to one tracker, and pictures of `folder` where it takes them.
 
     The first failure is reported and silences it; `close` is called once when the run ends.
     """
@@ -86,6 +91,8 @@ class TrackerListener:
     events: EventStream
     name: str = "tracker"
     close: Callable[[], Any] | None = None
+    log_image: LogImage | None = None
+    folder: Path = field(default_factory=Path)
     _average: Smoothed = field(default_factory=Smoothed, init=False)
     _silent: bool = field(default=False, init=False)
 
@@ -95,13 +102,20 @@ class TrackerListener:
         if event.kind == "step":
             self._log(self._step_scalars(event.fields), step=event.fields["step"])
         elif event.kind == "validation":
-            self._log({"loss/validation": event.fields["loss"]}, step=event.fields["step"])
+            self._log(_validation_scalars(event.fields), step=event.fields["step"])
+        elif event.kind == "sample" and self.log_image is not None:
+            self.attempt(partial(self._log_images, event.fields, self.log_image))
         elif event.kind in ("finished", "stopped") and self.close is not None:
             self.attempt(self.close)
             self._silent = True
 
     def _log(self, values: dict[str, float], *, step: int) -> None:
         self.attempt(lambda: self.tracker.log(values, step=step))
+
+    def _log_images(self, fields: Mapping[str, Any], log_image: LogImage) -> None:
+        for index, made in enumerate(fields["images"]):
+            with Image.open(self.folder / made["file"]) as image:
+                log_image(f"samples/{index:02d}", image.convert("RGB"), fields["step"])
 
     def _step_scalars(self, fields: Mapping[str, Any]) -> dict[str, float]:
         values = {
@@ -134,6 +148,27 @@ class TrackerListener:
         return True
 
 
+def _validation_scalars(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Return the validation loss, whole and by timestep; sorted by name the tags go from clean to noisy."""
+    parts = {f"loss/validation_t{round(time):04d}": loss for time, loss in fields["by_timestep"]}
+    return {"loss/validation": fields["loss"], **parts}
+
+
+def _image_logger(name: str, tracker: Any) -> LogImage | None:
+    """Return how a tracker of accelerate takes a picture, which differs; None where it takes none."""
+    match name:
+        case "tensorboard":
+            return lambda tag, image, step: tracker.log_images(
+                {tag: np.asarray(image)[None]}, step=step, dataformats="NHWC"
+            )
+        case "wandb" | "swanlab":
+            return lambda tag, image, step: tracker.log_images({tag: [image]}, step=step)
+        case "aim" | "clearml":
+            return lambda tag, image, step: tracker.log_images({tag: image}, step=step)
+        case _:
+            return None
+
+
 def start_trackers(
     names: Sequence[str], *, run_folder: Path, settings: Mapping[str, Any], events: EventStream
 ) -> None:
@@ -153,7 +188,14 @@ def start_trackers(
         label = name if name == "tensorboard" else run_folder.name
         folder = (run_folder,) if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory else ()
         tracker = LOGGER_TYPE_TO_CLASS[name](label, *folder)
-        listener = TrackerListener(tracker, events, name=name, close=tracker.finish)
+        listener = TrackerListener(
+            tracker,
+            events,
+            name=name,
+            close=tracker.finish,
+            log_image=_image_logger(name, tracker),
+            folder=run_folder,
+        )
         started = listener.attempt(tracker.start)
         if (
             started and name != "tensorboard"
@@ -161,3 +203,9 @@ def start_trackers(
             started = listener.attempt(partial(tracker.store_init_configuration, table))
         if started:
             events.subscribe(listener)
+            if listener.log_image is None:
+                events.problem(
+                    f"tracker {name} gets no sample images, accelerate has no call for it",
+                    fix="look at them in the run folder or its report.html",
+                    severity="note",
+                )

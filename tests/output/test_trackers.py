@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from lora_trainer.events import Event, EventStream
 from lora_trainer.output.trackers import (
@@ -61,7 +62,7 @@ def test_tags_of_a_step_and_a_validation() -> None:
     events, _ = listening(tracker)
     events.emit("step", **STEP)
     events.emit("step", **{**STEP, "step": 4, "loss": 0.3})
-    events.emit("validation", step=4, loss=0.25, by_timestep=[], images=2)
+    events.emit("validation", step=4, loss=0.25, by_timestep=[[62, 0.2], [937.5, 0.3]], images=2)
     assert tracker.calls[0] == (
         {
             "loss/current": 0.5,
@@ -78,7 +79,38 @@ def test_tags_of_a_step_and_a_validation() -> None:
         3,
     )
     assert 0.3 < tracker.calls[1][0]["loss/average"] < 0.5
-    assert tracker.calls[2] == ({"loss/validation": 0.25}, 4)
+    validation = {
+        "loss/validation": 0.25,
+        "loss/validation_t0062": 0.2,
+        "loss/validation_t0938": 0.3,
+    }
+    assert tracker.calls[2] == (validation, 4)
+
+
+def test_sample_images_are_logged_by_place(tmp_path: Path) -> None:
+    for index, colour in enumerate(("red", "blue")):
+        Image.new("RGB", (4, 4), colour).save(tmp_path / f"{index}.png")
+    logged: list[tuple[str, Any, int]] = []
+    events = EventStream()
+    listener = TrackerListener(
+        FakeTracker(),
+        events,
+        log_image=lambda tag, image, step: logged.append((tag, image.getpixel((0, 0)), step)),
+        folder=tmp_path,
+    )
+    events.subscribe(listener)
+    events.emit("sample", step=5, images=[{"file": "0.png"}, {"file": "1.png"}])
+    assert logged == [("samples/00", (255, 0, 0), 5), ("samples/01", (0, 0, 255), 5)]
+
+
+def test_a_sample_image_that_is_gone_is_one_problem(tmp_path: Path) -> None:
+    events, problems = EventStream(), []
+    events.subscribe(lambda event: problems.append(event) if event.kind == "problem" else None)
+    events.subscribe(
+        TrackerListener(FakeTracker(), events, log_image=lambda *_: None, folder=tmp_path)
+    )
+    events.emit("sample", step=5, images=[{"file": "0.png"}])
+    assert [problem.fields["code"] for problem in problems] == ["TRN-05"]
 
 
 def test_figures_that_are_not_there_are_left_out() -> None:
@@ -159,15 +191,29 @@ def test_tensorboard_gets_the_run(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing import event_accumulator as reader  # type: ignore[import-untyped]  # ships no types
 
     events = EventStream()
+    run = fake_run(tmp_path, steps=6)
+    run.write()
     start_trackers(
-        ("tensorboard",), run_folder=tmp_path, settings={"train.steps": 6}, events=events
+        ("tensorboard",), run_folder=run.folder, settings={"train.steps": 6}, events=events
     )
-    relay(fake_run(tmp_path / "other", steps=6), events)
-    written = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    relay(run, events)
+    written = reader.EventAccumulator(str(run.folder / "tensorboard")).Reload()
     losses = written.Scalars("loss/validation")
     assert [entry.step for entry in losses] == list(range(7))
     assert len(written.Scalars("loss/current")) == 6
-    assert not [path for path in (tmp_path / "tensorboard").iterdir() if path.is_dir()]
+    assert not [path for path in (run.folder / "tensorboard").iterdir() if path.is_dir()]
+
+
+def test_tensorboard_gets_the_sample_images(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing import event_accumulator as reader  # type: ignore[import-untyped]  # ships no types
+
+    events = EventStream()
+    start_trackers(("tensorboard",), run_folder=tmp_path, settings={}, events=events)
+    Image.new("RGB", (6, 4), "red").save(tmp_path / "a.png")
+    events.emit("sample", step=2, images=[{"file": "a.png"}])
+    events.emit("finished", step=2)
+    (image,) = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("samples/00")
+    assert (image.step, image.width, image.height) == (2, 6, 4)
 
 
 def test_unwritable_folder_is_one_problem(tmp_path: Path) -> None:
