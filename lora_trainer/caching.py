@@ -35,7 +35,7 @@ def refuse_small_cache(prepared: Prepared, prompts: Sequence[str]) -> None:
 
     Entries of the run are counted, the planner's size of them is taken.
     """
-    cache, keys = open_cache(prepared, EventStream()), _wanted(prepared, prompts).keys()
+    cache, keys = open_cache(prepared, EventStream()), wanted_entries(prepared, prompts).keys()
     missing = sum(not cache.has(key) for key in keys)
     needed_bytes = prepared.plan.disk_bytes["cache"]
     cache.check_room(needed_bytes, missing_bytes=needed_bytes * missing // len(keys))
@@ -44,7 +44,7 @@ def refuse_small_cache(prepared: Prepared, prompts: Sequence[str]) -> None:
 def fill_caches(job: Job, cache: Cache) -> Needs:
     prepared, config, family = job.prepared, job.prepared.config, job.prepared.family
     device = planned_device(prepared)
-    wanted = _wanted(prepared, job.prompts)
+    wanted = wanted_entries(prepared, job.prompts)
     text_dtype = DTYPES[concrete(config.memory.text_encoder_precision)]
     began = time.monotonic()
     encode = partial(
@@ -86,7 +86,7 @@ def shares(wanted: Needs, ranks: Ranks) -> Iterator[Needs]:
     yield wanted
 
 
-def _wanted(prepared: Prepared, prompts: Sequence[str]) -> Needs:
+def wanted_entries(prepared: Prepared, prompts: Sequence[str]) -> Needs:
     """Return every entry the run reads; `prompts` are those of its sample images."""
     config = prepared.config
     return needs(

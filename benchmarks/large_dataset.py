@@ -1,0 +1,199 @@
+"""How long a training of very many pictures takes to come to its first step when everything is cached.
+
+Usage: python benchmarks/large_dataset.py --folder DIR [--images 100000] [--json FILE]
+
+Makes a dataset of small, distinct pictures with captions and fills its cache with entries of the right
+names and shapes, as an encoder would have (both are kept in DIR and used again). Then a fresh process
+does what a training does before it loads a network: scan, plan, verify every entry, and the order of
+one epoch with its micro-batches. Prints seconds of each part and the highest resident memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+SIZES_PX = ((64, 64), (80, 48), (48, 80), (72, 56), (56, 72))
+WORDS = ("red", "old", "small", "stone", "garden", "window", "river", "cat", "house", "lamp")
+SETTINGS: Mapping[str, Any] = {
+    "base.model": "embedded",
+    "data.resolution": 64,
+    "data.validation_fraction": 0.0005,
+    "hardware.device": "cpu",
+    "hardware.threads": 1,
+}
+
+
+def main() -> None:
+    asked = _arguments()
+    if asked.measure:
+        print(json.dumps(_measured(asked.folder, may_encode=asked.may_encode)))
+        return
+    began = time.monotonic()
+    _make_dataset(asked.folder / "dataset", count=asked.images)
+    print(f"dataset: {time.monotonic() - began:.1f} s", flush=True)
+    cold = _child(asked.folder, "--may-encode")
+    print(f"first time, entries written included: {cold}", flush=True)
+    warm = [_child(asked.folder) for _ in range(asked.rounds)]
+    for row in warm:
+        print(row, flush=True)
+    if asked.json:
+        found = {"images": asked.images, "cold": cold, "warm": warm}
+        asked.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _make_dataset(folder: Path, *, count: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    there = {entry.name for entry in folder.iterdir()}
+    for index in range(count):
+        if f"{index:06d}.txt" in there:
+            continue
+        draw = np.random.default_rng(index)
+        width_px, height_px = SIZES_PX[index % len(SIZES_PX)]
+        coarse = Image.fromarray(draw.integers(0, 256, (6, 6, 3), dtype=np.uint8))
+        coarse.resize((width_px, height_px), Image.Resampling.BICUBIC).save(
+            folder / f"{index:06d}.png", compress_level=1
+        )
+        caption = ", ".join(draw.choice(WORDS, 4))
+        (folder / f"{index:06d}.txt").write_text(f"{caption}, number {index}\n")
+
+
+def _child(folder: Path, *more: str) -> dict[str, Any]:
+    """Measure in a process of its own, whose memory is that of the work alone."""
+    line = [sys.executable, __file__, "--folder", str(folder), "--measure", *more]
+    done = subprocess.run(line, check=True, capture_output=True, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _measured(folder: Path, *, may_encode: bool) -> dict[str, Any]:
+    seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        seconds[name] = round(time.monotonic() - began, 2)
+
+    with part("imports"):
+        import torch
+
+        from lora_trainer.caching import open_cache, texts_as, wanted_entries
+        from lora_trainer.data.encode import fill
+        from lora_trainer.events import EventStream
+        from lora_trainer.prepare import Request, prepare
+    with part("scan and plan"):
+        cache_dir = {"data.cache_dir": str(folder / "cache")}
+        prepared = prepare(Request(dataset=folder / "dataset", overrides=SETTINGS | cache_dir))
+    with part("names of entries"):
+        wanted = wanted_entries(prepared, prompts=("",))
+    cache = open_cache(prepared, EventStream())
+    with part("verify every entry"):
+        done = fill(
+            wanted,
+            cache,
+            settings=prepared.config.data,
+            load_image_encoder=lambda _: _Encoder(prepared, may_encode=may_encode),
+            load_text_encoder=lambda _: _Encoder(prepared, may_encode=may_encode),
+            devices=(torch.device("cpu"),),
+            texts_as=texts_as(prepared),
+            events=EventStream(),
+        )
+    with part("order of an epoch"):
+        steps = _epoch(prepared, wanted, cache)
+    return {
+        "images": len(prepared.trained),
+        "steps": steps,
+        "entries": done.found + done.latents + done.texts,
+        "encoded": done.latents + done.texts,
+        "seconds": seconds,
+        "total_s": round(sum(seconds.values()), 2),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+
+
+def _epoch(prepared: Any, wanted: Any, cache: Any) -> int:
+    """Find which samples each step of an epoch takes and in what micro-batches; return the steps."""
+    from lora_trainer.caching import texts_as
+    from lora_trainer.data.loader import Entries, Feeder
+    from lora_trainer.train.levels import table_levels
+
+    config = prepared.config
+    samples = [sample for record in prepared.trained for sample in record.sample_ids()]
+    feeder = Feeder(
+        sources={sample: wanted.sources[sample] for sample in samples},
+        empty_text=texts_as(prepared).key(""),
+        entries=Entries(cache=cache),
+        levels=table_levels(
+            prepared.family.alphas_cumprod(prepared.facts).tolist(), config.objective
+        ),
+        prediction=prepared.facts.prediction,
+        told={},
+        data=config.data,
+        objective=config.objective,
+        batch_size=config.train.batch_size,
+        seed=config.train.seed,
+    )
+    steps = len(samples) // config.train.batch_size
+    seen = {sample for step in range(steps) for _, sample in feeder.share(step)}
+    assert len(seen) == steps * config.train.batch_size
+    return steps
+
+
+class _Encoder:
+    """Stands where the encoders would be: its answers have their shapes, and only the first time it may."""
+
+    def __init__(self, prepared: Any, *, may_encode: bool) -> None:
+        if not may_encode:
+            raise SystemExit("the cache is not warm")
+        self.facts = prepared.facts
+
+    def encode_images(self, pixels: Any) -> Any:
+        import torch
+
+        from lora_trainer.families.base import Latents
+
+        factor, channels = self.facts.vae_factor, self.facts.latent_channels
+        size = (pixels.shape[-2] // factor, pixels.shape[-1] // factor)
+        mean = torch.zeros(channels, *size) + pixels.mean()
+        return [Latents(mean=mean, std=torch.ones_like(mean))]
+
+    def encode_prompts(self, prompts: list[str]) -> Any:
+        import torch
+
+        return {"context": torch.zeros(len(prompts), 77, 256) + len(prompts[0])}
+
+    def count_tokens(self, prompt: str) -> int:
+        return 0
+
+    def prompt_room(self) -> int:
+        return 75
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="where dataset and cache are")
+    parser.add_argument("--images", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=3, help="measurements with a warm cache")
+    parser.add_argument("--json", type=Path, help="where the measurements are written")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--may-encode", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
