@@ -17,12 +17,15 @@ from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import Needs
 from lora_trainer.data.loader import Entries, Feeder
 from lora_trainer.device import DTYPES, encoder_device
+from lora_trainer.errors import RequestError
 from lora_trainer.events import read_events
+from lora_trainer.families.base import DENOISER
 from lora_trainer.exporting import Job, copied, export, exporter, upload
 from lora_trainer.model.adapters import Adapter
 from lora_trainer.model.norm_limit import limit_norms
 from lora_trainer.networks import Networks, arrange, build_model, load_networks, with_adapter
 from lora_trainer.output.checkpoints import TrainingState, freeze, state_bytes, state_of
+from lora_trainer.output.adapter_tensors import split_key
 from lora_trainer.output.export import final_export_name, prune_exports, step_export_name
 from lora_trainer.output.samples import SampleAction
 from lora_trainer.output.state_codec import Copy
@@ -39,6 +42,7 @@ from lora_trainer.train.loop import run
 from lora_trainer.train.optim import build_optimizer, learning_rate, restore_optimizer
 from lora_trainer.train.progress import Action, Progress
 from lora_trainer.train.ranks import Ranks
+from lora_trainer.train.stages import Stage, end_step
 from lora_trainer.train.training import Model, Training
 
 VALIDATION_QUANTILES = 8
@@ -229,8 +233,28 @@ def _training(
         remedies=found,
         restore=restore,
         watch_spikes=config.train.tighten_on_spike,
+        stages=_stages(config, parts.adapter),
         afterwards=_afterwards(config, parts.adapter),
     )
+
+
+def _stages(config: Config, adapter: Adapter) -> list[Stage]:
+    """Return what stops being trained before the end; what is frozen all along is in none of them."""
+    steps, until = concrete(config.train.steps), config.train.text_encoder_until
+    text = [
+        parameter
+        for key, layer in adapter.layers.items()
+        for parameter in layer.parameters.values()
+        if split_key(key)[0] != DENOISER and parameter.requires_grad
+    ]
+    stages = [Stage(parameters=text, end_step=end_step(until, steps=steps))]
+    ending = [stage for stage in stages if stage.parameters and stage.end_step < steps]
+    if sum(len(stage.parameters) for stage in ending) == len(adapter.parameters()):
+        raise RequestError(
+            "nothing is left to train after train.text_encoder_until, as the denoiser is frozen",
+            fix="leave train.text_encoder_until out",
+        )
+    return ending
 
 
 def _afterwards(config: Config, adapter: Adapter) -> list[Callable[[int], None]]:

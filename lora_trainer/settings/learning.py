@@ -147,6 +147,13 @@ class TrainSettings(Section):
         gt=0.0,
         lt=1.0,
     )
+    text_encoder_until: float = setting(
+        1.0,
+        "share of the steps after which the text encoders' adapters stay as they are; 1: never",
+        gt=0.0,
+        le=1.0,
+        only_for={"adapter.text_encoder": (True,)},
+    )
     validate_every_steps: AutoInterval = setting(
         "auto", "steps between validations; 0: never", not_for=WITHOUT_VALIDATION
     )

@@ -82,6 +82,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield from _pattern_problem("optimizer.learning_rate_pattern", pattern)
     if config.optimizer.text_encoder_learning_rate is not None and not config.adapter.text_encoder:
         yield "optimizer.text_encoder_learning_rate needs adapter.text_encoder=true."
+    if config.train.text_encoder_until != 1.0 and not config.adapter.text_encoder:
+        yield "train.text_encoder_until needs adapter.text_encoder=true."
     if config.output.weights == "ema" and config.train.ema_decay is None:
         yield "output.weights=ema needs train.ema_decay: 0.995 is usual."
     if config.optimizer.max_weight_norm is not None:

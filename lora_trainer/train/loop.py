@@ -39,6 +39,7 @@ from lora_trainer.train.guards import (
 )
 from lora_trainer.train.optim import set_learning_rate
 from lora_trainer.train.progress import Action, Progress
+from lora_trainer.train.stages import enter_stages
 from lora_trainer.train.training import TornStep, Training
 
 CUDA_REPORT_LAG = 2  # steps; reading a loss at once would make the host wait for the device
@@ -114,6 +115,7 @@ def _train(training: Training, start: Progress) -> Progress:
                 # ---- step: noise, predict, weighted loss, backward, clip, optimizer
                 rate = training.learning_rate(progress.step) * progress.guard.lr_scale
                 set_learning_rate(training.optimizer, rate)
+                enter_stages(training.stages, step=progress.step)
                 loss, guard = gradients_that_fit(training, batch, progress.guard)
             except (MachineError, TrainingStopped):
                 _save_whole_steps(training, pending, progress, since=start.step)

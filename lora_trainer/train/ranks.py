@@ -106,7 +106,8 @@ class Ranks:
         if self._trained is None:  # every sample passes the same network: once is enough
             self._trained = [bool(count) for count in told[1 + len(STOPS) :].tolist()]
         for view, parameter, trained in zip(views, parameters, self._trained, strict=True):
-            parameter.grad = view.to(parameter.device) if trained else None
+            wanted = trained and parameter.requires_grad  # what has stopped was in the first step
+            parameter.grad = view.to(parameter.device) if wanted else None
         self._asked.append(told[1 : 1 + len(STOPS)].clone())
         return told[0].clone().to(loss.device)
 

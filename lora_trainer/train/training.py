@@ -22,6 +22,7 @@ from lora_trainer.train.objective import add_noise, sample_losses, target
 from lora_trainer.train.optim import LearningRate
 from lora_trainer.train.progress import Action, Progress
 from lora_trainer.train.ranks import Ranks
+from lora_trainer.train.stages import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,8 @@ class Training:
     resumed run has taken are in force already.
     `restore()` puts adapter and optimizer back to the last good state and returns where that was;
     without it, instability is the end. `ranks` are the processes it is shared by. `watch_spikes`
-    clips tighter when losses jump. `afterwards` is done to the weights after each optimizer step, in
+    clips tighter when losses jump. `stages` are parts of the adapter that stop being trained before
+    the end. `afterwards` is done to the weights after each optimizer step, in
     order, with the number of steps then; it must leave the bits of weights that did not change.
     """
 
@@ -115,5 +117,6 @@ class Training:
     remedies: Sequence[Remedy] = ()
     restore: Callable[[], Progress] | None = None
     watch_spikes: bool = False
+    stages: Sequence[Stage] = ()
     afterwards: Sequence[Callable[[int], None]] = ()
     clock: Callable[[], float] = time.perf_counter
