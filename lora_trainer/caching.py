@@ -98,6 +98,7 @@ def wanted_entries(prepared: Prepared, prompts: Sequence[str]) -> Needs:
         geometry=partial(prepared.family.geometry_conditioning, prepared.facts),
         settings=config.data,
         seed=config.train.seed,
+        more=prepared.more_placements,
     )
 
 

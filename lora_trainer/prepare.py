@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,15 @@ from lora_trainer.priority import Priority
 from lora_trainer.resolve import Origin, Resolved, resolve
 from lora_trainer.settings_file import read_settings_file
 
-PLANNED_BY = ("memory.", "hardware.", "adapter.", "base.", "data.resolution", "train.batch_size")
+PLANNED_BY = (
+    "memory.",
+    "hardware.",
+    "adapter.",
+    "base.",
+    "data.resolution",
+    "data.more_resolutions",
+    "train.batch_size",
+)
 """Settings that decide how much memory a run takes: with another one it is planned again."""
 
 
@@ -62,7 +70,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A run that could start: its plan, base, data and where its caches are."""
+    """A run that could start: its plan, base, data and where its caches are.
+
+    `placements` are those at `data.resolution`, of all pictures; `more_placements` at each of
+    `data.more_resolutions`, of those trained on.
+    """
 
     config: Config
     resolved: Resolved
@@ -75,6 +87,7 @@ class Prepared:
     trained: tuple[ImageRecord, ...]
     held_out: tuple[ImageRecord, ...]
     placements: Mapping[str, Placement]
+    more_placements: tuple[Mapping[str, Placement], ...]
     cache_root: Path
     full_card: FullCard | None
     processes: int
@@ -106,6 +119,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             fix="add images or use --set data.validation_fraction=0",
         )
     placements = place_all(dataset, settings, basis.facts)
+    more = place_more(trained, settings, basis.facts)
     full_card = None
     if request.run_settings is None:  # a resumed run knows itself what it did about a full card
         full_card = FullCards.of(cache_root).known(basis.hardware, basis.family.name)
@@ -117,7 +131,11 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             hardware=basis.hardware,
             images=len(trained),
             samples_per_epoch=sum(record.repeats for record in trained),
-            buckets=[(p.bucket.width_px, p.bucket.height_px) for p in placements.values()],
+            buckets=[
+                (p.bucket.width_px, p.bucket.height_px)
+                for placed in (placements, *more)
+                for p in placed.values()
+            ],
             captions=len({record.caption for record in dataset.records}),
             full_card=full_card,
             processes=request.processes,
@@ -138,6 +156,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         trained=trained,
         held_out=held_out,
         placements=placements,
+        more_placements=more,
         cache_root=cache_root,
         full_card=full_card,
         processes=request.processes,
@@ -219,6 +238,7 @@ def remarks(prepared: Prepared) -> tuple[Finding, ...]:
                 advice=f"train.batch_size={full} would use all of them in every step",
             )
         )
+    found += _enlarged(prepared)
     card = prepared.hardware.accelerator().value
     if too_small := tier_problem(card.total_bytes if card else None):
         advice = "lower data.resolution or adapter.rank if it does not fit"
@@ -228,6 +248,15 @@ def remarks(prepared: Prepared) -> tuple[Finding, ...]:
     for missed in format_notes(format, planned_contents(config.adapter)):
         found.append(warning("format", None, f"output.format={format}: {missed}", advice=advice))
     return tuple(found)
+
+
+def _enlarged(prepared: Prepared) -> Iterator[Finding]:
+    sides_px = prepared.config.data.more_resolutions
+    for side_px, placed in zip(sides_px, prepared.more_placements, strict=True):
+        count = sum(placement.upscaled for placement in placed.values())
+        if side_px > concrete(prepared.config.data.resolution) and count:
+            what = f"{count} of {len(placed)} pictures are enlarged for data.more_resolutions={side_px}"
+            yield warning("enlarged", None, what, advice="use larger originals, or leave it out")
 
 
 def _basis(request: Request, hardware: Hardware | None) -> Basis:
@@ -342,14 +371,35 @@ def place_all(dataset: Dataset, config: Config, facts: BaseFacts) -> dict[str, P
     """Return where each record goes, by record name."""
     resolution = config.data.resolution
     resolution_px = facts.resolution_px if resolution == "auto" else resolution
+    return _place_at(resolution_px, dataset.records, config, facts)
+
+
+def place_more(
+    records: Sequence[ImageRecord], config: Config, facts: BaseFacts
+) -> tuple[dict[str, Placement], ...]:
+    """Return what `place_all` does at each of `data.more_resolutions`, of these records."""
+    return tuple(
+        _place_at(side_px, records, config, facts, setting="data.more_resolutions")
+        for side_px in config.data.more_resolutions
+    )
+
+
+def _place_at(
+    resolution_px: int,
+    records: Sequence[ImageRecord],
+    config: Config,
+    facts: BaseFacts,
+    *,
+    setting: str = "data.resolution",
+) -> dict[str, Placement]:
     buckets = buckets_for(
         resolution_px=resolution_px,
         step_px=facts.bucket_step_px,
         max_aspect=config.data.max_aspect if config.data.buckets else 1.0,
+        setting=setting,
     )
     return {
-        record.name: place(record.width_px, record.height_px, buckets=buckets)
-        for record in dataset.records
+        record.name: place(record.width_px, record.height_px, buckets=buckets) for record in records
     }
 
 

@@ -17,6 +17,7 @@ class Stream(StrEnum):
     """What a draw is for; part of its name, so that adding one leaves all others unchanged."""
 
     ORDER = "order"
+    RESOLUTION = "resolution"
     FLIP = "flip"
     CAPTION_VARIANT = "caption-variant"
     CAPTION_DROPOUT = "caption-dropout"

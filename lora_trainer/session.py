@@ -19,13 +19,13 @@ from lora_trainer.data.loader import Entries, Feeder
 from lora_trainer.device import DTYPES, encoder_device
 from lora_trainer.errors import RequestError
 from lora_trainer.events import read_events
-from lora_trainer.families.base import DENOISER
 from lora_trainer.exporting import Job, copied, export, exporter, upload
+from lora_trainer.families.base import DENOISER
 from lora_trainer.model.adapters import Adapter
 from lora_trainer.model.norm_limit import limit_norms
 from lora_trainer.networks import Networks, arrange, build_model, load_networks, with_adapter
-from lora_trainer.output.checkpoints import TrainingState, freeze, state_bytes, state_of
 from lora_trainer.output.adapter_tensors import split_key
+from lora_trainer.output.checkpoints import TrainingState, freeze, state_bytes, state_of
 from lora_trainer.output.export import final_export_name, prune_exports, step_export_name
 from lora_trainer.output.samples import SampleAction
 from lora_trainer.output.state_codec import Copy

@@ -324,6 +324,40 @@ def test_the_resolution_is_the_base_s_own_unless_given(place: Toy) -> None:
     assert (own.width_px, larger.width_px) == (facts.resolution_px, facts.resolution_px * 2)
 
 
+def test_more_resolutions_are_planned_for(place: Toy) -> None:
+    one, both = (
+        prepare(asked(place, data__resolution=32, data__more_resolutions=more), hardware=PROCESSOR)
+        for more in ((), (64,))
+    )
+    assert set(one.plan.images_at_once) < set(both.plan.images_at_once)
+    assert max(w * h for w, h in both.plan.images_at_once) > 32**2
+    assert both.plan.memory.peak_bytes > one.plan.memory.peak_bytes
+    assert both.plan.disk_bytes["cache"] > one.plan.disk_bytes["cache"]
+    (placed,) = both.more_placements
+    assert set(placed) == {record.name for record in both.trained}, "not those held out"
+    (said,) = (found for found in remarks(both) if found.kind == "enlarged")
+    assert f"{len(both.trained)} of {len(both.trained)} pictures" in said.what
+
+
+@pytest.mark.parametrize(
+    ("resolution", "more", "found"),
+    [
+        (32, (32,), "name a size twice"),
+        ("auto", (64, 64), "name a size twice"),
+        (32, (41,), "data.more_resolutions=41 is not a multiple"),
+        ("auto", (64,), "is data.resolution already"),
+    ],
+)
+def test_resolutions_that_make_no_sense_are_refused(
+    resolution: Any, more: tuple[int, ...], found: str, place: Toy
+) -> None:
+    with pytest.raises(RequestError, match=found):
+        prepare(
+            asked(place, data__resolution=resolution, data__more_resolutions=more),
+            hardware=PROCESSOR,
+        )
+
+
 def test_check_says_what_plan_says_of_the_dataset(place: Toy) -> None:
     request = asked(place, data__resolution=16)
     assert (

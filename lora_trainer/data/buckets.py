@@ -41,17 +41,19 @@ class Placement:
     """Whether the picture is smaller than its bucket."""
 
 
-def buckets_for(*, resolution_px: int, step_px: int, max_aspect: float) -> tuple[Bucket, ...]:
+def buckets_for(
+    *, resolution_px: int, step_px: int, max_aspect: float, setting: str = "data.resolution"
+) -> tuple[Bucket, ...]:
     """Return the sizes in multiples of `step_px` with at most `resolution_px` squared pixels.
 
     For each width the tallest that fits, and the same lying down, as long as the longer side is at
     most `max_aspect` times the shorter; the square is always among them. Raises RequestError
-    when not even one step fits.
+    when not even one step fits, in the words of `setting`.
     """
     if resolution_px < step_px:
         raise RequestError(
-            f"data.resolution={resolution_px} is below this base's bucket step of {step_px} px",
-            fix=f"use data.resolution={step_px} or more",
+            f"{setting}={resolution_px} is below this base's bucket step of {step_px} px",
+            fix=f"use {setting}={step_px} or more",
         )
     side_px = resolution_px // step_px * step_px
     found = {Bucket(side_px, side_px)}

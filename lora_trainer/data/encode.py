@@ -119,30 +119,38 @@ def needs(
     geometry: Callable[[Geometry], Conditioning],
     settings: DataSettings,
     seed: int,
+    more: Sequence[Mapping[str, Placement]] = (),
 ) -> Needs:
     """List the entries for these records and for `prompts` (sampling; the empty text is always in).
 
-    `geometry` gives what the denoiser is told about an image's crop.
+    `geometry` gives what the denoiser is told about an image's crop; `more` are the placements at other
+    resolutions, of the records that are trained at these too.
     """
     latents: dict[str, LatentJob] = {}
     texts: dict[str, tuple[str, CacheKey]] = {}
     sources: dict[str, Source] = {}
     for record in records:
-        placement = placements[record.name]
-        jobs = [_latent_job(record, placement, flip, facts, settings) for flip in _flips(settings)]
         written = variants(record.caption, settings=settings, seed=seed)
         keys = [(text, texts_as.key(text)) for text in written]
-        latents |= {job.key.digest: job for job in jobs}
         texts |= {key.digest: (text, key) for text, key in keys}
-        source = Source(
-            plain=jobs[0].key,
-            mirrored=jobs[1].key if len(jobs) > 1 else None,
-            texts=tuple(key for _, key in keys),
-            size_px=(placement.bucket.width_px, placement.bucket.height_px),
-            geometry=geometry(_geometry(record, placement, flip=False)),
-            mirrored_geometry=geometry(_geometry(record, placement, flip=True)),
-        )
-        sources |= dict.fromkeys(record.sample_ids(), source)
+        at_all: list[Source] = []
+        for placed in (placements, *(placed for placed in more if record.name in placed)):
+            placement = placed[record.name]
+            jobs = [
+                _latent_job(record, placement, flip, facts, settings) for flip in _flips(settings)
+            ]
+            latents |= {job.key.digest: job for job in jobs}
+            source = Source(
+                plain=jobs[0].key,
+                mirrored=jobs[1].key if len(jobs) > 1 else None,
+                texts=tuple(key for _, key in keys),
+                size_px=(placement.bucket.width_px, placement.bucket.height_px),
+                geometry=geometry(_geometry(record, placement, flip=False)),
+                mirrored_geometry=geometry(_geometry(record, placement, flip=True)),
+            )
+            at_all.append(source)
+        first = replace(at_all[0], others=tuple(at_all[1:]))
+        sources |= dict.fromkeys(record.sample_ids(), first)
     extra = [(text, texts_as.key(text)) for text in ("", *prompts)]
     return Needs(
         latents=latents,

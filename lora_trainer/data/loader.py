@@ -25,7 +25,7 @@ from lora_trainer.data.captions import is_dropped, variant_of
 from lora_trainer.errors import MachineError
 from lora_trainer.families.base import Conditioning, Prediction
 from lora_trainer.launch import Place, share
-from lora_trainer.randomness import Stream, draw_seed, draw_uniform, shuffled
+from lora_trainer.randomness import Stream, draw_choice, draw_seed, draw_uniform, shuffled
 from lora_trainer.train.levels import TIMESTEPS, Level, Levels
 from lora_trainer.train.objective import draw_noise
 from lora_trainer.train.weighting import huber_delta, loss_weight
@@ -41,7 +41,8 @@ class Source:
     """Where a sample's tensors are: its latent as is and mirrored (or None), one text entry per variant.
 
     `size_px` is (width, height) of its bucket, `geometry` what the denoiser is told about its crop;
-    what is cut away on the left is on the right of the mirrored one.
+    what is cut away on the left is on the right of the mirrored one. `others` are the same picture at
+    other resolutions; they have none themselves.
     """
 
     plain: CacheKey
@@ -50,6 +51,7 @@ class Source:
     size_px: tuple[int, int]
     geometry: Conditioning
     mirrored_geometry: Conditioning
+    others: tuple[Source, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,12 +165,20 @@ class Feeder:
         found = [self.sample_at(first + k) for k in range(self.batch_size)]
         if place.count == 1:
             return found
-        found.sort(key=lambda at: self.sources[at[1]].size_px)
+        found.sort(key=lambda at: self.drawn(*at).size_px)
         return [found[index] for index in share(len(found), rank=place.rank, count=place.count)]
+
+    def drawn(self, epoch: int, sample: str) -> Source:
+        """Return the sample at the resolution it is trained at in an epoch."""
+        first = self.sources[sample]
+        if not first.others:
+            return first
+        all_of_it = (first, *first.others)
+        return all_of_it[draw_choice(len(all_of_it), self.seed, Stream.RESOLUTION, epoch, sample)]
 
     def prepare_sample(self, epoch: int, sample: str) -> Prepared:
         """Draw all of one sample's randomness for one epoch."""
-        source, here = self.sources[sample], (epoch, sample)
+        source, here = self.drawn(epoch, sample), (epoch, sample)
         flipped = source.mirrored is not None and draw_uniform(self.seed, Stream.FLIP, *here) < 0.5
         entry = self.entries.read(source.mirrored if flipped and source.mirrored else source.plain)
         geometry = source.mirrored_geometry if flipped else source.geometry

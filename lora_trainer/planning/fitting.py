@@ -312,9 +312,14 @@ def _smaller(
         if rank < wanted.adapter.rank:
             smaller = wanted.adapter.model_copy(update={"rank": rank})
             yield f"adapter.rank={rank}", replace(wanted, adapter=smaller), choices
+    without, side_px = "", wanted.sample_side_px
+    if wanted.bucket_px[0] * wanted.bucket_px[1] > side_px**2:
+        without = "data.more_resolutions=[]"
+        yield without, replace(wanted, bucket_px=(side_px, side_px)), choices
+        without = f" --set {without}"
     for side_px in range(wanted.sample_side_px - step_px, step_px - 1, -step_px):
         shrunk = replace(wanted, bucket_px=(side_px, side_px), sample_side_px=side_px)
-        yield f"data.resolution={side_px}", shrunk, choices
+        yield f"data.resolution={side_px}{without}", shrunk, choices
 
 
 def gib(size: int) -> str:

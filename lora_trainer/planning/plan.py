@@ -148,6 +148,7 @@ class _Planner:
         reason = f"the size {facts.source} was trained on"
         self.decide_auto("data.resolution", facts.resolution_px, reason)
         _check_resolution(int(self.values["data.resolution"]), facts)
+        self._check_more_resolutions()
         if self.values["adapter.kind"] != "oft":
             rank = float(self.values["adapter.rank"])
             self.decide_auto("adapter.alpha", rank, "alpha = rank: the update is not scaled")
@@ -156,6 +157,15 @@ class _Planner:
             self.decide_auto("output.weights", "trained", "there is no running average")
         else:
             self.decide_auto("output.weights", "ema", "train.ema_decay asks for an average")
+
+    def _check_more_resolutions(self) -> None:
+        key, own_px = "data.more_resolutions", int(self.values["data.resolution"])
+        for side_px in self.values[key]:
+            _check_resolution(side_px, self.given.facts, key=key)
+            if side_px == own_px:  # that of the base, where `auto` took it
+                raise RequestError(
+                    f"{key} has {side_px}, which is data.resolution already", fix="leave it out"
+                )
 
     def decide_objective(self) -> None:
         """Settle what only some kinds of bases have; a preset's wish gives way, a typed one may not."""
@@ -310,13 +320,15 @@ class _Planner:
         return disk_bytes(use)
 
 
-def _check_resolution(resolution_px: int, facts: BaseFacts) -> None:
+def _check_resolution(
+    resolution_px: int, facts: BaseFacts, *, key: str = "data.resolution"
+) -> None:
     step_px = facts.bucket_step_px
     if resolution_px % step_px:
         below = resolution_px // step_px * step_px
         allowed = " or ".join(str(side) for side in (below, below + step_px) if side)
         raise RequestError(
-            f"data.resolution={resolution_px} is not a multiple of {step_px} ({facts.family})",
+            f"{key}={resolution_px} is not a multiple of {step_px} ({facts.family})",
             fix=f"use {allowed}",
         )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from lora_trainer.settings.declare import (
     NOT_EMBEDDED,
@@ -44,6 +46,11 @@ class BaseSettings(Section):
 class DataSettings(Section):
     resolution: AutoPixels = setting(
         "auto", "side of the square whose area every bucket has; auto: the base's own", unit="px"
+    )
+    more_resolutions: tuple[Annotated[int, Field(ge=16, le=4096)], ...] = setting(
+        (),
+        "other resolutions: each sample is trained at one of all of them, drawn anew in every epoch",
+        unit="px",
     )
     buckets: bool = setting(
         True, "keep aspect ratios by training in buckets; off: crop everything square"

@@ -90,6 +90,9 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield from _plain_product("optimizer.max_weight_norm", config.adapter)
     if config.train.tighten_on_spike and config.train.max_grad_norm == 0:
         yield "train.tighten_on_spike lowers train.max_grad_norm, which is 0: never; choose a norm."
+    sides = (config.data.resolution, *config.data.more_resolutions)
+    if len(set(sides)) < len(sides):
+        yield f"data.resolution and data.more_resolutions name a size twice: {', '.join(map(str, sides))}."
     micro, batch = config.memory.micro_batch, config.train.batch_size
     if micro != "auto" and micro > batch:
         yield f"memory.micro_batch={micro} is above train.batch_size={batch}: at most {batch}."

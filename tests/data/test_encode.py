@@ -73,6 +73,25 @@ def test_another_resolution_encodes_all_latents_and_no_text(studio: Studio) -> N
     assert studio.work() == (3, [])
 
 
+def test_every_resolution_has_its_latents_and_is_told_its_own_size(studio: Studio) -> None:
+    studio.encode()
+    studio.more_px = (24, 32)
+    assert studio.work() == (6, []), "what was there is not encoded again"
+    source = next(iter(studio.needs().sources.values()))
+    at_all = (source, *source.others)
+    sizes = [at.size_px for at in at_all]
+    assert len(set(sizes)) == 3
+    shapes = []
+    for at in at_all:
+        entry = studio.cache.read(at.plain)
+        assert entry is not None
+        shapes.append((2 * entry["mean"].shape[2], 2 * entry["mean"].shape[1]))
+        placed = next(job for job in studio.needs().latents.values() if job.key == at.plain)
+        corner = (placed.placement.left_px, placed.placement.top_px)
+        assert at.geometry["corner"].tolist() == [list(corner)]
+    assert shapes == sizes
+
+
 @pytest.mark.parametrize(
     ("part", "file", "images", "texts"),
     [

@@ -523,3 +523,44 @@ def test_the_device_gets_deltas_and_perturbed_noise() -> None:
         assert torch.equal(batch.noise[index], sample.noise)
     plain = to_device(prepared(1), device=CPU, dtype=torch.float32)
     assert plain.huber_delta is None and plain.input_noise is plain.noise
+
+
+# ---- more resolutions
+
+
+def two_sized(batch_size: int = 4) -> Feeder:
+    """Every sample is there as itself and at a second size, which is that of the first sample."""
+    feeder = rich_feeder(batch_size)
+    second = feeder.sources["s0"]
+    sources = {
+        name: replace(source, others=() if name == "s0" else (second,))
+        for name, source in feeder.sources.items()
+    }
+    return replace(feeder, sources=sources)
+
+
+def test_each_epoch_draws_one_of_the_resolutions_of_a_sample() -> None:
+    feeder = two_sized()
+    name = next(n for n, s in feeder.sources.items() if s.size_px != feeder.sources["s0"].size_px)
+    sizes = Counter(feeder.drawn(epoch, name).size_px for epoch in range(40))
+    assert set(sizes) == {feeder.sources[one].size_px for one in ("s0", name)}
+    assert min(sizes.values()) > 8
+    for epoch in range(10):
+        width_px, height_px = feeder.drawn(epoch, name).size_px
+        made = feeder.prepare_sample(epoch, name)
+        assert made.latents.shape[1:] == made.noise.shape[1:] == (height_px // 2, width_px // 2)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7])
+def test_the_resolution_is_the_same_in_any_batch(batch_size: int) -> None:
+    whole = chain.from_iterable(two_sized(4).prepare(step).samples for step in range(7))
+    other = chain.from_iterable(two_sized(batch_size).prepare(step).samples for step in range(28))
+    assert all(same(a, b) for a, b in zip(whole, other, strict=False))
+
+
+def test_validation_is_at_the_first_resolution() -> None:
+    feeder = two_sized()
+    keys = list(feeder.sources.items())
+    (batch,) = feeder.validation(keys, quantiles=1)
+    for sample, (_, source) in zip(batch.samples, keys, strict=True):
+        assert sample.latents.shape[1:] == (source.size_px[1] // 2, source.size_px[0] // 2)

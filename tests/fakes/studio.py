@@ -102,6 +102,7 @@ class Studio:
     base: Path
     settings: DataSettings = field(default_factory=DataSettings)
     resolution_px: int = 16
+    more_px: tuple[int, ...] = ()
     max_aspect: float = 2.0
     prompt: str = PROMPT
     precision: Precision = "fp32"
@@ -120,20 +121,24 @@ class Studio:
         memo = HashMemo(file=Path("unused.json"), entries={})
         records = scan(self.folder, settings=self.settings, memo=memo).records
         facts = self.facts()
-        buckets = buckets_for(
-            resolution_px=self.resolution_px,
-            step_px=facts.bucket_step_px,
-            max_aspect=self.max_aspect,
-        )
+        placed = []
+        for side_px in (self.resolution_px, *self.more_px):
+            buckets = buckets_for(
+                resolution_px=side_px, step_px=facts.bucket_step_px, max_aspect=self.max_aspect
+            )
+            placed.append(
+                {r.name: place(r.width_px, r.height_px, buckets=buckets) for r in records}
+            )
         return needs(
             records,
-            {r.name: place(r.width_px, r.height_px, buckets=buckets) for r in records},
+            placed[0],
             prompts=[self.prompt],
             facts=facts,
             texts_as=self.texts_as(),
             geometry=self.told,
             settings=self.settings,
             seed=1,
+            more=placed[1:],
         )
 
     def told(self, geometry: Geometry) -> Conditioning:
