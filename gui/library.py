@@ -229,6 +229,8 @@ def _inspected(inspection: Inspection) -> Iterator[tuple[str, str]]:
             same = spread.low == spread.high
             yield name, f"{spread.low:g}" if same else f"{spread.low:g} to {spread.high:g}"
     yield "modules", f"{inspection.modules:,}"
+    for key, (tokens, width) in inspection.embeddings.items():
+        yield key, f"{tokens} new tokens of {width:,} numbers"
 
 
 def _norms(norms: Mapping[str, float]) -> Html | None:

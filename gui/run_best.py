@@ -22,6 +22,7 @@ from lora_trainer.files import (
     read_json_object,
     write_atomic,
 )
+from lora_trainer.output.embedding_file import embedding_path
 from lora_trainer.output.history import History
 
 BEST_RECORD = "best.json"
@@ -88,6 +89,9 @@ def mark_best(folder: Path, history: History, step: int) -> Best:
     temporary = folder / f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-best"
     try:
         shutil.copyfile(folder / found[step], temporary)
+        words = embedding_path(folder / found[step])  # which belong to it, where there are any
+        if words.is_file():
+            shutil.copyfile(words, embedding_path(target))
         temporary.replace(target)
     except OSError as error:
         raise disk_error(target, error) from error

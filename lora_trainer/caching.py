@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 
-from lora_trainer.config import concrete
+from lora_trainer.config import Config, concrete
 from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import Needs, TextEntries, fill, needs
 from lora_trainer.device import CPU, DTYPES, encoder_device, planned_device
 from lora_trainer.events import EventStream
 from lora_trainer.exporting import Job
-from lora_trainer.families.base import TextEncoder
+from lora_trainer.families.base import NewWord, TextEncoder
 from lora_trainer.files import CappedFolder
 from lora_trainer.hardware import GIB
 from lora_trainer.model.offload import offload
@@ -108,7 +108,9 @@ def _caching_text_encoder(
     """Load the text encoders where they run, or beside it where they are too large to lie there."""
     family = prepared.family
     if not concrete(prepared.config.memory.text_encoder_offload):
-        return family.load_text_encoder(prepared.facts, dtype=dtype, device=device)
+        found = family.load_text_encoder(prepared.facts, dtype=dtype, device=device)
+        found.word = new_word(prepared.config)
+        return found
     encoder = family.load_text_encoder(prepared.facts, dtype=dtype, device=CPU)
     for network in encoder.networks.values():
         offload(network, device)
@@ -120,5 +122,18 @@ def texts_as(prepared: Prepared) -> TextEntries:
         encoder_identity=prepared.facts.parts["text_encoder"].identity,
         max_tokens=prepared.facts.max_tokens,
         precision=concrete(prepared.config.memory.text_encoder_precision),
-        tokens_only=prepared.config.adapter.text_encoder,
+        tokens_only=runs_text_encoders(prepared.config),
+        word=new_word(prepared.config),
     )
+
+
+def runs_text_encoders(config: Config) -> bool:
+    """Say whether text encoders run in every step, as what they give changes."""
+    return config.adapter.text_encoder or config.adapter.new_tokens > 0
+
+
+def new_word(config: Config) -> NewWord | None:
+    """Return the word whose meaning is learned; None: none is."""
+    if config.adapter.new_tokens == 0:
+        return None
+    return NewWord(text=(config.data.trigger or "").strip(), tokens=config.adapter.new_tokens)

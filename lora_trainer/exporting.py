@@ -9,13 +9,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lora_trainer.config import concrete, flatten
 from lora_trainer.events import EventStream
 from lora_trainer.families.base import FileFormat
 from lora_trainer.model.adapters import Adapter
 from lora_trainer.output.adapter_tensors import AdapterTensors
 from lora_trainer.output.checkpoints import TrainingState
-from lora_trainer.output.export import ExportInfo, SubsetSummary, contents_of, write_export
+from lora_trainer.output.embedding_file import WORD, embedding_path, write_embedding
+from lora_trainer.output.export import (
+    ExportInfo,
+    SubsetSummary,
+    contents_of,
+    metadata,
+    write_export,
+)
 from lora_trainer.output.hub import push_finished, release_of
 from lora_trainer.output.sample_files import last_samples, thumbnail_jpeg
 from lora_trainer.output.state_codec import Copy
@@ -45,30 +54,57 @@ class Job:
 
 
 def export(job: Job, adapter: Adapter, file: Path, progress: Progress) -> None:
-    """Write the adapter as it is now; raises as `write_export`."""
-    exporter(job, adapter.tensors(), file, progress)()
+    """Write the adapter as it is now; raises as `write_export` and `write_embedding`."""
+    exporter(job, adapter.tensors(), file, progress, words=adapter.words())()
 
 
 def exporter(
-    job: Job, tensors: AdapterTensors, file: Path, progress: Progress
+    job: Job,
+    tensors: AdapterTensors,
+    file: Path,
+    progress: Progress,
+    *,
+    words: Mapping[str, Tensor],
 ) -> Callable[[], None]:
-    """Return what writes `tensors` to `file`, in any thread; it raises as `write_export`.
+    """Return what writes `tensors` to `file` and `words` beside it; it raises as `export`, in any thread.
 
     Only the images of now are considered for the thumbnail: training may go on meanwhile.
     """
     images = last_samples(job.folder.path / "samples")
 
     def write() -> None:
+        info = _export_info(job, tensors, progress, images)
+        if words:  # first, so that no adapter is there without them
+            _write_words(job, words, embedding_path(file), info)
         write_export(
             file,
             tensors,
             family=job.prepared.family,
-            info=_export_info(job, tensors, progress, images),
+            info=info,
             format=file_format(job.prepared),
             precision=job.prepared.config.output.precision,
         )
 
     return write
+
+
+def _write_words(job: Job, words: Mapping[str, Tensor], file: Path, info: ExportInfo) -> None:
+    keys = job.prepared.family.teachable
+    architecture, _, _ = info.architecture.rpartition("/")
+    told = {key: value for key, value in metadata(info).items() if key.startswith("modelspec.")} | {
+        "modelspec.architecture": f"{architecture}/textual-inversion",
+        WORD: info.trigger or "",
+    }
+    told["modelspec.usage_hint"] = (
+        f"Belongs to {info.title}: load both, and name this in the prompt."
+    )
+    vectors = {keys[component]: values.cpu().numpy() for component, values in words.items()}
+    write_embedding(file, vectors, metadata=told)
+
+
+def copied_words(words: Mapping[str, Tensor], copy: Copy) -> dict[str, Tensor]:
+    """Return the vectors as they are now, as `copied` does."""
+    return {name: copy(f"export.new_tokens.{name}", tensor) for name, tensor in words.items()}
 
 
 def copied(tensors: AdapterTensors, copy: Copy) -> AdapterTensors:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from lora_trainer.caching import new_word, runs_text_encoders
 from lora_trainer.config import Config, concrete
 from lora_trainer.device import CPU, DTYPES, planned_device
 from lora_trainer.families.base import DENOISER, Conditioning, TextEncoder
@@ -15,6 +16,7 @@ from lora_trainer.model.adapters import Adapter, inject, layer_names
 from lora_trainer.model.assistant import Assistant, attach
 from lora_trainer.model.attention import apply_attention
 from lora_trainer.model.checkpointing import apply_checkpointing
+from lora_trainer.model.new_tokens import add_new_tokens
 from lora_trainer.model.quantize import quantize
 from lora_trainer.model.streaming import stream_blocks
 from lora_trainer.output.adapter_names import file_names
@@ -49,8 +51,9 @@ def load_networks(prepared: Prepared) -> Networks:
     if not streamed:
         denoiser.to(device)
     text = None
-    if config.adapter.text_encoder:
+    if runs_text_encoders(config):
         text = family.load_text_encoder(prepared.facts, dtype=precision, device=device)
+        text.word = new_word(config)
     return Networks(denoiser=denoiser, text=text, assistant=_assistant(prepared, denoiser))
 
 
@@ -66,7 +69,7 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
     config, family = prepared.config, prepared.family
     inside: dict[str, nn.Module] = {DENOISER: networks.denoiser}
     modules = {DENOISER: family.lora_targets(networks.denoiser, config.adapter.targets)}
-    if networks.text is not None:
+    if networks.text is not None and config.adapter.text_encoder:
         inside |= networks.text.networks
         modules |= {
             name: family.text_targets(network) for name, network in networks.text.networks.items()
@@ -79,12 +82,19 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
         seed=config.train.seed,
         initial=state.adapter if state is not None else None,
         averaged=config.train.ema_decay is not None,
+        new_tokens=_new_tokens(config, networks.text),
     )
     if config.train.init_from is not None and state is None:
         names = file_names(family, modules)
         file = Path(config.train.init_from).expanduser()
         adapter.load_tensors(read_tensors(file, names=names))
     return adapter
+
+
+def _new_tokens(config: Config, text: TextEncoder | None) -> dict[str, nn.Parameter]:
+    if text is None or text.word is None:
+        return {}
+    return add_new_tokens(text, start=config.adapter.new_tokens_from, seed=config.train.seed)
 
 
 def _alpha(config: Config) -> float:

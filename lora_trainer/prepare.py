@@ -295,6 +295,12 @@ def _refuse_impossible(settings: Config, basis: Basis) -> None:
             f"(family {basis.family.name}) are not trained",
             fix="leave adapter.text_encoder out",
         )
+    if settings.adapter.new_tokens and not basis.family.teachable:
+        raise RequestError(
+            f"adapter.new_tokens={settings.adapter.new_tokens}, but the text encoders of "
+            f"{basis.facts.source} (family {basis.family.name}) learn no new words",
+            fix="leave adapter.new_tokens out",
+        )
     resolve_format(basis.family, settings.output.format, adapter=settings.adapter)
 
 

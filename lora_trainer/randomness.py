@@ -28,6 +28,7 @@ class Stream(StrEnum):
     INPUT_PERTURBATION = "input-perturbation"
     NOISE = "noise"
     ADAPTER_INIT = "adapter-init"
+    NEW_TOKENS = "new-tokens"
     ADAPTER_DROPOUT = "adapter-dropout"
     VALIDATION_SPLIT = "validation-split"
     VALIDATION_NOISE = "validation-noise"

@@ -74,6 +74,7 @@ FORBIDDEN_SETTINGS = frozenset(
         "optimizer.learning_rate_pattern",
         "optimizer.lora_plus_ratio",
         "optimizer.text_encoder_learning_rate",
+        "optimizer.new_tokens_learning_rate",
         "train.init_from",
         "train.ema_decay",
     }

@@ -19,7 +19,7 @@ from lora_trainer.data.loader import Entries, Feeder
 from lora_trainer.device import DTYPES, encoder_device
 from lora_trainer.errors import RequestError
 from lora_trainer.events import read_events
-from lora_trainer.exporting import Job, copied, export, exporter, upload
+from lora_trainer.exporting import Job, copied, copied_words, export, exporter, upload
 from lora_trainer.families.base import DENOISER
 from lora_trainer.model.adapters import Adapter
 from lora_trainer.model.norm_limit import limit_norms
@@ -240,19 +240,26 @@ def _training(
 
 def _stages(config: Config, adapter: Adapter) -> list[Stage]:
     """Return what stops being trained before the end; what is frozen all along is in none of them."""
-    steps, until = concrete(config.train.steps), config.train.text_encoder_until
+    steps = concrete(config.train.steps)
     text = [
         parameter
         for key, layer in adapter.layers.items()
         for parameter in layer.parameters.values()
         if split_key(key)[0] != DENOISER and parameter.requires_grad
     ]
-    stages = [Stage(parameters=text, end_step=end_step(until, steps=steps))]
+    words = list(adapter.new_tokens.values())
+    stages = [
+        Stage(parameters=own, end_step=end_step(until, steps=steps))
+        for own, until in (
+            (text, config.train.text_encoder_until),
+            (words, config.train.new_tokens_until),
+        )
+    ]
     ending = [stage for stage in stages if stage.parameters and stage.end_step < steps]
     if sum(len(stage.parameters) for stage in ending) == len(adapter.parameters()):
         raise RequestError(
-            "nothing is left to train after train.text_encoder_until, as the denoiser is frozen",
-            fix="leave train.text_encoder_until out",
+            "nothing is left to train once the text encoders stop, as the denoiser is frozen",
+            fix="leave train.text_encoder_until and new_tokens_until out",
         )
     return ending
 
@@ -381,7 +388,8 @@ def _saves(job: Job, writer: StateWriter, parts: _Parts) -> SaveAction:
         file = job.folder.path / step_export_name(job.folder.name, step=progress.step)
         with parts.chosen():
             tensors = copied(parts.adapter.tensors(), copy)
-        write = exporter(job, tensors, file, progress)
+            words = copied_words(parts.adapter.words(), copy)
+        write = exporter(job, tensors, file, progress, words=words)
 
         def write_and_prune() -> str:
             write()

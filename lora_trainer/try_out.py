@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BytesIO
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lora_trainer import families
 from lora_trainer.config import BaseSettings, Config, SamplingSettings, build_config
 from lora_trainer.errors import InputError, RequestError
+from lora_trainer.families.base import Family
 from lora_trainer.files import disk_error, write_atomic
 from lora_trainer.model.load import locate, with_choices
 from lora_trainer.output.adapter_file import read_adapter
+from lora_trainer.output.embedding_file import embedding_path, read_embedding, trained_words
 from lora_trainer.output.export import final_export_name
 from lora_trainer.output.sample_files import try_name
 from lora_trainer.run_folder import RUN_FILE, read_run
+
+WORD_IN_PROMPTS = "<new-word>"
+"""What a trigger becomes where it was learned as new tokens: no tokenizer knows it already."""
 
 
 def make_images(
@@ -64,6 +70,7 @@ def make_images(
     family = families.family(facts.family)
     pipeline = family.plain_pipeline(facts, dtype=dtype, device=device)
     pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
+    named = _taught(pipeline, family, file, metadata)
     sampling = config.sampling if config else SamplingSettings()
     trained_px = config.data.resolution if config else "auto"
     side_px = facts.resolution_px if trained_px == "auto" else trained_px
@@ -76,7 +83,7 @@ def make_images(
         pipeline.set_adapters(pipeline.get_active_adapters(), adapter_weights=strength)
         image = pipeline(
             **family.prompt_arguments(
-                prompt, sampling.negative_prompt, guidance_scale=sampling.guidance_scale
+                named(prompt), sampling.negative_prompt, guidance_scale=sampling.guidance_scale
             ),
             generator=torch.Generator().manual_seed(seed + index),
             num_inference_steps=sampling.steps,
@@ -88,6 +95,39 @@ def make_images(
         image.save(png, format="PNG")
         write_atomic(output / name, png.getvalue(), durable=False)
         yield output / name
+
+
+def _taught(
+    pipeline: Any, family: Family, file: Path, metadata: Mapping[str, str]
+) -> Callable[[str], str]:
+    """Load the new tokens that belong to an adapter; return what puts their name into a prompt.
+
+    Raises InputError when they are not there.
+    """
+    word = trained_words(metadata)
+    if word is None:
+        return lambda prompt: prompt
+    place = embedding_path(file)
+    beside = place if place.is_file() else file.with_name(place.name)
+    if not beside.is_file():
+        raise InputError(
+            f"{file.name} was trained with new tokens for {word.text!r}, and their file is missing",
+            fix=f"put {place.name} beside it",
+        )
+    vectors = read_embedding(beside).vectors
+    for component, key in family.teachable.items():
+        network = getattr(pipeline, component)
+        tokenizer = getattr(pipeline, component.replace("text_encoder", "tokenizer"))
+        pipeline.load_textual_inversion(
+            torch.from_numpy(vectors[key]),
+            token=WORD_IN_PROMPTS,
+            text_encoder=network,
+            tokenizer=tokenizer,
+        )
+        for module in network.modules():  # 2 means "the largest number", which now is a new token's
+            if getattr(module, "eos_token_id", None) == 2:
+                module.eos_token_id = tokenizer.eos_token_id
+    return lambda prompt: WORD_IN_PROMPTS.join(word.split(prompt))
 
 
 def _base_settings(config: Config | None, source: str) -> BaseSettings:

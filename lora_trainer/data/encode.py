@@ -36,6 +36,7 @@ from lora_trainer.families.base import (
     Conditioning,
     Geometry,
     ImageEncoder,
+    NewWord,
     TextEncoder,
 )
 from lora_trainer.model.out_of_memory import free_memory, is_out_of_memory
@@ -78,12 +79,16 @@ class Needs:
 
 @dataclass(frozen=True, kw_only=True)
 class TextEntries:
-    """What an entry of a text holds: embeddings made in a dtype, or tokens where encoders are trained."""
+    """What an entry of a text holds: embeddings made in a dtype, or tokens where encoders are trained.
+
+    `word` is what these tokens have numbers of its own for.
+    """
 
     encoder_identity: str
     max_tokens: int
     precision: Precision
     tokens_only: bool
+    word: NewWord | None = None
 
     def key(self, text: str) -> CacheKey:
         """Return the name of a text's entry."""
@@ -91,8 +96,14 @@ class TextEntries:
             text=text,
             encoder_identity=self.encoder_identity,
             max_tokens=self.max_tokens,
-            content="tokens" if self.tokens_only else self.precision,
+            content=self._content,
         )
+
+    @property
+    def _content(self) -> str:
+        if not self.tokens_only:
+            return self.precision
+        return f"tokens, {self.word.tokens} for {self.word.text}" if self.word else "tokens"
 
     def encode(self, text: str, encoder: TextEncoder) -> dict[str, np.ndarray[Any, Any]]:
         """Return the entry of a text."""

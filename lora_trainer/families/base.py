@@ -7,6 +7,7 @@ registry.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -136,6 +137,26 @@ A family with texts of varying length returns them unpadded for a single prompt,
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class NewWord:
+    """A word that text encoders read as `tokens` tokens of their own, numbered -1, -2 and so on.
+
+    Numbers below zero, because CLIP finds the end of a text at its largest number.
+    """
+
+    text: str
+    tokens: int
+
+    def split(self, text: str) -> list[str]:
+        """Return the parts of a text between the places where the word stands by itself, in any case."""
+        return re.split(rf"(?<!\w){re.escape(self.text)}(?!\w)", text, flags=re.IGNORECASE)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of its tokens, in order."""
+        return [-number for number in range(1, self.tokens + 1)]
+
+
 class ImageEncoder(ABC):
     """The VAE, needed while caching only."""
 
@@ -149,6 +170,8 @@ class TextEncoder(ABC):
 
     networks: Mapping[str, nn.Module]
     """Component name ("text_encoder", "text_encoder_2") -> network, in the family's order."""
+    word: NewWord | None = None
+    """What is read as tokens of its own, where the family is `teachable`."""
 
     @abstractmethod
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
@@ -157,6 +180,10 @@ class TextEncoder(ABC):
     @abstractmethod
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """Run the networks on what `tokenize` gave, with gradients where they are enabled; on the device."""
+
+    def numbers(self, text: str) -> Mapping[str, Sequence[int]]:
+        """Return by component the numbers of a text's tokens, without any around it; if `teachable`."""
+        raise AssertionError("these text encoders learn no new words")
 
     @abstractmethod
     def count_tokens(self, prompt: str) -> int:
@@ -207,6 +234,8 @@ class Family(ABC):
     """Why each other format is refused: who could not read it, and what to use."""
     trainable_text: bool = False
     """Whether its text encoders can be trained along."""
+    teachable: Mapping[str, str] = {}
+    """Component of each text encoder that can learn a new word -> key of its vectors in embedding files."""
     block_pattern: str = r"\w+\.\d+(?=\.)"
     """Matches the beginning of a layer's name that is the name of its repeated block."""
     unquantised: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.families.base import Conditioning, Layout, TextEncoder
+from lora_trainer.families.base import Conditioning, Layout, NewWord, TextEncoder
 from lora_trainer.families.folder import part_file, variant
 from lora_trainer.families.single_file import load_clip
 
@@ -41,7 +41,8 @@ class ClipPart:
     `component` is its folder and its name in adapter keys, `network` its transformers class,
     `tokenizer` the tokenizer's folder, `kohya` the prefix of its adapter in kohya's files, and
     `checkpoint` the prefix of its weights in single-file checkpoints: OpenCLIP's layout where that
-    ends with `model.`, transformers' where it ends with `transformer.`.
+    ends with `model.`, transformers' where it ends with `transformer.`. `embedding` is the key of its
+    vectors in embedding files.
     """
 
     component: str = "text_encoder"
@@ -50,6 +51,7 @@ class ClipPart:
     kohya: str = "lora_te"
     checkpoint: str
     released: ClipSize
+    embedding: str = "emb_params"
 
 
 class ClipEncoder(TextEncoder):
@@ -68,15 +70,48 @@ class ClipEncoder(TextEncoder):
 
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         return {
-            component: tokenizer(
-                list(prompts),
-                padding="max_length",
-                max_length=self.max_tokens,
-                truncation=True,
-                return_tensors="pt",
-            ).input_ids
+            component: self._numbers_of(prompts, tokenizer)
             for component, tokenizer in self.tokenizers.items()
         }
+
+    def numbers(self, text: str) -> Mapping[str, Sequence[int]]:
+        return {
+            component: self._plain_numbers(text, tokenizer)
+            for component, tokenizer in self.tokenizers.items()
+        }
+
+    def _numbers_of(self, prompts: Sequence[str], tokenizer: CLIPTokenizer) -> Tensor:
+        import torch
+
+        padded: Tensor = tokenizer(
+            list(prompts),
+            padding="max_length",
+            max_length=self.max_tokens,
+            truncation=True,
+            return_tensors="pt",
+        ).input_ids
+        if self.word is None:
+            return padded
+        begin, *_, end = tokenizer("").input_ids
+        for row, prompt in enumerate(prompts):
+            if len(self.word.split(prompt)) > 1:
+                room = self.max_tokens - 2
+                found = [begin, *self._with_word(prompt, tokenizer, self.word)[:room], end]
+                found += [tokenizer.pad_token_id] * (self.max_tokens - len(found))
+                padded[row] = torch.tensor(found)
+        return padded
+
+    def _with_word(self, prompt: str, tokenizer: CLIPTokenizer, word: NewWord) -> list[int]:
+        first, *rest = word.split(prompt)
+        found = self._plain_numbers(first, tokenizer)
+        for part in rest:
+            found += [*word.numbers, *self._plain_numbers(part, tokenizer)]
+        return found
+
+    @staticmethod
+    def _plain_numbers(text: str, tokenizer: CLIPTokenizer) -> list[int]:
+        # Not verbose: what is cut is said in our own words.
+        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """Return `text` [B, tokens, width]: after the final norm, as Stable Diffusion 1 and 2 read it."""
@@ -85,8 +120,9 @@ class ClipEncoder(TextEncoder):
 
     def count_tokens(self, prompt: str) -> int:
         tokenizer = next(iter(self.tokenizers.values()))
-        # Not verbose: what is cut is said in our own words.
-        return len(tokenizer(prompt, add_special_tokens=False, verbose=False).input_ids)
+        if self.word is None:
+            return len(self._plain_numbers(prompt, tokenizer))
+        return len(self._with_word(prompt, tokenizer, self.word))
 
     def prompt_room(self) -> int:
         tokenizer = next(iter(self.tokenizers.values()))

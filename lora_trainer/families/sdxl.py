@@ -85,6 +85,7 @@ class StableDiffusionXL(UNetFamily):
     texts = (
         clip.ClipPart(
             kohya="lora_te1",
+            embedding="clip_l",
             checkpoint="conditioner.embedders.0.transformer.",
             released=clip.ClipSize(layers=12, width=768, inner=3072),
         ),
@@ -93,6 +94,7 @@ class StableDiffusionXL(UNetFamily):
             network="CLIPTextModelWithProjection",
             tokenizer="tokenizer_2",
             kohya="lora_te2",
+            embedding="clip_g",
             checkpoint="conditioner.embedders.1.model.",
             released=clip.ClipSize(layers=32, width=1280, inner=5120),
         ),

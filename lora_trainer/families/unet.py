@@ -86,6 +86,10 @@ class UNetFamily(Family):
     block_pattern = r".*?\.transformer_blocks\.\d+(?=\.)"
     unquantised = ("time_emb_proj",)  # 1-3 % of the weights; the noise level goes through it
 
+    @property
+    def teachable(self) -> Mapping[str, str]:  # type: ignore[override]  # follows from the encoders
+        return {part.component: part.embedding for part in self.texts}
+
     # ---- what a family file fills besides the seam
 
     @abstractmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +27,10 @@ from lora_trainer.output.adapter_tensors import (
 )
 from lora_trainer.planning.adapter_size import first_match
 
-_INITIAL, _AVERAGE = "initial.", "average."
+_INITIAL, _AVERAGE, _NEW_TOKENS = "initial.", "average.", "new_tokens."
+
+NEW_TOKENS_RATIO = 10.0
+"""Learning rate of new tokens over that of the denoiser's adapter, where none is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,8 @@ class Adapter:
     """The adapted layers by "component.module"; `rank` and `alpha` are those of the settings.
 
     `masks` are those of its dropout, None without any. `average` holds a running average of each
-    parameter, by its name in `state`; empty without one.
+    parameter, by its name in `state`; empty without one. `new_tokens` are the vectors of a new word
+    [tokens, width] by component, which are learned along.
     """
 
     layers: Mapping[str, AdaptedLayer]
@@ -42,15 +47,11 @@ class Adapter:
     alpha: float
     masks: SampleMasks | None = None
     average: Mapping[str, Tensor] = field(default_factory=dict)
+    new_tokens: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what is trained, in module order; `groups` freezes some."""
-        return [
-            parameter
-            for layer in self.layers.values()
-            for parameter in layer.parameters.values()
-            if parameter.requires_grad
-        ]
+        return [parameter for _, parameter in self._all() if parameter.requires_grad]
 
     def groups(self, settings: OptimizerSettings) -> list[dict[str, Any]]:
         """Return the optimizer's groups: "params", and "lr_scale", a factor on the learning rate.
@@ -71,7 +72,11 @@ class Adapter:
                 "optimizer.learning_rate_pattern freezes every layer",
                 fix="give at least one layer a factor above 0",
             )
-        return [{"params": own, "lr_scale": scale} for scale, own in groups.items()]
+        found = [{"params": own, "lr_scale": scale} for scale, own in groups.items()]
+        if self.new_tokens:
+            own = list(self.new_tokens.values())
+            found.append({"params": own, "lr_scale": _new_tokens_scale(settings)})
+        return found
 
     def tensors(self) -> AdapterTensors:
         """Return the live float32 tensors, detached, on their device.
@@ -79,6 +84,10 @@ class Adapter:
         PiSSA is a LoRA of twice the rank, against the base as it was loaded.
         """
         return {key: layer.tensors() for key, layer in self.layers.items()}
+
+    def words(self) -> dict[str, Tensor]:
+        """Return the live vectors of the new word, detached, by component."""
+        return {component: vectors.detach() for component, vectors in self.new_tokens.items()}
 
     def state(self) -> dict[str, Tensor]:
         """Return {"component.module.tensor": value} for a resume; more as "initial...." and "average....".
@@ -136,18 +145,17 @@ class Adapter:
             self._exchange()
 
     def _exchange(self) -> None:
-        for key, layer in self.layers.items():
-            for name, parameter in layer.parameters.items():
-                average = self.average[f"{key}.{name}"]
-                parameter.data, average.data = average.data, parameter.data
+        for name, parameter in self._all():
+            average = self.average[name]
+            parameter.data, average.data = average.data, parameter.data
+
+    def _all(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield every parameter, frozen ones too, with its name in `state`."""
+        return _named_parameters(self.layers, self.new_tokens)
 
     def _named(self) -> dict[str, Tensor]:
         """Return the live tensors and PiSSA's start by name, detached."""
-        live = {
-            f"{key}.{name}": parameter.detach()
-            for key, layer in self.layers.items()
-            for name, parameter in layer.parameters.items()
-        }
+        live = {name: parameter.detach() for name, parameter in self._all()}
         start = {
             f"{_INITIAL}{key}.{name}": tensor.detach()
             for key, layer in self.layers.items()
@@ -159,9 +167,10 @@ class Adapter:
     def rounded(self, dtype: torch.dtype) -> Iterator[None]:
         """Hold the values an export in `dtype` holds while the block runs, then the exact ones again.
 
-        Also when the device runs out of memory while they are rounded.
+        Also when the device runs out of memory while they are rounded. New tokens are exported whole.
         """
-        held = list(self._named().values())
+        named = self._named().items()
+        held = [tensor for name, tensor in named if not name.startswith(_NEW_TOKENS)]
         exact = [tensor.clone() for tensor in held]
         try:
             for tensor in held:
@@ -181,13 +190,14 @@ def inject(
     seed: int,
     initial: Mapping[str, Tensor] | None = None,
     averaged: bool = False,
+    new_tokens: Mapping[str, nn.Parameter] = MappingProxyType({}),
 ) -> Adapter:
     """Put an adapter on the named modules of frozen networks, both by component; updates start at zero.
 
     `alpha` is `settings.alpha` without `auto`. `initial` is the state of the run that is resumed:
     PiSSA starts at the factors in it instead of decomposing the weights again. `averaged`: with a
-    running average, which starts where the weights do. Raises RequestError
-    when no layer or a layer of another sort is named.
+    running average, which starts where the weights do. `new_tokens` are learned along. Raises
+    RequestError when no layer or a layer of another sort is named.
     """
     starts = initial and {
         name.removeprefix(_INITIAL): tensor
@@ -213,12 +223,28 @@ def inject(
             masks=masks,
         )
     average = {
-        f"{key}.{name}": parameter.detach().clone()
-        for key, layer in layers.items()
-        for name, parameter in layer.parameters.items()
+        name: parameter.detach().clone()
+        for name, parameter in _named_parameters(layers, new_tokens)
         if averaged
     }
-    return Adapter(layers=layers, rank=settings.rank, alpha=alpha, masks=masks, average=average)
+    return Adapter(
+        layers=layers,
+        rank=settings.rank,
+        alpha=alpha,
+        masks=masks,
+        average=average,
+        new_tokens=new_tokens,
+    )
+
+
+def _named_parameters(
+    layers: Mapping[str, AdaptedLayer], new_tokens: Mapping[str, nn.Parameter]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    for key, layer in layers.items():
+        for name, parameter in layer.parameters.items():
+            yield f"{key}.{name}", parameter
+    for component, vectors in new_tokens.items():
+        yield f"{_NEW_TOKENS}{component}", vectors
 
 
 def layer_names(network: nn.Module) -> list[str]:
@@ -239,6 +265,11 @@ def _learning_rate_scale(key: str, settings: OptimizerSettings) -> float:
     patterns = settings.learning_rate_pattern
     pattern = first_match(key, patterns, setting="optimizer.learning_rate_pattern")
     return scale if pattern is None else scale * patterns[pattern]
+
+
+def _new_tokens_scale(settings: OptimizerSettings) -> float:
+    own = settings.new_tokens_learning_rate
+    return NEW_TOKENS_RATIO if own is None else own / settings.learning_rate
 
 
 def _rescaled(module: ModuleTensors, scale: float) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from lora_trainer.events import Severity
 from lora_trainer.families.recognise import stated_family
 from lora_trainer.output.adapter_file import AdapterFile
 from lora_trainer.output.adapter_strength import DIFFUSERS_METADATA, FOLDED, Strengths
+from lora_trainer.output.embedding_file import BUNDLED, bundled, trained_words
 
 KeyFormat = Literal["kohya", "diffusers", "peft", "comfyui", "mixed", "unknown"]
 
@@ -59,6 +60,13 @@ def find_problems(contents: AdapterFile, *, family: str, strengths: Strengths) -
     yield from _factor_problems(contents)
     yield from _alpha_problems(contents, strengths)
     yield from _metadata_problems(contents, family, strengths)
+    if words := trained_words(contents.metadata):
+        yield Problem(
+            kind="needs-embedding",
+            severity="note",
+            what=f"it was trained with {words.tokens} new tokens for {words.text!r}",
+            advice="load the file of these, whose name ends with _emb, beside it",
+        )
 
 
 def _tensor_problems(contents: AdapterFile) -> Iterator[Problem]:
@@ -137,10 +145,16 @@ def _reader_problems(contents: AdapterFile) -> Iterator[Problem]:
             what=f"{len(dora)} modules have DoRA scales",
             advice="diffusers ignores dora_scale",
         )
-    if contents.unknown:
-        what = (
-            f"{len(contents.unknown)} tensors belong to no adapter, first {contents.unknown[0]!r}"
+    if words := bundled(contents.unknown):
+        yield Problem(
+            kind="bundled-embeddings",
+            severity="warning",
+            what=f"it holds the new tokens of {', '.join(map(repr, words))} too",
+            advice="A1111, Forge and ComfyUI read them, diffusers refuses the file",
         )
+    unknown = [key for key in contents.unknown if not key.startswith(BUNDLED)]
+    if unknown:
+        what = f"{len(unknown)} tensors belong to no adapter, first {unknown[0]!r}"
         yield Problem(
             kind="unknown-keys",
             severity="warning",

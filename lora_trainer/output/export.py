@@ -28,6 +28,7 @@ from lora_trainer.output.adapter_tensors import (
     ModuleTensors,
     split_key,
 )
+from lora_trainer.output.embedding_file import embedding_path
 from lora_trainer.output.fidelity import matches
 from lora_trainer.output.metadata import ExportInfo, SubsetSummary, metadata
 from lora_trainer.output.stream_file import BodyHashes, header_bytes, ordered
@@ -176,9 +177,9 @@ def step_export_name(name: str, *, step: int) -> str:
 
 
 def prune_exports(folder: Path, *, name: str, keep_last: int) -> list[Path]:
-    """Remove a run's rolling exports but the `keep_last` newest by step; return the removed.
+    """Remove a run's rolling exports but the `keep_last` newest by step, and what belongs to them.
 
-    Call it after the newest is published. Nothing that is not named like a rolling export of `name`
+    Returns the removed exports. Call it after the newest is published. Nothing that is not named like a rolling export of `name`
     is touched. Raises MachineError when the disk refuses.
     """
     pattern = re.compile(rf"{re.escape(name)}-step(\d{{8,}})\.safetensors")
@@ -189,6 +190,7 @@ def prune_exports(folder: Path, *, name: str, keep_last: int) -> list[Path]:
     for path in removed:
         try:
             path.unlink()
+            embedding_path(path).unlink(missing_ok=True)
         except OSError as error:
             raise disk_error(path, error) from error
     return removed

@@ -20,6 +20,7 @@ from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.events import EventStream
 from lora_trainer.families.base import BaseFacts, Family, FileFormat
 from lora_trainer.formats import Contents
+from lora_trainer.output.embedding_file import embedding_path
 from lora_trainer.output.privacy import public_text
 from lora_trainer.output.sample_files import last_samples, sample_prompt
 
@@ -46,6 +47,7 @@ class Release:
 
     `samples` are images in the order of their prompts. `in_diffusers` says whether
     `load_lora_weights` gives what was trained, `in_programs` whether ComfyUI and its like do.
+    `embedding` holds the new tokens it was trained with.
     """
 
     repository: str
@@ -60,6 +62,7 @@ class Release:
     license: str = ""
     in_diffusers: bool = True
     in_programs: bool = True
+    embedding: Path | None = None
 
 
 def release_of(
@@ -88,6 +91,7 @@ def release_of(
         description=settings.description,
         license=settings.license,
         in_diffusers=contents.kinds == {"lora"} and (format == "diffusers" or not contents.dora),
+        embedding=words if (words := embedding_path(file)).is_file() else None,
         in_programs=format == family.file_formats[0] or format != "diffusers",
     )
 
@@ -167,6 +171,10 @@ def retry(release: Release) -> str:
 
 def _stage(release: Release, folder: Path, *, card: bool) -> None:
     shutil.copyfile(release.file, folder / release.file.name)
+    if release.embedding is not None:
+        target = embedding_path(folder / release.file.name)
+        target.parent.mkdir()
+        shutil.copyfile(release.embedding, target)
     (folder / "samples").mkdir()
     for index, image in enumerate(release.samples):
         shutil.copyfile(image, folder / _sample_name(index))
@@ -217,6 +225,13 @@ def _sections(release: Release) -> list[str]:
             "ComfyUI, Forge, A1111 or InvokeAI" if release.in_diffusers else "ComfyUI or Forge"
         )
         sections.append(f"In {programs}: put `{release.file.name}` into the folder of LoRAs.")
+    if release.embedding is not None:
+        name = release.embedding.stem
+        sections.append(
+            f"It was trained with new tokens, which are in `embeddings/{name}.safetensors`: put that into "
+            f"the folder of embeddings, and write `{name}` (in ComfyUI `embedding:{name}`) into the "
+            f"prompt for the trigger."
+        )
     return sections
 
 

@@ -18,6 +18,7 @@ from lora_trainer.output.adapter_norms import block_of
 from lora_trainer.output.adapter_problems import KeyFormat, Problem, find_problems, key_format
 from lora_trainer.output.adapter_strength import Strengths, read_strengths
 from lora_trainer.output.checked_header import refuse
+from lora_trainer.output.embedding_file import KEYS, WORD, read_embedding
 
 __all__ = ["Inspection", "KeyFormat", "Problem", "Spread", "inspect_file"]
 
@@ -39,7 +40,8 @@ class Inspection:
     """An adapter file at a glance; `alpha` is None where the file does not say it.
 
     `rank` is the size of a block for OFT, and None where all factors of a LoKr are whole. `norms` has
-    the Frobenius norm of the update by block, as far as it can be told without the base.
+    the Frobenius norm of the update by block, as far as it can be told without the base. `embeddings`
+    has (tokens, width) by key where the file holds the vectors of a new word instead.
     """
 
     family: str
@@ -50,6 +52,7 @@ class Inspection:
     metadata: Mapping[str, str]
     problems: tuple[Problem, ...]
     kinds: tuple[str, ...] = ("lora",)
+    embeddings: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     norms: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -61,6 +64,7 @@ class Inspection:
             "alpha": self.alpha.to_json() if self.alpha else None,
             "modules": self.modules,
             "norms": dict(self.norms),
+            "embeddings": {key: list(shape) for key, shape in self.embeddings.items()},
             "metadata": dict(self.metadata),
             "problems": [problem.to_json() for problem in self.problems],
         }
@@ -70,6 +74,8 @@ def inspect_file(path: Path) -> Inspection:
     """Look into an adapter file; raises InputError for what is unreadable or holds no adapter."""
     contents = read_adapter(path)
     whole = contents.whole
+    if not contents.parts and contents.unknown and set(contents.unknown) <= set(KEYS):
+        return _embedding(path)
     if not whole:
         refuse(path, f"holds {_describe(contents)}, but no LoRA")
     strengths = read_strengths(contents.metadata, path)
@@ -86,6 +92,30 @@ def inspect_file(path: Path) -> Inspection:
         problems=tuple(find_problems(contents, family=family, strengths=strengths)),
         kinds=tuple(sorted({str(part.kind) for part in whole.values()})),
         norms=_norms(contents, strengths),
+    )
+
+
+def _embedding(path: Path) -> Inspection:
+    found = read_embedding(path)
+    architecture, _, _ = found.metadata.get("modelspec.architecture", "").rpartition("/")
+    word = found.metadata.get(WORD)
+    problem = Problem(
+        kind="embedding",
+        severity="note",
+        what="this is no LoRA but the new tokens of "
+        + (f"the word {word!r}" if word else "a word"),
+        advice=f"put it into the folder of embeddings and {path.stem} into the prompt",
+    )
+    return Inspection(
+        family=architecture or "unknown",
+        format="unknown",
+        rank=None,
+        alpha=None,
+        modules=0,
+        metadata=found.metadata,
+        problems=(problem,),
+        kinds=("embedding",),
+        embeddings={key: (vec.shape[0], vec.shape[1]) for key, vec in found.vectors.items()},
     )
 
 

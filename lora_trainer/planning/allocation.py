@@ -155,7 +155,8 @@ class Allocator:
         )
         first = 0 if kind == "auto" else CHECKPOINTING.index(kind)
         offload = self.values["memory.text_encoder_offload"]
-        may_offload = self.gpu is not None and not self.values["adapter.text_encoder"]
+        runs = self.values["adapter.text_encoder"] or self.values["adapter.new_tokens"]
+        may_offload = self.gpu is not None and not runs
         return Choices(
             base_precisions=self._base_precisions(),
             checkpointing=self._kinds(CHECKPOINTING[first:]),

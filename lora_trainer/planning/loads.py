@@ -116,6 +116,10 @@ class RememberedCosts:
             if settings.text_encoder:
                 for component, own in self.text_adapter_shapes(facts).items():
                     found += adapter_tensors(own, settings, component=component)
+            if settings.new_tokens:
+                for own in self.text_adapter_shapes(facts).values():
+                    width = next(iter(own.values()))[0]  # of the first layer's input
+                    found += Counter({settings.new_tokens * width: 1})
             self.tensors[key] = found
         return self.tensors[key]
 

@@ -287,12 +287,12 @@ def prepared_bytes(load: Load, facts: BaseFacts, costs: RememberedCosts) -> int:
 
 def _trained_text(load: Load, facts: BaseFacts) -> list[MemoryItem]:
     """Text encoders that are trained along stay, with what one prompt leaves for backward."""
-    if not load.adapter.text_encoder:
+    if not (load.adapter.text_encoder or load.adapter.new_tokens):
         return []
     weights = facts.parts["text_encoder"].parameters * ELEMENT_BYTES[load.precision]
     kept = int(load.micro_batch * TEXT_KEPT_SHARE * weights)
     return [
-        MemoryItem(name="text encoder weights", bytes=weights, note="trained along"),
+        MemoryItem(name="text encoder weights", bytes=weights, note="run in every step"),
         MemoryItem(name="text encoder activations", bytes=kept, note="estimate"),
     ]
 

@@ -66,6 +66,7 @@ SHUFFLING = {"data.shuffle_tags": (True,)}
 NOT_EMBEDDED = {"base.model": ("embedded",)}
 NOT_OFT = {"adapter.kind": ("oft",)}
 SQUARED = {"objective.loss": ("mse",)}
+WITHOUT_NEW_TOKENS = {"adapter.new_tokens": (0,)}
 WITHOUT_VALIDATION = {"data.validation_fraction": (0.0,)}
 
 

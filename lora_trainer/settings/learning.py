@@ -14,6 +14,7 @@ from lora_trainer.settings.declare import (
     NOISE_OR_V,
     NOT_OFT,
     SQUARED,
+    WITHOUT_NEW_TOKENS,
     WITHOUT_VALIDATION,
     Auto,
     AutoCount,
@@ -104,6 +105,20 @@ class AdapterSettings(Section):
     text_encoder: bool = setting(
         False, "train the text encoders too; their outputs are then not cached"
     )
+    new_tokens: int = setting(
+        0,
+        "pivotal tuning: new vectors per text encoder that data.trigger is read as, learned too; 0: none",
+        unit="tokens",
+        ge=0,
+        le=32,
+    )
+    new_tokens_from: str | None = setting(
+        None,
+        "word whose vectors the new ones start at; none: random ones as large as the others",
+        min_length=1,
+        max_length=100,
+        not_for=WITHOUT_NEW_TOKENS,
+    )
     targets: Literal["attention", "transformer", "all"] = setting(
         "transformer",
         "layers that get an adapter: attention; + feed-forward and projections; + convolutions",
@@ -153,6 +168,13 @@ class TrainSettings(Section):
         gt=0.0,
         le=1.0,
         only_for={"adapter.text_encoder": (True,)},
+    )
+    new_tokens_until: float = setting(
+        1.0,
+        "share of the steps after which the new tokens stay as they are; 1: never",
+        gt=0.0,
+        le=1.0,
+        not_for=WITHOUT_NEW_TOKENS,
     )
     validate_every_steps: AutoInterval = setting(
         "auto", "steps between validations; 0: never", not_for=WITHOUT_VALIDATION
@@ -291,6 +313,13 @@ class OptimizerSettings(Section):
         gt=0.0,
         le=10.0,
         only_for={"adapter.text_encoder": (True,)},
+    )
+    new_tokens_learning_rate: float | None = setting(
+        None,
+        "peak learning rate of the new tokens; none: ten times learning_rate",
+        gt=0.0,
+        le=10.0,
+        not_for=WITHOUT_NEW_TOKENS,
     )
     learning_rate_pattern: dict[str, Annotated[float, Field(ge=0, le=1000)]] = setting(
         {},

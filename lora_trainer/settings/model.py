@@ -82,6 +82,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield from _pattern_problem("optimizer.learning_rate_pattern", pattern)
     if config.optimizer.text_encoder_learning_rate is not None and not config.adapter.text_encoder:
         yield "optimizer.text_encoder_learning_rate needs adapter.text_encoder=true."
+    yield from _new_token_contradictions(config)
     if config.train.text_encoder_until != 1.0 and not config.adapter.text_encoder:
         yield "train.text_encoder_until needs adapter.text_encoder=true."
     if config.output.weights == "ema" and config.train.ema_decay is None:
@@ -115,6 +116,26 @@ def _memory_contradictions(config: Config) -> Iterator[str]:
         )
     if memory.text_encoder_offload is True and config.adapter.text_encoder:
         yield "memory.text_encoder_offload is for caching, adapter.text_encoder=true trains them: choose one."
+
+
+def _new_token_contradictions(config: Config) -> Iterator[str]:
+    if config.adapter.new_tokens == 0:
+        unused = {
+            "adapter.new_tokens_from": config.adapter.new_tokens_from is not None,
+            "train.new_tokens_until": config.train.new_tokens_until != 1.0,
+            "optimizer.new_tokens_learning_rate": config.optimizer.new_tokens_learning_rate
+            is not None,
+        }
+        for key, given in unused.items():
+            if given:
+                yield f"{key} needs adapter.new_tokens: 2 is usual."
+        return
+    if not (config.data.trigger or "").strip():
+        yield "adapter.new_tokens learns what data.trigger means, and there is none: choose a word."
+    if config.train.init_from is not None:
+        yield "adapter.new_tokens begin anew, train.init_from goes on from a file: choose one."
+    if config.memory.text_encoder_offload is True:
+        yield "memory.text_encoder_offload is for caching, adapter.new_tokens needs them: choose one."
 
 
 def _adapter_contradictions(adapter: AdapterSettings) -> Iterator[str]:

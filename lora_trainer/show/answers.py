@@ -52,6 +52,8 @@ def inspect_text(inspection: Inspection) -> RenderableType:
     for key, spread in (("rank", inspection.rank), ("alpha", inspection.alpha)):
         add_row(table, key, _spread_text(spread))
     add_row(table, "modules", str(inspection.modules))
+    for key, (tokens, width) in inspection.embeddings.items():
+        add_row(table, key, f"{tokens} new tokens of {width} numbers")
     for key, value in inspection.metadata.items():
         add_row(table, key, value if len(value) <= 100 else value[:97] + "...")
     problems = [
