@@ -91,7 +91,7 @@ def mark_best(folder: Path, history: History, step: int) -> Best:
         shutil.copyfile(folder / found[step], temporary)
         words = embedding_path(folder / found[step])  # which belong to it, where there are any
         if words.is_file():
-            shutil.copyfile(words, embedding_path(target))
+            write_atomic(embedding_path(target), words.read_bytes())
         temporary.replace(target)
     except OSError as error:
         raise disk_error(target, error) from error

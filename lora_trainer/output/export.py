@@ -179,8 +179,8 @@ def step_export_name(name: str, *, step: int) -> str:
 def prune_exports(folder: Path, *, name: str, keep_last: int) -> list[Path]:
     """Remove a run's rolling exports but the `keep_last` newest by step, and what belongs to them.
 
-    Returns the removed exports. Call it after the newest is published. Nothing that is not named like a rolling export of `name`
-    is touched. Raises MachineError when the disk refuses.
+    Returns the removed exports. Call it after the newest is published. Nothing that is not named like
+    a rolling export of `name` is touched. Raises MachineError when the disk refuses.
     """
     pattern = re.compile(rf"{re.escape(name)}-step(\d{{8,}})\.safetensors")
     found = {path: pattern.fullmatch(path.name) for path in folder.iterdir()}

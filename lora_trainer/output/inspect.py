@@ -56,6 +56,7 @@ class Inspection:
     norms: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
+        vectors = {key: list(shape) for key, shape in self.embeddings.items()}
         return {
             "family": self.family,
             "format": self.format,
@@ -64,7 +65,7 @@ class Inspection:
             "alpha": self.alpha.to_json() if self.alpha else None,
             "modules": self.modules,
             "norms": dict(self.norms),
-            "embeddings": {key: list(shape) for key, shape in self.embeddings.items()},
+            **({"embeddings": vectors} if vectors else {}),
             "metadata": dict(self.metadata),
             "problems": [problem.to_json() for problem in self.problems],
         }

@@ -12,6 +12,7 @@ from lora_trainer.gui.run_files import files_html
 from lora_trainer.gui.run_samples import sample_sheet
 
 from lora_trainer.errors import MachineError, RequestError
+from lora_trainer.output.embedding_file import embedding_path
 from lora_trainer.output.export import prune_exports
 from lora_trainer.output.history_reader import read_history
 from tests.fakes.run_folder import HOSTILE_CAPTION, PROMPTS, fake_run
@@ -61,6 +62,13 @@ def test_records_cannot_make_the_sheet_lead_elsewhere(folder: Path, file: str) -
     (folder / "events.jsonl").write_text(text, encoding="utf-8")
     sheet = sample_sheet(folder, read_history(folder), exported={}, best=None)
     assert {image for row in sheet["images"] for image in row} == {None}
+
+
+def test_the_new_tokens_of_the_best_step_are_kept_with_it(folder: Path) -> None:
+    (folder / "embeddings").mkdir()
+    embedding_path(folder / "zorble-step00000020.safetensors").write_bytes(b"vectors")
+    best = mark_best(folder, read_history(folder), 20)
+    assert embedding_path(folder / best.file).read_bytes() == b"vectors"
 
 
 def test_the_best_step_is_a_copy_that_pruning_leaves_alone(folder: Path) -> None:

@@ -29,6 +29,7 @@ from lora_trainer.output.adapter_tensors import (
     ModuleTensors,
     update,
 )
+from lora_trainer.output.embedding_file import embedding_path
 from lora_trainer.output.export import (
     contents_of,
     export_bytes,
@@ -592,6 +593,15 @@ def test_prune_keeps_the_newest_steps_and_everything_else(tmp_path: Path) -> Non
     assert left == {*others, rolling[99_999_999].name, rolling[100_000_000].name}
     assert prune_exports(tmp_path, name="zi+bo", keep_last=1) == [rolling[99_999_999]]
     assert prune_exports(tmp_path, name="zi+bo", keep_last=1) == []
+
+
+def test_what_belongs_to_an_export_goes_with_it(tmp_path: Path) -> None:
+    exports = [tmp_path / step_export_name("a", step=step) for step in (1, 2)]
+    (tmp_path / "embeddings").mkdir()
+    for path in (*exports, *map(embedding_path, exports)):
+        path.write_bytes(b"x")
+    assert prune_exports(tmp_path, name="a", keep_last=1) == exports[:1]
+    assert list((tmp_path / "embeddings").iterdir()) == [embedding_path(exports[1])]
 
 
 def test_prune_says_what_the_disk_refused(tmp_path: Path) -> None:

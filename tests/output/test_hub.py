@@ -18,6 +18,7 @@ from lora_trainer.families import family
 from lora_trainer.families.base import Layout
 from lora_trainer.formats import Contents
 from lora_trainer.output import hub
+from lora_trainer.output.embedding_file import embedding_path
 from lora_trainer.output.hub import (
     Release,
     check_upload,
@@ -100,6 +101,16 @@ def test_file_images_and_card_are_uploaded_and_nothing_else(run: Path) -> None:
     assert api.uploaded["zibbo.safetensors"] == b"adapter"
     newest = run / "samples" / "step-00000200" / "00.png"
     assert api.uploaded["samples/00.png"] == newest.read_bytes()
+
+
+def test_new_tokens_are_uploaded_with_their_adapter(run: Path) -> None:
+    words = embedding_path(run / "zibbo.safetensors")
+    words.parent.mkdir()
+    words.write_bytes(b"vectors")
+    api = FakeHub()
+    push(release(run), api=api)
+    assert api.uploaded["embeddings/zibbo_emb.safetensors"] == b"vectors"
+    assert b"`embedding:zibbo_emb`" in api.uploaded["README.md"]
 
 
 def test_a_repository_is_public_only_when_asked(run: Path) -> None:

@@ -176,6 +176,15 @@ def test_trained_text_encoders_stay_and_keep_activations_per_image(
     assert not [name for name in items(predicted(precision=precision)) if "text" in name]
 
 
+def test_text_encoders_whose_words_are_learned_stay_too() -> None:
+    words = items(predicted(adapter=adapter(new_tokens=2)))
+    none, along = items(predicted()), items(predicted(adapter=adapter(text_encoder=True)))
+    for name in ("text encoder weights", "text encoder activations"):
+        assert words[name] == along[name] > 0
+    for name in ("adapter weights", "adapter gradients"):
+        assert words[name] - none[name] == 4 * 2 * 768, "two vectors as wide as the encoder"
+
+
 @pytest.mark.parametrize("kind", ["loha", "lokr"])
 def test_rebuilt_weights_are_kept_whole_or_piece_by_piece(kind: str) -> None:
     """Both build the change of every adapted weight in fp32, and autograd keeps what it is made of."""

@@ -1,0 +1,189 @@
+"""New tokens: where they stand in a text, what they are at first, and what diffusers makes of their file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from lora_trainer import families
+from lora_trainer.errors import InputError, RequestError, TrainingStopped
+from lora_trainer.families.base import NewWord, TextEncoder
+from lora_trainer.model.new_tokens import ExtendedTable, add_new_tokens
+from lora_trainer.output.embedding_file import (
+    embedding_path,
+    read_embedding,
+    write_embedding,
+)
+from tests.fakes.family_bases import CPU, facts_of
+
+TEACHABLE = ("sd15", "sd2", "sdxl")
+WORD = NewWord(text="toy", tokens=2)
+
+
+def encoder_of(name: str, word: NewWord | None = WORD) -> TextEncoder:
+    found = families.family(name).load_text_encoder(facts_of(name), dtype=torch.float32, device=CPU)
+    found.word = word
+    return found
+
+
+def numbers(text: TextEncoder, prompt: str) -> list[list[int]]:
+    return [tensor[0].tolist() for tensor in text.tokenize([prompt]).values()]
+
+
+# ---- the texts
+
+
+@pytest.mark.parametrize("name", TEACHABLE)
+def test_the_word_becomes_its_tokens_and_the_rest_stays(name: str) -> None:
+    taught, plain = encoder_of(name), encoder_of(name, None)
+    for with_word, without in zip(
+        numbers(taught, "a red Toy, on a table, toy"),
+        numbers(plain, "a red, on a table,"),
+        strict=True,
+    ):
+        places = [index for index, number in enumerate(with_word) if number < 0]
+        assert [with_word[place] for place in places] == [-1, -2, -1, -2]
+        assert places[1] == places[0] + 1
+        rest = [number for number in with_word if number >= 0]
+        assert rest == without[: len(rest)], "the others, begin, end and padding"
+        assert len(with_word) == len(without) == facts_of(name).max_tokens
+
+
+@pytest.mark.parametrize("prompt", ["", "a cat", "toys and a toyshop", "nontoy"])
+def test_other_texts_are_read_as_ever(prompt: str) -> None:
+    taught, plain = encoder_of("sdxl"), encoder_of("sdxl", None)
+    assert numbers(taught, prompt) == numbers(plain, prompt)
+
+
+def test_its_tokens_count() -> None:
+    taught, plain = encoder_of("sd15"), encoder_of("sd15", None)
+    rest = plain.count_tokens("a") + plain.count_tokens("on a table")
+    assert taught.count_tokens("a toy on a table") == rest + WORD.tokens
+
+
+def test_what_is_too_long_is_cut_with_its_end_in_place() -> None:
+    (row,) = numbers(encoder_of("sd15"), "toy " * 100)
+    (plain,) = numbers(encoder_of("sd15", None), "a " * 100)
+    assert len(row) == len(plain)
+    assert (row[0], row[-1]) == (plain[0], plain[-1])
+    assert all(number < 0 for number in row[1:-1])
+
+
+# ---- the vectors
+
+
+def test_they_start_at_a_word_or_at_random() -> None:
+    text = encoder_of("sdxl", NewWord(text="toy", tokens=3))
+    tables = [network.get_input_embeddings().weight for network in text.networks.values()]
+    wanted = text.numbers("table on")
+    started = add_new_tokens(text, start="table on", seed=1)
+    for (component, vectors), table in zip(started.items(), tables, strict=True):
+        first, *others = wanted[component]
+        chosen = [first, *others, first, *others][:3]
+        assert torch.equal(vectors, table[chosen])
+    random = [
+        add_new_tokens(encoder_of("sdxl"), start=None, seed=seed)["text_encoder"]
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(random[0], random[1]) and not torch.equal(random[0], random[2])
+    assert 0.3 < random[0].std() / tables[0].std() < 3
+
+
+def test_gradients_reach_the_vectors_that_are_read_and_nothing_else() -> None:
+    text = encoder_of("sdxl", NewWord(text="toy", tokens=2))
+    vectors = add_new_tokens(text, start="a", seed=1)
+    told = text.embed(text.tokenize(["one toy"]))
+    sum((tensor**2).sum() for tensor in told.values()).backward()
+    for network in text.networks.values():
+        trained = [p for p in network.parameters() if p.requires_grad]
+        assert all(any(p is own for own in vectors.values()) for p in trained)
+    for own in vectors.values():
+        assert own.grad is not None and (own.grad.abs().sum(dim=1) > 0).all()
+
+
+def test_the_table_is_read_in_its_own_dtype() -> None:
+    known = nn.Embedding(5, 4).to(torch.bfloat16)
+    table = ExtendedTable(known, nn.Parameter(torch.randn(2, 4)))
+    found = table(torch.tensor([[0, -2, 4, -1]]))
+    assert found.dtype is torch.bfloat16
+    assert torch.equal(found[0, [0, 2]], known.weight[[0, 4]])
+    assert torch.equal(found[0, [3, 1]], table.vectors.to(torch.bfloat16))
+
+
+def test_a_start_without_tokens_is_refused() -> None:
+    with pytest.raises(RequestError, match="has no tokens"):
+        add_new_tokens(encoder_of("sd15"), start=" ", seed=1)
+
+
+# ---- the file
+
+
+def written(name: str, folder: Path, *, tokens: int) -> tuple[TextEncoder, Path]:
+    family, text = families.family(name), encoder_of(name, NewWord(text="toy", tokens=tokens))
+    vectors = add_new_tokens(text, start=None, seed=3)
+    path = embedding_path(folder / "x.safetensors")
+    arrays = {family.teachable[key]: values.detach().numpy() for key, values in vectors.items()}
+    write_embedding(path, arrays, metadata={"modelspec.title": "x"})
+    return text, path
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("name", TEACHABLE)
+def test_diffusers_reads_the_file_as_it_was_trained(name: str, tokens: int, tmp_path: Path) -> None:
+    text, path = written(name, tmp_path, tokens=tokens)
+    family = families.family(name)
+    pipeline = family.plain_pipeline(facts_of(name), dtype=torch.float32, device=CPU)
+    if len(family.teachable) == 1:
+        pipeline.load_textual_inversion(str(path.parent), weight_name=path.name, token="<t>")
+    else:
+        tensors = load_file(path)
+        for component, key in family.teachable.items():
+            pipeline.load_textual_inversion(
+                tensors[key],
+                token="<t>",
+                text_encoder=getattr(pipeline, component),
+                tokenizer=getattr(pipeline, component.replace("text_encoder", "tokenizer")),
+            )
+    for prompt in ("a toy, on a table", "toy"):
+        ours = text.encode_prompts([prompt])
+        theirs = encoded(pipeline, prompt.replace("toy", "<t>"))
+        for mine, other in zip(ours.values(), theirs, strict=True):
+            torch.testing.assert_close(mine, other)
+    assert not torch.equal(ours["text"], encoder_of(name, None).encode_prompts(["toy"])["text"])
+
+
+def encoded(pipeline: Any, prompt: str) -> Sequence[torch.Tensor]:
+    """Return the hidden states, and the pooled ones where there are two encoders."""
+    with torch.no_grad():
+        found = pipeline.encode_prompt(
+            prompt, device=CPU, num_images_per_prompt=1, do_classifier_free_guidance=False
+        )
+    return [found[0], found[2]] if len(found) == 4 else [found[0]]
+
+
+def test_the_end_of_a_text_is_found_where_the_release_says_two(tmp_path: Path) -> None:
+    """SDXL's own configuration has a wrong end of text, so CLIP looks for the largest number."""
+    text = encoder_of("sdxl")
+    add_new_tokens(text, start="a", seed=1)
+    right = text.encode_prompts(["a toy"])["pooled"]
+    for network in text.networks.values():
+        for module in network.modules():
+            if hasattr(module, "eos_token_id"):
+                module.eos_token_id = 2
+    assert torch.equal(text.encode_prompts(["a toy"])["pooled"], right)
+
+
+def test_what_is_no_number_or_no_embedding_is_refused(tmp_path: Path) -> None:
+    spoilt = {"emb_params": np.full((1, 4), np.nan, dtype=np.float32)}
+    with pytest.raises(TrainingStopped, match="not finite"):
+        write_embedding(tmp_path / "x.safetensors", spoilt, metadata={})
+    (tmp_path / "y.safetensors").write_bytes(b"nothing")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_embedding(tmp_path / "y.safetensors")
