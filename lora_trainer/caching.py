@@ -109,7 +109,8 @@ def _caching_text_encoder(
     family = prepared.family
     if not concrete(prepared.config.memory.text_encoder_offload):
         found = family.load_text_encoder(prepared.facts, dtype=dtype, device=device)
-        found.word = new_word(prepared.config)
+        if word := new_word(prepared.config):
+            found.learn(word)
         return found
     encoder = family.load_text_encoder(prepared.facts, dtype=dtype, device=CPU)
     for network in encoder.networks.values():

@@ -53,7 +53,8 @@ def load_networks(prepared: Prepared) -> Networks:
     text = None
     if runs_text_encoders(config):
         text = family.load_text_encoder(prepared.facts, dtype=precision, device=device)
-        text.word = new_word(config)
+        if word := new_word(config):
+            text.learn(word)
     return Networks(denoiser=denoiser, text=text, assistant=_assistant(prepared, denoiser))
 
 
@@ -92,9 +93,12 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
 
 
 def _new_tokens(config: Config, text: TextEncoder | None) -> dict[str, nn.Parameter]:
-    if text is None or text.word is None:
+    word = new_word(config)
+    if text is None or word is None:
         return {}
-    return add_new_tokens(text, start=config.adapter.new_tokens_from, seed=config.train.seed)
+    return add_new_tokens(
+        text, word.tokens, start=config.adapter.new_tokens_from, seed=config.train.seed
+    )
 
 
 def _alpha(config: Config) -> float:

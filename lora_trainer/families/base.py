@@ -170,8 +170,6 @@ class TextEncoder(ABC):
 
     networks: Mapping[str, nn.Module]
     """Component name ("text_encoder", "text_encoder_2") -> network, in the family's order."""
-    word: NewWord | None = None
-    """What is read as tokens of its own, where the family is `teachable`."""
 
     @abstractmethod
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
@@ -180,6 +178,10 @@ class TextEncoder(ABC):
     @abstractmethod
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """Run the networks on what `tokenize` gave, with gradients where they are enabled; on the device."""
+
+    def learn(self, word: NewWord) -> None:
+        """Read a word as tokens of its own from now on; if the family is `teachable`."""
+        raise AssertionError("these text encoders learn no new words")
 
     def numbers(self, text: str) -> Mapping[str, Sequence[int]]:
         """Return by component the numbers of a text's tokens, without any around it; if `teachable`."""

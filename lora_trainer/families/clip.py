@@ -67,12 +67,16 @@ class ClipEncoder(TextEncoder):
         self.networks = networks
         self.tokenizers = tokenizers
         self.max_tokens = max_tokens
+        self.word: NewWord | None = None
 
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         return {
             component: self._numbers_of(prompts, tokenizer)
             for component, tokenizer in self.tokenizers.items()
         }
+
+    def learn(self, word: NewWord) -> None:
+        self.word = word
 
     def numbers(self, text: str) -> Mapping[str, Sequence[int]]:
         return {

@@ -2,7 +2,7 @@
 
 Gal et al. 2022 (arXiv 2208.01618) learn the vectors of a word, Roich et al. 2021 (arXiv 2106.05744)
 first find such a pivot and then tune the generator around it. Input is a `TextEncoder` that was told
-its `word`; output the vectors by component, float32 whatever the dtype of the table.
+its word; output the vectors by component, float32 whatever the dtype of the table.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ class ExtendedTable(nn.Module):
         return torch.where((numbers < 0).unsqueeze(-1), new.to(known.dtype), known)
 
 
-def add_new_tokens(text: TextEncoder, *, start: str | None, seed: int) -> dict[str, nn.Parameter]:
-    """Extend the tables of `text` by the vectors of its word, and return these [tokens, width].
+def add_new_tokens(
+    text: TextEncoder, count: int, *, start: str | None, seed: int
+) -> dict[str, nn.Parameter]:
+    """Extend the tables of `text` by the `count` vectors of its word, and return these [count, width].
 
     They start at the vectors of `start`, taken in turn, or at random ones of the table's standard
     deviation. Raises RequestError for a `start` without tokens.
     """
-    assert text.word is not None
     numbers = {} if start is None else text.numbers(start)
     found = {}
     for component, network in text.networks.items():
         known = network.get_input_embeddings()  # type: ignore[operator]  # transformers' own
         assert isinstance(known, nn.Embedding)
         if start is None:
-            values = _random(known.weight, text.word.tokens, component=component, seed=seed)
+            values = _random(known.weight, count, component=component, seed=seed)
         else:
-            values = _copied(known.weight, numbers[component], text.word.tokens, start=start)
+            values = _copied(known.weight, numbers[component], count, start=start)
         found[component] = nn.Parameter(values)
         table = ExtendedTable(known, found[component])
         network.set_input_embeddings(table)  # type: ignore[operator]  # transformers' own

@@ -29,7 +29,8 @@ WORD = NewWord(text="toy", tokens=2)
 
 def encoder_of(name: str, word: NewWord | None = WORD) -> TextEncoder:
     found = families.family(name).load_text_encoder(facts_of(name), dtype=torch.float32, device=CPU)
-    found.word = word
+    if word is not None:
+        found.learn(word)
     return found
 
 
@@ -83,13 +84,13 @@ def test_they_start_at_a_word_or_at_random() -> None:
     text = encoder_of("sdxl", NewWord(text="toy", tokens=3))
     tables = [network.get_input_embeddings().weight for network in text.networks.values()]
     wanted = text.numbers("table on")
-    started = add_new_tokens(text, start="table on", seed=1)
+    started = add_new_tokens(text, 3, start="table on", seed=1)
     for (component, vectors), table in zip(started.items(), tables, strict=True):
         first, *others = wanted[component]
         chosen = [first, *others, first, *others][:3]
         assert torch.equal(vectors, table[chosen])
     random = [
-        add_new_tokens(encoder_of("sdxl"), start=None, seed=seed)["text_encoder"]
+        add_new_tokens(encoder_of("sdxl"), 2, start=None, seed=seed)["text_encoder"]
         for seed in (1, 1, 2)
     ]
     assert torch.equal(random[0], random[1]) and not torch.equal(random[0], random[2])
@@ -98,7 +99,7 @@ def test_they_start_at_a_word_or_at_random() -> None:
 
 def test_gradients_reach_the_vectors_that_are_read_and_nothing_else() -> None:
     text = encoder_of("sdxl", NewWord(text="toy", tokens=2))
-    vectors = add_new_tokens(text, start="a", seed=1)
+    vectors = add_new_tokens(text, 2, start="a", seed=1)
     told = text.embed(text.tokenize(["one toy"]))
     sum((tensor**2).sum() for tensor in told.values()).backward()
     for network in text.networks.values():
@@ -119,7 +120,7 @@ def test_the_table_is_read_in_its_own_dtype() -> None:
 
 def test_a_start_without_tokens_is_refused() -> None:
     with pytest.raises(RequestError, match="has no tokens"):
-        add_new_tokens(encoder_of("sd15"), start=" ", seed=1)
+        add_new_tokens(encoder_of("sd15"), 2, start=" ", seed=1)
 
 
 # ---- the file
@@ -127,7 +128,7 @@ def test_a_start_without_tokens_is_refused() -> None:
 
 def written(name: str, folder: Path, *, tokens: int) -> tuple[TextEncoder, Path]:
     family, text = families.family(name), encoder_of(name, NewWord(text="toy", tokens=tokens))
-    vectors = add_new_tokens(text, start=None, seed=3)
+    vectors = add_new_tokens(text, tokens, start=None, seed=3)
     path = embedding_path(folder / "x.safetensors")
     arrays = {family.teachable[key]: values.detach().numpy() for key, values in vectors.items()}
     write_embedding(path, arrays, metadata={"modelspec.title": "x"})
@@ -171,7 +172,7 @@ def encoded(pipeline: Any, prompt: str) -> Sequence[torch.Tensor]:
 def test_the_end_of_a_text_is_found_where_the_release_says_two(tmp_path: Path) -> None:
     """SDXL's own configuration has a wrong end of text, so CLIP looks for the largest number."""
     text = encoder_of("sdxl")
-    add_new_tokens(text, start="a", seed=1)
+    add_new_tokens(text, 2, start="a", seed=1)
     right = text.encode_prompts(["a toy"])["pooled"]
     for network in text.networks.values():
         for module in network.modules():
