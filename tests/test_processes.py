@@ -123,6 +123,21 @@ def test_dropout_strata_norms_and_average_are_those_of_one_process(
     assert validations[0] == pytest.approx(validations[1], rel=1e-4)
 
 
+def test_what_stops_half_way_stops_in_all(place: Toy, results: dict[str, Any]) -> None:
+    for name in ("words", "words alone"):
+        assert set(results[name]["codes"]) == {0}, results[name]["output"]
+    assert draws(place, "words") == draws(place, "words alone")
+    assert distance(gradients(place, "words"), gradients(place, "words alone")) < 1e-5
+    assert distance(adapter(place, "words"), adapter(place, "words alone")) < 5e-5
+    before, after = (
+        load_file(path / ADAPTER)
+        for path in sorted((place.runs / "words" / "states").glob("step-*"))[-2:]
+    )
+    moved = {key.partition(".")[0] for key in after if not before[key].equal(after[key])}
+    assert moved == {"denoiser"}
+    assert {"new_tokens", "text_encoder"} < {key.partition(".")[0] for key in after}
+
+
 def test_each_process_has_a_share_and_nobody_twice(place: Toy, results: dict[str, Any]) -> None:
     counts = [
         len((place.folder / "notes-of 3" / f"draws-{rank}.txt").read_text().splitlines())

@@ -48,6 +48,16 @@ CRAFT: Mapping[str, Any] = {
     "train__ema_decay": 0.9,
 }
 """All that depends on which samples a process has, or is done to its weights."""
+WORDS: Mapping[str, Any] = {
+    "adapter__new_tokens": 2,
+    "adapter__text_encoder": True,
+    "data__more_resolutions": [24],
+    "data__trigger": "toy",
+    "optimizer__weight_decay": 0.5,
+    "train__new_tokens_until": 0.5,
+    "train__text_encoder_until": 0.5,
+}
+"""What stops half-way, and sizes that are drawn."""
 Fault = Callable[["Process"], None]
 
 
@@ -280,6 +290,8 @@ def scenarios(place: Toy) -> dict[str, Run]:
         found[f"of {count}"] = run(place, f"of {count}", count)
     found["craft alone"] = run(place, "craft alone", 1, **CRAFT)
     found["craft"] = run(place, "craft", 2, **CRAFT)
+    found["words alone"] = run(place, "words alone", 1, **WORDS)
+    found["words"] = run(place, "words", 2, **WORDS)
     found["cold"] = run(place, "cold", 2, data__cache_dir=str(place.folder / "cold"))
     found["no memory"] = run(place, "no memory", 2, faults={1: losses_at(IN_A_STEP, out_of_memory)})
     found["nan"] = run(place, "nan", 2, faults={0: nan, 1: nan})
