@@ -64,9 +64,12 @@ __all__ = [
     "check_keys",
     "concrete",
     "flatten",
+    "near_keys",
+    "overlaid",
     "parse_assignment",
     "refuse_secrets",
     "setting_keys",
+    "setting_of",
     "setting_schemas",
 ]
 
@@ -84,6 +87,7 @@ class SettingInfo:
     form: Form
     only_for: Needs
     not_for: Needs
+    idle_with: Needs
     path: bool
 
     @property
@@ -108,6 +112,9 @@ class SettingInfo:
         for key, refused in self.not_for.items():
             if key in known and known[key] in refused:
                 return f"without effect while {key} is {_typed(known[key])}"
+        if self.idle_with and all(known.get(key) in idle for key, idle in self.idle_with.items()):
+            idle = (f"{key} is {_typed(known[key])}" for key in self.idle_with)
+            return f"without effect while {' and '.join(idle)}"
         return ""
 
 
@@ -132,6 +139,7 @@ def _settings() -> tuple[SettingInfo, ...]:
             form=form_of(schemas[f"{section}.{name}"]),
             only_for=schemas[f"{section}.{name}"].get("only_for", {}),
             not_for=schemas[f"{section}.{name}"].get("not_for", {}),
+            idle_with=schemas[f"{section}.{name}"].get("idle_with", {}),
             path=schemas[f"{section}.{name}"].get("path", False),
         )
         for section, fields in sections().items()
@@ -156,7 +164,61 @@ def setting_schemas() -> dict[str, dict[str, Any]]:
     for section, reference in schema["properties"].items():
         name = reference["$ref"].rpartition("/")[2]
         for key, value in schema["$defs"][name]["properties"].items():
-            found[f"{section}.{key}"] = {part: v for part, v in value.items() if part != "title"}
+            found[f"{section}.{key}"] = _standalone(value, schema["$defs"])
+    return found
+
+
+def _standalone(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a field's schema with what it refers to put in, without pydantic's titles."""
+    found = {part: value for part, value in schema.items() if part != "title"}
+    entries = found.get("additionalProperties")
+    if isinstance(entries, dict) and "$ref" in entries:
+        entry = definitions[entries["$ref"].rpartition("/")[2]]
+        properties = {
+            name: {part: value for part, value in inner.items() if part != "title"}
+            for name, inner in entry["properties"].items()
+        }
+        kept = {key: entry[key] for key in ("type", "additionalProperties")}
+        found["additionalProperties"] = {**kept, "properties": properties}
+    return found
+
+
+@cache
+def _entry_fields() -> Mapping[str, tuple[str, ...]]:
+    """Return the settings that map names to settings of their own, each with the names of those."""
+    entries = {key: schema.get("additionalProperties") for key, schema in setting_schemas().items()}
+    return {
+        key: tuple(entry["properties"])
+        for key, entry in entries.items()
+        if isinstance(entry, dict) and "properties" in entry
+    }
+
+
+def setting_of(key: str) -> str:
+    """Return the setting that a key is of: `data.folders.NAME.repeats` is part of `data.folders`."""
+    for setting, fields in _entry_fields().items():
+        name, _, field = key.removeprefix(f"{setting}.").rpartition(".")
+        if key.startswith(f"{setting}.") and name and field in fields:
+            return setting
+    return key
+
+
+def overlaid(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all values, those of `upper` where both have one.
+
+    A key `data.folders.NAME.repeats` sets that one thing in what `data.folders` is by then.
+    """
+    found = dict(lower)
+    for key, value in upper.items():
+        setting = setting_of(key)
+        if setting == key:
+            found[key] = value
+            continue
+        name, _, field = key.removeprefix(f"{setting}.").rpartition(".")
+        entries = found.get(setting, {})
+        # What is no mapping is left for validation to refuse.
+        if isinstance(entries, Mapping) and isinstance(entries.get(name, {}), Mapping):
+            found[setting] = {**entries, name: {**entries.get(name, {}), field: value}}
     return found
 
 
@@ -180,7 +242,7 @@ def build_config(values: Mapping[str, Any]) -> Config:
     check_keys(values)
     refuse_secrets(values)
     nested: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
+    for key, value in overlaid({}, values).items():
         section, name = key.split(".")
         nested.setdefault(section, {})[name] = value
     try:
@@ -193,10 +255,22 @@ def check_keys(values: Mapping[str, Any]) -> None:
     """Raise RequestError for the keys that are no setting, with the nearest name of each."""
     keys = setting_keys()
     unknown = [
-        f"unknown setting {key!r}.{did_you_mean(key, keys)}" for key in values if key not in keys
+        f"unknown setting {key!r}.{did_you_mean(key, near_keys(key))}"
+        for key in values
+        if setting_of(key) not in keys
     ]
     if unknown:
         raise RequestError(" ".join(unknown), fix="see `lora-train plan DATASET` for all settings")
+
+
+def near_keys(key: str) -> tuple[str, ...]:
+    """Return the keys that may have been meant: all settings, or what there is under the one named."""
+    for setting, fields in _entry_fields().items():
+        if key.startswith(f"{setting}."):
+            rest = key.removeprefix(f"{setting}.")
+            name = rest.rpartition(".")[0] or rest
+            return tuple(f"{setting}.{name}.{field}" for field in fields)
+    return setting_keys()
 
 
 def refuse_secrets(values: Mapping[str, Any]) -> None:
@@ -229,8 +303,13 @@ def concrete(value: T | Auto) -> T:
 def _explain(error: ValidationError) -> str:
     found: dict[str, list[str]] = {}
     for problem in error.errors(include_url=False):
-        key = ".".join(str(part) for part in problem["loc"][:2])
+        place = [str(part) for part in problem["loc"]]
+        key = ".".join(place[:2])
+        if key in _entry_fields() and len(place) > 3:
+            key = ".".join(place[:4])
         where = f"{key}={problem['input']!r}: " if key else ""
         message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            message = f"unknown.{did_you_mean(key, near_keys(key))}"
         found.setdefault(where, []).append(message[:1].lower() + message[1:])
     return "; ".join(where + " or ".join(messages) for where, messages in found.items())

@@ -14,7 +14,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config import Config, build_config, setting_keys, setting_schemas
+from lora_trainer.config import (
+    Config,
+    build_config,
+    overlaid,
+    setting_keys,
+    setting_of,
+    setting_schemas,
+)
 from lora_trainer.errors import RequestError, did_you_mean
 from lora_trainer.priority import PRIORITIES, Priority
 from lora_trainer.settings_file import read_settings_file
@@ -99,8 +106,8 @@ def resolve(
     origins = {key: Origin(layer="default") for key in setting_keys()}
     values: dict[str, Any] = {}
     for layer in layers:
-        values.update(layer.values)
-        origins.update({key: layer.origin(key) for key in layer.values})
+        values = overlaid(values, layer.values)
+        origins.update({setting_of(key): layer.origin(key) for key in layer.values})
     return Resolved(
         config=_build(values, origins),
         origins=origins,
@@ -115,13 +122,17 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> Config:
     try:
         return build_config(values)
     except RequestError as error:
-        blamed = {key: origins[key] for key in values if f"{key}=" in error.found}
+        blamed = {key: origins[key] for key in values if _names(error, key)}
         where = [
             f"{key} is from {origin.reason or origin.layer}"
             for key, origin in blamed.items()
             if origin.layer != "command line"
         ]
         raise RequestError("; ".join([error.found.rstrip("."), *where]), fix=error.fix) from None
+
+
+def _names(error: RequestError, key: str) -> bool:
+    return f"{key}=" in error.found or f"{key}." in error.found
 
 
 def preset_names() -> tuple[str, ...]:

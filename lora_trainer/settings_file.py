@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config import Config, setting_keys
+from lora_trainer.config import Config, near_keys, setting_keys, setting_of
 from lora_trainer.errors import RequestError, did_you_mean
 from lora_trainer.files import json_object
 
@@ -78,8 +78,8 @@ def _flat(settings: Mapping[str, Any], places: Mapping[str, str], name: str) -> 
     known, values, wrong = setting_keys(), dict[str, Any](), list[str]()
     for key, value in _pairs(settings):
         place = places.get(key, name)
-        if key not in known:
-            wrong.append(f"{place}: unknown setting {key!r}.{did_you_mean(key, known)}")
+        if setting_of(key) not in known:
+            wrong.append(f"{place}: unknown setting {key!r}.{did_you_mean(key, near_keys(key))}")
         elif key in values:
             wrong.append(f"{place}: {key!r} is set twice.")
         values[key] = value

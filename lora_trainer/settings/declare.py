@@ -18,6 +18,12 @@ AutoPixels = Annotated[int, Field(ge=16, le=4096)] | Auto
 AutoCount = Annotated[int, Field(ge=1, le=10_000_000)] | Auto
 AutoInterval = Annotated[int, Field(ge=0, le=10_000_000)] | Auto
 AutoScale = Annotated[float, Field(gt=0, le=4096)] | Auto
+Repeats = Annotated[int, Field(ge=1, le=1000)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+TagCount = Annotated[int, Field(ge=0, le=50)]
+EpochCount = Annotated[int, Field(ge=0, le=10_000)]
+Separator = Annotated[str, Field(min_length=1, max_length=20)]
+CaptionWords = Annotated[str, Field(max_length=1000)]
 Checkpointing = Literal["none", "selective", "full", "offloaded"]
 """Which blocks are recomputed in the backward pass, their inputs alone kept for it: none of them,
 every second one of each list of blocks, all of them, or all with the kept inputs in host memory."""
@@ -38,17 +44,18 @@ def setting(
     unit: str = "",
     only_for: Needs = MappingProxyType({}),
     not_for: Needs = MappingProxyType({}),
+    idle_with: Needs = MappingProxyType({}),
     path: bool = False,
     **constraints: Any,
 ) -> Any:
     """Declare one setting; `unit` is shown beside the value wherever it is printed.
 
-    The setting matters only while each setting in `only_for` has one of those values and none in
-    `not_for` has; otherwise it changes nothing, or is refused (tests/test_unused_settings.py). `path`:
-    it may name a file or folder of this machine.
+    The setting matters only while each setting in `only_for` has one of those values, none in `not_for`
+    has, and not all in `idle_with` have; otherwise it changes nothing, or is refused
+    (tests/test_unused_settings.py). `path`: it may name a file or folder of this machine.
     """
     extra: dict[str, Any] = {"unit": unit}
-    for name, needs in (("only_for", only_for), ("not_for", not_for)):
+    for name, needs in (("only_for", only_for), ("not_for", not_for), ("idle_with", idle_with)):
         if needs:
             extra[name] = {key: list(values) for key, values in needs.items()}
     if path:
@@ -62,7 +69,8 @@ CARD = {"hardware.device": ("cuda",)}
 FLOW = {"base.prediction": ("flow",)}
 NOISE_OR_V = {"base.prediction": ("epsilon", "v_prediction")}
 CONVOLUTIONS = {"adapter.targets": ("all",)}
-SHUFFLING = {"data.shuffle_tags": (True,)}
+NO_FOLDERS = {"data.folders": ({},)}
+TAGS_IN_ORDER = {"data.shuffle_tags": (False,), "data.tag_dropout": (0.0,), **NO_FOLDERS}
 NOT_EMBEDDED = {"base.model": ("embedded",)}
 NOT_OFT = {"adapter.kind": ("oft",)}
 SQUARED = {"objective.loss": ("mse",)}

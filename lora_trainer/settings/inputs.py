@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from lora_trainer.settings.declare import (
     NOT_EMBEDDED,
-    SHUFFLING,
+    TAGS_IN_ORDER,
     AutoPixels,
+    CaptionWords,
+    EpochCount,
+    Repeats,
     Section,
+    Separator,
+    Share,
+    TagCount,
     setting,
 )
+
+CaptionLines = Literal["join", "one"]
+OWN_FOLDER = "."
+"""The name in `data.folders` of the pictures that lie in no subfolder."""
 
 
 class BaseSettings(Section):
@@ -43,6 +53,38 @@ class BaseSettings(Section):
     )
 
 
+class FolderSettings(Section):
+    """What one subfolder of the dataset has of its own; none of a field of `data`: as it is there."""
+
+    repeats: Repeats | None = setting(None, "times each image is seen per epoch")
+    weight: Annotated[float, Field(gt=0, le=100)] = setting(
+        1.0, "factor on the loss of its images in training"
+    )
+    flip: bool | None = setting(None, "also train mirrored images")
+    trigger: Annotated[str, Field(max_length=100)] | None = setting(
+        None, "word put in front of captions that lack it; empty text: none"
+    )
+    caption_prefix: CaptionWords | None = setting(None, "text put in front of each caption")
+    caption_suffix: CaptionWords | None = setting(None, "text put behind each caption")
+    caption_lines: CaptionLines | None = setting(None, "several captions of a picture: join or one")
+    wildcards: bool | None = setting(None, "read {a|b} in captions as one of these, drawn anew")
+    shuffle_tags: bool | None = setting(None, "shuffle the comma-separated tags of a caption")
+    keep_tokens: TagCount | None = setting(None, "leading tags that stay in place")
+    keep_tokens_separator: Separator | None = setting(None, "mark around the tags to shuffle")
+    secondary_separator: Separator | None = setting(None, "mark between tags that stay together")
+    tag_dropout: Share | None = setting(None, "share of tags left out of a caption")
+    caption_dropout: Share | None = setting(None, "share of samples with an empty caption")
+    caption_dropout_every_epochs: EpochCount | None = setting(
+        None, "every so many epochs all captions are empty; 0: never"
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write only what is the folder's own: the rest would hide it in plans and run.json."""
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        return {name: value for name, value in handler(self).items() if value != defaults[name]}
+
+
 class DataSettings(Section):
     resolution: AutoPixels = setting(
         "auto", "side of the square whose area every bucket has; auto: the base's own", unit="px"
@@ -62,11 +104,14 @@ class DataSettings(Section):
         le=8.0,
         only_for={"data.buckets": (True,)},
     )
-    repeats: int = setting(
-        1, "times each image is seen per epoch; `10_name` folders set their own", ge=1, le=1000
+    repeats: Repeats = setting(
+        1, "times each image is seen per epoch; `10_name` folders set their own"
     )
     flip: bool = setting(
         False, "also train mirrored images (bad for text, logos, asymmetric people)"
+    )
+    folders: dict[str, FolderSettings] = setting(
+        {}, "settings of subfolders by name, `.` the dataset's own: {NAME: {repeats, weight, ...}}"
     )
     trigger: str | None = setting(
         None, "word put in front of captions that lack it", min_length=1, max_length=100
@@ -74,15 +119,37 @@ class DataSettings(Section):
     caption_extensions: tuple[str, ...] = setting(
         (".txt", ".caption"), "caption files beside the image, first wins"
     )
-    caption_dropout: float = setting(
-        0.0, "share of samples trained with an empty caption", ge=0.0, le=1.0
+    caption_lines: CaptionLines = setting(
+        "join", "several captions of a picture (lines of the file): joined, or one drawn anew"
     )
+    caption_prefix: CaptionWords = setting("", "text put in front of each caption, as a tag")
+    caption_suffix: CaptionWords = setting("", "text put behind each caption, as a tag")
+    wildcards: bool = setting(False, "read {a|b} in captions as one of these, drawn anew")
     shuffle_tags: bool = setting(False, "shuffle the comma-separated tags of a caption")
-    keep_tokens: int = setting(
-        1, "leading tags that shuffling leaves in place", ge=0, le=50, only_for=SHUFFLING
+    keep_tokens: TagCount = setting(
+        1, "leading tags neither shuffled nor left out, the trigger too", idle_with=TAGS_IN_ORDER
+    )
+    keep_tokens_separator: Separator | None = setting(
+        None,
+        "mark, as |||, after fixed tags and before fixed ones at the end; replaces keep_tokens",
+    )
+    secondary_separator: Separator | None = setting(
+        None, "mark, as ;;;, between tags that are shuffled and left out together"
+    )
+    tag_dropout: Share = setting(0.0, "share of tags left out of a caption; kept ones never are")
+    caption_dropout: Share = setting(0.0, "share of samples trained with an empty caption")
+    caption_dropout_every_epochs: EpochCount = setting(
+        0, "every so many epochs all captions are empty; 0: never"
     )
     caption_variants: int = setting(
-        4, "shuffled variants encoded per caption when shuffling", ge=1, le=64, only_for=SHUFFLING
+        4,
+        "texts encoded per caption where a rule draws them anew",
+        ge=1,
+        le=64,
+        idle_with={**TAGS_IN_ORDER, "data.wildcards": (False,)},
+    )
+    emphasis: bool = setting(
+        False, "read (word:1.2), (word), [word] as weights of words; CLIP text encoders only"
     )
     validation_fraction: float = setting(
         0.1,
@@ -104,3 +171,16 @@ class DataSettings(Section):
     )
     cache_max_gib: float = setting(20.0, "size cap of the cache", unit="GiB", gt=0, le=100_000)
     prefetch_steps: int = setting(4, "optimizer steps prepared ahead of the device", ge=1, le=64)
+
+    def of_folder(self, name: str) -> DataSettings:
+        """Return the settings of the pictures in a subfolder, `.` those in none."""
+        own = self.folders.get(name)
+        if own is None:
+            return self
+        values = {key: value for key, value in own if key in type(self).model_fields}
+        return self.model_copy(update={key: v for key, v in values.items() if v is not None})
+
+    def weight_of(self, folder: str) -> float:
+        """Return the factor on the loss of the pictures in a subfolder."""
+        own = self.folders.get(folder)
+        return 1.0 if own is None else own.weight
