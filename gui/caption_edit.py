@@ -85,7 +85,8 @@ def caption_of(picture: ListedPicture, *, root: Path, extensions: Sequence[str])
     trained = read_caption(data).text
     if line is not None and not trained and (line.text or picture.sidecar is None):
         file = _relative(_metadata_file(picture, line.source, root=root), root)
-        return Caption(text=line.text, file=file, place="line", stand_in=folder_name)
+        locked = f"{file} gives {len(line.lines)} captions for it in a list" if line.lines else ""
+        return Caption(text=line.text, file=file, place="line", stand_in=folder_name, locked=locked)
     path = picture.sidecar or _new_sidecar(picture, extensions)
     file, stand_in = _relative(path, root), folder_name if line is None else line.text
     if len(data) > MAX_EDITABLE_BYTES:

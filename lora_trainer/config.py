@@ -31,7 +31,7 @@ from lora_trainer.settings.declare import (
     Section,
     Weighting,
 )
-from lora_trainer.settings.inputs import BaseSettings, DataSettings
+from lora_trainer.settings.inputs import OWN_FOLDER, BaseSettings, DataSettings, FolderSettings
 from lora_trainer.settings.learning import (
     AdapterSettings,
     ObjectiveSettings,
@@ -44,12 +44,14 @@ from lora_trainer.settings.running import MemorySettings, OutputSettings, Sampli
 __all__ = [
     "CHECKPOINTING",
     "FLOW_WEIGHTINGS",
+    "OWN_FOLDER",
     "SNR_WEIGHTINGS",
     "AdapterSettings",
     "BaseSettings",
     "Checkpointing",
     "Config",
     "DataSettings",
+    "FolderSettings",
     "MemorySettings",
     "ObjectiveSettings",
     "OptimizerSettings",

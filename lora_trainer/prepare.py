@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer import families
-from lora_trainer.config import BaseSettings, Config, build_config, concrete, flatten
+from lora_trainer.config import BaseSettings, Config, DataSettings, build_config, concrete, flatten
 from lora_trainer.data.buckets import Placement, buckets_for, place
+from lora_trainer.data.caption_rules import max_texts
 from lora_trainer.data.findings import Finding, warning
 from lora_trainer.data.images import VerifiedImages
 from lora_trainer.data.quality import DatasetReport, inspect_images
@@ -136,7 +137,13 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
                 for placed in (placements, *more)
                 for p in placed.values()
             ],
-            captions=len({record.caption for record in dataset.records}),
+            latents=sum(
+                1 + settings.data.of_folder(record.folder).flip
+                for placed in (placements, *more)
+                for record in dataset.records
+                if record.name in placed
+            ),
+            texts=_text_count(dataset, settings.data),
             full_card=full_card,
             processes=request.processes,
             sharing=request.sharing,
@@ -161,6 +168,14 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         full_card=full_card,
         processes=request.processes,
         sharing=request.sharing,
+    )
+
+
+def _text_count(dataset: Dataset, settings: DataSettings) -> int:
+    """Return how many different texts the captions give at most."""
+    different = {(record.written, record.folder) for record in dataset.records}
+    return sum(
+        max_texts(written, settings=settings.of_folder(folder)) for written, folder in different
     )
 
 

@@ -22,6 +22,8 @@ class Stream(StrEnum):
     CAPTION_VARIANT = "caption-variant"
     CAPTION_DROPOUT = "caption-dropout"
     TAG_SHUFFLE = "tag-shuffle"
+    TAG_DROPOUT = "tag-dropout"
+    WILDCARD = "wildcard"
     LATENT = "latent"
     TIMESTEP = "timestep"
     TIMESTEP_STRATUM = "timestep-stratum"

@@ -1,8 +1,7 @@
-"""Caption text: reading it, putting the trigger in, shuffled variants, and which one a sample gets.
+"""Caption text: reading it, finding the file of a picture, and putting the trigger in.
 
 Inputs are bytes of caption files and `metadata.jsonl`; outputs are one-line texts and sentences
-about what had to be guessed or cut. Every random choice is a counter-based draw, so that a
-caption's variants depend on its text and the seed alone, and a sample's choice on its epoch alone.
+about what had to be guessed or cut. What is made of a text is said in `caption_rules`.
 """
 
 from __future__ import annotations
@@ -12,12 +11,9 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
-
-from lora_trainer.config import DataSettings
-from lora_trainer.randomness import Stream, draw_choice, draw_uniform, shuffled
 
 MAX_CAPTION_BYTES = 16 << 20
 MAX_CAPTION_CHARACTERS = 10_000
@@ -36,17 +32,21 @@ _BYTE_ORDER_MARKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionText:
-    """One caption as a single line, and what was guessed or cut while reading it."""
+    """One caption as a single line, and what was guessed or cut while reading it.
+
+    `lines` are those of a file that has several; each can be a caption of its own.
+    """
 
     text: str
     problems: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
     """A `metadata.jsonl`: captions by file name relative to its folder, and what was wrong."""
 
-    captions: Mapping[str, str]
+    captions: Mapping[str, CaptionText]
     problems: tuple[str, ...] = ()
 
 
@@ -60,11 +60,24 @@ def read_caption(data: bytes) -> CaptionText:
             text="", problems=(f"is {len(data):,} bytes long, too long for a caption",)
         )
     text, problems = decoded(data)
-    caption = clean(text)
-    if len(caption) > MAX_CAPTION_CHARACTERS:
-        lost = len(caption) - MAX_CAPTION_CHARACTERS
-        problems.append(f"has {len(caption):,} characters; the last {lost:,} are left out")
-    return CaptionText(text=caption[:MAX_CAPTION_CHARACTERS].rstrip(), problems=tuple(problems))
+    caption = caption_of(text.splitlines())
+    length = len(clean(text))
+    if length > MAX_CAPTION_CHARACTERS:
+        lost = length - MAX_CAPTION_CHARACTERS
+        problems.append(f"has {length:,} characters; the last {lost:,} are left out")
+    return replace(caption, problems=tuple(problems))
+
+
+def caption_of(lines: Iterable[str]) -> CaptionText:
+    """Return what one or several lines of text say, each of them and all together cut where too long."""
+    found = [line for line in map(clean, lines) if line]
+    return CaptionText(
+        text=_cut(" ".join(found)), lines=tuple(map(_cut, found)) if len(found) > 1 else ()
+    )
+
+
+def _cut(line: str) -> str:
+    return line[:MAX_CAPTION_CHARACTERS].rstrip()
 
 
 def clean(text: str) -> str:
@@ -95,7 +108,7 @@ def decoded(data: bytes) -> tuple[str, list[str]]:
 def read_metadata(data: bytes) -> Metadata:
     """Read lines {"file_name": ..., "text" | "caption" | "prompt": ...}; bad ones are named."""
     text, problems = decoded(data)
-    captions: dict[str, str] = {}
+    captions: dict[str, CaptionText] = {}
     bad_lines: list[str] = []
     # Not splitlines(): JSON strings may hold U+2028 and the like.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -117,9 +130,10 @@ class MetadataRow:
     key: str
 
     @property
-    def text(self) -> str:
-        """The caption as it is written."""
-        return str(self.values[self.key])
+    def texts(self) -> tuple[str, ...]:
+        """The caption as it is written, or those of a list."""
+        value = self.values[self.key]
+        return tuple(value) if isinstance(value, list) else (str(value),)
 
 
 def read_metadata_row(line: str) -> MetadataRow:
@@ -131,19 +145,25 @@ def read_metadata_row(line: str) -> MetadataRow:
     if not isinstance(values, dict) or not isinstance(values.get("file_name"), str):
         raise ValueError('no {"file_name": "..."}')
     key = next((key for key in METADATA_KEYS if key in values), None)
-    if key is None or not isinstance(values[key], str):
+    if key is None or not _is_text(values[key]):
         raise ValueError(f"no text under {', '.join(METADATA_KEYS)}")
     name = PurePosixPath(values["file_name"].replace("\\", "/")).as_posix()
     return MetadataRow(values=values, name=name, key=key)
 
 
-def _add_metadata_line(line: str, captions: dict[str, str]) -> str | None:
+def _is_text(value: Any) -> bool:
+    """Say whether a JSON value is a text or a list of texts."""
+    texts = value if isinstance(value, list) else [value]
+    return bool(texts) and all(isinstance(text, str) for text in texts)
+
+
+def _add_metadata_line(line: str, captions: dict[str, CaptionText]) -> str | None:
     try:
         row = read_metadata_row(line)
     except ValueError as error:
         return str(error)
     repeated = row.name in captions
-    captions[row.name] = clean(row.text)[:MAX_CAPTION_CHARACTERS]
+    captions[row.name] = caption_of(row.texts)
     return f"{row.name} occurs again; the last line counts" if repeated else None
 
 
@@ -204,31 +224,3 @@ def with_trigger(caption: str, trigger: str | None) -> str:
     if has_trigger(caption, word):
         return caption
     return f"{word}, {caption}" if caption else word
-
-
-def variants(caption: str, *, settings: DataSettings, seed: int) -> tuple[str, ...]:
-    """Return the texts encoded for one caption: itself, then its tag shuffles when shuffling is on.
-
-    The first `data.keep_tokens` tags stay in place. Texts can be equal; they share a cache entry.
-    """
-    if not settings.shuffle_tags:
-        return (caption,)
-    tags = [tag for tag in (part.strip() for part in caption.split(",")) if tag]
-    kept, rest = tags[: settings.keep_tokens], tags[settings.keep_tokens :]
-    if len(rest) < 2:
-        return (caption,) * settings.caption_variants
-    orders = (
-        shuffled(rest, seed, Stream.TAG_SHUFFLE, caption, variant)
-        for variant in range(1, settings.caption_variants)
-    )
-    return (caption, *(", ".join([*kept, *order]) for order in orders))
-
-
-def variant_of(sample_id: str, *, count: int, seed: int, epoch: int) -> int:
-    """Return which of its caption's `count` variants a sample is trained with in `epoch`."""
-    return draw_choice(count, seed, Stream.CAPTION_VARIANT, epoch, sample_id)
-
-
-def is_dropped(sample_id: str, *, fraction: float, seed: int, epoch: int) -> bool:
-    """Say whether a sample is trained with the empty caption in `epoch`."""
-    return draw_uniform(seed, Stream.CAPTION_DROPOUT, epoch, sample_id) < fraction

@@ -19,7 +19,7 @@ import torch
 from lora_trainer.config import DataSettings, Precision
 from lora_trainer.data.buckets import Placement, cut
 from lora_trainer.data.cache import Cache, CacheKey, latent_key, text_key
-from lora_trainer.data.captions import variants
+from lora_trainer.data.caption_rules import variants
 from lora_trainer.data.images import decode
 from lora_trainer.data.loader import Source
 from lora_trainer.data.scan import ImageRecord
@@ -141,15 +141,14 @@ def needs(
     texts: dict[str, tuple[str, CacheKey]] = {}
     sources: dict[str, Source] = {}
     for record in records:
-        written = variants(record.caption, settings=settings, seed=seed)
-        keys = [(text, texts_as.key(text)) for text in written]
+        own = settings.of_folder(record.folder)
+        drawn = variants(record.written, settings=own, seed=seed)
+        keys = [(text, texts_as.key(text)) for text in drawn]
         texts |= {key.digest: (text, key) for text, key in keys}
         at_all: list[Source] = []
         for placed in (placements, *(placed for placed in more if record.name in placed)):
             placement = placed[record.name]
-            jobs = [
-                _latent_job(record, placement, flip, facts, settings) for flip in _flips(settings)
-            ]
+            jobs = [_latent_job(record, placement, flip, facts, own) for flip in _flips(own)]
             latents |= {job.key.digest: job for job in jobs}
             source = Source(
                 plain=jobs[0].key,
@@ -158,6 +157,7 @@ def needs(
                 size_px=(placement.bucket.width_px, placement.bucket.height_px),
                 geometry=geometry(_geometry(record, placement, flip=False)),
                 mirrored_geometry=geometry(_geometry(record, placement, flip=True)),
+                folder=record.folder,
             )
             at_all.append(source)
         first = replace(at_all[0], others=tuple(at_all[1:]))

@@ -136,13 +136,15 @@ class VerifiedImages:
     def caption(self, content_hash: str) -> CaptionText | None:
         """Return the text of the caption file with these bytes."""
         match self.captions.get(content_hash):
-            case [str(text), [*problems]]:
-                return CaptionText(text=text, problems=tuple(str(problem) for problem in problems))
+            case [str(text), [*problems], [*lines]]:
+                said, read = tuple(map(str, problems)), tuple(map(str, lines))
+                return CaptionText(text=text, problems=said, lines=read)
         return None
 
     def add_caption(self, content_hash: str, caption: CaptionText) -> None:
         """Remember the text of a caption file."""
-        self.captions[content_hash] = [caption.text, list(caption.problems)]
+        entry = [caption.text, list(caption.problems), list(caption.lines)]
+        self.captions[content_hash] = entry
 
     def save(self) -> None:
         """Write the memo; raises MachineError."""

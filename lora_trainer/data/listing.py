@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lora_trainer.config import DataSettings
+from lora_trainer.config import OWN_FOLDER, DataSettings
 from lora_trainer.data.captions import (
     Metadata,
     Sidecars,
@@ -26,7 +26,7 @@ from lora_trainer.data.captions import (
 )
 from lora_trainer.data.findings import Finding, named, note, shown, unusable, warning
 from lora_trainer.data.images import IMAGE_EXTENSIONS
-from lora_trainer.errors import InputError
+from lora_trainer.errors import InputError, RequestError, did_you_mean
 
 FOLDER_NAME = "folder name"
 MAX_REPEATS = 1000
@@ -43,18 +43,26 @@ Entry = os.DirEntry[str]
 
 @dataclass(frozen=True, kw_only=True)
 class GivenCaption:
-    """A caption from elsewhere than a file of the picture's own; `source` says from where."""
+    """A caption from elsewhere than a file of the picture's own; `source` says from where.
+
+    `lines` are those of a list of several.
+    """
 
     text: str
     source: str
+    lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListedPicture:
-    """An image file before it is opened, its caption file, and stand-ins for that, best first."""
+    """An image file before it is opened, its caption file, and stand-ins for that, best first.
+
+    `folder` is the name of the subfolder it lies in, `.` for none.
+    """
 
     path: Path
     name: str
+    folder: str
     repeats: int
     sidecar: Path | None
     sidecar_name: str | None
@@ -99,9 +107,14 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
 @dataclass(frozen=True, kw_only=True)
 class _Folder:
     path: Path
-    prefix: str
+    name: str
     repeats: int
     caption: str | None = None
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its files begin with."""
+        return "" if self.name == OWN_FOLDER else f"{self.name}/"
 
 
 @dataclass(kw_only=True)
@@ -124,13 +137,16 @@ class _Walk:
 
     def read_root(self, root: Path) -> None:
         """Read the folder and those in it."""
-        for entry in self._read(_Folder(path=root, prefix="", repeats=self.settings.repeats)):
+        repeats = self.settings.of_folder(OWN_FOLDER).repeats
+        named = {OWN_FOLDER}
+        for entry in self._read(_Folder(path=root, name=OWN_FOLDER, repeats=repeats)):
             if entry.name.casefold() == EXCLUDED_FOLDER:
                 what, advice = "is not read", "move files out of it to train on them"
                 self.findings.append(note("excluded", f"{entry.name}/", what, advice=advice))
                 self.excluded = Path(entry.path)
                 continue
             folder = self._subfolder(entry)
+            named.add(folder.name)
             if entry.is_symlink() and _is_inside(self.real_root, os.path.realpath(entry.path)):
                 what = "is not read, it is a link to the dataset folder itself"
                 self.findings.append(_odd_link(folder.prefix, what, advice="remove it"))
@@ -144,10 +160,14 @@ class _Walk:
                 what = f"its pictures ({count}) are seen {folder.repeats} times per epoch"
                 advice = "name a folder N_name for N repeats"
                 self.findings.append(note("subfolder", folder.prefix, what, advice=advice))
+        _refuse_unknown(self.settings, named)
 
     def _subfolder(self, entry: Entry) -> _Folder:
-        match = _REPEATS_FOLDER.fullmatch(entry.name)
+        match, name = _REPEATS_FOLDER.fullmatch(entry.name), _text(entry.name)
+        own = self.settings.folders.get(name)
         repeats = int(match[1]) if match else self.settings.repeats
+        if own is not None and own.repeats is not None:
+            repeats = own.repeats
         if not 1 <= repeats <= MAX_REPEATS:
             raise InputError(
                 f"folder {shown(entry.name)} means {repeats} repeats, allowed: 1 to {MAX_REPEATS}",
@@ -155,7 +175,7 @@ class _Walk:
             )
         return _Folder(
             path=Path(entry.path),
-            prefix=f"{_text(entry.name)}/",
+            name=name,
             repeats=repeats,
             caption=_text(match[2]) if match else None,
         )
@@ -216,7 +236,8 @@ class _Walk:
             finding = warning("metadata", source, problem, advice=advice, code="CAP-02")
             self.findings.append(finding)
         for name, text in found.captions.items():
-            self.described[prefix + name] = GivenCaption(text=text, source=source)
+            given = GivenCaption(text=text.text, lines=text.lines, source=source)
+            self.described[prefix + name] = given
             self.alike[same_name(prefix + name)] = prefix + name
             self.users[prefix + name] = []
 
@@ -237,6 +258,7 @@ class _Walk:
             ListedPicture(
                 path=folder.path / file_name,
                 name=name,
+                folder=folder.name,
                 repeats=folder.repeats,
                 sidecar=None if sidecar is None else folder.path / sidecar,
                 sidecar_name=sidecar_name,
@@ -283,6 +305,18 @@ class _Walk:
             self.excluded is not None
             and name in self.described
             and _answer((self.excluded / name).is_file)
+        )
+
+
+def _refuse_unknown(settings: DataSettings, folders: Collection[str]) -> None:
+    unknown = [
+        f"data.folders names {shown(name)!r}, which is no subfolder.{did_you_mean(name, folders)}"
+        for name in settings.folders
+        if name not in folders
+    ]
+    if unknown:
+        raise RequestError(
+            " ".join(unknown), fix="name the folders as they are called, the dataset's own `.`"
         )
 
 

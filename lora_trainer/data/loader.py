@@ -19,9 +19,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from lora_trainer.config import DataSettings, ObjectiveSettings
+from lora_trainer.config import OWN_FOLDER, DataSettings, ObjectiveSettings
 from lora_trainer.data.cache import Cache, CacheKey
-from lora_trainer.data.captions import is_dropped, variant_of
+from lora_trainer.data.caption_rules import is_dropped, variant_of
 from lora_trainer.errors import MachineError
 from lora_trainer.families.base import Conditioning, Prediction
 from lora_trainer.launch import Place, share
@@ -40,9 +40,11 @@ LEAVING_S = (
 class Source:
     """Where a sample's tensors are: its latent as is and mirrored (or None), one text entry per variant.
 
-    `size_px` is (width, height) of its bucket, `geometry` what the denoiser is told about its crop;
-    what is cut away on the left is on the right of the mirrored one. `others` are the same picture at
-    other resolutions; they have none themselves.
+    The first of `texts` is the plain one to validate with; where there are others, these are trained
+    with. `folder` is the key of `data.folders` that may say more. `size_px` is (width, height) of its
+    bucket, `geometry` what the denoiser is told about its crop; what is cut away on the left is on the
+    right of the mirrored one. `others` are the same picture at other resolutions; they have none
+    themselves.
     """
 
     plain: CacheKey
@@ -52,6 +54,7 @@ class Source:
     geometry: Conditioning
     mirrored_geometry: Conditioning
     others: tuple[Source, ...] = ()
+    folder: str = OWN_FOLDER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +204,7 @@ class Feeder:
         made = self._assemble(sample, latents, noise, level, told)
         # smooth_l1 is huber over its delta: with falling deltas it weighs the noisier levels more.
         weight = made.weight / delta if self.objective.loss == "smooth_l1" else made.weight
+        weight *= self.data.weight_of(source.folder)
         return replace(
             made,
             weight=weight,
@@ -319,10 +323,12 @@ class Feeder:
         return noise + strength * torch.randn(noise.shape, generator=generator)
 
     def _text(self, source: Source, epoch: int, sample: str) -> Conditioning:
-        if is_dropped(sample, fraction=self.data.caption_dropout, seed=self.seed, epoch=epoch):
+        settings = self.data.of_folder(source.folder)
+        if is_dropped(sample, settings=settings, seed=self.seed, epoch=epoch):
             return self.entries.read(self.empty_text)
+        texts = source.texts[1:] or source.texts
         return self.entries.read(
-            source.texts[variant_of(sample, count=len(source.texts), seed=self.seed, epoch=epoch)]
+            texts[variant_of(sample, count=len(texts), seed=self.seed, epoch=epoch)]
         )
 
     def _order(self, epoch: int) -> list[str]:

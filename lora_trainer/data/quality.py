@@ -111,7 +111,7 @@ def inspect_images(
     twins = near_duplicates(records)
     own = {record.name: _own_parts(record, placements, twins) for record in records}
     parts = {
-        name: _trigger_share(records, settings.trigger)
+        name: _trigger_share(records, settings)
         if name == "trigger"
         else _mean(found[name] for found in own.values())
         for name in WEIGHTS
@@ -233,9 +233,14 @@ def _captioned(record: ImageRecord) -> float:
     return 0.0 if record.caption_source is None else 1.0
 
 
-def _trigger_share(records: Sequence[ImageRecord], trigger: str | None) -> float:
-    if trigger is not None:
-        return _mean(has_trigger(record.caption, trigger) for record in records)
+def _trigger_share(records: Sequence[ImageRecord], settings: DataSettings) -> float:
+    triggers = {record.name: settings.of_folder(record.folder).trigger for record in records}
+    if any(triggers.values()):
+        return _mean(
+            has_trigger(record.caption, trigger)
+            for record in records
+            if (trigger := triggers[record.name])
+        )
     words = Counter(
         word
         for record in records

@@ -14,13 +14,13 @@ from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-from lora_trainer.config import DataSettings
+from lora_trainer.config import OWN_FOLDER, DataSettings
+from lora_trainer.data.caption_rules import plain_text
 from lora_trainer.data.captions import (
     MAX_CAPTION_BYTES,
     TRIGGER_PLACEHOLDER,
     CaptionText,
     read_caption,
-    with_trigger,
 )
 from lora_trainer.data.faults import ImageFault
 from lora_trainer.data.findings import Finding as Finding
@@ -33,7 +33,13 @@ from lora_trainer.data.findings import (
     warning,
 )
 from lora_trainer.data.images import VerifiedImage, VerifiedImages, background_rgb, verify
-from lora_trainer.data.listing import FOLDER_NAME, MAX_REPEATS, ListedPicture, list_dataset
+from lora_trainer.data.listing import (
+    FOLDER_NAME,
+    MAX_REPEATS,
+    GivenCaption,
+    ListedPicture,
+    list_dataset,
+)
 from lora_trainer.data.measures import Measures
 from lora_trainer.errors import InputError
 from lora_trainer.files import HashMemo, json_bytes, sha256_bytes
@@ -52,10 +58,11 @@ MAX_REASONS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRecord:
-    """One usable picture with its final caption: the trigger is in it, variants are not yet drawn.
+    """One usable picture: its captions as they are written, and the one it is shown and validated with.
 
-    `copy_index` numbers files with identical bytes by name, so that (content_hash, copy_index,
-    repeat) names a sample. `transparent`: its pixels depend on `data.alpha_background`.
+    `folder` is the subfolder it lies in, `.` for none: `data.folders` may say more of it. `copy_index`
+    numbers files with identical bytes by name, so that (content_hash, copy_index, repeat) names a
+    sample. `transparent`: its pixels depend on `data.alpha_background`.
     """
 
     path: Path
@@ -63,10 +70,12 @@ class ImageRecord:
     content_hash: str
     width_px: int
     height_px: int
+    written: tuple[str, ...]
     caption: str
     caption_source: str | None
     repeats: int
     copy_index: int
+    folder: str = OWN_FOLDER
     transparent: bool = False
     measures: Measures | None = None
 
@@ -181,15 +190,19 @@ def _refuse_too_many_bad(
 def _records(examined: Sequence[_Examined], settings: DataSettings) -> Iterator[ImageRecord]:
     copies: Counter[str] = Counter()
     for item in examined:  # sorted by name, so copies are numbered by name
-        caption, source = _caption(item)
+        own = settings.of_folder(item.picture.folder)
+        given = _caption(item)
+        written = given.lines if own.caption_lines == "one" and given.lines else (given.text,)
         yield ImageRecord(
             path=item.picture.path,
             name=item.picture.name,
             content_hash=item.content_hash,
             width_px=item.image.width_px,
             height_px=item.image.height_px,
-            caption=with_trigger(caption, settings.trigger),
-            caption_source=source,
+            folder=item.picture.folder,
+            written=written,
+            caption=plain_text(written, settings=own),
+            caption_source=given.source or None,
             repeats=item.picture.repeats,
             copy_index=copies[item.content_hash],
             transparent=bool(item.image.background),
@@ -198,12 +211,13 @@ def _records(examined: Sequence[_Examined], settings: DataSettings) -> Iterator[
         copies[item.content_hash] += 1
 
 
-def _caption(item: _Examined) -> tuple[str, str | None]:
-    """Return the text and its source: the caption file, else metadata, else the folder's name."""
+def _caption(item: _Examined) -> GivenCaption:
+    """Return the caption and its source: the file, else metadata, else the folder's name, else none."""
     if item.sidecar is not None and item.sidecar.text:
-        return item.sidecar.text, item.picture.sidecar_name
+        name = item.picture.sidecar_name or ""
+        return GivenCaption(text=item.sidecar.text, lines=item.sidecar.lines, source=name)
     given = next((given for given in item.picture.stand_ins if given.text), None)
-    return (given.text, given.source) if given else ("", None)
+    return given or GivenCaption(text="", source="")
 
 
 def _image_findings(examined: Sequence[_Examined]) -> Iterator[Finding]:
@@ -227,8 +241,9 @@ def _caption_findings(examined: Sequence[_Examined], settings: DataSettings) -> 
         for problem in item.sidecar.problems if item.sidecar else ():
             advice = "save it as readable UTF-8 text of moderate length"
             yield warning("caption-text", sidecar_name, problem, advice=advice, code="CAP-02")
-        caption, source = _caption(item)
-        if TRIGGER_PLACEHOLDER in caption and settings.trigger is None:
+        found, trigger = _caption(item), settings.of_folder(item.picture.folder).trigger
+        caption, source = found.text, found.source
+        if TRIGGER_PLACEHOLDER in caption and not trigger:
             what = f"is captioned with {TRIGGER_PLACEHOLDER}, and there is no trigger"
             yield warning("no-trigger", name, what, advice="--set data.trigger=WORD")
         unused = [given for given in item.picture.stand_ins if given.source != FOLDER_NAME]
@@ -269,7 +284,8 @@ _NO_CAPTION: tuple[tuple[str | None, Severity, str], ...] = (
 
 def _fingerprint(records: Sequence[ImageRecord]) -> str:
     rows = sorted(
-        (record.content_hash, record.copy_index, record.caption, record.repeats)
+        # What a caption says beyond its plain text: other lines, other alternatives, marks.
+        (record.content_hash, record.copy_index, record.caption, record.repeats, *record.written)
         for record in records
     )
     return sha256_bytes(json_bytes(rows))

@@ -64,12 +64,11 @@ def run_length(*, images: int, batch_size: int, priority: str) -> Length:
 class DiskUse:
     """What decides the disk a run needs.
 
-    `texts` are the different ones, the empty caption among them; `latent_elements` are those of the
-    largest image, `state_bytes` the optimizer's states.
+    `latents` count a mirrored image twice; `texts` are the different ones, the empty caption among them;
+    `latent_elements` are those of the largest image, `state_bytes` the optimizer's states.
     """
 
-    images: int
-    flip: bool
+    latents: int
     texts: int
     latent_elements: int
     conditioning_bytes: int
@@ -82,7 +81,7 @@ class DiskUse:
 
 def disk_bytes(use: DiskUse) -> dict[str, int]:
     """Return bytes of cache, states and exports; one more state and export exist while saving."""
-    latents = use.images * (2 if use.flip else 1) * 2 * 4 * use.latent_elements
+    latents = use.latents * 2 * 4 * use.latent_elements
     texts = use.texts * use.conditioning_bytes
     state = MASTER_BYTES * use.adapter_parameters + use.state_bytes
     export = use.adapter_parameters * ELEMENT_BYTES[use.export_precision]

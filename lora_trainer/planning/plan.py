@@ -47,7 +47,8 @@ class PlanInput:
     """What a plan is made from: `images` are the different pictures trained on.
 
     `samples_per_epoch` counts repeats; `buckets` are the (width, height) in use, in pixels, of each
-    picture, held-out ones too. `captions` counts the different ones; None: each has its own.
+    picture, held-out ones too. `latents` counts mirrored pictures twice, `texts` the different ones of
+    all captions; None: as `data.flip` says, and each picture has its own.
     `full_card` is what an earlier run found out about this card; `processes` share each step,
     `sharing` of them the memory of a machine;
     `kept_at_once` are the images at once of a run that goes on as it was planned.
@@ -60,7 +61,8 @@ class PlanInput:
     images: int
     samples_per_epoch: int
     buckets: Sequence[tuple[int, int]]
-    captions: int | None = None
+    latents: int | None = None
+    texts: int | None = None
     full_card: FullCard | None = None
     processes: int = 1
     sharing: int = 1
@@ -303,12 +305,11 @@ class _Planner:
         tensors = self.costs.adapter_tensors(facts, load.adapter)
         latent_px = (width_px // facts.vae_factor) * (height_px // facts.vae_factor)
         images = max(self.given.images, len(self.given.buckets))
-        captions = images if self.given.captions is None else self.given.captions
-        variants = config.data.caption_variants if config.data.shuffle_tags else 1
         use = DiskUse(
-            images=images,
-            flip=config.data.flip,
-            texts=captions * variants + 1,
+            latents=images * (1 + config.data.flip)
+            if self.given.latents is None
+            else self.given.latents,
+            texts=1 + (images if self.given.texts is None else self.given.texts),
             latent_elements=facts.latent_channels * latent_px,
             conditioning_bytes=cost.conditioning_bytes,
             adapter_parameters=total_elements(tensors),

@@ -122,8 +122,10 @@ class DataSettings(Section):
     caption_lines: CaptionLines = setting(
         "join", "several captions of a picture (lines of the file): joined, or one drawn anew"
     )
-    caption_prefix: CaptionWords = setting("", "text put in front of each caption, as a tag")
-    caption_suffix: CaptionWords = setting("", "text put behind each caption, as a tag")
+    caption_prefix: CaptionWords = setting(
+        "", "text put in front of each caption; the trigger stands before it"
+    )
+    caption_suffix: CaptionWords = setting("", "text put behind each caption")
     wildcards: bool = setting(False, "read {a|b} in captions as one of these, drawn anew")
     shuffle_tags: bool = setting(False, "shuffle the comma-separated tags of a caption")
     keep_tokens: TagCount = setting(

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config import DataSettings
 from lora_trainer.data.captions import (
     MAX_CAPTION_BYTES,
     MAX_CAPTION_CHARACTERS,
     Sidecars,
     clean,
     has_trigger,
-    is_dropped,
     read_caption,
     read_metadata,
-    variant_of,
-    variants,
     with_trigger,
 )
 
@@ -28,7 +23,6 @@ from lora_trainer.data.captions import (
 letters = st.text(
     alphabet="abz ,.*()[]%\n\t\u00a0\u00e9e\u0301\u2028\u202e\u732b\U0001f600", max_size=60
 )
-SHUFFLING = DataSettings(shuffle_tags=True, keep_tokens=1, caption_variants=6)
 
 
 @pytest.mark.parametrize(
@@ -144,12 +138,24 @@ def test_metadata_lines() -> None:
     data = "\ufeff" + "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n"
     found = read_metadata(data.encode())
     assert found.problems == ()
-    assert found.captions == {
+    assert {name: caption.text for name, caption in found.captions.items()} == {
         "a.png": "one two",
         "sub/b.png": "three",
         "c.png": "four five",
         "d.png": "first key wins",
     }
+    assert not any(caption.lines for caption in found.captions.values()), "each is one caption"
+
+
+def test_several_captions_of_a_picture_are_kept_apart_and_joined() -> None:
+    found = read_caption(b"one\r\n\n  two  2\nthree\x00")
+    assert (found.text, found.lines) == ("one two 2 three", ("one", "two 2", "three"))
+    assert read_caption(b"only one\n\n").lines == ()
+    row = json.dumps({"file_name": "a.png", "text": ["one", " two ", ""]})
+    listed = read_metadata(row.encode()).captions["a.png"]
+    assert (listed.text, listed.lines) == ("one two", ("one", "two"))
+    (problem,) = read_metadata(b'{"file_name": "a.png", "text": ["one", 2]}').problems
+    assert "no text under" in problem
 
 
 def test_bad_metadata_lines_are_named_and_the_others_used() -> None:
@@ -164,7 +170,8 @@ def test_bad_metadata_lines_are_named_and_the_others_used() -> None:
         '{"file_name": "s.png", "text": "\\ud800"}',
     ]
     found = read_metadata("\n".join(lines).encode())
-    assert found.captions == {"a.png": "b", "s.png": "?"}
+    texts = {name: caption.text for name, caption in found.captions.items()}
+    assert texts == {"a.png": "b", "s.png": "?"}
     assert [problem.split(":")[0] for problem in found.problems] == [
         *(f"line {number}" for number in (2, 3, 4, 5, 6)),
         "1 more lines like these",
@@ -182,60 +189,3 @@ def test_sidecars_prefer_the_exact_name_and_the_first_extension() -> None:
         None,
     ]
     assert found.find("cafe\u0301") == "caf\u00e9.txt"
-
-
-def test_without_shuffling_there_is_one_variant() -> None:
-    settings = DataSettings(shuffle_tags=False, caption_variants=4)
-    assert variants("a, b, c", settings=settings, seed=1) == ("a, b, c",)
-
-
-def test_variants_shuffle_all_but_the_kept_tags() -> None:
-    caption = "zibbo, one, two, three, four"
-    found = variants(caption, settings=SHUFFLING, seed=1)
-    assert len(found) == 6
-    assert found[0] == caption
-    assert len(set(found)) > 2
-    for text in found:
-        tags = text.split(", ")
-        assert tags[0] == "zibbo"
-        assert sorted(tags) == sorted(caption.split(", "))
-    kept = variants(caption, settings=SHUFFLING.model_copy(update={"keep_tokens": 3}), seed=1)
-    assert {tuple(text.split(", ")[:3]) for text in kept} == {("zibbo", "one", "two")}
-    assert len(set(kept)) == 2
-
-
-def test_variants_depend_on_text_and_seed_alone() -> None:
-    first = variants("k, a, b, c, d, e", settings=SHUFFLING, seed=1)
-    assert first == variants("k, a, b, c, d, e", settings=SHUFFLING, seed=1)
-    assert first != variants("k, a, b, c, d, e", settings=SHUFFLING, seed=2)
-    other = variants("x, a, b, c, d, e", settings=SHUFFLING, seed=1)
-    assert [text[1:] for text in other] != [text[1:] for text in first]
-    more = SHUFFLING.model_copy(update={"caption_variants": 9})
-    assert variants("k, a, b, c, d, e", settings=more, seed=1)[:6] == first
-
-
-@pytest.mark.parametrize("caption", ["", "one tag", "two, tags", "k,  "])
-def test_captions_with_nothing_to_shuffle_stay_as_they_are(caption: str) -> None:
-    assert variants(caption, settings=SHUFFLING, seed=1) == (caption,) * 6
-
-
-def test_repeated_tags_are_kept() -> None:
-    for text in variants("k, a, a, b", settings=SHUFFLING, seed=1):
-        assert Counter(text.split(", ")) == Counter({"a": 2, "b": 1, "k": 1})
-
-
-def test_each_sample_and_epoch_chooses_its_own_variant() -> None:
-    draws = [variant_of(f"s{i}", count=4, seed=7, epoch=e) for i in range(40) for e in range(10)]
-    assert set(draws) == {0, 1, 2, 3}
-    assert max(Counter(draws).values()) < 140
-    assert draws[0] == variant_of("s0", count=4, seed=7, epoch=0)
-
-
-def test_dropout_hits_its_share_of_samples() -> None:
-    def share(fraction: float) -> float:
-        draws = [is_dropped(f"s{i}", fraction=fraction, seed=3, epoch=i % 5) for i in range(2000)]
-        return sum(draws) / len(draws)
-
-    assert share(0.0) == 0.0
-    assert share(1.0) == 1.0
-    assert share(0.25) == pytest.approx(0.25, abs=0.04)

@@ -189,7 +189,7 @@ def test_sources_name_what_a_sample_needs(studio: Studio) -> None:
     keys = {key.digest for key in used}
     for source in wanted.sources.values():
         assert source.mirrored is not None and source.mirrored != source.plain
-        assert len(source.texts) == 3
+        assert len(source.texts) == 4, "the plain one and three drawn ones"
         digests = {source.plain.digest, source.mirrored.digest, *(k.digest for k in source.texts)}
         assert digests <= keys
         assert wanted.latents[source.plain.digest].flip is False

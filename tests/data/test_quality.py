@@ -52,6 +52,7 @@ def record(image: Image.Image, name: str = "a.png", **changes: Any) -> ImageReco
         content_hash=f"hash of {name}",
         width_px=image.width,
         height_px=image.height,
+        written=("a cat",),
         caption="a cat",
         caption_source="a.txt",
         repeats=1,

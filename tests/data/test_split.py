@@ -19,6 +19,7 @@ def record(content: int, *, copy: int = 0, name: str | None = None) -> ImageReco
         content_hash=f"{content:064x}",
         width_px=1,
         height_px=1,
+        written=("",),
         caption="",
         caption_source=None,
         repeats=1,

@@ -56,8 +56,7 @@ def test_the_reason_has_the_numbers_of_the_rule() -> None:
 
 def test_disk_counts_cache_states_and_exports() -> None:
     use = DiskUse(
-        images=10,
-        flip=False,
+        latents=10,
         texts=11,
         latent_elements=1000,
         conditioning_bytes=500,
@@ -73,7 +72,7 @@ def test_disk_counts_cache_states_and_exports() -> None:
         "states": 3 * 100 * 12,
         "exports": 5 * 100 * 2,
     }
-    flipped = disk_bytes(replace(use, flip=True, texts=41))
+    flipped = disk_bytes(replace(use, latents=20, texts=41))
     assert flipped["cache"] == 20 * 2 * 4 * 1000 + 41 * 500
 
 

@@ -101,8 +101,7 @@ def test_ckp_05_damaged_states_are_moved_aside_and_the_run_ends_with_the_same_bi
 
 def test_ckp_06_the_disk_is_asked_for_one_state_more_than_is_kept() -> None:
     use = DiskUse(
-        images=1,
-        flip=False,
+        latents=1,
         latent_elements=1,
         texts=1,
         conditioning_bytes=1,

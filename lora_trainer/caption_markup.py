@@ -1,0 +1,162 @@
+"""What may stand in captions and prompts beside words: `{a|b}`, `(word:1.2)`, brackets around commas.
+
+Inputs are one-line texts; outputs are texts, their parts, or their parts with weights. Nothing here
+raises: brackets without a partner and numbers out of range are words like others, and no depth of
+nesting is too much.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
+
+STRONGER = 1.1
+"""What a pair of round brackets multiplies a weight by; a square one divides by it."""
+MAX_WEIGHT = 100.0
+_CHOICE = {"{": "}"}
+_EMPHASIS = {"(": ")", "[": "]"}
+_WEIGHT = re.compile(r":\s*\+?(\d+\.?\d*|\.\d+)\s*", re.ASCII)
+
+Choose = Callable[[int, int], int]
+Weighted = tuple[str, float]
+
+
+def with_choices_made(text: str, choose: Choose) -> str:
+    r"""Replace each `{a|b|c}`, also inside others, by the alternative that `choose(count, place)` names.
+
+    `place` is where the bracket opens. `{a}` has no alternatives and stays; `\{`, `\|` and `\}` are
+    the characters themselves.
+    """
+    partners = _partners(text, _CHOICE)
+    ends = set(partners.values())
+    outer = [""]
+    groups: list[tuple[int, list[str]]] = []
+    index = 0
+    while index < len(text):
+        mark, words = text[index], groups[-1][1] if groups else outer
+        if mark == "\\":
+            escaped = text[index + 1 : index + 2]
+            words[-1] += escaped if escaped in _CHOICE_MARKS else mark + escaped
+            index += 1
+        elif index in partners:
+            groups.append((index, [""]))
+        elif index in ends:
+            place, words = groups.pop()
+            made = words[choose(len(words), place)] if len(words) > 1 else f"{{{words[0]}}}"
+            (groups[-1][1] if groups else outer)[-1] += made
+        elif mark == "|" and groups:
+            words.append("")
+        else:
+            words[-1] += mark
+        index += 1
+    return outer[0]
+
+
+_CHOICE_MARKS = ("{", "|", "}")
+_EMPHASIS_MARKS = ("(", ")", "[", "]", "\\")
+
+
+def has_choice(text: str) -> bool:
+    """Say whether there is anything to choose in a text."""
+    asked = 0
+
+    def choose(count: int, place: int) -> int:
+        nonlocal asked
+        asked += 1
+        return 0
+
+    with_choices_made(text, choose)
+    return asked > 0
+
+
+def weighted_parts(text: str) -> list[Weighted]:
+    r"""Split a text into parts with weights, as Stable Diffusion web UI writes them.
+
+    `(word)` weighs 1.1, `[word]` 1 / 1.1, `(word:1.3)` 1.3; inside each other they multiply. `\(`,
+    `\)`, `\[`, `\]` and `\\` are the characters themselves.
+    """
+    partners = _partners(text, _EMPHASIS)
+    ends = set(partners.values())
+    factors, numbers = _factors(text, partners)
+    weights, parts = [1.0], list[Weighted]()
+    index = 0
+    while index < len(text):
+        mark = text[index]
+        if index in numbers:
+            index = numbers[index]
+            continue
+        if mark == "\\":
+            escaped = text[index + 1 : index + 2]
+            parts.append((escaped if escaped in _EMPHASIS_MARKS else mark + escaped, weights[-1]))
+            index += 1
+        elif index in partners:
+            weights.append(min(weights[-1] * factors[index], MAX_WEIGHT))
+        elif index in ends:
+            weights.pop()
+        else:
+            parts.append((mark, weights[-1]))
+        index += 1
+    return [
+        ("".join(words for words, _ in group), weight)
+        for weight, group in groupby(parts, key=lambda part: part[1])
+    ]
+
+
+def words_of(parts: Iterable[Weighted]) -> str:
+    """Return the text of weighted parts."""
+    return "".join(words for words, _ in parts)
+
+
+def split_at_commas(text: str, *, whole_brackets: bool) -> list[str]:
+    """Split at commas; with `whole_brackets` not at those inside brackets that `weighted_parts` reads."""
+    if not whole_brackets:
+        return text.split(",")
+    partners = _partners(text, _EMPHASIS)
+    parts, first, closed = list[str](), 0, -1
+    for index, mark in enumerate(text):
+        if index <= closed:
+            continue
+        if index in partners:
+            closed = partners[index]
+        elif mark == ",":
+            parts.append(text[first:index])
+            first = index + 1
+    return [*parts, text[first:]]
+
+
+def _factors(
+    text: str, partners: Mapping[int, int]
+) -> tuple[Mapping[int, float], Mapping[int, int]]:
+    """Return the factor of each bracket by its place, and of stated numbers begin and end."""
+    factors, numbers = dict[int, float](), dict[int, int]()
+    for begin, end in partners.items():
+        factors[begin] = STRONGER if text[begin] == "(" else 1 / STRONGER
+        colon = text.rfind(":", begin, end)
+        stated = _WEIGHT.fullmatch(text, colon, end) if colon >= 0 else None
+        if text[begin] == "(" and stated and float(stated[1]) <= MAX_WEIGHT:
+            factors[begin] = float(stated[1])
+            numbers[colon] = end
+    return factors, numbers
+
+
+def _partners(text: str, kinds: Mapping[str, str]) -> dict[int, int]:
+    """Return where each bracket that has a partner opens and closes; escaped ones are none."""
+    found: dict[int, int] = {}
+    waiting: list[tuple[str, int]] = []
+    open_ones: Counter[str] = Counter()
+    escaped = False
+    for index, mark in enumerate(text):
+        if escaped or mark == "\\":
+            escaped = not escaped
+        elif mark in kinds:
+            waiting.append((kinds[mark], index))
+            open_ones[kinds[mark]] += 1
+        elif open_ones[mark] > 0:
+            closes = ""
+            while closes != mark:  # what was opened in between stays without a partner
+                closes, begin = waiting.pop()
+                open_ones[closes] -= 1
+            found[begin] = index
+    return found

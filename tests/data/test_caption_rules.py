@@ -1,0 +1,236 @@
+"""Each rule for captions, all of them together, and that drawn texts are functions of text and seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.config import DataSettings
+from lora_trainer.data.caption_rules import (
+    is_dropped,
+    max_texts,
+    plain_text,
+    variant_of,
+    variants,
+)
+
+SHUFFLING = DataSettings(shuffle_tags=True, keep_tokens=1, caption_variants=6)
+EVERYTHING: dict[str, Any] = {
+    "trigger": "zibbo",
+    "wildcards": True,
+    "shuffle_tags": True,
+    "keep_tokens_separator": "|||",
+    "secondary_separator": ";;;",
+    "tag_dropout": 0.3,
+    "caption_prefix": "photo,",
+    "caption_suffix": ", {film|digital}",
+    "caption_variants": 12,
+    "emphasis": True,
+}
+CAPTION = "one, two ||| {red|blue} hat, a;;;b, x, (y, z:1.2), w ||| last"
+
+
+def drawn(caption: str, settings: DataSettings, seed: int = 1) -> tuple[str, ...]:
+    """Return the texts that a picture with one caption is trained with."""
+    found = variants((caption,), settings=settings, seed=seed)
+    return found[1:] or found
+
+
+def tags(text: str) -> list[str]:
+    return text.split(", ")
+
+
+def test_without_random_rules_there_is_one_text() -> None:
+    settings = DataSettings(shuffle_tags=False, caption_variants=4)
+    assert variants(("a,b , c",), settings=settings, seed=1) == ("a,b , c",)
+    assert max_texts(("a,b , c",), settings=settings) == 1
+
+
+def test_all_but_the_kept_tags_are_shuffled() -> None:
+    caption = "zibbo, one, two, three, four"
+    plain, *found = variants((caption,), settings=SHUFFLING, seed=1)
+    assert plain == caption
+    assert len(found) == 6
+    assert len(set(found)) > 2
+    for text in found:
+        assert tags(text)[0] == "zibbo"
+        assert sorted(tags(text)) == sorted(tags(caption))
+    kept = drawn(caption, SHUFFLING.model_copy(update={"keep_tokens": 3}))
+    assert {tuple(tags(text)[:3]) for text in kept} == {("zibbo", "one", "two")}
+    assert len(set(kept)) == 2
+
+
+def test_texts_depend_on_the_caption_and_the_seed_alone() -> None:
+    settings = DataSettings(**EVERYTHING)
+    first = variants((CAPTION,), settings=settings, seed=1)
+    assert first == variants((CAPTION,), settings=settings, seed=1)
+    assert first[1:] != variants((CAPTION,), settings=settings, seed=2)[1:]
+    more = settings.model_copy(update={"caption_variants": 20})
+    assert variants((CAPTION,), settings=more, seed=1)[:13] == first
+    other = drawn("x, a, b, c, d, e", SHUFFLING)
+    assert [text[1:] for text in other] != [
+        text[1:] for text in drawn("k, a, b, c, d, e", SHUFFLING)
+    ]
+
+
+@pytest.mark.parametrize("caption", ["", "one tag", "two, tags", "k,  "])
+def test_captions_with_nothing_to_shuffle_keep_their_tags(caption: str) -> None:
+    wanted = [tag for tag in map(str.strip, caption.split(",")) if tag]
+    for text in drawn(caption, SHUFFLING):
+        assert [tag for tag in tags(text) if tag] == wanted
+
+
+def test_repeated_tags_are_kept() -> None:
+    for text in drawn("k, a, a, b", SHUFFLING):
+        assert Counter(tags(text)) == Counter({"a": 2, "b": 1, "k": 1})
+
+
+def test_a_mark_says_what_stays_in_front_and_at_the_end() -> None:
+    settings = SHUFFLING.model_copy(update={"keep_tokens_separator": "|||"})
+    texts = drawn("one, two ||| a, b, c, d ||| last, one more", settings)
+    assert {(*tags(text)[:2], *tags(text)[-2:]) for text in texts} == {
+        ("one", "two", "last", "one more")
+    }
+    assert len(set(texts)) > 2, "and what is between is shuffled"
+    assert {tuple(tags(text)[:1]) for text in drawn("one, a, b, c", settings)} == {("one",)}, (
+        "without the mark keep_tokens counts"
+    )
+    plain = DataSettings(keep_tokens_separator="|||")
+    assert plain_text(("one ||| a,b",), settings=plain) == "one, a, b"
+    assert plain_text(("a,b",), settings=plain) == "a,b", "as it is written"
+
+
+def test_tags_with_the_second_mark_between_stay_together() -> None:
+    settings = SHUFFLING.model_copy(update={"secondary_separator": ";;;", "tag_dropout": 0.4})
+    texts = drawn("k, a;;;b ;;; c, d, e, f", settings.model_copy(update={"caption_variants": 40}))
+    assert all(("a, b, c" in text) == ("b" in tags(text)) for text in texts)
+    assert {("b" in tags(text)) for text in texts} == {True, False}
+    plain = DataSettings(secondary_separator=";;;")
+    assert plain_text(("a;;;b, c",), settings=plain) == "a, b, c"
+
+
+def test_alternatives_are_drawn_anew_and_the_first_is_the_plain_one() -> None:
+    settings = DataSettings(wildcards=True, caption_variants=60)
+    plain, *texts = variants(("a {red|blue|} {big {old|new}|} hat",), settings=settings, seed=1)
+    assert plain == "a red big old hat"
+    assert set(texts) == {
+        " ".join(["a", *colour, *size, "hat"])
+        for colour in (["red"], ["blue"], [])
+        for size in (["big old"], ["big new"], [])
+    }
+    assert drawn("{a|b}", DataSettings()) == ("{a|b}",), "braces may be meant"
+    assert max_texts(("no braces",), settings=settings) == 1
+    around = DataSettings(wildcards=True, caption_prefix="{a|b}", caption_variants=20)
+    assert set(drawn("hat", around)) == {"a hat", "b hat"}
+
+
+def test_tags_are_left_out_at_their_rate_and_kept_ones_never() -> None:
+    settings = DataSettings(tag_dropout=0.25, keep_tokens=2, caption_variants=64)
+    caption = ", ".join(f"t{number}" for number in range(40))
+    plain, *texts = variants((caption,), settings=settings, seed=1)
+    assert plain == caption
+    assert all(tags(text)[:2] == ["t0", "t1"] for text in texts)
+    share = 1 - sum(len(tags(text)) - 2 for text in texts) / (38 * len(texts))
+    assert share == pytest.approx(0.25, abs=0.03)
+    assert all(tags(text) == sorted(tags(text), key=tags(caption).index) for text in texts)
+    nothing = DataSettings(tag_dropout=1.0, keep_tokens=0, trigger="zibbo")
+    assert set(drawn("a, b", nothing)) == {"zibbo"}
+
+
+def test_the_trigger_comes_first_and_is_never_left_out() -> None:
+    settings = DataSettings(
+        shuffle_tags=True, tag_dropout=0.5, trigger="zibbo", caption_variants=20
+    )
+    for caption in ("a, b, zibbo, c", "a, b, c", "a, b, (zibbo:1.2), c", "a, [trigger], b"):
+        texts = drawn(caption, settings)
+        assert all("zibbo" in tags(text)[0] for text in texts)
+        assert all(text.count("zibbo") == 1 for text in texts)
+        assert len(set(texts)) > 3
+    first = {tags(text)[1] for text in drawn("a, b, c, d", settings) if len(tags(text)) > 1}
+    assert len(first) > 1, "the trigger is the tag that is kept"
+    marked = settings.model_copy(update={"keep_tokens_separator": "|||"})
+    assert all(text.startswith("zibbo, a") for text in drawn("a ||| b, zibbo", marked))
+
+
+def test_prefix_and_suffix_stay_where_they_are() -> None:
+    around = {"caption_prefix": "a photo of", "caption_suffix": ", outdoors"}
+    assert plain_text(("a cat",), settings=DataSettings(**around)) == (
+        "a photo of a cat , outdoors"
+    )
+    settings = SHUFFLING.model_copy(update={**around, "trigger": "zibbo", "tag_dropout": 1.0})
+    assert set(drawn("a, b, c", settings)) == {"zibbo, a photo of , outdoors"}
+
+
+def test_each_of_several_captions_is_trained_equally_often() -> None:
+    lines = ("one", "two", "three")
+    found = variants(lines, settings=DataSettings(), seed=1)
+    assert found == ("one", *lines)
+    assert max_texts(lines, settings=DataSettings()) == 3
+    settings = SHUFFLING.model_copy(update={"caption_variants": 4})
+    plain, *texts = variants(("a, b, c", "d, e, f"), settings=settings, seed=1)
+    assert plain == "a, b, c"
+    assert Counter(tags(text)[0] for text in texts) == {"a": 2, "d": 2}
+
+
+def test_all_rules_at_once() -> None:
+    settings = DataSettings(**EVERYTHING)
+    plain, *texts = variants((CAPTION,), settings=settings, seed=1)
+    assert plain == ("zibbo, photo, one, two, red hat, a, b, x, (y, z:1.2), w, last , film")
+    assert len(texts) == 12
+    assert len(set(texts)) > 8
+    for text in texts:
+        assert text.startswith("zibbo, photo, one, two, ")
+        assert text.endswith((", last , film", ", last , digital"))
+        assert ("a, b" in text) == (", a," in text)
+        assert ("(y, z:1.2)" in text) == ("(y" in text), "commas in brackets separate nothing"
+        assert "|" not in text and ";" not in text and "{" not in text
+    for part in ("red hat", "blue hat", "film", "digital", "x,"):
+        assert 0 < sum(part in text for text in texts) < 12, part
+
+
+marked = st.text(alphabet="ab ,;|{}()[]:.12\\\u732b", max_size=40)
+
+
+@given(caption=marked, prefix=marked, seed=st.integers(0, 3))
+def test_any_caption_has_its_texts(caption: str, prefix: str, seed: int) -> None:
+    settings = DataSettings(**{**EVERYTHING, "caption_variants": 3, "caption_prefix": prefix})
+    found = variants((caption, "b"), settings=settings, seed=seed)
+    assert len(found) == 5
+    assert len(set(found)) <= max_texts((caption, "b"), settings=settings)
+    assert all(text == " ".join(text.split()) for text in found)
+    assert all("zibbo" in text for text in found)
+
+
+def test_each_sample_and_epoch_chooses_its_own_variant() -> None:
+    draws = [variant_of(f"s{i}", count=4, seed=7, epoch=e) for i in range(40) for e in range(10)]
+    assert set(draws) == {0, 1, 2, 3}
+    assert max(Counter(draws).values()) < 140
+    assert draws[0] == variant_of("s0", count=4, seed=7, epoch=0)
+
+
+def dropped(settings: DataSettings, *, epochs: int = 5, samples: int = 400) -> list[bool]:
+    return [
+        is_dropped(f"s{number}", settings=settings, seed=3, epoch=epoch)
+        for epoch in range(epochs)
+        for number in range(samples)
+    ]
+
+
+def test_dropout_hits_its_share_of_samples() -> None:
+    def share(fraction: float) -> float:
+        draws = dropped(DataSettings(caption_dropout=fraction))
+        return sum(draws) / len(draws)
+
+    assert share(0.0) == 0.0
+    assert share(1.0) == 1.0
+    assert share(0.25) == pytest.approx(0.25, abs=0.04)
+
+
+def test_whole_epochs_are_trained_without_captions() -> None:
+    settings = DataSettings(caption_dropout_every_epochs=3)
+    assert dropped(settings, epochs=7, samples=1) == [False, False, True, False, False, True, False]
+    assert all(dropped(DataSettings(caption_dropout_every_epochs=1)))

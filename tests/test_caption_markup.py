@@ -1,0 +1,118 @@
+"""Choices and weights written in captions: what they mean, and that nothing written breaks them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.caption_markup import (
+    has_choice,
+    split_at_commas,
+    weighted_parts,
+    with_choices_made,
+    words_of,
+)
+
+marked = st.text(alphabet="ab ,|{}()[]:.12\\\u732b", max_size=60)
+
+
+def last(count: int, place: int) -> int:
+    return count - 1
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("a {b|c} d", "a c d"),
+        ("{a|{b|c}}", "c"),
+        ("{{a|b}|c}", "c"),
+        ("{a}", "{a}"),
+        ("{x {a|b}}", "{x b}"),
+        ("{a|b", "{a|b"),
+        ("a|b} {c|d}", "a|b} d"),
+        ("{a|{b|c}", "{a|c"),
+        ("{a|}", ""),
+        (r"\{a\|b\} {c\|d|e\}}", "{a|b} e}"),
+        (r"a\(b\) {\\|c}", r"a\(b\) c"),
+        ("\\", "\\"),
+    ],
+)
+def test_choices(text: str, found: str) -> None:
+    assert with_choices_made(text, last) == found
+
+
+def test_the_place_of_a_choice_is_where_it_opens() -> None:
+    asked = []
+
+    def choose(count: int, place: int) -> int:
+        asked.append((count, place))
+        return 0
+
+    assert with_choices_made("x{a|{b|c}|d}", choose) == "xa"
+    assert asked == [(2, 4), (3, 1)]
+    assert has_choice("{a|b}") and not has_choice("{a} {b|") and not has_choice(r"\{a|b}")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a cat", [("a cat", 1.0)]),
+        ("a (red) hat", [("a ", 1.0), ("red", 1.1), (" hat", 1.0)]),
+        ("((a))", [("a", 1.21)]),
+        ("[a]", [("a", 1 / 1.1)]),
+        ("(a:1.3)b", [("a", 1.3), ("b", 1.0)]),
+        ("(a (b:2) c: 0.5 )", [("a ", 0.5), ("b", 1.0), (" c", 0.5)]),
+        ("(a:.5)", [("a", 0.5)]),
+        ("(a:0)", [("a", 0.0)]),
+        ("[a:1.3]", [("a:1.3", 1 / 1.1)]),
+        ("(a:101)", [("a:101", 1.1)]),
+        ("(a:-1)", [("a:-1", 1.1)]),
+        ("(a:b)", [("a:b", 1.1)]),
+        (r"a \(b\)", [("a (b)", 1.0)]),
+        (r"\\(b)", [("\\", 1.0), ("b", 1.1)]),
+        ("(a", [("(a", 1.0)]),
+        ("a) (b)", [("a) ", 1.0), ("b", 1.1)]),
+        ("(a [b)", [("a [b", 1.1)]),
+        ("", []),
+    ],
+)
+def test_weights(text: str, parts: list[tuple[str, float]]) -> None:
+    found = weighted_parts(text)
+    assert [words for words, _ in found] == [words for words, _ in parts]
+    assert [weight for _, weight in found] == pytest.approx([weight for _, weight in parts])
+
+
+def test_commas_in_brackets_do_not_separate() -> None:
+    text = "a, (b, c:1.2), [d, (e, f)], (g, h"
+    assert [part.strip() for part in split_at_commas(text, whole_brackets=True)] == [
+        "a", "(b, c:1.2)", "[d, (e, f)]", "(g", "h",
+    ]  # fmt: skip
+    assert split_at_commas(text, whole_brackets=False) == text.split(",")
+
+
+@given(marked)
+def test_no_text_is_an_error(text: str) -> None:
+    chosen = with_choices_made(text, last)
+    assert len(chosen) <= len(text)
+    assert with_choices_made(text, lambda count, place: 0) is not None
+    parts = weighted_parts(text)
+    assert all(weight >= 0 for _, weight in parts)
+    assert len(words_of(parts)) <= len(text)
+    assert ",".join(split_at_commas(text, whole_brackets=True)) == text
+
+
+@given(st.text(alphabet="ab ,|}:.12\u732b", max_size=40))
+def test_words_without_marks_are_what_they_are(text: str) -> None:
+    assert with_choices_made(text, last) == text
+    assert words_of(weighted_parts(text)) == text
+
+
+@pytest.mark.parametrize("mark", ["{", "(", "[", "}", "{a|", "([", "(:1"])
+def test_depth_does_not_matter(mark: str) -> None:
+    text = mark * 3_000
+    assert with_choices_made(text, last) == text
+    assert words_of(weighted_parts(text)) == text
+    closed = "{" * 3_000 + "a|b" + "}" * 3_000
+    assert with_choices_made(closed, last) == "{" * 2_999 + "b" + "}" * 2_999
+    assert words_of(weighted_parts("(" * 3_000 + "a" + ")" * 3_000)) == "a"
