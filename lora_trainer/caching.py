@@ -125,6 +125,7 @@ def texts_as(prepared: Prepared) -> TextEntries:
         precision=concrete(prepared.config.memory.text_encoder_precision),
         tokens_only=runs_text_encoders(prepared.config),
         word=new_word(prepared.config),
+        emphasis=prepared.config.data.emphasis,
     )
 
 

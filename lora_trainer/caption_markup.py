@@ -104,6 +104,11 @@ def weighted_parts(text: str) -> list[Weighted]:
     ]
 
 
+def plainly(text: str) -> list[Weighted]:
+    """Return the parts of a text in which nothing has a weight."""
+    return [(text, 1.0)] if text else []
+
+
 def words_of(parts: Iterable[Weighted]) -> str:
     """Return the text of weighted parts."""
     return "".join(words for words, _ in parts)

@@ -11,7 +11,7 @@ from torch import nn
 from lora_trainer.caching import new_word, runs_text_encoders
 from lora_trainer.config import Config, concrete
 from lora_trainer.device import CPU, DTYPES, planned_device
-from lora_trainer.families.base import DENOISER, Conditioning, TextEncoder
+from lora_trainer.families.base import DENOISER, WEIGHTS, Conditioning, TextEncoder
 from lora_trainer.model.adapters import Adapter, inject, layer_names
 from lora_trainer.model.assistant import Assistant, attach
 from lora_trainer.model.attention import apply_attention
@@ -132,10 +132,11 @@ def _embedding(text: TextEncoder | None) -> Callable[[Conditioning], Conditionin
     """Return what turns a batch's texts into conditioning: cached outputs as they are, tokens by running."""
     if text is None:
         return lambda conditioning: conditioning
-    names = frozenset(text.tokenize([""]))
+    tokenized = text.tokenize([""])
+    names = frozenset(tokenized) | {name + WEIGHTS for name in tokenized}
 
     def embed(conditioning: Conditioning) -> Conditioning:
-        tokens = {name: conditioning[name] for name in names}
+        tokens = {name: value for name, value in conditioning.items() if name in names}
         told = {name: value for name, value in conditioning.items() if name not in names}
         return {**text.embed(tokens), **told}
 

@@ -316,6 +316,12 @@ def _refuse_impossible(settings: Config, basis: Basis) -> None:
             f"{basis.facts.source} (family {basis.family.name}) learn no new words",
             fix="leave adapter.new_tokens out",
         )
+    if settings.data.emphasis and not basis.family.weighs_words:
+        raise RequestError(
+            f"data.emphasis=true, but the text encoders of {basis.facts.source} "
+            f"(family {basis.family.name}) take no weights of words, only CLIP's alone do",
+            fix="leave data.emphasis out",
+        )
     resolve_format(basis.family, settings.output.format, adapter=settings.adapter)
 
 

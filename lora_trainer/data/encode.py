@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from lora_trainer.caption_markup import plainly, weighted_parts, words_of
 from lora_trainer.config import DataSettings, Precision
 from lora_trainer.data.buckets import Placement, cut
 from lora_trainer.data.cache import Cache, CacheKey, latent_key, text_key
@@ -81,7 +82,7 @@ class Needs:
 class TextEntries:
     """What an entry of a text holds: embeddings made in a dtype, or tokens where encoders are trained.
 
-    `word` is what these tokens have numbers of its own for.
+    `word` is what these tokens have numbers of its own for. With `emphasis` brackets in a text are weights of words, and no words.
     """
 
     encoder_identity: str
@@ -89,6 +90,7 @@ class TextEntries:
     precision: Precision
     tokens_only: bool
     word: NewWord | None = None
+    emphasis: bool = False
 
     def key(self, text: str) -> CacheKey:
         """Return the name of a text's entry."""
@@ -96,18 +98,32 @@ class TextEntries:
             text=text,
             encoder_identity=self.encoder_identity,
             max_tokens=self.max_tokens,
-            content=self._content,
+            content=self._content(text),
         )
 
-    @property
-    def _content(self) -> str:
-        if not self.tokens_only:
-            return self.precision
-        return f"tokens, {self.word.tokens} for {self.word.text}" if self.word else "tokens"
+    def words(self, text: str) -> str:
+        """Return what of a text is read as words."""
+        return words_of(weighted_parts(text)) if self.emphasis else text
+
+    def _content(self, text: str) -> str:
+        made = "tokens" if self.tokens_only else self.precision
+        if self.tokens_only and self.word:
+            made = f"tokens, {self.word.tokens} for {self.word.text}"
+        return f"{made}, weighted" if self._is_weighted(text) else made
+
+    def _is_weighted(self, text: str) -> bool:
+        # All entries of tokens have weights then, as those of a batch must be alike.
+        return self.emphasis and (self.tokens_only or weighted_parts(text) != plainly(text))
 
     def encode(self, text: str, encoder: TextEncoder) -> dict[str, np.ndarray[Any, Any]]:
         """Return the entry of a text."""
-        found = encoder.tokenize([text]) if self.tokens_only else encoder.encode_prompts([text])
+        weighted = self._is_weighted(text)
+        tokens = (
+            encoder.tokenize_weighted(weighted_parts(text))
+            if weighted
+            else encoder.tokenize([text])
+        )
+        found = tokens if self.tokens_only else encoder.encode_tokens(tokens)
         return {name: tensor.numpy() for name, tensor in found.items()}
 
 
@@ -206,7 +222,7 @@ def fill(
         captions = _Encoding(load=load_text_encoder, devices=devices, events=events)
         for done, (text, key) in enumerate(texts, start=len(latents) + 1):
             _obey(stop, done=done - 1, total=total)
-            captions.do(partial(_say_if_cut, text, events=events))
+            captions.do(partial(_say_if_cut, texts_as.words(text), events=events))
             cache.write(key, captions.do(partial(texts_as.encode, text)))
             events.emit("phase", phase="cache", message="captions", done=done, total=total)
         captions.close()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lora_trainer.caption_markup import Weighted
 from lora_trainer.config import CHECKPOINTING, Checkpointing
 from lora_trainer.families.costs import SampleCost, Targets, Workload
 
@@ -28,6 +29,8 @@ Part = Literal["denoiser", "vae", "text_encoder"]
 PARTS: tuple[Part, ...] = ("denoiser", "vae", "text_encoder")
 """`text_encoder` is everything that turns a prompt into conditioning: all encoders and tokenizers."""
 FileFormat = Literal["kohya", "diffusers", "comfyui"]
+WEIGHTS = ".weights"
+"""End of the name under which the weights of an encoder's tokens are, beside the tokens themselves."""
 DENOISER = "denoiser"
 """Component name of the denoiser in adapter keys; text encoders are `text_encoder`, `text_encoder_2`."""
 
@@ -187,6 +190,11 @@ class TextEncoder(ABC):
         """Return by component the numbers of a text's tokens, without any around it; if `teachable`."""
         raise AssertionError("these text encoders learn no new words")
 
+    def tokenize_weighted(self, parts: Sequence[Weighted]) -> Mapping[str, Tensor]:
+        """Return what `tokenize` gives for the parts as one text, and under names that end in `WEIGHTS`
+        the weight of each token, float32 [1, ...]; if the family `weighs_words`."""
+        raise AssertionError("these text encoders do not weigh words")
+
     @abstractmethod
     def count_tokens(self, prompt: str) -> int:
         """Return the tokens of `prompt` before truncation, special tokens and template excepted."""
@@ -197,10 +205,14 @@ class TextEncoder(ABC):
 
     def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
         """Encode texts to float32 (masks: int64) tensors on the CPU, without gradients."""
+        return self.encode_tokens(self.tokenize(prompts))
+
+    def encode_tokens(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        """Do what `encode_prompts` does with what a text was tokenized to."""
         import torch
 
         with torch.no_grad():
-            found = self.embed(self.tokenize(prompts))
+            found = self.embed(tokens)
         return {
             name: (tensor.float() if tensor.is_floating_point() else tensor).cpu()
             for name, tensor in found.items()
@@ -238,6 +250,8 @@ class Family(ABC):
     """Whether its text encoders can be trained along."""
     teachable: Mapping[str, str] = {}
     """Component of each text encoder that can learn a new word -> key of its vectors in embedding files."""
+    weighs_words: bool = False
+    """Whether its text encoders take weights of words, as in `(word:1.2)`."""
     block_pattern: str = r"\w+\.\d+(?=\.)"
     """Matches the beginning of a layer's name that is the name of its repeated block."""
     unquantised: tuple[str, ...] = ()

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.families.base import Conditioning, Layout, NewWord, TextEncoder
+from lora_trainer.caption_markup import Weighted, words_of
+from lora_trainer.families.base import WEIGHTS, Conditioning, Layout, NewWord, TextEncoder
+from lora_trainer.families.emphasis import emphasised, token_weights
 from lora_trainer.families.folder import part_file, variant
 from lora_trainer.families.single_file import load_clip
 
@@ -117,10 +119,20 @@ class ClipEncoder(TextEncoder):
         # Not verbose: what is cut is said in our own words.
         return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
+    def tokenize_weighted(self, parts: Sequence[Weighted]) -> Mapping[str, Tensor]:
+        weights = {
+            component + WEIGHTS: token_weights(
+                parts, tokenizer, max_tokens=self.max_tokens, word=self.word
+            )
+            for component, tokenizer in self.tokenizers.items()
+        }
+        return {**self.tokenize([words_of(parts)]), **weights}
+
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """Return `text` [B, tokens, width]: after the final norm, as Stable Diffusion 1 and 2 read it."""
         ((component, network),) = self.networks.items()
-        return {"text": network(tokens[component].to(device_of(network)))[0]}
+        text = network(tokens[component].to(device_of(network)))[0]
+        return {"text": emphasised(text, tokens.get(component + WEIGHTS))}
 
     def count_tokens(self, prompt: str) -> int:
         tokenizer = next(iter(self.tokenizers.values()))
@@ -147,8 +159,11 @@ class ClipPairEncoder(ClipEncoder):
             network(tokens[component].to(device_of(network)), output_hidden_states=True)
             for component, network in self.networks.items()
         ]
-        text = torch.cat([output.hidden_states[-2] for output in found], dim=-1)
-        return {"text": text, "pooled": found[-1].text_embeds}
+        read = [
+            emphasised(output.hidden_states[-2], tokens.get(component + WEIGHTS))
+            for component, output in zip(self.networks, found, strict=True)
+        ]
+        return {"text": torch.cat(read, dim=-1), "pooled": found[-1].text_embeds}
 
 
 def load_network(

@@ -83,6 +83,7 @@ class UNetFamily(Family):
         "comfyui": "ComfyUI reads kohya's names for U-Net families, and so does everything else; use kohya"
     }
     trainable_text = True
+    weighs_words = True
     block_pattern = r".*?\.transformer_blocks\.\d+(?=\.)"
     unquantised = ("time_emb_proj",)  # 1-3 % of the weights; the noise level goes through it
 

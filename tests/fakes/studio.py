@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from lora_trainer import families
+from lora_trainer.caption_markup import Weighted, words_of
 from lora_trainer.config import DataSettings, Precision
 from lora_trainer.data.buckets import buckets_for, place
 from lora_trainer.data.cache import Cache
@@ -64,6 +65,10 @@ class CountingTexts(TextEncoder):
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         self.seen.extend(prompts)
         return self.real.tokenize(prompts)
+
+    def tokenize_weighted(self, parts: Sequence[Weighted]) -> Mapping[str, Tensor]:
+        self.seen.append(words_of(parts))
+        return self.real.tokenize_weighted(parts)
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         self.embedded += 1
@@ -151,6 +156,7 @@ class Studio:
             max_tokens=facts.max_tokens,
             precision=self.precision,
             tokens_only=self.tokens_only,
+            emphasis=self.settings.emphasis,
         )
 
     def encode(

@@ -1,0 +1,181 @@
+"""All rules for captions with the cache of text-encoder outputs: what is encoded, and what is trained with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_trainer.config import DataSettings
+from lora_trainer.data.caption_rules import is_dropped, max_texts, variant_of, variants
+from lora_trainer.data.loader import Entries, Feeder
+from lora_trainer.data.scan import ImageRecord, scan
+from lora_trainer.files import HashMemo
+from tests.fakes.studio import PROMPT, Studio, draw, studio_in, text_encoder
+from tests.fakes.training import build_feeder
+
+SETTINGS = DataSettings.model_validate(
+    {
+        "trigger": "zibbo",
+        "wildcards": True,
+        "shuffle_tags": True,
+        "keep_tokens_separator": "|||",
+        "secondary_separator": ";;;",
+        "tag_dropout": 0.2,
+        "caption_prefix": "photo,",
+        "caption_suffix": ", {film|digital}",
+        "caption_lines": "one",
+        "caption_dropout": 0.2,
+        "caption_dropout_every_epochs": 4,
+        "caption_variants": 5,
+        "emphasis": True,
+        "flip": False,
+        "folders": {
+            "3_hats": {"trigger": "hatto", "flip": True, "tag_dropout": 0.9, "weight": 2.5},
+            "plain": {
+                "shuffle_tags": False,
+                "wildcards": False,
+                "tag_dropout": 0,
+                "caption_suffix": "",
+                "caption_dropout": 0.0,
+                "caption_dropout_every_epochs": 0,
+                "repeats": 2,
+                "trigger": "",
+            },
+        },
+    }
+)
+CAPTION = "one, (two:1.3) ||| {red|blue} hat, a;;;b, x, (y, z:0.7), w, v ||| last"
+
+
+@pytest.fixture
+def studio(tmp_path: Path) -> Studio:
+    found = studio_in(tmp_path)
+    (found.folder / "p0.txt").write_text(f"{CAPTION}\n{CAPTION.replace('hat', 'cap')}\n")
+    (found.folder / "p1.txt").write_text(CAPTION.replace("hat", "boat"))
+    for number, folder in enumerate(("3_hats", "plain")):
+        (found.folder / folder).mkdir()
+        draw(found.folder / folder / "p.png", seed=10 + number)
+        (found.folder / folder / "p.txt").write_text(CAPTION)
+    found.settings = SETTINGS
+    return found
+
+
+def records_of(studio: Studio) -> dict[str, ImageRecord]:
+    memo = HashMemo(file=Path("unused.json"), entries={})
+    found = scan(studio.folder, settings=studio.settings, memo=memo).records
+    return {record.name: record for record in found}
+
+
+def texts_of(record: ImageRecord, settings: DataSettings = SETTINGS) -> tuple[str, ...]:
+    return variants(record.written, settings=settings.of_folder(record.folder), seed=1)
+
+
+def feeder_of(studio: Studio, seed: int = 1) -> Feeder:
+    wanted = studio.needs()
+    studio.encode(wanted)
+    changed = {
+        "sources": wanted.sources,
+        "entries": Entries(cache=studio.cache),
+        "empty_text": studio.texts_as().key(""),
+        "data": studio.settings,
+        "seed": seed,
+        "_orders": {},
+    }
+    return Feeder(**{**vars(build_feeder()), **changed})
+
+
+def test_each_text_is_encoded_once(studio: Studio) -> None:
+    records = records_of(studio)
+    different = {"", PROMPT} | {text for record in records.values() for text in texts_of(record)}
+    assert len(different) > 15
+    words = sorted(map(studio.texts_as().words, different))
+    _, seen = studio.work()
+    assert seen == words
+    assert studio.work() == (0, [])
+    for record in records.values():
+        own = SETTINGS.of_folder(record.folder)
+        assert len(set(texts_of(record))) <= max_texts(record.written, settings=own)
+
+
+def test_an_edited_caption_is_encoded_again_alone(studio: Studio) -> None:
+    before = {text for record in records_of(studio).values() for text in texts_of(record)}
+    studio.work()
+    (studio.folder / "p1.txt").write_text(CAPTION.replace("hat", "tree"))
+    after = set(texts_of(records_of(studio)["p1.png"]))
+    assert after.isdisjoint(before)
+    assert studio.work() == (0, sorted(map(studio.texts_as().words, after)))
+
+
+def test_samples_are_trained_with_what_encoding_their_text_gives(studio: Studio) -> None:
+    feeder = feeder_of(studio)
+    encoder, entries = text_encoder(studio.base), studio.texts_as()
+    used: set[str] = set()
+    for record in records_of(studio).values():
+        own = SETTINGS.of_folder(record.folder)
+        drawn = texts_of(record)[1:] or texts_of(record)
+        for sample in record.sample_ids():
+            for epoch in range(8):
+                text = drawn[variant_of(sample, count=len(drawn), seed=1, epoch=epoch)]
+                if is_dropped(sample, settings=own, seed=1, epoch=epoch):
+                    text = ""
+                used.add(text)
+                uncached = torch.from_numpy(entries.encode(text, encoder)["text"])
+                found = feeder.prepare_sample(epoch, sample).conditioning["text"]
+                torch.testing.assert_close(found, uncached, rtol=1e-5, atol=1e-5)
+    assert "" in used and len(used) > 12
+
+
+def test_validation_uses_the_plain_text(studio: Studio) -> None:
+    feeder = feeder_of(studio)
+    record = records_of(studio)["p0.png"]
+    assert (
+        record.caption
+        == "zibbo, photo, one, (two:1.3), red hat, a, b, x, (y, z:0.7), w, v, last , film"
+    )
+    sample = record.sample_ids()[0]
+    (batch,) = feeder.validation([(sample, feeder.sources[sample])], quantiles=1)
+    entry = studio.texts_as().encode(record.caption, text_encoder(studio.base))
+    found = batch.samples[0].conditioning["text"]
+    torch.testing.assert_close(found, torch.from_numpy(entry["text"]), rtol=1e-5, atol=1e-5)
+
+
+def test_folders_have_settings_of_their_own(studio: Studio) -> None:
+    feeder, records = feeder_of(studio), records_of(studio)
+    hats, plain = records["3_hats/p.png"], records["plain/p.png"]
+    assert (hats.repeats, plain.repeats, records["p0.png"].repeats) == (3, 2, 1)
+    assert hats.caption.startswith("hatto, photo, one")
+    assert plain.caption.startswith("photo, one, (two:1.3), {red|blue} hat, a, b, x")
+    assert feeder.sources[hats.sample_ids()[0]].mirrored is not None
+    assert feeder.sources[plain.sample_ids()[0]].mirrored is None
+    assert len(feeder.sources[plain.sample_ids()[0]].texts) == 1
+    lengths = [sum(map(len, texts_of(record)[1:])) for record in (hats, records["p1.png"])]
+    assert lengths[0] < lengths[1], "more tags are left out"
+    none = SETTINGS.model_copy(update={"folders": {}})
+    unweighted = Feeder(**{**vars(feeder), "data": none, "_orders": {}})
+    for record, factor in ((hats, 2.5), (plain, 1.0), (records["p1.png"], 1.0)):
+        sample = record.sample_ids()[0]
+        one, other = (found.prepare_sample(3, sample) for found in (feeder, unweighted))
+        assert one.weight == pytest.approx(factor * other.weight)
+
+
+def test_weights_of_words_are_part_of_what_an_entry_is(studio: Studio) -> None:
+    on = studio.texts_as()
+    off = replace(on, emphasis=False)
+    assert on.key("a (cat)") != off.key("a (cat)")
+    assert on.key("a cat") == off.key("a cat"), "without weights it is the same entry"
+    tokens = replace(on, tokens_only=True)
+    entries = [tokens.encode(text, text_encoder(studio.base)) for text in ("a (cat)", "")]
+    assert [sorted(entry) for entry in entries] == [["text_encoder", "text_encoder.weights"]] * 2
+    assert tokens.key("") != replace(off, tokens_only=True).key(""), "a batch must be alike"
+
+
+def test_marks_do_not_count_as_tokens(studio: Studio) -> None:
+    studio.settings = DataSettings(emphasis=True)
+    (studio.folder / "p1.txt").write_text("(word) " * 40)
+    studio.encode()
+    said = [problem["what"] for problem in studio.problems() if "tokens" in problem["what"]]
+    assert not any("'word word" in what and "has 200" in what for what in said)
+    assert all("(word" not in what for what in said)

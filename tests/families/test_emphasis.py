@@ -1,0 +1,96 @@
+"""Weights of words: of every family that takes them, against the formula written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lora_trainer import families
+from lora_trainer.caption_markup import weighted_parts
+from lora_trainer.families.base import WEIGHTS, TextEncoder
+from lora_trainer.families.emphasis import emphasised
+from tests.fakes.family_bases import CPU, facts_of
+
+WEIGHING = [name for name in families.MODULES if families.family(name).weighs_words]
+TEXT = "a (red:1.5) fox, [blurred] (old hat)"
+WORDS = "a red fox, blurred old hat"
+
+
+@pytest.fixture(scope="module", params=WEIGHING)
+def encoder(request: pytest.FixtureRequest) -> TextEncoder:
+    """Return encoders whose outputs have a mean, as trained ones' do and a fresh layer norm's do not."""
+    family = families.family(request.param)
+    found = family.load_text_encoder(facts_of(request.param), dtype=torch.float32, device=CPU)
+    for network in found.networks.values():
+        for name, parameter in network.named_parameters():
+            if name.endswith(("fc2.bias", "final_layer_norm.bias")):
+                parameter.fill_(0.3)
+    return found
+
+
+def encoded(encoder: TextEncoder, text: str) -> dict[str, Tensor]:
+    return dict(encoder.encode_tokens(encoder.tokenize_weighted(weighted_parts(text))))
+
+
+def test_some_families_weigh_words() -> None:
+    assert WEIGHING
+
+
+def test_the_words_are_tokenized_without_the_marks(encoder: TextEncoder) -> None:
+    weighted = encoder.tokenize_weighted(weighted_parts(TEXT))
+    for name, tokens in encoder.tokenize([WORDS]).items():
+        assert torch.equal(weighted[name], tokens)
+        weights = weighted[name + WEIGHTS]
+        assert weights.shape == tokens.shape
+        found = sorted({round(float(weight), 4) for weight in weights.flatten()})
+        assert found == [round(1 / 1.1, 4), 1.0, 1.1, 1.5]
+        assert float(weights[0, 0]) == float(weights[0, -1]) == 1.0
+
+
+def test_without_marks_nothing_changes_by_a_bit(encoder: TextEncoder) -> None:
+    plain = encoder.encode_prompts([WORDS])
+    for name, tensor in encoded(encoder, WORDS).items():
+        assert torch.equal(tensor, plain[name])
+
+
+def test_tokens_are_multiplied_and_the_mean_is_restored(encoder: TextEncoder) -> None:
+    plain, found = encoder.encode_prompts([WORDS]), encoded(encoder, TEXT)
+    tokens = encoder.tokenize_weighted(weighted_parts(TEXT))
+    first = 0
+    for name in encoder.networks:
+        width = encoder.networks[name].config.hidden_size  # type: ignore[union-attr]
+        states = plain["text"][..., first : first + width]
+        weighted = states * tokens[name + WEIGHTS][..., None]
+        wanted = weighted * (states.mean() / weighted.mean())
+        torch.testing.assert_close(found["text"][..., first : first + width], wanted)
+        first += width
+    assert first == plain["text"].shape[-1]
+    assert not torch.allclose(found["text"], plain["text"], atol=1e-3)
+    if "pooled" in plain:
+        assert torch.equal(found["pooled"], plain["pooled"])
+
+
+def test_a_mean_of_nothing_restores_nothing() -> None:
+    states = torch.tensor([[[1.0, -1.0], [2.0, -2.0]], [[1.0, 1.0], [-2.0, 0.0]]])
+    weights = torch.tensor([[1.0, 3.0], [3.0, 1.0]])
+    assert torch.equal(emphasised(states, weights), states * weights[..., None])
+    half = torch.tensor([[[1.0, 1.0], [2.0, 0.0]]])
+    assert torch.equal(emphasised(half, torch.tensor([[3.0, 1.0]])).mean(), half.mean())
+
+
+def test_a_text_does_not_depend_on_those_beside_it(encoder: TextEncoder) -> None:
+    texts = [TEXT, "(a cat:0.3)", ""]
+    each = [encoder.tokenize_weighted(weighted_parts(text)) for text in texts]
+    together = {name: torch.cat([tokens[name] for tokens in each]) for name in each[0]}
+    batch = encoder.encode_tokens(together)
+    for row, text in enumerate(texts):
+        for name, tensor in encoded(encoder, text).items():
+            torch.testing.assert_close(batch[name][row : row + 1], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_cut_off_has_no_weight(encoder: TextEncoder) -> None:
+    tokens = encoder.tokenize_weighted(weighted_parts("word " * 200 + "(last:2)"))
+    for name in encoder.networks:
+        assert tokens[name + WEIGHTS].shape == tokens[name].shape
+        assert set(tokens[name + WEIGHTS].flatten().tolist()) == {1.0}
