@@ -69,6 +69,11 @@ COMMANDS: Mapping[str, Command] = {
         "caption",
         "Write a caption by a model for each picture of DATASET that has none, as NAME.txt beside it.",
     ),
+    "import": _of(
+        "importing",
+        "import_settings",
+        "Turn a dataset or training TOML of kohya's trainers into settings; names every key it cannot.",
+    ),
     "sample": _of(
         "making",
         "sample",

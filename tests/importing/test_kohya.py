@@ -1,0 +1,363 @@
+"""Kohya's TOML files as settings: every key is set, explained or named, and the result is a settings file."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.config import build_config
+from lora_trainer.errors import InputError, RequestError
+from lora_trainer.importing import training
+from lora_trainer.importing.dataset import SUBSET_KEYS
+from lora_trainer.importing.findings import Imported
+from lora_trainer.importing.kohya import import_kohya
+from lora_trainer.importing.training_keys import NOTHING_TO_SET, SAME, WITHOUT_EQUIVALENT
+from lora_trainer.settings_file import read_settings_file
+from tests.fakes.runs import python, run_cli, write_dataset
+
+TRAINING = """
+[model_arguments]
+pretrained_model_name_or_path = "someone/base"
+v2 = false
+v_parameterization = false
+[training]
+train_data_dir = "pictures"
+output_dir = "out"
+output_name = "zibbo"
+network_module = "lycoris.kohya"
+network_dim = 16
+network_alpha = 8
+network_args = ["algo=locon", "conv_dim=4", "conv_alpha=2", "preset=full"]
+learning_rate = 1e-4
+unet_lr = 2e-4
+text_encoder_lr = 5e-5
+optimizer_type = "AdamW8bit"
+optimizer_args = ["weight_decay=0.1", "betas=(0.9, 0.99)", "odd=1"]
+lr_scheduler = "cosine"
+lr_warmup_steps = 100
+max_train_epochs = 10
+train_batch_size = 2
+gradient_accumulation_steps = 2
+min_snr_gamma = 5
+noise_offset = 0.05
+seed = 7
+resolution = "512,768"
+enable_bucket = true
+max_bucket_reso = 1024
+mixed_precision = "bf16"
+save_precision = "fp16"
+save_every_n_epochs = 2
+save_last_n_epochs = 6
+shuffle_caption = true
+keep_tokens = 2
+caption_extension = ".txt"
+caption_dropout_rate = 0.1
+flip_aug = false
+max_token_length = 75
+clip_skip = 2
+cache_latents = true
+xformers = true
+gradient_checkpointing = true
+loss_type = "smooth_l1"
+max_timestep = 1000
+color_aug = false
+huggingface_token = "hf_abcdefghijklmnopqrstuvwxyzabcdefgh"
+some_new_option = 3
+"""
+DATASET = """
+[general]
+shuffle_caption = true
+keep_tokens_separator = "|||"
+caption_extension = ".txt"
+enable_bucket = true
+[[datasets]]
+resolution = 512
+batch_size = 4
+bucket_no_upscale = true
+[[datasets.subsets]]
+image_dir = "/data/cat/10_zibbo"
+num_repeats = 3
+caption_prefix = "photo of"
+[[datasets.subsets]]
+image_dir = "/data/cat/others"
+shuffle_caption = false
+class_tokens = "a cat"
+flip_aug = true
+caption_tag_dropout_rate = 0.1
+odd = 1
+"""
+
+
+def write(folder: Path, text: str, name: str = "their.toml") -> Path:
+    (folder / name).write_text(text, encoding="utf-8")
+    return folder / name
+
+
+def named(found: Imported) -> str:
+    """Return everything that says what became of keys."""
+    rows = (*found.sources.values(), *found.nothing_to_set, *found.without_equivalent)
+    return "\n".join((*rows, *found.unknown))
+
+
+def test_a_training_file(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "pictures" / "3_zibbo", images=4)
+    found = import_kohya(write(tmp_path, TRAINING))
+    assert found.dataset == "pictures"
+    assert found.values == {
+        "base.model": "someone/base",
+        "output.folder": "out",
+        "output.name": "zibbo",
+        "adapter.kind": "lora",
+        "adapter.targets": "all",
+        "adapter.conv_rank": 4,
+        "adapter.conv_alpha": 2.0,
+        "adapter.rank": 16,
+        "adapter.alpha": 8,
+        "adapter.text_encoder": True,
+        "optimizer.text_encoder_learning_rate": 5e-5,
+        "optimizer.learning_rate": 2e-4,
+        "optimizer.name": "adamw8bit",
+        "optimizer.weight_decay": 0.1,
+        "optimizer.beta1": 0.9,
+        "optimizer.beta2": 0.99,
+        "optimizer.schedule": "cosine",
+        "train.batch_size": 4,
+        "memory.micro_batch": 2,
+        "train.steps": 30,
+        "train.seed": 7,
+        "train.precision": "bf16",
+        "objective.weighting": "min_snr",
+        "objective.min_snr_gamma": 5,
+        "objective.noise_offset": 0.05,
+        "objective.loss": "smooth_l1",
+        "objective.max_timestep": 999,
+        "data.resolution": 627,
+        "data.buckets": True,
+        "data.shuffle_tags": True,
+        "data.keep_tokens": 2,
+        "data.caption_extensions": [".txt"],
+        "data.caption_dropout": 0.1,
+        "data.flip": False,
+        "data.validation_fraction": 0.0,
+        "output.precision": "fp16",
+        "output.save_every_epochs": 2,
+        "output.keep_last": 3,
+        "memory.attention": "xformers",
+        "memory.gradient_checkpointing": "full",
+    }
+    assert sorted(found.without_equivalent) == [
+        "clip_skip",
+        "lr_warmup_steps",
+        "max_bucket_reso",
+        "network_args preset",
+        "optimizer_args odd",
+    ]
+    assert found.unknown == ("some_new_option",)
+    assert found.nothing_to_set["color_aug"] == "is off (false)"
+    assert "hf_abcdef" not in json.dumps(found.to_json()), "a token is nobody's setting"
+
+
+def test_a_dataset_file(tmp_path: Path) -> None:
+    found = import_kohya(write(tmp_path, DATASET))
+    assert found.dataset == str(Path("/data/cat"))
+    assert found.values == {
+        "data.resolution": 512,
+        "data.buckets": True,
+        "data.caption_extensions": [".txt"],
+        "train.batch_size": 4,
+        "data.validation_fraction": 0.0,
+        "data.folders": {
+            "10_zibbo": {
+                "repeats": 3,
+                "shuffle_tags": True,
+                "keep_tokens": 0,
+                "keep_tokens_separator": "|||",
+                "caption_prefix": "photo of",
+            },
+            "others": {
+                "repeats": 1,
+                "flip": True,
+                "shuffle_tags": False,
+                "keep_tokens": 0,
+                "keep_tokens_separator": "|||",
+                "tag_dropout": 0.1,
+            },
+        },
+    }
+    assert found.sources["data.folders.10_zibbo.shuffle_tags"] == "general.shuffle_caption"
+    assert found.sources["data.folders.others.shuffle_tags"].startswith("datasets[0].subsets[1].")
+    assert sorted(found.without_equivalent) == [
+        "datasets[0].bucket_no_upscale",
+        "datasets[0].subsets[0].caption_prefix among the tags",
+        "datasets[0].subsets[1].class_tokens",
+    ]
+    assert found.unknown == ("datasets[0].subsets[1].odd",)
+
+
+def test_one_subset_is_the_dataset(tmp_path: Path) -> None:
+    text = '[[datasets]]\n[[datasets.subsets]]\nimage_dir = "/data/10_cat"\nflip_aug = true\n'
+    found = import_kohya(write(tmp_path, text))
+    assert found.dataset == str(Path("/data/10_cat"))
+    assert (found.values["data.flip"], found.values["data.repeats"]) == (True, 1)
+    assert "data.folders" not in found.values
+
+
+def test_pictures_beside_a_subfolder_are_called_by_a_dot(tmp_path: Path) -> None:
+    text = "[[datasets]]\n" + "".join(
+        f'[[datasets.subsets]]\nimage_dir = "{folder}"\nnum_repeats = {repeats}\n'
+        for folder, repeats in (("/data/cat/more", 2), ("/data/cat", 5))
+    )
+    found = import_kohya(write(tmp_path, text))
+    assert found.dataset == str(Path("/data/cat"))
+    assert found.values["data.folders"] == {"more": {"repeats": 2}, ".": {"repeats": 5}}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '[[datasets]]\n[[datasets.subsets]]\nimage_dir = "/a/x"\n'
+            '[[datasets.subsets]]\nimage_dir = "/b/y"\n',
+            "lie in different folders (/a, /b)",
+        ),
+        ("[[datasets]]\n[[datasets.subsets]]\nnum_repeats = 2\n", "names no folder of pictures"),
+        ("[[datasets]]\nresolution = 512\n", "names no subset"),
+        ("datasets = 3\n", "is no list of tables"),
+        ("network_dim = 0\n", "says what cannot be done here: adapter.rank=0"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as caught:
+        import_kohya(write(tmp_path, text))
+    assert message in caught.value.found
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is no TOML"):
+        import_kohya(write(tmp_path, "a = = 1"))
+    with pytest.raises(InputError, match="cannot read"):
+        import_kohya(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("name", ["train.toml", "data.toml"])
+def test_missing_options_are_what_they_are_there_by_default(name: str, tmp_path: Path) -> None:
+    found = import_kohya(write(tmp_path, "network_dim = 4\n")).values
+    assert found["adapter.alpha"] == 1
+    assert found["objective.weighting"] == "none"
+    assert (found["optimizer.schedule"], found["optimizer.warmup_fraction"]) == ("constant", 0.0)
+    assert (found["train.steps"], found["train.batch_size"]) == (1600, 1)
+    assert (found["data.buckets"], found["data.validation_fraction"]) == (False, 0.0)
+    assert found["adapter.text_encoder"] is True
+
+
+def test_a_training_file_brings_its_dataset_file(tmp_path: Path) -> None:
+    write(tmp_path, DATASET.replace("/data/cat", "cat"), "data.toml")
+    for folder in ("10_zibbo", "others"):
+        write_dataset(tmp_path / "cat" / folder, images=3)
+    text = 'dataset_config = "data.toml"\nmax_train_epochs = 2\nnetwork_train_unet_only = true\n'
+    found = import_kohya(write(tmp_path, text))
+    assert found.dataset == "cat"
+    assert found.values["train.steps"] == 2 * 3  # 3 x 3 + 3 samples, 4 a step
+    assert found.values["adapter.text_encoder"] is False
+    lost = import_kohya(write(tmp_path, 'dataset_config = "gone.toml"\nmax_train_epochs = 2\n'))
+    assert sorted(lost.without_equivalent) == [
+        "dataset_config",
+        "learning_rate",
+        "max_train_epochs",
+    ]
+
+
+SAMPLES: dict[str, Any] = {
+    "lr_scheduler": "polynomial",
+    "optimizer_type": "Nobody",
+    "network_module": "networks.oft",
+    "resolution": "odd",
+    "loss_type": "l3",
+    "timestep_sampling": "odd_shift",
+    "weighting_scheme": "sigma_sqrt",
+    "mixed_precision": "no",
+    "log_with": "wandb",
+    "network_args": ["a=b"],
+    "optimizer_args": ["a=b"],
+    "huber_schedule": "snr",
+    "model_prediction_type": "additive",
+    "max_train_epochs": 2,
+    "sigmoid_scale": 2.0,
+    "lr_warmup_steps": 10,
+}
+READ = {name for names in (*training._READERS, *training._LATER) for name in names}
+WORDS = {"pretrained_model_name_or_path", "vae", "output_dir", "output_name", "network_weights"}
+WORDS |= {"train_data_dir", "caption_extension", "caption_separator", "keep_tokens_separator"}
+WORDS |= {"secondary_separator", "caption_prefix", "caption_suffix", "huggingface_repo_id"}
+WORDS |= {name for name in SAME if name.startswith("metadata")} | {"dataset_config"}
+
+
+@pytest.mark.parametrize("name", sorted(READ | {*SAME, *NOTHING_TO_SET, *WITHOUT_EQUIVALENT}))
+def test_no_option_is_lost(name: str, tmp_path: Path) -> None:
+    """Each one alone in a file, as it is usually given and as it is switched off."""
+    on = SAMPLES.get(name, "x" if name in WORDS else True if name in FLAGS else 0.5)
+    for value in (on, 1, 0, False, ""):
+        try:
+            found = import_kohya(write(tmp_path, f"{name} = {json.dumps(value)}\n"))
+        except RequestError as error:
+            assert "cannot be done here" in error.found
+            continue
+        assert name in named(found), value
+
+
+FLAGS = {"weighted_captions", "zero_terminal_snr", "shuffle_caption", "flip_aug", "enable_wildcard"}
+FLAGS |= {"network_train_unet_only", "enable_bucket", "use_lion_optimizer", "v_parameterization"}
+
+
+@pytest.mark.parametrize("name", sorted(SUBSET_KEYS - {"image_dir"}))
+@pytest.mark.parametrize("place", ["general", "datasets", "datasets.subsets"])
+def test_no_key_of_a_subset_is_lost(name: str, place: str, tmp_path: Path) -> None:
+    sample: Any = "x" if name in WORDS or name == "class_tokens" else True if name in FLAGS else 1
+    tables = {"general": "[general]", "datasets": "[[datasets]]"}
+    tables["datasets.subsets"] = '[[datasets.subsets]]\nimage_dir = "a"'
+    lines = []
+    for table, head in tables.items():
+        lines += [head, *([f"{name} = {json.dumps(sample)}"] if table == place else [])]
+    found = import_kohya(write(tmp_path, "\n".join(lines)))
+    assert name in named(found)
+    assert not found.unknown
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_the_command_writes_a_settings_file(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, ours = write(tmp_path, DATASET), tmp_path / f"ours{suffix}"
+    assert run_cli(["import", str(theirs), "--output", str(ours)]) == 0
+    said = capsys.readouterr().out
+    assert "Train on: " in said and "class_tokens" in said and "Not known: " in said
+    values = read_settings_file(ours).values
+    assert values == import_kohya(theirs).values
+    assert build_config(values).data.of_folder("10_zibbo").repeats == 3
+    assert run_cli(["import", str(theirs), "--output", str(ours)]) == 2, "it exists"
+    assert run_cli(["import", str(theirs), "--output", str(ours), "--force"]) == 0
+    assert run_cli(["import", str(theirs), "--output", str(tmp_path / "a.txt")]) == 2
+
+
+def test_printed_settings_are_a_file_with_all_that_was_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = write(tmp_path, DATASET.replace("10_zibbo", "10_my.zibbo \u732b"))
+    assert run_cli(["import", str(theirs)]) == 0
+    text = capsys.readouterr().out
+    assert "# general.shuffle_caption" in text and "class_tokens" in text
+    data = tomllib.loads(text)
+    assert data["data"]["folders"]["10_my.zibbo \u732b"]["repeats"] == 3
+    assert run_cli(["import", str(theirs), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == import_kohya(theirs).to_json()
+
+
+def test_importing_needs_no_torch(tmp_path: Path) -> None:
+    theirs = write(tmp_path, TRAINING)
+    script = "import sys; from lora_trainer import cli; cli.run(sys.argv[1:]); print('torch' in sys.modules)"
+    done = python(script, "import", str(theirs))
+    assert done.stdout.strip().endswith("False"), done.stderr
