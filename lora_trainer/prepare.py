@@ -132,6 +132,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             hardware=basis.hardware,
             images=len(trained),
             samples_per_epoch=sum(record.repeats for record in trained),
+            fewest_repeats=min(record.repeats for record in trained),
             buckets=[
                 (p.bucket.width_px, p.bucket.height_px)
                 for placed in (placements, *more)

@@ -28,6 +28,7 @@ COMMANDS = {
     "check",
     "doctor",
     "gui",
+    "import",
     "inspect",
     "plan",
     "presets",
@@ -73,6 +74,7 @@ FLAGS = {
         *("--author", "--description", "--force", "--json", "--license", "--output", "--tags"),
         *("--title", "--trigger"),
     },
+    "import": {"--force", "--json", "--output"},
     "sample": {"--base", "--output", "--prompt", "--seed", "--strength"},
     "profile": {
         *("--base", "--config", "--json", "--output", "--preset", "--priority", "--set", "--steps"),

@@ -19,7 +19,7 @@ from tests.fakes.runs import Toy, run_cli, toy
 from tests.fakes.runs import trajectory as measured
 from tests.test_prepare import PROCESSOR
 
-CONDITIONAL = [info for info in all_settings() if info.only_for or info.not_for]
+CONDITIONAL = [info for info in all_settings() if info.only_for or info.not_for or info.idle_with]
 SETTINGS = {info.key: info for info in all_settings()}
 BASES = {"epsilon": "sd15", "v_prediction": "sd15", "flow": "sd3"}
 OTHER = {
@@ -39,7 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 
 def clauses() -> Iterator[Any]:
-    """Yield each setting with one setting beside which it does not matter."""
+    """Yield each setting with settings beside which it does not matter."""
     for info in CONDITIONAL:
         for key, wanted in info.only_for.items():
             word = next(
@@ -47,9 +47,13 @@ def clauses() -> Iterator[Any]:
                 for word in (*SETTINGS[key].form.words, not wanted[0])
                 if word not in (*wanted, "auto")
             )
-            yield pytest.param(info, key, word, id=f"{info.key} beside {key}={word}")
+            yield pytest.param(info, {key: word}, id=f"{info.key} beside {key}={word}")
         for key, refused in info.not_for.items():
-            yield pytest.param(info, key, refused[0], id=f"{info.key} beside {key}={refused[0]}")
+            beside = {key: refused[0]}
+            yield pytest.param(info, beside, id=f"{info.key} beside {key}={refused[0]}")
+        if info.idle_with:
+            idle = {key: values[0] for key, values in info.idle_with.items()}
+            yield pytest.param(info, idle, id=f"{info.key} beside all of {', '.join(idle)}")
 
 
 def other_value(info: SettingInfo) -> Any:
@@ -92,16 +96,17 @@ def plan_of(place: Toy, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def test_conditions_name_settings_and_their_values() -> None:
     for info in CONDITIONAL:
-        for key, values in (*info.only_for.items(), *info.not_for.items()):
+        conditions = (info.only_for, info.not_for, info.idle_with)
+        for key, values in (pair for needs in conditions for pair in needs.items()):
             assert key in SETTINGS and key != info.key, info.key
             for value in values:
                 assert build_config({key: value}), f"{info.key}: {key}={value}"
                 assert value != "auto", f"{info.key}: auto of {key} is no answer yet"
 
 
-@pytest.mark.parametrize(("info", "key", "value"), list(clauses()))
-def test_the_plan_is_the_same(info: SettingInfo, key: str, value: Any, place: Toy) -> None:
-    settings = asked(place, {key: value})
+@pytest.mark.parametrize(("info", "beside"), list(clauses()))
+def test_the_plan_is_the_same(info: SettingInfo, beside: Mapping[str, Any], place: Toy) -> None:
+    settings = asked(place, beside)
     before = plan_of(place, settings)
     in_force = {name: row["value"] for name, row in before["settings"].items()}
     assert info.unused(in_force), f"{info.key} is said to matter"
@@ -167,6 +172,15 @@ def trained(place: Toy, settings: Mapping[str, Any], runs: Path) -> tuple[Any, .
 
 def flat_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def test_what_matters_with_any_of_several_settings_says_so() -> None:
+    info = SETTINGS["data.caption_variants"]
+    idle = {key: values[0] for key, values in info.idle_with.items()}
+    assert info.unused(idle).startswith("without effect while data.shuffle_tags is false and")
+    for key, other in (("data.tag_dropout", 0.1), ("data.folders", {"a": {"shuffle_tags": True}})):
+        assert not info.unused({**idle, key: other})
+    assert not info.unused({key: value for key, value in idle.items() if key != "data.wildcards"})
 
 
 def test_what_is_not_known_yet_may_matter() -> None:

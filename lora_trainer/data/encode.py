@@ -82,7 +82,8 @@ class Needs:
 class TextEntries:
     """What an entry of a text holds: embeddings made in a dtype, or tokens where encoders are trained.
 
-    `word` is what these tokens have numbers of its own for. With `emphasis` brackets in a text are weights of words, and no words.
+    `word` is what these tokens have numbers of its own for. With `emphasis` brackets in a text are weights
+    of words, and no words.
     """
 
     encoder_identity: str

@@ -65,7 +65,9 @@ def emphasised(hidden: Tensor, weights: Tensor | None) -> Tensor:
     before, after = (found.mean(dim=(1, 2), keepdim=True) for found in (states, weighted))
     strength = states.square().mean(dim=(1, 2), keepdim=True).sqrt()
     both = torch.minimum(before * before.sign(), after * before.sign())
-    scale = torch.where(both > NEGLIGIBLE * strength, before / after, torch.ones_like(after))
+    counts, one = both > NEGLIGIBLE * strength, torch.ones_like(after)
+    # Chosen before they are divided: what is not chosen would still have gradients, of 1 / 0.
+    scale = torch.where(counts, before, one) / torch.where(counts, after, one)
     return (weighted * scale).to(hidden.dtype)
 
 

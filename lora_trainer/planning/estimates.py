@@ -40,15 +40,18 @@ class Length:
     reason: str
 
 
-def run_length(*, images: int, batch_size: int, priority: str) -> Length:
+def run_length(
+    *, images: int, batch_size: int, priority: str, samples: int | None = None, repeats: int = 1
+) -> Length:
     """Return the steps of a run over `images` different pictures; repeats shift weight, not length.
 
-    images seen = clamp(views x images, floor, ceiling), at least every picture once;
-    steps = images seen / batch size, rounded up.
+    images seen = clamp(views x images, floor, ceiling), at least `samples` of an epoch (None: `images`) over
+    `repeats`, the fewest that a picture has: so that each is seen once or so; steps = images seen /
+    batch size, rounded up.
     """
     rule = LENGTH_RULES[priority]
     seen = min(max(rule.views * images, rule.floor_images), rule.ceiling_images)
-    seen = max(seen, images)
+    seen = max(seen, math.ceil((images if samples is None else samples) / repeats))
     steps = math.ceil(seen / batch_size)
     return Length(
         steps=steps,

@@ -46,12 +46,12 @@ LARGE_TEXT_ENCODER = 2_000_000_000
 class PlanInput:
     """What a plan is made from: `images` are the different pictures trained on.
 
-    `samples_per_epoch` counts repeats; `buckets` are the (width, height) in use, in pixels, of each
-    picture, held-out ones too. `latents` counts mirrored pictures twice, `texts` the different ones of
-    all captions; None: as `data.flip` says, and each picture has its own.
-    `full_card` is what an earlier run found out about this card; `processes` share each step,
-    `sharing` of them the memory of a machine;
-    `kept_at_once` are the images at once of a run that goes on as it was planned.
+    `samples_per_epoch` counts repeats, of which each picture has at least `fewest_repeats`. `buckets` are
+    the (width, height) in use, in pixels, of each picture, held-out ones too. `latents` counts mirrored
+    pictures twice, `texts` the different ones of all captions; None: as `data.flip` says, and each
+    picture has its own. `full_card` is what an earlier run found out about this card; `processes` share
+    each step, `sharing` of them the memory of a machine; `kept_at_once` are the images at once of a run
+    that goes on as it was planned.
     """
 
     resolved: Resolved
@@ -61,6 +61,7 @@ class PlanInput:
     images: int
     samples_per_epoch: int
     buckets: Sequence[tuple[int, int]]
+    fewest_repeats: int = 1
     latents: int | None = None
     texts: int | None = None
     full_card: FullCard | None = None
@@ -244,6 +245,8 @@ class _Planner:
     def decide_length(self) -> None:
         length = run_length(
             images=self.given.images,
+            samples=self.given.samples_per_epoch,
+            repeats=self.given.fewest_repeats,
             batch_size=self.values["train.batch_size"],
             priority=self.given.resolved.priority,
         )

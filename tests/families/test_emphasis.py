@@ -75,6 +75,9 @@ def test_a_mean_of_nothing_restores_nothing() -> None:
     states = torch.tensor([[[1.0, -1.0], [2.0, -2.0]], [[1.0, 1.0], [-2.0, 0.0]]])
     weights = torch.tensor([[1.0, 3.0], [3.0, 1.0]])
     assert torch.equal(emphasised(states, weights), states * weights[..., None])
+    learned = states.clone().requires_grad_()
+    emphasised(learned, weights).square().sum().backward()
+    assert learned.grad is not None and torch.isfinite(learned.grad).all()
     half = torch.tensor([[[1.0, 1.0], [2.0, 0.0]]])
     assert torch.equal(emphasised(half, torch.tensor([[3.0, 1.0]])).mean(), half.mean())
 

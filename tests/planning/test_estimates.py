@@ -33,6 +33,18 @@ def test_steps_by_the_documented_formula(
     assert run_length(images=images, batch_size=batch_size, priority=priority).steps == steps
 
 
+def test_repeats_shift_weight_and_lengthen_a_run_only_where_pictures_would_be_missed() -> None:
+    def steps(samples: int, repeats: int) -> int:
+        length = run_length(
+            images=20, batch_size=1, priority="balanced", samples=samples, repeats=repeats
+        )
+        return length.steps
+
+    assert steps(20, 1) == steps(20 * 10, 10) == steps(20 * 1000, 1000) == 2400
+    assert steps(10 * 1 + 10 * 20, 1) == 2400
+    assert steps(10 * 1 + 10 * 500, 1) == 5010, "or the ten would hardly be met"
+
+
 @given(images=st.integers(1, 100_000), batch_size=st.integers(1, 64))
 def test_priorities_are_ordered_and_more_pictures_are_never_fewer_steps(
     images: int, batch_size: int

@@ -73,6 +73,7 @@ def request(
         hardware=hardware,
         images=images,
         samples_per_epoch=images * repeats,
+        fewest_repeats=repeats,
         buckets=buckets,
     )
 
