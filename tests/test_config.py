@@ -10,10 +10,13 @@ from pydantic import ValidationError
 
 from lora_trainer.config import (
     Config,
+    DataSettings,
+    FolderSettings,
     all_settings,
     build_config,
     concrete,
     flatten,
+    overlaid,
     parse_assignment,
     setting_keys,
 )
@@ -171,6 +174,47 @@ def test_what_is_wrong_is_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as caught:
         build_config(values)
     assert message in caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"data.folders.a.repeats": 0}, "data.folders.a.repeats=0"),
+        ({"data.folders": {"a": {"weight": -1}}}, "data.folders.a.weight=-1"),
+        ({"data.folders.a.repeat": 3}, "Did you mean 'data.folders.a.repeats'?"),
+        ({"data.folders": {"a": {"repets": 3}}}, "Did you mean 'data.folders.a.repeats'?"),
+        ({"data.folders.a": {"repeats": 3}}, "unknown setting 'data.folders.a'"),
+        ({"data.folders": 3}, "data.folders=3"),
+        ({"data.folders": 3, "data.folders.a.repeats": 3}, "data.folders=3"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        build_config(values)
+    assert message in caught.value.found
+
+
+def test_folders_are_set_as_a_whole_or_piece_by_piece() -> None:
+    below = {"data.folders": {"a": {"repeats": 2, "flip": True}}, "train.steps": 3}
+    above = {"data.folders.a.repeats": 5, "data.folders.10_b.c.trigger": "zibbo"}
+    values = overlaid(below, above)
+    assert values["data.folders"] == {
+        "a": {"repeats": 5, "flip": True},
+        "10_b.c": {"trigger": "zibbo"},
+    }
+    assert below["data.folders"] == {"a": {"repeats": 2, "flip": True}}, "left as it was"
+    data = build_config(values).data
+    assert (data.of_folder("a").repeats, data.of_folder("a").trigger) == (5, None)
+    assert data.of_folder("10_b.c").trigger == "zibbo"
+    assert data.of_folder("none") is data
+    assert flatten(build_config(values))["data.folders"] == values["data.folders"]
+    assert overlaid(values, {"data.folders": {}})["data.folders"] == {}
+    assert data.triggers == ("zibbo",)
+
+
+def test_every_setting_of_a_folder_is_one_of_the_data() -> None:
+    own = set(FolderSettings.model_fields) - {"weight"}
+    assert own <= set(DataSettings.model_fields), "or it would be read by nobody"
 
 
 def test_all_errors_are_named_at_once() -> None:

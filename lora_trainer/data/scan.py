@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
+from lora_trainer.caption_markup import has_choice
 from lora_trainer.config import OWN_FOLDER, DataSettings
 from lora_trainer.data.caption_rules import plain_text
 from lora_trainer.data.captions import (
@@ -28,6 +29,7 @@ from lora_trainer.data.findings import (
     Severity,
     by_severity,
     named,
+    note,
     shown,
     unusable,
     warning,
@@ -126,6 +128,7 @@ def scan(
     findings += _caption_findings(examined, settings)
     findings += _duplicates(records)
     findings += _without_caption(records)
+    findings += _unread_marks(records, settings)
     return Dataset(
         folder=folder,
         records=records,
@@ -222,8 +225,8 @@ def _caption(item: _Examined) -> GivenCaption:
 
 def _image_findings(examined: Sequence[_Examined]) -> Iterator[Finding]:
     for item in examined:
-        for note in item.image.notes:
-            kind, _, what = note.partition(": ")
+        for said in item.image.notes:
+            kind, _, what = said.partition(": ")
             severity, code, advice = _NOTES[kind]
             yield Finding(
                 kind=kind,
@@ -274,6 +277,28 @@ def _without_caption(records: Sequence[ImageRecord]) -> Iterator[Finding]:
                 advice="write a .txt file of the same name beside each",
                 code="CAP-01",
             )
+
+
+def _unread_marks(records: Sequence[ImageRecord], settings: DataSettings) -> Iterator[Finding]:
+    """Name the captions in which marks are trained as words, because no setting reads them."""
+    marks: Mapping[str, tuple[Callable[[str], bool], Callable[[DataSettings], bool], str]] = {
+        "{a|b}": (has_choice, lambda own: own.wildcards, "data.wildcards=true"),
+        "|||": (
+            lambda text: "|||" in text,
+            lambda own: own.keep_tokens_separator is not None,
+            "'data.keep_tokens_separator=|||'",
+        ),
+    }
+    for mark, (is_in, is_read, setting) in marks.items():
+        names = [
+            record.name
+            for record in records
+            if any(map(is_in, record.written)) and not is_read(settings.of_folder(record.folder))
+        ]
+        if names:
+            what = f"{mark} in captions is trained as it is written ({len(names)}): {named(names)}"
+            advice = f"--set {setting} if it is meant as a rule"
+            yield note("unread-marks", None, what, advice=advice)
 
 
 _NO_CAPTION: tuple[tuple[str | None, Severity, str], ...] = (

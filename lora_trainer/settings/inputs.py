@@ -182,6 +182,12 @@ class DataSettings(Section):
         values = {key: value for key, value in own if key in type(self).model_fields}
         return self.model_copy(update={key: v for key, v in values.items() if v is not None})
 
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        """The words put in front of captions, each once."""
+        words = (self.trigger, *(own.trigger for own in self.folders.values()))
+        return tuple(dict.fromkeys(word.strip() for word in words if word and word.strip()))
+
     def weight_of(self, folder: str) -> float:
         """Return the factor on the loss of the pictures in a subfolder."""
         own = self.folders.get(folder)

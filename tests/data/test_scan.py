@@ -138,6 +138,49 @@ def test_repeats_folders_and_plain_subfolders(tmp_path: Path) -> None:
     assert "1 of 3 pictures have no caption but their folder's name" in named.what
 
 
+def test_folders_have_repeats_triggers_and_captions_of_their_own(tmp_path: Path) -> None:
+    for folder in ("10_zibbo cat", "more", "."):
+        draw(tmp_path / folder / "a.png")
+        (tmp_path / folder / "a.txt").write_text("first {x|y}\nsecond ||| z")
+    folders = {
+        "10_zibbo cat": {"repeats": 4, "trigger": "zibbo", "caption_lines": "one"},
+        ".": {"repeats": 7, "wildcards": True, "keep_tokens_separator": "|||"},
+    }
+    settings = DataSettings.model_validate({"repeats": 2, "trigger": "all", "folders": folders})
+    dataset = scanned(tmp_path, settings)
+    by_folder = {record.folder: record for record in dataset.records}
+    assert {name: record.repeats for name, record in by_folder.items()} == {
+        "10_zibbo cat": 4, "more": 2, ".": 7,
+    }  # fmt: skip
+    assert {name: record.caption for name, record in by_folder.items()} == {
+        "10_zibbo cat": "zibbo, first {x|y}",
+        "more": "all, first {x|y} second ||| z",
+        ".": "all, first x second, z",
+    }
+    assert by_folder["10_zibbo cat"].written == ("first {x|y}", "second ||| z")
+    assert by_folder["more"].written == ("first {x|y} second ||| z",)
+    notes = [finding.what for finding in found(dataset, "unread-marks")]
+    assert len(notes) == 2 and all("(2): 10_zibbo cat/a.png, more/a.png" in note for note in notes)
+    assert scanned(tmp_path).fingerprint != dataset.fingerprint
+
+
+def test_the_fingerprint_counts_what_only_some_variants_show(tmp_path: Path) -> None:
+    draw(tmp_path / "a.png")
+    settings = DataSettings(wildcards=True)
+    prints = set()
+    for text in ("a {x|y}", "a {x|z}", "a x"):
+        (tmp_path / "a.txt").write_text(text)
+        prints.add(scanned(tmp_path, settings).fingerprint)
+    assert len(prints) == 3
+
+
+def test_settings_for_a_folder_that_is_none_are_refused(tmp_path: Path) -> None:
+    draw(tmp_path / "more" / "a.png")
+    settings = DataSettings.model_validate({"folders": {"moer": {"repeats": 2}}})
+    with pytest.raises(RequestError, match="'moer', which is no subfolder. Did you mean 'more'?"):
+        scanned(tmp_path, settings)
+
+
 @pytest.mark.parametrize("name", ["0_cat", "1001_cat", "2023_holiday"])
 def test_repeats_out_of_range_are_refused(tmp_path: Path, name: str) -> None:
     draw(tmp_path / name / "a.png")
