@@ -107,7 +107,7 @@ class TextEntries:
         return words_of(weighted_parts(text)) if self.emphasis else text
 
     def _content(self, text: str) -> str:
-        made = "tokens" if self.tokens_only else self.precision
+        made: str = "tokens" if self.tokens_only else self.precision
         if self.tokens_only and self.word:
             made = f"tokens, {self.word.tokens} for {self.word.text}"
         return f"{made}, weighted" if self._is_weighted(text) else made

@@ -65,7 +65,7 @@ def read_dataset(data: Mapping[str, Any], found: Findings) -> None:
         if number == 0:
             _read_shared(shared, names, found)
         else:
-            _read_further(dataset, number, found)
+            _read_further(dataset, number, datasets[0], found)
         for place, own in enumerate(_tables(dataset, "subsets")):
             where = f"datasets[{number}].subsets[{place}]"
             subsets.append(_subset(shared, names, own, where))
@@ -132,10 +132,24 @@ def _read_shared(values: Mapping[str, Any], names: Mapping[str, str], found: Fin
             _read_other(key, values[key], names[key], found)
 
 
-def _read_further(dataset: Mapping[str, Any], number: int, found: Findings) -> None:
-    for key in dataset.keys() - {"subsets"} - SUBSET_KEYS:
+def _read_further(
+    dataset: Mapping[str, Any], number: int, first: Mapping[str, Any], found: Findings
+) -> None:
+    """Read what is of a further dataset; the same pictures at another resolution are trained at both."""
+    done = {"subsets"}
+    side_px = read_size(dataset.get("resolution"))
+    if side_px is not None and _folders(dataset) == _folders(first):
+        known = found.values.get("data.more_resolutions", [])
+        name = f"datasets[{number}].resolution"
+        found.set("data.more_resolutions", [*known, side_px], name)
+        done.add("resolution")
+    for key in dataset.keys() - done - SUBSET_KEYS:
         why = "all pictures are trained as the first of the datasets says"
         found.lacks(f"datasets[{number}].{key}", dataset[key], why)
+
+
+def _folders(dataset: Mapping[str, Any]) -> set[str]:
+    return {str(subset.get("image_dir")) for subset in _tables(dataset, "subsets")}
 
 
 def _read_subsets(subsets: Sequence[Subset], found: Findings) -> None:
@@ -226,8 +240,7 @@ def _without_repetitions(subsets: Sequence[Subset], found: Findings) -> list[Sub
     for subset in subsets:
         known = different.setdefault(subset.folder, subset)
         if known is not subset:
-            name = subset.names["image_dir"]
-            found.lacks(name, str(subset.folder), "the folder is named before, and trained once")
+            found.stays(subset.names["image_dir"], "is named before; its settings there count")
     return list(different.values())
 
 

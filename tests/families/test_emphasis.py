@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.caption_markup import weighted_parts
-from lora_trainer.families.base import WEIGHTS, TextEncoder
+from lora_trainer.families.base import WEIGHTS, NewWord, TextEncoder
 from lora_trainer.families.emphasis import emphasised
 from tests.fakes.family_bases import CPU, facts_of
 
@@ -46,6 +46,21 @@ def test_the_words_are_tokenized_without_the_marks(encoder: TextEncoder) -> None
         found = sorted({round(float(weight), 4) for weight in weights.flatten()})
         assert found == [round(1 / 1.1, 4), 1.0, 1.1, 1.5]
         assert float(weights[0, 0]) == float(weights[0, -1]) == 1.0
+
+
+def test_a_new_word_has_the_weight_of_its_place(encoder: TextEncoder) -> None:
+    encoder.learn(NewWord(text="zibbo", tokens=2))
+    try:
+        tokens = encoder.tokenize_weighted(weighted_parts("a (Zibbo fox:1.5) by zibbo"))
+    finally:
+        encoder.word = None
+    for name in encoder.networks:
+        numbers, weights = tokens[name][0].tolist(), tokens[name + WEIGHTS][0].tolist()
+        first, second = (place for place, number in enumerate(numbers) if number == -1)
+        assert weights[first : first + 2] == [1.5, 1.5]
+        assert weights[second : second + 2] == [1.0, 1.0]
+        assert set(weights[first + 2 : second - 2]) == {1.5}
+        assert len(weights) == len(numbers)
 
 
 def test_without_marks_nothing_changes_by_a_bit(encoder: TextEncoder) -> None:

@@ -206,6 +206,21 @@ def test_one_subset_is_the_dataset(tmp_path: Path) -> None:
     assert "data.folders" not in found.values
 
 
+def test_the_same_pictures_in_two_datasets_are_trained_at_two_resolutions(tmp_path: Path) -> None:
+    text = "".join(
+        f"[[datasets]]\nresolution = {side}\nbatch_size = 2\n"
+        f'[[datasets.subsets]]\nimage_dir = "/data/{folder}"\n'
+        for side, folder in ((1024, "cat"), (768, "cat"), (512, "dog"))
+    )
+    found = import_kohya(write(tmp_path, text))
+    assert found.values["data.resolution"] == 1024
+    assert found.values["data.more_resolutions"] == [768]
+    assert sorted(found.without_equivalent) == [
+        "datasets[1].batch_size", "datasets[2].batch_size", "datasets[2].resolution",
+    ]  # fmt: skip
+    assert "datasets[1].subsets[0].image_dir" in found.nothing_to_set
+
+
 def test_pictures_beside_a_subfolder_are_called_by_a_dot(tmp_path: Path) -> None:
     text = "[[datasets]]\n" + "".join(
         f'[[datasets.subsets]]\nimage_dir = "{folder}"\nnum_repeats = {repeats}\n'
