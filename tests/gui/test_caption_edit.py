@@ -251,3 +251,13 @@ def test_names_that_are_no_utf8_keep_their_captions(tmp_path: Path) -> None:
     (change,) = caption_changes([edit], root=tmp_path, extensions=EXTENSIONS)
     change.bring(tmp_path, "after")
     assert path.with_suffix(".txt").read_text() == "x"
+
+
+def test_a_list_of_captions_is_not_edited(tmp_path: Path) -> None:
+    """It would come back as one text."""
+    draw(tmp_path / "a.png")
+    row = json.dumps({"file_name": "a.png", "text": ["one", "two"]})
+    (tmp_path / "metadata.jsonl").write_text(row)
+    found = caption(tmp_path, "a.png")
+    assert found.text == "one two"
+    assert found.locked == "metadata.jsonl gives 2 captions for it in a list"
