@@ -63,6 +63,7 @@ def fill_caches(job: Job, cache: Cache) -> Needs:
         "cached",
         latents=sum(part.latents for part in done),
         texts=sum(part.texts for part in done),
+        masks=sum(part.masks for part in done),
         found=done[-1].found,
         seconds=time.monotonic() - began,
     )
@@ -90,7 +91,7 @@ def wanted_entries(prepared: Prepared, prompts: Sequence[str]) -> Needs:
     """Return every entry the run reads; `prompts` are those of its sample images."""
     config = prepared.config
     return needs(
-        (*prepared.trained, *prepared.held_out),
+        (*prepared.trained, *prepared.held_out, *prepared.dataset.regularisation),
         prepared.placements,
         prompts=(*prompts, config.sampling.negative_prompt),
         facts=prepared.facts,

@@ -184,6 +184,7 @@ def _export_info(
         author=output.author,
         license=output.license,
         thumbnail_jpeg=_thumbnail(images[0], job.events) if images else None,
+        regularisation_per_epoch=prepared.regularisation_per_epoch,
         zero_terminal_snr=prepared.facts.zero_terminal_snr,
     )
 

@@ -125,6 +125,7 @@ def build_model(prepared: Prepared, networks: Networks, adapter: Adapter) -> Mod
         device=planned_device(prepared),
         masks=adapter.masks,
         alike=prepared.family.passes_with,
+        without_adapter=adapter.off,
     )
 
 

@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer import families
-from lora_trainer.config import BaseSettings, Config, DataSettings, build_config, concrete, flatten
+from lora_trainer.config import BaseSettings, Config, build_config, concrete, flatten
 from lora_trainer.data.buckets import Placement, buckets_for, place
 from lora_trainer.data.caption_rules import max_texts
-from lora_trainer.data.findings import Finding, warning
+from lora_trainer.data.epochs import regularisation_count
+from lora_trainer.data.findings import Finding, shown, warning
 from lora_trainer.data.images import VerifiedImages
 from lora_trainer.data.quality import DatasetReport, inspect_images
-from lora_trainer.data.scan import Dataset, ImageRecord, scan
+from lora_trainer.data.regularisation import scan_all
+from lora_trainer.data.scan import BAD_MASK, Dataset, ImageRecord
 from lora_trainer.data.split import hold_out
 from lora_trainer.data.tokens import CaptionLimit, caption_limit
 from lora_trainer.errors import InputError, RequestError
@@ -94,6 +96,26 @@ class Prepared:
     processes: int
     sharing: int
 
+    @property
+    def regularisation_per_epoch(self) -> int:
+        """Regularisation samples that go with each epoch of the images that are trained."""
+        return _regularisation_per_epoch(self.trained, self.dataset, self.config)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of an epoch, repeats and regularisation included."""
+        return sum(record.repeats for record in self.trained) + self.regularisation_per_epoch
+
+
+def _regularisation_per_epoch(
+    trained: Sequence[ImageRecord], dataset: Dataset, config: Config
+) -> int:
+    return regularisation_count(
+        sum(record.repeats for record in trained),
+        pool=len(dataset.regularisation),
+        ratio=config.data.regularisation_ratio,
+    )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Basis:
@@ -111,6 +133,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     settings, cache_root = basis.resolved.config, cache_folder(basis.resolved.config)
     _refuse_impossible(settings, basis)
     dataset = scan_with_memo(request.dataset, settings, cache_root)
+    _refuse_bad_masks(dataset)
     trained, held_out = hold_out(
         dataset.records, fraction=settings.data.validation_fraction, seed=settings.train.seed
     )
@@ -120,7 +143,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             fix="add images or use --set data.validation_fraction=0",
         )
     placements = place_all(dataset, settings, basis.facts)
-    more = place_more(trained, settings, basis.facts)
+    more = place_more((*trained, *dataset.regularisation), settings, basis.facts)
     full_card = None
     if request.run_settings is None:  # a resumed run knows itself what it did about a full card
         full_card = FullCards.of(cache_root).known(basis.hardware, basis.family.name)
@@ -133,18 +156,19 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             images=len(trained),
             samples_per_epoch=sum(record.repeats for record in trained),
             fewest_repeats=min(record.repeats for record in trained),
+            regularisation_per_epoch=_regularisation_per_epoch(trained, dataset, settings),
             buckets=[
                 (p.bucket.width_px, p.bucket.height_px)
                 for placed in (placements, *more)
                 for p in placed.values()
             ],
             latents=sum(
-                1 + settings.data.of_folder(record.folder).flip
+                1 + record.settings(settings.data).flip
                 for placed in (placements, *more)
-                for record in dataset.records
+                for record in (*dataset.records, *dataset.regularisation)
                 if record.name in placed
             ),
-            texts=_text_count(dataset, settings.data),
+            texts=_text_count(dataset, settings),
             full_card=full_card,
             processes=request.processes,
             sharing=request.sharing,
@@ -172,11 +196,16 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     )
 
 
-def _text_count(dataset: Dataset, settings: DataSettings) -> int:
+def _text_count(dataset: Dataset, config: Config) -> int:
     """Return how many different texts the captions give at most."""
-    different = {(record.written, record.folder) for record in dataset.records}
+    different = {
+        (record.written, record.folder, record.regularisation): record
+        for record in (*dataset.records, *dataset.regularisation)
+    }
     return sum(
-        max_texts(written, settings=settings.of_folder(folder)) for written, folder in different
+        max_texts(record.written, settings=record.settings(config.data))
+        * (1 if record.regularisation or not config.objective.preservation_weight else 2)
+        for record in different.values()
     )
 
 
@@ -326,6 +355,14 @@ def _refuse_impossible(settings: Config, basis: Basis) -> None:
     resolve_format(basis.family, settings.output.format, adapter=settings.adapter)
 
 
+def _refuse_bad_masks(dataset: Dataset) -> None:
+    """Raise InputError where a mask cannot be used: `check` lists them, a training would mean them."""
+    bad = [finding for finding in dataset.findings if finding.kind == BAD_MASK]
+    if bad:
+        named = "; ".join(f"{shown(found.file or '')} {found.what}" for found in bad)
+        raise InputError(f"masks cannot be used: {named}", fix=bad[0].advice)
+
+
 def _with_format(chosen: Plan, basis: Basis) -> Plan:
     """Return the plan with the key format named."""
     config = chosen.config
@@ -389,7 +426,7 @@ def scan_with_memo(folder: Path, config: Config, cache_root: Path) -> Dataset:
     """Scan a dataset with the hashes and verified pictures remembered in the cache folder."""
     memo = HashMemo.load(cache_root / ".hashes.json")
     verified = VerifiedImages.load(cache_root / ".verified.json")
-    dataset = scan(folder, settings=config.data, memo=memo, verified=verified)
+    dataset = scan_all(folder, settings=config.data, memo=memo, verified=verified)
     memo.save()
     verified.save()
     return dataset
@@ -399,7 +436,8 @@ def place_all(dataset: Dataset, config: Config, facts: BaseFacts) -> dict[str, P
     """Return where each record goes, by record name."""
     resolution = config.data.resolution
     resolution_px = facts.resolution_px if resolution == "auto" else resolution
-    return _place_at(resolution_px, dataset.records, config, facts)
+    records = (*dataset.records, *dataset.regularisation)
+    return _place_at(resolution_px, records, config, facts)
 
 
 def place_more(

@@ -32,6 +32,7 @@ class Stream(StrEnum):
     ADAPTER_INIT = "adapter-init"
     NEW_TOKENS = "new-tokens"
     ADAPTER_DROPOUT = "adapter-dropout"
+    REGULARISATION = "regularisation"
     VALIDATION_SPLIT = "validation-split"
     VALIDATION_NOISE = "validation-noise"
     SAMPLE_IMAGE = "sample-image"

@@ -291,6 +291,7 @@ def _announce(job: Job, resumption: Resumption | None) -> None:
         preset=prepared.resolved.preset,
         images=len(prepared.trained),
         validation_images=len(prepared.held_out),
+        regularisation_images=len(prepared.dataset.regularisation),
         resumed_from=resumed,
     )
     if resumption is not None and resumption.same_data:

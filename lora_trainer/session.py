@@ -308,9 +308,12 @@ def _latents_at_once(prepared: Prepared) -> dict[tuple[int, int], int]:
 
 def _feeder(job: Job, wanted: Needs, cache: Cache) -> Feeder:
     prepared, config = job.prepared, job.prepared.config
-    samples = [sample for record in prepared.trained for sample in record.sample_ids()]
+    own, regularisation = (
+        [sample for record in records for sample in record.sample_ids()]
+        for records in (prepared.trained, prepared.dataset.regularisation)
+    )
     return Feeder(
-        sources={sample: wanted.sources[sample] for sample in samples},
+        sources={sample: wanted.sources[sample] for sample in (*own, *regularisation)},
         empty_text=texts_as(prepared).key(""),
         entries=Entries(cache=cache),
         levels=_levels(prepared),
@@ -322,6 +325,8 @@ def _feeder(job: Job, wanted: Needs, cache: Cache) -> Feeder:
         objective=config.objective,
         batch_size=config.train.batch_size,
         seed=config.train.seed,
+        regularisation=regularisation,
+        regularisation_per_epoch=prepared.regularisation_per_epoch,
         place=job.ranks.place,
     )
 
@@ -381,7 +386,7 @@ def _samples(job: Job, entries: Entries, parts: _Parts) -> SampleAction:
 
 def _saves(job: Job, writer: StateWriter, parts: _Parts) -> SaveAction:
     config = job.prepared.config
-    per_epoch = sum(record.repeats for record in job.prepared.trained)
+    per_epoch = job.prepared.samples_per_epoch
     every_epochs = config.output.save_every_epochs
 
     def export_step(progress: Progress, copy: Copy) -> Export:

@@ -105,7 +105,7 @@ def test_any_number_of_processes_is_one_training(
     assert len(validations[0]) == 1 + STEPS // 5
 
 
-def test_dropout_strata_norms_and_average_are_those_of_one_process(
+def test_dropout_strata_norms_average_masks_and_priors_are_those_of_one_process(
     place: Toy, results: dict[str, Any]
 ) -> None:
     for name in ("craft", "craft alone"):

@@ -1,4 +1,4 @@
-"""The shared cache of latents and text embeddings: keyed by content, checked on every read.
+"""The shared cache of latents, text embeddings and masks: keyed by content, checked on every read.
 
 An entry is one safetensors file of float32 arrays at ROOT/KIND/ab/DIGEST.safetensors. Its digest is
 a hash of everything the arrays depend on, so it is never stale; its header carries that key and
@@ -48,7 +48,7 @@ _METADATA_KEY = "lora-train cache entry"
 _LEFTOVER_AGE_S = 3600.0
 
 Arrays = dict[str, NDArray[np.float32]]
-Kind = Literal["latents", "text"]
+Kind = Literal["latents", "text", "masks"]
 
 
 class ProblemListener(Protocol):
@@ -85,13 +85,26 @@ def latent_key(
     fields: dict[str, str | int] = {
         "image": content_hash,
         "encoder": encoder_identity,
-        "bucket": str(placement.bucket),
-        "scaled": f"{placement.scaled_width_px}x{placement.scaled_height_px}",
-        "crop": f"{placement.left_px},{placement.top_px}",
-        "flip": int(flip),
+        **_place(placement, flip=flip),
         "background": alpha_background or "",
     }
     return CacheKey(kind="latents", fields=fields)
+
+
+def mask_key(
+    *, content_hash: str, of_alpha: bool, placement: Placement, flip: bool, factor: int
+) -> CacheKey:
+    """Return the key of one mask at the size of latents, `factor` pixels a side.
+
+    `content_hash` is of the mask's file, or of the picture whose transparency it is.
+    """
+    fields: dict[str, str | int] = {
+        "mask": content_hash,
+        "channel": "alpha" if of_alpha else "brightness",
+        **_place(placement, flip=flip),
+        "factor": factor,
+    }
+    return CacheKey(kind="masks", fields=fields)
 
 
 def text_key(*, text: str, encoder_identity: str, max_tokens: int, content: str) -> CacheKey:
@@ -209,6 +222,16 @@ class Cache:
             file=name,
             code="CAC-01",
         )
+
+
+def _place(placement: Placement, *, flip: bool) -> dict[str, str | int]:
+    """Return what a picture's place in its bucket adds to a key."""
+    return {
+        "bucket": str(placement.bucket),
+        "scaled": f"{placement.scaled_width_px}x{placement.scaled_height_px}",
+        "crop": f"{placement.left_px},{placement.top_px}",
+        "flip": int(flip),
+    }
 
 
 class _Damaged(Exception):

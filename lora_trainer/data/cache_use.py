@@ -23,7 +23,7 @@ from lora_trainer.files import CappedFolder, disk_error
 _DOOR = ".in-use.lock"
 _MARKS = ".in-use-*.lock"
 _ENTRY = re.compile(r"[0-9a-f]{64}\.safetensors")
-_KINDS = ("latents", "text", DAMAGED_FOLDER)
+_KINDS = ("latents", "text", "masks", DAMAGED_FOLDER)
 _WITHIN_S = 60.0
 
 

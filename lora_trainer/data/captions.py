@@ -209,9 +209,7 @@ class Sidecars:
 
 def has_trigger(caption: str, trigger: str) -> bool:
     """Say whether `trigger` stands in `caption` as a word of its own, in any case."""
-    return (
-        re.search(rf"(?<!\w){re.escape(trigger.strip())}(?!\w)", caption, re.IGNORECASE) is not None
-    )
+    return _as_word(trigger.strip()).search(caption) is not None
 
 
 def with_trigger(caption: str, trigger: str | None) -> str:
@@ -224,3 +222,15 @@ def with_trigger(caption: str, trigger: str | None) -> str:
     if has_trigger(caption, word):
         return caption
     return f"{word}, {caption}" if caption else word
+
+
+def of_class(caption: str, *, trigger: str | None, class_word: str) -> str | None:
+    """Return the caption with the class in place of the trigger; None for one without the trigger."""
+    word = "" if trigger is None else trigger.strip()
+    if not word or not has_trigger(caption, word):
+        return None
+    return _as_word(word).sub(lambda _: class_word.strip(), caption)
+
+
+def _as_word(word: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""Fill the caches: every latent and text embedding a run needs, each encoded at most once ever.
+"""Fill the caches: every latent, text embedding and mask a run needs, each encoded at most once ever.
 
 Entries are named by content, so this finds what is missing, loads an encoder only if something of
 its kind is, encodes one item at a time (the batch an item shares would change its last bits, and with
@@ -9,7 +9,7 @@ encoders are trained along, a text's entry is its tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -19,10 +19,12 @@ import torch
 from lora_trainer.caption_markup import plainly, weighted_parts, words_of
 from lora_trainer.config import DataSettings, Precision
 from lora_trainer.data.buckets import Placement, cut
-from lora_trainer.data.cache import Cache, CacheKey, latent_key, text_key
+from lora_trainer.data.cache import Cache, CacheKey, latent_key, mask_key, text_key
 from lora_trainer.data.caption_rules import variants
+from lora_trainer.data.captions import of_class
 from lora_trainer.data.images import decode
 from lora_trainer.data.loader import Source
+from lora_trainer.data.masks import Mask, decode_mask, mask_values
 from lora_trainer.data.scan import ImageRecord
 from lora_trainer.errors import (
     RESUME,
@@ -54,12 +56,25 @@ class LatentJob:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MaskJob:
+    """One mask to have at the size of latents of `factor` pixels a side; of the picture `name`."""
+
+    mask: Mask
+    name: str
+    placement: Placement
+    flip: bool
+    factor: int
+    key: CacheKey
+
+
+@dataclass(frozen=True, kw_only=True)
 class Needs:
     """Everything a run reads from the caches: jobs and texts by digest, and the sources of its samples."""
 
     latents: Mapping[str, LatentJob]
     texts: Mapping[str, tuple[str, CacheKey]]
     sources: Mapping[str, Source]
+    masks: Mapping[str, MaskJob] = field(default_factory=dict)
 
     def share(self, rank: int, count: int) -> Needs:
         """Return what process `rank` of `count` encodes; every entry is in one share."""
@@ -71,11 +86,16 @@ class Needs:
             self,
             latents={digest: job for digest, job in self.latents.items() if own(digest)},
             texts={digest: text for digest, text in self.texts.items() if own(digest)},
+            masks={digest: job for digest, job in self.masks.items() if own(digest)},
         )
 
     def keys(self) -> list[CacheKey]:
         """Return all keys in use."""
-        return [job.key for job in self.latents.values()] + [key for _, key in self.texts.values()]
+        return [
+            *(job.key for job in self.latents.values()),
+            *(key for _, key in self.texts.values()),
+            *(job.key for job in self.masks.values()),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +155,7 @@ class Encoded:
     latents: int
     texts: int
     found: int
+    masks: int = 0
 
 
 def needs(
@@ -156,21 +177,33 @@ def needs(
     """
     latents: dict[str, LatentJob] = {}
     texts: dict[str, tuple[str, CacheKey]] = {}
+    masks: dict[str, MaskJob] = {}
     sources: dict[str, Source] = {}
     for record in records:
-        own = settings.of_folder(record.folder)
+        own = record.settings(settings)
         drawn = variants(record.written, settings=own, seed=seed)
         keys = [(text, texts_as.key(text)) for text in drawn]
-        texts |= {key.digest: (text, key) for text, key in keys}
+        classes = _of_class(drawn, texts_as, own)
+        texts |= {key.digest: (text, key) for text, key in (*keys, *filter(None, classes))}
         at_all: list[Source] = []
         for placed in (placements, *(placed for placed in more if record.name in placed)):
             placement = placed[record.name]
             jobs = [_latent_job(record, placement, flip, facts, own) for flip in _flips(own)]
             latents |= {job.key.digest: job for job in jobs}
+            masking = [
+                _mask_job(record, record.mask, placement, flip, facts)
+                for flip in _flips(own)
+                if record.mask is not None
+            ]
+            masks |= {job.key.digest: job for job in masking}
             source = Source(
                 plain=jobs[0].key,
                 mirrored=jobs[1].key if len(jobs) > 1 else None,
+                mask=masking[0].key if masking else None,
+                mirrored_mask=masking[1].key if len(masking) > 1 else None,
                 texts=tuple(key for _, key in keys),
+                of_class=tuple(None if named is None else named[1] for named in classes),
+                regularisation=record.regularisation,
                 size_px=(placement.bucket.width_px, placement.bucket.height_px),
                 geometry=geometry(_geometry(record, placement, flip=False)),
                 mirrored_geometry=geometry(_geometry(record, placement, flip=True)),
@@ -184,7 +217,19 @@ def needs(
         latents=latents,
         texts=texts | {key.digest: (text, key) for text, key in extra},
         sources=sources,
+        masks=masks,
     )
+
+
+def _of_class(
+    texts: Sequence[str], texts_as: TextEntries, settings: DataSettings
+) -> list[tuple[str, CacheKey] | None]:
+    """Return each text with the class in place of the trigger, and its key; empty if not asked for."""
+    word = settings.class_word
+    if word is None or settings.trigger is None:
+        return []
+    found = [of_class(text, trigger=settings.trigger, class_word=word) for text in texts]
+    return [None if text is None else (text, texts_as.key(text)) for text in found]
 
 
 def fill(
@@ -207,27 +252,32 @@ def fill(
     """
     latents = [job for job in wanted.latents.values() if cache.read(job.key) is None]
     texts = [(text, key) for text, key in wanted.texts.values() if cache.read(key) is None]
-    total = len(latents) + len(texts)
-    found = len(wanted.latents) + len(wanted.texts) - total
+    masks = [job for job in wanted.masks.values() if cache.read(job.key) is None]
+    total = len(latents) + len(texts) + len(masks)
+    found = len(wanted.keys()) - total
     events.emit(
         "phase", phase="cache", message=f"{found} cached, {total} to encode", done=0, total=total
     )
+    for done, mask in enumerate(masks, start=1):
+        _obey(stop, done=done - 1, total=total)
+        cache.write(mask.key, _encode_mask(mask, settings=settings))
+        events.emit("phase", phase="cache", message=f"mask of {mask.name}", done=done, total=total)
     if latents:
         images = _Encoding(load=load_image_encoder, devices=devices, events=events)
-        for done, job in enumerate(latents, start=1):
+        for done, job in enumerate(latents, start=len(masks) + 1):
             _obey(stop, done=done - 1, total=total)
             cache.write(job.key, images.do(partial(_encode_image, job, settings=settings)))
             events.emit("phase", phase="cache", message=job.record.name, done=done, total=total)
         images.close()
     if texts:
         captions = _Encoding(load=load_text_encoder, devices=devices, events=events)
-        for done, (text, key) in enumerate(texts, start=len(latents) + 1):
+        for done, (text, key) in enumerate(texts, start=total - len(texts) + 1):
             _obey(stop, done=done - 1, total=total)
             captions.do(partial(_say_if_cut, texts_as.words(text), events=events))
             cache.write(key, captions.do(partial(texts_as.encode, text)))
             events.emit("phase", phase="cache", message="captions", done=done, total=total)
         captions.close()
-    return Encoded(latents=len(latents), texts=len(texts), found=found)
+    return Encoded(latents=len(latents), texts=len(texts), found=found, masks=len(masks))
 
 
 Encoder = TypeVar("Encoder")
@@ -333,6 +383,37 @@ def _encode_image(
     except InputError as error:
         raise InputError(f"{job.record.name}: {error.found}", fix=error.fix) from None
     return {"mean": latent.mean.numpy(), "std": latent.std.numpy()}
+
+
+def _mask_job(
+    record: ImageRecord, mask: Mask, placement: Placement, flip: bool, facts: BaseFacts
+) -> MaskJob:
+    key = mask_key(
+        content_hash=mask.content_hash,
+        of_alpha=mask.of_alpha,
+        placement=placement,
+        flip=flip,
+        factor=facts.vae_factor,
+    )
+    return MaskJob(
+        mask=mask,
+        name=record.name,
+        placement=placement,
+        flip=flip,
+        factor=facts.vae_factor,
+        key=key,
+    )
+
+
+def _encode_mask(job: MaskJob, *, settings: DataSettings) -> dict[str, np.ndarray[Any, Any]]:
+    pixels = decode_mask(job.mask, settings=settings)
+    values = mask_values(pixels, job.placement, flip=job.flip, factor=job.factor)
+    if not values.any():
+        raise InputError(
+            f"the mask of {job.name} is black in all that its crop to {job.placement.bucket} leaves",
+            fix="crop the picture and its mask around the subject, or raise data.max_aspect",
+        )
+    return {"mask": values}
 
 
 def _say_if_cut(text: str, encoder: TextEncoder, *, events: EventStream) -> None:

@@ -33,7 +33,7 @@ from lora_trainer.data.faults import (
 )
 from lora_trainer.data.findings import shown
 from lora_trainer.data.measures import Measures, measure
-from lora_trainer.data.pixels import Rgb, to_rgb
+from lora_trainer.data.pixels import Rgb, to_alpha, to_rgb
 from lora_trainer.errors import RequestError
 from lora_trainer.files import disk_error, sha256_bytes, write_atomic
 
@@ -46,6 +46,7 @@ MIN_SIDE_PX = 16
 MAX_ASPECT = 20
 # Raise the number when what is kept of a picture changes.
 _MEMO_VERSION = f"1, Pillow {PIL.__version__}"
+_OF_ALPHA = " alpha"
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -86,7 +87,7 @@ class VerifiedImage:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedImages:
-    """Pictures known to decode, and texts of caption files, by the SHA-256 of their bytes.
+    """Pictures and masks known to decode, and texts of caption files, by the SHA-256 of their bytes.
 
     One file in the cache folder: a checksum, then JSON. A damaged one, or one made with another
     Pillow, is the same as an empty one, because it only saves time. `file` None: nothing is kept.
@@ -95,6 +96,7 @@ class VerifiedImages:
     file: Path | None = None
     images: dict[str, Any] = field(default_factory=dict)
     captions: dict[str, Any] = field(default_factory=dict)
+    masks: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def load(cls, file: Path) -> VerifiedImages:
@@ -102,9 +104,20 @@ class VerifiedImages:
         try:
             checksum, _, body = file.read_bytes().partition(b"\n")
             match json.loads(body) if checksum == sha256_bytes(body).encode() else None:
-                case {"made_with": made_with, "images": dict(images), "captions": dict(captions)}:
+                case {
+                    "made_with": made_with,
+                    "images": dict(images),
+                    "captions": dict(captions),
+                    **others,
+                }:
+                    masks = others.get("masks")  # those of before had none
                     if made_with == _MEMO_VERSION:
-                        return cls(file=file, images=images, captions=captions)
+                        return cls(
+                            file=file,
+                            images=images,
+                            captions=captions,
+                            masks=masks if isinstance(masks, dict) else {},
+                        )
         except (OSError, ValueError, RecursionError):
             pass
         return cls(file=file)
@@ -146,11 +159,27 @@ class VerifiedImages:
         entry = [caption.text, list(caption.problems), list(caption.lines)]
         self.captions[content_hash] = entry
 
+    def mask(self, content_hash: str, *, of_alpha: bool) -> tuple[int, int, int] | None:
+        """Return width and height in pixels and the brightest value of a mask, or of these bytes' alpha."""
+        match self.masks.get(content_hash + _OF_ALPHA * of_alpha):
+            case [int(width_px), int(height_px), int(brightest)]:
+                return width_px, height_px, brightest
+        return None
+
+    def add_mask(self, content_hash: str, size: tuple[int, int, int], *, of_alpha: bool) -> None:
+        """Remember what `mask` returns."""
+        self.masks[content_hash + _OF_ALPHA * of_alpha] = list(size)
+
     def save(self) -> None:
         """Write the memo; raises MachineError."""
         if self.file is None:
             return
-        known = {"made_with": _MEMO_VERSION, "images": self.images, "captions": self.captions}
+        known = {
+            "made_with": _MEMO_VERSION,
+            "images": self.images,
+            "captions": self.captions,
+            "masks": self.masks,
+        }
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -198,14 +227,36 @@ def decode(path: Path, *, settings: DataSettings, content_hash: str | None = Non
     """
     background = background_rgb(settings)
     notes: list[str] = []
-    with _opened(path) as file, _faults_named(path, file, settings):
-        if content_hash is not None and _sha256(file) != content_hash:
-            raise ImageFault(path, "changed while in use", code="CAP-05", fix="start the run again")
-        image, raw_mode = _load(path, file, settings, notes)
+    with _loaded(path, settings, content_hash, notes) as (image, raw_mode):
         rgb = to_rgb(image, raw_mode=raw_mode, background=background, notes=notes)
         turn = _upright_turn(image, settings, notes)
         upright = rgb if turn is None else rgb.transpose(turn)
     return DecodedImage(image=upright, notes=tuple(notes))
+
+
+def decode_alpha(
+    path: Path, *, settings: DataSettings, content_hash: str | None = None
+) -> Image.Image | None:
+    """Decode how opaque a picture is as it is displayed, mode L; None for one without transparency.
+
+    Raises ImageFault as `decode` does.
+    """
+    notes: list[str] = []  # those of the picture have been said
+    with _loaded(path, settings, content_hash, notes) as (image, raw_mode):
+        alpha = to_alpha(image, raw_mode=raw_mode)
+        turn = _upright_turn(image, settings, notes)
+        return alpha if alpha is None or turn is None else alpha.transpose(turn)
+
+
+@contextmanager
+def _loaded(
+    path: Path, settings: DataSettings, content_hash: str | None, notes: list[str]
+) -> Iterator[tuple[Image.Image, str]]:
+    """Yield the loaded first frame of a file and the format of its pixels there."""
+    with _opened(path) as file, _faults_named(path, file, settings):
+        if content_hash is not None and _sha256(file) != content_hash:
+            raise ImageFault(path, "changed while in use", code="CAP-05", fix="start the run again")
+        yield _load(path, file, settings, notes)
 
 
 def _sha256(file: BufferedReader) -> str:

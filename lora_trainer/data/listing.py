@@ -1,8 +1,8 @@
 """What lies in a dataset folder, from directory entries alone: pictures, their captions, oddities.
 
 The folder itself, `N_name` folders (N repeats, "name" where there is no caption) and plain
-subfolders are read, one level deep, but for `_excluded`. Only regular files are listed, so nothing later can block on a
-pipe; the only files opened here are `metadata.jsonl`.
+subfolders are read, one level deep, but for `_excluded`; masks are no pictures. Only regular files
+are listed, so nothing later can block on a pipe; the only files opened here are `metadata.jsonl`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -24,8 +24,10 @@ from lora_trainer.data.captions import (
     same_name,
     split_name,
 )
+from lora_trainer.data.entries import Entry, entries_in, holds, is_inside, kind_of, text_of
 from lora_trainer.data.findings import Finding, named, note, shown, unusable, warning
 from lora_trainer.data.images import IMAGE_EXTENSIONS
+from lora_trainer.data.masks import MASKS_FOLDER, masked_stem
 from lora_trainer.errors import InputError, RequestError, did_you_mean
 
 FOLDER_NAME = "folder name"
@@ -34,11 +36,8 @@ METADATA_NAME = "metadata.jsonl"
 EXCLUDED_FOLDER = "_excluded"
 """What somebody has taken out of a dataset lies in here, under the names it had."""
 _REPEATS_FOLDER = re.compile(r"([0-9]+)_(.+)", re.DOTALL)
-_IGNORED_NAMES = frozenset({"__macosx", "thumbs.db", "desktop.ini"})
-_DOCUMENT_STEMS = frozenset({"readme", "license", "licence"})
 
 Group = Literal["picture", "caption", "metadata", "folder", "other"]
-Entry = os.DirEntry[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +66,8 @@ class ListedPicture:
     sidecar: Path | None
     sidecar_name: str | None
     stand_ins: tuple[GivenCaption, ...]
+    mask: Path | None = None
+    mask_name: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,12 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
     pictures = sorted(walk.pictures, key=lambda picture: picture.name)
     return Listing(
         pictures=tuple(pictures),
-        findings=(*findings, *walk.shared_captions(), *walk.unused_captions()),
+        findings=(
+            *findings,
+            *walk.shared_captions(),
+            *walk.unused_captions(),
+            *walk.unused_masks(),
+        ),
     )
 
 
@@ -134,6 +140,7 @@ class _Walk:
     alike: dict[str, str] = field(default_factory=dict)
     """... and that name by its `same_name`."""
     excluded: Path | None = None
+    unclaimed_masks: list[str] = field(default_factory=list)
 
     def read_root(self, root: Path) -> None:
         """Read the folder and those in it."""
@@ -147,14 +154,14 @@ class _Walk:
                 continue
             folder = self._subfolder(entry)
             named.add(folder.name)
-            if entry.is_symlink() and _is_inside(self.real_root, os.path.realpath(entry.path)):
+            if entry.is_symlink() and is_inside(self.real_root, os.path.realpath(entry.path)):
                 what = "is not read, it is a link to the dataset folder itself"
                 self.findings.append(_odd_link(folder.prefix, what, advice="remove it"))
                 continue
             known = len(self.pictures)
             for deeper in self._read(folder):
                 what, advice = "is not read, it lies two folders deep", "move its pictures up"
-                name = folder.prefix + _text(deeper.name)
+                name = folder.prefix + text_of(deeper.name)
                 self.findings.append(warning("deep-folder", name, what, advice=advice))
             if count := len(self.pictures) - known:
                 what = f"its pictures ({count}) are seen {folder.repeats} times per epoch"
@@ -163,7 +170,7 @@ class _Walk:
         _refuse_unknown(self.settings, named)
 
     def _subfolder(self, entry: Entry) -> _Folder:
-        match, name = _REPEATS_FOLDER.fullmatch(entry.name), _text(entry.name)
+        match, name = _REPEATS_FOLDER.fullmatch(entry.name), text_of(entry.name)
         own = self.settings.folders.get(name)
         repeats = int(match[1]) if match else self.settings.repeats
         if own is not None and own.repeats is not None:
@@ -177,15 +184,15 @@ class _Walk:
             path=Path(entry.path),
             name=name,
             repeats=repeats,
-            caption=_text(match[2]) if match else None,
+            caption=text_of(match[2]) if match else None,
         )
 
     def _read(self, folder: _Folder) -> list[Entry]:
         """Add what one folder holds; return its subfolders."""
         groups: dict[Group, list[Entry]] = defaultdict(list)
-        for entry in _entries(folder.path):
+        for entry in entries_in(folder.path):
             group = self._group(entry)
-            if self._is_usable(entry, group, folder.prefix + _text(entry.name)):
+            if self._is_usable(entry, group, folder.prefix + text_of(entry.name)):
                 groups[group].append(entry)
         self.ignored.update(
             split_name(entry.name)[1] or "without extension" for entry in groups["other"]
@@ -193,17 +200,50 @@ class _Walk:
         for entry in groups["metadata"]:
             self._read_metadata(Path(entry.path), folder.prefix)
         names = [entry.name for entry in groups["caption"]]
-        self.users.update((folder.prefix + _text(name), []) for name in names)
+        self.users.update((folder.prefix + text_of(name), []) for name in names)
         sidecars = Sidecars(names, extensions=self.settings.caption_extensions)
+        masks = self._take_masks(folder, groups)
         for entry in groups["picture"]:
-            self._add_picture(entry.name, folder, sidecars)
+            self._add_picture(entry.name, folder, sidecars, masks)
+        used = {same_name(split_name(entry.name)[0]) for entry in groups["picture"]}
+        if self.settings.masks != "files":
+            used.clear()
+        self.unclaimed_masks += [name for stem, (_, name) in masks.items() if stem not in used]
         return groups["folder"]
+
+    def _take_masks(
+        self, folder: _Folder, groups: dict[Group, list[Entry]]
+    ) -> dict[str, tuple[Path, str]]:
+        """Take the masks of a folder's pictures out of its groups; return them by `same_name` of the stem.
+
+        A folder of masks is one only if masks are asked for, or if one of its files is named as a picture.
+        """
+        stems = {entry.name: masked_stem(entry.name) for entry in groups["picture"]}
+        found = {
+            same_name(stem): (folder.path / name, folder.prefix + text_of(name))
+            for name, stem in stems.items()
+            if stem is not None
+        }
+        groups["picture"] = [entry for entry in groups["picture"] if stems[entry.name] is None]
+        pictures = {same_name(split_name(entry.name)[0]) for entry in groups["picture"]}
+        for inner in [one for one in groups["folder"] if one.name.casefold() == MASKS_FOLDER]:
+            prefix = f"{folder.prefix}{text_of(inner.name)}/"
+            inside: dict[str, tuple[Path, str]] = {}
+            for entry in entries_in(Path(inner.path)):
+                name = prefix + text_of(entry.name)
+                if self._group(entry) == "picture" and self._is_usable(entry, "picture", name):
+                    stem = masked_stem(entry.name) or split_name(entry.name)[0]
+                    inside[same_name(stem)] = (Path(entry.path), name)
+            if self.settings.masks == "files" or pictures & inside.keys():
+                groups["folder"].remove(inner)
+                found = inside | found
+        return found
 
     def _group(self, entry: Entry) -> Group:
         _, extension = split_name(entry.name)
         if extension in IMAGE_EXTENSIONS:
             return "picture"
-        if _answer(entry.is_dir):
+        if holds(entry.is_dir):
             return "folder"
         if entry.name == METADATA_NAME:
             return "metadata"
@@ -213,14 +253,14 @@ class _Walk:
         """Say whether an entry is what its name says; report if not, or if it lies elsewhere."""
         if group == "other":
             return True
-        if group != "folder" and not _answer(entry.is_file):
-            what = f"is {_kind_of(entry)}, not a regular file"
+        if group != "folder" and not holds(entry.is_file):
+            what = f"is {kind_of(entry)}, not a regular file"
             if group == "picture":
                 self.findings.append(unusable(name, what, advice="remove it", code="IMG-09"))
             else:
                 self.findings.append(_odd_link(name, what, advice="remove it"))
             return False
-        if entry.is_symlink() and not _is_inside(entry.path, self.real_root):
+        if entry.is_symlink() and not is_inside(entry.path, self.real_root):
             what, advice = "is a link out of the dataset folder", "keep its target in place"
             self.findings.append(note("outside-link", name, what, advice=advice, code="IMG-09"))
         return True
@@ -241,8 +281,14 @@ class _Walk:
             self.alike[same_name(prefix + name)] = prefix + name
             self.users[prefix + name] = []
 
-    def _add_picture(self, file_name: str, folder: _Folder, sidecars: Sidecars) -> None:
-        name = folder.prefix + _text(file_name)
+    def _add_picture(
+        self,
+        file_name: str,
+        folder: _Folder,
+        sidecars: Sidecars,
+        masks: Mapping[str, tuple[Path, str]],
+    ) -> None:
+        name = folder.prefix + text_of(file_name)
         stand_ins = []
         described = name if name in self.described else self.alike.get(same_name(name))
         if described is not None:
@@ -251,9 +297,12 @@ class _Walk:
         if folder.caption is not None:
             stand_ins.append(GivenCaption(text=folder.caption, source=FOLDER_NAME))
         sidecar = sidecars.find(split_name(file_name)[0])
-        sidecar_name = None if sidecar is None else folder.prefix + _text(sidecar)
+        sidecar_name = None if sidecar is None else folder.prefix + text_of(sidecar)
         if sidecar_name is not None:
             self.users[sidecar_name].append(name)
+        mask, mask_name = None, None
+        if self.settings.masks == "files":
+            mask, mask_name = masks.get(same_name(split_name(file_name)[0]), (None, None))
         self.pictures.append(
             ListedPicture(
                 path=folder.path / file_name,
@@ -263,6 +312,8 @@ class _Walk:
                 sidecar=None if sidecar is None else folder.path / sidecar,
                 sidecar_name=sidecar_name,
                 stand_ins=tuple(stand_ins),
+                mask=mask,
+                mask_name=mask_name,
             )
         )
 
@@ -299,12 +350,23 @@ class _Walk:
             advice = "name them as their pictures, or remove them"
             yield warning("unused-caption", None, what, advice=advice, code="CAP-01")
 
+    def unused_masks(self) -> Iterator[Finding]:
+        """Yield one row that names masks nobody asked for, or that have no picture."""
+        count, names = len(self.unclaimed_masks), named(self.unclaimed_masks)
+        if count and self.settings.masks == "files":
+            what = f"masks without a picture ({count}): {names}"
+            advice = "name them as their pictures, or remove them"
+            yield warning("unused-mask", None, what, advice=advice)
+        elif count:
+            what = f"masks are not used ({count}): {names}"
+            yield note("unused-mask", None, what, advice="--set data.masks=files to use them")
+
     def _is_excluded(self, name: str) -> bool:
         """Say whether the picture that a metadata line describes was taken out of the dataset."""
         return (
             self.excluded is not None
             and name in self.described
-            and _answer((self.excluded / name).is_file)
+            and holds((self.excluded / name).is_file)
         )
 
 
@@ -320,44 +382,5 @@ def _refuse_unknown(settings: DataSettings, folders: Collection[str]) -> None:
         )
 
 
-def _entries(path: Path) -> list[Entry]:
-    try:
-        with os.scandir(path) as found:
-            return sorted(
-                (entry for entry in found if _is_meant(entry.name)), key=lambda entry: entry.name
-            )
-    except OSError as error:
-        what = f"cannot read folder {shown(str(path))} ({error.strerror or error})"
-        raise InputError(what, fix="make it readable or move it away") from None
-
-
-def _is_meant(name: str) -> bool:
-    stem, extension = split_name(name.casefold())
-    is_document = stem in _DOCUMENT_STEMS and extension not in IMAGE_EXTENSIONS
-    return not (name.startswith(".") or name.casefold() in _IGNORED_NAMES or is_document)
-
-
-def _text(name: str) -> str:
-    # File names may hold bytes that are not UTF-8, and those can be written to no JSON file.
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
-
-
-def _answer(question: Callable[[], bool]) -> bool:
-    try:
-        return question()
-    except OSError:  # a loop of links
-        return False
-
-
-def _is_inside(path: str, real_root: str) -> bool:
-    return Path(os.path.realpath(path)).is_relative_to(real_root)
-
-
 def _odd_link(name: str, what: str, *, advice: str) -> Finding:
     return warning("not-a-file", name, what, advice=advice, code="IMG-09")
-
-
-def _kind_of(entry: Entry) -> str:
-    if entry.is_symlink():
-        return "a link to no file"
-    return "a folder" if _answer(entry.is_dir) else "a pipe, socket or device"

@@ -22,6 +22,7 @@ from torch import Tensor
 from lora_trainer.config import OWN_FOLDER, DataSettings, ObjectiveSettings
 from lora_trainer.data.cache import Cache, CacheKey
 from lora_trainer.data.caption_rules import is_dropped, variant_of
+from lora_trainer.data.epochs import epoch_order, sample_id
 from lora_trainer.errors import MachineError
 from lora_trainer.families.base import Conditioning, Prediction
 from lora_trainer.launch import Place, share
@@ -41,10 +42,11 @@ class Source:
     """Where a sample's tensors are: its latent as is and mirrored (or None), one text entry per variant.
 
     The first of `texts` is the plain one to validate with; where there are others, these are trained
-    with. `folder` is the key of `data.folders` that may say more. `size_px` is (width, height) of its
-    bucket, `geometry` what the denoiser is told about its crop; what is cut away on the left is on the
-    right of the mirrored one. `others` are the same picture at other resolutions; they have none
-    themselves.
+    with; `of_class` are the same with the class in place of the trigger, None for those without it, and
+    empty where that is not asked for. `folder` is the key of `data.folders` that may say more. `size_px`
+    is (width, height) of its bucket, `geometry` what the denoiser is told about its crop; what is cut
+    away on the left is on the right of the mirrored one. Without a `mask` all of the picture counts.
+    `others` are the same picture at other resolutions; they have none themselves.
     """
 
     plain: CacheKey
@@ -55,6 +57,10 @@ class Source:
     mirrored_geometry: Conditioning
     others: tuple[Source, ...] = ()
     folder: str = OWN_FOLDER
+    mask: CacheKey | None = None
+    mirrored_mask: CacheKey | None = None
+    of_class: tuple[CacheKey | None, ...] = ()
+    regularisation: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +68,9 @@ class Prepared:
     """One sample ready for the device: latents and noise float32 [C, H, W], conditioning of batch 1.
 
     `input_noise` is the noise of the input where that is not the one to predict; `huber_delta` is
-    infinite for squared errors; `dropout_seed` names the masks of the adapter's dropout.
+    infinite for squared errors; `dropout_seed` names the masks of the adapter's dropout. `counts` are
+    weights of the error [1, H, W] with a mean of 1, None where all of the picture counts alike.
+    `as_base`: what is wanted is what the base says without the adapter.
     """
 
     sample: str
@@ -74,11 +82,16 @@ class Prepared:
     input_noise: Tensor | None = None
     huber_delta: float = math.inf
     dropout_seed: int = 0
+    counts: Tensor | None = None
+    as_base: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """This process's samples of one optimizer step (0-based `step`) and the epochs finished after it."""
+    """This process's samples of one optimizer step (0-based `step`) and the epochs finished after it.
+
+    A sample whose class is to stay as it is comes twice, the second time as that.
+    """
 
     step: int
     samples: tuple[Prepared, ...]
@@ -87,7 +100,7 @@ class StepBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Samples of one shape, stacked on the device: [B, C, H, W] and [B]."""
+    """Samples of one shape, stacked on the device: [B, C, H, W] and [B]; `counts` [B, 1, H, W] or None."""
 
     latents: Tensor
     noise: Tensor
@@ -96,6 +109,7 @@ class MicroBatch:
     alpha: Tensor
     sigma: Tensor
     huber_delta: Tensor | None
+    counts: Tensor | None
     conditioning: Conditioning
 
 
@@ -130,7 +144,8 @@ class Entries:
 class Feeder:
     """Prepares steps. `sources` maps sample ids to cache entries; `told` is conditioning all samples share.
 
-    Of several processes each prepares its share of a step, `place` says which.
+    Of several processes each prepares its share of a step, `place` says which. `regularisation` are the
+    samples of which an epoch takes only so many.
     """
 
     sources: Mapping[str, Source]
@@ -143,20 +158,34 @@ class Feeder:
     objective: ObjectiveSettings
     batch_size: int
     seed: int
+    regularisation: Sequence[str] = ()
+    regularisation_per_epoch: int = 0
     place: Place = field(default_factory=Place)
     _orders: dict[int, list[str]] = field(default_factory=dict)
 
     def sample_at(self, position: int) -> tuple[int, str]:
         """Return (epoch, sample id) at a position of the endless stream of shuffled epochs."""
-        epoch, index = divmod(position, len(self.sources))
+        epoch, index = divmod(position, self.epoch_length)
         return epoch, self._order(epoch)[index]
+
+    @property
+    def epoch_length(self) -> int:
+        """How many samples an epoch has."""
+        return len(self.sources) - len(self.regularisation) + self.regularisation_per_epoch
+
+    def source(self, sample: str) -> Source:
+        """Return where the tensors are of the sample that stands under a name in an epoch."""
+        return self.sources[sample_id(sample)]
 
     def prepare(self, step: int) -> StepBatch:
         """Return everything step `step` (0-based) needs, on the CPU."""
         first = step * self.batch_size
-        samples = tuple(self.prepare_sample(epoch, sample) for epoch, sample in self.share(step))
+        samples: list[Prepared] = []
+        for epoch, sample in self.share(step):
+            made = self.prepare_sample(epoch, sample)
+            samples += [made, *self._preserved(made, epoch, sample)]
         return StepBatch(
-            step=step, samples=samples, epoch=(first + self.batch_size) / len(self.sources)
+            step=step, samples=tuple(samples), epoch=(first + self.batch_size) / self.epoch_length
         )
 
     def share(self, step: int) -> list[tuple[int, str]]:
@@ -173,7 +202,7 @@ class Feeder:
 
     def drawn(self, epoch: int, sample: str) -> Source:
         """Return the sample at the resolution it is trained at in an epoch."""
-        first = self.sources[sample]
+        first = self.source(sample)
         if not first.others:
             return first
         all_of_it = (first, *first.others)
@@ -205,13 +234,31 @@ class Feeder:
         # smooth_l1 is huber over its delta: with falling deltas it weighs the noisier levels more.
         weight = made.weight / delta if self.objective.loss == "smooth_l1" else made.weight
         weight *= self.data.weight_of(source.folder)
+        if source.regularisation:
+            weight *= self.objective.prior_weight
         return replace(
             made,
             weight=weight,
             huber_delta=delta,
             input_noise=self._perturbed(noise, *here),
             dropout_seed=draw_seed(self.seed, Stream.ADAPTER_DROPOUT, *here),
+            counts=self._counts(source.mirrored_mask if flipped else source.mask),
+            as_base=source.regularisation and self.objective.prior == "base",
         )
+
+    def _preserved(self, made: Prepared, epoch: int, sample: str) -> Iterator[Prepared]:
+        """Yield the sample again as its class, with the same draws; none where the trigger is not said."""
+        source = self.source(sample)
+        variant = self._variant(source, epoch, sample) if source.of_class else None
+        text = None if variant is None else source.of_class[variant]
+        if text is not None:
+            yield replace(
+                made,
+                weight=made.weight * self.objective.preservation_weight,
+                conditioning={**made.conditioning, **self.entries.read(text)},
+                counts=None,
+                as_base=True,
+            )
 
     def validation(self, keys: Sequence[tuple[str, Source]], *, quantiles: int) -> list[StepBatch]:
         """Return the held-out samples at each quantile of the timesteps, with fixed noise and captions."""
@@ -227,7 +274,8 @@ class Feeder:
                     mean.shape, generator=self._generator(Stream.VALIDATION_NOISE, *name)
                 )
                 told = {**self.entries.read(source.texts[0]), **source.geometry}
-                samples.append(self._assemble(sample, mean, noise, level, told))
+                made = self._assemble(sample, mean, noise, level, told)
+                samples.append(replace(made, counts=self._counts(source.mask)))
             batches.append(
                 StepBatch(step=int(samples[0].level.timestep), samples=tuple(samples), epoch=0.0)
             )
@@ -309,7 +357,7 @@ class Feeder:
         )
         if strata == 1:
             return uniform
-        position = epoch * len(self.sources) + self._order(epoch).index(sample)
+        position = epoch * self.epoch_length + self._order(epoch).index(sample)
         window, place = divmod(position, strata)
         order = shuffled(map(str, range(strata)), self.seed, Stream.TIMESTEP_STRATUM, window)
         return (int(order[place]) + uniform) / strata
@@ -322,19 +370,36 @@ class Feeder:
         generator = self._generator(Stream.INPUT_PERTURBATION, epoch, sample)
         return noise + strength * torch.randn(noise.shape, generator=generator)
 
+    def _counts(self, mask: CacheKey | None) -> Tensor | None:
+        """Return how much each latent's error counts, by the mask and what it leaves the rest."""
+        if mask is None:
+            return None
+        rest = self.data.mask_background
+        weights = rest + (1.0 - rest) * self.entries.read(mask)["mask"]
+        return weights / weights.mean()
+
     def _text(self, source: Source, epoch: int, sample: str) -> Conditioning:
+        variant = self._variant(source, epoch, sample)
+        return self.entries.read(self.empty_text if variant is None else source.texts[variant])
+
+    def _variant(self, source: Source, epoch: int, sample: str) -> int | None:
+        """Return which of its texts a sample is trained with; None: the empty one."""
         settings = self.data.of_folder(source.folder)
         if is_dropped(sample, settings=settings, seed=self.seed, epoch=epoch):
-            return self.entries.read(self.empty_text)
-        texts = source.texts[1:] or source.texts
-        return self.entries.read(
-            texts[variant_of(sample, count=len(texts), seed=self.seed, epoch=epoch)]
-        )
+            return None
+        drawn = range(len(source.texts))[1:] or range(1)
+        return drawn[variant_of(sample, count=len(drawn), seed=self.seed, epoch=epoch)]
 
     def _order(self, epoch: int) -> list[str]:
         order = self._orders.get(epoch)
         if order is None:
-            order = shuffled(self.sources, self.seed, Stream.ORDER, epoch)
+            order = epoch_order(
+                self.sources.keys() - set(self.regularisation),
+                self.regularisation,
+                count=self.regularisation_per_epoch,
+                seed=self.seed,
+                epoch=epoch,
+            )
             if len(self._orders) > 2:  # old epochs are never asked for again
                 self._orders.clear()
             self._orders[epoch] = order
@@ -396,11 +461,20 @@ def to_device(
         alpha=scalars([level.alpha for level in levels]),
         sigma=scalars([level.sigma for level in levels]),
         huber_delta=None if math.inf in deltas else scalars(deltas),
+        counts=None if (counts := _stacked_counts(samples)) is None else move(counts),
         conditioning={
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
             for name, tensor in stacked.items()
         },
     )
+
+
+def _stacked_counts(samples: Sequence[Prepared]) -> Tensor | None:
+    """Return [B, 1, H, W], ones for samples without a mask; None where no sample has one."""
+    if all(sample.counts is None for sample in samples):
+        return None
+    ones = samples[0].latents.new_ones(1, *samples[0].latents.shape[1:])
+    return torch.stack([ones if sample.counts is None else sample.counts for sample in samples])
 
 
 def _padded(tensors: Sequence[Tensor]) -> Tensor:

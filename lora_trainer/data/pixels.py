@@ -41,6 +41,17 @@ def to_rgb(image: Image.Image, *, raw_mode: str, background: Rgb, notes: list[st
     raise PixelFormatError(f"has {_REFUSED_MODES.get(image.mode, image.mode)} pixels")
 
 
+def to_alpha(image: Image.Image, *, raw_mode: str) -> Image.Image | None:
+    """Return how opaque a loaded picture is, mode L, or None for one that has no transparency."""
+    _scale_transparent_colour(image, raw_mode)
+    if image.mode.startswith("I;16"):
+        image = _scaled_to_8_bits(image)
+    if image.mode not in _ALPHA_MODES and not image.has_transparency_data:
+        return None
+    straight = image.convert("LA") if image.mode == "La" else image
+    return straight.convert("RGBA").getchannel("A")
+
+
 def _scale_transparent_colour(image: Image.Image, raw_mode: str) -> None:
     # Pillow leaves a PNG's transparent colour in the file's bit depth, and then no pixel has it.
     match raw_mode, image.info.get("transparency"):

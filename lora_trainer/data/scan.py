@@ -42,6 +42,7 @@ from lora_trainer.data.listing import (
     ListedPicture,
     list_dataset,
 )
+from lora_trainer.data.masks import Mask, check_mask
 from lora_trainer.data.measures import Measures
 from lora_trainer.errors import InputError
 from lora_trainer.files import HashMemo, json_bytes, sha256_bytes
@@ -56,6 +57,8 @@ _NOTES: Mapping[str, tuple[Severity, str, str]] = {
     "exif": ("note", "IMG-03", "check that it stands upright"),
 }
 MAX_REASONS = 100
+BAD_MASK = "bad-mask"
+"""Kind of the findings about masks that cannot be used, which nobody wants to train without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,21 +83,33 @@ class ImageRecord:
     folder: str = OWN_FOLDER
     transparent: bool = False
     measures: Measures | None = None
+    mask: Mask | None = None
+    regularisation: bool = False
+
+    def settings(self, data: DataSettings) -> DataSettings:
+        """Return the settings of its folder; a picture for regularisation has no trigger."""
+        own = data.of_folder(self.folder)
+        return own.model_copy(update={"trigger": None}) if self.regularisation else own
 
     def sample_ids(self) -> list[str]:
         """Return one id per repeat, unique in the dataset and independent of file order."""
-        first = self.copy_index * MAX_REPEATS
-        return [f"{self.content_hash[:32]}-{first + repeat}" for repeat in range(self.repeats)]
+        first, kind = self.copy_index * MAX_REPEATS, "r" if self.regularisation else ""
+        name = self.content_hash[:32]
+        return [f"{name}-{kind}{first + repeat}" for repeat in range(self.repeats)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """The usable pictures of a folder by name, what is odd, and a hash of what is trained."""
+    """The usable pictures of a folder by name, what is odd, and a hash of what is trained.
+
+    `regularisation` are those beside them that keep the class as it is.
+    """
 
     folder: Path
     records: tuple[ImageRecord, ...]
     findings: tuple[Finding, ...]
     fingerprint: str
+    regularisation: tuple[ImageRecord, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +118,7 @@ class _Examined:
     content_hash: str
     image: VerifiedImage
     sidecar: CaptionText | None
+    mask: Mask | None
 
 
 def scan(
@@ -129,6 +145,7 @@ def scan(
     findings += _duplicates(records)
     findings += _without_caption(records)
     findings += _unread_marks(records, settings)
+    findings += _without_mask(records, settings)
     return Dataset(
         folder=folder,
         records=records,
@@ -152,8 +169,46 @@ def _examine(
     except OSError as error:
         reason = f"cannot be read ({error.strerror or error})"
         return unusable(picture.name, reason, advice="make it readable", code="IMG-09")
+    try:
+        mask = _mask(picture, image, content_hash=content_hash, settings=settings, memo=memo)
+        if mask is not None:
+            check_mask(mask, image, settings=settings, verified=verified)
+    except ImageFault as fault:
+        return _bad_mask(picture, fault.reason, advice=fault.fix, code=fault.code)
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror or error})"
+        return _bad_mask(picture, reason, advice="make it readable or remove it", code="IMG-09")
     sidecar = None if picture.sidecar is None else _sidecar(picture.sidecar, memo, verified)
-    return _Examined(picture=picture, content_hash=content_hash, image=image, sidecar=sidecar)
+    return _Examined(
+        picture=picture, content_hash=content_hash, image=image, sidecar=sidecar, mask=mask
+    )
+
+
+def _mask(
+    picture: ListedPicture,
+    image: VerifiedImage,
+    *,
+    content_hash: str,
+    settings: DataSettings,
+    memo: HashMemo,
+) -> Mask | None:
+    """Return where a picture's mask is, if it has one; raises OSError for a file that cannot be read."""
+    if picture.mask is not None:
+        return Mask(path=picture.mask, content_hash=memo.sha256(picture.mask), of_alpha=False)
+    if settings.masks == "alpha" and image.background:
+        return Mask(path=picture.path, content_hash=content_hash, of_alpha=True)
+    return None
+
+
+def _bad_mask(picture: ListedPicture, reason: str, *, advice: str, code: str) -> Finding:
+    return Finding(
+        kind=BAD_MASK,
+        severity="error",
+        file=picture.mask_name or picture.name,
+        what=reason,
+        advice=advice,
+        code=code,
+    )
 
 
 def _sidecar(path: Path, memo: HashMemo, verified: VerifiedImages) -> CaptionText:
@@ -210,6 +265,7 @@ def _records(examined: Sequence[_Examined], settings: DataSettings) -> Iterator[
             copy_index=copies[item.content_hash],
             transparent=bool(item.image.background),
             measures=item.image.measures,
+            mask=item.mask,
         )
         copies[item.content_hash] += 1
 
@@ -301,6 +357,16 @@ def _unread_marks(records: Sequence[ImageRecord], settings: DataSettings) -> Ite
             yield note("unread-marks", None, what, advice=advice)
 
 
+def _without_mask(records: Sequence[ImageRecord], settings: DataSettings) -> Iterator[Finding]:
+    learned = [one for one in records if not settings.is_regularisation(one.folder)]
+    names = [record.name for record in learned if record.mask is None]
+    if settings.masks != "none" and names:
+        kind = "no mask" if settings.masks == "files" else "no transparent part"
+        what = f"{len(names)} of {len(learned)} pictures have {kind}, all of them counts: "
+        advice = "give them one, or leave it at that"
+        yield warning("no-mask", None, what + named(names), advice=advice)
+
+
 _NO_CAPTION: tuple[tuple[str | None, Severity, str], ...] = (
     (FOLDER_NAME, "note", "have no caption but their folder's name"),
     (None, "warning", "have no caption but the trigger, if one is set"),
@@ -309,8 +375,12 @@ _NO_CAPTION: tuple[tuple[str | None, Severity, str], ...] = (
 
 def _fingerprint(records: Sequence[ImageRecord]) -> str:
     rows = sorted(
-        # What a caption says beyond its plain text: other lines, other alternatives, marks.
-        (record.content_hash, record.copy_index, record.caption, record.repeats, *record.written)
+        (
+            *(record.content_hash, record.copy_index, record.caption, record.repeats),
+            # What a caption says beyond its plain text: other lines, other alternatives, marks.
+            *record.written,
+            *([record.mask.content_hash] if record.mask else ()),
+        )
         for record in records
     )
     return sha256_bytes(json_bytes(rows))

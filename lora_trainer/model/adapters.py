@@ -144,6 +144,17 @@ class Adapter:
         finally:
             self._exchange()
 
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Leave the networks as they are without the adapter while the block runs."""
+        for layer in self.layers.values():
+            layer.switch(False)
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.switch(True)
+
     def _exchange(self) -> None:
         for name, parameter in self._all():
             average = self.average[name]

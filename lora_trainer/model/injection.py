@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,11 +43,15 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedLayer:
-    """One adapted layer: its trainable parameters by name, and for PiSSA where they started."""
+    """One adapted layer: its trainable parameters by name, and for PiSSA where they started.
+
+    `switch` turns its update off, or on again.
+    """
 
     kind: AdapterKind
     width: Width
     parameters: Mapping[str, nn.Parameter]
+    switch: Callable[[bool], None]
     initial: Mapping[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> ModuleTensors:
@@ -182,7 +186,14 @@ def _peft_layer(
     if settings.init == "pissa":
         down, up = _start(key, base, width, seed=seed, saved=initial)
         frozen = start_at(layer, _NAME, down=down, up=up)
-    return AdaptedLayer(kind=settings.kind, width=width, parameters=parameters, initial=frozen)
+    return AdaptedLayer(
+        kind=settings.kind,
+        width=width,
+        parameters=parameters,
+        # peft's own switch would also freeze the parameters.
+        switch=lambda on: setattr(layer, "_disable_adapters", not on),
+        initial=frozen,
+    )
 
 
 def _initialise(
@@ -251,4 +262,5 @@ def _rotate(network: nn.Module, key: str, layer: nn.Module, rank: int) -> Adapte
         kind="oft",
         width=Width(rank=size, scale=1.0),
         parameters={"blocks": rotated.blocks},
+        switch=lambda on: setattr(rotated, "enabled", on),
     )

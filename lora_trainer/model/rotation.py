@@ -27,6 +27,7 @@ class RotatedLayer(nn.Module):
         self.base_layer = base_layer
         device = frozen_weight(base_layer).device
         self.blocks = nn.Parameter(torch.zeros(out // size, size, size, device=device))
+        self.enabled = True
         self.channel_dim = 1 if isinstance(base_layer, nn.Conv2d) else -1
 
     @property
@@ -42,6 +43,8 @@ class RotatedLayer(nn.Module):
 
     def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         plain: Tensor = self.base_layer(inputs, *args, **kwargs)
+        if not self.enabled:
+            return plain
         matrices = rotation(self.blocks)
         outputs = _rotated(matrices, plain.float().movedim(self.channel_dim, -1))
         if self.bias is not None:  # the layer has added it already, but it is not rotated

@@ -48,6 +48,7 @@ class ExportInfo:
     license: str = ""
     thumbnail_jpeg: bytes | None = None
     zero_terminal_snr: bool = False
+    regularisation_per_epoch: int = 0
     merged_from: tuple[str, ...] = ()
 
     @property

@@ -24,7 +24,7 @@ _FALSE_IN_KOHYA = (
 )
 _NONE_IN_KOHYA = (
     *("clip_skip", "face_crop_aug_range", "adaptive_noise_scale"),
-    *("prior_loss_weight", "max_token_length"),
+    "max_token_length",
 )
 """Options of kohya's trainers that this program does not have, as they are there when unused."""
 
@@ -81,7 +81,8 @@ def _network_arguments(info: ExportInfo) -> dict[str, str]:
 
 
 def _schedule(info: ExportInfo) -> dict[str, Any]:
-    settings, images = info.settings, max(1, info.images_per_epoch)
+    settings = info.settings
+    images = max(1, info.images_per_epoch + info.regularisation_per_epoch)
     steps, batch = settings["train.steps"], settings["train.batch_size"]
     return {
         "ss_steps": info.step,
@@ -120,7 +121,7 @@ def _options(info: ExportInfo) -> dict[str, Any]:
         "ss_gradient_checkpointing": settings["memory.gradient_checkpointing"] != "none",
         "ss_max_grad_norm": settings["train.max_grad_norm"],
         "ss_scale_weight_norms": settings["optimizer.max_weight_norm"],
-        **_loss(settings),
+        **_loss(info),
         "ss_noise_offset": settings["objective.noise_offset"],
         "ss_multires_noise_iterations": settings["objective.multires_noise_iterations"],
         "ss_multires_noise_discount": settings["objective.multires_noise_discount"],
@@ -139,8 +140,9 @@ def _options(info: ExportInfo) -> dict[str, Any]:
     }
 
 
-def _loss(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _loss(info: ExportInfo) -> dict[str, Any]:
     """Return the loss and its weights; soft_min_snr and p2 have no name in kohya's trainers."""
+    settings = info.settings
     kind, loss = settings["objective.weighting"], settings["objective.loss"]
     return {
         "ss_loss_type": "l2" if loss == "mse" else loss,
@@ -149,6 +151,9 @@ def _loss(settings: Mapping[str, Any]) -> dict[str, Any]:
         "ss_huber_scale": 1.0,
         "ss_min_snr_gamma": settings["objective.min_snr_gamma"] if kind == "min_snr" else None,
         "ss_debiased_estimation": kind == "debiased",
+        "ss_prior_loss_weight": settings["objective.prior_weight"]
+        if info.regularisation_per_epoch
+        else None,
         "ss_ip_noise_gamma": settings["objective.input_perturbation"] or None,
     }
 
@@ -194,7 +199,7 @@ def _dataset(info: ExportInfo) -> dict[str, Any]:
         "is_dreambooth": True,
         "batch_size_per_device": info.settings["train.batch_size"],
         "num_train_images": info.images_per_epoch,
-        "num_reg_images": 0,
+        "num_reg_images": info.regularisation_per_epoch,
         "resolution": [side, side],
         "enable_bucket": info.settings["data.buckets"],
         "bucket_info": buckets,
@@ -207,7 +212,7 @@ def _dataset(info: ExportInfo) -> dict[str, Any]:
     return {
         "ss_resolution": (side, side),
         "ss_num_train_images": info.images_per_epoch,
-        "ss_num_reg_images": 0,
+        "ss_num_reg_images": info.regularisation_per_epoch,
         "ss_dataset_dirs": _json(folders),
         "ss_reg_dataset_dirs": _json({}),
         "ss_tag_frequency": _json(tags),

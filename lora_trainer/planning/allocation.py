@@ -74,6 +74,8 @@ class Allocator:
     sharing: int
     buckets: Sequence[tuple[int, int]]
     priority: str
+    regularisation: float = 0.0
+    """Share of the samples that are there to keep the class as it is."""
     kept: Mapping[tuple[int, int], int] | None = None
     """Images at once by bucket of a run that goes on, whose settings are in `values`: nothing is decided."""
 
@@ -143,9 +145,22 @@ class Allocator:
             bucket_px=max(self._all_buckets, key=lambda size: size[0] * size[1]),
             samples=bool(values["sampling.every_steps"]),
             sample_side_px=int(values["data.resolution"]),
-            prepared_samples=values["data.prefetch_steps"] * batch_size,
+            prepared_samples=math.ceil(
+                values["data.prefetch_steps"] * batch_size * (1 + self._twice)
+            ),
             averaged=values["train.ema_decay"] is not None,
+            masked=values["data.masks"] != "none",
+            twice=self._twice,
+            as_base=self._twice + self._learned_from_base,
         )
+
+    @property
+    def _twice(self) -> float:
+        return 1.0 - self.regularisation if self.values["objective.preservation_weight"] else 0.0
+
+    @property
+    def _learned_from_base(self) -> float:
+        return self.regularisation if self.values["objective.prior"] == "base" else 0.0
 
     @cached_property
     def _choices(self) -> Choices:

@@ -41,24 +41,31 @@ class Length:
 
 
 def run_length(
-    *, images: int, batch_size: int, priority: str, samples: int | None = None, repeats: int = 1
+    *,
+    images: int,
+    batch_size: int,
+    priority: str,
+    samples: int | None = None,
+    repeats: int = 1,
+    regularisation: float = 0.0,
 ) -> Length:
     """Return the steps of a run over `images` different pictures; repeats shift weight, not length.
 
     images seen = clamp(views x images, floor, ceiling), at least `samples` of an epoch (None: `images`) over
-    `repeats`, the fewest that a picture has: so that each is seen once or so; steps = images seen /
-    batch size, rounded up.
+    `repeats`, the fewest that a picture has: so that each is seen once or so; and `regularisation` images
+    beside each of them. steps = images seen / batch size, rounded up.
     """
     rule = LENGTH_RULES[priority]
     seen = min(max(rule.views * images, rule.floor_images), rule.ceiling_images)
     seen = max(seen, math.ceil((images if samples is None else samples) / repeats))
-    steps = math.ceil(seen / batch_size)
+    steps = math.ceil(seen * (1 + regularisation) / batch_size)
+    beside = f", {regularisation:g} for regularisation beside each" if regularisation else ""
     return Length(
         steps=steps,
         reason=(
             f"{priority}: {rule.views} views of each of {images} images, kept between "
             f"{rule.floor_images:,} and {rule.ceiling_images:,} images seen: "
-            f"{seen:,} at {batch_size} a step"
+            f"{seen:,} at {batch_size} a step{beside}"
         ),
     )
 
@@ -68,7 +75,8 @@ class DiskUse:
     """What decides the disk a run needs.
 
     `latents` count a mirrored image twice; `texts` are the different ones, the empty caption among them;
-    `latent_elements` are those of the largest image, `state_bytes` the optimizer's states.
+    `latent_elements` are those of the largest image, `mask_elements` those of its mask, `state_bytes` the
+    optimizer's states.
     """
 
     latents: int
@@ -80,11 +88,12 @@ class DiskUse:
     export_precision: Precision
     keep_states: int
     keep_exports: int
+    mask_elements: int = 0
 
 
 def disk_bytes(use: DiskUse) -> dict[str, int]:
     """Return bytes of cache, states and exports; one more state and export exist while saving."""
-    latents = use.latents * 2 * 4 * use.latent_elements
+    latents = use.latents * 4 * (2 * use.latent_elements + use.mask_elements)
     texts = use.texts * use.conditioning_bytes
     state = MASTER_BYTES * use.adapter_parameters + use.state_bytes
     export = use.adapter_parameters * ELEMENT_BYTES[use.export_precision]

@@ -130,7 +130,11 @@ class RememberedCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The settings that decide how much memory a run takes; `bucket_px` is (width, height)."""
+    """The settings that decide how much memory and time a run takes; `bucket_px` is (width, height).
+
+    Of the images of a step, the share `twice` is done twice, the second time to stay as the base, and of
+    the share `as_base` the base's own prediction is made too.
+    """
 
     device: Literal["cpu", "cuda"]
     precision: Precision
@@ -147,6 +151,9 @@ class Load:
     sample_side_px: int
     prepared_samples: int
     averaged: bool = False
+    masked: bool = False
+    twice: float = 0.0
+    as_base: float = 0.0
 
     def workload(self) -> Workload:
         width_px, height_px = self.bucket_px

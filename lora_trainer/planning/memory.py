@@ -196,12 +196,23 @@ def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
             note=f"fp32 copies and rank-wide middles, {each}",
         ),
         *_dropped_inputs(load, facts, costs),
+        *_base_prediction(load, facts),
         MemoryItem(
             name="largest temporary",
             bytes=count * cost.temporary_bytes,
             note="gradients on their way and what is recomputed",
         ),
         _inputs(load, facts, costs),
+    ]
+
+
+def _base_prediction(load: Load, facts: BaseFacts) -> list[MemoryItem]:
+    """The pass that makes it keeps nothing and comes first, so its peak is below that of training."""
+    if not load.as_base:
+        return []
+    size = load.micro_batch * 4 * facts.latent_channels * _latent_area(load, facts)
+    return [
+        MemoryItem(name="base's prediction", bytes=size, note="what some samples are to stay as")
     ]
 
 
@@ -278,11 +289,14 @@ REBUILT_SHARE: Mapping[Checkpointing, float] = {
 def prepared_bytes(load: Load, facts: BaseFacts, costs: RememberedCosts) -> int:
     """Return what one prepared sample takes, in fp32."""
     cost = costs.sample_cost(facts, load.workload())
+    area = _latent_area(load, facts)
+    mask = area if load.masked else 0
+    return 4 * (3 * facts.latent_channels * area + mask) + cost.conditioning_bytes
+
+
+def _latent_area(load: Load, facts: BaseFacts) -> int:
     width_px, height_px = load.bucket_px
-    latent = (
-        facts.latent_channels * (width_px // facts.vae_factor) * (height_px // facts.vae_factor)
-    )
-    return 3 * 4 * latent + cost.conditioning_bytes
+    return (width_px // facts.vae_factor) * (height_px // facts.vae_factor)
 
 
 def _trained_text(load: Load, facts: BaseFacts) -> list[MemoryItem]:

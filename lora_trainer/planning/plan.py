@@ -46,12 +46,12 @@ LARGE_TEXT_ENCODER = 2_000_000_000
 class PlanInput:
     """What a plan is made from: `images` are the different pictures trained on.
 
-    `samples_per_epoch` counts repeats, of which each picture has at least `fewest_repeats`. `buckets` are
-    the (width, height) in use, in pixels, of each picture, held-out ones too. `latents` counts mirrored
-    pictures twice, `texts` the different ones of all captions; None: as `data.flip` says, and each
-    picture has its own. `full_card` is what an earlier run found out about this card; `processes` share
-    each step, `sharing` of them the memory of a machine; `kept_at_once` are the images at once of a run
-    that goes on as it was planned.
+    `samples_per_epoch` counts repeats, of which each picture has at least `fewest_repeats`;
+    `regularisation_per_epoch` is trained beside them. `buckets` are the (width, height) in use, in
+    pixels, of each picture, held-out ones too. `latents` counts mirrored pictures twice, `texts` the
+    different ones of all captions; None: as `data.flip` says, and each picture has its own. `full_card`
+    is what an earlier run found out about this card; `processes` share each step, `sharing` of them the
+    memory of a machine; `kept_at_once` are the images at once of a run that goes on as it was planned.
     """
 
     resolved: Resolved
@@ -68,6 +68,7 @@ class PlanInput:
     processes: int = 1
     sharing: int = 1
     kept_at_once: Mapping[tuple[int, int], int] | None = None
+    regularisation_per_epoch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +243,10 @@ class _Planner:
     def _layer(self, key: str) -> str:
         return self.given.resolved.origins[key].layer
 
+    @property
+    def _epoch(self) -> int:
+        return self.given.samples_per_epoch + self.given.regularisation_per_epoch
+
     def decide_length(self) -> None:
         length = run_length(
             images=self.given.images,
@@ -249,6 +254,7 @@ class _Planner:
             repeats=self.given.fewest_repeats,
             batch_size=self.values["train.batch_size"],
             priority=self.given.resolved.priority,
+            regularisation=self.given.regularisation_per_epoch / self.given.samples_per_epoch,
         )
         self.decide_auto("train.steps", length.steps, length.reason)
         steps = int(self.values["train.steps"])
@@ -277,6 +283,7 @@ class _Planner:
             kept=self.given.kept_at_once,
             buckets=self.given.buckets,
             priority=self.given.resolved.priority,
+            regularisation=self.given.regularisation_per_epoch / self._epoch,
         ).allocate()
         for choice in allocation.decisions:
             self.decide(choice.key, choice.value, choice.reason, peak_bytes=choice.bytes)
@@ -296,7 +303,7 @@ class _Planner:
             host=allocation.host,
             images_at_once=allocation.images_at_once,
             steps=steps,
-            epochs=steps * config.train.batch_size / given.samples_per_epoch,
+            epochs=steps * config.train.batch_size / self._epoch,
             seconds_per_step=(allocation.time.low_s, allocation.time.high_s),
             time_note=allocation.time.note,
             disk_bytes=self._disk(config, allocation.load, cost),
@@ -314,6 +321,7 @@ class _Planner:
             else self.given.latents,
             texts=1 + (images if self.given.texts is None else self.given.texts),
             latent_elements=facts.latent_channels * latent_px,
+            mask_elements=0 if config.data.masks == "none" else latent_px,
             conditioning_bytes=cost.conditioning_bytes,
             adapter_parameters=total_elements(tensors),
             state_bytes=state_bytes(tensors, load.optimizer).total,

@@ -39,6 +39,8 @@ WEIGHT_PASSES: Mapping[Checkpointing, float] = {
     "full": 3.0,
     "offloaded": 3.0,
 }
+FORWARD_KERNELS = 1 / 3
+"""Of those of a step, the share that a pass without gradients starts."""
 STREAM_PASSES = 2
 """A streamed block comes once for the forward pass and once to be recomputed and go backward."""
 
@@ -68,16 +70,21 @@ class StepTime:
 
 
 def step_work(load: Load, *, facts: BaseFacts, costs: RememberedCosts, batch_size: int) -> StepWork:
-    """Return what a step over `batch_size` images does, in micro-batches of `load.micro_batch`."""
+    """Return what a step over `batch_size` images does, in micro-batches of `load.micro_batch`.
+
+    Passes for the base's own prediction keep nothing: they go forward alone.
+    """
     cost, base = costs.sample_cost(facts, load.workload()), costs.frozen_base(facts, load)
-    passes = math.ceil(batch_size / load.micro_batch)
-    weights = passes * WEIGHT_PASSES[load.checkpointing] if base.is_quantized else 0.0
-    streamed = passes * STREAM_PASSES * base.streamed_bytes(load.streamed_blocks)
+    images, forward = batch_size * (1 + load.twice), batch_size * load.as_base
+    passes, forwards = math.ceil(images / load.micro_batch), math.ceil(forward / load.micro_batch)
+    weights = passes * WEIGHT_PASSES[load.checkpointing] + forwards if base.is_quantized else 0.0
+    streamed = (passes * STREAM_PASSES + forwards) * base.streamed_bytes(load.streamed_blocks)
+    started = passes + forwards * FORWARD_KERNELS
     return StepWork(
-        flops=cost.step_flops * batch_size,
-        kernels=passes * cost.kernels + round(weights * _layer_kernels(base)),
+        flops=cost.step_flops * images + cost.forward_flops * forward,
+        kernels=round(started * cost.kernels + weights * _layer_kernels(base)),
         dequantised_bytes=weights * _layer_bytes(base),
-        bus_bytes=streamed + 2 * cost.host_bytes * batch_size,
+        bus_bytes=streamed + 2 * cost.host_bytes * images,
     )
 
 

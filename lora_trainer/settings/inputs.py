@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from lora_trainer.settings.declare import (
+    MASKED,
+    NO_REGULARISATION,
     NOT_EMBEDDED,
     TAGS_IN_ORDER,
     AutoPixels,
@@ -77,6 +79,9 @@ class FolderSettings(Section):
     caption_dropout_every_epochs: EpochCount | None = setting(
         None, "every so many epochs all captions are empty; 0: never"
     )
+    regularisation: bool = setting(
+        False, "its images show others of the class, to keep it as it is; they get no trigger"
+    )
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -115,6 +120,26 @@ class DataSettings(Section):
     )
     trigger: str | None = setting(
         None, "word put in front of captions that lack it", min_length=1, max_length=100
+    )
+    regularisation_dir: str | None = setting(
+        None,
+        "folder of images that show others of the class, trained along to keep it as it is",
+        path=True,
+        min_length=1,
+    )
+    regularisation_ratio: float = setting(
+        1.0,
+        "regularisation images for each image of an epoch, all of them in turn",
+        gt=0.0,
+        le=100.0,
+        idle_with=NO_REGULARISATION,
+    )
+    class_word: str | None = setting(
+        None,
+        "word that stands for the trigger where the class is to stay as it is, such as `woman`",
+        min_length=1,
+        max_length=100,
+        not_for={"objective.preservation_weight": (0.0,)},
     )
     caption_extensions: tuple[str, ...] = setting(
         (".txt", ".caption"), "caption files beside the image, first wins"
@@ -162,6 +187,17 @@ class DataSettings(Section):
     alpha_background: str = setting(
         "white", "colour put behind transparent images: a CSS name or #rrggbb"
     )
+    masks: Literal["none", "files", "alpha"] = setting(
+        "none",
+        "where the loss counts: `NAME-masklabel.png` or `masks/NAME.png`, or opaque parts of pictures",
+    )
+    mask_background: float = setting(
+        0.1,
+        "weight of what is black in a mask or transparent; 0: it may become anything",
+        ge=0.0,
+        lt=1.0,
+        only_for=MASKED,
+    )
     max_bad_fraction: float = setting(
         0.1, "share of unusable images above which the run refuses", ge=0.0, le=1.0
     )
@@ -180,7 +216,19 @@ class DataSettings(Section):
         if own is None:
             return self
         values = {key: value for key, value in own if key in type(self).model_fields}
-        return self.model_copy(update={key: v for key, v in values.items() if v is not None})
+        given = {key: value for key, value in values.items() if value is not None}
+        return self.model_copy(update={**given, "trigger": None} if own.regularisation else given)
+
+    @property
+    def has_regularisation(self) -> bool:
+        """Whether some images are there to keep the class as it is."""
+        marked = any(map(self.is_regularisation, self.folders))
+        return marked or self.regularisation_dir is not None
+
+    def is_regularisation(self, folder: str) -> bool:
+        """Say whether the pictures in a subfolder are there to keep the class as it is."""
+        own = self.folders.get(folder)
+        return own is not None and own.regularisation
 
     @property
     def triggers(self) -> tuple[str, ...]:

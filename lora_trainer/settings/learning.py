@@ -11,6 +11,7 @@ from lora_trainer.settings.declare import (
     CONVOLUTIONS,
     FLOW,
     LORA,
+    NO_REGULARISATION,
     NOISE_OR_V,
     NOT_OFT,
     SQUARED,
@@ -234,6 +235,24 @@ class ObjectiveSettings(Section):
         ge=0.0,
         le=1.0,
         not_for={"objective.multires_noise_iterations": (0,)},
+    )
+    prior: Literal["images", "base"] = setting(
+        "images",
+        "regularisation images teach what they show, or what the base without the adapter says of them",
+        idle_with=NO_REGULARISATION,
+    )
+    prior_weight: float = setting(
+        1.0,
+        "factor on the loss of regularisation images",
+        gt=0.0,
+        le=100.0,
+        idle_with=NO_REGULARISATION,
+    )
+    preservation_weight: float = setting(
+        0.0,
+        "weight of staying as the base for data.class_word in place of the trigger; 1 is usual, 0: off",
+        ge=0.0,
+        le=100.0,
     )
     input_perturbation: float = setting(
         0.0,

@@ -73,6 +73,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     steps, every = config.train.steps, config.output.save_every_steps
     if steps != "auto" and every != "auto" and every > steps:
         yield f"output.save_every_steps={every} is above train.steps={steps}: lower it, or 0 for only at the end."
+    yield from _prior_contradictions(config)
     yield from _adapter_contradictions(config.adapter)
     if config.adapter.init == "pissa" and config.train.init_from is not None:
         yield "adapter.init=pissa and train.init_from both say where to begin: choose one."
@@ -98,6 +99,20 @@ def _contradictions(config: Config) -> Iterator[str]:
     if micro != "auto" and micro > batch:
         yield f"memory.micro_batch={micro} is above train.batch_size={batch}: at most {batch}."
     yield from _memory_contradictions(config)
+
+
+def _prior_contradictions(config: Config) -> Iterator[str]:
+    data, objective = config.data, config.objective
+    if objective.prior == "base" and not data.has_regularisation:
+        yield "objective.prior=base needs regularisation images: give data.regularisation_dir or mark a folder."
+    if not objective.preservation_weight:
+        return
+    triggers = [data.trigger, *(own.trigger for own in data.folders.values())]
+    if data.class_word is None or not any(triggers):
+        yield (
+            f"objective.preservation_weight={objective.preservation_weight:g} puts data.class_word in place "
+            "of data.trigger: give both."
+        )
 
 
 def _memory_contradictions(config: Config) -> Iterator[str]:

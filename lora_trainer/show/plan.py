@@ -45,6 +45,7 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
             "epochs": plan.epochs,
             "seconds_per_step": list(plan.seconds_per_step),
             "note": plan.time_note,
+            "regularisation_per_epoch": prepared.regularisation_per_epoch,
         },
         "disk": dict(plan.disk_bytes),
         "processes": {"count": prepared.processes, "images": list(shares(prepared))},
@@ -94,7 +95,8 @@ def plan_text(prepared: Prepared) -> RenderableType:
     add_row(
         facts,
         "data",
-        f"{len(prepared.trained)} images trained, {len(prepared.held_out)} held out; {buckets}",
+        f"{len(prepared.trained)} images trained, {len(prepared.held_out)} held out"
+        f"{_regularisation_text(prepared)}; {buckets}",
     )
     add_row(
         facts,
@@ -126,6 +128,12 @@ def plan_text(prepared: Prepared) -> RenderableType:
             style="dim" if origin.layer == "default" else "",
         )
     return Group(facts, "", *_memory_tables(plan), "", settings, *_remark_lines(prepared))
+
+
+def _regularisation_text(prepared: Prepared) -> str:
+    pool = len(prepared.dataset.regularisation)
+    count = prepared.regularisation_per_epoch
+    return f", {pool} for regularisation ({count} an epoch)" if pool else ""
 
 
 def _base_text(config: Config) -> str:

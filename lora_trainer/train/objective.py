@@ -64,8 +64,17 @@ def draw_noise(
     return noise
 
 
-def sample_losses(predicted: Tensor, wanted: Tensor, *, delta: Tensor | None = None) -> Tensor:
+def sample_losses(
+    predicted: Tensor,
+    wanted: Tensor,
+    *,
+    delta: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
     """Return the float32 mean error of each sample over its own elements, [B].
+
+    `counts` [B, 1, H, W] are weights with a mean of 1 over each sample: what is masked out counts less,
+    and every sample as much as without a mask.
 
     Squared without `delta` [B]; else pseudo-Huber, 2 delta (sqrt(d^2 + delta^2) - delta) (Song &
     Dhariwal 2023, arXiv 2310.14189, at the scale of sd-scripts): d^2 near 0, 2 delta |d| far away.
@@ -76,6 +85,8 @@ def sample_losses(predicted: Tensor, wanted: Tensor, *, delta: Tensor | None = N
         limit = _per_sample(delta, errors)
         # As a quotient: the difference of two large roots would lose the digits of small errors.
         errors = 2 * limit * errors / ((errors + limit.square()).sqrt() + limit)
+    if counts is not None:
+        errors = errors * counts
     return errors.mean(dim=tuple(range(1, errors.dim())))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.data.loader import Feeder, Prepared, to_device
+from lora_trainer.data.loader import Feeder, MicroBatch, Prepared, to_device
 from lora_trainer.events import EventStream
 from lora_trainer.families.base import Conditioning, Prediction
 from lora_trainer.model.dropout import SampleMasks
@@ -32,6 +32,7 @@ class Model:
     `embed` turns what is cached of a prompt into conditioning: nothing is left to do, unless the text
     encoders are trained along and run in every step. `masks` are those of the adapter's dropout, which
     needs the whole batch in every pass of the denoiser: that of samples whose conditioning is `alike`.
+    `without_adapter` makes the networks the base while a block runs.
     """
 
     denoiser: nn.Module
@@ -42,6 +43,7 @@ class Model:
     device: torch.device
     masks: SampleMasks | None = None
     alike: Callable[[Conditioning], int] = lambda _: 0
+    without_adapter: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def dropping(self, samples: Sequence[Prepared]) -> AbstractContextManager[None]:
         """Let the adapter drop what it drops for these samples, forwards and backwards."""
@@ -54,15 +56,28 @@ class Model:
         """Return the unweighted loss of each sample (all of one shape), float32 [B], with its graph."""
         batch = to_device(samples, device=self.device, dtype=self.precision)
         level = (batch.alpha, batch.sigma)
-        noisy = add_noise(batch.latents, batch.input_noise, *level)
-        predicted = self.predict(
-            self.denoiser,
-            noisy.to(self.precision),
-            batch.timesteps,
-            self.embed(batch.conditioning),
-        )
+        noisy = add_noise(batch.latents, batch.input_noise, *level).to(self.precision)
         wanted = target(batch.latents, batch.noise, *level, self.prediction)
-        return sample_losses(predicted, wanted, delta=batch.huber_delta)
+        if any(sample.as_base for sample in samples):
+            wanted = self._as_base(wanted, samples, batch, noisy)
+        predicted = self.predict(
+            self.denoiser, noisy, batch.timesteps, self.embed(batch.conditioning)
+        )
+        return sample_losses(predicted, wanted, delta=batch.huber_delta, counts=batch.counts)
+
+    @torch.no_grad()
+    def _as_base(
+        self, wanted: Tensor, samples: Sequence[Prepared], batch: MicroBatch, noisy: Tensor
+    ) -> Tensor:
+        """Return `wanted` with what the base says in the rows of the samples that are to stay as it."""
+        rows = [row for row, sample in enumerate(samples) if sample.as_base]
+        chosen = torch.tensor(rows, device=self.device)
+        told = {name: tensor[chosen] for name, tensor in batch.conditioning.items()}
+        with self.without_adapter():
+            said = self.predict(
+                self.denoiser, noisy[chosen], batch.timesteps[chosen], self.embed(told)
+            )
+        return wanted.index_copy(0, chosen, said.to(wanted.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.events import read_jsonl
-from tests.fakes.runs import Toy, toy
+from tests.fakes.runs import Toy, toy, write_priors
 from tests.reliability.kill import free_port, load_everything
 
 STEPS = 20
@@ -288,8 +288,9 @@ def scenarios(place: Toy) -> dict[str, Run]:
     found["one"] = run(place, "one", 1)
     for count in (2, 3, 4):
         found[f"of {count}"] = run(place, f"of {count}", count)
-    found["craft alone"] = run(place, "craft alone", 1, **CRAFT)
-    found["craft"] = run(place, "craft", 2, **CRAFT)
+    craft = {**CRAFT, **write_priors(place)}
+    found["craft alone"] = run(place, "craft alone", 1, **craft)
+    found["craft"] = run(place, "craft", 2, **craft)
     found["words alone"] = run(place, "words alone", 1, **WORDS)
     found["words"] = run(place, "words", 2, **WORDS)
     found["cold"] = run(place, "cold", 2, data__cache_dir=str(place.folder / "cold"))

@@ -113,14 +113,35 @@ def toy(folder: Path, *, images: int = 6) -> Toy:
     return place
 
 
-def write_dataset(folder: Path, *, images: int) -> None:
+def write_dataset(folder: Path, *, images: int, first: int = 0) -> None:
     """Write sharp, distinct pictures of three shapes with captions."""
     folder.mkdir(parents=True)
     for index in range(images):
         width, height = SIZES_PX[index % len(SIZES_PX)]
-        noise = random.Random(index).randbytes(width * height * 3)
+        noise = random.Random(first + index).randbytes(width * height * 3)
         Image.frombytes("RGB", (width, height), noise).save(folder / f"p{index}.png")
         (folder / f"p{index}.txt").write_text(f"a toy with {index} legs", encoding="utf-8")
+
+
+def write_priors(place: Toy) -> dict[str, Any]:
+    """Write masks of two pictures, and regularisation images beside the dataset; return all their settings."""
+    place_of_masks, other = place.dataset / "masks", place.folder / "others"
+    place_of_masks.mkdir()
+    for index in range(2):
+        mask = Image.new("L", SIZES_PX[index], 0)
+        mask.paste(255, (0, 0, SIZES_PX[index][0] // 2, SIZES_PX[index][1]))
+        mask.save(place_of_masks / f"p{index}.png")
+    write_dataset(other, images=3, first=100)
+    return {
+        "data__class_word": "thing",
+        "data__masks": "files",
+        "data__regularisation_dir": str(other),
+        "data__regularisation_ratio": 0.7,
+        "data__trigger": "zwx",
+        "objective__preservation_weight": 0.5,
+        "objective__prior": "base",
+        "objective__prior_weight": 0.8,
+    }
 
 
 def run_cli(arguments: list[str]) -> int:

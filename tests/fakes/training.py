@@ -184,6 +184,7 @@ def build_training(
         precision=precision,
         device=CPU,
         masks=adapter.masks,
+        without_adapter=adapter.off,
     )
     training = Training(
         model=adapt(model),

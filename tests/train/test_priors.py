@@ -1,0 +1,341 @@
+"""Masks and priors in the step: what is masked out teaches less, what is to stay as the base does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lora_trainer import families
+from lora_trainer.config import AdapterSettings, DataSettings, ObjectiveSettings
+from lora_trainer.data.cache import CacheKey
+from lora_trainer.data.loader import Feeder, Prepared, Source, StepBatch, to_device
+from lora_trainer.families.base import DENOISER
+from lora_trainer.model.adapters import inject
+from lora_trainer.train.gradients import add_gradients
+from lora_trainer.train.objective import sample_losses
+from tests.fakes.training import (
+    CPU,
+    MIXED,
+    SQUARE,
+    TEXT_WIDTH,
+    TOKENS,
+    TinyTraining,
+    awaken,
+    build_feeder,
+    build_training,
+    distance,
+    gradients,
+    tiny_base,
+    tiny_facts,
+)
+
+HALF = torch.tensor([[[2.0, 0.0], [2.0, 0.0]]])
+BASE_TARGET = ObjectiveSettings(prior="base", prior_weight=2.0)
+KEPT = ObjectiveSettings(preservation_weight=0.5)
+
+
+def with_priors(
+    shapes: Sequence[tuple[int, int, int]] = MIXED,
+    *,
+    regularisation: Sequence[int] = (),
+    masked: Sequence[int] = (),
+    of_class: Sequence[int] = (),
+    per_epoch: int = 0,
+    background: float = 0.25,
+    **more: Any,
+) -> Feeder:
+    """Return a feeder some of whose samples, by index, are for regularisation, masked, or kept as a class."""
+    data = DataSettings(masks="files", mask_background=background)
+    plain = build_feeder(shapes, data=data, **more)
+    generator = torch.Generator().manual_seed(4)
+    resident = plain.entries.resident
+
+    def put(kind: Any, index: int, entry: Mapping[str, Tensor]) -> CacheKey:
+        key = CacheKey(kind=kind, fields={"of": f"s{index}"})
+        resident[key.digest] = entry
+        return key
+
+    def changed(index: int, source: Source) -> Source:
+        shape = shapes[index]
+        if index in masked:
+            mask = (torch.rand(1, *shape[1:], generator=generator) > 0.5).float()
+            source = replace(source, mask=put("masks", index, {"mask": mask}))
+        if index in of_class:
+            text = torch.randn(1, TOKENS, TEXT_WIDTH, generator=generator)
+            source = replace(source, of_class=(put("text", index, {"text": text}),))
+        return replace(source, regularisation=index in regularisation)
+
+    sources = {f"s{i}": changed(i, plain.sources[f"s{i}"]) for i in range(len(shapes))}
+    return replace(
+        plain,
+        sources=sources,
+        regularisation=[f"s{index}" for index in regularisation],
+        regularisation_per_epoch=per_epoch,
+    )
+
+
+def everything(batch_size: int = 4) -> Feeder:
+    return with_priors(
+        batch_size=batch_size,
+        regularisation=(5, 6),
+        masked=(0, 1, 2),
+        of_class=(0, 3, 4),
+        per_epoch=3,
+        objective=replace_settings(BASE_TARGET, preservation_weight=0.5),
+    )
+
+
+def replace_settings(settings: ObjectiveSettings, **changes: Any) -> ObjectiveSettings:
+    return settings.model_copy(update=changes)
+
+
+# ---- masks
+
+
+def test_what_is_masked_out_does_not_count_and_the_rest_counts_as_much_as_all() -> None:
+    predicted = torch.zeros(2, 3, 2, 2)
+    wanted = torch.ones(2, 3, 2, 2)
+    wanted[..., 1] = 5.0
+    counts = torch.stack([HALF, torch.ones(1, 2, 2)])
+    losses = sample_losses(predicted, wanted, counts=counts)
+    assert losses.tolist() == [1.0, 13.0]
+    assert torch.equal(losses[1:], sample_losses(predicted, wanted)[1:])
+
+
+def test_the_gradient_of_what_is_masked_out_is_zero() -> None:
+    predicted = torch.zeros(1, 3, 2, 2, requires_grad=True)
+    sample_losses(predicted, torch.ones(1, 3, 2, 2), counts=HALF[None]).sum().backward()
+    assert predicted.grad is not None
+    assert predicted.grad[..., 1].abs().max() == 0 and predicted.grad[..., 0].abs().min() > 0
+
+
+def test_huber_errors_are_masked_alike() -> None:
+    generator = torch.Generator().manual_seed(2)
+    predicted, wanted = torch.randn(2, 1, 3, 2, 2, generator=generator)
+    delta = torch.tensor([0.5])
+    masked = sample_losses(predicted, wanted, delta=delta, counts=HALF[None])
+    cut = sample_losses(predicted[..., :1], wanted[..., :1], delta=delta)
+    assert torch.allclose(masked, cut)
+
+
+def test_a_mask_is_weighed_by_its_background_and_its_mean() -> None:
+    feeder = with_priors([SQUARE] * 2, masked=(0,), batch_size=2, background=0.25)
+    (masked,) = [sample for sample in feeder.prepare(0).samples if sample.sample == "s0"]
+    mask = feeder.sources["s0"].mask
+    assert mask is not None and masked.counts is not None
+    values = 0.25 + 0.75 * feeder.entries.read(mask)["mask"]
+    assert torch.allclose(masked.counts, values / values.mean())
+    assert float(masked.counts.mean()) == pytest.approx(1.0)
+
+
+def test_the_validation_loss_is_masked_alike() -> None:
+    feeder = with_priors([SQUARE] * 2, masked=(0,))
+    for batch in feeder.validation(list(feeder.sources.items()), quantiles=3):
+        assert [sample.counts is not None for sample in batch.samples] == [True, False]
+
+
+def test_a_batch_without_masks_is_as_it_was() -> None:
+    samples = build_feeder([SQUARE] * 3, batch_size=3).prepare(0).samples
+    assert to_device(samples, device=CPU, dtype=torch.float32).counts is None
+    mixed = with_priors([SQUARE] * 3, masked=(1,), batch_size=3).prepare(0).samples
+    counts = to_device(mixed, device=CPU, dtype=torch.float32).counts
+    assert counts is not None and counts.shape == (3, 1, 8, 8)
+    whole = [index for index, sample in enumerate(mixed) if sample.counts is None]
+    assert torch.equal(counts[whole], torch.ones(2, 1, 8, 8))
+
+
+# ---- the base
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dora": True, "targets": "attention"},
+        {"init": "pissa"},
+        {"dropout": 0.3, "rank_dropout": 0.3, "module_dropout": 0.3},
+        {"kind": "loha"},
+        {"kind": "lokr", "dropout": 0.3},
+        {"kind": "oft"},
+    ],
+    ids=str,
+)
+def test_without_its_adapter_a_denoiser_is_the_base_to_the_bit(settings: dict[str, Any]) -> None:
+    family = families.detect(tiny_base())
+    denoiser = family.load_denoiser(tiny_facts(), dtype=torch.float32, device=CPU)
+    generator = torch.Generator().manual_seed(8)
+    noisy = torch.randn(2, *SQUARE, generator=generator)
+    told = {"text": torch.randn(2, TOKENS, TEXT_WIDTH, generator=generator)}
+
+    def predicted() -> Tensor:
+        with torch.no_grad():
+            return family.predict(denoiser, noisy, torch.tensor([10, 700]), told)
+
+    base = predicted()
+    asked = AdapterSettings.model_validate({"rank": 4, "targets": "all", **settings})
+    names = family.lora_targets(denoiser, asked.targets)
+    adapter = inject(
+        {DENOISER: denoiser}, modules={DENOISER: names}, settings=asked, alpha=4.0, seed=3
+    )
+    for parameter in adapter.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    trainable = [parameter.requires_grad for parameter in adapter.parameters()]
+    with_it = predicted()
+    assert not torch.allclose(with_it, base, atol=1e-4)
+    with adapter.off():
+        assert torch.equal(predicted(), base)
+    assert torch.equal(predicted(), with_it)
+    assert [parameter.requires_grad for parameter in adapter.parameters()] == trainable
+
+
+def losses_of(training: TinyTraining, samples: Sequence[Prepared]) -> list[float]:
+    return training.training.model.losses(samples).tolist()
+
+
+def test_what_is_to_stay_as_the_base_costs_nothing_until_something_is_learned() -> None:
+    feeder = with_priors([SQUARE] * 4, regularisation=(2, 3), per_epoch=2, objective=BASE_TARGET)
+    training = build_training(feeder, steps=1)
+    samples = feeder.prepare(0).samples
+    as_base = [sample.as_base for sample in samples]
+    assert as_base == [sample.sample.startswith(("s2", "s3")) for sample in samples]
+    start = losses_of(training, samples)
+    assert [loss == 0.0 for loss in start] == as_base
+    awaken(training.adapter)
+    after = losses_of(training, samples)
+    assert all(loss > 0.0 for loss in after)
+
+
+def test_dropout_is_not_done_to_what_the_base_says() -> None:
+    """Else the target would be another network's, and not zero apart at the start."""
+    feeder = with_priors([SQUARE] * 4, regularisation=(2, 3), per_epoch=2, objective=BASE_TARGET)
+    training = build_training(feeder, steps=1, adapter_settings={"dropout": 0.5})
+    samples = [sample for sample in feeder.prepare(0).samples if sample.as_base]
+    with training.training.model.dropping(samples):
+        assert losses_of(training, samples) == [0.0, 0.0]
+
+
+def test_regularisation_images_can_teach_what_they_show() -> None:
+    objective = ObjectiveSettings(prior_weight=3.0, min_snr_gamma=None)
+    feeder = with_priors([SQUARE] * 4, regularisation=(2, 3), per_epoch=2, objective=objective)
+    for sample in feeder.prepare(0).samples:
+        assert not sample.as_base
+        assert sample.weight == (3.0 if sample.sample.startswith(("s2", "s3")) else 1.0)
+
+
+def test_a_sample_of_a_class_comes_again_with_the_same_draws() -> None:
+    feeder = with_priors([SQUARE] * 2, of_class=(1,), masked=(1,), batch_size=2, objective=KEPT)
+    samples = feeder.prepare(0).samples
+    assert sorted(sample.sample for sample in samples) == ["s0", "s1", "s1"]
+    first, again = (sample for sample in samples if sample.sample == "s1")
+    assert (first.as_base, again.as_base) == (False, True)
+    assert torch.equal(first.latents, again.latents) and torch.equal(first.noise, again.noise)
+    assert (first.level, first.dropout_seed) == (again.level, again.dropout_seed)
+    assert again.weight == 0.5 * first.weight
+    assert first.counts is not None and again.counts is None, "all of it is to stay as it is"
+    key = feeder.sources["s1"].of_class[0]
+    assert key is not None
+    assert torch.equal(again.conditioning["text"], feeder.entries.read(key)["text"])
+    assert not torch.equal(again.conditioning["text"], first.conditioning["text"])
+
+
+def test_a_dropped_caption_has_no_class() -> None:
+    feeder = with_priors([SQUARE] * 2, of_class=(0, 1), batch_size=2, objective=KEPT)
+    feeder = replace(feeder, data=feeder.data.model_copy(update={"caption_dropout": 1.0}))
+    assert len(feeder.prepare(0).samples) == 2
+
+
+def test_the_weights_of_priors_scale_their_gradients() -> None:
+    def of(**objective: Any) -> list[Tensor]:
+        feeder = with_priors(
+            [SQUARE] * 4,
+            regularisation=(2, 3),
+            of_class=(0,),
+            per_epoch=2,
+            objective=ObjectiveSettings(prior="base", **objective),
+        )
+        training = build_training(feeder, steps=1)
+        awaken(training.adapter)
+        add_gradients(training.training, feeder.prepare(0), cap=4)
+        return gradients(training.adapter)
+
+    assert distance(of(prior_weight=3.0), of()) > 0.05
+    assert distance(of(preservation_weight=3.0), of()) > 0.05
+
+
+# ---- any split is one step
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("cap", [1, 2, 3])
+def test_a_step_may_be_split_anyhow(cap: int, dropout: float) -> None:
+    found = []
+    for split in (8, cap):
+        feeder = everything()
+        training = build_training(feeder, steps=1, adapter_settings={"dropout": dropout})
+        awaken(training.adapter)
+        for step in range(3):
+            add_gradients(training.training, feeder.prepare(step), cap=split)
+        found.append(gradients(training.adapter))
+    assert distance(found[1], found[0]) < 1e-5
+
+
+def test_a_stream_may_be_cut_into_any_batches() -> None:
+    def stream(batch_size: int, steps: int) -> list[tuple[Any, ...]]:
+        feeder = everything(batch_size)
+        samples = [sample for step in range(steps) for sample in feeder.prepare(step).samples]
+        return [
+            (one.sample, one.as_base, one.level, one.weight, float(one.noise.sum()))
+            for one in samples
+        ]
+
+    whole = stream(4, 6)
+    assert stream(1, 24) == stream(3, 8) == whole
+    assert len(whole) > 24, "some came twice"
+    assert len({name for name, *_ in whole if "#" in name}) > 2
+
+
+def test_epochs_count_regularisation() -> None:
+    feeder = everything()
+    assert feeder.epoch_length == 5 + 3
+    assert feeder.prepare(1).epoch == 1.0
+    names = [feeder.sample_at(position)[1] for position in range(8)]
+    assert sum("#" in name for name in names) == 3
+
+
+def test_strata_span_the_whole_epoch() -> None:
+    objective = ObjectiveSettings(timestep_strata=8, prior="base")
+    feeder = with_priors(
+        [SQUARE] * 7, regularisation=(5, 6), per_epoch=3, batch_size=8, objective=objective
+    )
+    for step in range(3):
+        levels = sorted(
+            int(sample.level.timestep) // 125 for sample in feeder.prepare(step).samples
+        )
+        assert levels == list(range(8))
+
+
+def test_a_step_that_runs_out_of_memory_in_the_bases_part_leaves_the_adapter_on() -> None:
+    feeder = everything()
+    training = build_training(feeder, steps=1)
+    awaken(training.adapter)
+    model, calls = training.training.model, iter(range(1, 100))
+
+    def predict(*given: Any) -> Tensor:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return model.predict(*given)
+
+    batch: StepBatch = feeder.prepare(0)
+    expected = model.losses(batch.samples[:1])
+    failing = replace(model, predict=predict)
+    sample = next(
+        sample for step in range(9) for sample in feeder.prepare(step).samples if sample.as_base
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        failing.losses([sample])
+    assert torch.equal(model.losses(batch.samples[:1]), expected)
