@@ -89,7 +89,9 @@ def shares(wanted: Needs, ranks: Ranks) -> Iterator[Needs]:
 
 def wanted_entries(prepared: Prepared, prompts: Sequence[str]) -> Needs:
     """Return every entry the run reads; `prompts` are those of its sample images."""
-    config = prepared.config
+    config, data = prepared.config, prepared.config.data
+    if not config.objective.preservation_weight:
+        data = data.model_copy(update={"class_word": None})  # its texts would not be read
     return needs(
         (*prepared.trained, *prepared.held_out, *prepared.dataset.regularisation),
         prepared.placements,
@@ -97,7 +99,7 @@ def wanted_entries(prepared: Prepared, prompts: Sequence[str]) -> Needs:
         facts=prepared.facts,
         texts_as=texts_as(prepared),
         geometry=partial(prepared.family.geometry_conditioning, prepared.facts),
-        settings=config.data,
+        settings=data,
         seed=config.train.seed,
         more=prepared.more_placements,
     )

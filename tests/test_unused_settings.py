@@ -25,6 +25,7 @@ BASES = {"epsilon": "sd15", "v_prediction": "sd15", "flow": "sd3"}
 OTHER = {
     "base.revision": "refs/pr/1",
     "base.companion": "someone/something",
+    "data.class_word": "toy",
     "optimizer.text_encoder_learning_rate": 1e-3,
     "adapter.init": "pissa",
     "adapter.new_tokens_from": "toy",

@@ -140,7 +140,8 @@ class _Walk:
     alike: dict[str, str] = field(default_factory=dict)
     """... and that name by its `same_name`."""
     excluded: Path | None = None
-    unclaimed_masks: list[str] = field(default_factory=list)
+    unclaimed_masks: list[tuple[str, str]] = field(default_factory=list)
+    """Masks that no picture has, by name, each with that of the picture it is for, without extension."""
 
     def read_root(self, root: Path) -> None:
         """Read the folder and those in it."""
@@ -208,7 +209,9 @@ class _Walk:
         used = {same_name(split_name(entry.name)[0]) for entry in groups["picture"]}
         if self.settings.masks != "files":
             used.clear()
-        self.unclaimed_masks += [name for stem, (_, name) in masks.items() if stem not in used]
+        self.unclaimed_masks += [
+            (name, folder.prefix + stem) for stem, (_, name) in masks.items() if stem not in used
+        ]
         return groups["folder"]
 
     def _take_masks(
@@ -352,7 +355,9 @@ class _Walk:
 
     def unused_masks(self) -> Iterator[Finding]:
         """Yield one row that names masks nobody asked for, or that have no picture."""
-        count, names = len(self.unclaimed_masks), named(self.unclaimed_masks)
+        away = self._excluded_stems()
+        found = [name for name, picture in self.unclaimed_masks if same_name(picture) not in away]
+        count, names = len(found), named(found)
         if count and self.settings.masks == "files":
             what = f"masks without a picture ({count}): {names}"
             advice = "name them as their pictures, or remove them"
@@ -360,6 +365,19 @@ class _Walk:
         elif count:
             what = f"masks are not used ({count}): {names}"
             yield note("unused-mask", None, what, advice="--set data.masks=files to use them")
+
+    def _excluded_stems(self) -> set[str]:
+        """Return the pictures that were taken out of the dataset, whose masks stay: without extension."""
+        if self.excluded is None:
+            return set()
+        places = {name.rpartition("/")[0] for _, name in self.unclaimed_masks}
+        inside = [self.excluded / place for place in places]
+        return {
+            same_name(split_name(Path(entry.path).relative_to(self.excluded).as_posix())[0])
+            for place in inside
+            if place.is_dir()
+            for entry in entries_in(place)
+        }
 
     def _is_excluded(self, name: str) -> bool:
         """Say whether the picture that a metadata line describes was taken out of the dataset."""

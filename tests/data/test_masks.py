@@ -97,6 +97,21 @@ def test_masks_without_a_picture_and_pictures_without_a_mask_are_named(tmp_path:
     assert not findings(scanned(tmp_path, DataSettings()), "no-mask")
 
 
+def test_masks_of_pictures_that_were_taken_out_are_no_remark(tmp_path: Path) -> None:
+    (tmp_path / "_excluded" / "10_x").mkdir(parents=True)
+    (tmp_path / "10_x").mkdir()
+    for name in ("a.png", "_excluded/b.jpg", "10_x/c.png", "_excluded/10_x/d.png"):
+        draw(tmp_path / name, seed=len(name))
+    for name in (
+        "a-masklabel.png",
+        "b-masklabel.png",
+        "10_x/c-masklabel.png",
+        "10_x/d-masklabel.png",
+    ):
+        white(tmp_path / name, part=(0, 0, 5, 5))
+    assert not findings(scanned(tmp_path), "unused-mask")
+
+
 # ---- what is refused
 
 

@@ -93,3 +93,10 @@ def test_rules_grow_with_priority() -> None:
         assert lower.views < higher.views
         assert lower.floor_images < higher.floor_images
         assert lower.ceiling_images < higher.ceiling_images
+
+
+def test_regularisation_images_come_on_top_of_those_that_are_learned() -> None:
+    plain = run_length(images=14, batch_size=8, priority="balanced")
+    more = run_length(images=14, batch_size=8, priority="balanced", regularisation=0.5)
+    assert more.steps == 1.5 * plain.steps
+    assert more.reason.endswith("0.5 for regularisation beside each")

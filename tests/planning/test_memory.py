@@ -408,3 +408,19 @@ def test_dropped_inputs_are_copies_where_adapters_need_none() -> None:
     assert "dropped inputs" not in items(plain)
     two = predicted(adapter=dropping, precision="fp32", base_precision="fp32", micro_batch=2)
     assert items(two)["dropped inputs"] == pytest.approx(2 * made["dropped inputs"], rel=0.2)
+
+
+def test_masks_and_priors_add_what_they_hold() -> None:
+    plain, latent_area = predicted(), 64 * 64
+    masked = items(predicted(masked=True))
+    assert masked["inputs"] == items(plain)["inputs"] + 4 * latent_area
+    held = items(predicted(as_base=0.5, micro_batch=2))
+    assert held["base's prediction"] == 2 * 4 * 4 * latent_area
+    assert "base's prediction" not in items(plain)
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_a_pass_without_gradients_peaks_below_training(checkpointing: Checkpointing) -> None:
+    """So the base's own prediction, which is made first, needs no room but its result's."""
+    cost = COSTS.sample_cost(sd15_facts(), replace(LOAD, checkpointing=checkpointing).workload())
+    assert cost.forward_bytes <= cost.saved_bytes + cost.temporary_bytes

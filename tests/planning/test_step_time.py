@@ -149,3 +149,19 @@ def test_a_measured_step_on_two_cores_lies_in_the_range() -> None:
     assert time.low_s < time.seconds < time.high_s
     assert "rough" in time.note
     assert cpu_step_time(work, threads=1).low_s == 2 * time.low_s
+
+
+def test_samples_that_come_twice_and_the_bases_own_predictions_cost_passes() -> None:
+    cost = COSTS.sample_cost(sd15_facts(), LOAD.workload())
+
+    def work(**changes: Any) -> StepWork:
+        load = replace(LOAD, **changes)
+        return step_work(load, facts=sd15_facts(), costs=COSTS, batch_size=4)
+
+    plain = work()
+    assert work(twice=1.0).flops == 2 * plain.flops
+    assert work(as_base=0.5).flops == plain.flops + 2 * cost.forward_flops
+    assert plain.kernels < work(as_base=0.5).kernels < work(twice=0.5).kernels
+    streamed = flux_work(streamed_blocks=20)
+    again = flux_work(streamed_blocks=20, as_base=1.0)
+    assert again.bus_bytes == 1.5 * streamed.bus_bytes, "forward alone is one way of two"
