@@ -172,8 +172,24 @@ def _read_subsets(subsets: Sequence[Subset], found: Findings) -> None:
             # The name of a folder means nothing there beside a dataset file.
             found.set(f"{target}.repeats", 1, "the default there")
         done = read_caption_keys(subset.values, subset.names, target, found)
+        done |= _read_kind(subset, target, found)
         for key in subset.values.keys() - done - {"image_dir", "caption_extension"}:
             _read_other(key, subset.values[key], subset.names[key], found)
+
+
+def _read_kind(subset: Subset, target: str, found: Findings) -> set[str]:
+    """Set what kind of pictures a subset has, and whether their transparency masks them."""
+    values, names = subset.values, subset.names
+    if values.get("alpha_mask"):
+        found.set("data.masks", "alpha", names["alpha_mask"])
+        found.set("data.mask_background", 0.0, names["alpha_mask"])
+    elif "alpha_mask" in values:
+        found.stays(names["alpha_mask"], "is off")
+    if values.get("is_reg") and target != "data":
+        found.set(f"{target}.regularisation", True, names["is_reg"])
+    elif "is_reg" in values:
+        found.lacks(names["is_reg"], values["is_reg"], "there is nothing else to learn")
+    return {"alpha_mask", "is_reg"}
 
 
 def _read_other(key: str, value: Any, name: str, found: Findings) -> None:
@@ -186,20 +202,15 @@ def _read_other(key: str, value: Any, name: str, found: Findings) -> None:
         found.stays(name, NOTHING_TO_SET[key])
     elif key in WITHOUT_EQUIVALENT:
         found.lacks(name, value, WITHOUT_EQUIVALENT[key])
-    elif key in SUBSET_LACKS:
-        found.lacks(name, value, SUBSET_LACKS[key])
     else:
         found.unknown.append(name)
 
 
-SUBSET_LACKS: Mapping[str, str] = {
-    "is_reg": "put these pictures elsewhere",
-    "alpha_mask": "the loss counts everywhere",
-}
 SUBSET_KEYS = frozenset(
     {
         *SUBSET_SAME,
-        *SUBSET_LACKS,
+        "is_reg",
+        "alpha_mask",
         "image_dir",
         "caption_extension",
         "caption_separator",

@@ -239,9 +239,25 @@ def _raw(options: Options) -> None:
 
 
 def _masked(options: Options) -> None:
-    for name in ("masked_loss", "alpha_mask"):
-        if name in options.values:
-            options.found.lacks(name, options.values[name], "the loss counts everywhere")
+    kinds = {"masked_loss": "files", "alpha_mask": "alpha"}
+    for name, kind in kinds.items():
+        if options.given(name):
+            options.set(name, "data.masks", kind)
+            options.set(name, "data.mask_background", 0.0)
+        elif name in options.values:
+            options.found.stays(name, "is off")
+
+
+def _regularisation(options: Options) -> None:
+    folder, weight = options.given("reg_data_dir"), options.given("prior_loss_weight")
+    if folder:
+        options.set("reg_data_dir", "data.regularisation_dir", folder)
+    elif "reg_data_dir" in options.values:
+        options.found.stays("reg_data_dir", "is not given")
+    if weight:
+        options.set("prior_loss_weight", "objective.prior_weight", weight)
+    elif "prior_loss_weight" in options.values:
+        options.found.stays("prior_loss_weight", "is not given")
 
 
 def _kind_of_base(options: Options) -> None:
@@ -272,6 +288,7 @@ _READERS: Mapping[tuple[str, ...], Reader] = {
     ("max_token_length",): _prompt_length,
     ("model_prediction_type",): _raw,
     ("masked_loss", "alpha_mask"): _masked,
+    ("reg_data_dir", "prior_loss_weight"): _regularisation,
     ("v2",): _kind_of_base,
 }
 """Readers of options that are there."""

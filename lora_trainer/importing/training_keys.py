@@ -169,8 +169,7 @@ WITHOUT_EQUIVALENT: Mapping[str, str] = {
     "dataset_class": "datasets are folders",
     "network_multiplier": "the adapter is trained at strength 1",
     "custom_attributes": "they mean nothing here",
-    "reg_data_dir": "regularisation pictures are left out",
-    "prior_loss_weight": "regularisation pictures are left out",
-    "conditioning_data_dir": "control images are not trained",
+    "conditioning_data_dir": "control images are not trained; masks belong in a folder masks/ beside "
+    "the pictures, under their names",
     "metadata_file": "captions in metadata.jsonl are read from the dataset folder",
 }

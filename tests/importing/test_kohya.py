@@ -221,6 +221,29 @@ def test_the_same_pictures_in_two_datasets_are_trained_at_two_resolutions(tmp_pa
     assert "datasets[1].subsets[0].image_dir" in found.nothing_to_set
 
 
+def test_regularisation_and_masks_are_carried_over(tmp_path: Path) -> None:
+    text = "[[datasets]]\n" + "".join(
+        f'[[datasets.subsets]]\nimage_dir = "/data/cat/{folder}"\nnum_repeats = 1\n{more}\n'
+        for folder, more in (("own", "alpha_mask = true"), ("others", "is_reg = true"))
+    )
+    found = import_kohya(write(tmp_path, text)).values
+    assert found["data.folders"] == {
+        "own": {"repeats": 1},
+        "others": {"repeats": 1, "regularisation": True},
+    }
+    assert (found["data.masks"], found["data.mask_background"]) == ("alpha", 0.0)
+
+    training = 'reg_data_dir = "/others"\nprior_loss_weight = 0.5\nmasked_loss = true\n'
+    found = import_kohya(write(tmp_path, training)).values
+    assert found["data.regularisation_dir"] == "/others"
+    assert (found["objective.prior_weight"], found["data.masks"]) == (0.5, "files")
+
+    off = 'reg_data_dir = ""\nprior_loss_weight = 0.0\nmasked_loss = false\nseed = 1\n'
+    nothing = import_kohya(write(tmp_path, off))
+    assert "data.masks" not in nothing.values and "data.regularisation_dir" not in nothing.values
+    assert nothing.without_equivalent.keys() <= {"learning_rate"}
+
+
 def test_pictures_beside_a_subfolder_are_called_by_a_dot(tmp_path: Path) -> None:
     text = "[[datasets]]\n" + "".join(
         f'[[datasets.subsets]]\nimage_dir = "{folder}"\nnum_repeats = {repeats}\n'
