@@ -1,7 +1,8 @@
 """What masks and priors do on the embedded base: a few short trainings of each, on one thread.
 
 Masks: the example's pictures with a stamp on each that is masked out. Printed is what was learned of
-the rest and of the stamp. Priors: what was learned of the pictures, and how far a caption without the
+the rest and of the stamp, and how much of its place in new images has its colour; the same of a training
+on pictures that have no stamp. Priors: what was learned of the pictures, and how far a caption without the
 trigger has drifted from the base. Learned is 1 - loss / base loss; drift is the mean squared change of
 the prediction over the mean square of the base's, both with the same noise at eight noise levels.
 """
@@ -36,7 +37,10 @@ TRIGGER, CLASS = "zibbo", "creature"
 STAMP = 0.4
 """Side of the stamp over that of the picture."""
 LEVELS = 8
+STAMP_RGB = (255, 0, 255)
+NO_STAMP = "no stamp"
 MASKS: Mapping[str, Mapping[str, Any]] = {
+    NO_STAMP: {},
     "no mask": {"data.masks": "none"},
     "mask, background 0.1": {"data.masks": "files"},
     "mask, background 0": {"data.masks": "files", "data.mask_background": 0.0},
@@ -129,6 +133,21 @@ def learned(run: Path, dataset: Path, *, stamped: bool) -> tuple[float, float]:
     return float(rest), float(stamp_gain)
 
 
+def drawn(run: Path, *, count: int = 6) -> float:
+    """Return in percent how much of the stamp's place in images drawn with the adapter has its colour."""
+    pipeline, shares = judge(run).pipeline, []
+    pipeline.set_progress_bar_config(disable=True)
+    for seed, picture in enumerate(_pictures(EXAMPLE)[:count]):
+        generator = torch.Generator().manual_seed(seed)
+        text = picture.with_suffix(".txt").read_text()
+        image = pipeline(text, generator=generator, num_inference_steps=20).images[0]
+        pixels = np.asarray(image.convert("RGB"), dtype=np.float32)
+        edge = round(pixels.shape[0] * (1 - STAMP))
+        distance = np.abs(pixels[edge:, edge:] - np.array(STAMP_RGB)).max(axis=-1)
+        shares.append(float((distance < 80).mean()))
+    return 100 * float(np.mean(shares))
+
+
 @torch.no_grad()
 def drift(run: Path, pictures: Path) -> float:
     """Return in percent how far captions of the class have drifted from the base."""
@@ -168,7 +187,7 @@ def stamp_pictures(folder: Path) -> None:
         image = Image.open(picture).convert("RGB")
         width, height = image.size
         corner = (round(width * (1 - STAMP)), round(height * (1 - STAMP)))
-        image.paste((255, 0, 255), (*corner, width, height))
+        image.paste(STAMP_RGB, (*corner, width, height))
         image.save(folder / f"{picture.stem}.png")
         mask = Image.new("L", image.size, 255)
         mask.paste(0, (*corner, width, height))
@@ -207,9 +226,11 @@ def main() -> None:
     for seed in range(asked.seeds):
         for name, settings in MASKS.items():
             run = asked.folder / "runs" / f"{name} {seed}"
-            train(run, stamped, {**settings, "train.seed": seed}, steps=asked.steps)
+            dataset = EXAMPLE if name == NO_STAMP else stamped
+            train(run, dataset, {**settings, "train.seed": seed}, steps=asked.steps)
             rest, stamp = learned(run, stamped, stamped=True)
-            print(f"| {name} | {seed} | {rest:.1f} | {stamp:.1f} |", flush=True)
+            columns = (name, seed, f"{rest:.1f}", f"{stamp:.1f}", f"{drawn(run):.1f}")
+            print(f"| {' | '.join(map(str, columns))} |", flush=True)
         for name, settings in PRIORS.items():
             run = asked.folder / "runs" / f"prior {name} {seed}"
             more: dict[str, Any] = {"train.seed": seed}
