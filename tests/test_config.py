@@ -213,7 +213,10 @@ def test_folders_are_set_as_a_whole_or_piece_by_piece() -> None:
 
 
 def test_every_setting_of_a_folder_is_one_of_the_data() -> None:
-    own = set(FolderSettings.model_fields) - {"weight"}
+    own = set(FolderSettings.model_fields) - {
+        "weight",
+        "regularisation",
+    }  # what is of a folder alone
     assert own <= set(DataSettings.model_fields), "or it would be read by nobody"
 
 
