@@ -31,6 +31,7 @@ COMBINED: Mapping[str, Any] = {
     "adapter__dropout": 0.1,
     "data__caption_dropout": 0.1,
     "data__flip": True,
+    "data__more_resolutions": [24],
     "logging__trackers": [],
     "objective__min_snr_gamma": 5.0,
     "optimizer__learning_rate": 0.02,
