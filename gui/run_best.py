@@ -24,8 +24,7 @@ from lora_trainer.files import (
 )
 from lora_trainer.output.embedding_file import embedding_path
 from lora_trainer.output.history import History
-
-BEST_RECORD = "best.json"
+from lora_trainer.run_folder import BEST_RECORD
 
 
 @dataclass(frozen=True, kw_only=True)

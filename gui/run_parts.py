@@ -13,10 +13,11 @@ from typing import Any
 from lora_trainer.output.history import History
 from lora_trainer.output.markup import Html, tag
 from lora_trainer.output.report_curves import loss_curve
+from lora_trainer.run_folder import BEST_RECORD
 
 from . import launch, state
 from .media import REPORT
-from .run_best import BEST_RECORD, exports, read_best
+from .run_best import exports, read_best
 from .run_files import files_html
 from .run_follow import Records
 from .run_log import log

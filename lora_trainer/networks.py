@@ -84,6 +84,7 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
         initial=state.adapter if state is not None else None,
         averaged=config.train.ema_decay is not None,
         new_tokens=_new_tokens(config, networks.text),
+        keep_best=config.output.keep_best,
     )
     if config.train.init_from is not None and state is None:
         names = file_names(family, modules)

@@ -142,6 +142,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             f"{request.dataset} leaves no image to train on after {len(held_out)} are held out",
             fix="add images or use --set data.validation_fraction=0",
         )
+    _refuse_without_validation(settings, held_out=len(held_out))
     placements = place_all(dataset, settings, basis.facts)
     more = place_more((*trained, *dataset.regularisation), settings, basis.facts)
     full_card = None
@@ -330,6 +331,20 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
         facts, resolved.config.base, zero_terminal_snr=None if zero == "auto" else zero
     )
     return Basis(hardware=hardware, facts=facts, family=family, resolved=resolved)
+
+
+def _refuse_without_validation(settings: Config, *, held_out: int) -> None:
+    """Raise RequestError for settings that follow the validation loss where no picture is held out."""
+    asked = {
+        "output.keep_best": settings.output.keep_best,
+        "train.stop_after_validations": settings.train.stop_after_validations is not None,
+    }
+    keys = [key for key, is_asked in asked.items() if is_asked]
+    if keys and not held_out:
+        raise RequestError(
+            f"{' and '.join(keys)} follow the validation loss, but no picture is held out for it",
+            fix="add images, raise data.validation_fraction, or leave it out",
+        )
 
 
 def _refuse_impossible(settings: Config, basis: Basis) -> None:

@@ -35,6 +35,7 @@ class Stream(StrEnum):
     REGULARISATION = "regularisation"
     VALIDATION_SPLIT = "validation-split"
     VALIDATION_NOISE = "validation-noise"
+    DRIFT_NOISE = "drift-noise"
     SAMPLE_IMAGE = "sample-image"
 
 

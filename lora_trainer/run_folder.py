@@ -26,6 +26,8 @@ RUN_FILE = "run.json"
 EVENTS_FILE = "events.jsonl"
 PROBLEMS_FILE = "problems.jsonl"
 STATES = "states"
+BEST_RECORD = "best.json"
+"""Says of which step NAME-best.safetensors is."""
 MAX_NAME_BYTES = 180
 """A run's name is part of its files' names, also of unfinished ones; file systems allow 255 bytes."""
 _NEEDED: Mapping[str, type | tuple[type, ...]] = {
@@ -49,9 +51,12 @@ FREE_SETTINGS = frozenset(
         "data.max_bad_fraction", "data.max_megapixels", "train.validate_every_steps", "hardware.vram_limit_gib",
         "hardware.process_timeout_s",
         "output.description", "output.author", "output.license", "output.hub_repo", "output.hub_private",
-        "output.weights",
+        "output.weights", "output.measure", "data.min_score", "train.stop_after_validations",
     }
 )  # fmt: skip
+# Settings that make validations decide something, and those that then decide what validations see.
+_WATCHING = ("train.lower_on_plateau", "train.stop_after_validations", "output.keep_best")
+_WATCHED = frozenset({"train.validate_every_steps", "output.weights"})
 # Settings that say how it is computed: a resume may change them and keeps every draw, not every bit.
 ROUNDING_SETTINGS = frozenset(
     {
@@ -77,6 +82,7 @@ FORBIDDEN_SETTINGS = frozenset(
         "optimizer.new_tokens_learning_rate",
         "train.init_from",
         "train.ema_decay",
+        "output.keep_best",
     }
 )
 
@@ -194,9 +200,7 @@ def compare(
     A setting that a run of an older version did not have was at its default.
     """
     before = flatten(Config()) | dict(before)
-    free = FREE_SETTINGS - (
-        {"train.validate_every_steps", "output.weights"} if now["train.lower_on_plateau"] else set()
-    )
+    free = FREE_SETTINGS - (_WATCHED if any(now[key] for key in _WATCHING) else set())
     changed = [key for key in now if before[key] != now[key] and key not in free]
     refused = [f"{key} {before[key]} -> {now[key]}" for key in changed if key in FORBIDDEN_SETTINGS]
     if refused:

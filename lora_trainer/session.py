@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lora_trainer.best_export import BestExport
 from lora_trainer.caching import fill_caches, open_cache, texts_as
 from lora_trainer.config import Config, concrete
 from lora_trainer.data.cache import Cache
@@ -44,6 +45,7 @@ from lora_trainer.train.progress import Action, Progress
 from lora_trainer.train.ranks import Ranks
 from lora_trainer.train.stages import Stage, end_step
 from lora_trainer.train.training import Model, Training
+from lora_trainer.validation.at_the_end import validate_at_the_end
 
 VALIDATION_QUANTILES = 8
 
@@ -86,14 +88,15 @@ def train_job(job: Job) -> Path:
     parts = _parts(job)
     start = Progress(step=0, images=0, guard=GuardState(micro_batch=micro_batch))
     writer = StateWriter(folder=job.folder.states, keep=config.output.keep_states, events=events)
-    saves = _saves(job, writer, parts)
+    best = BestExport(job=job, adapter=parts.adapter)
+    saves = _saves(job, writer, parts, best)
     with told_if_full("preparing the first step", events=events):
         if job.state is not None:
             start = parts.restored(job.state, micro_batch=micro_batch)
         writer.remember(saves.state(start))
 
     # ---- train
-    feeder = _feeder(job, wanted, cache)
+    feeder = build_feeder(job, wanted, cache)
     _share(job.ranks, writer.newest())
 
     def restore() -> Progress:
@@ -125,13 +128,20 @@ def train_job(job: Job) -> Path:
     # ---- export
     file = job.folder.path / final_export_name(job.folder.name)
     events.emit("phase", phase="export", message=file.name, done=0, total=0)
-    with told_if_full("exporting", events=events), parts.chosen():
-        export(job, parts.adapter, file, end)
+    with told_if_full("exporting", events=events):
+        with parts.chosen():
+            export(job, parts.adapter, file, end)
+        best.prepared(end, lambda _, tensor: tensor.detach().cpu().clone())()
+    seconds = time.monotonic() - began
+    if config.output.measure:
+        with parts.chosen():
+            validate_at_the_end(job, parts.networks, parts.adapter, file, end)
     base_loss, last_loss = _validation_losses(job.folder)
     events.emit(
         "finished",
         step=end.step,
-        seconds=time.monotonic() - began,
+        early=_early(end, config),
+        seconds=seconds,
         export=file.name,
         validation_loss=last_loss,
         base_validation_loss=base_loss,
@@ -139,6 +149,17 @@ def train_job(job: Job) -> Path:
     upload(job, parts.adapter, file)
     job.ranks.end_together()
     return file
+
+
+def _early(end: Progress, config: Config) -> str:
+    """Return why a training ended before its last step; empty where it did not."""
+    if end.step == concrete(config.train.steps):
+        return ""
+    best = end.guard.best
+    return (
+        f"the validation loss has not fallen for {best.stale} validations, "
+        f"it was lowest at step {best.step}"
+    )
 
 
 def follow_job(job: Job) -> None:
@@ -154,11 +175,14 @@ def follow_job(job: Job) -> None:
         return parts.restored(state, micro_batch=micro_batch)
 
     start = restore()
-    feeder = _feeder(job, wanted, cache)
+    feeder = build_feeder(job, wanted, cache)
     unwritten = StateWriter(folder=job.folder.states, keep=0, events=job.events)
     actions: list[Action] = [
         _validation(job, wanted, feeder, parts),
-        CompareAction(saves=_saves(job, unwritten, parts), ranks=ranks),
+        CompareAction(
+            saves=_saves(job, unwritten, parts, BestExport(job=job, adapter=parts.adapter)),
+            ranks=ranks,
+        ),
     ]
     run(_training(job, parts, feeder, start, actions=actions, restore=restore), start)
     ranks.end_together()
@@ -234,6 +258,7 @@ def _training(
         restore=restore,
         watch_spikes=config.train.tighten_on_spike,
         stages=_stages(config, parts.adapter),
+        stop_after_validations=config.train.stop_after_validations,
         afterwards=_afterwards(config, parts.adapter),
     )
 
@@ -306,7 +331,7 @@ def _latents_at_once(prepared: Prepared) -> dict[tuple[int, int], int]:
     }
 
 
-def _feeder(job: Job, wanted: Needs, cache: Cache) -> Feeder:
+def build_feeder(job: Job, wanted: Needs, cache: Cache) -> Feeder:
     prepared, config = job.prepared, job.prepared.config
     own, regularisation = (
         [sample for record in records for sample in record.sample_ids()]
@@ -352,7 +377,13 @@ def _validation(job: Job, wanted: Needs, feeder: Feeder, parts: _Parts) -> Valid
         events=job.events,
         ranks=job.ranks,
         watch_plateaus=job.prepared.config.train.lower_on_plateau,
+        watch_best=_watches_best(job.prepared.config),
+        on_best=parts.adapter.keep_as_best if parts.adapter.best else lambda: None,
     )
+
+
+def _watches_best(config: Config) -> bool:
+    return config.output.keep_best or config.train.stop_after_validations is not None
 
 
 def _samples(job: Job, entries: Entries, parts: _Parts) -> SampleAction:
@@ -384,7 +415,7 @@ def _samples(job: Job, entries: Entries, parts: _Parts) -> SampleAction:
     )
 
 
-def _saves(job: Job, writer: StateWriter, parts: _Parts) -> SaveAction:
+def _saves(job: Job, writer: StateWriter, parts: _Parts, best: BestExport) -> SaveAction:
     config = job.prepared.config
     per_epoch = job.prepared.samples_per_epoch
     every_epochs = config.output.save_every_epochs
@@ -395,9 +426,11 @@ def _saves(job: Job, writer: StateWriter, parts: _Parts) -> SaveAction:
             tensors = copied(parts.adapter.tensors(), copy)
             words = copied_words(parts.adapter.words(), copy)
         write = exporter(job, tensors, file, progress, words=words)
+        write_best = best.prepared(progress, copy)
 
         def write_and_prune() -> str:
             write()
+            write_best()
             prune_exports(job.folder.path, name=job.folder.name, keep_last=config.output.keep_last)
             return file.name
 
@@ -409,7 +442,6 @@ def _saves(job: Job, writer: StateWriter, parts: _Parts) -> SaveAction:
         optimizer=parts.optimizer,
         scaler=parts.scaler,
         export=export_step,
-        last_step=concrete(config.train.steps),
         every_steps=concrete(config.output.save_every_steps),
         every_images=None if every_epochs is None else every_epochs * per_epoch,
         batch_size=config.train.batch_size,

@@ -44,9 +44,9 @@ def make_images(
     """
     if not all(map(math.isfinite, strengths)):
         raise RequestError("a strength is no number", fix="give numbers such as --strength 0.8")
-    file = _adapter_of(run) if run.is_dir() else run
+    file = adapter_of(run) if run.is_dir() else run
     metadata = read_adapter(file).metadata
-    config = _stated_settings(metadata)
+    config = stated_settings(metadata)
     source = base or (config.base.model if config else None)
     if run.is_dir():
         source = base or str(read_run(run)["base"]["source"])
@@ -136,7 +136,7 @@ def _base_settings(config: Config | None, source: str) -> BaseSettings:
     return base.model_copy(update={"model": source, "vae": None, "companion": "auto"})
 
 
-def _stated_settings(metadata: Mapping[str, str]) -> Config | None:
+def stated_settings(metadata: Mapping[str, str]) -> Config | None:
     """Return the settings in the header of one of our files, None where there are none to be read."""
     try:
         return build_config(json.loads(metadata["lora_train.settings"]))
@@ -144,7 +144,7 @@ def _stated_settings(metadata: Mapping[str, str]) -> Config | None:
         return None
 
 
-def _adapter_of(run: Path) -> Path:
+def adapter_of(run: Path) -> Path:
     """Return a run's final export, or the newest rolling one of a run that has not finished."""
     if not (run / RUN_FILE).is_file():
         raise InputError(f"{run} is not a run folder", fix="give runs/NAME or a .safetensors file")

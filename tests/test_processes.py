@@ -114,7 +114,7 @@ def test_dropout_strata_norms_average_masks_and_priors_are_those_of_one_process(
     assert distance(gradients(place, "craft"), gradients(place, "craft alone")) < 1e-5
     assert distance(gradients(place, "craft"), gradients(place, "one")) > 0.1
     ours, alone = adapter(place, "craft"), adapter(place, "craft alone")
-    assert len(ours) == 2 * len(adapter(place, "one")), "weights and their averages"
+    assert len(ours) == 3 * len(adapter(place, "one")), "weights, their averages and the best"
     assert distance(ours, alone) < 5e-5
     validations = [
         [row["loss"] for row in events(place.runs / run, "validation")]

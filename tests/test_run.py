@@ -73,7 +73,7 @@ def resume(place: Toy, *more: str, steps: int | None = None, **settings: Any) ->
 def test_a_run_leaves_what_design_names(place: Toy) -> None:
     found = {path.name for path in place.run.iterdir()} - {".lock", "control", "problems.jsonl"}
     assert found == {
-        "run.json", "events.jsonl", "status.json", "report.html", "samples",
+        "run.json", "events.jsonl", "status.json", "report.html", "samples", "validation.json",
         "states", "tensorboard", "toy.safetensors", "toy-step00000004.safetensors",
     }  # fmt: skip
     assert any((place.run / "tensorboard").rglob("*tfevents*"))
@@ -370,6 +370,28 @@ def test_no_valid_state_is_not_started_over_silently(
 
 
 # ---- refusals before anything is written
+
+
+def test_a_low_score_is_warned_of_and_refused_where_strict(
+    place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = place.copy(tmp_path / "runs")
+    line = ["check", str(place.dataset), "--base", str(place.base), "--json"]
+    line += ["--set", "data.resolution=16"]
+    capsys.readouterr()
+    assert run_cli([*line, "--set", "data.min_score=1"]) == 0
+    (finding,) = [
+        f for f in json.loads(capsys.readouterr().out)["findings"] if f["kind"] == "score"
+    ]
+    assert finding["severity"] == "warning" and finding["file"] is None
+    strict = ("--strict", "--name", "strict")
+    assert copied.train(*strict, **QUIET, steps=2, data__min_score=1.0) == 3
+    assert "data.min_score" in capsys.readouterr().err
+    assert not (copied.runs / "strict").exists()
+    assert copied.train("--name", "warned", **QUIET, steps=2, data__min_score=1.0) == 0
+    problems = read_jsonl(copied.runs / "warned" / "problems.jsonl")
+    assert any("below data.min_score" in row["what"] for row in problems)
+    assert copied.train(*strict, **QUIET, steps=2, data__min_score=0.0) == 0
 
 
 def test_strict_refuses_a_dataset_with_warnings(

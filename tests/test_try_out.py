@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from lora_trainer.try_out import _stated_settings
+from lora_trainer.try_out import stated_settings
 from tests.fakes.runs import Toy, run_cli, toy
 
 
@@ -141,4 +141,4 @@ def test_a_folder_with_brackets_in_its_name_is_printed_as_it_is(
 
 @pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, "5", "null"])
 def test_settings_of_a_file_that_cannot_be_read_are_not_stated(text: str) -> None:
-    assert _stated_settings({"lora_train.settings": text}) is None
+    assert stated_settings({"lora_train.settings": text}) is None

@@ -79,6 +79,11 @@ COMMANDS: Mapping[str, Command] = {
         "sample",
         "Make images with the LoRA of a run folder or file, through a plain diffusers pipeline.",
     ),
+    "validate": _of(
+        "making",
+        "validate",
+        "Score a LoRA against the dataset it was trained on, part by part; into the run's report.",
+    ),
     "profile": _of(
         "measuring",
         "profile",

@@ -35,6 +35,7 @@ UPSCALED_ADVISED = 1.25
 CROPPED_ADVISED = 0.25
 CRISP_FROM, CRISP_FULL, CRISP_ADVISED = 0.3, 0.6, 0.4
 DARK_BELOW, BRIGHT_ABOVE, CONTRAST_BELOW = 0.25, 0.85, 0.12
+WORST_NAMED = 3
 PRINT_BITS, PRINT_COLOUR = 8, 12.0
 _BAND_BITS = -(-PRINT_LENGTH_BITS // (PRINT_BITS + 1))
 # A band shared by more pictures than this (a plain background, say) tells none from another.
@@ -119,12 +120,14 @@ def inspect_images(
     buckets: Counter[str] = Counter()
     for record in records:
         buckets[str(placements[record.name].bucket)] += record.repeats
+    score = sum(WEIGHTS[name] * value for name, value in parts.items())
     findings = [*dataset.findings, *_twin_findings(twins, records)]
+    findings += _score_finding(score, parts, least=settings.min_score)
     for record in records:
         findings += _picture_findings(record, placements)
     return DatasetReport(
         images=len(records),
-        score=sum(WEIGHTS[name] * value for name, value in parts.items()),
+        score=score,
         parts=parts,
         findings=by_severity(findings),
         buckets=dict(sorted(buckets.items())),
@@ -247,6 +250,17 @@ def _trigger_share(records: Sequence[ImageRecord], settings: DataSettings) -> fl
         for word in set(re.findall(r"\w+", record.caption.casefold())) - _COMMON_WORDS
     )
     return max(words.values(), default=0) / len(records)
+
+
+def _score_finding(score: float, parts: Mapping[str, float], *, least: float) -> Iterator[Finding]:
+    """Yield a warning for a dataset below the least score, naming the parts that cost it most."""
+    if score >= least:
+        return
+    lost = sorted(parts, key=lambda name: WEIGHTS[name] * (parts[name] - 1))
+    worst = [f"{name} {parts[name]:.2f}" for name in lost[:WORST_NAMED] if parts[name] < 1]
+    what = f"the dataset's score is {score:.2f}, below data.min_score={least:g}; worst: {', '.join(worst)}"
+    advice = "mend what `lora-train check` lists, or lower data.min_score"
+    yield warning("score", None, what, advice=advice)
 
 
 def _picture_findings(

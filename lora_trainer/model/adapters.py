@@ -27,7 +27,7 @@ from lora_trainer.output.adapter_tensors import (
 )
 from lora_trainer.planning.adapter_size import first_match
 
-_INITIAL, _AVERAGE, _NEW_TOKENS = "initial.", "average.", "new_tokens."
+_INITIAL, _AVERAGE, _BEST, _NEW_TOKENS = "initial.", "average.", "best.", "new_tokens."
 
 NEW_TOKENS_RATIO = 10.0
 """Learning rate of new tokens over that of the denoiser's adapter, where none is given."""
@@ -47,6 +47,8 @@ class Adapter:
     alpha: float
     masks: SampleMasks | None = None
     average: Mapping[str, Tensor] = field(default_factory=dict)
+    best: Mapping[str, Tensor] = field(default_factory=dict)
+    """Likewise the weights of the lowest validation loss so far; empty where they are not kept."""
     new_tokens: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -90,13 +92,12 @@ class Adapter:
         return {component: vectors.detach() for component, vectors in self.new_tokens.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"component.module.tensor": value} for a resume; more as "initial...." and "average....".
+        """Return {"component.module.tensor": value} for a resume; more as "initial....", "average....", "best....".
 
-        The former is PiSSA's start; `inject` takes it back, so that a resumed run starts at the same bits.
+        The first is PiSSA's start; `inject` takes it back, so that a resumed run starts at the same bits.
         """
-        return self._named() | {
-            f"{_AVERAGE}{name}": tensor for name, tensor in self.average.items()
-        }
+        average = {f"{_AVERAGE}{name}": tensor for name, tensor in self.average.items()}
+        return self._named() | average | {f"{_BEST}{name}": t for name, t in self.best.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copy a resume state in; raises RequestError when it belongs to another adapter."""
@@ -138,11 +139,27 @@ class Adapter:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Exchange weights and their running average while the block runs; takes no memory."""
-        self._exchange()
+        with self._exchanged(self.average):
+            yield
+
+    def keep_as_best(self) -> None:
+        """Copy the weights in force over the best so far."""
+        live = self._named()
+        torch._foreach_copy_(list(self.best.values()), [live[name] for name in self.best])
+
+    @contextmanager
+    def at_best(self) -> Iterator[None]:
+        """Exchange weights and the best so far while the block runs; takes no memory."""
+        with self._exchanged(self.best):
+            yield
+
+    @contextmanager
+    def _exchanged(self, others: Mapping[str, Tensor]) -> Iterator[None]:
+        self._exchange(others)
         try:
             yield
         finally:
-            self._exchange()
+            self._exchange(others)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -155,10 +172,10 @@ class Adapter:
             for layer in self.layers.values():
                 layer.switch(True)
 
-    def _exchange(self) -> None:
+    def _exchange(self, others: Mapping[str, Tensor]) -> None:
         for name, parameter in self._all():
-            average = self.average[name]
-            parameter.data, average.data = average.data, parameter.data
+            other = others[name]
+            parameter.data, other.data = other.data, parameter.data
 
     def _all(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield every parameter, frozen ones too, with its name in `state`."""
@@ -202,12 +219,14 @@ def inject(
     initial: Mapping[str, Tensor] | None = None,
     averaged: bool = False,
     new_tokens: Mapping[str, nn.Parameter] = MappingProxyType({}),
+    keep_best: bool = False,
 ) -> Adapter:
     """Put an adapter on the named modules of frozen networks, both by component; updates start at zero.
 
     `alpha` is `settings.alpha` without `auto`. `initial` is the state of the run that is resumed:
     PiSSA starts at the factors in it instead of decomposing the weights again. `averaged`: with a
-    running average, which starts where the weights do. `new_tokens` are learned along. Raises
+    running average, which starts where the weights do, as what `keep_best` keeps does. `new_tokens`
+    are learned along. Raises
     RequestError when no layer or a layer of another sort is named.
     """
     starts = initial and {
@@ -233,19 +252,20 @@ def inject(
             initial=starts,
             masks=masks,
         )
-    average = {
-        name: parameter.detach().clone()
-        for name, parameter in _named_parameters(layers, new_tokens)
-        if averaged
-    }
+    named = dict(_named_parameters(layers, new_tokens))
     return Adapter(
         layers=layers,
         rank=settings.rank,
         alpha=alpha,
         masks=masks,
-        average=average,
+        average=_copy(named) if averaged else {},
+        best=_copy(named) if keep_best else {},
         new_tokens=new_tokens,
     )
+
+
+def _copy(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in named.items()}
 
 
 def _named_parameters(

@@ -97,6 +97,8 @@ class ConsoleListener:
                 self._summarize(event)
             case "validation":
                 self._show_validation(fields)
+            case "measured":
+                self._say(_measured_line(fields))
             case "resumed":
                 self._say(f"resumed at step {fields['step']}: {fields['exactness']}")
                 for difference in fields["differences"]:
@@ -244,11 +246,18 @@ def _event_line(event: Event) -> str:
             )
 
 
+def _measured_line(fields: Mapping[str, Any]) -> str:
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in fields["parts"].items())
+    return f"measured: {parts} (of 1 each); lora-train validate RUN DATASET measures the rest"
+
+
 def _finish_line(fields: Mapping[str, Any]) -> str:
     loss, base_loss = fields["validation_loss"], fields["base_validation_loss"]
     line = (
         f"finished {fields['step']} steps in {duration_text(fields['seconds'])}: {fields['export']}"
     )
+    if fields.get("early"):
+        line += f" (ended early: {fields['early']})"
     if loss is None:
         return f"{line}; nothing was validated"
     comparison = f", {against_base(loss, base_loss)}" if base_loss is not None else ""

@@ -39,6 +39,7 @@ __all__ = [
     "ExportInfo",
     "ModuleTensors",
     "SubsetSummary",
+    "best_export_name",
     "common_alpha",
     "contents_of",
     "export_bytes",
@@ -174,6 +175,11 @@ def final_export_name(name: str) -> str:
 def step_export_name(name: str, *, step: int) -> str:
     """Return the file name of a rolling export."""
     return f"{name}-step{step:08d}.safetensors"
+
+
+def best_export_name(name: str) -> str:
+    """Return the file name of the export of a run's best step."""
+    return f"{name}-best.safetensors"
 
 
 def prune_exports(folder: Path, *, name: str, keep_last: int) -> list[Path]:

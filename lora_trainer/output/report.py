@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lora_trainer.files import write_atomic
-from lora_trainer.output import report_details
+from lora_trainer.output import report_details, report_validation
 from lora_trainer.output.history import History, Row, mapping, number
 from lora_trainer.output.history_reader import read_history
 from lora_trainer.output.markup import Html, join, tag
@@ -74,6 +74,8 @@ def document(history: History) -> Html:
 def _sections(history: History) -> Iterator[tuple[str, Html]]:
     yield "Samples", sample_grid(history)
     yield "Curves", curves(history)
+    if (worth := report_validation.section(history.folder)) is not None:
+        yield "Worth", worth
     yield "Problems", report_details.problems(history)
     yield "Dataset", report_details.dataset(history)
     yield "Settings", report_details.settings(history)
@@ -85,7 +87,8 @@ def verdict(history: History) -> tuple[str, str]:
     """Return (finished | stopped | failed | unfinished, one plain sentence)."""
     end, validation = history.end, _validation_words(history)
     if end is not None and end["event"] == "finished":
-        return "finished", f"Finished: {validation or _unvalidated(history)}."
+        early = f"; ended early, as {end['early']}" if end.get("early") else ""
+        return "finished", f"Finished: {validation or _unvalidated(history)}{early}."
     progress = _progress(history)
     also = f"; {validation}" if validation else ""
     if end is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -145,7 +145,11 @@ def after(status: Status, event: Event) -> Status:
         return _after_step(status, event)
     if event.kind == "finished":
         return replace(
-            status, state="finished", step=fields["step"], message="finished", exit_code=0
+            status,
+            state="finished",
+            step=fields["step"],
+            message=_ended(fields),
+            exit_code=0,
         )
     if event.kind == "stopped":
         asked = fields["exit_code"] in INTERRUPTED_EXIT_CODES
@@ -157,6 +161,11 @@ def after(status: Status, event: Event) -> Status:
             exit_code=fields["exit_code"],
         )
     return status
+
+
+def _ended(fields: Mapping[str, Any]) -> str:
+    early = fields.get("early")
+    return f"finished early: {early}" if early else "finished"
 
 
 def _in_phase(status: Status, event: Event) -> Status:

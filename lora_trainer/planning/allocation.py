@@ -152,6 +152,7 @@ class Allocator:
             masked=values["data.masks"] != "none",
             twice=self._twice,
             as_base=self._twice + self._learned_from_base,
+            keeps_best=values["output.keep_best"],
         )
 
     @property

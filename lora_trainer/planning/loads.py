@@ -154,6 +154,7 @@ class Load:
     masked: bool = False
     twice: float = 0.0
     as_base: float = 0.0
+    keeps_best: bool = False
 
     def workload(self) -> Workload:
         width_px, height_px = self.bucket_px

@@ -124,6 +124,11 @@ def _resident(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
             if load.averaged
             else []
         ),
+        *(
+            [MemoryItem(name="best adapter", bytes=adapter * MASTER_BYTES, note="fp32")]
+            if load.keeps_best
+            else []
+        ),
         MemoryItem(name="adapter gradients", bytes=adapter * GRADIENT_BYTES, note="fp32"),
         MemoryItem(name="optimizer states", bytes=state, note=f"{load.optimizer}, {where}"),
         *(saved_copies(load, facts, costs) if load.device == "cpu" else []),
@@ -137,7 +142,7 @@ def saved_copies(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[M
         load.optimizer if load.device == "cuda" else load.optimizer.removeprefix("paged_"),
         pissa=load.adapter.init == "pissa",
         pinned=load.device == "cuda",
-        averaged=load.averaged,
+        copies=load.averaged + 2 * load.keeps_best,  # and what its file is written from
     )
     note = "adapter, optimizer states and export as they are saved"
     return [MemoryItem(name="copies for saving", bytes=size, note=note)]

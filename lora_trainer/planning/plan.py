@@ -327,7 +327,7 @@ class _Planner:
             state_bytes=state_bytes(tensors, load.optimizer).total,
             export_precision=config.output.precision,
             keep_states=config.output.keep_states,
-            keep_exports=config.output.keep_last,
+            keep_exports=config.output.keep_last + config.output.keep_best,
         )
         return disk_bytes(use)
 

@@ -45,15 +45,15 @@ def state_bytes(tensors: Mapping[int, int], optimizer: str) -> StateBytes:
 
 
 def copied_bytes(
-    tensors: Mapping[int, int], optimizer: str, *, pissa: bool, pinned: bool, averaged: bool = False
+    tensors: Mapping[int, int], optimizer: str, *, pissa: bool, pinned: bool, copies: int = 0
 ) -> int:
     """Return the host memory that saving keeps: of masters, of optimizer states, and for the export.
 
     Torch rounds each `pinned` tensor up to a power of two, at least a page. What is paged is no
-    device memory to it, so its copies are not pinned. PiSSA's start is saved too, and exported; a
-    running average is saved.
+    device memory to it, so its copies are not pinned. PiSSA's start is saved too, and exported;
+    `copies` of the masters, a running average and the best weights, are saved.
     """
-    kept = 1 + pissa + averaged
+    kept = 1 + pissa + copies
     sizes = [
         (count, size, pinned and not is_paged)
         for elements, count in tensors.items()

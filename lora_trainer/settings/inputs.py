@@ -198,6 +198,12 @@ class DataSettings(Section):
         lt=1.0,
         only_for=MASKED,
     )
+    min_score: float = setting(
+        0.8,
+        "score of `check` below which a training warns, and --strict refuses; 0: never",
+        ge=0.0,
+        le=1.0,
+    )
     max_bad_fraction: float = setting(
         0.1, "share of unusable images above which the run refuses", ge=0.0, le=1.0
     )

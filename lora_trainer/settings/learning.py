@@ -180,6 +180,13 @@ class TrainSettings(Section):
     validate_every_steps: AutoInterval = setting(
         "auto", "steps between validations; 0: never", not_for=WITHOUT_VALIDATION
     )
+    stop_after_validations: int | None = setting(
+        None,
+        "end once so many validations in a row brought no lower loss; none: train all steps",
+        ge=1,
+        le=1000,
+        not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
+    )
     deterministic: bool = setting(
         False,
         "ask CUDA for deterministic kernels (slower; CPUs are deterministic anyway)",

@@ -98,6 +98,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     micro, batch = config.memory.micro_batch, config.train.batch_size
     if micro != "auto" and micro > batch:
         yield f"memory.micro_batch={micro} is above train.batch_size={batch}: at most {batch}."
+    yield from _validation_contradictions(config)
     yield from _memory_contradictions(config)
 
 
@@ -113,6 +114,16 @@ def _prior_contradictions(config: Config) -> Iterator[str]:
             f"objective.preservation_weight={objective.preservation_weight:g} puts data.class_word in place "
             "of data.trigger: give both."
         )
+
+
+def _validation_contradictions(config: Config) -> Iterator[str]:
+    never = config.train.validate_every_steps == 0 or config.data.validation_fraction == 0
+    for key, asked in (
+        ("output.keep_best=true", config.output.keep_best),
+        ("train.stop_after_validations", config.train.stop_after_validations is not None),
+    ):
+        if asked and never:
+            yield f"{key} needs validations: set data.validation_fraction and train.validate_every_steps above 0."
 
 
 def _memory_contradictions(config: Config) -> Iterator[str]:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator
 from lora_trainer.quantization import BasePrecision
 from lora_trainer.settings.declare import (
     CARD,
+    WITHOUT_VALIDATION,
     Auto,
     AutoCount,
     AutoInterval,
@@ -110,6 +111,14 @@ class OutputSettings(Section):
     )
     save_every_epochs: int | None = setting(
         None, "epochs between rolling exports and states", ge=1, le=100_000
+    )
+    keep_best: bool = setting(
+        False,
+        "also export the weights with the lowest validation loss, as NAME-best.safetensors",
+        not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
+    )
+    measure: bool = setting(
+        True, "measure the finished adapter: its weights, ranks and gain, into report.html"
     )
     keep_last: int = setting(3, "rolling exports kept", ge=1, le=10_000)
     keep_states: int = setting(2, "resume states kept", ge=2, le=10_000)

@@ -20,7 +20,7 @@ from lora_trainer.model.adapters import Adapter
 from lora_trainer.output.checkpoints import SpoiltAdapter, TrainingState, freeze, tensors_digest
 from lora_trainer.output.state_codec import Copy
 from lora_trainer.output.state_writer import Export, StateWriter
-from lora_trainer.train.guards import GuardState, Unstable, after_validation, to_plain
+from lora_trainer.train.guards import GuardState, Unstable, after_validation, to_plain, with_best
 from lora_trainer.train.progress import Progress
 from lora_trainer.train.ranks import Ranks
 from lora_trainer.train.training import Model
@@ -31,7 +31,8 @@ class ValidateAction:
     """Mean unweighted loss of the held-out pictures over stratified timesteps, with fixed noise.
 
     Step 0 is the untouched base, so the gain of the adapter can be read off. `batches` hold every
-    picture; each of `ranks` does its share. `chosen()` puts the weights that are measured in force.
+    picture; each of `ranks` does its share. `chosen()` puts the weights that are measured in force;
+    `on_best`, called with them in force, remembers those with the lowest loss so far.
     """
 
     what: ClassVar = "the validation"
@@ -41,6 +42,8 @@ class ValidateAction:
     events: EventStream
     ranks: Ranks
     watch_plateaus: bool = False
+    watch_best: bool = False
+    on_best: Callable[[], None] = lambda: None
     chosen: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def due(self, progress: Progress) -> bool:
@@ -62,7 +65,19 @@ class ValidateAction:
         self.events.emit(
             "validation", step=progress.step, loss=mean, by_timestep=by_timestep, images=images
         )
-        return after_validation(progress.guard, mean) if self.watch_plateaus else None
+        return self._judged(progress, mean)
+
+    def _judged(self, progress: Progress, loss: float) -> GuardState | None:
+        """Return what the guards make of a loss that all processes have alike; None: nothing."""
+        guard = progress.guard
+        if self.watch_plateaus:
+            guard = after_validation(guard, loss)
+        if self.watch_best:
+            guard = with_best(guard, loss, step=progress.step)
+            if guard.best.step == progress.step > 0:
+                with self.chosen():
+                    self.on_best()
+        return guard if self.watch_plateaus or self.watch_best else None
 
     @torch.no_grad()
     def _loss_sum(self, batch: StepBatch, *, cap: int) -> float:
@@ -89,7 +104,6 @@ class SaveAction:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     export: Callable[[Progress, Copy], Export]
-    last_step: int
     every_steps: int
     every_images: int | None
     batch_size: int
@@ -113,7 +127,7 @@ class SaveAction:
 
         Raises MachineError when the run is asked to stop and the disk refuses its state.
         """
-        finished = progress.step == self.last_step
+        finished = _at_the_end(progress)
         export = None if finished else partial(self.export, progress)
         try:
             self.writer.save(self.state(progress), export=export, last=progress.ending)

@@ -13,7 +13,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lora_trainer.errors import TrainingStopped
-from lora_trainer.train.trends import LossTrend, Plateau, after_loss, after_validation_loss
+from lora_trainer.train.trends import (
+    Best,
+    LossTrend,
+    Plateau,
+    after_loss,
+    after_validated,
+    after_validation_loss,
+)
 
 FIRST_PATIENCE_STEPS, MAX_PATIENCE_STEPS = 50, 3200
 """Steps that must fit before more images at once are tried again; each failure doubles them."""
@@ -45,6 +52,14 @@ class GuardState:
     clip_scale: float = 1.0
     trend: LossTrend = LossTrend()
     plateau: Plateau = Plateau()
+    best: Best = Best()
+
+
+_NESTED: Mapping[str, type[LossTrend | Plateau | Best]] = {
+    "trend": LossTrend,
+    "plateau": Plateau,
+    "best": Best,
+}
 
 
 class Unstable(Exception):
@@ -96,6 +111,11 @@ def after_validation(state: GuardState, loss: float) -> GuardState:
     if not reached or state.lr_scale <= MIN_SCALE:
         return state
     return replace(state, lr_scale=state.lr_scale * LOWER_RATE)
+
+
+def with_best(state: GuardState, loss: float, *, step: int) -> GuardState:
+    """Take in the validation loss of a step as the lowest so far, or as one more that is not."""
+    return replace(state, best=after_validated(state.best, loss, step=step))
 
 
 def after_rollback(good: GuardState, unstable: Unstable) -> GuardState:
@@ -181,11 +201,11 @@ def changes(before: GuardState, after: GuardState, *, reason: str) -> Iterator[C
 
 def to_plain(state: GuardState) -> dict[str, Any]:
     """Return a state as plain values, for a resume state."""
-    nested = {"trend": vars(state.trend), "plateau": vars(state.plateau)}
+    nested = {name: vars(getattr(state, name)) for name in _NESTED}
     return {field.name: getattr(state, field.name) for field in fields(state)} | nested
 
 
 def from_plain(values: Mapping[str, Any]) -> GuardState:
     """Return the state that `to_plain` took apart."""
-    nested = {"trend": LossTrend(**values["trend"]), "plateau": Plateau(**values["plateau"])}
+    nested = {name: kind(**values.get(name, {})) for name, kind in _NESTED.items()}
     return GuardState(**{**values, **nested})

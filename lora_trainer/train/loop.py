@@ -105,7 +105,7 @@ def _train(training: Training, start: Progress) -> Progress:
     with training.feeder.stream(
         start.step, training.steps, ahead=training.prefetch_steps
     ) as batches:
-        while progress.step < training.steps:
+        while progress.step < training.steps and not _has_converged(training, progress):
             try:
                 # ---- data: prepared ahead, so what is measured here is only the wait for it
                 began = training.clock()
@@ -144,6 +144,8 @@ def _train(training: Training, start: Progress) -> Progress:
             while due and pending:
                 progress = _report(training, pending.popleft(), progress)
             progress = _act(training, due, progress)
+            if not progress.ending and _has_converged(training, progress):
+                progress = _end_early(training, due, progress)
             if signal_number is not None:
                 raise StoppedBySignal(
                     signal_number,
@@ -151,6 +153,21 @@ def _train(training: Training, start: Progress) -> Progress:
                     fix=RESUME,
                 )
     return progress
+
+
+def _has_converged(training: Training, progress: Progress) -> bool:
+    """Say whether the validations ask for an end: a function of the saved state, so a resume agrees."""
+    limit = training.stop_after_validations
+    return limit is not None and progress.guard.best.stale >= limit
+
+
+def _end_early(training: Training, done: Sequence[Action], progress: Progress) -> Progress:
+    """Do what the end asks for and this step did not."""
+    progress = replace(progress, ending=True)
+    due = _due(training, progress)
+    return _act(
+        training, [action for action in due if all(action is not one for one in done)], progress
+    )
 
 
 def report_lag(device: torch.device) -> int:

@@ -111,6 +111,8 @@ class Training:
     clips tighter when losses jump. `stages` are parts of the adapter that stop being trained before
     the end. `afterwards` is done to the weights after each optimizer step, in
     order, with the number of steps then; it must leave the bits of weights that did not change.
+    After `stop_after_validations` validations without a lower loss, training ends as if that had been
+    all its steps.
     """
 
     model: Model
@@ -133,5 +135,6 @@ class Training:
     restore: Callable[[], Progress] | None = None
     watch_spikes: bool = False
     stages: Sequence[Stage] = ()
+    stop_after_validations: int | None = None
     afterwards: Sequence[Callable[[int], None]] = ()
     clock: Callable[[], float] = time.perf_counter

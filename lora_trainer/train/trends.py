@@ -39,6 +39,24 @@ class Plateau:
     stale: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The lowest validation loss of a trained adapter, its step, and how many validations came since."""
+
+    loss: float | None = None
+    step: int = 0
+    stale: int = 0
+
+
+def after_validated(best: Best, loss: float, *, step: int) -> Best:
+    """Take in the validation loss of a step; the untouched base, step 0, is no adapter to keep."""
+    if step == 0:
+        return best
+    if math.isfinite(loss) and (best.loss is None or loss < best.loss):
+        return Best(loss=loss, step=step)
+    return replace(best, stale=best.stale + 1)
+
+
 def after_loss(trend: LossTrend, loss: float) -> tuple[LossTrend, bool]:
     """Take in a finite training loss; return the trend and whether it has just jumped.
 

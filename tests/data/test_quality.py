@@ -132,6 +132,20 @@ def test_the_score_is_the_weighted_mean_of_parts_between_0_and_1() -> None:
     assert found.score == pytest.approx(total)
 
 
+def test_a_score_below_the_least_is_a_warning_that_names_the_worst_parts() -> None:
+    records = [record(photo(1)), record(photo(1), name="b.png", caption_source=None)]
+
+    def said(least: float) -> list[str]:
+        found = report(records, settings=DataSettings(min_score=least)).findings
+        return [finding.what for finding in found if finding.kind == "score"]
+
+    assert said(0.5) == []
+    (what,) = said(0.95)
+    assert "below data.min_score=0.95" in what
+    assert "near_duplicates 0.50, captions 0.50" in what
+    assert "exposure" not in what, "a part that costs nothing is not among the worst"
+
+
 def test_json(tmp_path: Path) -> None:
     records = [record(photo(1), "a.png", repeats=3), record(photo(2, (400, 260)), "b.png")]
     records.append(record(Image.new("RGB", (256, 256)), "black.png"))

@@ -45,7 +45,9 @@ CRAFT: Mapping[str, Any] = {
     "objective__timestep_strata": 4,
     "objective__weighting": "soft_min_snr",
     "optimizer__max_weight_norm": 0.02,
+    "output__keep_best": True,
     "train__ema_decay": 0.9,
+    "train__stop_after_validations": 1000,
 }
 """All that depends on which samples a process has, or is done to its weights."""
 WORDS: Mapping[str, Any] = {

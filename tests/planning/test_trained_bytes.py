@@ -129,7 +129,7 @@ def exported(adapter: Adapter, copy: Any) -> Any:
 
 def test_a_running_average_is_copied_as_the_masters_are() -> None:
     plain, averaged = (
-        copied_bytes({1000: 3}, "adamw", pissa=False, pinned=False, averaged=averaged)
+        copied_bytes({1000: 3}, "adamw", pissa=False, pinned=False, copies=averaged)
         for averaged in (False, True)
     )
     assert averaged - plain == 3 * 4000

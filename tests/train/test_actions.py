@@ -42,7 +42,6 @@ def trained(
         optimizer=tiny.training.optimizer,
         scaler=tiny.training.scaler,
         export=lambda progress, copy: lambda: "none",
-        last_step=STEPS,
         every_steps=1,
         every_images=None,
         batch_size=1,

@@ -1,0 +1,104 @@
+"""Pictures as vectors: alike pictures are near, sets of the same kind too; CLIP only where it is."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image, ImageFilter
+
+from lora_trainer.errors import InputError
+from lora_trainer.validation.features import (
+    clip_features,
+    distances,
+    find_features,
+    latent_features,
+    pooled,
+    set_distance,
+)
+from lora_trainer.validation.pictures import Album, copy_ratio
+
+COLOURS = ("red", "green", "blue", "yellow", "purple", "orange")
+
+
+def picture(colour: str, *, seed: int = 0, size_px: tuple[int, int] = (64, 64)) -> Image.Image:
+    image = Image.new("RGB", size_px, colour)
+    draw = random.Random(seed)
+    for _ in range(40):
+        spot = (draw.randrange(size_px[0]), draw.randrange(size_px[1]))
+        image.putpixel(spot, (255, 255, 255))
+    return image
+
+
+def test_alike_pictures_are_near() -> None:
+    features = latent_features()
+    red, soft, blue = features.encode(
+        [
+            picture("red"),
+            picture("red", size_px=(96, 128)).filter(ImageFilter.GaussianBlur(1)),
+            picture("blue"),
+        ]
+    )
+    near, far = distances(red[None], torch.stack([soft, blue]))[0].tolist()
+    assert near < 0.5 * far
+    assert red.shape == (168,)
+
+
+def test_pooled_latents_keep_coarse_layout() -> None:
+    left = torch.zeros(4, 16, 16)
+    left[..., :8] = 1
+    assert torch.equal(pooled(left), pooled(left))
+    assert (pooled(left) - pooled(left.flip(-1))).norm() > 0.5
+
+
+def test_sets_of_one_kind_are_nearer_than_sets_of_two() -> None:
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(30, 8, generator=generator) for _ in range(2))
+    assert abs(set_distance(first, second)) < 0.2
+    assert set_distance(first, second + 1) > 1
+
+
+def test_a_clip_model_in_a_folder_is_used_by_name(tmp_path: Path) -> None:
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = CLIPVisionConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=32,
+            patch_size=16,
+            projection_dim=8,
+        )
+        CLIPVisionModelWithProjection(config).save_pretrained(tmp_path)
+    found = find_features(str(tmp_path))
+    encoded = found.encode([picture(colour) for colour in COLOURS[:3]])
+    assert "CLIP" in found.name and encoded.shape == (3, 8)
+    assert torch.allclose(encoded.norm(dim=1), torch.ones(3))
+
+
+def test_a_clip_model_that_is_not_here_or_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not in the local Hub cache"):
+        find_features("nobody/nothing")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        clip_features(tmp_path, name="nothing")
+
+
+def test_copies_of_trained_pictures_are_told_from_new_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    pictures = torch.randn(12, 16, generator=generator)
+    captions = [f"picture {index}" for index in range(12)]
+    album = Album(features=pictures, captions=captions, trained=[index < 8 for index in range(12)])
+    prompts = [f"picture {index}" for index in range(8, 12)]
+    new = torch.randn(4, 16, generator=generator)
+    copies = pictures[:4] + 0.1 * new
+    told_new, told_copied = (copy_ratio(found, prompts, album) for found in (new, copies))
+    assert told_new is not None and told_copied is not None
+    assert 0.8 < told_new < 1.25
+    assert told_copied < 0.85
+    alone = Album(features=pictures, captions=captions, trained=[True] * 12)
+    assert copy_ratio(new, prompts, alone) is None
