@@ -35,6 +35,7 @@ COMMANDS = {
     "profile",
     "queue",
     "sample",
+    "validate",
 } | TOOLS
 TRAIN_FLAGS = {
     "--base", "--config", "--dry-run", "--help", "--name", "--output", "--preset", "--priority",
@@ -75,6 +76,7 @@ FLAGS = {
         *("--title", "--trigger"),
     },
     "import": {"--force", "--json", "--output"},
+    "validate": {"--base", "--clip", "--json", "--set"},
     "sample": {"--base", "--output", "--prompt", "--seed", "--strength"},
     "profile": {
         *("--base", "--config", "--json", "--output", "--preset", "--priority", "--set", "--steps"),
