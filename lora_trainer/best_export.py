@@ -12,9 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import Tensor
-
-from lora_trainer.exporting import Job, copied, copied_words, exporter
+from lora_trainer.exporting import Job, copied, exporter
 from lora_trainer.files import json_bytes, write_atomic
 from lora_trainer.model.adapters import Adapter
 from lora_trainer.output.export import best_export_name
@@ -42,11 +40,14 @@ class BestExport:
             return lambda: None
         batch_size = self.job.prepared.config.train.batch_size
         then = replace(progress, step=best.step, images=best.step * batch_size)
+
+        def take(name: str, value: Tensor) -> Tensor:
+            return copy(f"best.{name}", value)
+
         with self.adapter.at_best():
-            tensors = copied(
-                self.adapter.tensors(), lambda name, value: copy(f"best.{name}", value)
-            )
-        write_file = exporter(self.job, tensors, self.file, then)
+            tensors = copied(self.adapter.tensors(), take)
+            words = copied_words(self.adapter.words(), take)
+        write_file = exporter(self.job, tensors, self.file, then, words=words)
 
         def write() -> None:
             write_file()

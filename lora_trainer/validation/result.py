@@ -6,6 +6,7 @@ report. A score is of the parts there are; `complete` says whether that is all o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,15 @@ class Validation:
             "parts": {name: round(self.parts[name], 4) for name in WEIGHTS if name in self.parts},
             "left_out": {name: self.left_out[name] for name in WEIGHTS if name in self.left_out},
             "weight_left_out": round(self.weight_left_out, 4),
-            "figures": dict(self.figures),
+            "figures": _plain(self.figures),
             "notes": list(self.notes),
         }
+
+
+def _plain(value: Any) -> Any:
+    """Return JSON values; a figure that is not finite, as of a broken adapter, becomes null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value

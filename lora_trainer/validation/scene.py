@@ -16,22 +16,25 @@ from filelock import FileLock
 from PIL import Image
 from torch import nn
 
-from lora_trainer.caching import fill_caches, open_cache, texts_as
+from lora_trainer.caching import fill_caches, new_word, open_cache, texts_as
 from lora_trainer.config import concrete
 from lora_trainer.data.buckets import cut
 from lora_trainer.data.images import decode
 from lora_trainer.data.loader import Feeder, Prepared, Source, StepBatch
 from lora_trainer.data.scan import ImageRecord
 from lora_trainer.device import encoder_device, setup_torch
+from lora_trainer.errors import InputError
 from lora_trainer.events import EventStream
 from lora_trainer.exporting import Job
 from lora_trainer.families.base import DENOISER, Geometry, Sampler
 from lora_trainer.model.adapters import Adapter, layer_names
 from lora_trainer.model.attached import attach_dial
+from lora_trainer.model.new_tokens import add_new_tokens
 from lora_trainer.networks import Networks, arrange, build_model, load_networks
 from lora_trainer.output.adapter_file import read_contents
 from lora_trainer.output.adapter_names import file_names
 from lora_trainer.output.adapter_read import read_tensors
+from lora_trainer.output.embedding_file import embedding_path, read_embedding
 from lora_trainer.prepare import Prepared as Plan
 from lora_trainer.prepare import Request, prepare
 from lora_trainer.processes import with_base
@@ -172,6 +175,7 @@ def build_scene(
     wanted = fill_caches(job, cache)
     events.emit("phase", phase="load", message=plan.facts.source, done=0, total=0)
     networks = load_networks(plan)
+    _add_words(subject.file, plan, networks)
     inside = _inside(networks)
     names = file_names(
         plan.family, {name: layer_names(network) for name, network in inside.items()}
@@ -194,6 +198,29 @@ def build_scene(
         ),
         sources=wanted.sources,
     )
+
+
+def _add_words(file: Path, plan: Plan, networks: Networks) -> None:
+    """Teach the text encoders the word that was learned with the adapter; raises InputError."""
+    word = new_word(plan.config)
+    if word is None or networks.text is None:
+        return
+    place = embedding_path(file)
+    if not place.is_file():
+        raise InputError(
+            f"{file.name} was trained with new tokens for {word.text!r}, and their file is missing",
+            fix=f"put {place.name} into {place.parent}",
+        )
+    found = read_embedding(place).vectors
+    words = add_new_tokens(
+        networks.text,
+        word.tokens,
+        start=plan.config.adapter.new_tokens_from,
+        seed=plan.config.train.seed,
+    )
+    for component, vectors in words.items():
+        vectors.requires_grad_(False)
+        vectors.copy_(torch.from_numpy(found[plan.family.teachable[component]]))
 
 
 def _inside(networks: Networks) -> dict[str, nn.Module]:

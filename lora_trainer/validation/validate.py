@@ -70,7 +70,7 @@ def validate(
     plan = plan_of(subject, dataset)
     records = (*plan.held_out, *plan.trained)
     prompts = _prompts(records)
-    unrelated = _unrelated(plan.config.data.trigger, records)
+    unrelated = _unrelated(plan.config.data.triggers, records)
     scene = build_scene(subject, plan, prompts=(*prompts, *unrelated), events=events)
     found = Found(notes=list(_notes(subject, scene, features)))
     measure_weights(scene.weights, found)
@@ -101,6 +101,8 @@ def _notes(subject: Subject, scene: Scene, features: Features) -> Iterator[str]:
             "images or captions changed since the training: "
             "pictures that count as held out may have been trained"
         )
+    if scene.plan.config.adapter.new_tokens:
+        yield "new tokens are on in what counts as the base: the parts are of the layers alone"
     if subject.known and not scene.plan.held_out:
         yield "no picture is held out: gain and strength are measured on trained pictures"
 
@@ -191,12 +193,12 @@ def _prompts(records: Sequence[ImageRecord]) -> list[str]:
     return list(dict.fromkeys(record.caption for record in records if record.caption))[:SAMPLES]
 
 
-def _unrelated(trigger: str | None, records: Sequence[ImageRecord]) -> list[str]:
+def _unrelated(triggers: Sequence[str], records: Sequence[ImageRecord]) -> list[str]:
     captions = {record.caption for record in records}
     return [
         prompt
         for prompt in UNRELATED
-        if prompt not in captions and not (trigger and has_trigger(prompt, trigger))
+        if prompt not in captions and not any(has_trigger(prompt, trigger) for trigger in triggers)
     ]
 
 
