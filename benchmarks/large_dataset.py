@@ -129,7 +129,8 @@ def _measured(folder: Path, *, may_encode: bool) -> dict[str, Any]:
 def _epoch(prepared: Any, wanted: Any, cache: Any) -> int:
     """Find which samples each step of an epoch takes and in what micro-batches; return the steps."""
     from lora_trainer.caching import texts_as
-    from lora_trainer.data.loader import Entries, Feeder
+    from lora_trainer.data.loader import Feeder
+    from lora_trainer.data.sources import Entries
     from lora_trainer.train.levels import table_levels
 
     config = prepared.config

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_trainer.exporting import Job, copied, exporter
+from torch import Tensor
+
+from lora_trainer.exporting import Job, copied, copied_words, exporter
 from lora_trainer.files import json_bytes, write_atomic
 from lora_trainer.model.adapters import Adapter
 from lora_trainer.output.export import best_export_name

@@ -16,7 +16,8 @@ from lora_trainer.caching import fill_caches, open_cache, texts_as
 from lora_trainer.config import Config, concrete
 from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import Needs
-from lora_trainer.data.loader import Entries, Feeder
+from lora_trainer.data.loader import Feeder
+from lora_trainer.data.sources import Entries
 from lora_trainer.device import DTYPES, encoder_device
 from lora_trainer.errors import RequestError
 from lora_trainer.events import read_events

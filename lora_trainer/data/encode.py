@@ -23,9 +23,9 @@ from lora_trainer.data.cache import Cache, CacheKey, latent_key, mask_key, text_
 from lora_trainer.data.caption_rules import variants
 from lora_trainer.data.captions import of_class
 from lora_trainer.data.images import decode
-from lora_trainer.data.loader import Source
 from lora_trainer.data.masks import Mask, decode_mask, mask_values
 from lora_trainer.data.scan import ImageRecord
+from lora_trainer.data.sources import Source
 from lora_trainer.errors import (
     RESUME,
     InputError,

@@ -17,7 +17,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from lora_trainer.config import SamplingSettings
 from lora_trainer.data.cache import CacheKey
-from lora_trainer.data.loader import Entries
+from lora_trainer.data.sources import Entries
 from lora_trainer.errors import StoppedBySignal, first_line
 from lora_trainer.events import EventStream
 from lora_trainer.families.base import Conditioning, Sampler

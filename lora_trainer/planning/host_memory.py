@@ -20,7 +20,7 @@ HOST_RUNTIME_BYTES = 2 * GIB
 PINNED_AT_MOST = 2
 """Torch takes powers of two for pinned memory; of inputs only the sum is known, not each one's size."""
 CACHE_RESIDENT_BYTES = GIB
-"""Latents and text embeddings kept from the disk, at most (`data.loader`)."""
+"""Latents and text embeddings kept from the disk, at most (`data.sources`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

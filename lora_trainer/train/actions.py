@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from lora_trainer.data.loader import StepBatch, micro_batches
+from lora_trainer.data.batches import StepBatch, micro_batches
 from lora_trainer.events import EventStream
 from lora_trainer.model.adapters import Adapter
 from lora_trainer.output.checkpoints import SpoiltAdapter, TrainingState, freeze, tensors_digest

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.data.loader import Prepared, StepBatch, micro_batches
+from lora_trainer.data.batches import Prepared, StepBatch, micro_batches
 from lora_trainer.errors import first_line
 from lora_trainer.model.out_of_memory import free_memory, is_out_of_memory
 from lora_trainer.train.guards import (

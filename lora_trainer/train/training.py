@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.data.loader import Feeder, MicroBatch, Prepared, to_device
+from lora_trainer.data.batches import MicroBatch, Prepared, to_device
+from lora_trainer.data.loader import Feeder
 from lora_trainer.events import EventStream
 from lora_trainer.families.base import Conditioning, Prediction
 from lora_trainer.model.dropout import SampleMasks

@@ -12,7 +12,7 @@ from statistics import fmean
 
 import torch
 
-from lora_trainer.data.loader import Prepared, StepBatch, micro_batches, to_device
+from lora_trainer.data.batches import Prepared, StepBatch, micro_batches, to_device
 from lora_trainer.model.attached import Dial
 from lora_trainer.train.objective import add_noise, target
 from lora_trainer.train.training import Model

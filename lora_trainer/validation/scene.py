@@ -18,10 +18,12 @@ from torch import nn
 
 from lora_trainer.caching import fill_caches, new_word, open_cache, texts_as
 from lora_trainer.config import concrete
+from lora_trainer.data.batches import Prepared, StepBatch
 from lora_trainer.data.buckets import cut
 from lora_trainer.data.images import decode
-from lora_trainer.data.loader import Feeder, Prepared, Source, StepBatch
+from lora_trainer.data.loader import Feeder
 from lora_trainer.data.scan import ImageRecord
+from lora_trainer.data.sources import Source
 from lora_trainer.device import encoder_device, setup_torch
 from lora_trainer.errors import InputError
 from lora_trainer.events import EventStream

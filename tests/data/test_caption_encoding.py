@@ -10,8 +10,9 @@ import torch
 
 from lora_trainer.config import DataSettings
 from lora_trainer.data.caption_rules import is_dropped, max_texts, variant_of, variants
-from lora_trainer.data.loader import Entries, Feeder
+from lora_trainer.data.loader import Feeder
 from lora_trainer.data.scan import ImageRecord, scan
+from lora_trainer.data.sources import Entries
 from lora_trainer.files import HashMemo
 from tests.fakes.studio import PROMPT, Studio, draw, studio_in, text_encoder
 from tests.fakes.training import build_feeder

@@ -15,15 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_trainer.config import DataSettings, ObjectiveSettings
+from lora_trainer.data.batches import Prepared, StepBatch, micro_batches, to_device
 from lora_trainer.data.cache import Cache, CacheKey
-from lora_trainer.data.loader import (
-    Entries,
-    Feeder,
-    Prepared,
-    StepBatch,
-    micro_batches,
-    to_device,
-)
+from lora_trainer.data.loader import Feeder
+from lora_trainer.data.sources import Entries
 from lora_trainer.errors import MachineError
 from lora_trainer.events import EventStream
 from lora_trainer.files import CappedFolder

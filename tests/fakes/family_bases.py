@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.data.loader import _padded
+from lora_trainer.data.batches import _padded
 from lora_trainer.families.base import BaseFacts, Conditioning, Family, Geometry, Layout
 
 CPU = torch.device("cpu")

@@ -24,7 +24,8 @@ from lora_trainer.config import (
     OptimizerSettings,
 )
 from lora_trainer.data.cache import Cache, CacheKey
-from lora_trainer.data.loader import Entries, Feeder, Source
+from lora_trainer.data.loader import Feeder
+from lora_trainer.data.sources import Entries, Source
 from lora_trainer.events import Event, EventStream
 from lora_trainer.families.base import DENOISER, BaseFacts, Layout, Prediction
 from lora_trainer.families.costs import Targets

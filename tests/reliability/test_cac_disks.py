@@ -20,7 +20,7 @@ import pytest
 from lora_trainer import session
 from lora_trainer.data import cache as cache_module
 from lora_trainer.data.cache import text_key
-from lora_trainer.data.loader import Entries
+from lora_trainer.data.sources import Entries
 from lora_trainer.errors import MachineError
 from lora_trainer.files import CappedFolder
 from lora_trainer.hardware import Hardware

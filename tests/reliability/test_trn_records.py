@@ -20,7 +20,8 @@ from accelerate.tracking import TensorBoardTracker
 
 from lora_trainer import files
 from lora_trainer.data import loader
-from lora_trainer.data.loader import Feeder, StepBatch
+from lora_trainer.data.batches import StepBatch
+from lora_trainer.data.loader import Feeder
 from lora_trainer.events import read_jsonl
 from lora_trainer.output import status
 from tests.fakes.runs import ROOT, STEPS, Toy, events, toy, trajectory

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.config import ObjectiveSettings, OptimizerSettings
-from lora_trainer.data.loader import Feeder, StepBatch, micro_batches
+from lora_trainer.data.batches import StepBatch, micro_batches
+from lora_trainer.data.loader import Feeder
 from lora_trainer.errors import MachineError, StoppedBySignal, TrainingStopped, exit_code
 from lora_trainer.families.base import Conditioning
 from lora_trainer.model.norm_limit import limit_norms, update_norm

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.data.loader import micro_batches
+from lora_trainer.data.batches import micro_batches
 from lora_trainer.errors import TrainingStopped
 from lora_trainer.train.guards import FIRST_PATIENCE_STEPS, GuardState
 from lora_trainer.train.loop import run
