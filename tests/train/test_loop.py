@@ -659,7 +659,6 @@ def saving(tiny: TinyTraining, folder: Path) -> SaveAction:
         optimizer=tiny.training.optimizer,
         scaler=tiny.training.scaler,
         export=lambda progress, copy: lambda: "none",
-        last_step=tiny.training.steps,
         every_steps=0,
         every_images=None,
         batch_size=tiny.training.batch_size,

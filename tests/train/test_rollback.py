@@ -91,7 +91,6 @@ def voyage(folder: Path, weather: Weather, *, steps: int = 12, every: int = 4) -
         optimizer=tiny.training.optimizer,
         scaler=tiny.training.scaler,
         export=lambda progress, copy: lambda: "none",
-        last_step=steps,
         every_steps=every,
         every_images=None,
         batch_size=2,
