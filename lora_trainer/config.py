@@ -23,10 +23,12 @@ from lora_trainer.setting_forms import Form, form_of, label_of
 from lora_trainer.settings.declare import (
     CHECKPOINTING,
     FLOW_WEIGHTINGS,
+    SCHEDULE_FREE,
     SNR_WEIGHTINGS,
     Auto,
     Checkpointing,
     Needs,
+    OptimizerName,
     Precision,
     Section,
     Weighting,
@@ -35,16 +37,17 @@ from lora_trainer.settings.inputs import OWN_FOLDER, BaseSettings, DataSettings,
 from lora_trainer.settings.learning import (
     AdapterSettings,
     ObjectiveSettings,
-    OptimizerSettings,
     TrainSettings,
 )
 from lora_trainer.settings.model import Config
+from lora_trainer.settings.optimizer import OptimizerSettings
 from lora_trainer.settings.running import MemorySettings, OutputSettings, SamplingSettings
 
 __all__ = [
     "CHECKPOINTING",
     "FLOW_WEIGHTINGS",
     "OWN_FOLDER",
+    "SCHEDULE_FREE",
     "SNR_WEIGHTINGS",
     "AdapterSettings",
     "BaseSettings",
@@ -54,6 +57,7 @@ __all__ = [
     "FolderSettings",
     "MemorySettings",
     "ObjectiveSettings",
+    "OptimizerName",
     "OptimizerSettings",
     "OutputSettings",
     "Precision",

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from lora_trainer.best_export import BestExport
 from lora_trainer.caching import fill_caches, open_cache, texts_as
-from lora_trainer.config import Config, concrete
+from lora_trainer.config import SCHEDULE_FREE, Config, concrete
 from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import Needs
 from lora_trainer.data.loader import Feeder
@@ -41,7 +42,12 @@ from lora_trainer.train.actions import CompareAction, SaveAction, ValidateAction
 from lora_trainer.train.guards import GuardState, from_plain
 from lora_trainer.train.levels import Levels, flow_levels, table_levels
 from lora_trainer.train.loop import run
-from lora_trainer.train.optim import build_optimizer, learning_rate, restore_optimizer
+from lora_trainer.train.optim import (
+    averaged_weights,
+    build_optimizer,
+    learning_rate,
+    restore_optimizer,
+)
 from lora_trainer.train.progress import Action, Progress
 from lora_trainer.train.ranks import Ranks
 from lora_trainer.train.stages import Stage, end_step
@@ -216,8 +222,17 @@ def _parts(job: Job) -> _Parts:
         optimizer=optimizer,
         parameters=[parameter for group in groups for parameter in group["params"]],
         scaler=torch.amp.GradScaler(model.device.type, enabled=config.train.precision == "fp16"),
-        chosen=adapter.averaged if config.output.weights == "ema" else nullcontext,
+        chosen=_chosen(config, adapter, optimizer),
     )
+
+
+def _chosen(
+    config: Config, adapter: Adapter, optimizer: torch.optim.Optimizer
+) -> Callable[[], AbstractContextManager[None]]:
+    """Return what puts the weights that a run is for in force; Schedule-Free's are its averages."""
+    if config.optimizer.name == SCHEDULE_FREE:
+        return partial(averaged_weights, optimizer)
+    return adapter.averaged if config.output.weights == "ema" else nullcontext
 
 
 def _training(

@@ -29,9 +29,6 @@ from lora_trainer.planning.adapter_size import first_match
 
 _INITIAL, _AVERAGE, _BEST, _NEW_TOKENS = "initial.", "average.", "best.", "new_tokens."
 
-NEW_TOKENS_RATIO = 10.0
-"""Learning rate of new tokens over that of the denoiser's adapter, where none is given."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
@@ -58,6 +55,7 @@ class Adapter:
     def groups(self, settings: OptimizerSettings) -> list[dict[str, Any]]:
         """Return the optimizer's groups: "params", and "lr_scale", a factor on the learning rate.
 
+        The group of new tokens is marked "embedding": its rows are no matrix of a layer.
         Freezes the layers whose pattern says 0. LoRA+ (Hayou et al. 2024, arXiv 2402.12354) raises the
         factor of `up`. Raises RequestError when nothing is left to train.
         """
@@ -77,7 +75,7 @@ class Adapter:
         found = [{"params": own, "lr_scale": scale} for scale, own in groups.items()]
         if self.new_tokens:
             own = list(self.new_tokens.values())
-            found.append({"params": own, "lr_scale": _new_tokens_scale(settings)})
+            found.append({"params": own, "lr_scale": settings.new_tokens_scale, "embedding": True})
         return found
 
     def tensors(self) -> AdapterTensors:
@@ -291,16 +289,10 @@ def _learning_rate_scale(key: str, settings: OptimizerSettings) -> float:
     """Return the factor on `optimizer.learning_rate` of one layer; 0: frozen."""
     scale = 1.0
     if split_key(key)[0] != DENOISER:
-        own = settings.text_encoder_learning_rate
-        scale = 0.5 if own is None else own / settings.learning_rate
+        scale = settings.text_encoder_scale
     patterns = settings.learning_rate_pattern
     pattern = first_match(key, patterns, setting="optimizer.learning_rate_pattern")
     return scale if pattern is None else scale * patterns[pattern]
-
-
-def _new_tokens_scale(settings: OptimizerSettings) -> float:
-    own = settings.new_tokens_learning_rate
-    return NEW_TOKENS_RATIO if own is None else own / settings.learning_rate
 
 
 def _rescaled(module: ModuleTensors, scale: float) -> dict[str, Tensor]:

@@ -108,7 +108,10 @@ def _text_encoder_rate(settings: Mapping[str, Any]) -> float | None:
     if not settings["adapter.text_encoder"]:
         return None
     stated: float | None = settings["optimizer.text_encoder_learning_rate"]
-    return settings["optimizer.learning_rate"] / 2 if stated is None else stated
+    if stated is not None:
+        return stated
+    rate: float = settings["optimizer.learning_rate"]
+    return rate if settings["optimizer.name"] == "prodigy" else rate / 2
 
 
 def _options(info: ExportInfo) -> dict[str, Any]:

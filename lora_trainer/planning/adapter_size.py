@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from lora_trainer.config import AdapterSettings
 from lora_trainer.errors import RequestError
 
+Shape = tuple[int, ...]
+"""Of a tensor that is trained; of a 1x1 convolution the matrix, which is all that a plan knows of it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Width:
@@ -95,21 +98,21 @@ def adapter_tensors(
     settings: AdapterSettings,
     *,
     component: str = "denoiser",
-) -> Counter[int]:
-    """Return the sizes of the tensors that the adapter of these layers trains: elements -> how many.
+) -> Counter[Shape]:
+    """Return the shapes of the tensors that the adapter of these layers trains: shape -> how many.
 
     A shape is (fan_in, out), or (fan_in, out, kernel) where the kernel has more than one element;
     `fan_in` counts the kernel. PiSSA's frozen factors come on top: as many again.
     """
-    found: Counter[int] = Counter()
+    found: Counter[Shape] = Counter()
     for module, shape in shapes.items():
         found.update(_layer_tensors(f"{component}.{module}", shape, settings))
     return found
 
 
-def total_elements(tensors: Mapping[int, int]) -> int:
+def total_elements(tensors: Mapping[Shape, int]) -> int:
     """Return how many numbers these tensors hold together."""
-    return sum(elements * count for elements, count in tensors.items())
+    return sum(math.prod(shape) * count for shape, count in tensors.items())
 
 
 def rebuilt_elements(shapes: Mapping[str, Sequence[int]], settings: AdapterSettings) -> int:
@@ -123,20 +126,40 @@ def rebuilt_elements(shapes: Mapping[str, Sequence[int]], settings: AdapterSetti
     return sum(fan_in * out for fan_in, out, *_ in shapes.values())
 
 
-def _layer_tensors(key: str, shape: Sequence[int], settings: AdapterSettings) -> tuple[int, ...]:
+def _layer_tensors(key: str, shape: Sequence[int], settings: AdapterSettings) -> tuple[Shape, ...]:
     fan_in, out, kernel = (*shape, 1)[:3]
     rank = layer_width(key, kernel=kernel, settings=settings, alpha=1.0).rank
     match settings.kind:
         case "lora":
-            return (rank * fan_in, rank * out, *((out,) if settings.dora else ()))
+            norms: tuple[Shape, ...] = (_norms(out, kernel),) if settings.dora else ()
+            return (_read(rank, fan_in, kernel), _written(out, rank, kernel), *norms)
         case "loha":
-            return 2 * (rank * fan_in, rank * out)
+            return 2 * ((rank, fan_in), (out, rank))
         case "lokr":
             in_left, in_right = factorise(fan_in // kernel, factor=settings.lokr_factor)
             out_left, out_right = factorise(out, factor=settings.lokr_factor)
             full = rank >= max(in_right, out_right) / 2
             right = in_right * kernel
-            second = (out_right * right,) if full else (rank * out_right, rank * right)
-            return (out_left * in_left, *second)
+            second = (
+                (_read(out_right, right, kernel),) if full else ((out_right, rank), (rank, right))
+            )
+            return ((out_left, in_left), *second)
         case "oft":
-            return (out * block_size(out, rank=rank),)
+            size = block_size(out, rank=rank)
+            return ((out // size, size, size),)
+
+
+def _read(rank: int, fan_in: int, kernel: int) -> Shape:
+    """The shape of what reads a layer's inputs; kernels are square."""
+    if kernel == 1:
+        return (rank, fan_in)
+    side = math.isqrt(kernel)
+    return (rank, fan_in // kernel, side, kernel // side)
+
+
+def _written(out: int, rank: int, kernel: int) -> Shape:
+    return (out, rank) if kernel == 1 else (out, rank, 1, 1)
+
+
+def _norms(out: int, kernel: int) -> Shape:
+    return (out,) if kernel == 1 else (1, out, 1, 1)

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from lora_trainer.config import AdapterSettings, Checkpointing, Precision
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.costs import SampleCost, Targets, Workload
-from lora_trainer.planning.adapter_size import adapter_tensors, total_elements
+from lora_trainer.planning.adapter_size import Shape, adapter_tensors, total_elements
 from lora_trainer.planning.frozen import ELEMENT_BYTES, FrozenBase
 from lora_trainer.quantization import BasePrecision
 
@@ -60,7 +60,7 @@ class RememberedCosts:
     linear: Mapping[str, tuple[int, int]] | None = None
     bases: dict[tuple[Precision, BasePrecision], FrozenBase] = field(default_factory=dict)
     text_shapes: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None
-    tensors: dict[str, Counter[int]] = field(default_factory=dict)
+    tensors: dict[str, Counter[Shape]] = field(default_factory=dict)
 
     def adapter_shapes(
         self, facts: BaseFacts, *, targets: Targets
@@ -107,8 +107,8 @@ class RememberedCosts:
         found = re.match(self.family.block_pattern, module)
         return found[0] if found else ""
 
-    def adapter_tensors(self, facts: BaseFacts, settings: AdapterSettings) -> Mapping[int, int]:
-        """Return the sizes of all that is trained, elements -> tensors; all calls about the same base."""
+    def adapter_tensors(self, facts: BaseFacts, settings: AdapterSettings) -> Mapping[Shape, int]:
+        """Return the shapes of all that is trained, shape -> tensors; all calls about the same base."""
         key = settings.model_dump_json()
         if key not in self.tensors:
             shapes = self.adapter_shapes(facts, targets=settings.targets)
@@ -119,7 +119,7 @@ class RememberedCosts:
             if settings.new_tokens:
                 for own in self.text_adapter_shapes(facts).values():
                     width = next(iter(own.values()))[0]  # of the first layer's input
-                    found += Counter({settings.new_tokens * width: 1})
+                    found += Counter({(settings.new_tokens, width): 1})
             self.tensors[key] = found
         return self.tensors[key]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lora_trainer.config import Checkpointing
+from lora_trainer.config import SCHEDULE_FREE, Checkpointing
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.planning.adapter_size import rebuilt_elements
 from lora_trainer.planning.frozen import ELEMENT_BYTES, FrozenBase
@@ -41,6 +41,7 @@ TEXT_LAYER_SHARE = 1 / 8
 """Largest layer of a text encoder over the whole: word embeddings take 3 % (T5-XXL) to 10 % (Qwen3-4B)."""
 REBUILT_PIECES = 8
 """Pieces a checkpointed network has at least, by the weights in them; the largest is kept whole."""
+SHOWN = "fp32, while they are validated, sampled or exported"
 Phase = Literal["images", "texts", "training", "sampling"]
 RECOMPUTING: tuple[Checkpointing, ...] = ("full", "offloaded")
 """Kinds of checkpointing that recompute every block, which streaming needs."""
@@ -127,6 +128,11 @@ def _resident(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
         *(
             [MemoryItem(name="best adapter", bytes=adapter * MASTER_BYTES, note="fp32")]
             if load.keeps_best
+            else []
+        ),
+        *(
+            [MemoryItem(name="averaged weights", bytes=adapter * MASTER_BYTES, note=SHOWN)]
+            if load.optimizer == SCHEDULE_FREE
             else []
         ),
         MemoryItem(name="adapter gradients", bytes=adapter * GRADIENT_BYTES, note="fp32"),

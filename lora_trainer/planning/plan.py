@@ -13,6 +13,7 @@ from typing import Any
 
 from lora_trainer.config import (
     FLOW_WEIGHTINGS,
+    SCHEDULE_FREE,
     SNR_WEIGHTINGS,
     Config,
     Precision,
@@ -31,6 +32,7 @@ from lora_trainer.planning.full_cards import FullCard
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.loads import CostModel, Load, RememberedCosts
 from lora_trainer.planning.memory import Prediction
+from lora_trainer.planning.optimizers import OPTIMIZERS, RATE, SCHEDULE, needed_otherwise
 from lora_trainer.planning.trained_bytes import state_bytes
 from lora_trainer.resolve import Origin, Resolved
 
@@ -103,6 +105,7 @@ def plan(given: PlanInput) -> Plan:
     planner.decide_numbers()
     planner.decide_objective()
     planner.decide_packages()
+    planner.decide_optimizer()
     planner.decide_length()
     return planner.finish(planner.decide_memory())
 
@@ -223,19 +226,39 @@ class _Planner:
         """Settle what needs an optional package; a preset's wish gives way, a typed one may not."""
         packages, key = self.given.hardware.packages, "optimizer.name"
         name = self.values[key]
-        if name.endswith("adamw8bit") and packages.get("bitsandbytes") is None:
+        package = OPTIMIZERS[name].package
+        if package is not None and packages.get(package) is None:
             if not self._is_preset(key):
                 raise MachineError(
-                    f"optimizer.name={name} needs bitsandbytes, which is not installed",
-                    fix="pip install bitsandbytes, or use --set optimizer.name=adamw",
+                    f"optimizer.name={name} needs {package}, which is not installed",
+                    fix=f"pip install {package}, or use --set optimizer.name=adamw",
                 )
-            reason = f"{name} is preset, but bitsandbytes is missing (pip install bitsandbytes)"
+            reason = f"{name} is preset, but {package} is missing (pip install {package})"
             self.decide(key, "adamw", reason)
         key = "memory.attention"
         if self.values[key] == "xformers" and not (self.gpu and packages.get("xformers")):
             why = "is missing (pip install xformers)" if self.gpu else "needs a GPU"
             self.decide(key, "sdpa", f"xformers was asked for, but {why}")
         self.decide_auto(key, "sdpa", "PyTorch's own attention, always there")
+
+    def decide_optimizer(self) -> None:
+        """Settle what AdamW's presets would have wrong for another optimizer; what is typed stands."""
+        name = self.values["optimizer.name"]
+        shape = self.values[SCHEDULE]
+        if name == SCHEDULE_FREE and shape != "constant" and not self._is_ours(SCHEDULE):
+            raise RequestError(
+                f"{SCHEDULE}={shape}, but {name} takes the place of a schedule",
+                fix=f"leave it out, or use --set {SCHEDULE}=constant",
+            )
+        for key, value, reason in needed_otherwise(name, preset_rate=self.values[RATE]):
+            if self._is_ours(key) and self.values[key] != value:
+                self.decide(key, value, reason)
+
+    def _is_ours(self, key: str) -> bool:
+        """Say whether a value is this program's choice: not typed, nor in somebody's file."""
+        layer = self._layer(key)
+        named = layer.startswith("preset ") and layer != f"preset {self.given.resolved.tier}"
+        return layer == "default" or (self._is_preset(key) and not named)
 
     def _is_preset(self, key: str) -> bool:
         return self._layer(key).split()[0] in ("family", "preset", "priority", "cell")

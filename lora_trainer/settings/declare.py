@@ -32,6 +32,19 @@ CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 Weighting = Literal["none", "min_snr", "soft_min_snr", "debiased", "p2", "sigma_sqrt", "cosmap"]
 FLOW_WEIGHTINGS: tuple[Weighting, ...] = ("sigma_sqrt", "cosmap")
 SNR_WEIGHTINGS: tuple[Weighting, ...] = ("min_snr", "soft_min_snr", "debiased", "p2")
+OptimizerName = Literal[
+    "adamw",
+    "adamw8bit",
+    "paged_adamw8bit",
+    "lion",
+    "lion8bit",
+    "adafactor",
+    "came",
+    "muon",
+    "prodigy",
+    "schedulefree_adamw",
+]
+SCHEDULE_FREE: OptimizerName = "schedulefree_adamw"
 
 Needs = Mapping[str, Sequence[Any]]
 """Needs of other settings, by `section.name`."""
@@ -75,6 +88,7 @@ MASKED = {"data.masks": ("files", "alpha")}
 NO_REGULARISATION: Needs = {"data.regularisation_dir": (None,), **NO_FOLDERS}
 NOT_EMBEDDED = {"base.model": ("embedded",)}
 NOT_OFT = {"adapter.kind": ("oft",)}
+NOT_SCHEDULE_FREE = {"optimizer.name": (SCHEDULE_FREE,)}
 SQUARED = {"objective.loss": ("mse",)}
 WITHOUT_NEW_TOKENS = {"adapter.new_tokens": (0,)}
 WITHOUT_VALIDATION = {"data.validation_fraction": (0.0,)}

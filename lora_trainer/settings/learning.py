@@ -14,6 +14,7 @@ from lora_trainer.settings.declare import (
     NO_REGULARISATION,
     NOISE_OR_V,
     NOT_OFT,
+    NOT_SCHEDULE_FREE,
     SQUARED,
     WITHOUT_NEW_TOKENS,
     WITHOUT_VALIDATION,
@@ -162,6 +163,7 @@ class TrainSettings(Section):
         "keep a running average of the adapter with this decay, faster at first; 0.99-0.999 is usual",
         gt=0.0,
         lt=1.0,
+        not_for=NOT_SCHEDULE_FREE,
     )
     text_encoder_until: float = setting(
         1.0,
@@ -325,53 +327,3 @@ class ObjectiveSettings(Section):
         if self.weighting != "auto":
             return self.weighting
         return "none" if self.min_snr_gamma is None else "min_snr"
-
-
-class OptimizerSettings(Section):
-    name: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = setting(
-        "adamw",
-        "AdamW; bitsandbytes' with 8-bit state; paged: its large tensors go to host memory on a full card",
-    )
-    learning_rate: float = setting(1e-4, "peak learning rate", gt=0.0, le=10.0)
-    text_encoder_learning_rate: float | None = setting(
-        None,
-        "peak learning rate of the text encoders; none: half of learning_rate",
-        gt=0.0,
-        le=10.0,
-        only_for={"adapter.text_encoder": (True,)},
-    )
-    new_tokens_learning_rate: float | None = setting(
-        None,
-        "peak learning rate of the new tokens; none: ten times learning_rate",
-        gt=0.0,
-        le=10.0,
-        not_for=WITHOUT_NEW_TOKENS,
-    )
-    learning_rate_pattern: dict[str, Annotated[float, Field(ge=0, le=1000)]] = setting(
-        {},
-        "factor on the learning rate by regular expression on the module name, first match wins; 0: frozen",
-    )
-    lora_plus_ratio: float = setting(
-        1.0,
-        "learning rate of `up` over that of `down` (Hayou et al. 2024, arXiv 2402.12354)",
-        ge=1.0,
-        le=1000.0,
-        only_for=LORA,
-    )
-    beta1: float = setting(0.9, "decay of the first moment", ge=0.0, lt=1.0)
-    beta2: float = setting(0.999, "decay of the second moment", ge=0.0, lt=1.0)
-    epsilon: float = setting(1e-8, "added to the denominator", gt=0.0, le=1.0)
-    weight_decay: float = setting(0.01, "decoupled weight decay", ge=0.0, le=1.0)
-    max_weight_norm: float | None = setting(
-        None,
-        "updates of layers are scaled back to this norm after every step (scale_weight_norms); 1 is usual",
-        gt=0.0,
-        le=1000.0,
-        not_for={**NOT_OFT, "adapter.dora": (True,), "adapter.init": ("pissa",)},
-    )
-    schedule: Literal["constant", "linear", "cosine"] = setting(
-        "cosine", "shape of the learning rate after warm-up"
-    )
-    warmup_fraction: float = setting(
-        0.05, "share of the steps in which the learning rate rises", ge=0.0, le=0.9
-    )

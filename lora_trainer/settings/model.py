@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from pydantic import Field, model_validator
 
 from lora_trainer.quantization import QUANTIZATIONS
-from lora_trainer.settings.declare import Section
+from lora_trainer.settings.declare import SCHEDULE_FREE, Section
 from lora_trainer.settings.inputs import BaseSettings, DataSettings
 from lora_trainer.settings.learning import (
     AdapterSettings,
     ObjectiveSettings,
-    OptimizerSettings,
     TrainSettings,
 )
+from lora_trainer.settings.optimizer import OptimizerSettings
 from lora_trainer.settings.running import (
     HardwareSettings,
     LoggingSettings,
@@ -77,6 +77,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from _adapter_contradictions(config.adapter)
     if config.adapter.init == "pissa" and config.train.init_from is not None:
         yield "adapter.init=pissa and train.init_from both say where to begin: choose one."
+    yield from _optimizer_contradictions(config)
     if config.optimizer.lora_plus_ratio != 1.0 and config.adapter.kind != "lora":
         yield f"optimizer.lora_plus_ratio is for adapter.kind=lora, not {config.adapter.kind}."
     for pattern in config.optimizer.learning_rate_pattern:
@@ -124,6 +125,28 @@ def _validation_contradictions(config: Config) -> Iterator[str]:
     ):
         if asked and never:
             yield f"{key} needs validations: set data.validation_fraction and train.validate_every_steps above 0."
+
+
+def _optimizer_contradictions(config: Config) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.name == "prodigy":
+        one_rate = "optimizer.name=prodigy finds one rate for everything"
+        if optimizer.lora_plus_ratio != 1.0:
+            yield f"{one_rate}: leave optimizer.lora_plus_ratio={optimizer.lora_plus_ratio:g} out."
+        for part in ("text_encoder_learning_rate", "new_tokens_learning_rate"):
+            if getattr(optimizer, part) is not None:
+                yield f"{one_rate}: leave optimizer.{part} out."
+        if any(factor not in (0, 1) for factor in optimizer.learning_rate_pattern.values()):
+            yield f"{one_rate}: the factors of optimizer.learning_rate_pattern can be 0 and 1 only."
+    if optimizer.name == SCHEDULE_FREE:
+        averages = f"optimizer.name={SCHEDULE_FREE} averages the weights itself"
+        if config.train.ema_decay is not None:
+            yield f"{averages}: leave train.ema_decay={config.train.ema_decay:g} out."
+        if optimizer.max_weight_norm is not None:
+            limit = f"optimizer.max_weight_norm={optimizer.max_weight_norm:g}"
+            yield f"{averages}, which {limit} would not reach: leave it out."
+    if optimizer.name == "muon" and config.adapter.kind == "oft":
+        yield "optimizer.name=muon moves matrices, adapter.kind=oft has none: choose one."
 
 
 def _memory_contradictions(config: Config) -> Iterator[str]:

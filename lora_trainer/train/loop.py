@@ -37,7 +37,7 @@ from lora_trainer.train.guards import (
     changes,
     stopped,
 )
-from lora_trainer.train.optim import set_learning_rate
+from lora_trainer.train.optim import effective_rate, set_learning_rate
 from lora_trainer.train.progress import Action, Progress
 from lora_trainer.train.stages import enter_stages
 from lora_trainer.train.training import TornStep, Training
@@ -126,7 +126,8 @@ def _train(training: Training, start: Progress) -> Progress:
 
             # ---- report, a few steps late on a GPU
             progress = Progress(step=step, images=images, guard=guard)
-            fields = {"step": step, "images": images, "lr": rate, "epoch": batch.epoch}
+            shown = effective_rate(training.optimizer, rate)
+            fields = {"step": step, "images": images, "lr": shown, "epoch": batch.epoch}
             fields |= {"seconds": training.clock() - began, "data_wait_s": waited}
             pending.append(_Report(fields=fields, loss=loss, grad_norm=grad_norm))
             while len(pending) > lag:

@@ -8,7 +8,8 @@ out of memory half-way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,27 +17,16 @@ from diffusers.optimization import get_scheduler
 from torch import nn
 
 from lora_trainer.config import OptimizerSettings
-from lora_trainer.errors import BROKEN_PACKAGE, MachineError, RequestError, package_problem
+from lora_trainer.errors import RequestError
+from lora_trainer.train.optimizer_kinds import LEARNED_IN_GROUPS, Group, make_optimizer
 
 LearningRate = Callable[[int], float]
-_HYPERPARAMETERS = ("betas", "eps", "weight_decay", "lr_scale")
-Group = Mapping[str, Any]
-"""`params`, a list of parameters, and `lr_scale`, the factor on the learning rate."""
 
 
 def build_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Build the optimizer with its state allocated; raises MachineError when its library is missing."""
     rated = [{**group, "lr": settings.learning_rate * group["lr_scale"]} for group in groups]
-    shared: dict[str, Any] = {
-        "lr": settings.learning_rate,
-        "betas": (settings.beta1, settings.beta2),
-        "eps": settings.epsilon,
-        "weight_decay": settings.weight_decay,
-    }
-    if settings.name == "adamw":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(rated, fused=True, **shared)
-    else:
-        optimizer = _adamw_8bit(rated, shared, name=settings.name)
+    optimizer = make_optimizer(rated, settings)
     _allocate(optimizer)
     return optimizer
 
@@ -44,9 +34,10 @@ def build_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> tor
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a resume state into an optimizer of `build_optimizer`; its hyperparameters stay its own.
 
-    A resume may change them; torch would put the old ones back without a word. Paged state stays paged:
-    bitsandbytes would replace its managed memory by tensors on the device, and a run that fitted
-    would not fit once it is resumed. Raises RequestError when parameters are grouped otherwise.
+    A resume may change them; torch would put the old ones back without a word. What an optimizer has
+    learned for a whole group comes from the state. Paged state stays paged: bitsandbytes would
+    replace its managed memory by tensors on the device, and a run that fitted would not fit once it
+    is resumed. Raises RequestError when parameters are grouped otherwise.
     """
     saved = [len(group["params"]) for group in state["param_groups"]]
     if saved != [len(group["params"]) for group in optimizer.param_groups]:
@@ -60,13 +51,17 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
         for name, tensor in values.items()
         if getattr(tensor, "is_paged", False)
     ]
-    own = [{name: group[name] for name in _HYPERPARAMETERS} for group in optimizer.param_groups]
+    own = [_without(group, {"params", *LEARNED_IN_GROUPS}) for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
     for group, values in zip(optimizer.param_groups, own, strict=True):
         group.update(values)
     for parameter, name, tensor in paged:
         tensor.copy_(optimizer.state[parameter][name])
         optimizer.state[parameter][name] = tensor
+
+
+def _without(group: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in names}
 
 
 def learning_rate(settings: OptimizerSettings, *, steps: int) -> LearningRate:
@@ -90,36 +85,52 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value * group["lr_scale"]
 
 
-def _adamw_8bit(
-    groups: Sequence[Group], shared: dict[str, Any], *, name: str
-) -> torch.optim.Optimizer:
+def effective_rate(optimizer: torch.optim.Optimizer, rate: float) -> float:
+    """Return the learning rate of a group whose factor is 1: Prodigy multiplies by what it has found."""
+    return rate * float(optimizer.param_groups[0].get("d", 1.0))
+
+
+@contextmanager
+def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put Schedule-Free's average in the place of the weights while the block runs.
+
+    The trained ones are set aside and come back to the bit: the library's own way back rounds them,
+    so that a run would depend on when it is sampled. Takes the memory of the weights once more.
+    """
+    switch: Any = optimizer
+    parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    trained = [parameter.data for parameter in parameters]
+    copies = [tensor.clone() for tensor in trained]
+    for parameter, copy in zip(parameters, copies, strict=True):
+        parameter.data = copy
+    switch.eval()
     try:
-        from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
-    except BROKEN_PACKAGE as error:
-        raise MachineError(
-            f"optimizer.name={name} needs bitsandbytes, {package_problem(error)}",
-            fix="pip install -U bitsandbytes, or use --set optimizer.name=adamw",
-        ) from None
-    # On a CPU all state is in host memory anyway, where the same numbers need no pages.
-    on_gpu = groups[0]["params"][0].is_cuda
-    make = PagedAdamW8bit if name == "paged_adamw8bit" and on_gpu else AdamW8bit
-    optimizer: torch.optim.Optimizer = make(groups, **shared)
-    return optimizer
+        yield
+    finally:
+        switch.train()
+        for parameter, tensor in zip(parameters, trained, strict=True):
+            parameter.data = tensor
 
 
 def _allocate(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer create its state by a step that changes nothing: no gradient, rate zero."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    """Make the optimizer create its state by a step that changes nothing: no gradient, rate zero.
+
+    What it has counted and averaged meanwhile is forgotten: it goes on as if it were new.
+    """
+    before = [_without(group, {"params"}) for group in optimizer.param_groups]
     set_learning_rate(optimizer, 0.0)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, values in zip(optimizer.param_groups, before, strict=True):
+        for name in group.keys() - values.keys() - {"params"}:
+            del group[name]
+        group.update(values)
     for state in optimizer.state.values():
-        if isinstance(state["step"], torch.Tensor):
-            state["step"].zero_()
-        else:
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and (name == "step" or name.startswith("exp_avg")):
+                value.zero_()  # averages of squares: some add a constant that is not zero
+        if isinstance(state.get("step"), int):
             state["step"] = 0

@@ -1,0 +1,95 @@
+"""What is known of each optimizer without torch: its library, and what the settings mean to it.
+
+Input is a name and the learning rate of a preset, which is one for AdamW; output the settings that an
+optimizer needs otherwise, each with its reason, and what is odd about those that somebody has typed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lora_trainer.config import SCHEDULE_FREE, OptimizerName, OptimizerSettings
+
+RATE, SECOND_DECAY, SCHEDULE = "optimizer.learning_rate", "optimizer.beta2", "optimizer.schedule"
+USUAL_RATES = (1e-6, 2e-2)
+"""Learning rates that trainings of adapters have been seen to use, of optimizers that step as AdamW."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFacts:
+    """One optimizer.
+
+    `package` is what to install, if more than torch is needed. Its learning rate is `rate_factor`
+    times AdamW's, or `rate` whatever AdamW's is; `why` says so in words. `beta2` is its second
+    decay where AdamW's is not its own, `usual_rates` what nobody would ask about.
+    """
+
+    package: str | None = None
+    rate_factor: float = 1.0
+    rate: float | None = None
+    why: str = ""
+    beta2: float | None = None
+    usual_rates: tuple[float, float] = USUAL_RATES
+
+
+_BITSANDBYTES, _COLLECTION = "bitsandbytes", "pytorch-optimizer"
+_LION = OptimizerFacts(
+    package=_BITSANDBYTES,
+    rate_factor=0.2,
+    why="steps by the sign alone, so its rate is a fifth of AdamW's",
+    beta2=0.99,
+    usual_rates=(1e-7, 4e-3),
+)
+OPTIMIZERS: Mapping[OptimizerName, OptimizerFacts] = {
+    "adamw": OptimizerFacts(),
+    "adamw8bit": OptimizerFacts(package=_BITSANDBYTES),
+    "paged_adamw8bit": OptimizerFacts(package=_BITSANDBYTES),
+    "lion": _LION,
+    "lion8bit": _LION,
+    "adafactor": OptimizerFacts(package=_COLLECTION),
+    "came": OptimizerFacts(
+        package=_COLLECTION,
+        rate_factor=0.2,
+        why="its first steps are ten times AdamW's, so its rate is a fifth",
+        usual_rates=(1e-7, 4e-3),
+    ),
+    "muon": OptimizerFacts(package=_COLLECTION),
+    "prodigy": OptimizerFacts(
+        package="prodigyopt",
+        rate=1.0,
+        why="finds the rate itself, this is a factor on it",
+        usual_rates=(0.1, 10.0),
+    ),
+    "schedulefree_adamw": OptimizerFacts(
+        package="schedulefree",
+        rate_factor=2.0,
+        why="averages the weights, which allows twice AdamW's rate",
+        usual_rates=(1e-6, 1e-1),
+    ),
+}
+
+
+def needed_otherwise(name: OptimizerName, *, preset_rate: float) -> Iterator[tuple[str, Any, str]]:
+    """Yield (setting, value, reason) for what AdamW's presets and defaults would have wrong."""
+    facts = OPTIMIZERS[name]
+    if facts.rate is not None:
+        yield RATE, facts.rate, f"{name} {facts.why}"
+    elif facts.rate_factor != 1.0:
+        rate = float(f"{preset_rate * facts.rate_factor:.6g}")  # 2e-05, not 2.0000000000000002e-05
+        yield RATE, rate, f"{name} {facts.why}: {preset_rate:g} is preset"
+    if facts.beta2 is not None:
+        yield SECOND_DECAY, facts.beta2, f"as {name}'s paper has it"
+    if name == SCHEDULE_FREE:
+        yield SCHEDULE, "constant", f"{name} takes the place of a schedule"
+
+
+def odd_rate(settings: OptimizerSettings) -> str:
+    """Return what is odd about the learning rate for this optimizer, or the empty string."""
+    low, high = OPTIMIZERS[settings.name].usual_rates
+    if low <= settings.learning_rate <= high:
+        return ""
+    why = OPTIMIZERS[settings.name].why
+    reason = f": {settings.name} {why}" if why else ""
+    return f"{RATE}={settings.learning_rate:g} is unusual for {settings.name}{reason}"
