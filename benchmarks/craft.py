@@ -1,4 +1,4 @@
-"""A short training for every option of objective, adapter and averaging, and what each does to the held-out loss.
+"""A short training for every option of how a LoRA is learned, and what each does to the held-out loss.
 
 Input: a dataset (the example's pictures), a base (the embedded one), a number of steps and seeds; each
 option is one training of its own process, in sequence, on one thread. Output: a table and a JSON file
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from lora_trainer.events import read_events  # noqa: E402
+from lora_trainer.planning.optimizers import OPTIMIZERS  # noqa: E402
 from lora_trainer.run_folder import EVENTS_FILE, RUN_FILE  # noqa: E402
 
 ALL_RUNS: Mapping[str, Any] = {
@@ -55,6 +56,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "rank_dropout": {"adapter.rank_dropout": 0.1},
     "module_dropout": {"adapter.module_dropout": 0.1},
     "ema": {"train.ema_decay": 0.95},
+    "lora-plus": {"optimizer.lora_plus_ratio": 4.0},
+    **{f"optimizer-{name}": {"optimizer.name": name} for name in OPTIMIZERS if name != "adamw"},
 }
 """By name; what an option does not name is as the preset has it, whose weighting is min_snr."""
 

@@ -51,23 +51,23 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerFacts] = {
     "adafactor": OptimizerFacts(package=_COLLECTION),
     "came": OptimizerFacts(
         package=_COLLECTION,
-        rate_factor=0.2,
-        why="its first steps are ten times AdamW's, so its rate is a fifth",
-        usual_rates=(1e-7, 4e-3),
+        rate_factor=0.1,
+        why="steps ten times as far as AdamW at first, so its rate is a tenth",
+        usual_rates=(1e-7, 2e-3),
     ),
-    "muon": OptimizerFacts(package=_COLLECTION),
+    "muon": OptimizerFacts(
+        package=_COLLECTION,
+        rate_factor=2.0,
+        why="steps a fifth of its rate, AdamW about twice that, so its rate is doubled",
+        usual_rates=(1e-6, 4e-2),
+    ),
     "prodigy": OptimizerFacts(
         package="prodigyopt",
         rate=1.0,
         why="finds the rate itself, this is a factor on it",
         usual_rates=(0.1, 10.0),
     ),
-    "schedulefree_adamw": OptimizerFacts(
-        package="schedulefree",
-        rate_factor=2.0,
-        why="averages the weights, which allows twice AdamW's rate",
-        usual_rates=(1e-6, 1e-1),
-    ),
+    "schedulefree_adamw": OptimizerFacts(package="schedulefree", usual_rates=(1e-6, 1e-1)),
 }
 
 

@@ -140,6 +140,8 @@ def _optimizer_contradictions(config: Config) -> Iterator[str]:
             yield f"{one_rate}: the factors of optimizer.learning_rate_pattern can be 0 and 1 only."
     if optimizer.name == SCHEDULE_FREE:
         averages = f"optimizer.name={SCHEDULE_FREE} averages the weights itself"
+        if optimizer.beta1 == 0:
+            yield f"{averages}, by optimizer.beta1=0 not at all: 0.9 is usual."
         if config.train.ema_decay is not None:
             yield f"{averages}: leave train.ema_decay={config.train.ema_decay:g} out."
         if optimizer.max_weight_norm is not None:
