@@ -34,6 +34,7 @@ from lora_trainer.hardware import GIB, Gpu, Hardware, Tier, assume_card, detect,
 from lora_trainer.launch import full_batch
 from lora_trainer.model.load import EMBEDDED, describe, with_choices
 from lora_trainer.planning.full_cards import FullCard, FullCards
+from lora_trainer.planning.optimizers import optimizer_remarks
 from lora_trainer.planning.plan import Plan, PlanInput, plan
 from lora_trainer.priority import Priority
 from lora_trainer.resolve import Origin, Resolved, resolve
@@ -285,6 +286,8 @@ def remarks(prepared: Prepared) -> tuple[Finding, ...]:
             )
         )
     found += _enlarged(prepared)
+    shapes = prepared.family.adapter_shapes(facts, targets=config.adapter.targets)
+    found += optimizer_remarks(config, shapes=shapes)
     card = prepared.hardware.accelerator().value
     if too_small := tier_problem(card.total_bytes if card else None):
         advice = "lower data.resolution or adapter.rank if it does not fit"

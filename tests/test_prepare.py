@@ -37,7 +37,9 @@ PROCESSOR = Hardware(
     cpu_threads=3,
     ram_total_bytes=16 << 30,
     ram_free_bytes=8 << 30,
-    packages={},
+    packages=dict.fromkeys(
+        ("bitsandbytes", "prodigyopt", "pytorch-optimizer", "schedulefree"), "1"
+    ),
     reasons={"cpu_threads": "given"},
 )
 CARD = assume_card(PROCESSOR, vram_gib=12)

@@ -6,11 +6,13 @@ optimizer needs otherwise, each with its reason, and what is odd about those tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lora_trainer.config import SCHEDULE_FREE, OptimizerName, OptimizerSettings
+from lora_trainer.config import SCHEDULE_FREE, Config, OptimizerName, OptimizerSettings
+from lora_trainer.data.findings import Finding, note, warning
+from lora_trainer.planning.adapter_size import adapter_tensors
 
 RATE, SECOND_DECAY, SCHEDULE = "optimizer.learning_rate", "optimizer.beta2", "optimizer.schedule"
 USUAL_RATES = (1e-6, 2e-2)
@@ -85,8 +87,21 @@ def needed_otherwise(name: OptimizerName, *, preset_rate: float) -> Iterator[tup
         yield SCHEDULE, "constant", f"{name} takes the place of a schedule"
 
 
-def odd_rate(settings: OptimizerSettings) -> str:
-    """Return what is odd about the learning rate for this optimizer, or the empty string."""
+def optimizer_remarks(config: Config, *, shapes: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
+    """Yield what is odd about the optimizer's settings; `shapes` are those of the adapted layers."""
+    if odd := _odd_rate(config.optimizer):
+        advice = "leave it out, and it follows the optimizer"
+        yield warning("learning-rate", None, odd, advice=advice)
+    if config.optimizer.name == "muon":
+        tensors = adapter_tensors(shapes, config.adapter)
+        others = sum(count for shape, count in tensors.items() if len(shape) != 2)
+        if others:
+            what = f"{others} of {tensors.total()} tensors are no matrices: AdamW moves them"
+            advice = "nothing; adapter.targets=transformer leaves convolutions out"
+            yield note("muon", None, what, advice=advice)
+
+
+def _odd_rate(settings: OptimizerSettings) -> str:
     low, high = OPTIMIZERS[settings.name].usual_rates
     if low <= settings.learning_rate <= high:
         return ""

@@ -18,6 +18,7 @@ from lora_trainer.exporting import copied
 from lora_trainer.model.adapters import Adapter, inject
 from lora_trainer.output.checkpoints import TrainingState
 from lora_trainer.output.state_writer import StateWriter
+from lora_trainer.planning.optimizers import OPTIMIZERS
 from lora_trainer.planning.trained_bytes import (
     EIGHT_BIT_ELEMENTS,
     PAGED_ELEMENTS,
@@ -46,6 +47,28 @@ def test_states_are_as_large_as_the_libraries_make_them(name: str, elements: int
     found = state_bytes({(elements,): 1}, name)
     assert (found.on_device, found.paged) == (real, 0)
     assert state_bytes({(elements,): 7}, name).on_device == 7 * real
+
+
+TRAINED = ((16, 320), (1280, 16), (4, 8, 3, 3), (12, 4, 1, 1), (5, 5), (7,), (2, 4, 4))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("shape", TRAINED, ids=str)
+def test_states_of_every_optimizer_are_as_large_as_its_library_makes_them(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    """Where what is trained starts at zero, Prodigy keeps nothing of its start, which is counted."""
+    for start in (0.0, 1.0):
+        parameter = nn.Parameter(torch.full(shape, start))
+        settings = OptimizerSettings.model_validate({"name": name})
+        optimizer = build_optimizer([{"params": [parameter], "lr_scale": 1.0}], settings)
+        real = sum(
+            value.nbytes
+            for key, value in optimizer.state[parameter].items()
+            if torch.is_tensor(value) and value.dim() and key not in SHARED
+        )
+        spared = parameter.nbytes if name == "prodigy" and not start else 0
+        assert state_bytes({shape: 3}, name).total == 3 * (real + spared)
 
 
 @pytest.mark.parametrize(
