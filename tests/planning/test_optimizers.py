@@ -123,6 +123,16 @@ def test_what_muon_leaves_to_adamw_is_said() -> None:
             "text_encoder_learning_rate",
         ),
         (
+            {
+                "optimizer.name": "prodigy",
+                "adapter.text_encoder": True,
+                "adapter.new_tokens": 1,
+                "data.trigger": "zwx",
+                "optimizer.new_tokens_learning_rate": 1.0,
+            },
+            "new_tokens_learning_rate",
+        ),
+        (
             {"optimizer.name": "prodigy", "optimizer.learning_rate_pattern": {"attn": 0.5}},
             "learning_rate_pattern",
         ),
@@ -142,5 +152,5 @@ def test_prodigy_may_freeze_layers_and_trains_text_encoders_at_its_own_rate() ->
     config = build_config(
         {"optimizer.name": "prodigy", "optimizer.learning_rate_pattern": {"attn": 0, "ff": 1}}
     )
-    assert config.optimizer.text_encoder_scale == 1.0
+    assert config.optimizer.text_encoder_scale == 1.0 == config.optimizer.new_tokens_scale
     assert build_config({}).optimizer.text_encoder_scale == 0.5

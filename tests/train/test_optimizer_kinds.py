@@ -187,6 +187,19 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@EVERY
+def test_what_gets_no_gradient_stays_as_it_is(name: str) -> None:
+    """Text encoders and new words may stop being trained before the end."""
+    own = parameters()
+    optimizer = build_optimizer(groups(own), settings(name, weight_decay=0.5))
+    walk(optimizer, own, range(3))
+    for stopped in (own[:2], own):
+        before = flat(stopped)
+        moving = own[len(stopped) :]
+        walk(optimizer, moving, range(3))
+        assert torch.equal(flat(stopped), before)
+
+
 TRIED: dict[str, Any] = {
     "beta1": 0.7,
     "beta2": 0.9,
@@ -289,6 +302,14 @@ def test_muon_moves_matrices_by_their_singular_vectors_and_the_rest_by_adamw() -
     assert values.min() > 0.5 and values.max() < 1.5
     for mine, other in zip(own[2:], adamw[2:], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+def test_muon_leaves_the_vectors_of_words_to_adamw() -> None:
+    own, adamw = parameters()[:1], parameters()[:1]
+    words = {**groups(own)[0], "embedding": True}
+    walk(build_optimizer([words], settings("muon", weight_decay=0.0)), own, range(3))
+    walk(build_optimizer(groups(adamw), settings("adamw", weight_decay=0.0)), adamw, range(3))
+    torch.testing.assert_close(own, adamw, rtol=1e-4, atol=1e-6)
 
 
 def test_the_average_is_the_librarys_and_the_weights_come_back_to_the_bit() -> None:
