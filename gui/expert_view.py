@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lora_trainer.concepts import CONCEPT
 from lora_trainer.config import Config, SettingInfo, all_settings, flatten
 from lora_trainer.errors import LoraTrainError, RequestError
 from lora_trainer.output.history import mapping, number, sequence
@@ -131,7 +132,7 @@ def _in_force(
         "preset": text_of(info, info.default),
         "preset_from": "default",
     }
-    if preset is not None:
+    if preset is not None and info.key != CONCEPT:  # which is above its presets
         found["preset"] = text_of(info, flatten(preset.config)[info.key])
         found["preset_from"] = preset.origins[info.key].layer
     return found
@@ -146,6 +147,8 @@ def _preset(plan: Values) -> Resolved | None:
     priority = next((name for name in PRIORITIES if name == plan.get("priority")), None)
     if priority is None:
         return None
+    chosen = mapping(mapping(plan, "settings"), CONCEPT).get("value")
+    concept = {CONCEPT: chosen} if isinstance(chosen, str) else {}
     try:
         return resolve(
             family=str(plan.get("family")),
@@ -153,7 +156,7 @@ def _preset(plan: Values) -> Resolved | None:
             priority=priority,
             preset="auto",
             config_file=None,
-            overrides={},
+            overrides=concept,
         )
     except (RequestError, KeyError):
         return None

@@ -1,4 +1,4 @@
-"""Settings in layers, each with its origin: family, tier, priority, cell, files, command line.
+"""Settings in layers, each with its origin: family, tier, priority, cell, concept, files, command line.
 
 Input is what the user asked for and what hardware was found; output is one `Config` and, for every
 setting, which layer set it last. `auto` values stay: the planner replaces them. Presets are JSON in
@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.concepts import CONCEPT, SETTINGS
 from lora_trainer.config import (
     Config,
     build_config,
@@ -99,10 +100,12 @@ def resolve(
     if run_settings is not None:
         layers = [_Layer(values=run_settings, name=RESUMED)]
     else:
-        layers = _preset_layers(family, tier, priority)
-        layers += [_file_layer(preset_file, "preset", family)] if preset_file else []
+        layers = [_file_layer(preset_file, "preset", family)] if preset_file else []
     layers += [_file_layer(config_file, "config", family)] if config_file else []
     layers.append(_Layer(values=overrides, name="command line"))
+    if run_settings is None:
+        concept = next((own.values[CONCEPT] for own in layers[::-1] if CONCEPT in own.values), "")
+        layers = [*_preset_layers(family, tier, priority), _concept_layer(str(concept)), *layers]
     origins = {key: Origin(layer="default") for key in setting_keys()}
     values: dict[str, Any] = {}
     for layer in layers:
@@ -173,6 +176,16 @@ def _preset_layers(family: str, tier: str, priority: Priority) -> list[_Layer]:
         _Layer(values=presets.priorities[priority], name=f"priority {priority}"),
         _Layer(values=presets.cells.get(cell, {}), name=f"cell {cell}"),
     ]
+
+
+def _concept_layer(concept: str) -> _Layer:
+    """Return what a kind of concept changes: nothing for a word that is none, which is refused later."""
+    chosen = SETTINGS.get(concept, {})
+    return _Layer(
+        values={key: value for key, (value, _) in chosen.items()},
+        name=f"concept {concept}",
+        places={key: reason for key, (_, reason) in chosen.items()},
+    )
 
 
 def _file_layer(file: Path, kind: str, family: str) -> _Layer:

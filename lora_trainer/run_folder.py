@@ -80,6 +80,7 @@ FORBIDDEN_SETTINGS = frozenset(
         "optimizer.lora_plus_ratio",
         "optimizer.text_encoder_learning_rate",
         "optimizer.new_tokens_learning_rate",
+        "train.concept",  # what it settles was settled at the start
         "train.init_from",
         "train.ema_decay",
         "output.keep_best",

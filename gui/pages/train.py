@@ -42,6 +42,12 @@ _REMEMBER = """(id) => {
     history.replaceState(null, "", url);
   }
 }"""
+_KINDS = {
+    "person": "A person or character",
+    "style": "A style",
+    "object": "An object",
+    "any": "Not sure, or something else",
+}
 _ABOUT = {
     "speed": "Speed: done soonest",
     "balanced": "Balanced",
@@ -59,6 +65,7 @@ class Widgets:
     priority: Any
     name: Any
     trigger: Any
+    concept: Any
     walk: Any
     said: Any
     report: Any
@@ -70,7 +77,8 @@ class Widgets:
 
     @property
     def fields(self) -> list[Any]:
-        return [self.draft, self.dataset, self.base, self.priority, self.name, self.trigger]
+        typed = [self.dataset, self.base, self.priority, self.name, self.trigger, self.concept]
+        return [self.draft, *typed]
 
 
 def build(work: Workplace) -> None:
@@ -80,7 +88,7 @@ def build(work: Workplace) -> None:
         with gr.Step("Images", id=IMAGES):
             dataset, look, upload, report, good = _images_step()
         with gr.Step("Check", id=CHECK):
-            base, priority, name, trigger, plan, settings_link, back, train = _check_step()
+            concept, base, priority, name, trigger, plan, settings_link, back, train = _check_step()
         with gr.Step("Train", id=STARTED):
             waiting = gr.HTML(note_html("Nothing is started yet."))
             gr.Button("Train another one", link="/train?draft=new")
@@ -94,6 +102,7 @@ def build(work: Workplace) -> None:
         priority=priority,
         name=name,
         trigger=trigger,
+        concept=concept,
         walk=walk,
         said=said,
         report=report,
@@ -125,6 +134,11 @@ def _images_step() -> tuple[Any, ...]:
 
 
 def _check_step() -> tuple[Any, ...]:
+    concept = gr.Radio(
+        label="What do your images show?",
+        choices=[(about, word) for word, about in _KINDS.items()],
+        value="any",
+    )
     priority = gr.Radio(
         label="What matters most?",
         choices=[(_ABOUT[value], value) for value in PRIORITIES],
@@ -149,7 +163,7 @@ def _check_step() -> tuple[Any, ...]:
         back = gr.Button("Back", min_width=120)
         settings_link = gr.Button("Show all settings", link="/settings", min_width=160)
         train = gr.Button("Train", variant="primary", min_width=160)
-    return base, priority, name, trigger, plan, settings_link, back, train
+    return concept, base, priority, name, trigger, plan, settings_link, back, train
 
 
 def _connect(
@@ -177,7 +191,7 @@ def _connect(
     planned = [widgets.walk, widgets.said, widgets.plan]
     widgets.good.click(planning(work), widgets.fields, planned, **PRIVATE)
     gr.on(
-        [widgets.priority.input, widgets.base.input, widgets.trigger.blur],
+        [widgets.concept.input, widgets.priority.input, widgets.base.input, widgets.trigger.blur],
         replanning(work),
         widgets.fields,
         [widgets.said, widgets.plan],

@@ -16,6 +16,7 @@ from typing import Any
 import gradio as gr
 
 from lora_trainer import queueing
+from lora_trainer.concepts import CONCEPT
 from lora_trainer.config import build_config
 from lora_trainer.data.listing import list_dataset
 from lora_trainer.errors import LoraTrainError
@@ -50,6 +51,7 @@ def opening(work: Workplace) -> Callable[[gr.Request], list[Any]]:
             draft.priority,
             draft.name,
             str(draft.settings.get("data.trigger") or ""),
+            str(draft.settings.get(CONCEPT) or "any"),
             gr.Walkthrough(selected=step),
             said,
             gr.Button(link=f"/settings?draft={draft.id}"),
@@ -221,7 +223,7 @@ def following(work: Workplace) -> Callable[[str], Any]:
 
 def _kept(work: Workplace, fields: tuple[str | None, ...], *, step: int | None = None) -> Draft:
     """Return the draft with the values of the page, saved; raises LoraTrainError."""
-    draft_id, dataset, base, priority, name, trigger = (field or "" for field in fields)
+    draft_id, dataset, base, priority, name, trigger, concept = (field or "" for field in fields)
     with drafts.changing(work):
         draft = drafts.read(work, draft_id)
         if draft.started_as:
@@ -232,6 +234,9 @@ def _kept(work: Workplace, fields: tuple[str | None, ...], *, step: int | None =
             draft = draft.with_setting("data.trigger", trigger.strip())
         else:
             draft = draft.without_setting("data.trigger")
+        draft = draft.without_setting(CONCEPT)
+        if concept not in ("", "any"):
+            draft = draft.with_setting(CONCEPT, concept)
         drafts.save(work, draft)
         return draft
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
+from lora_trainer.concepts import Concept
 from lora_trainer.errors import RequestError
 from lora_trainer.priority import Priority
 
@@ -31,6 +32,10 @@ Preset = Annotated[
     str, Parameter(help="auto, a tier such as 10-12, or a settings file (JSON, TOML)")
 ]
 Priorities = Annotated[Priority, Parameter(help="what to prefer where something must give")]
+Kind = Annotated[
+    Concept | None,
+    Parameter(help="what the pictures are to teach; settles some presets [default: any]"),
+]
 ConfigFile = Annotated[
     Path | None, Parameter(name="--config", help="settings file (JSON, TOML) over the preset")
 ]
@@ -59,7 +64,7 @@ def overrides(assignments: Sequence[str], **flags: Any) -> dict[str, Any]:
 
     keys = {
         "base": "base.model", "output": "output.folder", "name": "output.name", "steps": "train.steps",
-        "seed": "train.seed",
+        "seed": "train.seed", "kind": "train.concept",
     }  # fmt: skip
     typed = {
         keys[flag]: str(value) if isinstance(value, Path) else value

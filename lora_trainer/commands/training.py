@@ -17,6 +17,7 @@ from lora_trainer.commands.options import (
     Answer,
     Base,
     ConfigFile,
+    Kind,
     Preset,
     Priorities,
     Sets,
@@ -36,6 +37,7 @@ def train(
     preset: Preset = "auto",
     priority: Priorities = "balanced",
     base: Base = None,
+    kind: Kind = None,
     output: Annotated[Path | None, Parameter(help="folder for run folders [default: runs]")] = None,
     name: Annotated[
         str | None, Parameter(help="name of the run and its files [default: the dataset folder's]")
@@ -58,7 +60,7 @@ def train(
     strict: Annotated[bool, Parameter(negative="", help="refuse a dataset with warnings")] = False,
 ) -> Answer | None:
     """Train a LoRA on the images in DATASET; the result is runs/NAME/NAME.safetensors and report.html."""
-    typed = overrides(set_, base=base, output=output, name=name, steps=steps, seed=seed)
+    typed = overrides(set_, base=base, output=output, name=name, steps=steps, seed=seed, kind=kind)
     if dry_run:
         from lora_trainer.commands.planning import planned
         from lora_trainer.prepare import Request
@@ -113,7 +115,7 @@ def read(words: Sequence[str]) -> Mapping[str, Any]:
     given = bound.arguments
     if command is not train or given.get("dry_run"):
         raise no_training
-    flags = {name: given.get(name) for name in ("base", "output", "name", "steps", "seed")}
+    flags = {name: given.get(name) for name in ("base", "output", "name", "steps", "seed", "kind")}
     assigned = overrides(given.get("set_", []), **flags)
     check_keys(assigned)
     refuse_secrets(assigned)  # the words are written into a file, to be used later

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lora_trainer.concepts import VIEWS
 from lora_trainer.config import Precision
 from lora_trainer.planning.frozen import ELEMENT_BYTES
 from lora_trainer.planning.trained_bytes import MASTER_BYTES
@@ -48,22 +49,25 @@ def run_length(
     samples: int | None = None,
     repeats: int = 1,
     regularisation: float = 0.0,
+    concept: str = "any",
 ) -> Length:
     """Return the steps of a run over `images` different pictures; repeats shift weight, not length.
 
     images seen = clamp(views x images, floor, ceiling), at least `samples` of an epoch (None: `images`) over
     `repeats`, the fewest that a picture has: so that each is seen once or so; and `regularisation` images
-    beside each of them. steps = images seen / batch size, rounded up.
+    beside each of them. steps = images seen / batch size, rounded up. A `concept` may have fewer views.
     """
     rule = LENGTH_RULES[priority]
-    seen = min(max(rule.views * images, rule.floor_images), rule.ceiling_images)
+    views = round(rule.views * VIEWS.get(concept, 1.0))
+    seen = min(max(views * images, rule.floor_images), rule.ceiling_images)
     seen = max(seen, math.ceil((images if samples is None else samples) / repeats))
     steps = math.ceil(seen * (1 + regularisation) / batch_size)
     beside = f", {regularisation:g} for regularisation beside each" if regularisation else ""
+    whose = f"{priority}, {concept}" if concept in VIEWS else priority
     return Length(
         steps=steps,
         reason=(
-            f"{priority}: {rule.views} views of each of {images} images, kept between "
+            f"{whose}: {views} views of each of {images} images, kept between "
             f"{rule.floor_images:,} and {rule.ceiling_images:,} images seen: "
             f"{seen:,} at {batch_size} a step{beside}"
         ),

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lora_trainer.concepts import CONCEPT
 from lora_trainer.config import (
     FLOW_WEIGHTINGS,
     SCHEDULE_FREE,
@@ -261,7 +262,7 @@ class _Planner:
         return layer == "default" or (self._is_preset(key) and not named)
 
     def _is_preset(self, key: str) -> bool:
-        return self._layer(key).split()[0] in ("family", "preset", "priority", "cell")
+        return self._layer(key).split()[0] in ("family", "preset", "priority", "cell", "concept")
 
     def _layer(self, key: str) -> str:
         return self.given.resolved.origins[key].layer
@@ -278,6 +279,7 @@ class _Planner:
             batch_size=self.values["train.batch_size"],
             priority=self.given.resolved.priority,
             regularisation=self.given.regularisation_per_epoch / self.given.samples_per_epoch,
+            concept=self.values[CONCEPT],
         )
         self.decide_auto("train.steps", length.steps, length.reason)
         steps = int(self.values["train.steps"])

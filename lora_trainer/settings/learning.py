@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from lora_trainer.concepts import Concept
 from lora_trainer.settings.declare import (
     CARD,
     CONVOLUTIONS,
@@ -128,6 +129,9 @@ class AdapterSettings(Section):
 
 
 class TrainSettings(Section):
+    concept: Concept = setting(
+        "any", "what the pictures are to teach; settles some presets, see docs/concepts.md"
+    )
     steps: AutoCount = setting("auto", "optimizer steps; auto: by number of images")
     batch_size: int = setting(
         1,

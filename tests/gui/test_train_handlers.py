@@ -44,13 +44,21 @@ def test_a_field_that_is_left_by_a_press_of_train_does_not_undo_it(
 ) -> None:
     """Of a blur and a click, both requests are under way at once."""
     draft = drafts.new(work, dataset=str(tmp_path))
-    fields = (draft.id, str(tmp_path), "auto", "balanced", "name", "")
+    fields = (draft.id, str(tmp_path), "auto", "balanced", "name", "", "any")
     with drafts.changing(work):
         leaving = threading.Thread(target=handlers.keeping(work), args=fields)
         leaving.start()
         drafts.save(work, replace(draft, started_as="0001-x"))
     leaving.join()
     assert drafts.read(work, draft.id).started_as == "0001-x"
+
+
+def test_what_the_images_show_is_a_setting_of_the_draft(work: Workplace, tmp_path: Path) -> None:
+    draft = drafts.new(work, dataset=str(tmp_path))
+    keep = handlers.keeping(work)
+    for concept, settings in (("person", {"train.concept": "person"}), ("any", {}), (None, {})):
+        assert keep(draft.id, str(tmp_path), "auto", "balanced", "name", "", concept) == ""
+        assert drafts.read(work, draft.id).settings == settings
 
 
 def test_a_training_taken_off_the_queue_is_a_draft_again(
