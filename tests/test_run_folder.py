@@ -28,7 +28,9 @@ from lora_trainer.run_folder import (
 )
 
 BEFORE: dict[str, Any] = {key: "before" for key in setting_keys()}
-BEFORE["train.lower_on_plateau"] = False
+PATIENCE = "train.stop_after_validations"
+"""Free by itself, but with it the validations decide something."""
+BEFORE |= {"train.lower_on_plateau": False, "output.keep_best": False, PATIENCE: None}
 OTHERS = sorted(set(setting_keys()) - FREE_SETTINGS - ROUNDING_SETTINGS - set(FORBIDDEN_SETTINGS))
 MACHINE = {"torch": "2.13.0", "threads": 1, "deterministic": True}
 
@@ -112,6 +114,7 @@ def test_what_decides_shapes_groups_and_beginnings_may_not_change() -> None:
     adapter = {key for key in setting_keys() if key.startswith("adapter.")}
     others = {"optimizer.name", "optimizer.learning_rate_pattern", "optimizer.lora_plus_ratio"}
     others |= {"optimizer.text_encoder_learning_rate", "train.init_from", "train.ema_decay"}
+    others |= {"optimizer.new_tokens_learning_rate", "output.keep_best"}
     adapter -= {f"adapter.{name}" for name in ("dropout", "rank_dropout", "module_dropout")}
     assert adapter | others == FORBIDDEN_SETTINGS
     assert len(adapter) > 10
@@ -128,9 +131,19 @@ def test_the_same_settings_on_the_same_machine_are_exact() -> None:
     assert compared({}) == ("EXACT", [])
 
 
-@given(st.sets(st.sampled_from(sorted(FREE_SETTINGS)), min_size=1))
+@given(st.sets(st.sampled_from(sorted(FREE_SETTINGS - {PATIENCE})), min_size=1))
 def test_where_and_how_much_may_change(keys: set[str]) -> None:
     assert compared(dict.fromkeys(keys, "now")) == ("EXACT", [])
+
+
+@pytest.mark.parametrize("watching", ["train.lower_on_plateau", "output.keep_best", PATIENCE])
+def test_when_and_what_is_validated_matters_where_it_decides_something(watching: str) -> None:
+    before = BEFORE | {watching: 3}
+    for key in ("train.validate_every_steps", "output.weights"):
+        found, lines = compare(
+            before, before | {key: "now"}, environment=MACHINE, environment_now=MACHINE
+        )
+        assert (found, lines) == ("CHANGED", [f"{key}: before -> now"])
 
 
 @given(st.sets(st.sampled_from(OTHERS), min_size=1), st.booleans())
