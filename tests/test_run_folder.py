@@ -114,7 +114,7 @@ def test_what_decides_shapes_groups_and_beginnings_may_not_change() -> None:
     adapter = {key for key in setting_keys() if key.startswith("adapter.")}
     others = {"optimizer.name", "optimizer.learning_rate_pattern", "optimizer.lora_plus_ratio"}
     others |= {"optimizer.text_encoder_learning_rate", "train.init_from", "train.ema_decay"}
-    others |= {"optimizer.new_tokens_learning_rate", "output.keep_best"}
+    others |= {"optimizer.new_tokens_learning_rate", "output.keep_best", "train.concept"}
     adapter -= {f"adapter.{name}" for name in ("dropout", "rank_dropout", "module_dropout")}
     assert adapter | others == FORBIDDEN_SETTINGS
     assert len(adapter) > 10
@@ -200,7 +200,7 @@ def test_a_setting_that_an_older_run_did_not_have_was_at_its_default(key: str) -
 
 @pytest.mark.parametrize("key", sorted(FORBIDDEN_SETTINGS))
 def test_what_has_another_shape_may_not_change(key: str) -> None:
-    with pytest.raises(RequestError, match=rf"{key} before -> now"):
+    with pytest.raises(RequestError, match=rf"{key} {BEFORE[key]} -> now"):
         compared({key: "now", "train.seed": "now"})
 
 
