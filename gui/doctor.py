@@ -17,12 +17,12 @@ from pathlib import Path
 from lora_trainer import __version__
 from lora_trainer.config import build_config
 from lora_trainer.data.cache_use import Cleared, clear, entries
+from lora_trainer.dataset_use import cache_in
 from lora_trainer.errors import MachineError
 from lora_trainer.files import CappedFolder
 from lora_trainer.hardware import Hardware, package_notes
 from lora_trainer.output.markup import Html, table, tag
 from lora_trainer.output.wording import bytes_text
-from lora_trainer.prepare import cache_in
 
 from . import state
 from .workplace import Workplace

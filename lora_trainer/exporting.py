@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lora_trainer.config import concrete, flatten
+from lora_trainer.dataset_use import bucket_counts
 from lora_trainer.events import EventStream
 from lora_trainer.families.base import FileFormat
 from lora_trainer.model.adapters import Adapter
@@ -28,7 +29,7 @@ from lora_trainer.output.export import (
 from lora_trainer.output.hub import push_finished, release_of
 from lora_trainer.output.sample_files import last_samples, thumbnail_jpeg
 from lora_trainer.output.state_codec import Copy
-from lora_trainer.prepare import Prepared, bucket_counts
+from lora_trainer.prepare import Prepared
 from lora_trainer.run_folder import RunFolder
 from lora_trainer.train.progress import Action, Progress
 from lora_trainer.train.ranks import Ranks

@@ -6,35 +6,28 @@ but the memo files of the cache folder, which only save time.
 
 from __future__ import annotations
 
-import os
-import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lora_trainer import families
-from lora_trainer.config import BaseSettings, Config, build_config, concrete, flatten
-from lora_trainer.data.buckets import Placement, buckets_for, place
+from lora_trainer.config import BaseSettings, Config, build_config, flatten
+from lora_trainer.data.buckets import Placement
 from lora_trainer.data.caption_rules import max_texts
 from lora_trainer.data.epochs import regularisation_count
-from lora_trainer.data.findings import Finding, shown, warning
-from lora_trainer.data.images import VerifiedImages
+from lora_trainer.data.findings import shown
 from lora_trainer.data.quality import DatasetReport, inspect_images
-from lora_trainer.data.regularisation import scan_all
 from lora_trainer.data.scan import BAD_MASK, Dataset, ImageRecord
 from lora_trainer.data.split import hold_out
 from lora_trainer.data.tokens import CaptionLimit, caption_limit
+from lora_trainer.dataset_use import cache_folder, place_all, place_more, scan_with_memo
 from lora_trainer.errors import InputError, RequestError
-from lora_trainer.families.base import BaseFacts, Family, FileFormat
-from lora_trainer.files import CappedFolder, HashMemo
-from lora_trainer.formats import format_notes, planned_contents, resolve_format
-from lora_trainer.hardware import GIB, Gpu, Hardware, Tier, assume_card, detect, tier, tier_problem
-from lora_trainer.launch import full_batch
+from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.formats import resolve_format
+from lora_trainer.hardware import Gpu, Hardware, Tier, assume_card, detect, tier
 from lora_trainer.model.load import EMBEDDED, describe, with_choices
 from lora_trainer.planning.full_cards import FullCard, FullCards
-from lora_trainer.planning.optimizers import optimizer_remarks
 from lora_trainer.planning.plan import Plan, PlanInput, plan
 from lora_trainer.priority import Priority
 from lora_trainer.resolve import Origin, Resolved, resolve
@@ -259,55 +252,6 @@ def examine(request: Request, *, hardware: Hardware | None = None) -> Examined:
     )
 
 
-def remarks(prepared: Prepared) -> tuple[Finding, ...]:
-    """Return what is odd about the base, the card and the file to come; `report` is about the data."""
-    config, facts = prepared.config, prepared.facts
-    found = []
-    if facts.distilled and config.base.assistant is None:
-        found.append(
-            warning(
-                "distilled",
-                None,
-                f"{facts.source} is distilled: training wears off its ability to draw in few steps",
-                advice="train on the undistilled release, "
-                "or give an assistant adapter with --set base.assistant=FILE",
-            )
-        )
-    batch, processes = config.train.batch_size, prepared.processes
-    if batch % processes:
-        busy, full = min(batch, processes), full_batch(batch, count=processes)
-        found.append(
-            warning(
-                "processes",
-                None,
-                f"train.batch_size={batch} does not divide by {processes} processes: "
-                + (f"only {busy} have work" if busy < processes else "some wait for others"),
-                advice=f"train.batch_size={full} would use all of them in every step",
-            )
-        )
-    found += _enlarged(prepared)
-    shapes = prepared.family.adapter_shapes(facts, targets=config.adapter.targets)
-    found += optimizer_remarks(config, shapes=shapes)
-    card = prepared.hardware.accelerator().value
-    if too_small := tier_problem(card.total_bytes if card else None):
-        advice = "lower data.resolution or adapter.rank if it does not fit"
-        found.append(warning("card", None, too_small, advice=advice))
-    format: FileFormat = concrete(config.output.format)
-    advice = "choose another output.format or adapter if that matters to you"
-    for missed in format_notes(format, planned_contents(config.adapter)):
-        found.append(warning("format", None, f"output.format={format}: {missed}", advice=advice))
-    return tuple(found)
-
-
-def _enlarged(prepared: Prepared) -> Iterator[Finding]:
-    sides_px = prepared.config.data.more_resolutions
-    for side_px, placed in zip(sides_px, prepared.more_placements, strict=True):
-        count = sum(placement.upscaled for placement in placed.values())
-        if side_px > concrete(prepared.config.data.resolution) and count:
-            what = f"{count} of {len(placed)} pictures are enlarged for data.more_resolutions={side_px}"
-            yield warning("enlarged", None, what, advice="use larger originals, or leave it out")
-
-
 def _basis(request: Request, hardware: Hardware | None) -> Basis:
     hardware = hardware or detect()
     if request.assumed_vram_gib is not None:
@@ -419,82 +363,6 @@ def _with_base(chosen: Plan, basis: Basis) -> Plan:
         else "the default on a GPU"
     )
     return _with_setting(chosen, "base.model", basis.facts.source, reason)
-
-
-def cache_folder(config: Config) -> Path:
-    """Return the cache root: the setting, or the platform's folder for caches."""
-    if config.data.cache_dir != "auto":
-        return Path(config.data.cache_dir).expanduser()
-    if sys.platform == "win32":
-        return (
-            Path(os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local")))
-            / "lora-train"
-            / "cache"
-        )
-    return Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "lora-train"
-
-
-def cache_in(config: Config) -> CappedFolder:
-    """Return the cache with its size cap."""
-    limit_bytes = int(config.data.cache_max_gib * GIB)
-    return CappedFolder(root=cache_folder(config), limit_bytes=limit_bytes)
-
-
-def scan_with_memo(folder: Path, config: Config, cache_root: Path) -> Dataset:
-    """Scan a dataset with the hashes and verified pictures remembered in the cache folder."""
-    memo = HashMemo.load(cache_root / ".hashes.json")
-    verified = VerifiedImages.load(cache_root / ".verified.json")
-    dataset = scan_all(folder, settings=config.data, memo=memo, verified=verified)
-    memo.save()
-    verified.save()
-    return dataset
-
-
-def place_all(dataset: Dataset, config: Config, facts: BaseFacts) -> dict[str, Placement]:
-    """Return where each record goes, by record name."""
-    resolution = config.data.resolution
-    resolution_px = facts.resolution_px if resolution == "auto" else resolution
-    records = (*dataset.records, *dataset.regularisation)
-    return _place_at(resolution_px, records, config, facts)
-
-
-def place_more(
-    records: Sequence[ImageRecord], config: Config, facts: BaseFacts
-) -> tuple[dict[str, Placement], ...]:
-    """Return what `place_all` does at each of `data.more_resolutions`, of these records."""
-    return tuple(
-        _place_at(side_px, records, config, facts, setting="data.more_resolutions")
-        for side_px in config.data.more_resolutions
-    )
-
-
-def _place_at(
-    resolution_px: int,
-    records: Sequence[ImageRecord],
-    config: Config,
-    facts: BaseFacts,
-    *,
-    setting: str = "data.resolution",
-) -> dict[str, Placement]:
-    buckets = buckets_for(
-        resolution_px=resolution_px,
-        step_px=facts.bucket_step_px,
-        max_aspect=config.data.max_aspect if config.data.buckets else 1.0,
-        setting=setting,
-    )
-    return {
-        record.name: place(record.width_px, record.height_px, buckets=buckets) for record in records
-    }
-
-
-def bucket_counts(
-    records: tuple[ImageRecord, ...], placements: Mapping[str, Placement]
-) -> dict[str, int]:
-    """Return images per epoch, repeats included, by "WIDTHxHEIGHT"."""
-    counts: Counter[str] = Counter()
-    for record in records:
-        counts[str(placements[record.name].bucket)] += record.repeats
-    return dict(sorted(counts.items()))
 
 
 def _asked(request: Request, key: str) -> Any:

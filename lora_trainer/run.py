@@ -18,6 +18,7 @@ from lora_trainer import __version__
 from lora_trainer.caching import refuse_small_cache
 from lora_trainer.config import Config, concrete, flatten
 from lora_trainer.data.cache_use import in_use
+from lora_trainer.dataset_use import bucket_counts
 from lora_trainer.device import setup_torch
 from lora_trainer.errors import InputError, LoraTrainError, MachineError, exit_code
 from lora_trainer.events import EventStream, JsonlWriter, Listener
@@ -30,9 +31,10 @@ from lora_trainer.output.report import write_report
 from lora_trainer.output.status import Control, StatusWriter
 from lora_trainer.output.trackers import start_trackers, usable_trackers
 from lora_trainer.planning.fitting import gib
-from lora_trainer.prepare import Prepared, Request, bucket_counts, prepare, remarks
+from lora_trainer.prepare import Prepared, Request, prepare
 from lora_trainer.processes import follow, gather, with_base
 from lora_trainer.redaction import without_secrets
+from lora_trainer.remarks import remarks
 from lora_trainer.remedies import full_card_memo
 from lora_trainer.run_folder import (
     EVENTS_FILE,

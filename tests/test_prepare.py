@@ -13,19 +13,12 @@ import pytest
 from lora_trainer import families
 from lora_trainer import prepare as prepare_module
 from lora_trainer.config import Config, build_config, flatten
+from lora_trainer.dataset_use import bucket_counts, cache_folder, place_all
 from lora_trainer.errors import InputError, RequestError, exit_code
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware import Hardware, assume_card
-from lora_trainer.prepare import (
-    Prepared,
-    Request,
-    bucket_counts,
-    cache_folder,
-    examine,
-    place_all,
-    prepare,
-    remarks,
-)
+from lora_trainer.prepare import Prepared, Request, examine, prepare
+from lora_trainer.remarks import remarks
 from lora_trainer.show.plan import shares
 from tests.fakes.family_bases import base_of
 from tests.fakes.runs import Toy, listing, toy

@@ -54,7 +54,7 @@ def doctor(
     if clear_cache:
         from lora_trainer.config import build_config
         from lora_trainer.data.cache_use import clear
-        from lora_trainer.prepare import cache_in
+        from lora_trainer.dataset_use import cache_in
 
         done = clear(cache_in(build_config(overrides(set_))))
         cleared = {"folder": str(done.folder), "files": done.files, "bytes": done.bytes}

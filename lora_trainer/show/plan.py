@@ -18,7 +18,8 @@ from lora_trainer.planning.fitting import gib
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.memory import MemoryItem
 from lora_trainer.planning.plan import Plan
-from lora_trainer.prepare import Prepared, remarks
+from lora_trainer.prepare import Prepared
+from lora_trainer.remarks import remarks
 from lora_trainer.show.tables import STYLES, add_row, finding_line, key_table
 
 

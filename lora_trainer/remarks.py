@@ -1,0 +1,63 @@
+"""What is odd about a planned run beside its dataset: the base, the processes, the card, the file to come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lora_trainer.config import concrete
+from lora_trainer.data.findings import Finding, warning
+from lora_trainer.families.base import FileFormat
+from lora_trainer.formats import format_notes, planned_contents
+from lora_trainer.hardware import tier_problem
+from lora_trainer.launch import full_batch
+from lora_trainer.planning.optimizers import optimizer_remarks
+from lora_trainer.prepare import Prepared
+
+
+def remarks(prepared: Prepared) -> tuple[Finding, ...]:
+    """Return what is odd about the base, the card and the file to come; `report` is about the data."""
+    config, facts = prepared.config, prepared.facts
+    found = []
+    if facts.distilled and config.base.assistant is None:
+        found.append(
+            warning(
+                "distilled",
+                None,
+                f"{facts.source} is distilled: training wears off its ability to draw in few steps",
+                advice="train on the undistilled release, "
+                "or give an assistant adapter with --set base.assistant=FILE",
+            )
+        )
+    batch, processes = config.train.batch_size, prepared.processes
+    if batch % processes:
+        busy, full = min(batch, processes), full_batch(batch, count=processes)
+        found.append(
+            warning(
+                "processes",
+                None,
+                f"train.batch_size={batch} does not divide by {processes} processes: "
+                + (f"only {busy} have work" if busy < processes else "some wait for others"),
+                advice=f"train.batch_size={full} would use all of them in every step",
+            )
+        )
+    found += _enlarged(prepared)
+    shapes = prepared.family.adapter_shapes(facts, targets=config.adapter.targets)
+    found += optimizer_remarks(config, shapes=shapes)
+    card = prepared.hardware.accelerator().value
+    if too_small := tier_problem(card.total_bytes if card else None):
+        advice = "lower data.resolution or adapter.rank if it does not fit"
+        found.append(warning("card", None, too_small, advice=advice))
+    format: FileFormat = concrete(config.output.format)
+    advice = "choose another output.format or adapter if that matters to you"
+    for missed in format_notes(format, planned_contents(config.adapter)):
+        found.append(warning("format", None, f"output.format={format}: {missed}", advice=advice))
+    return tuple(found)
+
+
+def _enlarged(prepared: Prepared) -> Iterator[Finding]:
+    sides_px = prepared.config.data.more_resolutions
+    for side_px, placed in zip(sides_px, prepared.more_placements, strict=True):
+        count = sum(placement.upscaled for placement in placed.values())
+        if side_px > concrete(prepared.config.data.resolution) and count:
+            what = f"{count} of {len(placed)} pictures are enlarged for data.more_resolutions={side_px}"
+            yield warning("enlarged", None, what, advice="use larger originals, or leave it out")
