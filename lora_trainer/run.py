@@ -36,6 +36,7 @@ from lora_trainer.processes import follow, gather, with_base
 from lora_trainer.redaction import without_secrets
 from lora_trainer.remarks import remarks
 from lora_trainer.remedies import full_card_memo
+from lora_trainer.run_actions import sample_prompts
 from lora_trainer.run_folder import (
     EVENTS_FILE,
     PROBLEMS_FILE,
@@ -50,7 +51,7 @@ from lora_trainer.run_folder import (
     read_run,
     write_run,
 )
-from lora_trainer.session import sample_prompts, train_job
+from lora_trainer.session import train_job
 from lora_trainer.show.answers import doctor_json
 from lora_trainer.show.plan import plan_json
 from lora_trainer.stopping import StopFlag, taking_signals

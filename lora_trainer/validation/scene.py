@@ -29,6 +29,7 @@ from lora_trainer.errors import InputError
 from lora_trainer.events import EventStream
 from lora_trainer.exporting import Job
 from lora_trainer.families.base import DENOISER, Geometry, Sampler
+from lora_trainer.feeding import build_feeder
 from lora_trainer.model.adapters import Adapter, layer_names
 from lora_trainer.model.attached import attach_dial
 from lora_trainer.model.new_tokens import add_new_tokens
@@ -42,7 +43,6 @@ from lora_trainer.prepare import Request, prepare
 from lora_trainer.processes import with_base
 from lora_trainer.randomness import Stream, draw_seed
 from lora_trainer.run_folder import RunFolder
-from lora_trainer.session import build_feeder
 from lora_trainer.validation.features import pixels
 from lora_trainer.validation.losses import Probe
 from lora_trainer.validation.subject import Subject

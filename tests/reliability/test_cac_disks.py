@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lora_trainer import session
+from lora_trainer import feeding
 from lora_trainer.data import cache as cache_module
 from lora_trainer.data.cache import text_key
 from lora_trainer.data.sources import Entries
@@ -175,7 +175,7 @@ def deleted_at_step(step: int, cache: Path, *, resident: bool) -> Iterator[dict[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "_report", report)
         if not resident:
-            patch.setattr(session, "Entries", partial(Entries, limit_bytes=0))
+            patch.setattr(feeding, "Entries", partial(Entries, limit_bytes=0))
         yield {"data__cache_dir": str(cache), "data__prefetch_steps": 1}
 
 

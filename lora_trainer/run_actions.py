@@ -1,0 +1,141 @@
+"""What a training does between steps: it validates, draws samples and saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from lora_trainer.best_export import BestExport
+from lora_trainer.caching import texts_as
+from lora_trainer.config import Config, concrete
+from lora_trainer.data.encode import Needs
+from lora_trainer.data.loader import Feeder
+from lora_trainer.data.sources import Entries
+from lora_trainer.device import DTYPES, encoder_device
+from lora_trainer.exporting import Job, copied, copied_words, exporter
+from lora_trainer.output.export import prune_exports, step_export_name
+from lora_trainer.output.samples import SampleAction
+from lora_trainer.output.state_codec import Copy
+from lora_trainer.output.state_writer import Export, StateWriter
+from lora_trainer.output.status import Control
+from lora_trainer.prepare import Prepared
+from lora_trainer.redaction import without_secrets
+from lora_trainer.train.actions import SaveAction, ValidateAction
+from lora_trainer.train.progress import Progress
+from lora_trainer.trained_parts import Parts
+
+VALIDATION_QUANTILES = 8
+
+
+def sample_prompts(prepared: Prepared, *, count: int) -> tuple[str, ...]:
+    """Return the prompts of the sample images: the setting, else captions, held-out ones first."""
+    config = prepared.config
+    if config.sampling.prompts:
+        return config.sampling.prompts
+    # Prompts stand in reports and images; a caption is trained as it is.
+    captions = dict.fromkeys(
+        without_secrets(record.caption)
+        for record in (*prepared.held_out, *prepared.trained)
+        if record.caption
+    )
+    return tuple(captions)[:count] or ("",)
+
+
+def validate_action(job: Job, wanted: Needs, feeder: Feeder, parts: Parts) -> ValidateAction:
+    """Return what validates on the held-out images; it does nothing without any."""
+    held_out = [record.sample_ids()[0] for record in job.prepared.held_out]
+    keys = [(sample, wanted.sources[sample]) for sample in held_out]
+    return ValidateAction(
+        batches=feeder.validation(keys, quantiles=VALIDATION_QUANTILES) if keys else (),
+        model=parts.model,
+        chosen=parts.chosen,
+        every_steps=concrete(job.prepared.config.train.validate_every_steps),
+        events=job.events,
+        ranks=job.ranks,
+        watch_plateaus=job.prepared.config.train.lower_on_plateau,
+        watch_best=_watches_best(job.prepared.config),
+        on_best=parts.adapter.keep_as_best if parts.adapter.best else lambda: None,
+    )
+
+
+def _watches_best(config: Config) -> bool:
+    return config.output.keep_best or config.train.stop_after_validations is not None
+
+
+def sample_action(job: Job, entries: Entries, parts: Parts) -> SampleAction:
+    """Return what draws sample images with the weights that the run is for."""
+    prepared, config = job.prepared, job.prepared.config
+    side, key = concrete(config.data.resolution), texts_as(prepared).key
+    assistant = parts.networks.assistant
+    return SampleAction(
+        sampler=prepared.family.build_sampler(
+            prepared.facts,
+            denoiser=parts.model.denoiser,
+            device=parts.model.device,
+            decode_on=encoder_device(prepared),
+        ),
+        adapter=parts.adapter,
+        chosen=parts.chosen,
+        without=assistant.off if assistant else nullcontext,
+        embed=parts.model.embed,
+        precision=DTYPES[config.output.precision],
+        entries=entries,
+        prompts=[(prompt, key(prompt)) for prompt in job.prompts],
+        negative=key(config.sampling.negative_prompt),
+        settings=config.sampling,
+        every_steps=concrete(config.sampling.every_steps),
+        size_px=(side, side),
+        folder=job.folder.path / "samples",
+        events=job.events,
+        asked=_asked(job, "sample"),
+        stop=job.stop,
+    )
+
+
+def save_action(job: Job, writer: StateWriter, parts: Parts, best: BestExport) -> SaveAction:
+    """Return what saves resume states and rolling exports, the best step's too."""
+    config = job.prepared.config
+    per_epoch = job.prepared.samples_per_epoch
+    every_epochs = config.output.save_every_epochs
+
+    def export_step(progress: Progress, copy: Copy) -> Export:
+        file = job.folder.path / step_export_name(job.folder.name, step=progress.step)
+        with parts.chosen():
+            tensors = copied(parts.adapter.tensors(), copy)
+            words = copied_words(parts.adapter.words(), copy)
+        write = exporter(job, tensors, file, progress, words=words)
+        write_best = best.prepared(progress, copy)
+
+        def write_and_prune() -> str:
+            write()
+            write_best()
+            prune_exports(job.folder.path, name=job.folder.name, keep_last=config.output.keep_last)
+            return file.name
+
+        return write_and_prune
+
+    return SaveAction(
+        writer=writer,
+        adapter=parts.adapter,
+        optimizer=parts.optimizer,
+        scaler=parts.scaler,
+        export=export_step,
+        every_steps=concrete(config.output.save_every_steps),
+        every_images=None if every_epochs is None else every_epochs * per_epoch,
+        batch_size=config.train.batch_size,
+        fingerprint=job.prepared.dataset.fingerprint,
+        asked=_asked(job, "save"),
+    )
+
+
+def _asked(job: Job, name: str) -> Callable[[], bool]:
+    """Return a question that is True once for each file of that name somebody puts into control/."""
+    control = Control(job.folder.path)
+
+    def asked() -> bool:
+        if name not in control.pending():
+            return False
+        control.done(name)
+        return True
+
+    return asked
