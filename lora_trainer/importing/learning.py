@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lora_trainer.config import SCHEDULE_FREE
 from lora_trainer.importing.options import DEFAULT, Options, is_true, pairs_of, set_read, words_of
 
 _SCHEDULES = {"constant_with_warmup": "constant", "adafactor": None}
+_OPTIMIZERS = {"adamwschedulefree": "schedulefree_adamw"}
 _ADAPTERS = {"lora": "lora", "locon": "lora", "loha": "loha", "lokr": "lokr", "diag-oft": "oft"}
 
 
@@ -72,7 +74,8 @@ def text_encoder(options: Options) -> None:
     source = DEFAULT if rate is None else "text_encoder_lr"
     options.set(source, "adapter.text_encoder", True)
     rate = rates[0] or options.given("learning_rate")
-    if rate is not None:
+    # Prodigy finds one rate for everything: both programs give it a factor, here there is one.
+    if rate is not None and options.found.values.get("optimizer.name") != "prodigy":
         options.set(source, "optimizer.text_encoder_learning_rate", rate)
     if len(set(rates)) > 1:
         options.found.lacks("text_encoder_lr", rates[1:], "all text encoders have one rate")
@@ -100,9 +103,11 @@ def optimizer(options: Options) -> None:
             options.found.stays(flag, "is off (false)")
     if name is None:
         return
-    source = "optimizer_type" if options.given("optimizer_type") else "use_8bit_adam"
+    sources = ("optimizer_type", *asked)
+    source = next(one for one in sources if options.given(one))
     known = {str(word).replace("_", "").lower(): word for word in words_of("optimizer.name")}
-    ours = known.get(str(name).rpartition(".")[2].replace("_", "").lower())
+    word = str(name).rpartition(".")[2].replace("_", "").lower()
+    ours = _OPTIMIZERS.get(word) or known.get(word)
     if ours is None:
         options.found.lacks(
             source, name, f"optimizers here are {', '.join(map(str, known.values()))}"
@@ -112,7 +117,13 @@ def optimizer(options: Options) -> None:
 
 
 def optimizer_arguments(options: Options) -> None:
-    numbers = {"weight_decay": "optimizer.weight_decay", "eps": "optimizer.epsilon"}
+    numbers = {
+        "weight_decay": "optimizer.weight_decay",
+        "eps": "optimizer.epsilon",
+        "d_coef": "optimizer.prodigy_d_coef",
+        "growth_rate": "optimizer.prodigy_growth_rate",
+    }
+    always = {"decouple", "safeguard_warmup", "use_bias_correction"}
     for name, text in pairs_of(options.values["optimizer_args"]).items():
         told = f"optimizer_args {name}"
         if name in numbers:
@@ -121,6 +132,10 @@ def optimizer_arguments(options: Options) -> None:
             first, _, second = text.strip("()[] ").partition(",")
             set_read(options, told, "optimizer.beta1", first, float)
             set_read(options, told, "optimizer.beta2", second, float)
+        elif name in always and is_true(text):
+            options.found.stays(told, "is always so")
+        elif name in ("relative_step", "scale_parameter", "warmup_init") and not is_true(text):
+            options.found.stays(told, "is never so")
         else:
             options.found.lacks(told, text, "is no option of optimizers here")
 
@@ -128,6 +143,8 @@ def optimizer_arguments(options: Options) -> None:
 def schedule(options: Options) -> None:
     asked = options.values.get("lr_scheduler") or "constant"
     source = "lr_scheduler" if "lr_scheduler" in options.values else DEFAULT
+    if options.found.values.get("optimizer.name") == SCHEDULE_FREE:
+        asked = "constant_with_warmup"  # there it takes the place of any scheduler
     ours = _SCHEDULES.get(asked, asked)
     if ours in words_of("optimizer.schedule"):
         options.set(source, "optimizer.schedule", ours)

@@ -274,6 +274,35 @@ def test_what_cannot_be_done_is_refused(text: str, message: str, tmp_path: Path)
     assert message in caught.value.found
 
 
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        (
+            'optimizer_type = "Prodigy"\nunet_lr = 1.0\ntext_encoder_lr = 1.0\n'
+            'optimizer_args = ["decouple=True", "d_coef=2", "safeguard_warmup=True"]\n',
+            {"name": "prodigy", "learning_rate": 1.0, "prodigy_d_coef": 2.0},
+        ),
+        (
+            'optimizer_type = "AdamWScheduleFree"\nlr_scheduler = "cosine"\n',
+            {"name": "schedulefree_adamw", "schedule": "constant"},
+        ),
+        ("use_lion_optimizer = true\n", {"name": "lion"}),
+        (
+            'optimizer_type = "adafactor"\n'
+            'optimizer_args = ["relative_step=False", "scale_parameter=False"]\n',
+            {"name": "adafactor"},
+        ),
+        ('optimizer_type = "pytorch_optimizer.CAME"\n', {"name": "came"}),
+    ],
+)
+def test_optimizers_are_carried_over(text: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    found = import_kohya(write(tmp_path, text))
+    own = {key: value for key, value in found.values.items() if key.startswith("optimizer.")}
+    assert settings.items() <= {key.partition(".")[2]: v for key, v in own.items()}.items()
+    assert not {key for key in found.without_equivalent if "optimizer" in key}
+    assert "optimizer.text_encoder_learning_rate" not in own
+
+
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is no TOML"):
         import_kohya(write(tmp_path, "a = = 1"))
