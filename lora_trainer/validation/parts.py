@@ -21,7 +21,7 @@ WEIGHTS: Mapping[str, float] = {
     "rank": 0.03,
 }
 """Share of each part in the score; they add up to 1."""
-FLOOR = 0.01
+FLOOR = 0.05
 """What a part of zero counts as in the geometric mean: it sinks the score, and others are still told apart."""
 GAIN_HALF = 0.05
 DEAD_BELOW, SANE_UP_TO = 1e-5, 0.5
@@ -30,7 +30,7 @@ COPIED, OWN = 0.5, 0.9
 
 
 def score(parts: Mapping[str, float]) -> float:
-    """Return exp(sum w ln max(p, 0.01) / sum w) over the parts there are; 0 if the weights are unusable.
+    """Return exp(sum w ln max(p, 0.05) / sum w) over the parts there are; 0 if the weights are unusable.
 
     Raises ValueError when there is no part at all.
     """

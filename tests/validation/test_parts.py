@@ -32,7 +32,7 @@ def test_a_score_lies_between_its_parts(found: dict[str, float]) -> None:
 def test_one_broken_part_sinks_the_score() -> None:
     good = dict.fromkeys(WEIGHTS, 0.9)
     assert score(good) == pytest.approx(0.9)
-    assert score(good | {"gain": 0.0}) == pytest.approx(0.9**0.75 * 0.01**0.25)
+    assert score(good | {"gain": 0.0}) == pytest.approx(0.9**0.75 * 0.05**0.25)
     assert score(good | {"weights": 0.0}) == 0
     with pytest.raises(ValueError, match="no part"):
         score({})
