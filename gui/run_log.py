@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lora_trainer.output.history import Row, number, sequence
+from lora_trainer.output.history import Row, mapping, number, sequence
 from lora_trainer.output.markup import Html, tag
 from lora_trainer.output.wording import (
     INTERRUPTED_EXIT_CODES,
@@ -119,8 +119,12 @@ def _words(row: Row) -> str:
             return f"Out of memory with {_count(row, 'images_at_once')} images at a time"
         case "uploaded":
             return f"Uploaded to {row.get('address')}"
+        case "measured":
+            parts = (f"{name} {value}" for name, value in mapping(row, "parts").items())
+            return f"Measured, of 1 each: {', '.join(parts)}"
         case "finished":
-            return f"Finished: {row.get('export')}"
+            early = f", early, as {row['early']}" if row.get("early") else ""
+            return f"Finished: {row.get('export')}{early}"
         case "stopped":
             return f"Stopped at step {_count(row, 'step')}: {row.get('reason')}"
         case kind:

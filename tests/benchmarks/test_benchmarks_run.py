@@ -63,3 +63,17 @@ def test_gui(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_bytes())["server"]["60"]
     assert 0 == found["idle, bytes"] < found["step, bytes"] < found["first, bytes"]
+
+
+def test_calibrate_orders_the_prepared_datasets(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    done = run(
+        "benchmarks/calibrate.py",
+        *("--folder", str(tmp_path / "made"), "--json", str(file)),
+        *("--seeds", "1", "--only", "datasets"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_bytes())
+    assert found["missed"] == []
+    scores = {name: reports[0]["score"] for name, reports in found["datasets"].items()}
+    assert all(scores["good"] >= score + 0.1 for name, score in scores.items() if name != "good")
