@@ -60,6 +60,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     **{f"optimizer-{name}": {"optimizer.name": name} for name in OPTIMIZERS if name != "adamw"},
 }
 """By name; what an option does not name is as the preset has it, whose weighting is min_snr."""
+REFERENCE = "min_snr"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,15 +133,20 @@ def _finished(run: Path) -> Mapping[str, Any] | None:
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
-    yield "| option | gain % | least | most |"
-    yield "|---|---|---|---|"
+    """Yield the best first; seeds hold out other pictures, so options are compared seed by seed."""
+    yield f"| option | gain % | beyond {REFERENCE}, least | mean | most |"
+    yield "|---|---|---|---|---|"
     whole = [row for row in rows if row.gains_percent and not row.failure]
+    reference = next((row.gains_percent for row in whole if row.option == REFERENCE), None)
     for row in sorted(whole, key=lambda row: -statistics.mean(row.gains_percent)):
-        gains = row.gains_percent
-        yield f"| {row.option} | {statistics.mean(gains):.2f} | {min(gains):.2f} | {max(gains):.2f} |"
+        beyond = "| | |"
+        if reference is not None:
+            more = [own - its for own, its in zip(row.gains_percent, reference, strict=True)]
+            beyond = f"{min(more):+.2f} | {statistics.mean(more):+.2f} | {max(more):+.2f} |"
+        yield f"| {row.option} | {statistics.mean(row.gains_percent):.2f} | {beyond}"
     for row in rows:
         if row.failure:
-            yield f"| {row.option} | {row.failure} | | |"
+            yield f"| {row.option} | {row.failure} | | | |"
 
 
 def _line(row: Row) -> str:
