@@ -38,7 +38,7 @@ COMMANDS = {
     "validate",
 } | TOOLS
 TRAIN_FLAGS = {
-    "--base", "--config", "--dry-run", "--help", "--name", "--output", "--preset", "--priority",
+    "--base", "--config", "--dry-run", "--help", "--kind", "--name", "--output", "--preset", "--priority",
     "--resume", "--resume-from", "--seed", "--set", "--steps", "--strict", "--version",
 }  # fmt: skip
 FLAGS = {
@@ -46,6 +46,7 @@ FLAGS = {
         "--base",
         "--config",
         "--json",
+        "--kind",
         "--preset",
         "--priority",
         "--processes",

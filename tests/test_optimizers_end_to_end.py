@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from lora_trainer.config import SCHEDULE_FREE
 from lora_trainer.output.checkpoints import ADAPTER, FILES
+from lora_trainer.output.export import best_export_name
 from lora_trainer.planning.optimizers import OPTIMIZERS
 from tests.fakes.runs import Toy, contents, events, last_state, python, run_cli, toy, trajectory
 from tests.test_resume_kill import DRIVER
@@ -24,6 +25,7 @@ SHARED: dict[str, Any] = {
     "adapter__targets": "all",  # convolutions too, which Muon leaves to AdamW
     "logging__trackers": [],
     "optimizer__lora_plus_ratio": 2.0,
+    "output__keep_best": True,
     "output__precision": "fp32",
     "train__validate_every_steps": 2,
 }
@@ -91,7 +93,7 @@ def test_schedule_free_exports_its_average_and_saves_what_it_trains(place: Toy) 
     trained = {
         f"lora_unet_{name.removeprefix('denoiser.').removesuffix('.up').replace('.', '_')}": tensor
         for name, tensor in saved.items()
-        if name.endswith(".up")
+        if name.startswith("denoiser.") and name.endswith(".up")
     }
     file = exported(run)
     pairs = [(file[f"{name}.lora_up.weight"].ravel(), up.ravel()) for name, up in trained.items()]
@@ -107,6 +109,14 @@ def test_looking_at_schedule_free_more_often_changes_no_bit(place: Toy) -> None:
     for file in (ADAPTER, FILES[1]):
         one, other = (last_state(place.runs / name) / file for name in ("often", SCHEDULE_FREE))
         assert one.read_bytes() == other.read_bytes()
+
+
+def test_the_best_step_of_schedule_free_is_its_average_then(place: Toy) -> None:
+    """The last step is the best of so few: the file then holds what the final export does."""
+    run = place.runs / SCHEDULE_FREE
+    losses = {row["step"]: row["loss"] for row in events(run, "validation")}
+    assert min(losses, key=lambda step: losses[step]) == 6, losses
+    assert same_tensors(load_file(run / best_export_name(run.name)), exported(run))
 
 
 def test_another_optimizer_cannot_take_over(place: Toy) -> None:
