@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lora_trainer import caching, networks, session
+from lora_trainer import caching, networks, session, trained_parts
 from lora_trainer.data import encode
 from lora_trainer.events import read_jsonl
 from lora_trainer.output.checkpoints import ADAPTER
@@ -105,7 +105,7 @@ def test_trn_02_a_run_that_ran_out_of_memory_once_ends_with_the_same_adapter(
 @pytest.mark.parametrize(
     ("owner", "name", "doing"),
     [
-        (session, "load_networks", "loading"),
+        (trained_parts, "load_networks", "loading"),
         (networks, "inject", "loading"),
         (session, "export", "exporting"),
     ],

@@ -19,7 +19,7 @@ import pytest
 from accelerate.tracking import TensorBoardTracker
 
 from lora_trainer import files
-from lora_trainer.data import loader
+from lora_trainer.data import prefetch
 from lora_trainer.data.batches import StepBatch
 from lora_trainer.data.loader import Feeder
 from lora_trainer.events import read_jsonl
@@ -171,7 +171,7 @@ def test_trn_06_a_disk_that_does_not_answer_holds_up_nobody_who_leaves(
     """The third signal raises KeyboardInterrupt while the thread hangs in a read."""
     answered = threading.Event()
     monkeypatch.setattr(Feeder, "prepare", lambda self, step: answered.wait())
-    monkeypatch.setattr(loader, "LEAVING_S", 0.05)
+    monkeypatch.setattr(prefetch, "LEAVING_S", 0.05)
     try:
         with pytest.raises(KeyboardInterrupt), build_feeder().stream(0, 10, ahead=4):
             raise KeyboardInterrupt
