@@ -74,7 +74,7 @@ def test_tokens_are_multiplied_and_the_mean_is_restored(encoder: TextEncoder) ->
     tokens = encoder.tokenize_weighted(weighted_parts(TEXT))
     first = 0
     for name in encoder.networks:
-        width = encoder.networks[name].config.hidden_size  # type: ignore[union-attr]
+        width = encoder.networks[name].config.hidden_size  # type: ignore[union-attr]  # transformers' own
         states = plain["text"][..., first : first + width]
         weighted = states * tokens[name + WEIGHTS][..., None]
         wanted = weighted * (states.mean() / weighted.mean())
