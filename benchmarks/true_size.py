@@ -96,9 +96,9 @@ def write_true_size(name: str, folder: Path, *, device: torch.device) -> Path:
     """Write a random base of true size and return its folder; made on `device`, bf16 denoiser."""
     release = RELEASES[name]
     importlib.import_module(f"tests.fakes.bases.{name}").write_base(folder)
-    _replace(folder / "vae", {**VAE, **release.vae}, device=device, dtype=torch.float32)
+    replace_part(folder / "vae", {**VAE, **release.vae}, device=device, dtype=torch.float32)
     for part, entries in release.texts.items():
-        _replace(folder / part, entries, device=device, dtype=torch.bfloat16)
+        replace_part(folder / part, entries, device=device, dtype=torch.bfloat16)
     facts = families.known_base(release.source)
     assert facts is not None
     target = folder / release.denoiser
@@ -108,10 +108,10 @@ def write_true_size(name: str, folder: Path, *, device: torch.device) -> Path:
     return folder
 
 
-def _replace(
+def replace_part(
     folder: Path, entries: Mapping[str, Any], *, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Put a network of another size in the place of a tiny one, of the same class."""
+    """Put a network of another size in the place of one of the same class: `entries` of its config change."""
     config = json.loads((folder / "config.json").read_text()) | dict(entries)
     shutil.rmtree(folder)
     if "_class_name" in config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache, partial
 
 from lora_trainer.best_export import BestExport
 from lora_trainer.caching import texts_as
@@ -68,11 +69,14 @@ def sample_action(job: Job, entries: Entries, parts: Parts) -> SampleAction:
     side, key = concrete(config.data.resolution), texts_as(prepared).key
     assistant = parts.networks.assistant
     return SampleAction(
-        sampler=prepared.family.build_sampler(
-            prepared.facts,
-            denoiser=parts.model.denoiser,
-            device=parts.model.device,
-            decode_on=encoder_device(prepared),
+        sampler=cache(
+            partial(
+                prepared.family.build_sampler,
+                prepared.facts,
+                denoiser=parts.model.denoiser,
+                device=parts.model.device,
+                decode_on=encoder_device(prepared),
+            )
         ),
         adapter=parts.adapter,
         chosen=parts.chosen,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lora_trainer.best_export import BestExport
 from lora_trainer.caching import fill_caches, open_cache
+from lora_trainer.collection import made_to_stay
 from lora_trainer.config import Config, concrete
 from lora_trainer.data.loader import Feeder
 from lora_trainer.events import read_events
@@ -46,7 +47,8 @@ def train_job(job: Job) -> Path:
     # ---- model, adapter, optimizer
     events.emit("phase", phase="load", message=prepared.facts.source, done=0, total=0)
     _share(job.ranks, job.state)
-    parts = build_parts(job)
+    with made_to_stay():
+        parts = build_parts(job)
     start = Progress(step=0, images=0, guard=GuardState(micro_batch=micro_batch))
     writer = StateWriter(folder=job.folder.states, keep=config.output.keep_states, events=events)
     best = BestExport(job=job, adapter=parts.adapter)
@@ -58,7 +60,8 @@ def train_job(job: Job) -> Path:
 
     # ---- train
     feeder = build_feeder(job, wanted, cache)
-    _share(job.ranks, writer.newest())
+    if not job.ranks.alone:  # a copy of all that is trained
+        _share(job.ranks, writer.newest())
 
     def restore() -> Progress:
         writer.wait()

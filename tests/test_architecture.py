@@ -131,6 +131,7 @@ ABOUT_RELEASES = (
     ROOT / "scripts" / "readers",
     ROOT / "benchmarks" / "true_size.py",
     ROOT / "benchmarks" / "capped_cards.py",
+    ROOT / "benchmarks" / "mid_size_base.py",
 )
 """What is about releases by the names the world has for them: captioning models, which share names with
 families; programs run by hand about other programs and true sizes."""

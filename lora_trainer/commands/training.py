@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
+from lora_trainer.collection import made_to_stay
 from lora_trainer.commands.options import (
     Answer,
     Base,
@@ -76,11 +77,12 @@ def train(
             sharing=here,
         )
         return planned(request, as_json=False)
-    quiet_libraries()
-    from lora_trainer.output.console import ConsoleListener
-    from lora_trainer.prepare import Request
-    from lora_trainer.run import TrainRequest
-    from lora_trainer.run import train as run_training
+    with made_to_stay():
+        quiet_libraries()
+        from lora_trainer.output.console import ConsoleListener
+        from lora_trainer.prepare import Request
+        from lora_trainer.run import TrainRequest
+        from lora_trainer.run import train as run_training
 
     request = Request(
         dataset=dataset, preset=preset, priority=priority, config_file=config, overrides=typed

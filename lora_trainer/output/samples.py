@@ -30,13 +30,14 @@ from lora_trainer.train.progress import Progress
 class SampleAction:
     """Writes samples/step-XXXXXXXX/NN.png every `every_steps`, at step 0, at the end, and when `asked()`.
 
-    `chosen()` puts the weights to be shown in force, `without()` takes away what only training needs;
-    `embed` is the model's: text encoders that are
-    trained along run on the prompts' tokens with the adapter of the moment.
+    `sampler` is asked when images are made, and gives the same one each time. `chosen()` puts the
+    weights to be shown in force, `without()` takes away what only training needs; `embed` is the
+    model's: text encoders that are trained along run on the prompts' tokens with the adapter of the
+    moment.
     """
 
     what: ClassVar = "the sample images"
-    sampler: Sampler
+    sampler: Callable[[], Sampler]
     adapter: Adapter
     without: Callable[[], AbstractContextManager[None]]
     embed: Callable[[Conditioning], Conditioning]
@@ -112,7 +113,7 @@ class SampleAction:
     def _write(self, target: Path, index: int) -> Mapping[str, str | int]:
         prompt, key = self.prompts[index]
         seed, file = self.settings.seed + index, target / f"{index:02d}.png"
-        image = self.sampler.image(
+        image = self.sampler().image(
             self._text(key),
             self._text(self.negative),
             seed=seed,

@@ -38,7 +38,7 @@ def failing(error: BaseException, folder: Path) -> tuple[SampleAction, list[Even
 
     seen: list[Event] = []
     parts: dict[str, Any] = {
-        "sampler": SimpleNamespace(image=image),
+        "sampler": lambda: SimpleNamespace(image=image),
         "adapter": SimpleNamespace(rounded=rounded),
         "entries": SimpleNamespace(read=read),
     }
