@@ -1,27 +1,25 @@
-"""What `step_overhead` and `scaling` train: a random denoiser of middling size, its LoRA, and a cache to feed it.
+"""What `scaling` trains: a random denoiser of middling size, its LoRA, and a cache to feed it.
 
 Output: a Stable Diffusion 1.x denoiser that takes about half a second a step on a processor core or
-two, and the inputs of each step, from a real cache in a folder or as tensors in memory.
+two, and a feeder over a real cache in a folder.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
-from torch import Tensor, nn
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from lora_trainer import families  # noqa: E402
 from lora_trainer.config import Config  # noqa: E402
-from lora_trainer.data.batches import to_device  # noqa: E402
 from lora_trainer.data.buckets import buckets_for, place  # noqa: E402
 from lora_trainer.data.cache import Cache, latent_key, text_key  # noqa: E402
 from lora_trainer.data.loader import Feeder  # noqa: E402
@@ -38,19 +36,6 @@ LATENT_SIDE, TEXT_TOKENS, TEXT_WIDTH = 32, 77, 256
 IMAGES = 16
 SEED = 3
 FAMILY = families.family(families.DEFAULT_FAMILY)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """One step's tensors: [B, 4, H, W], [B] and [B, tokens, width]."""
-
-    latents: Tensor
-    noise: Tensor
-    timesteps: Tensor
-    alpha: Tensor
-    sigma: Tensor
-    weights: Tensor
-    text: Tensor
 
 
 def build_denoiser() -> nn.Module:
@@ -136,23 +121,3 @@ def build_feeder(folder: Path, config: Config, events: EventStream, *, batch: in
         batch_size=batch,
         seed=SEED,
     )
-
-
-def inputs_of(feeder: Feeder, *, steps: int) -> list[Inputs]:
-    """Return what the feeder gives for each step, as stacked tensors."""
-    found = []
-    for step in range(steps):
-        samples = feeder.prepare(step).samples
-        stacked = to_device(samples, device=CPU, dtype=torch.float32)
-        found.append(
-            Inputs(
-                latents=stacked.latents,
-                noise=stacked.noise,
-                timesteps=stacked.timesteps,
-                alpha=stacked.alpha,
-                sigma=stacked.sigma,
-                weights=torch.tensor([sample.weight for sample in samples]),
-                text=stacked.conditioning["text"],
-            )
-        )
-    return found

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from true_size import replace_part
 
-RESOLUTION_PX = 64
-"""The tiny VAE makes latents of half of that a side: 32, as of 256 px with a VAE of usual size."""
 _CHANNELS = {"sample_size": 32, "block_out_channels": [64, 128, 256], "norm_num_groups": 32}
-_WIDER: Mapping[str, Mapping[str, Any]] = {
+MID_SIZE: Mapping[str, Mapping[str, Any]] = {  # entries of the denoiser's configuration
     "sd15": {
         **_CHANNELS,
         "down_block_types": ["CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"],
@@ -31,12 +29,12 @@ _WIDER: Mapping[str, Mapping[str, Any]] = {
         "transformer_layers_per_block": [1, 2, 4],
     },
 }
-NAMES = tuple(_WIDER)
+NAMES = tuple(MID_SIZE)
 
 
 def write_mid_size(name: str, folder: Path) -> Path:
     """Write the base of one of `NAMES` into `folder` and return it; the same bits every time."""
     importlib.import_module(f"tests.fakes.bases.{name}").write_base(folder)
     torch.manual_seed(0)
-    replace_part(folder / "unet", _WIDER[name], device=torch.device("cpu"), dtype=torch.float32)
+    replace_part(folder / "unet", MID_SIZE[name], device=torch.device("cpu"), dtype=torch.float32)
     return folder

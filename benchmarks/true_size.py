@@ -11,7 +11,7 @@ import importlib
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def write_true_size(name: str, folder: Path, *, device: torch.device) -> Path:
     target = folder / release.denoiser
     shutil.rmtree(target)
     family = families.family(facts.family)
-    _save(_random(lambda: family.empty_denoiser(facts.architecture), device), target)
+    _save(random_network(lambda: family.empty_denoiser(facts.architecture), device), target)
     return folder
 
 
@@ -116,21 +116,23 @@ def replace_part(
     shutil.rmtree(folder)
     if "_class_name" in config:
         kind = getattr(importlib.import_module("diffusers"), config["_class_name"])
-        network = _random(lambda: kind.from_config(config), device)
+        network = random_network(lambda: kind.from_config(config), device)
     else:
         transformers = importlib.import_module("transformers")
         (architecture,) = config["architectures"]
         kind = getattr(transformers, architecture)
         made = kind.config_class.from_dict(config)
-        network = _random(lambda: kind(made), device)
+        network = random_network(lambda: kind(made), device)
     _save(network.to(dtype), folder)
 
 
-def _random(build: Any, device: torch.device) -> nn.Module:
+def random_network(
+    build: Callable[[], Any], device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> nn.Module:
     """Build without memory, then fill with noise on the device."""
     with torch.device("meta"):
         network: nn.Module = build()
-    network = network.to(torch.bfloat16).to_empty(device=device)
+    network = network.to(dtype).to_empty(device=device)
     with torch.no_grad():
         for name, tensor in (*network.named_parameters(), *network.named_buffers()):
             if not tensor.is_floating_point():

@@ -18,16 +18,33 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_step_overhead(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
+def test_step_ladder(tmp_path: Path) -> None:
+    file, plot = tmp_path / "out.json", tmp_path / "out.svg"
     done = run(
-        "benchmarks/step_overhead.py",
-        *("--steps", "4", "--block", "2", "--threads", "1", "--json", str(file)),
+        "benchmarks/step_ladder.py",
+        *("--case", "sd15:64:1:bf16", "--steps", "4", "--block", "2", "--threads", "1"),
+        *("--json", str(file), "--plot", str(plot)),
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(file.read_bytes())
-    assert found["steps"] == 4
-    assert found["ratio"] > 0
+    (row,) = json.loads(file.read_bytes())
+    assert set(row["rungs"]) == {"bare", "trainers' way", "ours"}
+    for found in row["rungs"].values():
+        assert len(found["turns_s"]) == 2
+        assert found["ratio_upper"] >= found["ratio"] > 0
+    assert row["rungs"]["bare"]["ratio"] == 1
+    assert 0 <= row["wait_share"] < 1
+    assert "trainers&apos; way" in plot.read_text() or "trainers' way" in plot.read_text()
+
+
+def test_startup(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    done = run(
+        "benchmarks/startup.py", *("--rounds", "1", "--model", "sd15", "--json", str(file))
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(file.read_bytes())
+    assert row["ratio_wall_s"] == pytest.approx(row["ours_wall_s"][0] / row["bare_wall_s"][0])
+    assert row["cold_s"] > 0
 
 
 def test_scaling(tmp_path: Path) -> None:

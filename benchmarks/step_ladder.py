@@ -1,0 +1,192 @@
+"""A training step by what computes it: a bare loop with peft's LoRA, the way trainers do it, and ours.
+
+Usage: python benchmarks/step_ladder.py [--case NAME:PX:BATCH:DTYPE ...] [--steps 40] [--threads N]
+                                        [--true-size] [--json FILE] [--plot FILE.svg]
+
+All rungs of a case train the same LoRA on the same random network, whose weights they share, on the
+same batches, in one process, in turns of a few steps, so that a machine that slows down slows all.
+Networks are of middling size (half a second to a second a step on one core) and, with --true-size,
+as released, made on the GPU. Prints medians, the ratio to the bare loop with the upper end of its 95 %
+interval (bootstrap over the turns), the same of the processor's seconds, feeder included, which other
+programs on the machine change less, and on a GPU the peak of the allocator in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from ladder_rungs import Bare, Ours, Rung, our_adapter, peft_adapter  # noqa: E402
+from mid_size_base import NAMES  # noqa: E402
+from plots import bars  # noqa: E402
+from trainee import Case, batches, frozen_network, sharing  # noqa: E402
+
+from lora_trainer.model.checkpointing import apply_checkpointing  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BARE = "bare"
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+DRAWS = 4000
+
+
+def measure(case: Case, *, steps: int, block: int) -> dict[str, Any]:
+    """Let the rungs take turns; exits when they do not compute the same first loss."""
+    with tempfile.TemporaryDirectory(prefix="step-ladder-", ignore_cleanup_errors=True) as place:
+        rungs = build(case, Path(place), steps=steps + block)
+        for rung in rungs:
+            rung.take(block)  # the first steps are the warm-up
+        _compare_losses(case, rungs)
+        seconds: dict[str, list[float]] = {rung.name: [] for rung in rungs}
+        processor: dict[str, list[float]] = {rung.name: [] for rung in rungs}
+        peaks: dict[str, int] = {}
+        for turn in range(steps // block):
+            for rung in rungs if turn % 2 else reversed(rungs):
+                if case.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(case.device)
+                began = time.process_time()
+                seconds[rung.name].append(statistics.median(rung.take(block)))
+                processor[rung.name].append((time.process_time() - began) / block)
+                if case.device.type == "cuda":
+                    peaks[rung.name] = torch.cuda.max_memory_allocated(case.device)
+        waits = [rung.waits for rung in rungs if isinstance(rung, Ours)]
+    return {
+        "case": case.title,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if case.device.type == "cuda" else "cpu",
+        "steps": steps,
+        "rungs": {
+            name: {
+                **_compared(taken, seconds[BARE]),
+                "processor": _compared(processor[name], processor[BARE]),
+                "peak_bytes": peaks.get(name),
+            }
+            for name, taken in seconds.items()
+        },
+        "wait_share": statistics.median(waits[0]) if waits else None,
+    }
+
+
+def build(case: Case, folder: Path, *, steps: int) -> list[Rung]:
+    """Return the rungs of a case, on networks that share one set of frozen weights."""
+    network = frozen_network(case)
+    fused = sharing(network)
+    adapter = our_adapter(case, fused)
+    inputs = batches(case, folder, steps=steps)
+
+    def bare(name: str, **more: Any) -> Bare:
+        own = sharing(network)
+        parameters = peft_adapter(case, own, like=fused)
+        if more.pop("checkpointed", False):
+            apply_checkpointing(own, "full")
+        return Bare(
+            name=name, case=case, network=own, parameters=parameters, batches=inputs, **more
+        )
+
+    rungs: list[Rung] = [bare(BARE)]
+    if case.precision == torch.bfloat16:
+        rungs.append(bare("trainers' way", autocast=True, reads_loss=True))
+        if case.device.type == "cuda":
+            rungs.append(
+                bare("trainers' way, ckpt", autocast=True, reads_loss=True, checkpointed=True)
+            )
+    rungs.append(Ours("ours", case, fused, adapter, folder, steps=steps))
+    return rungs
+
+
+def _compare_losses(case: Case, rungs: Sequence[Rung]) -> None:
+    first = {rung.name: rung.losses[0] for rung in rungs}
+    worst = max(abs(loss / first[BARE] - 1) for loss in first.values())
+    if worst > TOLERANCE[case.precision]:
+        sys.exit(f"{case.title}: not the same maths, losses of the first step are {first}")
+
+
+def _compared(taken: Sequence[float], bare: Sequence[float]) -> dict[str, Any]:
+    """Return the median of the turns, and of their ratios to the bare loop's with its 95 % bound."""
+    ratios = [one / other for one, other in zip(taken, bare, strict=True)]
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(DRAWS))
+    return {
+        "median_s": statistics.median(taken),
+        "quartiles_s": statistics.quantiles(taken, n=4) if len(taken) > 1 else list(taken),
+        "ratio": statistics.median(ratios),
+        "ratio_upper": medians[int(0.95 * DRAWS)],
+        "turns_s": list(taken),
+    }
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the table of docs/performance.md."""
+    print("| case | rung | median s | of bare | 95 % bound | processor | 95 % bound | peak GiB |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        for name, found in row["rungs"].items():
+            peak, processor = found["peak_bytes"], found["processor"]
+            print(
+                f"| {row['case']} | {name} | {found['median_s']:.4f} | {found['ratio']:.3f} "
+                f"| {found['ratio_upper']:.3f} | {processor['ratio']:.3f} "
+                f"| {processor['ratio_upper']:.3f} | {f'{peak / 2**30:.2f}' if peak else ''} |"
+            )
+
+
+def main() -> None:
+    """Read the command line, measure, report."""
+    options = _options()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = []
+    for words in options.case:
+        name, side, batch, dtype = words.split(":")
+        case = Case(
+            name=name,
+            side_px=int(side),
+            batch=int(batch),
+            precision=DTYPES[dtype],
+            device=device,
+            middling=not options.true_size,
+        )
+        rows.append(measure(case, steps=options.steps, block=options.block))
+        print(json.dumps({**rows[-1], "rungs": list(rows[-1]["rungs"])}), file=sys.stderr)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    show(rows)
+    if options.plot:
+        times = {
+            row["case"]: {name: found["median_s"] for name, found in row["rungs"].items()}
+            for row in rows
+        }
+        options.plot.write_text(bars(times, unit="s a step") + "\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--case",
+        nargs="+",
+        default=[f"{name}:256:2:{dtype}" for name in NAMES for dtype in DTYPES],
+        metavar="NAME:PX:BATCH:DTYPE",
+    )
+    parser.add_argument("--steps", type=int, default=40, help="steps of each rung")
+    parser.add_argument("--block", type=int, default=2, help="steps in a row of one rung")
+    parser.add_argument("--threads", type=int, help="threads of torch; else its own choice")
+    parser.add_argument("--true-size", action="store_true", help="networks as released")
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    parser.add_argument("--plot", type=Path, help="where to draw them, an .svg")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""What the step ladder trains: a random denoiser, true size or middling, and a cache of random entries.
+
+Input is the name of a release and how it is trained; outputs are its frozen network, copies that share
+its weights, a feeder over a real cache, and the same batches as tensors in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DDPMScheduler
+from mid_size_base import MID_SIZE
+from torch import Tensor, nn
+from true_size import RELEASES, random_network
+
+from lora_trainer import families
+from lora_trainer.config import Config, build_config
+from lora_trainer.data.batches import MicroBatch, to_device
+from lora_trainer.data.buckets import buckets_for, place
+from lora_trainer.data.cache import Cache, latent_key, text_key
+from lora_trainer.data.loader import Feeder
+from lora_trainer.data.sources import Entries, Source
+from lora_trainer.events import EventStream
+from lora_trainer.families.base import BaseFacts, Family, Geometry
+from lora_trainer.families.flow import FlowFamily
+from lora_trainer.families.unet_costs import prompt_shapes
+from lora_trainer.files import CappedFolder
+from lora_trainer.train.levels import Levels, flow_levels, table_levels
+
+IMAGES = 16
+SEED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the ladder: which release, at what size, how many images a step, in which dtype."""
+
+    name: str
+    side_px: int
+    batch: int
+    precision: torch.dtype
+    device: torch.device
+    middling: bool
+
+    @cached_property
+    def facts(self) -> BaseFacts:
+        found = families.known_base(RELEASES[self.name].source)
+        assert found is not None
+        changed = MID_SIZE[self.name] if self.middling else {}
+        return replace(found, architecture={**found.architecture, **changed})
+
+    @property
+    def family(self) -> Family:
+        return families.family(self.facts.family)
+
+    @property
+    def config(self) -> Config:
+        return build_config({"train.batch_size": self.batch, "train.seed": SEED})
+
+    @property
+    def title(self) -> str:
+        dtype = str(self.precision).removeprefix("torch.")
+        size = "middling" if self.middling else "true size"
+        return f"{self.name} {self.side_px} px, batch {self.batch}, {dtype}, {size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One step's tensors on the device, with a weight for each sample."""
+
+    stacked: MicroBatch
+    weights: Tensor
+
+
+def frozen_network(case: Case) -> nn.Module:
+    """Return the case's denoiser with random weights, on its device."""
+    torch.manual_seed(SEED)
+    network = random_network(
+        lambda: case.family.empty_denoiser(case.facts.architecture), case.device, case.precision
+    )
+    return network.requires_grad_(False).train()
+
+
+def sharing(network: nn.Module) -> nn.Module:
+    """Return another network of the same modules on the same weights."""
+    tensors = (*network.parameters(), *network.buffers())
+    return copy.deepcopy(network, {id(tensor): tensor for tensor in tensors})
+
+
+def feeder(case: Case, folder: Path, events: EventStream) -> Feeder:
+    """Return a feeder over a cache of random entries, all of one bucket, made where there is none."""
+    root = CappedFolder(root=folder / "cache", limit_bytes=1 << 34)
+    root.create()
+    cache = Cache(folder=root, on_problem=events.problem)
+    rng, config, facts = np.random.default_rng(SEED), case.config, case.facts
+    side_px, latent_side = case.side_px, case.side_px // facts.vae_factor
+    buckets = buckets_for(resolution_px=side_px, step_px=64, max_aspect=1.0)
+
+    def normal(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return rng.standard_normal(shape, dtype=np.float32)
+
+    def text(words: str) -> Any:
+        key = text_key(text=words, encoder_identity="none", max_tokens=0, content="fp32")
+        arrays = {
+            name: np.ones(shape, np.int64) if name.endswith("mask") else normal(*shape)
+            for name, shape in _prompt(case).items()
+        }
+        if not cache.has(key):
+            cache.write(key, arrays)
+        return key
+
+    whole = Geometry(original_px=(side_px, side_px), corner_px=(0, 0), target_px=(side_px, side_px))
+    told = case.family.geometry_conditioning(facts, whole)
+    sources = {}
+    for index in range(IMAGES):
+        plain = latent_key(
+            content_hash=str(index),
+            encoder_identity="none",
+            placement=place(side_px, side_px, buckets=buckets),
+            flip=False,
+            alpha_background=None,
+        )
+        shape = (facts.latent_channels, latent_side, latent_side)
+        if not cache.has(plain):
+            cache.write(plain, {"mean": normal(*shape), "std": np.full(shape, 0.1, np.float32)})
+        sources[str(index)] = Source(
+            plain=plain,
+            mirrored=None,
+            texts=(text(str(index)),),
+            size_px=(side_px, side_px),
+            geometry=told,
+            mirrored_geometry=told,
+        )
+    return Feeder(
+        sources=sources,
+        empty_text=text(""),
+        entries=Entries(cache=cache),
+        levels=_levels(case),
+        prediction=facts.prediction,
+        told=case.family.guidance_conditioning(facts, guidance_scale=1.0),
+        data=config.data,
+        objective=config.objective,
+        batch_size=case.batch,
+        seed=SEED,
+    )
+
+
+def batches(case: Case, folder: Path, *, steps: int) -> Sequence[Batch]:
+    """Return what the feeder gives for each step, stacked on the device."""
+    own = feeder(case, folder, EventStream())
+    found = []
+    for step in range(steps):
+        samples = own.prepare(step).samples
+        weights = torch.tensor([sample.weight for sample in samples], device=case.device)
+        stacked = to_device(samples, device=case.device, dtype=case.precision)
+        found.append(Batch(stacked=stacked, weights=weights))
+    return found
+
+
+def _prompt(case: Case) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of one encoded prompt; half of the limit where texts are as long as they are."""
+    family, facts = case.family, case.facts
+    if isinstance(family, FlowFamily):
+        full = family.prompt_shapes(facts.architecture, text_tokens=facts.max_tokens)
+        masked = any(name.endswith("mask") for name in full)
+        tokens = facts.max_tokens // 2 if masked else facts.max_tokens
+        return family.prompt_shapes(facts.architecture, text_tokens=tokens)
+    return prompt_shapes(facts.architecture, text_tokens=facts.max_tokens)
+
+
+def _levels(case: Case) -> Levels:
+    facts, family, settings = case.facts, case.family, case.config.objective
+    if facts.prediction == "flow":
+        return flow_levels(
+            settings,
+            base_shift=lambda size: family.flow_shift(facts, width_px=size[0], height_px=size[1]),
+        )
+    schedule = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+    return table_levels(schedule.alphas_cumprod.double().tolist(), settings)
