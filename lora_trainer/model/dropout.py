@@ -91,14 +91,24 @@ def drop_in_lora(
     masks: SampleMasks, key: str, downs: Sequence[nn.Module], settings: AdapterSettings
 ) -> None:
     """Drop what goes into the `down` layers of one adapted layer and what comes out of them alike."""
-    rank, channels = downs[0].get_parameter("weight").shape[:2]
-    if settings.dropout:
-        into = masks.add(f"{key}.input", width=channels, share=settings.dropout)
-        for down in downs:
-            down.register_forward_pre_hook(_before(into))
-    for mask in _of_outputs(masks, key, rank, settings):
-        for down in downs:
+    before, after = gates_of_lora(masks, key, downs[0], settings)
+    for down in downs:
+        for mask in before:
+            down.register_forward_pre_hook(_before(mask))
+        for mask in after:
             down.register_forward_hook(_after(mask))
+
+
+def gates_of_lora(
+    masks: SampleMasks, key: str, down: nn.Module, settings: AdapterSettings
+) -> tuple[list[Mask], list[Mask]]:
+    """Return what drops the inputs of a `down` layer, and what drops its outputs."""
+    rank, channels = down.get_parameter("weight").shape[:2]
+    name = f"{key}.input"
+    before = (
+        [masks.add(name, width=channels, share=settings.dropout)] if settings.dropout else []
+    )
+    return before, list(_of_outputs(masks, key, rank, settings))
 
 
 def drop_in_lycoris(

@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from lora_trainer.config import AdapterSettings
 from lora_trainer.errors import RequestError
 from lora_trainer.families.base import DENOISER
-from lora_trainer.model.dropout import SampleMasks, drop_in_lora, drop_in_lycoris
+from lora_trainer.model.dropout import (
+    SampleMasks,
+    drop_in_lora,
+    drop_in_lycoris,
+    gates_of_lora,
+)
+from lora_trainer.model.fused import FusedLinear
 from lora_trainer.model.initial import principal_factors, start_at
 from lora_trainer.model.quantize import frozen_weight
 from lora_trainer.model.rotation import RotatedLayer
@@ -112,6 +118,9 @@ def _drop(masks: SampleMasks, key: str, layer: Any, settings: AdapterSettings) -
     if settings.kind != "lora":
         drop_in_lycoris(masks, key, layer, settings.kind, settings)
         return
+    if isinstance(layer, FusedLinear) and not layer.lora_variant:
+        layer.before, layer.gates = gates_of_lora(masks, key, layer.lora_A[_NAME], settings)
+        return
     # PiSSA's start is dropped alike: what is left of both is what has changed.
     start = [layer.initial_down] if settings.init == "pissa" else []
     drop_in_lora(masks, key, [layer.lora_A[_NAME], *start], settings)
@@ -143,7 +152,9 @@ def _peft_config(settings: AdapterSettings, names: Sequence[str], rank: int) -> 
     match settings.kind:
         case "lora":
             # init_lora_weights=False leaves peft's own draw; ours replaces it.
-            return LoraConfig(**shared, use_dora=settings.dora, init_lora_weights=False)
+            config = LoraConfig(**shared, use_dora=settings.dora, init_lora_weights=False)
+            config._register_custom_module({nn.Linear: FusedLinear})
+            return config
         case "loha":
             # A layer is dropped when torch.rand(1) <= module_dropout: with 0.0 once in 2**24 passes.
             return LoHaConfig(**shared, alpha=rank, module_dropout=-1.0)

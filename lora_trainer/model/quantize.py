@@ -74,6 +74,21 @@ def frozen_weight(layer: nn.Module) -> Tensor:
     return weight.detach()
 
 
+Restored = Callable[[Sequence[Tensor]], Tensor]
+"""Makes a frozen weight [out, in] of what is stored of it."""
+
+
+def frozen_parts(layer: nn.Linear) -> tuple[Sequence[Tensor], Restored]:
+    """Return what is stored of a linear layer's weight, and what makes the weight of that."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.stored(), layer.restored
+    return (layer.weight,), _itself
+
+
+def _itself(stored: Sequence[Tensor]) -> Tensor:
+    return stored[0]
+
+
 class QuantizedLinear(nn.Linear):
     """y = W x + bias, W [out, in] kept in 4 or 8 bits and dequantised where it is needed.
 
@@ -99,27 +114,29 @@ class QuantizedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # a parameter in nn.Linear
         """W dequantised afresh, [out, in], without a gradient."""
-        return self._dequantized(self._stored())
+        return self.restored(self.stored())
 
     @property
     def stored_bytes(self) -> int:
         """What W takes, with its scales."""
-        return sum(tensor.nbytes for tensor in self._stored())
+        return sum(tensor.nbytes for tensor in self.stored())
 
     def forward(self, inputs: Tensor) -> Tensor:
-        stored = self._stored()
+        stored = self.stored()
         outputs: Tensor = _FrozenLinear.apply(  # type: ignore[no-untyped-call]
-            inputs, self.bias, self._dequantized, *stored
+            inputs, self.bias, self.restored, *stored
         )
         return outputs
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, kind={self.kind}"
 
-    def _stored(self) -> list[Tensor]:
+    def stored(self) -> list[Tensor]:
+        """Return the tensors that W is kept as."""
         return [self.get_buffer(name) for name in self._names]
 
-    def _dequantized(self, stored: Sequence[Tensor]) -> Tensor:
+    def restored(self, stored: Sequence[Tensor]) -> Tensor:
+        """Return W of what it is kept as."""
         return self._decode(dict(zip(self._names, stored, strict=True)))
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lora_trainer.families.base import BaseFacts, Conditioning, Family, Geometry
 from lora_trainer.families.costs import SampleCost, Workload
 from lora_trainer.model.checkpointing import BlockRunner, apply_checkpointing
+from lora_trainer.model.fused import FusedLinear
 from lora_trainer.model.live_storages import LiveStorages, storage_key
 from lora_trainer.model.meta_kernels import FusedKernels, KernelsOf
 
@@ -46,6 +47,7 @@ class StepTrace:
 def add_adapters(network: nn.Module, modules: Sequence[str], *, rank: int) -> None:
     """Put LoRA pairs on a network, float32 with gradients in place as in training; values undefined."""
     config = LoraConfig(r=rank, target_modules=list(modules), init_lora_weights=False)
+    config._register_custom_module({nn.Linear: FusedLinear})
     inject_adapter_in_model(config, network)
     for parameter in network.parameters():
         if parameter.requires_grad:
