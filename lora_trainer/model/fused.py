@@ -2,9 +2,9 @@
 
 peft runs A and B beside the layer in float32: with a base in 16 bits each layer keeps a float32 copy of
 its input, and adds and casts outputs four times. Here A x and B (A x) are computed in the dtype of the
-layer, added in place to its output, and the backward pass makes A x again: what is kept is the
-input as it is, which layers that read the same one share. The masters A and B stay float32, and so do
-their gradients.
+layer, the product with W is added to them in place, and the backward pass makes A x again: what is
+kept is the input as it is, which layers that read the same one share. The masters A and B stay
+float32, and so do their gradients.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Linear
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
-from lora_trainer.model.quantize import Restored, frozen_parts
+from lora_trainer.model.quantize import QuantizedLinear, Restored, frozen_parts
 
 Gate = Callable[[Tensor], Tensor]
-"""Multiplies a middle [..., rank] by a mask that stays in force until the backward pass is over."""
+"""Multiplies [..., channels] by a mask that stays in force until the backward pass is over."""
 
 
 class FusedLinear(Linear):
@@ -39,16 +38,13 @@ class FusedLinear(Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters
-        base = self.get_base_layer()
-        if name in self.lora_variant:
+        if self.disable_adapters or self.merged or name in self.lora_variant:
             plain: Tensor = super().forward(x, *args, **kwargs)
             return plain
-        if self.disable_adapters:
-            frozen: Tensor = base(x)
-            return frozen
+        base = self.get_base_layer()
         update = _Update(scale=self.scaling[name], gates=self.gates)
         weights = (self.lora_A[name].weight, self.lora_B[name].weight)
-        if self.before or base._forward_hooks:  # what goes in, or comes out, is not the layer's alone
+        if self.before or not _is_product(base):
             given = _gated(x, self.before)
             beside: Tensor = base(x) + LowRank.apply(given, *weights, update)  # type: ignore[no-untyped-call]
             return beside
@@ -59,28 +55,44 @@ class FusedLinear(Linear):
         return fused
 
 
+def _is_product(layer: nn.Module) -> bool:
+    """Say whether a layer is W x + b and no more: hooks may bring its weights or change its output."""
+    return (
+        type(layer) in (nn.Linear, QuantizedLinear)
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and "forward" not in vars(layer)  # diffusers' hooks
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Update:
-    """s gate(x A^T) B^T, and its gradients; x [..., in], A [rank, in], B [out, rank]."""
+    """s gate(x A^T) B^T, and its gradients; x [rows, in], A [rank, in], B [out, rank]."""
 
     scale: float
     gates: Sequence[Gate]
 
-    def add(self, outputs: Tensor, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
-        """Add it to outputs [..., out] in place."""
-        _flat(outputs).addmm_(
-            _flat(self._middle(x, down)), up.to(outputs.dtype).T, alpha=self.scale
+    def of(self, x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return it, plus `bias`, as a new [rows, out]; x may be [..., in]."""
+        start = bias if bias is not None else x.new_empty(1)  # times 0: never read
+        return torch.addmm(
+            start,
+            _flat(self._middle(x, down)),
+            up.to(x.dtype).T,
+            beta=0 if bias is None else 1,
+            alpha=self.scale,
         )
-        return outputs
 
     def of_weights(
-        self, gradient: Tensor, x: Tensor, down: Tensor, up: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of the middle, of A and of B; x A^T is made again."""
-        middle = self._middle(x, down)
+        self, gradient: Tensor, x: Tensor, down: Tensor, up: Tensor, needed: Sequence[bool]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of the middle, and of A and B if `needed`; x A^T is made again."""
         of_middle = _gated(gradient @ up.to(gradient.dtype), self.gates).mul_(self.scale)
-        of_up = (_flat(gradient).T @ _flat(middle)).to(up.dtype).mul_(self.scale)
-        of_down = (_flat(of_middle).T @ _flat(x)).to(down.dtype)
+        of_down = of_up = None
+        if needed[0]:
+            of_down = (_flat(of_middle).T @ _flat(x)).to(down.dtype)
+        if needed[1]:
+            middle = _flat(self._middle(x, down))
+            of_up = (_flat(gradient).T @ middle).to(up.dtype).mul_(self.scale)
         return of_middle, of_down, of_up
 
     def _middle(self, x: Tensor, down: Tensor) -> Tensor:
@@ -88,7 +100,11 @@ class _Update:
 
 
 class FrozenAndLowRank(torch.autograd.Function):
-    """A frozen layer and the update of its adapter: W x + b + s gate(x A^T) B^T. Keeps x and what W is made of."""
+    """A frozen layer and the update of its adapter: W x + b + s gate(x A^T) B^T.
+
+    Keeps x and what W is made of. The product with W comes last, and its result is what is returned:
+    so a checkpoint that keeps results of products can keep this one.
+    """
 
     @staticmethod
     def forward(
@@ -103,17 +119,20 @@ class FrozenAndLowRank(torch.autograd.Function):
     ) -> Tensor:
         ctx.update, ctx.restored = update, restored
         ctx.save_for_backward(x, down, up, *stored)
-        return update.add(F.linear(x, restored(stored), bias), x, down, up)
+        outputs = update.of(x, down, up, bias).addmm_(_flat(x), restored(stored).T)
+        return outputs.view(*x.shape[:-1], up.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, down, up, *stored = ctx.saved_tensors  # once: checkpointing unpacks nothing twice
-        of_middle, of_down, of_up = ctx.update.of_weights(gradient, x, down, up)
+        of_middle, of_down, of_up = ctx.update.of_weights(
+            gradient, x, down, up, ctx.needs_input_grad[1:3]
+        )
         of_x = None
         if ctx.needs_input_grad[0]:
-            of_x = gradient @ ctx.restored(stored)
-            _flat(of_x).addmm_(_flat(of_middle), down.to(x.dtype))
+            of_x = _flat(of_middle) @ down.to(x.dtype)
+            of_x = of_x.addmm_(_flat(gradient), ctx.restored(stored)).view(x.shape)
         return of_x, of_down, of_up, None, None, None, *(None for _ in stored)
 
 
@@ -124,13 +143,15 @@ class LowRank(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, update: _Update) -> Tensor:
         ctx.update = update
         ctx.save_for_backward(x, down, up)
-        return update.add(x.new_zeros(*x.shape[:-1], up.shape[0]), x, down, up)
+        return update.of(x, down, up).view(*x.shape[:-1], up.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, down, up = ctx.saved_tensors
-        of_middle, of_down, of_up = ctx.update.of_weights(gradient, x, down, up)
+        of_middle, of_down, of_up = ctx.update.of_weights(
+            gradient, x, down, up, ctx.needs_input_grad[1:3]
+        )
         of_x = of_middle @ down.to(x.dtype) if ctx.needs_input_grad[0] else None
         return of_x, of_down, of_up, None
 
@@ -142,5 +163,5 @@ def _gated(values: Tensor, gates: Sequence[Gate]) -> Tensor:
 
 
 def _flat(values: Tensor) -> Tensor:
-    """Return [..., channels] as [rows, channels]; of a result that was just made it is a view."""
+    """Return [..., channels] as [rows, channels], a view where that is possible."""
     return values.reshape(-1, values.shape[-1])
