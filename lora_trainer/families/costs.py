@@ -2,7 +2,7 @@
 
 A family writes its network as calls on a `Tape`: no torch, no weights, nothing but sizes. The
 tape knows which tensors each operation keeps for its gradient, that the base is frozen, and how
-an adapter runs beside a layer: on an fp32 copy of its input, because its weights are fp32.
+an adapter runs: with its layer as one operation, or beside it on an fp32 copy of the input.
 `liveness.py` turns the recorded operations into the bytes, FLOPs and kernels of one sample.
 """
 
@@ -33,6 +33,7 @@ class Workload:
 
     `micro_batch` samples go through the network together: some views of one sample are copies of
     several. `text_tokens` are those of the longest prompt, for families that do not pad; None: the limit.
+    `wide_adapter`: the adapter reads fp32 copies of its inputs, as DoRA, PiSSA and all but LoRA do.
     """
 
     height_px: int
@@ -43,14 +44,15 @@ class Workload:
     checkpointing: Checkpointing
     micro_batch: int = 1
     text_tokens: int | None = None
+    wide_adapter: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCost:
     """Cost of training on one sample; everything but `kernels` is to be multiplied by the micro-batch.
 
-    `saved_bytes` are alive between forward and backward; `adapter_saved_bytes` of them are fp32
-    copies for the adapter. `temporary_bytes` is what the step's peak needs beyond them,
+    `saved_bytes` are alive between forward and backward; `adapter_saved_bytes` of them are what a
+    wide adapter makes for itself: fp32 copies and middles. `temporary_bytes` is what the step's peak needs beyond them,
     `host_bytes` what waits for backward in pinned host memory instead. `forward_bytes` is the peak
     of a pass without gradients, `conditioning_bytes` one prompt's text embedding in fp32.
     """
@@ -121,7 +123,7 @@ class Array:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """One kernel: reads `inputs`, whose storages are `reads`, and makes `output`.
+    """Reads `inputs`, whose storages are `reads`, and makes `output`: in one kernel, or in `kernels`.
 
     Autograd keeps `keeps`, storages too; local variables keep `holds` alive until here, read or not.
     """
@@ -133,6 +135,8 @@ class Op:
     holds: tuple[Array, ...]
     flops: int
     backward_flops: int
+    kernels: int
+    backward_kernels: int
     segment: str | None
 
 
@@ -143,6 +147,7 @@ class Tape:
     element_bytes: int
     rank: int = 0
     targets: Targets = "attention"
+    wide_adapter: bool = False
     ops: list[Op] = field(default_factory=list)
     layers: list[Layer] = field(default_factory=list)
     _segment: str | None = None
@@ -159,10 +164,12 @@ class Tape:
         self._segment = None
 
     def linear(self, x: Array, layer: Layer) -> Array:
-        """A frozen linear layer keeps nothing; its adapter keeps an fp32 input and the middle."""
+        """A frozen linear layer keeps nothing; its adapter keeps what it reads."""
         rows = x.elements // layer.fan_in
         self.layers.append(layer)
         flops = 2 * rows * layer.fan_in * layer.out
+        if self._adapts(layer) and not self.wide_adapter:
+            return self._fused(x, layer, rows=rows, flops=flops)
         y = self._record((x,), _like(x, rows * layer.out), flops=flops, backward_flops=flops)
         return self._adapted(x, y, layer, rows=rows)
 
@@ -229,10 +236,46 @@ class Tape:
         last = self.ops[-1]
         self.ops[-1] = replace(last, holds=(*last.holds, *arrays))
 
+    def _adapts(self, layer: Layer) -> bool:
+        return bool(self.rank) and layer.group in TARGET_GROUPS[self.targets]
+
+    def _fused(self, x: Array, layer: Layer, *, rows: int, flops: int) -> Array:
+        """Record a linear layer and its adapter as one: the input is kept, the middle made again."""
+        down, up = (2 * rows * self.rank * width for width in (layer.fan_in, layer.out))
+        casts = 2 * (x.element_bytes != ADAPTER_BYTES)  # of A and B, and back of their gradients
+        return self._record(
+            (x,),
+            Array(rows * layer.out, x.element_bytes, True),
+            keeps=(x,),
+            flops=flops + down + up,
+            backward_flops=2 * (down + up) + (flops + down) * x.requires_grad,
+            kernels=3 + casts,
+            backward_kernels=4 + 2 * casts + 2 * x.requires_grad,
+        )
+
     def _adapted(self, x: Array, y: Array, layer: Layer, *, rows: int) -> Array:
-        """Record peft's path: cast the input up, down to rank, up again, scale, add, cast back."""
-        if not self.rank or layer.group not in TARGET_GROUPS[self.targets]:
+        """Record an adapter beside its layer, of a convolution or a wide one."""
+        if not self._adapts(layer):
             return y
+        if self.wide_adapter:
+            return self._wide(x, y, layer, rows=rows)
+        down, up = (2 * rows * self.rank * width for width in (layer.fan_in, layer.out))
+        casts = 2 * (x.element_bytes != ADAPTER_BYTES)
+        middle = self._record(
+            (x,), Array(rows * self.rank, x.element_bytes), flops=down, kernels=2 + casts
+        )
+        update = self._record(
+            (x, middle),
+            Array(y.elements, x.element_bytes, True),
+            keeps=(x,),
+            flops=up,
+            backward_flops=2 * (down + up) + down * x.requires_grad,
+            backward_kernels=6 + casts,
+        )
+        return self.add(y, update)
+
+    def _wide(self, x: Array, y: Array, layer: Layer, *, rows: int) -> Array:
+        """Record peft's path: cast the input up, down to rank, up again, scale, add, cast back."""
         flops = 2 * rows * self.rank
         wide = x
         if x.element_bytes != ADAPTER_BYTES:
@@ -265,7 +308,11 @@ class Tape:
         keeps: tuple[Array, ...] = (),
         flops: int = 0,
         backward_flops: int = 0,
+        kernels: int = 1,
+        backward_kernels: int | None = None,
     ) -> Array:
+        if backward_kernels is None:
+            backward_kernels = max(1, sum(array.requires_grad for array in inputs))
         op = Op(
             inputs=inputs,
             reads=tuple(array.storage for array in inputs),
@@ -274,6 +321,8 @@ class Tape:
             holds=(),
             flops=flops,
             backward_flops=backward_flops if output.requires_grad else 0,
+            kernels=kernels,
+            backward_kernels=backward_kernels if output.requires_grad else 0,
             segment=self._segment,
         )
         self.ops.append(op)

@@ -37,13 +37,10 @@ def cost_of(tape: Tape, *, checkpointing: Checkpointing, conditioning_bytes: int
         step_flops=forward
         + sum(op.flops for op in recomputed)
         + sum(op.backward_flops for op in tape.ops),
-        kernels=len(tape.ops) + len(recomputed) + sum(map(_backward_kernels, tape.ops)),
+        kernels=sum(op.kernels for op in (*tape.ops, *recomputed))
+        + sum(op.backward_kernels for op in tape.ops),
         host_bytes=timeline.host_bytes,
     )
-
-
-def _backward_kernels(op: Op) -> int:
-    return max(1, sum(array.requires_grad for array in op.inputs)) if op.output.requires_grad else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,7 +140,12 @@ def _sample_cost(
 
 @lru_cache(maxsize=8)
 def _recorded(architecture: str, workload: Workload, *, vae_factor: int, text_tokens: int) -> Tape:
-    tape = Tape(element_bytes=workload.element_bytes, rank=workload.rank, targets=workload.targets)
+    tape = Tape(
+        element_bytes=workload.element_bytes,
+        rank=workload.rank,
+        targets=workload.targets,
+        wide_adapter=workload.wide_adapter,
+    )
     sample = Shape(workload.height_px // vae_factor, workload.width_px // vae_factor)
     walk(read_unet(json.loads(architecture)), tape, sample=sample, text_tokens=text_tokens)
     return tape

@@ -105,9 +105,7 @@ def gates_of_lora(
     """Return what drops the inputs of a `down` layer, and what drops its outputs."""
     rank, channels = down.get_parameter("weight").shape[:2]
     name = f"{key}.input"
-    before = (
-        [masks.add(name, width=channels, share=settings.dropout)] if settings.dropout else []
-    )
+    before = [masks.add(name, width=channels, share=settings.dropout)] if settings.dropout else []
     return before, list(_of_outputs(masks, key, rank, settings))
 
 

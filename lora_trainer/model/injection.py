@@ -27,7 +27,7 @@ from lora_trainer.model.dropout import (
     drop_in_lycoris,
     gates_of_lora,
 )
-from lora_trainer.model.fused import FusedLinear
+from lora_trainer.model.fused import CUSTOM, FusedLinear, LeanConv2d
 from lora_trainer.model.initial import principal_factors, start_at
 from lora_trainer.model.quantize import frozen_weight
 from lora_trainer.model.rotation import RotatedLayer
@@ -118,7 +118,7 @@ def _drop(masks: SampleMasks, key: str, layer: Any, settings: AdapterSettings) -
     if settings.kind != "lora":
         drop_in_lycoris(masks, key, layer, settings.kind, settings)
         return
-    if isinstance(layer, FusedLinear) and not layer.lora_variant:
+    if isinstance(layer, FusedLinear | LeanConv2d) and not layer.lora_variant:
         layer.before, layer.gates = gates_of_lora(masks, key, layer.lora_A[_NAME], settings)
         return
     # PiSSA's start is dropped alike: what is left of both is what has changed.
@@ -153,7 +153,7 @@ def _peft_config(settings: AdapterSettings, names: Sequence[str], rank: int) -> 
         case "lora":
             # init_lora_weights=False leaves peft's own draw; ours replaces it.
             config = LoraConfig(**shared, use_dora=settings.dora, init_lora_weights=False)
-            config._register_custom_module({nn.Linear: FusedLinear})
+            config._register_custom_module(dict(CUSTOM))
             return config
         case "loha":
             # A layer is dropped when torch.rand(1) <= module_dropout: with 0.0 once in 2**24 passes.

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from lora_trainer.model.meta_kernels import MetaAnswers, outputs_of
 
 _ATEN = torch.ops.aten
+_FLOPS = {**flop_registry, _ATEN.addmm_: flop_registry[_ATEN.addmm]}
 _ALLOCATIONS = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty}
 
 
@@ -58,14 +59,19 @@ class LiveStorages(TorchDispatchMode):
             return function(*args, **kwargs)
         self.kernels += packet not in _ALLOCATIONS
         if function._schema.is_mutable:  # writes to a storage that was there before
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            self._work(packet, args, kwargs, result)
+            return result
         result = self._answers(function, args, kwargs)
-        if packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
+        self._work(packet, args, kwargs, result)
         for output in outputs_of(result):
             if isinstance(output, Tensor):
                 self._watch(output)
         return result
+
+    def _work(self, packet: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if packet in _FLOPS:
+            self.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
 
     def _watch(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

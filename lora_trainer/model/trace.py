@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lora_trainer.families.base import BaseFacts, Conditioning, Family, Geometry
 from lora_trainer.families.costs import SampleCost, Workload
 from lora_trainer.model.checkpointing import BlockRunner, apply_checkpointing
-from lora_trainer.model.fused import FusedLinear
+from lora_trainer.model.fused import CUSTOM
 from lora_trainer.model.live_storages import LiveStorages, storage_key
 from lora_trainer.model.meta_kernels import FusedKernels, KernelsOf
 
@@ -44,10 +44,16 @@ class StepTrace:
     kernels: int
 
 
-def add_adapters(network: nn.Module, modules: Sequence[str], *, rank: int) -> None:
-    """Put LoRA pairs on a network, float32 with gradients in place as in training; values undefined."""
+def add_adapters(
+    network: nn.Module, modules: Sequence[str], *, rank: int, wide: bool = False
+) -> None:
+    """Put LoRA pairs on a network, float32 with gradients in place as in training; values undefined.
+
+    `wide`: as `Workload.wide_adapter` says.
+    """
     config = LoraConfig(r=rank, target_modules=list(modules), init_lora_weights=False)
-    config._register_custom_module({nn.Linear: FusedLinear})
+    if not wide:
+        config._register_custom_module(dict(CUSTOM))
     inject_adapter_in_model(config, network)
     for parameter in network.parameters():
         if parameter.requires_grad:
@@ -108,7 +114,7 @@ def _resident(network: nn.Module) -> Iterator[Tensor]:
 
 @contextmanager
 def _adapter_inputs_marked(network: nn.Module, live: LiveStorages) -> Iterator[None]:
-    """Mark what adapters make that layers alone would not: wider copies of inputs, rank-wide middles."""
+    """Mark what wide adapters make that layers alone would not: copies of inputs, rank-wide middles."""
     given: dict[nn.Module, int] = {}
 
     def before_layer(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -150,7 +156,7 @@ class TracedNetwork:
     """Of passes without gradients, in which no kind of checkpointing makes a difference."""
 
     def sample_cost(self, workload: Workload, *, kernels_of: KernelsOf = "cuda") -> SampleCost:
-        """Trace one micro-batch of this size; rank, targets and dtype are the network's.
+        """Trace one micro-batch of this size; what the network is built for is its own.
 
         `conditioning_bytes` are left out: they are the text encoder's, not the network's.
         """
@@ -208,7 +214,8 @@ def traced_network(
     for tensor in (*network.parameters(), *network.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
-    add_adapters(network, family.lora_targets(network, workload.targets), rank=workload.rank)
+    modules = family.lora_targets(network, workload.targets)
+    add_adapters(network, modules, rank=workload.rank, wide=workload.wide_adapter)
     return TracedNetwork(
         family=family,
         facts=facts,

@@ -19,6 +19,11 @@ from lora_trainer.planning.frozen import ELEMENT_BYTES, FrozenBase
 from lora_trainer.quantization import BasePrecision
 
 
+def runs_wide(adapter: AdapterSettings) -> bool:
+    """Say whether layers keep fp32 copies of their inputs for the adapter: all but a plain LoRA do."""
+    return adapter.kind != "lora" or adapter.dora or adapter.init == "pissa"
+
+
 class CostModel(Protocol):
     """The part of a family that prediction needs."""
 
@@ -166,4 +171,5 @@ class Load:
             targets=self.adapter.targets,
             checkpointing=self.checkpointing,
             micro_batch=min(self.micro_batch, 2),  # per sample, two are like any number
+            wide_adapter=runs_wide(self.adapter),
         )

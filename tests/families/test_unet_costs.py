@@ -176,7 +176,7 @@ def measure(config: Mapping[str, Any], workload: Workload) -> tuple[StepTrace, i
     for parameter in unet.parameters():
         parameter.data = parameter.data.to(dtype)
     names = [layer.name for layer in adapter_layers(config, targets=workload.targets)]
-    add_adapters(unet, names, rank=workload.rank)
+    add_adapters(unet, names, rank=workload.rank, wide=workload.wide_adapter)
     apply_checkpointing(unet, workload.checkpointing)
     height, width = workload.height_px // VAE_FACTOR, workload.width_px // VAE_FACTOR
     with torch.device("meta"):
