@@ -125,7 +125,8 @@ class Array:
 class Op:
     """Reads `inputs`, whose storages are `reads`, and makes `output`: in one kernel, or in `kernels`.
 
-    Autograd keeps `keeps`, storages too; local variables keep `holds` alive until here, read or not.
+    Autograd keeps `keeps`, storages too, and when `keeps_late` not before the output is there; local
+    variables keep `holds` alive until here, read or not.
     """
 
     inputs: tuple[Array, ...]
@@ -137,6 +138,7 @@ class Op:
     backward_flops: int
     kernels: int
     backward_kernels: int
+    keeps_late: bool
     segment: str | None
 
 
@@ -251,6 +253,7 @@ class Tape:
             backward_flops=2 * (down + up) + (flops + down) * x.requires_grad,
             kernels=3 + casts,
             backward_kernels=4 + 2 * casts + 2 * x.requires_grad,
+            keeps_late=True,
         )
 
     def _adapted(self, x: Array, y: Array, layer: Layer, *, rows: int) -> Array:
@@ -271,6 +274,7 @@ class Tape:
             flops=up,
             backward_flops=2 * (down + up) + down * x.requires_grad,
             backward_kernels=6 + casts,
+            keeps_late=True,
         )
         return self.add(y, update)
 
@@ -310,6 +314,7 @@ class Tape:
         backward_flops: int = 0,
         kernels: int = 1,
         backward_kernels: int | None = None,
+        keeps_late: bool = False,
     ) -> Array:
         if backward_kernels is None:
             backward_kernels = max(1, sum(array.requires_grad for array in inputs))
@@ -323,6 +328,7 @@ class Tape:
             backward_flops=backward_flops if output.requires_grad else 0,
             kernels=kernels,
             backward_kernels=backward_kernels if output.requires_grad else 0,
+            keeps_late=keeps_late,
             segment=self._segment,
         )
         self.ops.append(op)

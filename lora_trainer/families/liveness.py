@@ -105,13 +105,13 @@ class _Timeline:
     def recomputed(self, segment: _Segment) -> list[Op]:
         """Return the operations of a segment that run again before its backward.
 
-        Inputs are kept before a kernel runs and outputs after: one that keeps no more than its
-        inputs does not run when it is the last.
+        Kernels keep inputs before they run and outputs after: one that keeps no more than its
+        inputs does not run when it is the last, except that of a function of ours.
         """
         if segment.stop < 0:
             return []
         last = self.ops[segment.stop]
-        runs = not set(last.keeps) <= set(last.reads)
+        runs = last.keeps_late or not set(last.keeps) <= set(last.reads)
         return self.ops[segment.first : segment.stop + runs]
 
     def peaks(self) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ def cost(tape: Tape, *, checkpointing: Checkpointing) -> SampleCost:
 
 
 def adapted(rank: int = 1) -> Tape:
-    return Tape(element_bytes=4, rank=rank)
+    """Return a tape with adapters that are operations of their own."""
+    return Tape(element_bytes=4, rank=rank, wide_adapter=True)
 
 
 @pytest.mark.parametrize(("checkpointing", "saved_rows"), [("none", 4), ("full", 3)])
@@ -61,10 +62,34 @@ def test_without_an_adapter_nothing_needs_a_gradient() -> None:
     assert found.step_flops == found.forward_flops == 2 * 10 * 10
 
 
-def test_an_adapter_beside_a_16_bit_layer_keeps_an_fp32_copy_of_its_input() -> None:
-    tape = Tape(element_bytes=2, rank=1)
+def test_a_wide_adapter_beside_a_16_bit_layer_keeps_an_fp32_copy_of_its_input() -> None:
+    tape = Tape(element_bytes=2, rank=1, wide_adapter=True)
     tape.linear(tape.array(10), LAYER)
     assert cost(tape, checkpointing="none").adapter_saved_bytes == ROW + MIDDLE
+
+
+def test_adapters_that_are_one_with_their_layers_keep_an_input_once_and_as_it_is() -> None:
+    """Two layers read x; the convolution keeps what they made for itself, and its adapter no more."""
+    tape = Tape(element_bytes=2, rank=1, targets="all")
+    x = tape.array(10)
+    tape.linear(x, LAYER)
+    y = tape.linear(x, LAYER)
+    conv = Layer(name="conv", group="convolution", fan_in=10, out=10, parameters=100)
+    tape.conv(y, conv, positions=1)
+    found = cost(tape, checkpointing="none")
+    assert (found.saved_bytes, found.adapter_saved_bytes) == (2 * ROW / 2, 0)
+
+
+def test_one_operation_runs_to_its_end_when_recomputed_and_makes_its_middle_again() -> None:
+    tape = Tape(element_bytes=4, rank=1)
+    with tape.segment("blocks.0"):
+        tape.linear(tape.linear(tape.array(10), LAYER), LAYER)
+    once, twice = cost(tape, checkpointing="none"), cost(tape, checkpointing="full")
+    layer, way = 2 * 10 * 10, 2 * 10
+    assert once.forward_flops == 2 * (layer + 2 * way)
+    # Both: the gradients of B, of the middle and of A, and the middle; the second: of its input.
+    assert once.step_flops - once.forward_flops == 2 * 4 * way + way + layer
+    assert twice.step_flops - once.step_flops == once.forward_flops
 
 
 def test_flops_of_a_step() -> None:

@@ -208,14 +208,17 @@ def _added(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize(
-    ("name", "targets", "element_bytes", "size"),
+    ("name", "targets", "element_bytes", "size", "wide"),
     [
-        ("small", "attention", 4, (128, 128)),
-        ("small", "all", 2, (128, 192)),
-        ("mini", "transformer", 4, (128, 128)),
-        ("mid", "attention", 2, (128, 128)),
-        ("xl", "transformer", 2, (128, 160)),
-        ("mid", "all", 4, (72, 104)),  # 9 x 13 latents: halving rounds up, the way up matches
+        ("small", "attention", 4, (128, 128), True),
+        ("small", "all", 2, (128, 192), False),
+        ("mini", "transformer", 4, (128, 128), False),
+        ("mid", "attention", 2, (128, 128), True),
+        ("mid", "attention", 2, (128, 128), False),
+        ("xl", "transformer", 2, (128, 160), False),
+        # 9 x 13 latents: halving rounds up, the way up matches
+        ("mid", "all", 4, (72, 104), False),
+        ("mid", "all", 2, (72, 104), True),
     ],
 )
 def test_memory_is_what_a_trace_of_the_network_counts(
@@ -223,9 +226,11 @@ def test_memory_is_what_a_trace_of_the_network_counts(
     targets: Targets,
     element_bytes: int,
     size: tuple[int, int],
+    wide: bool,
     checkpointing: Checkpointing,
 ) -> None:
     workload = Workload(
+        wide_adapter=wide,
         height_px=size[0],
         width_px=size[1],
         element_bytes=element_bytes,
@@ -286,11 +291,13 @@ def test_nothing_is_kept_without_an_adapter() -> None:
     assert sd15_cost(rank=0).step_flops == sd15_cost(rank=0).forward_flops
 
 
-def test_fp32_copies_for_the_adapter_exist_only_beside_a_16_bit_base() -> None:
-    half, full = sd15_cost(), sd15_cost(element_bytes=4)
+def test_only_a_wide_adapter_keeps_fp32_copies_and_only_beside_a_16_bit_base() -> None:
+    half, full = sd15_cost(wide_adapter=True), sd15_cost(wide_adapter=True, element_bytes=4)
     tokens, middles = 4096 + 1024 + 256 + 64, 4 * 16
     assert half.adapter_saved_bytes > 10 * full.adapter_saved_bytes > 0
     assert full.adapter_saved_bytes > tokens * middles
+    assert sd15_cost().adapter_saved_bytes == sd15_cost(element_bytes=4).adapter_saved_bytes == 0
+    assert sd15_cost().saved_bytes < half.saved_bytes - half.adapter_saved_bytes / 2
 
 
 def test_flops_agree_with_those_counted_on_the_real_network() -> None:
