@@ -1,7 +1,8 @@
 """Traces every public release of the registered families and writes the planner's cost table.
 
-`python scripts/write_cost_tables.py [FAMILY ...] [--anew]`: what is missing, or everything again. A
-few minutes a release on one thread; networks are built on `meta`: no weights and little memory.
+`python scripts/write_cost_tables.py [FAMILY ...] [--release NAME] [--anew]`: what is missing or of an
+older VERSION, or everything again. A few minutes a release on one thread; networks are built on `meta`:
+no weights and little memory.
 """
 
 from __future__ import annotations
@@ -30,13 +31,24 @@ from lora_trainer.families.cost_table import (
     built_shapes,
     case_of,
     configuration,
+    entry,
     traced,
 )
 from lora_trainer.families.costs import SampleCost, Targets
 from lora_trainer.families.flow import FlowFamily
 
-KINDS: Mapping[int, tuple[Checkpointing, ...]] = {2: CHECKPOINTING, 4: ("none", "full")}
-"""What is traced, by bytes of an element: cards compute in 16 bits, and only there is the choice wide."""
+VERSION = 2
+"""Raised when the same workload costs something else: what was traced before is traced again."""
+FEW: tuple[Checkpointing, ...] = ("none", "full")
+KINDS: Mapping[tuple[int, bool], tuple[Checkpointing, ...]] = {
+    (2, False): CHECKPOINTING,
+    (4, False): FEW,
+    (2, True): FEW,
+}
+"""What is traced, by bytes of an element and whether the adapter is wide, as DoRA's.
+
+Cards compute in 16 bits, and most train a plain LoRA: only there is the choice of kinds wide.
+"""
 INDEXED = re.compile(r"(.*?\.)(\d+)\.(.*)")
 
 
@@ -44,18 +56,28 @@ def main() -> None:
     """Add what is missing in the table, release by release; it can be stopped and started again."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("families", nargs="*", default=[*families.MODULES])
+    options.add_argument("--release", help="only the release of this name")
     options.add_argument("--anew", action="store_true", help="trace again what is there already")
     asked = options.parse_args()
     table = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
     for name in asked.families:
         family = families.family(name)
         if isinstance(family, FlowFamily):
-            before = table.pop(name, None)
-            known = [] if before is None or asked.anew else before["releases"]
-            found = table[name] = {"defaults": defaults(family), "releases": []}
-            for facts in architectures(family):
-                release = release_table(family, facts, known=known)
-                found["releases"].append(release)
+            rows = table.get(name, {"releases": []})["releases"]
+            bases = list(architectures(family))
+            done: list[dict[str, Any]] = []
+            for number, facts in enumerate(bases, start=1):
+                before = row_of(rows, facts)
+                if asked.release in (None, facts.source):
+                    known = {} if before is None or asked.anew else before["costs"]
+                    done.append(release_table(family, facts, known=known))
+                elif before is not None:
+                    done.append(before)
+                rest = (row_of(rows, later) for later in bases[number:])
+                table[name] = {
+                    "defaults": defaults(family),
+                    "releases": [*done, *(row for row in rest if row is not None)],
+                }
                 FILE.write_text(written(dict(sorted(table.items()))) + "\n", encoding="utf-8")
 
 
@@ -83,22 +105,30 @@ def architectures(family: FlowFamily) -> Iterator[BaseFacts]:
             yield facts
 
 
+def row_of(rows: Sequence[dict[str, Any]], facts: BaseFacts) -> dict[str, Any] | None:
+    """Return what the table has of a release's architecture."""
+    wanted = (configuration(facts.architecture), facts.max_tokens)
+    return next((row for row in rows if (row["config"], row["max_tokens"]) == wanted), None)
+
+
 def release_table(
-    family: FlowFamily, facts: BaseFacts, *, known: Sequence[Mapping[str, Any]]
+    family: FlowFamily, facts: BaseFacts, *, known: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the configuration of a release, its modules and its traces by dtype and targets."""
     started = time.monotonic()
     config = configuration(facts.architecture)
-    before = next(
-        (row for row in known if (row["config"], row["max_tokens"]) == (config, facts.max_tokens)),
-        None,
-    )
     costs: dict[str, Any] = {}
-    for size in KINDS:
-        found = before["costs"].get(str(size), {}) if before else {}
-        costs[str(size)] = {
+    for size, wide in KINDS:
+        key = entry(size, wide=wide)
+        found = known.get(key, {})
+        costs[key] = {
             targets: traces(
-                family, facts, element_bytes=size, targets=targets, known=found.get(targets, {})
+                family,
+                facts,
+                element_bytes=size,
+                wide=wide,
+                targets=targets,
+                known=found.get(targets, {}),
             )
             for targets in TARGETS
         }
@@ -117,10 +147,11 @@ def traces(
     facts: BaseFacts,
     *,
     element_bytes: int,
+    wide: bool,
     targets: Targets,
     known: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Trace all points with each kind of checkpointing that is not in `known`."""
+    """Trace all points with each kind of checkpointing that is not in `known`, or is out of date there."""
     varies = case_of(family, facts).text_varies
     points = [point for point in POINTS if varies or not point.short_text]
 
@@ -128,13 +159,14 @@ def traces(
         found = []
         for point in points:
             workload = point.workload(
-                element_bytes=element_bytes, targets=targets, checkpointing=kind
+                element_bytes=element_bytes, wide=wide, targets=targets, checkpointing=kind
             )
             found.append(traced(case_of(family, facts, text_tokens=workload.text_tokens), workload))
         return found
 
-    table = dict(known)
-    for kind in KINDS[element_bytes]:
+    kinds = KINDS[element_bytes, wide]
+    table = dict(known) if known.get("version") == VERSION else {}
+    for kind in kinds:
         if kind in table:
             continue
         found = costs(kind)
@@ -145,8 +177,8 @@ def traces(
         if kind == "offloaded":  # where the inputs of blocks lie changes no work
             for name in ("step_mflop", "kernels"):
                 assert table[kind].pop(name) == table["full"][name]
-    order = ("forward_kib", "forward_mflop", *KINDS[element_bytes])
-    return {name: table[name] for name in order}
+    order = ("forward_kib", "forward_mflop", *kinds)
+    return {"version": VERSION, **{name: table[name] for name in order}}
 
 
 def step_table(costs: Sequence[SampleCost]) -> dict[str, Any]:

@@ -301,7 +301,7 @@ class Family(ABC):
         """Return memory and FLOPs of training on one sample, from the architecture alone."""
 
     def known_checkpointing(
-        self, facts: BaseFacts, *, element_bytes: int, targets: Targets
+        self, facts: BaseFacts, *, element_bytes: int, targets: Targets, wide_adapter: bool
     ) -> tuple[Checkpointing, ...]:
         """Return the kinds of checkpointing whose `sample_cost` is known without running the network."""
         return CHECKPOINTING

@@ -28,7 +28,7 @@ class Point:
     short_text: bool = False
 
     def workload(
-        self, *, element_bytes: int, targets: Targets, checkpointing: Checkpointing
+        self, *, element_bytes: int, wide: bool, targets: Targets, checkpointing: Checkpointing
     ) -> Workload:
         """Return the workload to trace."""
         return Workload(
@@ -40,6 +40,7 @@ class Point:
             checkpointing=checkpointing,
             micro_batch=self.micro_batch,
             text_tokens=SHORT_TEXT_TOKENS if self.short_text else None,
+            wide_adapter=wide,
         )
 
 

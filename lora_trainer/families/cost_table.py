@@ -56,13 +56,13 @@ class TabledFamily(Family):
         return replace(cost, conditioning_bytes=case.conditioning_bytes)
 
     def known_checkpointing(
-        self, facts: BaseFacts, *, element_bytes: int, targets: Targets
+        self, facts: BaseFacts, *, element_bytes: int, targets: Targets, wide_adapter: bool
     ) -> tuple[Checkpointing, ...]:
         """An architecture that is not in the table is traced anyway."""
         release = _release(facts)
         if release is None:
             return CHECKPOINTING
-        traces = release["costs"].get(str(element_bytes), {}).get(targets, {})
+        traces = release["costs"].get(entry(element_bytes, wide=wide_adapter), {}).get(targets, {})
         return tuple(kind for kind in CHECKPOINTING if kind in traces) or CHECKPOINTING
 
     def adapter_shapes(
@@ -125,6 +125,15 @@ def case_of(family: TabledFamily, facts: BaseFacts, *, text_tokens: int | None =
 # ---- from the table
 
 
+def entry(element_bytes: int, *, wide: bool) -> str:
+    """Return the key of a release's traces with this dtype, and with adapters that are wide or not."""
+    return f"{element_bytes} wide" if wide else str(element_bytes)
+
+
+def _entry(workload: Workload) -> str:
+    return entry(workload.element_bytes, wide=workload.wide_adapter)
+
+
 @lru_cache(maxsize=1)
 def _table() -> Mapping[str, Any]:
     found: Mapping[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
@@ -154,12 +163,13 @@ def configuration(architecture: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _covers(release: Mapping[str, Any], workload: Workload) -> bool:
-    traces = release["costs"].get(str(workload.element_bytes), {}).get(workload.targets, {})
-    return workload.checkpointing in traces
+    return workload.checkpointing in release["costs"].get(_entry(workload), {}).get(
+        workload.targets, {}
+    )
 
 
 def _tabled(release: Mapping[str, Any], workload: Workload) -> SampleCost:
-    traces = release["costs"][str(workload.element_bytes)][workload.targets]
+    traces = release["costs"][_entry(workload)][workload.targets]
     step = traces[workload.checkpointing]
     if workload.checkpointing == "offloaded":  # the same work, other places
         step = {**traces["full"], **step}

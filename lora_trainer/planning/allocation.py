@@ -21,7 +21,7 @@ from lora_trainer.planning.fitting import Choices, Fit, Judge, Limit, fit, gib, 
 from lora_trainer.planning.frozen import ELEMENT_BYTES
 from lora_trainer.planning.full_cards import FullCard
 from lora_trainer.planning.host_memory import HostPrediction, predict_host
-from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.loads import Load, RememberedCosts, runs_wide
 from lora_trainer.planning.memory import RECOMPUTING, Prediction, predict
 from lora_trainer.planning.step_time import StepTime, cpu_step_time, gpu_step_time, step_work
 from lora_trainer.quantization import BasePrecision
@@ -188,6 +188,7 @@ class Allocator:
             self.facts,
             element_bytes=ELEMENT_BYTES[self.values["train.precision"]],
             targets=self.values["adapter.targets"],
+            wide_adapter=runs_wide(build_config(self.values).adapter),
         )
         asked = allowed[0] if self.values["memory.gradient_checkpointing"] != "auto" else None
         found = (kind for kind in allowed if kind in known or kind == asked)

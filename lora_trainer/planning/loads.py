@@ -42,7 +42,7 @@ class CostModel(Protocol):
         """Return the cost of training on one sample."""
 
     def known_checkpointing(
-        self, facts: BaseFacts, *, element_bytes: int, targets: Targets
+        self, facts: BaseFacts, *, element_bytes: int, targets: Targets, wide_adapter: bool
     ) -> tuple[Checkpointing, ...]:
         """Return the kinds of checkpointing whose cost is known without running the network."""
 

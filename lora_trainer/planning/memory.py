@@ -14,9 +14,10 @@ from typing import Literal
 
 from lora_trainer.config import SCHEDULE_FREE, Checkpointing
 from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.costs import ADAPTER_BYTES
 from lora_trainer.planning.adapter_size import rebuilt_elements
 from lora_trainer.planning.frozen import ELEMENT_BYTES, FrozenBase
-from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.loads import Load, RememberedCosts, runs_wide
 from lora_trainer.planning.trained_bytes import (
     GRADIENT_BYTES,
     MASTER_BYTES,
@@ -204,7 +205,9 @@ def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
         MemoryItem(
             name="adapter inputs",
             bytes=count * cost.adapter_saved_bytes,
-            note=f"fp32 copies and rank-wide middles, {each}",
+            note=f"fp32 copies and rank-wide middles, {each}"
+            if runs_wide(load.adapter)
+            else "none of its own: it reads what the layers keep",
         ),
         *_dropped_inputs(load, facts, costs),
         *_base_prediction(load, facts),
@@ -228,15 +231,18 @@ def _base_prediction(load: Load, facts: BaseFacts) -> list[MemoryItem]:
 
 
 def _dropped_inputs(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
-    """In fp32 adapters read the inputs of their layers as they are; what is left of them is a copy.
+    """Adapters read the inputs of their layers as they are; what is left of them is a copy.
 
-    With 16 bits they read fp32 copies anyway, which the dropped ones take the place of.
+    There are as many as a wide adapter's fp32 copies, whose place they take if it makes those anyway.
     """
-    if not load.adapter.dropout or load.precision != "fp32":
+    if not load.adapter.dropout or (runs_wide(load.adapter) and load.precision != "fp32"):
         return []
-    copied = costs.sample_cost(facts, replace(load, precision="bf16").workload())
-    kept = costs.sample_cost(facts, load.workload())
-    size = load.micro_batch * max(0, copied.adapter_saved_bytes - kept.adapter_saved_bytes)
+    copying = replace(
+        load.workload(), element_bytes=2, wide_adapter=True, checkpointing="none", rank=1
+    )
+    copies = costs.sample_cost(facts, copying).adapter_saved_bytes
+    share = REBUILT_SHARE[load.checkpointing] * ELEMENT_BYTES[load.precision] / ADAPTER_BYTES
+    size = int(load.micro_batch * copies * share)
     note = "what adapter.dropout leaves, a copy for each layer"
     return [MemoryItem(name="dropped inputs", bytes=size, note=note)]
 

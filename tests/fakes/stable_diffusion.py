@@ -59,7 +59,7 @@ class UNetCosts:
         return linear_shapes(facts.architecture)
 
     def known_checkpointing(
-        self, facts: BaseFacts, *, element_bytes: int, targets: Targets
+        self, facts: BaseFacts, *, element_bytes: int, targets: Targets, wide_adapter: bool
     ) -> tuple[Checkpointing, ...]:
         return CHECKPOINTING
 

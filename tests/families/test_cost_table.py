@@ -26,7 +26,7 @@ from lora_trainer.families.cost_curves import (
     bytes_at,
     flops_at,
 )
-from lora_trainer.families.cost_table import FILE, TARGETS, case_of, traced
+from lora_trainer.families.cost_table import FILE, TARGETS, case_of, entry, traced
 from lora_trainer.families.costs import SampleCost, Workload
 from lora_trainer.families.flow import FlowFamily
 from tests.fakes.family_bases import denoiser_of, facts_of
@@ -86,7 +86,7 @@ for source in sys.argv[1:]:
     for element_bytes in (2, 4):
         for targets in ("attention", "transformer", "all"):
             for checkpointing in family.known_checkpointing(
-                facts, element_bytes=element_bytes, targets=targets
+                facts, element_bytes=element_bytes, targets=targets, wide_adapter=False
             ):
                 family.sample_cost(facts, Workload(height_px=768, width_px=1344, rank=32,
                     element_bytes=element_bytes, targets=targets, checkpointing=checkpointing))
@@ -141,7 +141,10 @@ def test_costs_grow_with_size_rank_and_text(source: str) -> None:
 
 def known_kinds(source: str) -> tuple[Checkpointing, ...]:
     return RELEASES[source].known_checkpointing(
-        facts_by_name(source), element_bytes=WORKLOAD.element_bytes, targets=WORKLOAD.targets
+        facts_by_name(source),
+        element_bytes=WORKLOAD.element_bytes,
+        targets=WORKLOAD.targets,
+        wide_adapter=False,
     )
 
 
@@ -156,13 +159,22 @@ def test_recomputing_trades_bytes_for_work(source: str) -> None:
 
 def test_a_kind_that_is_not_in_the_table_is_not_called_known() -> None:
     facts = facts_by_name(UNPADDED)
-    kinds = [
-        RELEASES[UNPADDED].known_checkpointing(facts, element_bytes=size, targets="transformer")
-        for size in (2, 4)
-    ]
     table = json.loads(FILE.read_text(encoding="utf-8"))[facts.family]["releases"][0]["costs"]
-    for size, found in zip(("2", "4"), kinds, strict=True):
-        assert found == tuple(kind for kind in CHECKPOINTING if kind in table[size]["transformer"])
+    for size, wide in ((2, False), (4, False), (2, True)):
+        found = RELEASES[UNPADDED].known_checkpointing(
+            facts, element_bytes=size, targets="transformer", wide_adapter=wide
+        )
+        traces = table[entry(size, wide=wide)]["transformer"]
+        assert found == tuple(kind for kind in CHECKPOINTING if kind in traces)
+
+
+@pytest.mark.parametrize("source", RELEASES)
+def test_a_wide_adapter_is_in_the_table_and_keeps_copies(source: str) -> None:
+    before = traced.cache_info().misses
+    plain, wide = (cost(source, checkpointing="none", wide_adapter=wide) for wide in (False, True))
+    assert wide.saved_bytes > plain.saved_bytes and peak(wide) > peak(plain)
+    assert wide.adapter_saved_bytes > wide.saved_bytes / 5 > plain.adapter_saved_bytes
+    assert traced.cache_info().misses == before
 
 
 @pytest.mark.parametrize("source", RELEASES)
