@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lora_trainer.config import CHECKPOINTING, Checkpointing
@@ -70,6 +71,13 @@ class UNetCosts:
             vae_factor=facts.vae_factor,
             text_tokens=facts.max_tokens,
         )
+
+
+class WideUNetCosts(UNetCosts):
+    """What it costs in trainers that run adapters as peft does."""
+
+    def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
+        return super().sample_cost(facts, replace(workload, wide_adapter=True))
 
 
 def sd15_facts() -> BaseFacts:

@@ -21,7 +21,7 @@ from lora_trainer.planning.step_time import (
     step_work,
 )
 from lora_trainer.quantization import BasePrecision
-from tests.fakes.stable_diffusion import UNetCosts, mini_facts, sd15_facts
+from tests.fakes.stable_diffusion import UNetCosts, WideUNetCosts, mini_facts, sd15_facts
 
 LOAD = Load(
     device="cuda",
@@ -64,7 +64,11 @@ def flux_work(**changes: Any) -> StepWork:
 def test_a_published_step_on_an_h100_lies_in_the_range(
     checkpointing: Checkpointing, published_s: float
 ) -> None:
-    time = gpu_time("NVIDIA H100 80GB HBM3", checkpointing=checkpointing)
+    """Of a trainer that runs adapters as peft does."""
+    costs = RememberedCosts(family=WideUNetCosts())
+    load = replace(LOAD, checkpointing=checkpointing)
+    work = step_work(load, facts=sd15_facts(), costs=costs, batch_size=1)
+    time = gpu_step_time(work, card("NVIDIA H100 80GB HBM3", total_bytes=8 * GIB), precision="bf16")
     assert time.low_s < published_s < time.high_s
     assert "estimate" in time.note
     assert "starting kernels" in time.note
