@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_trainer.config import concrete
-from lora_trainer.data.findings import Finding, warning
+from lora_trainer.config import AdapterSettings, concrete
+from lora_trainer.data.findings import Finding, note, warning
 from lora_trainer.families.base import FileFormat
 from lora_trainer.formats import format_notes, planned_contents
 from lora_trainer.hardware import tier_problem
@@ -41,6 +41,7 @@ def remarks(prepared: Prepared) -> tuple[Finding, ...]:
             )
         )
     found += _enlarged(prepared)
+    found += _wide(config.adapter)
     shapes = prepared.family.adapter_shapes(facts, targets=config.adapter.targets)
     found += optimizer_remarks(config, shapes=shapes)
     card = prepared.hardware.accelerator().value
@@ -52,6 +53,16 @@ def remarks(prepared: Prepared) -> tuple[Finding, ...]:
     for missed in format_notes(format, planned_contents(config.adapter)):
         found.append(warning("format", None, f"output.format={format}: {missed}", advice=advice))
     return tuple(found)
+
+
+def _wide(adapter: AdapterSettings) -> Iterator[Finding]:
+    slow = {"adapter.dora": adapter.dora, "adapter.init=pissa": adapter.init == "pissa"}
+    for name in (name for name, used in slow.items() if used):
+        what = (
+            f"{name} runs peft's way, beside each layer in fp32 and not as one operation with it: "
+            "a step takes more time, and in 16 bits more memory"
+        )
+        yield note("adapter", None, what, advice="use a plain LoRA where either is short")
 
 
 def _enlarged(prepared: Prepared) -> Iterator[Finding]:

@@ -445,3 +445,19 @@ def test_processes_of_one_machine_share_its_threads(place: Toy) -> None:
     ]
     assert [made.config.hardware.threads for made in found] == [3, 1, 1]
     assert "3 for 2 processes" in found[1].plan.origins["hardware.threads"].reason
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({}, None),
+        ({"adapter__dora": True}, "adapter.dora"),
+        ({"adapter__init": "pissa"}, "adapter.init=pissa"),
+    ],
+)
+def test_adapters_that_run_peft_s_way_are_said(
+    place: Toy, values: dict[str, Any], name: str | None
+) -> None:
+    said = [found.what for found in remarks(prepare(asked(place, **values), hardware=PROCESSOR))]
+    slow = [what for what in said if "peft's way" in what]
+    assert [what.split(" ")[0] for what in slow] == ([] if name is None else [name])

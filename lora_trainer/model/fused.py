@@ -46,9 +46,10 @@ class FusedLinear(Linear):
         update = _Update(scale=self.scaling[name], gates=self.gates)
         weights = (self.lora_A[name].weight, self.lora_B[name].weight)
         if self.before or not _is_product(base):
-            given = gated(x, self.before)
-            beside: Tensor = base(x) + LowRank.apply(given, *weights, update)  # type: ignore[no-untyped-call]
-            return beside
+            given = gated(_samples(x), self.before) if self.before else x
+            change: Tensor = LowRank.apply(given, *weights, update)  # type: ignore[no-untyped-call]
+            outputs: Tensor = base(x)
+            return outputs + change.view(outputs.shape)
         stored, restored = frozen_parts(base)
         fused: Tensor = FrozenAndLowRank.apply(  # type: ignore[no-untyped-call]
             x, *weights, update, base.bias, restored, *stored
@@ -100,10 +101,9 @@ class _Update:
         return self._gated(_flat(x) @ down.to(x.dtype).T, x)
 
     def _gated(self, middle: Tensor, x: Tensor) -> Tensor:
-        """Masks are those of samples, so gates are given [..., rank] and not [rows, rank]."""
         if not self.gates:
             return middle
-        return _flat(gated(middle.view(*x.shape[:-1], -1), self.gates))
+        return _flat(gated(middle.view(x.shape[0], -1, middle.shape[-1]), self.gates))
 
 
 class FrozenAndLowRank(torch.autograd.Function):
@@ -270,6 +270,11 @@ def _product(a: Tensor, b: Tensor, *, scale: float) -> Tensor:
     """Return scale a b in one kernel."""
     unread = a.new_empty(1)  # times 0, which lets no NaN through either
     return torch.addmm(unread, a, b, beta=0, alpha=scale)
+
+
+def _samples(values: Tensor) -> Tensor:
+    """Return [samples, ..., channels] as [samples, rows, channels]: four dimensions are an image to gates."""
+    return values.reshape(values.shape[0], -1, values.shape[-1])
 
 
 def _flat(values: Tensor) -> Tensor:

@@ -1,0 +1,389 @@
+"""LoRA as one operation with its layer, against peft's own layers: same numbers, fewer bytes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lora_trainer.config import AdapterSettings
+from lora_trainer.model.adapters import Adapter, inject
+from lora_trainer.model.dropout import SampleMasks, drop_in_lora, gates_of_lora
+from lora_trainer.model.fused import CUSTOM, FusedLinear, LeanConv2d
+from lora_trainer.model.live_storages import storage_key
+from lora_trainer.model.quantize import QuantizedLinear
+from lora_trainer.quantization import Quantization
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+CPU = torch.device("cpu")
+Pair = tuple[nn.Module, nn.Module]
+
+
+class Holder(nn.Module):
+    """One layer, which peft replaces by name."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x)
+        return found
+
+
+def pair(layer: nn.Module, *, rank: int, alpha: float = 3.0, wide: torch.dtype) -> Pair:
+    """Return peft's own adapted layer and ours, with the same random weights in `wide`."""
+    found = []
+    for custom in ({}, CUSTOM):
+        holder = Holder(copy.deepcopy(layer).requires_grad_(False))
+        config = LoraConfig(
+            r=rank, lora_alpha=alpha, target_modules=["layer"], init_lora_weights=False
+        )
+        config._register_custom_module(dict(custom))
+        inject_adapter_in_model(config, holder)
+        for parameter in holder.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(wide)
+        found.append(holder.layer)
+    plain, ours = found
+    assert plain.state_dict().keys() == ours.state_dict().keys()
+    ours.load_state_dict(plain.state_dict())
+    return plain, ours
+
+
+def learned(layer: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in layer.named_parameters() if ".base_layer" not in f".{name}"}
+
+
+def step(layer: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Return the output and the gradients of x, A and B for a fixed gradient of the output."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    generator = torch.Generator().manual_seed(3)
+    y.backward(torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype))
+    gradients = {name: parameter.grad for name, parameter in learned(layer).items()}
+    return y.detach(), {"x": x.grad, **gradients}
+
+
+def assert_same(pair: Pair, x: Tensor, **tolerance: float) -> None:
+    (y, gradients), (other_y, other_gradients) = (step(layer, x) for layer in pair)
+    torch.testing.assert_close(other_y, y, **tolerance)
+    assert gradients.keys() == other_gradients.keys() and len(gradients) == 3
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(other_gradients[name], gradient, **tolerance)
+
+
+def seen(forward: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return what `forward` returns and what autograd keeps of it."""
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return forward(), kept
+
+
+# ---- the same numbers
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    inputs=st.integers(1, 9),
+    out=st.integers(1, 9),
+    rank=st.integers(1, 5),
+    alpha=st.floats(0.1, 9.0),
+    bias=st.booleans(),
+    strided=st.booleans(),
+)
+def test_a_linear_layer_gives_what_peft_s_does(
+    shape: list[int], inputs: int, out: int, rank: int, alpha: float, bias: bool, strided: bool
+) -> None:
+    layer = nn.Linear(inputs, out, bias=bias, dtype=torch.float64)
+    layers = pair(layer, rank=rank, alpha=alpha, wide=torch.float64)
+    assert type(layers[1]) is FusedLinear
+    x = torch.randn(*shape, inputs, dtype=torch.float64)
+    if strided:
+        x = x.transpose(0, -1).contiguous().transpose(0, -1)
+    assert_same(layers, x, **EXACT)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    inputs=st.integers(1, 5),
+    out=st.integers(1, 5),
+    rank=st.integers(1, 4),
+    kernel=st.sampled_from([1, 3]),
+    stride=st.integers(1, 2),
+    padding=st.integers(0, 1),
+    bias=st.booleans(),
+)
+def test_a_convolution_gives_what_peft_s_does(
+    inputs: int, out: int, rank: int, kernel: int, stride: int, padding: int, bias: bool
+) -> None:
+    layer = nn.Conv2d(
+        inputs, out, kernel, stride=stride, padding=padding, bias=bias, dtype=torch.float64
+    )
+    layers = pair(layer, rank=rank, wide=torch.float64)
+    assert type(layers[1]) is LeanConv2d
+    assert_same(layers, torch.randn(2, inputs, 6, 5, dtype=torch.float64), **EXACT)
+
+
+def test_other_paddings_are_peft_s() -> None:
+    layer = nn.Conv2d(3, 4, 3, padding="same", dtype=torch.float64)
+    assert_same(pair(layer, rank=2, wide=torch.float64), torch.randn(1, 3, 5, 5).double(), **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_masters_and_gradients_are_float32_beside_16_bits(kind: str, dtype: torch.dtype) -> None:
+    """And as near to exact numbers as the rounding of 16 bits allows."""
+    layer: nn.Module = nn.Linear(24, 40) if kind == "linear" else nn.Conv2d(6, 10, 3, padding=1)
+    x = torch.randn(3, 50, 24) if kind == "linear" else torch.randn(3, 6, 8, 8)
+    layer, x = layer.to(dtype), x.to(dtype)
+    _, ours = pair(layer, rank=4, wide=torch.float32)
+    exact = pair(copy.deepcopy(layer).double(), rank=4, wide=torch.float64)[1]
+    exact.load_state_dict(ours.state_dict())
+    (y, gradients), (wanted_y, wanted) = step(ours, x), step(exact, x.double())
+    assert y.dtype == dtype
+    assert all(parameter.dtype == torch.float32 for parameter in learned(ours).values())
+    for found, true in [(y, wanted_y), *zip(gradients.values(), wanted.values(), strict=True)]:
+        assert found is not None and true is not None
+        assert (found.double() - true).norm() < 2 * torch.finfo(dtype).eps * true.norm()
+    assert {name: g.dtype for name, g in gradients.items() if g is not None} == {
+        name: dtype if name == "x" else torch.float32 for name in gradients
+    }
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "nf4"])
+def test_a_quantised_base_is_restored_and_never_kept(kind: Quantization) -> None:
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes")
+    plain = nn.Linear(64, 128)
+    layer = QuantizedLinear(plain, kind, device=CPU)
+    layers = pair(layer, rank=4, wide=torch.float32)
+    x = torch.randn(2, 7, 64)
+    assert_same(layers, x, rtol=1e-4, atol=1e-4)
+    y, kept = seen(lambda: layers[1](x.requires_grad_()))
+    assert y.grad_fn is not None and "FrozenAndLowRank" in y.grad_fn.name()
+    whole = 4 * 64 * 128
+    assert max(tensor.nbytes for tensor in kept) < whole / 2
+
+
+# ---- dropout
+
+
+@pytest.mark.parametrize("name", ["dropout", "rank_dropout", "module_dropout"])
+@pytest.mark.parametrize(
+    ("dims", "convolution"), [(2, False), (3, False), (4, False), (4, True)]
+)
+def test_masks_drop_what_hooks_on_peft_s_layers_dropped(
+    name: str, dims: int, convolution: bool
+) -> None:
+    layer: nn.Module = nn.Conv2d(6, 5, 3) if convolution else nn.Linear(6, 5)
+    chosen = AdapterSettings(rank=3, **{name: 0.5})
+    plain, ours = pair(layer.double(), rank=3, wide=torch.float64)
+    shape = (2, 6, 7, 7) if convolution else (2, *(3, 4)[: dims - 2], 6)
+    x = torch.randn(shape, dtype=torch.float64)
+    masks, others = SampleMasks(), SampleMasks()
+    drop_in_lora(masks, "denoiser.layer", [plain.lora_A["default"]], chosen)
+    ours.before, ours.gates = gates_of_lora(
+        others, "denoiser.layer", ours.lora_A["default"], chosen
+    )
+    results = []
+    for module, own in ((plain, masks), (ours, others)):
+        with own.of([5, 2**40 + 9], device=CPU):
+            # Hooks took a linear layer's [samples, height, width, channels] for an image.
+            given = x.flatten(1, 2) if module is plain and dims == 4 and not convolution else x
+            y, gradients = step(module, given)
+        results.append([y, *(gradient for gradient in gradients.values() if gradient is not None)])
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found.flatten(), wanted.flatten(), **EXACT)
+    assert not torch.equal(results[1][0], ours(x)), "something was dropped"
+
+
+# ---- what is kept and recomputed
+
+
+class Shared(nn.Module):
+    """Query, key and value of one input, and a layer after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, 6) for _ in range(3))
+        self.out = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = self.out(self.q(x) + self.k(x) + self.v(x))
+        return total
+
+
+def adapted(network: nn.Module, names: list[str], **values: Any) -> Adapter:
+    adapter = inject(
+        {"denoiser": network.requires_grad_(False)},
+        modules={"denoiser": names},
+        settings=AdapterSettings.model_validate({"rank": 2, **values}),
+        alpha=2.0,
+        seed=1,
+    )
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return adapter
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_that_read_one_input_keep_it_once_and_as_it_is(dtype: torch.dtype) -> None:
+    network = Shared().to(dtype)
+    adapted(network, ["q", "k", "v", "out"])
+    source = torch.randn(3, 5, 6, dtype=dtype, requires_grad=True)
+    x = source * 2
+    _, kept = seen(lambda: network(x))
+    owned = {storage_key(parameter) for parameter in network.parameters()}
+    made = {
+        storage_key(t): t.untyped_storage().nbytes() for t in kept if storage_key(t) not in owned
+    }
+    assert storage_key(x) in made
+    assert sorted(made.values()) == [x.nbytes, x.nbytes], "the input of three, and that of the last"
+
+
+@pytest.mark.parametrize("values", [{}, {"dropout": 0.4, "rank_dropout": 0.3}], ids=str)
+def test_recomputing_changes_no_bit(values: dict[str, Any]) -> None:
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        network = Shared()
+        adapter = adapted(network, ["q", "k", "v", "out"], **values)
+        x = torch.randn(2, 5, 6, requires_grad=True)
+        masks = adapter.masks or SampleMasks()
+        with masks.of([3, 4], device=CPU) if values else torch.enable_grad():
+            y = checkpoint(network, x, use_reentrant=False) if recompute else network(x)
+            y.square().sum().backward()
+        results.append([y, x.grad, *(parameter.grad for parameter in adapter.parameters())])
+    for plain, again in zip(*results, strict=True):
+        assert torch.equal(plain, again)
+
+
+class Kernels(TorchDispatchMode):
+    """Notes every kernel with the storage of what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation
+        self.calls: list[tuple[Any, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not func.is_view:
+            self.calls.append((func, storage_key(result)))
+        return result
+
+
+def test_the_product_with_the_frozen_weight_comes_last_and_is_the_output() -> None:
+    """Checkpoints that keep results of products see it, and nothing writes into it later."""
+    _, ours = pair(nn.Linear(6, 5), rank=2, wide=torch.float32)
+    with Kernels() as kernels:
+        y = ours(torch.randn(4, 6))
+    last, made = kernels.calls[-1]
+    assert (last, made) == (torch.ops.aten.addmm_.default, storage_key(y))
+    assert [call for call, _ in kernels.calls].count(last) == 1
+
+
+# ---- parts that are frozen, off, hooked or of another kind
+
+
+@pytest.mark.parametrize("frozen", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("kind", ["linear", "hooked", "convolution"])
+def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(kind: str, frozen: str) -> None:
+    layer: nn.Module = nn.Conv2d(4, 5, 3) if kind == "convolution" else nn.Linear(4, 5)
+    layers = pair(layer.double(), rank=2, wide=torch.float64)
+    for each in layers:
+        if kind == "hooked":
+            each.get_submodule("base_layer").register_forward_hook(lambda *_: None)
+        for name, parameter in learned(each).items():
+            parameter.requires_grad_(frozen not in name)
+    x = torch.randn(2, 4, 6, 6) if kind == "convolution" else torch.randn(2, 3, 4)
+    (y, gradients), (other_y, others) = (step(each, x.double()) for each in layers)
+    torch.testing.assert_close(other_y, y, **EXACT)
+    assert [gradient is None for gradient in others.values()].count(True) == 1
+    for name, gradient in gradients.items():
+        assert (others[name] is None) == (gradient is None)
+        if gradient is not None:
+            torch.testing.assert_close(others[name], gradient, **EXACT)
+
+
+def test_a_layer_at_the_start_of_a_network_makes_no_gradient_of_its_input() -> None:
+    _, ours = pair(nn.Linear(4, 5), rank=2, wide=torch.float32)
+    ours(torch.randn(3, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in learned(ours).values())
+
+
+def test_turned_off_it_is_the_layer_itself() -> None:
+    network = Shared()
+    plain = copy.deepcopy(network)
+    adapter = adapted(network, ["q", "out"])
+    x = torch.randn(2, 3, 6)
+    with adapter.off():
+        assert torch.equal(network(x), plain(x))
+    assert not torch.allclose(network(x), plain(x))
+
+
+def hooked(base: nn.Module) -> None:
+    base.register_forward_hook(lambda _module, _inputs, output: output + 1)
+
+
+def prepared(base: nn.Module) -> None:
+    base.register_forward_pre_hook(lambda _module, inputs: (inputs[0] * 2,))
+
+
+def wrapped(base: nn.Module) -> None:
+    """As diffusers brings weights."""
+    plain = base.forward
+    base.forward = lambda x: plain(x) + 1  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("change", [hooked, prepared, wrapped])
+def test_what_was_put_around_the_base_layer_is_kept(change: Callable[[nn.Module], None]) -> None:
+    layers = pair(nn.Linear(4, 5).double(), rank=2, wide=torch.float64)
+    for each in layers:
+        change(each.get_submodule("base_layer"))
+    x = torch.randn(3, 4, dtype=torch.float64)
+    assert_same(layers, x, **EXACT)
+    y = layers[1](x)
+    assert "FrozenAndLowRank" not in y.grad_fn.name()
+
+
+class Twice(nn.Linear):
+    """A layer that is more than its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_layer_of_another_kind_computes_itself() -> None:
+    layers = pair(Twice(4, 5).double(), rank=2, wide=torch.float64)
+    assert_same(layers, torch.randn(3, 4, dtype=torch.float64), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("values", "fused"), [({}, True), ({"dora": True}, False), ({"init": "pissa"}, False)]
+)
+def test_dora_and_pissa_are_peft_s(values: dict[str, Any], fused: bool) -> None:
+    network = Shared()
+    adapter = adapted(network, ["out"], **values)
+    y = network(torch.randn(2, 6))
+    assert y.grad_fn is not None
+    assert ("FrozenAndLowRank" in y.grad_fn.name()) == fused
+    y.sum().backward()
+    assert all(parameter.grad is not None for parameter in adapter.parameters())
