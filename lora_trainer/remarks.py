@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_trainer.config import AdapterSettings, concrete
-from lora_trainer.data.findings import Finding, note, warning
+from lora_trainer.data.findings import Finding, warning
 from lora_trainer.families.base import FileFormat
 from lora_trainer.formats import format_notes, planned_contents
 from lora_trainer.hardware import tier_problem
@@ -62,7 +62,7 @@ def _wide(adapter: AdapterSettings) -> Iterator[Finding]:
             f"{name} runs peft's way, beside each layer in fp32 and not as one operation with it: "
             "a step takes more time, and in 16 bits more memory"
         )
-        yield note("adapter", None, what, advice="use a plain LoRA where either is short")
+        yield warning("adapter", None, what, advice="use a plain LoRA where either is short")
 
 
 def _enlarged(prepared: Prepared) -> Iterator[Finding]:
