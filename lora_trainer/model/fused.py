@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from peft.tuners.lora.layer import Conv2d, Linear
@@ -57,7 +57,7 @@ class FusedLinear(Linear):
         return fused
 
 
-def _is_product(layer: nn.Module) -> bool:
+def _is_product(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Say whether a layer is W x + b and no more: hooks may bring its weights or change its output."""
     return (
         type(layer) in (nn.Linear, QuantizedLinear)
@@ -174,13 +174,13 @@ class LeanConv2d(Conv2d):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]  # peft has no annotation
         self.before: list[Gate] = []
         self.gates: list[Gate] = []
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters
-        down, up = self.lora_A[name], self.lora_B[name]
+        down: Any = self.lora_A[name]
         plain_padding = down.padding_mode == "zeros" and not isinstance(down.padding, str)
         peft_s = self.disable_adapters or self.merged or name in self.lora_variant
         if peft_s or not plain_padding:
@@ -193,7 +193,7 @@ class LeanConv2d(Conv2d):
         )
         given = gated(x, self.before)
         changed: Tensor = self.get_base_layer()(x) + LowRankConv.apply(  # type: ignore[no-untyped-call]
-            given, down.weight, up.weight, update
+            given, down.weight, self.lora_B[name].weight, update
         )
         return changed
 

@@ -185,9 +185,7 @@ def test_a_quantised_base_is_restored_and_never_kept(kind: Quantization) -> None
 
 
 @pytest.mark.parametrize("name", ["dropout", "rank_dropout", "module_dropout"])
-@pytest.mark.parametrize(
-    ("dims", "convolution"), [(2, False), (3, False), (4, False), (4, True)]
-)
+@pytest.mark.parametrize(("dims", "convolution"), [(2, False), (3, False), (4, False), (4, True)])
 def test_masks_drop_what_hooks_on_peft_s_layers_dropped(
     name: str, dims: int, convolution: bool
 ) -> None:
