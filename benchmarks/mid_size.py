@@ -21,7 +21,8 @@ sys.path.insert(0, str(ROOT))
 from lora_trainer import families  # noqa: E402
 from lora_trainer.config import Config  # noqa: E402
 from lora_trainer.data.buckets import buckets_for, place  # noqa: E402
-from lora_trainer.data.cache import Cache, latent_key, text_key  # noqa: E402
+from lora_trainer.data.cache import Cache  # noqa: E402
+from lora_trainer.data.cache_keys import latent_key, text_key  # noqa: E402
 from lora_trainer.data.loader import Feeder  # noqa: E402
 from lora_trainer.data.sources import Entries, Source  # noqa: E402
 from lora_trainer.events import EventStream  # noqa: E402

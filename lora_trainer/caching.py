@@ -10,7 +10,8 @@ import torch
 
 from lora_trainer.config import Config, concrete
 from lora_trainer.data.cache import Cache
-from lora_trainer.data.encode import Needs, TextEntries, fill, needs
+from lora_trainer.data.encode import fill
+from lora_trainer.data.needs import Needs, TextEntries, needs
 from lora_trainer.device import CPU, DTYPES, encoder_device, planned_device
 from lora_trainer.events import EventStream
 from lora_trainer.exporting import Job

@@ -60,6 +60,8 @@ _EMPHASIS_MARKS = ("(", ")", "[", "]", "\\")
 
 def has_choice(text: str) -> bool:
     """Say whether there is anything to choose in a text."""
+    if "{" not in text:
+        return False
     asked = 0
 
     def choose(count: int, place: int) -> int:

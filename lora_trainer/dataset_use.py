@@ -19,6 +19,7 @@ from lora_trainer.data.regularisation import scan_all
 from lora_trainer.data.scan import Dataset, ImageRecord
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.files import CappedFolder, HashMemo
+from lora_trainer.garbage import uncollected
 from lora_trainer.hardware import GIB
 
 
@@ -43,8 +44,9 @@ def cache_in(config: Config) -> CappedFolder:
 
 def scan_with_memo(folder: Path, config: Config, cache_root: Path) -> Dataset:
     """Scan a dataset with the hashes and verified pictures remembered in the cache folder."""
-    memo = HashMemo.load(cache_root / ".hashes.json")
-    verified = VerifiedImages.load(cache_root / ".verified.json")
+    with uncollected():
+        memo = HashMemo.load(cache_root / ".hashes.json")
+        verified = VerifiedImages.load(cache_root / ".verified.json")
     dataset = scan_all(folder, settings=config.data, memo=memo, verified=verified)
     memo.save()
     verified.save()
@@ -83,9 +85,10 @@ def _place_at(
         max_aspect=config.data.max_aspect if config.data.buckets else 1.0,
         setting=setting,
     )
-    return {
-        record.name: place(record.width_px, record.height_px, buckets=buckets) for record in records
-    }
+    # Many pictures have few sizes; those of one size share the object too.
+    sizes = {(record.width_px, record.height_px) for record in records}
+    placed = {size: place(*size, buckets=buckets) for size in sizes}
+    return {record.name: placed[record.width_px, record.height_px] for record in records}
 
 
 def bucket_counts(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lora_trainer.caching import texts_as
 from lora_trainer.data.cache import Cache
-from lora_trainer.data.encode import Needs
 from lora_trainer.data.loader import Feeder
+from lora_trainer.data.needs import Needs
 from lora_trainer.data.sources import Entries
 from lora_trainer.exporting import Job
 from lora_trainer.prepare import Prepared

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -173,46 +173,74 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class HashMemo:
     """Content hashes remembered by (size, mtime_ns, ctime_ns, inode), so warm starts read no file.
 
-    One small JSON file; a damaged one is the same as an empty one, because it only saves time.
+    One JSON file of texts, "size mtime ctime inode hash" by path: lists would take twice the memory.
+    A damaged one is the same as an empty one, because it only saves time.
     """
 
     file: Path
-    entries: dict[str, list[Any]]
+    entries: dict[str, str]
+    _saved: bool = field(default=False, init=False, compare=False)
+    """Whether the file holds these entries."""
 
     @classmethod
     def load(cls, file: Path) -> HashMemo:
         try:
             entries = json.loads(file.read_bytes())
         except (OSError, ValueError, RecursionError):
-            entries = {}
-        return cls(file=file, entries=entries if isinstance(entries, dict) else {})
+            entries = None
+        found = cls(file=file, entries=entries if isinstance(entries, dict) else {})
+        found._saved = isinstance(entries, dict)
+        return found
 
     def sha256(self, path: Path) -> str:
         """Hash `path`, or answer from memory when its stat has not changed; raises OSError."""
-        stat = path.stat()
-        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-        key = os.path.abspath(path)  # noqa: PTH100 - resolve() would stat every parent of every file
-        known = self.entries.get(key)
-        if isinstance(known, list) and known[:4] == stamp and len(known) == 5:
-            return str(known[4])
+        key, stat = _memo_key(path), os.stat(path)  # noqa: PTH116 - asked for each of 100,000 files
+        found = self._remembered(key, stat)
+        if found is not None:
+            return found
         digest = sha256_file(path)
         # A file changed less than 2 s ago may change again within its timestamp's resolution.
         if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:
-            self.entries[key] = [*stamp, digest]
+            self.entries[key] = _stamp(stat) + digest
+            self._saved = False
         return digest
 
+    def known(self, path: str) -> str | None:
+        """Return the hash of a file whose stat has not changed; None for one that must be read."""
+        try:
+            return self._remembered(_memo_key(path), os.stat(path))  # noqa: PTH116 - as above
+        except OSError:
+            return None
+
+    def _remembered(self, key: str, stat: os.stat_result) -> str | None:
+        stamp, known = _stamp(stat), self.entries.get(key)
+        if isinstance(known, str) and known.startswith(stamp):
+            return known.removeprefix(stamp)
+        return None
+
     def save(self) -> None:
-        """Write the memo beside the cache it serves; raises MachineError."""
+        """Write the memo beside the cache it serves, if it is not there yet; raises MachineError."""
+        if self._saved:
+            return
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise disk_error(self.file, error) from error
         # Escaped to ASCII: a file name may hold bytes that are not UTF-8.
         write_atomic(self.file, json.dumps(self.entries).encode(), durable=False)
+        self._saved = True
+
+
+def _memo_key(path: Path | str) -> str:
+    return os.path.abspath(path)  # noqa: PTH100 - resolve() would stat every parent of every file
+
+
+def _stamp(stat: os.stat_result) -> str:
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino} "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,34 +267,47 @@ class CappedFolder:
 
     def files(self) -> Iterator[tuple[Path, os.stat_result]]:
         """Yield every entry file with its stat, hidden and temporary files excepted."""
-        for path in self.root.rglob("*"):
-            if path.name.startswith("."):
-                continue
-            try:
-                stat = path.stat()
-            except FileNotFoundError:  # another run pruned it between listing and stat
-                continue
-            if os.path.isfile(path):  # noqa: PTH113 - no second Path object per entry
-                yield path, stat
+        return ((Path(file), stat) for file, stat in _files_in(str(self.root)))
 
     def used_bytes(self) -> int:
         """Return the bytes of all entries."""
-        return sum(stat.st_size for _, stat in self.files())
+        return sum(stat.st_size for _, stat in _files_in(str(self.root)))
 
-    def prune(self, keep: Iterable[Path]) -> int:
+    def prune(self, keep: Iterable[Path | str]) -> int:
         """Remove oldest-used files until under the limit, never one in `keep`; return bytes freed."""
         if not (self.root / self.marker).exists():
             return 0
-        kept = set(keep)
+        excess = self.used_bytes() - self.limit_bytes
+        if excess <= 0:
+            return 0
+        kept = {os.fspath(path) for path in keep}
         entries = sorted(
-            self.files(), key=lambda entry: max(entry[1].st_atime_ns, entry[1].st_mtime_ns)
+            (max(stat.st_atime_ns, stat.st_mtime_ns), file, stat.st_size)
+            for file, stat in _files_in(str(self.root))
         )
-        excess = sum(stat.st_size for _, stat in entries) - self.limit_bytes
         freed = 0
-        for path, stat in entries:
+        for _, file, size_bytes in entries:
             if freed >= excess:
                 break
-            if path not in kept:
-                path.unlink(missing_ok=True)
-                freed += stat.st_size
+            if file not in kept:
+                Path(file).unlink(missing_ok=True)
+                freed += size_bytes
         return freed
+
+
+def _files_in(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield regular files, also in the folders inside, by name without a dot in front."""
+    try:
+        with os.scandir(folder) as found:
+            entries = [entry for entry in found if not entry.name.startswith(".")]
+    except OSError:  # another run removed it, or it may not be read
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files_in(entry.path)
+            continue
+        try:
+            if entry.is_file():
+                yield entry.path, entry.stat()
+        except OSError:  # another run pruned it between listing and stat
+            continue

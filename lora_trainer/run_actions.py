@@ -9,8 +9,8 @@ from functools import cache, partial
 from lora_trainer.best_export import BestExport
 from lora_trainer.caching import texts_as
 from lora_trainer.config import Config, concrete
-from lora_trainer.data.encode import Needs
 from lora_trainer.data.loader import Feeder
+from lora_trainer.data.needs import Needs
 from lora_trainer.data.sources import Entries
 from lora_trainer.device import DTYPES, encoder_device
 from lora_trainer.exporting import Job, copied, copied_words, exporter

@@ -15,7 +15,7 @@ from PIL import Image
 from lora_trainer.errors import RequestError
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class Bucket:
     """The size pictures of similar shape are trained at."""
 
@@ -26,7 +26,7 @@ class Bucket:
         return f"{self.width_px}x{self.height_px}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Placement:
     """How one picture fills its bucket: scaled to cover it, then cropped at (left, top)."""
 

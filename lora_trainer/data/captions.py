@@ -30,7 +30,7 @@ _BYTE_ORDER_MARKS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CaptionText:
     """One caption as a single line, and what was guessed or cut while reading it.
 
@@ -169,7 +169,7 @@ def _add_metadata_line(line: str, captions: dict[str, CaptionText]) -> str | Non
 
 def same_name(name: str) -> str:
     """Return the form in which names that differ only in case or Unicode composition are equal."""
-    return unicodedata.normalize("NFC", name).casefold()
+    return name.lower() if name.isascii() else unicodedata.normalize("NFC", name).casefold()
 
 
 def split_name(name: str) -> tuple[str, str]:

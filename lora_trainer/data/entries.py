@@ -29,14 +29,15 @@ def entries_in(path: Path) -> list[Entry]:
 
 
 def _is_meant(name: str) -> bool:
-    stem, extension = split_name(name.casefold())
+    folded = name.casefold()
+    stem, extension = split_name(folded)
     is_document = stem in _DOCUMENT_STEMS and extension not in IMAGE_EXTENSIONS
-    return not (name.startswith(".") or name.casefold() in _IGNORED_NAMES or is_document)
+    return not (name.startswith(".") or folded in _IGNORED_NAMES or is_document)
 
 
 def text_of(name: str) -> str:
     """Return a file name as text: it may hold bytes that are not UTF-8, which no JSON file can."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
+    return name if name.isascii() else os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def holds(question: Callable[[], bool]) -> bool:

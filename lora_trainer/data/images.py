@@ -12,7 +12,7 @@ import json
 import stat
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BufferedReader
@@ -45,7 +45,7 @@ IMAGE_EXTENSIONS = frozenset(
 MIN_SIDE_PX = 16
 MAX_ASPECT = 20
 # Raise the number when what is kept of a picture changes.
-_MEMO_VERSION = f"1, Pillow {PIL.__version__}"
+_MEMO_VERSION = f"2, Pillow {PIL.__version__}"
 _OF_ALPHA = " alpha"
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -74,7 +74,7 @@ class DecodedImage:
         return any(note.startswith("alpha:") for note in self.notes)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VerifiedImage:
     """What the preflight keeps of a picture that decoded. `background` is "" for an opaque one."""
 
@@ -85,18 +85,21 @@ class VerifiedImage:
     background: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class VerifiedImages:
     """Pictures and masks known to decode, and texts of caption files, by the SHA-256 of their bytes.
 
     One file in the cache folder: a checksum, then JSON. A damaged one, or one made with another
     Pillow, is the same as an empty one, because it only saves time. `file` None: nothing is kept.
+    Entries are kept as JSON texts: of a hundred thousand, the lists in them would take 200 MB.
     """
 
     file: Path | None = None
-    images: dict[str, Any] = field(default_factory=dict)
-    captions: dict[str, Any] = field(default_factory=dict)
-    masks: dict[str, Any] = field(default_factory=dict)
+    images: dict[str, str] = field(default_factory=dict)
+    captions: dict[str, str] = field(default_factory=dict)
+    masks: dict[str, str] = field(default_factory=dict)
+    _saved: bool = field(default=False, init=False, compare=False)
+    """Whether the file holds all of this."""
 
     @classmethod
     def load(cls, file: Path) -> VerifiedImages:
@@ -112,19 +115,21 @@ class VerifiedImages:
                 }:
                     masks = others.get("masks")  # those of before had none
                     if made_with == _MEMO_VERSION:
-                        return cls(
+                        found = cls(
                             file=file,
                             images=images,
                             captions=captions,
                             masks=masks if isinstance(masks, dict) else {},
                         )
+                        found._saved = True
+                        return found
         except (OSError, ValueError, RecursionError):
             pass
         return cls(file=file)
 
     def image(self, content_hash: str, *, settings: DataSettings) -> VerifiedImage | None:
         """Return what is known of these bytes, if decoding them again would say the same."""
-        match self.images.get(content_hash):
+        match _value(self.images, content_hash):
             case [int(width_px), int(height_px), [*notes], numbers, str(background)]:
                 measures = Measures.from_json(numbers)
             case _:
@@ -144,11 +149,12 @@ class VerifiedImages:
         """Remember a picture that decoded."""
         numbers = image.measures.to_json()
         entry = [image.width_px, image.height_px, list(image.notes), numbers, image.background]
-        self.images[content_hash] = entry
+        self.images[content_hash] = json.dumps(entry)
+        self._saved = False
 
     def caption(self, content_hash: str) -> CaptionText | None:
         """Return the text of the caption file with these bytes."""
-        match self.captions.get(content_hash):
+        match _value(self.captions, content_hash):
             case [str(text), [*problems], [*lines]]:
                 said, read = tuple(map(str, problems)), tuple(map(str, lines))
                 return CaptionText(text=text, problems=said, lines=read)
@@ -157,22 +163,24 @@ class VerifiedImages:
     def add_caption(self, content_hash: str, caption: CaptionText) -> None:
         """Remember the text of a caption file."""
         entry = [caption.text, list(caption.problems), list(caption.lines)]
-        self.captions[content_hash] = entry
+        self.captions[content_hash] = json.dumps(entry)
+        self._saved = False
 
     def mask(self, content_hash: str, *, of_alpha: bool) -> tuple[int, int, int] | None:
         """Return width and height in pixels and the brightest value of a mask, or of these bytes' alpha."""
-        match self.masks.get(content_hash + _OF_ALPHA * of_alpha):
+        match _value(self.masks, content_hash + _OF_ALPHA * of_alpha):
             case [int(width_px), int(height_px), int(brightest)]:
                 return width_px, height_px, brightest
         return None
 
     def add_mask(self, content_hash: str, size: tuple[int, int, int], *, of_alpha: bool) -> None:
         """Remember what `mask` returns."""
-        self.masks[content_hash + _OF_ALPHA * of_alpha] = list(size)
+        self.masks[content_hash + _OF_ALPHA * of_alpha] = json.dumps(size)
+        self._saved = False
 
     def save(self) -> None:
-        """Write the memo; raises MachineError."""
-        if self.file is None:
+        """Write the memo, if the file does not hold it yet; raises MachineError."""
+        if self.file is None or self._saved:
             return
         known = {
             "made_with": _MEMO_VERSION,
@@ -186,6 +194,15 @@ class VerifiedImages:
             raise disk_error(self.file, error) from error
         body = json.dumps(known).encode()
         write_atomic(self.file, sha256_bytes(body).encode() + b"\n" + body, durable=False)
+        self._saved = True
+
+
+def _value(entries: Mapping[str, str], key: str) -> Any:
+    """Return what a text of the memo says; None for none, or for one that is no JSON."""
+    try:
+        return json.loads(entries[key])
+    except (LookupError, ValueError, TypeError, RecursionError):
+        return None
 
 
 def background_rgb(settings: DataSettings) -> Rgb:

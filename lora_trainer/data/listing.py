@@ -29,6 +29,7 @@ from lora_trainer.data.findings import Finding, named, note, shown, unusable, wa
 from lora_trainer.data.images import IMAGE_EXTENSIONS
 from lora_trainer.data.masks import MASKS_FOLDER, masked_stem
 from lora_trainer.errors import InputError, RequestError, did_you_mean
+from lora_trainer.garbage import uncollected
 
 FOLDER_NAME = "folder name"
 MAX_REPEATS = 1000
@@ -40,7 +41,7 @@ _REPEATS_FOLDER = re.compile(r"([0-9]+)_(.+)", re.DOTALL)
 Group = Literal["picture", "caption", "metadata", "folder", "other"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GivenCaption:
     """A caption from elsewhere than a file of the picture's own; `source` says from where.
 
@@ -52,22 +53,33 @@ class GivenCaption:
     lines: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ListedPicture:
     """An image file before it is opened, its caption file, and stand-ins for that, best first.
 
-    `folder` is the name of the subfolder it lies in, `.` for none.
+    `folder` is the name of the subfolder it lies in, `.` for none. Files are kept as texts: a hundred
+    thousand `Path` objects are slow to make and large.
     """
 
-    path: Path
+    file: str
     name: str
     folder: str
     repeats: int
-    sidecar: Path | None
+    sidecar_file: str | None
     sidecar_name: str | None
     stand_ins: tuple[GivenCaption, ...]
     mask: Path | None = None
     mask_name: str | None = None
+
+    @property
+    def path(self) -> Path:
+        """Where the picture is."""
+        return Path(self.file)
+
+    @property
+    def sidecar(self) -> Path | None:
+        """Where its caption file is, if it has one."""
+        return None if self.sidecar_file is None else Path(self.sidecar_file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +90,7 @@ class Listing:
     findings: tuple[Finding, ...]
 
 
+@uncollected()
 def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
     """List a dataset folder; raises InputError when there is none, or no picture in it."""
     if not root.is_dir():
@@ -291,12 +304,13 @@ class _Walk:
         sidecars: Sidecars,
         masks: Mapping[str, tuple[Path, str]],
     ) -> None:
-        name = folder.prefix + text_of(file_name)
+        name, place = folder.prefix + text_of(file_name), str(folder.path)
         stand_ins = []
-        described = name if name in self.described else self.alike.get(same_name(name))
-        if described is not None:
-            self.users[described].append(name)
-            stand_ins.append(self.described[described])
+        if self.described:
+            described = name if name in self.described else self.alike.get(same_name(name))
+            if described is not None:
+                self.users[described].append(name)
+                stand_ins.append(self.described[described])
         if folder.caption is not None:
             stand_ins.append(GivenCaption(text=folder.caption, source=FOLDER_NAME))
         sidecar = sidecars.find(split_name(file_name)[0])
@@ -308,11 +322,11 @@ class _Walk:
             mask, mask_name = masks.get(same_name(split_name(file_name)[0]), (None, None))
         self.pictures.append(
             ListedPicture(
-                path=folder.path / file_name,
+                file=os.path.join(place, file_name),  # noqa: PTH118 - a Path per picture is slow
                 name=name,
                 folder=folder.name,
                 repeats=folder.repeats,
-                sidecar=None if sidecar is None else folder.path / sidecar,
+                sidecar_file=None if sidecar is None else os.path.join(place, sidecar),  # noqa: PTH118 - as above
                 sidecar_name=sidecar_name,
                 stand_ins=tuple(stand_ins),
                 mask=mask,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lora_trainer.config import DataSettings, ObjectiveSettings
 from lora_trainer.data.batches import Prepared, StepBatch
-from lora_trainer.data.cache import CacheKey
+from lora_trainer.data.cache_keys import CacheKey
 from lora_trainer.data.caption_rules import is_dropped, variant_of
 from lora_trainer.data.epochs import epoch_order, sample_id
 from lora_trainer.data.prefetch import made_ahead
@@ -52,6 +52,7 @@ class Feeder:
     regularisation_per_epoch: int = 0
     place: Place = field(default_factory=Place)
     _orders: dict[int, list[str]] = field(default_factory=dict)
+    _places: dict[int, dict[str, int]] = field(default_factory=dict)
 
     def sample_at(self, position: int) -> tuple[int, str]:
         """Return (epoch, sample id) at a position of the endless stream of shuffled epochs."""
@@ -210,7 +211,7 @@ class Feeder:
         )
         if strata == 1:
             return uniform
-        position = epoch * self.epoch_length + self._order(epoch).index(sample)
+        position = epoch * self.epoch_length + self._place_in(epoch)[sample]
         window, place = divmod(position, strata)
         order = shuffled(map(str, range(strata)), self.seed, Stream.TIMESTEP_STRATUM, window)
         return (int(order[place]) + uniform) / strata
@@ -257,6 +258,16 @@ class Feeder:
                 self._orders.clear()
             self._orders[epoch] = order
         return order
+
+    def _place_in(self, epoch: int) -> dict[str, int]:
+        """Return where in an epoch each sample comes: found once, not searched for by every sample."""
+        places = self._places.get(epoch)
+        if places is None:
+            places = {sample: place for place, sample in enumerate(self._order(epoch))}
+            if len(self._places) > 2:
+                self._places.clear()
+            self._places[epoch] = places
+        return places
 
     def _generator(self, stream: Stream, *counters: int | str) -> torch.Generator:
         return torch.Generator().manual_seed(draw_seed(self.seed, stream, *counters))

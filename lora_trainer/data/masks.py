@@ -28,7 +28,7 @@ ASPECT_TOLERANCE = 0.02
 """What sides rounded to pixels make of a ratio, at most."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Mask:
     """A mask that was checked; `of_alpha`: the picture itself is the file, its transparency the mask."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,8 +18,9 @@ from lora_trainer.data.buckets import Placement
 from lora_trainer.data.captions import has_trigger
 from lora_trainer.data.findings import Finding, by_severity, note, warning
 from lora_trainer.data.listing import FOLDER_NAME
-from lora_trainer.data.measures import PRINT_LENGTH_BITS, Measures, same_picture
+from lora_trainer.data.measures import PRINT_LENGTH_BITS, Measures, same_colours
 from lora_trainer.data.scan import Dataset, ImageRecord
+from lora_trainer.garbage import uncollected
 
 WEIGHTS: Mapping[str, float] = {
     "resolution": 0.25,
@@ -43,7 +44,7 @@ _BAND_CROWD = 32
 _COMMON_WORDS = frozenset(("a", "an", "and", "at", "by", "for", "in", "of", "on", "the", "with"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PictureReport:
     """One picture: its score in [0, 1], and where it goes.
 
@@ -96,6 +97,7 @@ class DatasetReport:
         }
 
 
+@uncollected()
 def inspect_images(
     dataset: Dataset, *, placements: Mapping[str, Placement], settings: DataSettings
 ) -> DatasetReport:
@@ -110,11 +112,23 @@ def inspect_images(
     """
     records = dataset.records
     twins = near_duplicates(records)
-    own = {record.name: _own_parts(record, placements, twins) for record in records}
+    columns: dict[str, list[float]] = {name: [] for name in WEIGHTS if name != "trigger"}
+    pictures = []
+    for record in records:
+        own = _own_parts(record, placements, twins)
+        for name, value in own.items():
+            columns[name].append(value)
+        pictures.append(
+            PictureReport(
+                file=record.name,
+                width_px=record.width_px,
+                height_px=record.height_px,
+                score=_weighted(own),
+                placement=placements[record.name],
+            )
+        )
     parts = {
-        name: _trigger_share(records, settings)
-        if name == "trigger"
-        else _mean(found[name] for found in own.values())
+        name: _trigger_share(records, settings) if name == "trigger" else _mean(columns[name])
         for name in WEIGHTS
     }
     buckets: Counter[str] = Counter()
@@ -131,16 +145,7 @@ def inspect_images(
         parts=parts,
         findings=by_severity(findings),
         buckets=dict(sorted(buckets.items())),
-        pictures=tuple(
-            PictureReport(
-                file=record.name,
-                width_px=record.width_px,
-                height_px=record.height_px,
-                score=_weighted(own[record.name]),
-                placement=placements[record.name],
-            )
-            for record in records
-        ),
+        pictures=tuple(pictures),
     )
 
 
@@ -171,21 +176,27 @@ def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
     Prints that differ in at most n bits agree in one of n + 1 bands, so only those are compared.
     """
     measured = [(record.name, record.measures) for record in records if record.measures]
-    bands: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    prints = [measures.structure for _, measures in measured]
+    bands: dict[int, list[int]] = {}
     twins: dict[str, str] = {}
     for index, (name, measures) in enumerate(measured):
-        keys = _bands(measures.structure)
-        candidates = sorted({other for key in keys for other in bands[key]})
-        for other in candidates:
-            if same_picture(
-                measured[other][1], measures, max_bits=PRINT_BITS, max_colour=PRINT_COLOUR
-            ):
+        own, keys = prints[index], _bands(prints[index])
+        # In one expression, as a hundred others are looked at for each picture.
+        close = {
+            other
+            for key in keys
+            for other in bands.get(key, ())
+            if (prints[other] ^ own).bit_count() <= PRINT_BITS
+        }
+        for other in sorted(close):
+            if same_colours(measured[other][1], measures, max_colour=PRINT_COLOUR):
                 twins[name] = measured[other][0]
                 break
         else:  # a twin's own twins are found through the first
             for key in keys:
-                if len(bands[key]) < _BAND_CROWD:
-                    bands[key].append(index)
+                band = bands.setdefault(key, [])
+                if len(band) < _BAND_CROWD:
+                    band.append(index)
     return twins
 
 
@@ -202,10 +213,11 @@ def exposure_fault(measures: Measures | None) -> str | None:
     return None
 
 
-def _bands(structure: int) -> list[tuple[int, int]]:
+def _bands(structure: int) -> list[int]:
+    """Return a number for each band of a print: where it lies and what it holds."""
     mask = (1 << _BAND_BITS) - 1
     starts = range(0, PRINT_LENGTH_BITS, _BAND_BITS)
-    return [(start, structure >> start & mask) for start in starts]
+    return [start << _BAND_BITS | structure >> start & mask for start in starts]
 
 
 def _mean(values: Iterable[float]) -> float:

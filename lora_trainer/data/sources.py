@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config import OWN_FOLDER
-from lora_trainer.data.cache import Cache, CacheKey
+from lora_trainer.data.cache import Cache
+from lora_trainer.data.cache_keys import CacheKey
 from lora_trainer.errors import MachineError
 from lora_trainer.families.base import Conditioning
 
 RESIDENT_LIMIT_BYTES = 1 << 30  # entries kept in RAM; a small dataset is read from disk once
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
     """Where a sample's tensors are: its latent as is and mirrored (or None), one text entry per variant.
 

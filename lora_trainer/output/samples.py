@@ -16,7 +16,7 @@ import torch
 from PIL.PngImagePlugin import PngInfo
 
 from lora_trainer.config import SamplingSettings
-from lora_trainer.data.cache import CacheKey
+from lora_trainer.data.cache_keys import CacheKey
 from lora_trainer.data.sources import Entries
 from lora_trainer.errors import StoppedBySignal, first_line
 from lora_trainer.events import EventStream

@@ -18,9 +18,11 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.data import cache as cache_module
+from lora_trainer.data import cache_keys as keys_module
 from lora_trainer.data.buckets import Bucket, Placement
-from lora_trainer.data.cache import Arrays, Cache, CacheKey, latent_key, text_key
+from lora_trainer.data.cache import Cache
+from lora_trainer.data.cache_keys import CacheKey, latent_key, text_key
+from lora_trainer.data.entry_format import Arrays
 from lora_trainer.errors import MachineError
 from lora_trainer.events import EventStream
 from lora_trainer.files import CappedFolder
@@ -135,7 +137,7 @@ def test_a_change_gives_exactly_the_affected_entries_new_names(
 
 def test_a_new_format_renames_every_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     before = all_keys()
-    monkeypatch.setattr(cache_module, "FORMAT_VERSION", cache_module.FORMAT_VERSION + 1)
+    monkeypatch.setattr(keys_module, "FORMAT_VERSION", keys_module.FORMAT_VERSION + 1)
     assert not set(before.values()) & set(all_keys().values())
 
 
@@ -200,7 +202,7 @@ def test_the_header_says_what_the_entry_is(tmp_path: Path) -> None:
         "content": "fp32",
     }
     assert header["key"] == KEY.digest
-    assert header["format_version"] == cache_module.FORMAT_VERSION
+    assert header["format_version"] == keys_module.FORMAT_VERSION
     assert len(header["sha256"]) == 64
 
 
@@ -371,10 +373,10 @@ def test_an_unreadable_entry_is_reported_not_raised(
     cache, problems = make_cache(tmp_path)
     cache.write(KEY, ARRAYS)
 
-    def fail(self: Path) -> bytes:
+    def fail(self: Path, *_: object, **__: object) -> bytes:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(Path, "open", fail)
     assert cache.read(KEY) is None
     assert "Input/output error" in problems.found[0]
     assert cache.has(KEY)

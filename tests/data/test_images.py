@@ -643,7 +643,8 @@ def test_no_flipped_bit_in_the_memo_gives_a_wrong_size(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_memo_entry_is_no_entry(entry: Any) -> None:
-    memo = VerifiedImages(images={"hash": entry}, captions={"hash": entry})
+    text = json.dumps(entry)
+    memo = VerifiedImages(images={"hash": text}, captions={"hash": text})
     assert memo.image("hash", settings=SETTINGS) is None
     assert memo.caption("hash") is None
 

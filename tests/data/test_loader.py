@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from lora_trainer.config import DataSettings, ObjectiveSettings
 from lora_trainer.data.batches import Prepared, StepBatch, micro_batches, to_device
-from lora_trainer.data.cache import Cache, CacheKey
+from lora_trainer.data.cache import Cache
+from lora_trainer.data.cache_keys import CacheKey
 from lora_trainer.data.loader import Feeder
 from lora_trainer.data.sources import Entries
 from lora_trainer.errors import MachineError

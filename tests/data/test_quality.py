@@ -47,7 +47,7 @@ def photo(seed: int, size: tuple[int, int] = (256, 256)) -> Image.Image:
 
 def record(image: Image.Image, name: str = "a.png", **changes: Any) -> ImageRecord:
     plain = ImageRecord(
-        path=Path(name),
+        file=name,
         name=name,
         content_hash=f"hash of {name}",
         width_px=image.width,

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from lora_trainer.config import DataSettings
-from lora_trainer.data import scan as scan_module
+from lora_trainer.data import examine as examine_module
 from lora_trainer.data.images import VerifiedImages
 from lora_trainer.data.scan import Dataset, Finding, scan
 from lora_trainer.errors import InputError, RequestError
@@ -753,7 +753,7 @@ def test_renamed_pictures_are_not_decoded_again(
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("decoded again")
 
-    monkeypatch.setattr(scan_module, "verify", refuse)
+    monkeypatch.setattr(examine_module, "verify", refuse)
     dataset = scan(tmp_path / "moved", settings=LENIENT, memo=memo(), verified=verified)
     assert len(dataset.records) == 3
 

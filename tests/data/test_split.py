@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +13,7 @@ from lora_trainer.data.split import hold_out
 
 def record(content: int, *, copy: int = 0, name: str | None = None) -> ImageRecord:
     return ImageRecord(
-        path=Path("x.png"),
+        file="x.png",
         name=name or f"{content}-{copy}.png",
         content_hash=f"{content:064x}",
         width_px=1,

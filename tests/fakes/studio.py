@@ -20,7 +20,8 @@ from lora_trainer.caption_markup import Weighted, words_of
 from lora_trainer.config import DataSettings, Precision
 from lora_trainer.data.buckets import buckets_for, place
 from lora_trainer.data.cache import Cache
-from lora_trainer.data.encode import Encoded, Needs, TextEntries, fill, needs
+from lora_trainer.data.encode import Encoded, fill
+from lora_trainer.data.needs import Needs, TextEntries, needs
 from lora_trainer.data.scan import scan
 from lora_trainer.events import Event, EventStream
 from lora_trainer.families.base import (

@@ -23,7 +23,8 @@ from lora_trainer.config import (
     ObjectiveSettings,
     OptimizerSettings,
 )
-from lora_trainer.data.cache import Cache, CacheKey
+from lora_trainer.data.cache import Cache
+from lora_trainer.data.cache_keys import CacheKey
 from lora_trainer.data.loader import Feeder
 from lora_trainer.data.sources import Entries, Source
 from lora_trainer.events import Event, EventStream

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lora_trainer.config import SamplingSettings
-from lora_trainer.data.cache import CacheKey
+from lora_trainer.data.cache_keys import CacheKey
 from lora_trainer.errors import MachineError, StoppedBySignal
 from lora_trainer.events import Event, EventStream
 from lora_trainer.output.samples import SampleAction

@@ -18,8 +18,8 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from lora_trainer.data import cache as cache_module
-from lora_trainer.data.encode import Needs
+from lora_trainer.data import cache_keys as keys_module
+from lora_trainer.data.needs import Needs
 from lora_trainer.errors import InputError
 from lora_trainer.files import HashMemo
 from tests.fakes.studio import (
@@ -190,7 +190,7 @@ def test_cap_05_a_picture_that_changes_while_it_is_cached_is_never_mixed_in(stud
 
 def of_format(version: int, studio: Studio, monkeypatch: pytest.MonkeyPatch) -> Needs:
     with monkeypatch.context() as patch:
-        patch.setattr(cache_module, "FORMAT_VERSION", version)
+        patch.setattr(keys_module, "FORMAT_VERSION", version)
         wanted = studio.needs()
         studio.encode(wanted)
     return wanted
@@ -199,7 +199,7 @@ def of_format(version: int, studio: Studio, monkeypatch: pytest.MonkeyPatch) -> 
 def test_cac_07_entries_of_another_format_are_left_alone_and_not_used(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_format(cache_module.FORMAT_VERSION - 1, studio, monkeypatch)
+    of_format(keys_module.FORMAT_VERSION - 1, studio, monkeypatch)
     old = files_of(studio.cache.folder.root)
     assert len(old) == ENTRIES
     images, texts = studio.work()
@@ -213,7 +213,7 @@ def test_cac_07_entries_of_another_format_are_left_alone_and_not_used(
 def test_cac_07_an_old_entry_under_a_new_name_is_damage(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = of_format(cache_module.FORMAT_VERSION - 1, studio, monkeypatch).keys()
+    old = of_format(keys_module.FORMAT_VERSION - 1, studio, monkeypatch).keys()
     new = studio.needs().keys()
     for before, now in zip(old, new, strict=True):
         studio.cache.path(now).parent.mkdir(exist_ok=True)

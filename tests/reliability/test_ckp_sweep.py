@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
-from lora_trainer.data.cache import Cache, text_key
+from lora_trainer.data.cache import Cache
+from lora_trainer.data.cache_keys import text_key
 from lora_trainer.errors import MachineError
 from lora_trainer.events import read_jsonl
 from lora_trainer.families import family
@@ -258,12 +259,12 @@ def read_log(folder: Path) -> int | None:
 
 
 def write_memo(folder: Path, version: int) -> None:
-    HashMemo(file=folder / ".hashes.json", entries={"a": [version]}).save()
+    HashMemo(file=folder / ".hashes.json", entries={"a": str(version)}).save()
 
 
 def read_memo(folder: Path) -> int | None:
     entries = HashMemo.load(folder / ".hashes.json").entries
-    return entries["a"][0] if entries else None
+    return int(entries["a"]) if entries else None
 
 
 WRITERS = {

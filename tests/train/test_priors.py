@@ -13,7 +13,7 @@ from torch import Tensor
 from lora_trainer import families
 from lora_trainer.config import AdapterSettings, DataSettings, ObjectiveSettings
 from lora_trainer.data.batches import Prepared, StepBatch, to_device
-from lora_trainer.data.cache import CacheKey
+from lora_trainer.data.cache_keys import CacheKey
 from lora_trainer.data.loader import Feeder
 from lora_trainer.data.sources import Source
 from lora_trainer.families.base import DENOISER
