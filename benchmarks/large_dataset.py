@@ -102,7 +102,7 @@ def _measured(folder: Path, *, may_encode: bool) -> dict[str, Any]:
     with part("imports"):
         import torch
 
-        from lora_trainer.caching import open_cache, texts_as, wanted_entries
+        from lora_trainer.caching import open_cache, refuse_small_cache, texts_as, wanted_entries
         from lora_trainer.data.encode import fill
         from lora_trainer.events import EventStream
         from lora_trainer.prepare import Request, prepare
@@ -112,6 +112,8 @@ def _measured(folder: Path, *, may_encode: bool) -> dict[str, Any]:
     with part("names of entries"):
         wanted = wanted_entries(prepared, prompts=("",))
     cache = open_cache(prepared, EventStream())
+    with part("room in the cache"):
+        refuse_small_cache(prepared, wanted)
     with part("verify every entry"):
         done = fill(
             wanted,
@@ -186,10 +188,14 @@ class _Encoder:
         mean = torch.zeros(channels, *size) + pixels.mean()
         return [Latents(mean=mean, std=torch.ones_like(mean))]
 
-    def encode_prompts(self, prompts: list[str]) -> Any:
+    def tokenize(self, prompts: list[str]) -> Any:
+        return {"text": prompts}
+
+    def encode_tokens(self, tokens: Any) -> Any:
         import torch
 
-        return {"context": torch.zeros(len(prompts), 77, 256) + len(prompts[0])}
+        (prompt,) = tokens["text"]
+        return {"text": torch.zeros(1, 77, 256) + len(prompt)}
 
     def count_tokens(self, prompt: str) -> int:
         return 0

@@ -31,12 +31,12 @@ def open_cache(prepared: Prepared, events: EventStream) -> Cache:
     return Cache(folder=folder, on_problem=events.problem)
 
 
-def refuse_small_cache(prepared: Prepared, prompts: Sequence[str]) -> None:
+def refuse_small_cache(prepared: Prepared, wanted: Needs) -> None:
     """Raise MachineError unless what a run still has to encode fits, before it begins (FAULTS CAC-05).
 
     Entries of the run are counted, the planner's size of them is taken.
     """
-    cache, keys = open_cache(prepared, EventStream()), wanted_entries(prepared, prompts).keys()
+    cache, keys = open_cache(prepared, EventStream()), wanted.keys()
     missing = sum(not cache.has(key) for key in keys)
     needed_bytes = prepared.plan.disk_bytes["cache"]
     cache.check_room(needed_bytes, missing_bytes=needed_bytes * missing // len(keys))
@@ -45,7 +45,7 @@ def refuse_small_cache(prepared: Prepared, prompts: Sequence[str]) -> None:
 def fill_caches(job: Job, cache: Cache) -> Needs:
     prepared, config, family = job.prepared, job.prepared.config, job.prepared.family
     device = planned_device(prepared)
-    wanted = wanted_entries(prepared, job.prompts)
+    wanted = job.wanted or wanted_entries(prepared, job.prompts)
     text_dtype = DTYPES[concrete(config.memory.text_encoder_precision)]
     began = time.monotonic()
     encode = partial(

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from lora_trainer.config import Config
 from lora_trainer.data.buckets import Placement, buckets_for, place
-from lora_trainer.data.images import VerifiedImages
 from lora_trainer.data.regularisation import scan_all
 from lora_trainer.data.scan import Dataset, ImageRecord
+from lora_trainer.data.verified import VerifiedImages
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.files import CappedFolder, HashMemo
 from lora_trainer.garbage import uncollected

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lora_trainer.config import concrete, flatten
+from lora_trainer.data.needs import Needs
 from lora_trainer.dataset_use import bucket_counts
 from lora_trainer.events import EventStream
 from lora_trainer.families.base import FileFormat
@@ -40,7 +41,8 @@ class Job:
     """What a training needs besides its plan: where it writes, what it tells, when it should stop.
 
     `state` is what a resumed run goes on from, None at the start of one; `watchers` are asked between
-    steps like any other action; `ranks` are the processes that share the work.
+    steps like any other action; `ranks` are the processes that share the work; `wanted` are the cache
+    entries it reads, where these are known already.
     """
 
     prepared: Prepared
@@ -52,6 +54,7 @@ class Job:
     started_at_s: float
     ranks: Ranks = field(default_factory=Ranks)
     watchers: Sequence[Action] = ()
+    wanted: Needs | None = None
 
 
 def export(job: Job, adapter: Adapter, file: Path, progress: Progress) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer import __version__
-from lora_trainer.caching import refuse_small_cache
+from lora_trainer.caching import refuse_small_cache, wanted_entries
 from lora_trainer.config import Config, concrete, flatten
 from lora_trainer.data.cache_use import in_use
 from lora_trainer.dataset_use import bucket_counts
@@ -101,7 +101,8 @@ def _lead(asked: TrainRequest, ranks: Ranks, listeners: tuple[Listener, ...]) ->
     prompts = sample_prompts(prepared, count=SAMPLE_PROMPTS)
     place = _place(prepared)
     _refuse_small_disk(prepared)
-    refuse_small_cache(prepared, prompts)
+    wanted = wanted_entries(prepared, prompts)
+    refuse_small_cache(prepared, wanted)
     if prepared.config.output.hub_repo is not None:
         check_upload(prepared.config.output.hub_repo)
     environment = setup_torch(prepared)
@@ -109,7 +110,6 @@ def _lead(asked: TrainRequest, ranks: Ranks, listeners: tuple[Listener, ...]) ->
     folder = claim(previous) if previous is not None else create(*place)
     with folder, _recorded(folder, prepared, listeners) as (events, stop):
         events.subscribe(full_card_memo(prepared, events))
-        prompts = sample_prompts(prepared, count=SAMPLE_PROMPTS)
         gather(ranks, prepared, folder, events, prompts=prompts)
         job = Job(
             prepared=prepared,
@@ -121,6 +121,7 @@ def _lead(asked: TrainRequest, ranks: Ranks, listeners: tuple[Listener, ...]) ->
             started_at_s=before["started_at_s"] if before else time.time(),
             ranks=ranks,
             watchers=asked.watchers,
+            wanted=wanted,
         )
         _announce(job, resumption)
         write_run(folder, _run_record(job, asked, environment))

@@ -22,7 +22,8 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 PROGRAMS = sorted([*(ROOT / "scripts").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
 # These work on tensors; everything else under data/ has to start without torch.
 ON_TENSORS = {
-    f"lora_trainer.data.{name}" for name in ("batches", "encode", "loader", "prefetch", "sources")
+    f"lora_trainer.data.{name}"
+    for name in ("batches", "encode", "loader", "needs", "prefetch", "sources")
 }
 # Seconds of import each; none may be paid for by --help, plan, check, presets or inspect.
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft", "bitsandbytes", "gradio")

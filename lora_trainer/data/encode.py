@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -142,12 +142,11 @@ def _add_latents(
     pictures = [tuple(jobs) for _, jobs in groupby(latents, key=lambda job: job.record.name)]
     make = partial(_pixels, settings=settings)
     with ahead(make, pictures, cost=_decoded_pixels, most_cost=MAX_PIXELS_AHEAD) as made:
-        for jobs in pictures:
+        cuts = chain.from_iterable(made)
+        for job in latents:
             work.obey()
-            for job, pixels in zip(jobs, next(made), strict=True):
-                work.obey()
-                entry = encoding.do(partial(_encode_image, job, pixels))
-                work.add(job.key, entry, message=job.record.name)
+            entry = encoding.do(partial(_encode_image, job, next(cuts)))
+            work.add(job.key, entry, message=job.record.name)
 
 
 def _add_texts(

@@ -88,5 +88,5 @@ def _checksum(key: str, arrays: Mapping[str, NDArray[Any]]) -> str:
         array = arrays[name]
         digest.update(canonical([name, array.dtype.name, list(array.shape)]).encode())
         little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
-        digest.update(little.reshape(-1).view(np.uint8))
+        digest.update(little.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

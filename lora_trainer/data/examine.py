@@ -13,9 +13,10 @@ from lora_trainer.config import DataSettings
 from lora_trainer.data.captions import MAX_CAPTION_BYTES, CaptionText, read_caption
 from lora_trainer.data.faults import ImageFault
 from lora_trainer.data.findings import Finding, unusable
-from lora_trainer.data.images import VerifiedImage, VerifiedImages, verify
+from lora_trainer.data.images import VerifiedImage, verify
 from lora_trainer.data.listing import GivenCaption, ListedPicture
 from lora_trainer.data.masks import Mask, check_mask
+from lora_trainer.data.verified import VerifiedImages
 from lora_trainer.files import HashMemo, sha256_bytes
 
 BAD_MASK = "bad-mask"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -25,8 +25,9 @@ from lora_trainer.data.captions import (
     split_name,
 )
 from lora_trainer.data.entries import Entry, entries_in, holds, is_inside, kind_of, text_of
-from lora_trainer.data.findings import Finding, named, note, shown, unusable, warning
+from lora_trainer.data.findings import Finding, note, shown, unusable, warning
 from lora_trainer.data.images import IMAGE_EXTENSIONS
+from lora_trainer.data.leftovers import Leftovers
 from lora_trainer.data.masks import MASKS_FOLDER, masked_stem
 from lora_trainer.errors import InputError, RequestError, did_you_mean
 from lora_trainer.garbage import uncollected
@@ -104,7 +105,8 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
         real_root=os.path.realpath(root),
     )
     walk.read_root(root)
-    findings = [*walk.findings, *walk.ignored_files()]
+    left = walk.leftovers()
+    findings = [*walk.findings, *left.ignored_files()]
     if not walk.pictures and not any(finding.severity == "error" for finding in findings):
         found = "; ".join(f"{finding.file or ''} {finding.what}".strip() for finding in findings)
         raise InputError(
@@ -116,9 +118,9 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
         pictures=tuple(pictures),
         findings=(
             *findings,
-            *walk.shared_captions(),
-            *walk.unused_captions(),
-            *walk.unused_masks(),
+            *left.shared_captions(),
+            *left.unused_captions(),
+            *left.unused_masks(),
         ),
     )
 
@@ -334,71 +336,16 @@ class _Walk:
             )
         )
 
-    def ignored_files(self) -> Iterator[Finding]:
-        """Yield one note that counts the files of no use here."""
-        if self.ignored:
-            counts = ", ".join(
-                f"{count} {suffix}" for suffix, count in sorted(self.ignored.items())
-            )
-            what = f"files that are neither picture nor caption are ignored: {counts}"
-            yield note("ignored-files", None, what, advice="nothing to do")
-
-    def shared_captions(self) -> Iterator[Finding]:
-        """Yield the caption files that stand for several pictures."""
-        advice = "give each picture a name of its own and a caption file of that name"
-        for source, names in self.users.items():
-            if len(names) > 1:
-                what = f"is the caption of {len(names)} pictures: {named(names)}"
-                yield warning("ambiguous-caption", source, what, advice=advice, code="IMG-08")
-
-    def unused_captions(self) -> Iterator[Finding]:
-        """Yield one warning that names caption files and metadata lines without a picture."""
-        stems = {same_name(split_name(picture.name)[0]) for picture in self.pictures}
-        unused = [
-            source
-            for source, names in self.users.items()
-            # A caption file beside another of the same stem is not lost, only second choice.
-            if not names
-            and (source in self.described or same_name(split_name(source)[0]) not in stems)
-            and not self._is_excluded(source)
-        ]
-        if unused:
-            what = f"captions without a picture ({len(unused)}): {named(unused)}"
-            advice = "name them as their pictures, or remove them"
-            yield warning("unused-caption", None, what, advice=advice, code="CAP-01")
-
-    def unused_masks(self) -> Iterator[Finding]:
-        """Yield one row that names masks nobody asked for, or that have no picture."""
-        away = self._excluded_stems()
-        found = [name for name, picture in self.unclaimed_masks if same_name(picture) not in away]
-        count, names = len(found), named(found)
-        if count and self.settings.masks == "files":
-            what = f"masks without a picture ({count}): {names}"
-            advice = "name them as their pictures, or remove them"
-            yield warning("unused-mask", None, what, advice=advice)
-        elif count:
-            what = f"masks are not used ({count}): {names}"
-            yield note("unused-mask", None, what, advice="--set data.masks=files to use them")
-
-    def _excluded_stems(self) -> set[str]:
-        """Return the pictures that were taken out of the dataset, whose masks stay: without extension."""
-        if self.excluded is None:
-            return set()
-        places = {name.rpartition("/")[0] for _, name in self.unclaimed_masks}
-        inside = [self.excluded / place for place in places]
-        return {
-            same_name(split_name(Path(entry.path).relative_to(self.excluded).as_posix())[0])
-            for place in inside
-            if place.is_dir()
-            for entry in entries_in(place)
-        }
-
-    def _is_excluded(self, name: str) -> bool:
-        """Say whether the picture that a metadata line describes was taken out of the dataset."""
-        return (
-            self.excluded is not None
-            and name in self.described
-            and holds((self.excluded / name).is_file)
+    def leftovers(self) -> Leftovers:
+        """Return what of the folder was not taken."""
+        return Leftovers(
+            settings=self.settings,
+            ignored=self.ignored,
+            users=self.users,
+            pictures=frozenset(same_name(split_name(one.name)[0]) for one in self.pictures),
+            described=self.described,
+            unclaimed_masks=self.unclaimed_masks,
+            excluded=self.excluded,
         )
 
 

@@ -18,7 +18,8 @@ from lora_trainer.config import DataSettings
 from lora_trainer.data.buckets import Placement
 from lora_trainer.data.captions import split_name
 from lora_trainer.data.faults import ImageFault
-from lora_trainer.data.images import VerifiedImage, VerifiedImages, decode, decode_alpha
+from lora_trainer.data.images import VerifiedImage, decode, decode_alpha
+from lora_trainer.data.verified import VerifiedImages
 
 MASKS_FOLDER = "masks"
 """Masks lie in a folder of this name beside the pictures, under the pictures' names ..."""

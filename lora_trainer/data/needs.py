@@ -152,8 +152,12 @@ def needs(
     masks: dict[str, MaskJob] = {}
     sources: dict[str, Source] = {}
     told = cache(geometry)  # pictures of one size and place share what is told of them
+    folders: dict[tuple[str, bool], DataSettings] = {}
     for record in records:
-        own = record.settings(settings)
+        place = (record.folder, record.regularisation)
+        own = folders.get(place)
+        if own is None:
+            own = folders[place] = record.settings(settings)
         drawn = variants(record.written, settings=own, seed=seed)
         keys = [(text, texts_as.key(text)) for text in drawn]
         classes = _of_class(drawn, texts_as, own)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from lora_trainer.config import DataSettings
 from lora_trainer.data.findings import Finding, by_severity, warning
-from lora_trainer.data.images import VerifiedImages
 from lora_trainer.data.scan import Dataset, ImageRecord, scan
+from lora_trainer.data.verified import VerifiedImages
 from lora_trainer.errors import InputError, RequestError
 from lora_trainer.files import HashMemo, json_bytes, sha256_bytes
 

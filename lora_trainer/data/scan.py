@@ -21,7 +21,7 @@ from lora_trainer.data.examine import BAD_MASK as BAD_MASK
 from lora_trainer.data.examine import Examined, examined, known
 from lora_trainer.data.findings import Finding as Finding
 from lora_trainer.data.findings import by_severity, shown
-from lora_trainer.data.images import VerifiedImages, background_rgb
+from lora_trainer.data.images import background_rgb
 from lora_trainer.data.listing import ListedPicture, list_dataset
 from lora_trainer.data.oddities import (
     caption_findings,
@@ -33,6 +33,7 @@ from lora_trainer.data.oddities import (
 )
 from lora_trainer.data.records import Dataset as Dataset
 from lora_trainer.data.records import ImageRecord as ImageRecord
+from lora_trainer.data.verified import VerifiedImages
 from lora_trainer.errors import InputError
 from lora_trainer.files import HashMemo
 from lora_trainer.garbage import uncollected

@@ -94,3 +94,28 @@ def test_calibrate_orders_the_prepared_datasets(tmp_path: Path) -> None:
     assert found["missed"] == []
     scores = {name: reports[0]["score"] for name, reports in found["datasets"].items()}
     assert all(scores["good"] >= score + 0.1 for name, score in scores.items() if name != "good")
+
+
+def test_caching(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    done = run(
+        "benchmarks/caching.py", *("--images", "2", "--resolution", "64", "--json", str(file))
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_bytes())
+    assert found["pictures"]["calls"] == 2
+    assert found["captions"]["calls"] == 2 + 2 * 2 + 1, "captions, prompts and the empty text"
+    assert all(0 < found[kind]["share"] <= 1 for kind in ("pictures", "captions"))
+
+
+def test_large_dataset(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    done = run(
+        "benchmarks/large_dataset.py",
+        *("--folder", str(tmp_path / "made"), "--images", "40", "--rounds", "1"),
+        *("--json", str(file)),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_bytes())
+    assert found["cold"]["encoded"] == found["cold"]["entries"] == 40 + 40 + 1
+    assert found["warm"][0]["encoded"] == found["read_again"]["encoded"] == 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from lora_trainer.config import DataSettings
+from lora_trainer.data import encode as encode_module
 from lora_trainer.data.buckets import cut
+from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import Encoded
-from lora_trainer.errors import InputError
+from lora_trainer.errors import InputError, StoppedBySignal
 from tests.fakes.studio import PROMPT, Studio, draw, few_objects, studio_in
 from tests.fakes.tiny_base import copy_base
 
@@ -234,6 +238,38 @@ def test_progress_is_told_item_by_item(studio: Studio) -> None:
     phases = [event.fields for event in studio.events if event.kind == "phase"]
     assert [phase["done"] for phase in phases] == list(range(9))
     assert {phase["total"] for phase in phases} == {8}
+
+
+def test_pictures_are_decoded_ahead_and_entries_written_behind(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By other threads, each picture once, however many latents are made of it."""
+    studio.settings, studio.more_px = DataSettings(flip=True), (24,)
+    decoded, writers = [], set()
+    real_decode, real_write = encode_module.decode, Cache.write
+
+    def decode(path: Path, **options: Any) -> Any:
+        decoded.append((path.name, threading.current_thread() is threading.main_thread()))
+        return real_decode(path, **options)
+
+    def write(self: Cache, *what: Any) -> None:
+        writers.add(threading.current_thread().name)
+        real_write(self, *what)
+
+    monkeypatch.setattr(encode_module, "decode", decode)
+    monkeypatch.setattr(Cache, "write", write)
+    assert studio.encode()[0].latents == 3 * 4
+    assert sorted(decoded) == [(f"p{index}.png", False) for index in range(3)]
+    assert len(writers) == 1 and threading.main_thread().name not in writers
+
+
+def test_what_is_encoded_when_a_signal_comes_is_written(studio: Studio) -> None:
+    asked = iter((None, None, 15))
+    wanted = studio.needs()
+    keys = wanted.keys()
+    with pytest.raises(StoppedBySignal, match=r"2 of 8 done; they stay cached"):
+        studio.encode(wanted, stop=lambda: next(asked))
+    assert sum(studio.cache.has(key) for key in keys) == 2
 
 
 def test_a_picture_that_changed_after_the_scan_is_refused(studio: Studio) -> None:

@@ -23,14 +23,9 @@ from PIL import Image, ImageCms
 from lora_trainer.config import DataSettings
 from lora_trainer.data.captions import CaptionText
 from lora_trainer.data.faults import ImageFault
-from lora_trainer.data.images import (
-    DecodedImage,
-    VerifiedImages,
-    background_rgb,
-    decode,
-    verify,
-)
+from lora_trainer.data.images import DecodedImage, background_rgb, decode, verify
 from lora_trainer.data.measures import Measures, measure
+from lora_trainer.data.verified import VerifiedImages
 from lora_trainer.errors import InputError, MachineError, RequestError
 from lora_trainer.files import sha256_bytes
 from tests.fakes.odd_pictures import (

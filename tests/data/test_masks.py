@@ -12,10 +12,10 @@ from PIL import Image
 from lora_trainer.config import DataSettings
 from lora_trainer.data import images
 from lora_trainer.data.buckets import Bucket, Placement, buckets_for, place
-from lora_trainer.data.images import VerifiedImages
 from lora_trainer.data.listing import list_dataset
 from lora_trainer.data.masks import Mask, decode_mask, mask_values
 from lora_trainer.data.scan import BAD_MASK, Dataset, scan
+from lora_trainer.data.verified import VerifiedImages
 from lora_trainer.errors import InputError
 from lora_trainer.files import HashMemo
 from tests.fakes.studio import Studio, draw, studio_in

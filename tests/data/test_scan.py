@@ -19,10 +19,10 @@ from PIL import Image
 
 from lora_trainer.config import DataSettings
 from lora_trainer.data import examine as examine_module
-from lora_trainer.data.images import VerifiedImages
 from lora_trainer.data.scan import Dataset, Finding, scan
+from lora_trainer.data.verified import VerifiedImages
 from lora_trainer.errors import InputError, RequestError
-from lora_trainer.files import HashMemo
+from lora_trainer.files import HashMemo, json_bytes, sha256_bytes
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "example"
 LENIENT = DataSettings(max_bad_fraction=0.9)
@@ -633,6 +633,18 @@ def test_sample_ids_do_not_depend_on_names_or_order(tmp_path: Path) -> None:
     other = scanned(tmp_path / "two")
     assert {record.caption: record.sample_ids() for record in other.records} == before
     assert other.fingerprint == scanned(tmp_path / "one").fingerprint
+
+
+def test_the_fingerprint_is_the_hash_of_rows_of_json(tmp_path: Path) -> None:
+    """Runs on disk have it: made row by row it is what it was as one text."""
+    fill(tmp_path, 3)
+    (tmp_path / "p01.txt").write_text('a "cat"\\ \u00e9\u2028x, \U0001f408', encoding="utf-8")
+    dataset = scanned(tmp_path)
+    rows = sorted(
+        (one.content_hash, one.copy_index, one.caption, one.repeats, *one.written)
+        for one in dataset.records
+    )
+    assert dataset.fingerprint == sha256_bytes(json_bytes(rows))
 
 
 def test_the_fingerprint_is_of_what_is_trained(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -161,7 +161,7 @@ class Studio:
         )
 
     def encode(
-        self, wanted: Needs | None = None
+        self, wanted: Needs | None = None, *, stop: Callable[[], int | None] = lambda: None
     ) -> tuple[Encoded, CountingImages | None, CountingTexts | None]:
         """Fill the cache; return what it says it did and the encoders that were loaded."""
         images: list[CountingImages] = []
@@ -186,6 +186,7 @@ class Studio:
             devices=[CPU],
             texts_as=self.texts_as(),
             events=stream,
+            stop=stop,
         )
         assert len(images) <= 1 and len(texts) <= 1
         return done, images[0] if images else None, texts[0] if texts else None

@@ -240,7 +240,8 @@ SHARED = """
 import sys
 from pathlib import Path
 import numpy as np
-from lora_trainer.data.cache import Cache, text_key
+from lora_trainer.data.cache import Cache
+from lora_trainer.data.cache_keys import text_key
 from lora_trainer.files import CappedFolder
 
 root, seed = Path(sys.argv[1]), int(sys.argv[2])

@@ -1,0 +1,192 @@
+"""How much of a caching pass is spent in the encoders: the rest should be hidden behind them.
+
+Usage: python benchmarks/caching.py [--images 16] [--threads 1] [--json FILE]
+
+Pictures of 1024 to 2048 px, JPEG and PNG in turn, are decoded, scaled and encoded at 512 px by a random VAE
+of the structure of Stable Diffusion's with a quarter of its channels, and their captions by a random CLIP
+of its true size, on the processor. Prints for both the share of time inside the encoder, without that of
+building it; asked are 97 %. With more threads than the machine has cores to spare nothing can be hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from PIL import Image
+from torch import Tensor
+from transformers import CLIPTextConfig, CLIPTextModel
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from lora_trainer.caching import open_cache, texts_as, wanted_entries  # noqa: E402
+from lora_trainer.data.encode import fill  # noqa: E402
+from lora_trainer.events import EventStream  # noqa: E402
+from lora_trainer.families.base import Latents  # noqa: E402
+from lora_trainer.prepare import Prepared, Request, prepare  # noqa: E402
+
+ASKED_SHARE = 0.97
+SIZES_PX = ((1024, 1024), (1536, 1024), (1024, 1536), (2048, 1536), (1600, 2048))
+CHANNELS = (32, 64, 128, 128)
+TOKENS = 77
+SETTINGS: Mapping[str, Any] = {
+    "base.model": "embedded",
+    "data.validation_fraction": 0,
+    "hardware.device": "cpu",
+}
+
+
+@dataclass(kw_only=True)
+class Clocked:
+    """A random encoder that says how long it worked; `build_s` is what making it took."""
+
+    build_s: float = 0.0
+    inside_s: float = 0.0
+    calls: int = 0
+    network: Any = field(default=None, repr=False)
+
+    def timed(self, work: Any) -> Any:
+        """Return what `work` makes, without gradients."""
+        began = time.perf_counter()
+        with torch.no_grad():
+            made = work()
+        self.inside_s += time.perf_counter() - began
+        self.calls += 1
+        return made
+
+
+@dataclass(kw_only=True)
+class Pictures(Clocked):
+    """A VAE: [1, 3, H, W] to the mean and deviation of latents."""
+
+    def built(self, _device: torch.device) -> Any:
+        began = time.perf_counter()
+        torch.manual_seed(1)
+        self.network = AutoencoderKL(
+            block_out_channels=CHANNELS,
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            layers_per_block=2,
+            latent_channels=4,
+        )
+        self.build_s = time.perf_counter() - began
+        return self
+
+    def encode_images(self, pixels: Tensor) -> list[Latents]:
+        found = self.timed(lambda: self.network.encode(pixels).latent_dist)
+        return [Latents(mean=found.mean[0], std=found.std[0])]
+
+
+@dataclass(kw_only=True)
+class Texts(Clocked):
+    """A CLIP text encoder; its tokens are bytes."""
+
+    def built(self, _device: torch.device) -> Any:
+        began = time.perf_counter()
+        torch.manual_seed(2)
+        self.network = CLIPTextModel(CLIPTextConfig(hidden_size=768, intermediate_size=3072))
+        self.build_s = time.perf_counter() - began
+        return self
+
+    def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        (prompt,) = prompts
+        return {"text": torch.tensor([list(prompt.encode()[:TOKENS].ljust(TOKENS, b"\0"))])}
+
+    def encode_tokens(self, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {"text": self.timed(lambda: self.network(tokens["text"])[0])}
+
+    def count_tokens(self, prompt: str) -> int:
+        return len(prompt)
+
+    def prompt_room(self) -> int:
+        return 10 * TOKENS
+
+
+def main() -> None:
+    asked = _arguments()
+    torch.set_num_threads(asked.threads)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _make_dataset(folder / "dataset", count=asked.images)
+        overrides = {
+            **SETTINGS,
+            "data.resolution": asked.resolution,
+            "data.cache_dir": str(folder / "cache"),
+            "hardware.threads": asked.threads,
+        }
+        prepared = prepare(Request(dataset=folder / "dataset", overrides=overrides))
+        found = {
+            "pictures": _measured(prepared, Pictures(), texts=False),
+            "captions": _measured(prepared, Texts(), texts=True),
+        }
+    for kind, row in found.items():
+        print(
+            f"{kind}: {row['calls']} encoded in {row['total_s']:.2f} s, "
+            f"{row['inside_s']:.2f} s of it in the encoder: {row['share']:.1%}"
+        )
+    if asked.json:
+        about = {"images": asked.images, "threads": asked.threads, "asked_share": ASKED_SHARE}
+        asked.json.write_text(json.dumps(about | found, indent=1) + "\n")
+
+
+def _make_dataset(folder: Path, *, count: int) -> None:
+    folder.mkdir()
+    for index in range(count):
+        draw = np.random.default_rng(index)
+        small = Image.fromarray(draw.integers(0, 256, (96, 96, 3), dtype=np.uint8))
+        picture = small.resize(SIZES_PX[index % len(SIZES_PX)], Image.Resampling.BICUBIC)
+        if index % 2:
+            picture.save(folder / f"{index:03d}.png", compress_level=3)
+        else:
+            picture.save(folder / f"{index:03d}.jpg", quality=92)
+        (folder / f"{index:03d}.txt").write_text(f"picture number {index}\n")
+
+
+def _measured(prepared: Prepared, encoder: Pictures | Texts, *, texts: bool) -> dict[str, float]:
+    events = EventStream()
+    more = [f"prompt number {index}" for index in range(2 * len(prepared.trained))]
+    wanted = wanted_entries(prepared, prompts=more)
+    wanted = replace(wanted, latents={}) if texts else replace(wanted, texts={})
+    began = time.perf_counter()
+    fill(
+        wanted,
+        open_cache(prepared, events),
+        settings=prepared.config.data,
+        load_image_encoder=encoder.built,
+        load_text_encoder=encoder.built,
+        devices=(torch.device("cpu"),),
+        texts_as=texts_as(prepared),
+        events=events,
+    )
+    total_s = time.perf_counter() - began - encoder.build_s
+    return {
+        "calls": encoder.calls,
+        "inside_s": encoder.inside_s,
+        "total_s": total_s,
+        "build_s": encoder.build_s,
+        "share": encoder.inside_s / total_s,
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--images", type=int, default=16)
+    parser.add_argument("--resolution", type=int, default=512, help="pixels a side")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the encoders")
+    parser.add_argument("--json", type=Path, help="where the measurements are written")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
