@@ -1,4 +1,4 @@
-"""Python's search for garbage, kept away from what lives as long as the process: imported modules, a loaded model."""
+"""Python's search for garbage, kept away from what is none: modules, a loaded model, a hundred thousand records."""
 
 from __future__ import annotations
 
@@ -8,17 +8,29 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def made_to_stay() -> Iterator[None]:
-    """Search for no garbage while the block runs, and never again in what is alive at its end.
+def uncollected() -> Iterator[None]:
+    """Search for no garbage while the block, or the function, runs.
 
-    Importing torch, diffusers and peft makes a million objects, which are looked through again and
-    again as they grow: a sixth of the time of the imports.
+    For loops that make many objects and no cycles: looking through them again and again as they grow
+    takes a quarter of the time in which a dataset of 100,000 pictures is planned.
     """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         if was_on:
             gc.enable()
+
+
+@contextmanager
+def made_to_stay() -> Iterator[None]:
+    """Search for no garbage while the block runs, and never again in what is alive at its end.
+
+    Importing torch, diffusers and peft makes a million objects: a sixth of the time of the imports.
+    """
+    with uncollected():
+        try:
+            yield
+        finally:
+            gc.freeze()

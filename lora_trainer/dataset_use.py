@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lora_trainer.collection import uncollected
 from lora_trainer.config import Config
 from lora_trainer.data.buckets import Placement, buckets_for, place
 from lora_trainer.data.regularisation import scan_all
@@ -19,7 +20,6 @@ from lora_trainer.data.scan import Dataset, ImageRecord
 from lora_trainer.data.verified import VerifiedImages
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.files import CappedFolder, HashMemo
-from lora_trainer.garbage import uncollected
 from lora_trainer.hardware import GIB
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from lora_trainer.collection import uncollected
 from lora_trainer.config import OWN_FOLDER, DataSettings
 from lora_trainer.data.captions import (
     Metadata,
@@ -30,7 +31,6 @@ from lora_trainer.data.images import IMAGE_EXTENSIONS
 from lora_trainer.data.leftovers import Leftovers
 from lora_trainer.data.masks import MASKS_FOLDER, masked_stem
 from lora_trainer.errors import InputError, RequestError, did_you_mean
-from lora_trainer.garbage import uncollected
 
 FOLDER_NAME = "folder name"
 MAX_REPEATS = 1000

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from lora_trainer.caption_markup import plainly, weighted_parts, words_of
+from lora_trainer.collection import uncollected
 from lora_trainer.config import DataSettings, Precision
 from lora_trainer.data.buckets import Placement
 from lora_trainer.data.cache_keys import CacheKey, latent_key, mask_key, text_key
@@ -23,7 +24,6 @@ from lora_trainer.data.masks import Mask
 from lora_trainer.data.records import ImageRecord
 from lora_trainer.data.sources import Source
 from lora_trainer.families.base import BaseFacts, Conditioning, Geometry, NewWord, TextEncoder
-from lora_trainer.garbage import uncollected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

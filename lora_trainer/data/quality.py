@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lora_trainer.collection import uncollected
 from lora_trainer.config import DataSettings
 from lora_trainer.data.buckets import Placement
 from lora_trainer.data.captions import has_trigger
@@ -20,7 +21,6 @@ from lora_trainer.data.findings import Finding, by_severity, note, warning
 from lora_trainer.data.listing import FOLDER_NAME
 from lora_trainer.data.measures import PRINT_LENGTH_BITS, Measures, same_colours
 from lora_trainer.data.scan import Dataset, ImageRecord
-from lora_trainer.garbage import uncollected
 
 WEIGHTS: Mapping[str, float] = {
     "resolution": 0.25,

@@ -15,6 +15,7 @@ from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
+from lora_trainer.collection import uncollected
 from lora_trainer.config import DataSettings
 from lora_trainer.data.caption_rules import plain_text
 from lora_trainer.data.examine import BAD_MASK as BAD_MASK
@@ -36,7 +37,6 @@ from lora_trainer.data.records import ImageRecord as ImageRecord
 from lora_trainer.data.verified import VerifiedImages
 from lora_trainer.errors import InputError
 from lora_trainer.files import HashMemo
-from lora_trainer.garbage import uncollected
 
 MAX_REASONS = 100
 

@@ -16,11 +16,11 @@ from hashlib import blake2b
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
+from lora_trainer.collection import uncollected
 from lora_trainer.data.cache import Cache
 from lora_trainer.data.cache_keys import CacheKey
 from lora_trainer.errors import MachineError
 from lora_trainer.files import sha256_bytes, write_atomic
-from lora_trainer.garbage import uncollected
 
 MEMO_NAME = ".whole"
 MAX_REMEMBERED = 1_000_000

@@ -38,9 +38,7 @@ def test_step_ladder(tmp_path: Path) -> None:
 
 def test_startup(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    done = run(
-        "benchmarks/startup.py", *("--rounds", "1", "--model", "sd15", "--json", str(file))
-    )
+    done = run("benchmarks/startup.py", *("--rounds", "1", "--model", "sd15", "--json", str(file)))
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(file.read_bytes())
     assert row["ratio_wall_s"] == pytest.approx(row["ours_wall_s"][0] / row["bare_wall_s"][0])

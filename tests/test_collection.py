@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from lora_trainer.garbage import uncollected
+from lora_trainer.collection import uncollected
 
 
 def test_the_collector_rests_inside_and_goes_on_after() -> None:
