@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from lora_trainer.caching import open_cache, texts_as, wanted_entries  # noqa: E402
+from lora_trainer.collection import made_to_stay  # noqa: E402
 from lora_trainer.data.encode import fill  # noqa: E402
 from lora_trainer.events import EventStream  # noqa: E402
 from lora_trainer.families.base import Latents  # noqa: E402
@@ -115,6 +116,8 @@ class Texts(Clocked):
 
 def main() -> None:
     asked = _arguments()
+    with made_to_stay():  # as the command does with what it imported
+        pass
     torch.set_num_threads(asked.threads)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
