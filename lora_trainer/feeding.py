@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from lora_trainer.caching import texts_as
+from lora_trainer.config import concrete
 from lora_trainer.data.cache import Cache
-from lora_trainer.data.loader import Feeder
+from lora_trainer.data.loader import Feeder, Window
 from lora_trainer.data.needs import Needs
 from lora_trainer.data.sources import Entries
 from lora_trainer.exporting import Job
@@ -34,6 +37,26 @@ def build_feeder(job: Job, wanted: Needs, cache: Cache) -> Feeder:
         regularisation=regularisation,
         regularisation_per_epoch=prepared.regularisation_per_epoch,
         place=job.ranks.place,
+        window=_window(job),
+    )
+
+
+def _window(job: Job) -> Window | None:
+    """Return how far ahead samples are told of: as far as their modulation is made at once."""
+    prepared = job.prepared
+    facts, config = prepared.facts, prepared.config
+    if not concrete(config.memory.modulation_cache):
+        return None
+    each = math.ceil(config.train.batch_size / job.ranks.place.count)
+
+    def latent_shape(size_px: tuple[int, int]) -> tuple[int, ...]:
+        width_px, height_px = size_px
+        return facts.latent_channels, height_px // facts.vae_factor, width_px // facts.vae_factor
+
+    return Window(
+        steps=max(1, prepared.plan.modulation_samples // each),
+        names=prepared.family.modulated_by(facts),
+        latent_shape=latent_shape,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -16,6 +17,7 @@ from lora_trainer.model.adapters import Adapter, inject, layer_names
 from lora_trainer.model.assistant import Assistant, attach
 from lora_trainer.model.attention import apply_attention
 from lora_trainer.model.checkpointing import apply_checkpointing
+from lora_trainer.model.modulation import ModulatedNetwork
 from lora_trainer.model.new_tokens import add_new_tokens
 from lora_trainer.model.quantize import quantize
 from lora_trainer.model.streaming import stream_blocks
@@ -24,16 +26,21 @@ from lora_trainer.output.adapter_read import read_tensors
 from lora_trainer.output.checkpoints import TrainingState
 from lora_trainer.prepare import Prepared
 from lora_trainer.quantization import QUANTIZATIONS, BasePrecision
+from lora_trainer.train.foresight import Foresight
 from lora_trainer.train.training import Model
 
 
 @dataclass(frozen=True, kw_only=True)
 class Networks:
-    """What is on the device while training: the denoiser, text encoders trained along, an assistant."""
+    """What is on the device while training: the denoiser, text encoders trained along, an assistant.
+
+    `modulation` are the denoiser's layers that are not on it.
+    """
 
     denoiser: nn.Module
     text: TextEncoder | None
     assistant: Assistant | None
+    modulation: ModulatedNetwork | None = None
 
 
 def load_networks(prepared: Prepared) -> Networks:
@@ -42,12 +49,14 @@ def load_networks(prepared: Prepared) -> Networks:
     # A base that will be smaller on the device than as it is loaded is never whole there.
     streamed = concrete(config.memory.streamed_blocks)
     kept: BasePrecision = concrete(config.memory.base_precision)
-    smaller = streamed or kept in QUANTIZATIONS
+    cached = concrete(config.memory.modulation_cache)
+    smaller = streamed or cached or kept in QUANTIZATIONS
     place = CPU if smaller else device
     denoiser = family.load_denoiser(prepared.facts, dtype=precision, device=place)
     apply_attention(denoiser, concrete(config.memory.attention))
     if kept in ("int8", "fp8", "nf4"):
         quantize(denoiser, kept, device=device, skip=family.unquantised)
+    modulation = _modulation(prepared, denoiser) if cached else None
     if not streamed:
         denoiser.to(device)
     text = None
@@ -55,7 +64,18 @@ def load_networks(prepared: Prepared) -> Networks:
         text = family.load_text_encoder(prepared.facts, dtype=precision, device=device)
         if word := new_word(config):
             text.learn(word)
-    return Networks(denoiser=denoiser, text=text, assistant=_assistant(prepared, denoiser))
+    return Networks(
+        denoiser=denoiser,
+        text=text,
+        assistant=_assistant(prepared, denoiser),
+        modulation=modulation,
+    )
+
+
+def _modulation(prepared: Prepared, denoiser: nn.Module) -> ModulatedNetwork:
+    wanted = set(prepared.family.modulation_layers(prepared.facts))
+    names = [name for name, _ in denoiser.named_modules() if name in wanted]
+    return ModulatedNetwork(denoiser, names, device=planned_device(prepared))
 
 
 def _assistant(prepared: Prepared, denoiser: nn.Module) -> Assistant | None:
@@ -127,6 +147,22 @@ def build_model(prepared: Prepared, networks: Networks, adapter: Adapter) -> Mod
         masks=adapter.masks,
         alike=prepared.family.passes_with,
         without_adapter=adapter.off,
+        foresight=_foresight(prepared, networks),
+    )
+
+
+def _foresight(prepared: Prepared, networks: Networks) -> Foresight | None:
+    family, facts = prepared.family, prepared.facts
+    if networks.modulation is None:
+        return None
+    dtype = DTYPES[concrete(prepared.config.train.precision)]
+    return Foresight(
+        network=networks.modulation,
+        names=family.modulated_by(facts),
+        inputs=partial(family.modulation_input, networks.denoiser, dtype=dtype),
+        dtype=dtype,
+        device=planned_device(prepared),
+        most_samples=prepared.plan.modulation_samples,
     )
 
 

@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from lora_trainer.families.base import Conditioning
 from lora_trainer.train.levels import Level
+
+
+class Sized(Protocol):
+    """What goes into the network with others of its shape (C, H, W) and of like conditioning."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def conditioning(self) -> Conditioning: ...
+
+
+AnySized = TypeVar("AnySized", bound=Sized)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glimpse:
+    """What is known of a sample long before its step: its shape and noise level, and what it is told.
+
+    Of `conditioning` only some tensors are there, as in `Prepared`.
+    """
+
+    shape: tuple[int, ...]
+    timestep: float
+    conditioning: Conditioning
+    as_base: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +63,29 @@ class Prepared:
     counts: Tensor | None = None
     as_base: bool = False
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the latents."""
+        return tuple(self.latents.shape)
+
+    @property
+    def timestep(self) -> float:
+        """What the denoiser is told of the noise level."""
+        return self.level.timestep
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
     """This process's samples of one optimizer step (0-based `step`) and the epochs finished after it.
 
-    A sample whose class is to stay as it is comes twice, the second time as that.
+    A sample whose class is to stay as it is comes twice, the second time as that. Where a window begins,
+    `window` tells of the samples of each of its steps, this one first.
     """
 
     step: int
     samples: tuple[Prepared, ...]
     epoch: float
+    window: tuple[tuple[Glimpse, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +110,27 @@ def micro_batches(
     at_once: Mapping[tuple[int, int], int] = MappingProxyType({}),
     alike: Callable[[Conditioning], int] = lambda _: 0,
 ) -> list[tuple[Prepared, ...]]:
-    """Split a step's samples by shape, then into groups of at most `cap`; order within a shape is kept.
+    """Split a step's samples, as `groups` does."""
+    return groups(batch.samples, cap=cap, at_once=at_once, alike=alike)
+
+
+def groups(
+    samples: Sequence[AnySized],
+    *,
+    cap: int,
+    at_once: Mapping[tuple[int, int], int] = MappingProxyType({}),
+    alike: Callable[[Conditioning], int] = lambda _: 0,
+) -> list[tuple[AnySized, ...]]:
+    """Split samples by shape, then into groups of at most `cap`; order within a shape is kept.
 
     `at_once` are lower caps by (height, width) of the latents: those of large buckets. Samples whose
     conditioning is not `alike` are split too.
     """
-    by_shape: dict[tuple[torch.Size, int], list[Prepared]] = {}
-    for sample in batch.samples:
-        key = (sample.latents.shape, alike(sample.conditioning))
+    by_shape: dict[tuple[tuple[int, ...], int], list[AnySized]] = {}
+    for sample in samples:
+        key = (sample.shape, alike(sample.conditioning))
         by_shape.setdefault(key, []).append(sample)
-    found = []
+    found: list[tuple[AnySized, ...]] = []
     for (shape, _), group in by_shape.items():
         size = min(cap, at_once.get((shape[-2], shape[-1]), cap))
         found += [tuple(group[first : first + size]) for first in range(0, len(group), size)]
@@ -93,9 +143,7 @@ def to_device(
     """Stack samples of one shape on the device; floating conditioning in `dtype`, the rest as it is."""
 
     def move(stacked: Tensor) -> Tensor:
-        if device.type == "cuda":
-            stacked = stacked.pin_memory()
-        return stacked.to(device, non_blocking=True)
+        return _moved(stacked, device)
 
     def scalars(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, device=device)
@@ -104,10 +152,6 @@ def to_device(
     noise = move(torch.stack([sample.noise for sample in samples]))
     perturbed = [sample.input_noise for sample in samples if sample.input_noise is not None]
     deltas = [sample.huber_delta for sample in samples]
-    stacked = {
-        name: move(_padded([sample.conditioning[name] for sample in samples]))
-        for name in samples[0].conditioning
-    }
     return MicroBatch(
         latents=move(torch.stack([sample.latents for sample in samples])),
         noise=noise,
@@ -117,11 +161,30 @@ def to_device(
         sigma=scalars([level.sigma for level in levels]),
         huber_delta=None if math.inf in deltas else scalars(deltas),
         counts=None if (counts := _stacked_counts(samples)) is None else move(counts),
-        conditioning={
-            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in stacked.items()
-        },
+        conditioning=conditioning_of(
+            samples, samples[0].conditioning, device=device, dtype=dtype
+        ),
     )
+
+
+def conditioning_of(
+    samples: Sequence[Sized], names: Iterable[str], *, device: torch.device, dtype: torch.dtype
+) -> Conditioning:
+    """Stack what samples are told under these names on the device, what is floating in `dtype`."""
+    stacked = {
+        name: _moved(_padded([sample.conditioning[name] for sample in samples]), device)
+        for name in names
+    }
+    return {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in stacked.items()
+    }
+
+
+def _moved(stacked: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        stacked = stacked.pin_memory()
+    return stacked.to(device, non_blocking=True)
 
 
 def _stacked_counts(samples: Sequence[Prepared]) -> Tensor | None:

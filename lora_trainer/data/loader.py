@@ -8,7 +8,7 @@ change them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config import DataSettings, ObjectiveSettings
-from lora_trainer.data.batches import Prepared, StepBatch
+from lora_trainer.data.batches import Glimpse, Prepared, StepBatch
 from lora_trainer.data.cache_keys import CacheKey
 from lora_trainer.data.caption_rules import is_dropped, variant_of
 from lora_trainer.data.epochs import epoch_order, sample_id
@@ -31,11 +31,23 @@ from lora_trainer.train.weighting import huber_delta, loss_weight
 
 
 @dataclass(frozen=True, kw_only=True)
+class Window:
+    """How far ahead samples are told of: `steps` at a time, with these tensors of their conditioning.
+
+    `latent_shape` says of (width, height) in pixels what (C, H, W) the latents have.
+    """
+
+    steps: int
+    names: Sequence[str]
+    latent_shape: Callable[[tuple[int, int]], tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Feeder:
     """Prepares steps. `sources` maps sample ids to cache entries; `told` is conditioning all samples share.
 
     Of several processes each prepares its share of a step, `place` says which. `regularisation` are the
-    samples of which an epoch takes only so many.
+    samples of which an epoch takes only so many. With a `window` the first step of each tells of it all.
     """
 
     sources: Mapping[str, Source]
@@ -51,6 +63,7 @@ class Feeder:
     regularisation: Sequence[str] = ()
     regularisation_per_epoch: int = 0
     place: Place = field(default_factory=Place)
+    window: Window | None = None
     _orders: dict[int, list[str]] = field(default_factory=dict)
     _places: dict[int, dict[str, int]] = field(default_factory=dict)
 
@@ -116,7 +129,7 @@ class Feeder:
             octaves=self.objective.multires_noise_iterations,
             discount=self.objective.multires_noise_discount,
         )
-        level = self.levels.draw(self._uniform(*here), size_px=source.size_px)
+        level = self._level(source, *here)
         delta = huber_delta(
             self.objective, time=level.timestep / TIMESTEPS, alpha=level.alpha, sigma=level.sigma
         )
@@ -134,14 +147,35 @@ class Feeder:
             input_noise=self._perturbed(noise, *here),
             dropout_seed=draw_seed(self.seed, Stream.ADAPTER_DROPOUT, *here),
             counts=self._counts(source.mirrored_mask if flipped else source.mask),
-            as_base=source.regularisation and self.objective.prior == "base",
+            as_base=self._stays_base(source),
         )
+
+    def glimpses(self, step: int, window: Window) -> tuple[Glimpse, ...]:
+        """Return what is known of the samples of `prepare(step)`, in their order, without their latents."""
+        return tuple(
+            Glimpse(
+                shape=window.latent_shape(source.size_px),
+                timestep=self._level(source, epoch, sample).timestep,
+                conditioning=self._told(text, window.names),
+                as_base=as_base,
+            )
+            for epoch, sample in self.share(step)
+            for source in (self.drawn(epoch, sample),)
+            for text, as_base in (
+                (self._text_key(source, epoch, sample), self._stays_base(source)),
+                (self._class_text(epoch, sample), True),
+            )
+            if text is not None
+        )
+
+    def _told(self, text: CacheKey, names: Sequence[str]) -> Conditioning:
+        """Return some tensors of a sample's conditioning; what all samples share costs no reading."""
+        shared = self.told if set(names) <= self.told.keys() else {**self.entries.read(text), **self.told}
+        return {name: shared[name] for name in names}
 
     def _preserved(self, made: Prepared, epoch: int, sample: str) -> Iterator[Prepared]:
         """Yield the sample again as its class, with the same draws; none where the trigger is not said."""
-        source = self.source(sample)
-        variant = self._variant(source, epoch, sample) if source.of_class else None
-        text = None if variant is None else source.of_class[variant]
+        text = self._class_text(epoch, sample)
         if text is not None:
             yield replace(
                 made,
@@ -150,6 +184,18 @@ class Feeder:
                 counts=None,
                 as_base=True,
             )
+
+    def _class_text(self, epoch: int, sample: str) -> CacheKey | None:
+        """Return the text with the class in place of the trigger, None where that is not asked for."""
+        source = self.source(sample)
+        variant = self._variant(source, epoch, sample) if source.of_class else None
+        return None if variant is None else source.of_class[variant]
+
+    def _stays_base(self, source: Source) -> bool:
+        return source.regularisation and self.objective.prior == "base"
+
+    def _level(self, source: Source, epoch: int, sample: str) -> Level:
+        return self.levels.draw(self._uniform(epoch, sample), size_px=source.size_px)
 
     def validation(self, keys: Sequence[tuple[str, Source]], *, quantiles: int) -> list[StepBatch]:
         """Return the held-out samples at each quantile of the timesteps, with fixed noise and captions."""
@@ -176,7 +222,16 @@ class Feeder:
         self, first: int, last: int, *, ahead: int
     ) -> AbstractContextManager[Iterator[StepBatch]]:
         """Return a context whose value iterates over steps first..last-1, as `made_ahead` says."""
-        return made_ahead(self.prepare, first, last, ahead=ahead)
+
+        def make(step: int) -> StepBatch:
+            batch, window = self.prepare(step), self.window
+            if window is None or (step > first and step % window.steps):
+                return batch
+            end = min(last, (step // window.steps + 1) * window.steps)
+            coming = tuple(self.glimpses(each, window) for each in range(step, end))
+            return replace(batch, window=coming)
+
+        return made_ahead(make, first, last, ahead=ahead)
 
     def _assemble(
         self,
@@ -233,8 +288,11 @@ class Feeder:
         return weights / weights.mean()
 
     def _text(self, source: Source, epoch: int, sample: str) -> Conditioning:
+        return self.entries.read(self._text_key(source, epoch, sample))
+
+    def _text_key(self, source: Source, epoch: int, sample: str) -> CacheKey:
         variant = self._variant(source, epoch, sample)
-        return self.entries.read(self.empty_text if variant is None else source.texts[variant])
+        return self.empty_text if variant is None else source.texts[variant]
 
     def _variant(self, source: Source, epoch: int, sample: str) -> int | None:
         """Return which of its texts a sample is trained with; None: the empty one."""

@@ -256,6 +256,9 @@ class Family(ABC):
     """Matches the beginning of a layer's name that is the name of its repeated block."""
     unquantised: tuple[str, ...] = ()
     """Parts of the names of layers inside blocks that a quantised base keeps in full precision."""
+    modulation: tuple[str, ...] = ()
+    """Endings of the names of linear layers inside blocks that nothing of the image reaches; empty: too
+    few weights are in such layers to keep them elsewhere."""
 
     # ---- facts, without torch
 
@@ -324,6 +327,15 @@ class Family(ABC):
         found = self.adapter_shapes(facts, targets="all")
         return {name: (shape[0], shape[1]) for name, shape in found.items() if len(shape) == 2}
 
+    def modulation_layers(self, facts: BaseFacts) -> tuple[str, ...]:
+        """Return the names of the layers that end in one of `modulation`, in module order."""
+        endings = tuple(f".{ending}" for ending in self.modulation)
+        return tuple(name for name in self.linear_shapes(facts) if name.endswith(endings))
+
+    def modulated_by(self, facts: BaseFacts) -> tuple[str, ...]:
+        """Return the names of the conditioning that `modulation_input` reads."""
+        return ()
+
     @abstractmethod
     def base_model_version(self, facts: BaseFacts) -> str:
         """Return kohya's `ss_base_model_version`, which A1111, Forge and model managers read."""
@@ -380,6 +392,20 @@ class Family(ABC):
 
         `timesteps` is int64 [B] in [0, 999] for epsilon and v, float32 [B] = 1000 sigma for flow.
         """
+
+    def modulation_input(
+        self,
+        denoiser: nn.Module,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        *,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return what `predict` gives the layers of `modulation`, bit by bit: [B, width] in `dtype`.
+
+        `timesteps` are those of `predict`; of the conditioning there is `modulated_by`.
+        """
+        raise AssertionError(f"{self.name} has no modulation layers to compute ahead")
 
     @abstractmethod
     def lora_targets(self, denoiser: nn.Module, targets: Targets) -> list[str]:

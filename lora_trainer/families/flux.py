@@ -53,10 +53,11 @@ TRANSFORMER = (
     "proj_mlp",
     "proj_out",
 )
+MODULATION = ("norm1.linear", "norm1_context.linear", "norm.linear")
 ENDINGS: Mapping[Targets, tuple[str, ...]] = {
     "attention": ATTENTION,
     "transformer": TRANSFORMER,
-    "all": (*TRANSFORMER, "norm1.linear", "norm1_context.linear", "norm.linear"),
+    "all": (*TRANSFORMER, *MODULATION),
 }
 BLOCKS = ("transformer_blocks.", "single_transformer_blocks.")
 REFUSED: Mapping[FileFormat, str] = {
@@ -143,6 +144,7 @@ class Flux(FlowFamily):
     text_folders = ("text_encoder", "text_encoder_2")
     tokenizer_folders = ("tokenizer", "tokenizer_2")
     releases = RELEASES
+    modulation = MODULATION
 
     # ---- facts
 
@@ -187,6 +189,9 @@ class Flux(FlowFamily):
 
     def modelspec_architecture(self, facts: BaseFacts) -> str:
         return f"flux-1-{facts.variant}/lora"
+
+    def modulated_by(self, facts: BaseFacts) -> tuple[str, ...]:
+        return ("pooled", *self.guidance_conditioning(facts, guidance_scale=1.0))
 
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int
@@ -240,6 +245,22 @@ class Flux(FlowFamily):
             return_dict=False,
         )[0]
         return unpack(velocity, height=noisy.shape[-2], width=noisy.shape[-1])
+
+    def modulation_input(
+        self,
+        denoiser: nn.Module,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        *,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        from torch.nn import functional as F
+
+        network: Any = denoiser
+        told = [(timesteps / 1000).to(dtype) * 1000]
+        if (guidance := conditioning.get("guidance")) is not None:
+            told.append(guidance.to(dtype) * 1000)
+        return F.silu(network.time_text_embed(*told, conditioning["pooled"]))
 
     def targets(self, targets: Targets) -> tuple[str, ...]:
         return ENDINGS[targets]

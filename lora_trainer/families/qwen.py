@@ -67,10 +67,11 @@ TRANSFORMER = (
     "txt_mlp.net.0.proj",
     "txt_mlp.net.2",
 )
+MODULATION = ("img_mod.1", "txt_mod.1")
 ENDINGS: Mapping[Targets, tuple[str, ...]] = {
     "attention": ATTENTION,
     "transformer": TRANSFORMER,
-    "all": (*TRANSFORMER, "img_mod.1", "txt_mod.1"),
+    "all": (*TRANSFORMER, *MODULATION),
 }
 # The last block drops its text, so nothing comes of these; they would not even get a gradient.
 UNUSED_IN_LAST_BLOCK = (
@@ -125,6 +126,7 @@ class QwenImage(FlowFamily):
     text_folders = ("text_encoder",)
     tokenizer_folders = ("tokenizer",)
     unread_text = UNREAD
+    modulation = MODULATION
     # InvokeAI reads LoKr in kohya's names and nothing in ComfyUI's.
     file_formats: tuple[FileFormat, ...] = ("diffusers", "kohya", "comfyui")
     refused_formats: Mapping[FileFormat, str] = {}
@@ -240,6 +242,21 @@ class QwenImage(FlowFamily):
             return_dict=False,
         )[0]
         return unpack(tokens, height=height, width=width)
+
+    def modulation_input(
+        self,
+        denoiser: nn.Module,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        *,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        from torch.nn import functional as F
+
+        network: Any = denoiser
+        timesteps = (timesteps / 1000).to(dtype)
+        # Of its second argument it reads the dtype.
+        return F.silu(network.time_text_embed(timesteps, timesteps))
 
     def targets(self, targets: Targets) -> tuple[str, ...]:
         return ENDINGS[targets]

@@ -64,10 +64,11 @@ TRANSFORMER = (
     "ff_context.net.0.proj",
     "ff_context.net.2",
 )
+MODULATION = ("norm1.linear", "norm1_context.linear")
 ENDINGS: Mapping[Targets, tuple[str, ...]] = {
     "attention": ATTENTION,
     "transformer": TRANSFORMER,
-    "all": (*TRANSFORMER, "norm1.linear", "norm1_context.linear"),
+    "all": (*TRANSFORMER, *MODULATION),
 }
 # The last block drops its text: nothing comes of this query, and ComfyUI has the halves of this
 # modulation the other way round, where an adapter would shift what it scales here.
@@ -147,6 +148,7 @@ class StableDiffusion3(FlowFamily):
             "stable-diffusion-3-medium-diffusers", FIRST_MEDIUM, 2_084_951_104, variant="3-medium"
         ),
     )
+    modulation = MODULATION
 
     # ---- facts
 
@@ -170,6 +172,9 @@ class StableDiffusion3(FlowFamily):
 
     def max_tokens(self, layout: Layout) -> int:
         return encoders_of(layout)[-1].tokens
+
+    def modulated_by(self, facts: BaseFacts) -> tuple[str, ...]:
+        return ("pooled",)
 
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int
@@ -271,6 +276,19 @@ class StableDiffusion3(FlowFamily):
             return_dict=False,
         )[0]
         return prediction
+
+    def modulation_input(
+        self,
+        denoiser: nn.Module,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        *,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        from torch.nn import functional as F
+
+        network: Any = denoiser
+        return F.silu(network.time_text_embed(timesteps, conditioning["pooled"]))
 
     def targets(self, targets: Targets) -> tuple[str, ...]:
         return ENDINGS[targets]

@@ -43,7 +43,8 @@ class _Place:
 class PackedBlock:
     """The frozen tensors of one block: parameters and buffers, `bytes` with their alignment."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, *, setting: str = "memory.streamed_blocks") -> None:
+        """Raise RequestError, which names the `setting`, for weights that are not plain tensors."""
         self.bytes = 0
         self._places: list[_Place] = []
         for owner, name in base_tensors(block):
@@ -51,8 +52,8 @@ class PackedBlock:
             assert not tensor.requires_grad, "only a frozen base can be streamed"
             if type(tensor) not in (Tensor, nn.Parameter):
                 raise RequestError(
-                    f"memory.streamed_blocks cannot stream weights of type {type(tensor).__name__}",
-                    fix="use --set memory.streamed_blocks=0, or another memory.base_precision",
+                    f"{setting} cannot stream weights of type {type(tensor).__name__}",
+                    fix=f"use --set {setting}=0, or another memory.base_precision",
                 )
             place = _Place(
                 owner=owner,
@@ -109,14 +110,16 @@ def parts(memory: Tensor, blocks: Sequence[PackedBlock]) -> tuple[Tensor, ...]:
     return found
 
 
-def pin(memory: Tensor) -> None:
+def pin(
+    memory: Tensor, *, fix: str = "free host memory, or use a smaller memory.streamed_blocks"
+) -> None:
     """Lock host memory in place for asynchronous copies; raises MachineError when the system refuses."""
     code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
     if int(code) != 0:
         raise MachineError(
             f"the system refused to pin {memory.nbytes / GIB:.1f} GiB of host memory (CUDA error "
             f"{int(code)})",
-            fix="free host memory, or use a smaller memory.streamed_blocks",
+            fix=fix,
         )
 
 

@@ -49,6 +49,11 @@ class MemorySettings(Section):
         unit="blocks",
         only_for=CARD,
     )
+    modulation_cache: bool | Auto = setting(
+        "auto",
+        "keep the layers that turn noise levels and pooled text into shifts, scales and gates in host "
+        "memory, their outputs made ahead; the same result",
+    )
     attention: Literal["auto", "sdpa", "xformers"] = setting(
         "auto", "attention kernels; auto: SDPA", only_for=CARD
     )

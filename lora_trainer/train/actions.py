@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from lora_trainer.data.batches import StepBatch, micro_batches
+from lora_trainer.data.batches import Prepared, StepBatch, micro_batches
 from lora_trainer.events import EventStream
 from lora_trainer.model.adapters import Adapter
 from lora_trainer.output.checkpoints import SpoiltAdapter, TrainingState, freeze, tensors_digest
@@ -55,8 +55,11 @@ class ValidateAction:
 
     def __call__(self, progress: Progress) -> GuardState | None:
         cap, images = progress.guard.micro_batch, len(self.batches[0].samples)
+        passes = [self._passes(batch, cap=cap) for batch in self.batches]
+        if self.model.foresight is not None:
+            self.model.foresight.expect_passes([samples for each in passes for samples in each])
         with self.chosen():
-            own = [self._loss_sum(batch, cap=cap) for batch in self.batches]
+            own = [self._loss_sum(each) for each in passes]
         sums = self.ranks.sum(own)
         by_timestep = [
             [batch.step, total / images] for batch, total in zip(self.batches, sums, strict=True)
@@ -79,11 +82,17 @@ class ValidateAction:
                     self.on_best()
         return guard if self.watch_plateaus or self.watch_best else None
 
-    @torch.no_grad()
-    def _loss_sum(self, batch: StepBatch, *, cap: int) -> float:
+    def _passes(self, batch: StepBatch, *, cap: int) -> list[tuple[Prepared, ...]]:
         place = self.ranks.place
         own = replace(batch, samples=batch.samples[place.rank :: place.count])
-        sums = [self.model.losses(group).sum() for group in micro_batches(own, cap=cap)]
+        return micro_batches(own, cap=cap)
+
+    @torch.no_grad()
+    def _loss_sum(self, passes: Sequence[tuple[Prepared, ...]]) -> float:
+        sums = []
+        for samples in passes:
+            with self.model.modulating(samples):
+                sums.append(self.model.losses(samples).sum())
         return float(torch.stack(sums).sum()) if sums else 0.0
 
 

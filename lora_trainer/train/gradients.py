@@ -6,10 +6,13 @@ same. One that runs out of memory while weights are changing is torn: the loop g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.data.batches import Prepared, StepBatch, micro_batches
+from lora_trainer.data.batches import AnySized, StepBatch, groups
 from lora_trainer.errors import first_line
 from lora_trainer.model.out_of_memory import free_memory, is_out_of_memory
 from lora_trainer.train.guards import (
@@ -37,7 +40,9 @@ def gradients_that_fit(
         else:
             return loss, _grown(training, guard)
         # Outside the except block: its traceback would keep the tensors alive that must go.
-        images = max(len(group) for group in _split(training, batch, cap=guard.micro_batch))
+        images = max(
+            len(group) for group in _split(batch.samples, training, cap=guard.micro_batch)
+        )
         guard = relieved(training, guard, images=images, reason=reason)
 
 
@@ -78,21 +83,25 @@ def _tell_micro_batch(training: Training, old: GuardState, new: GuardState, *, r
 def add_gradients(training: Training, batch: StepBatch, *, cap: int) -> Tensor:
     """Add the gradients of (1/B) sum of weight_i loss_i; return that loss, detached, on the device."""
     total = torch.zeros((), device=training.model.device)
-    for samples in _split(training, batch, cap=cap):
+    if training.model.foresight is not None:
+        split = partial(_split, training=training, cap=cap)
+        training.model.foresight.expect(batch, cap=cap, split=split)
+    for samples in _split(batch.samples, training, cap=cap):
         weights = torch.tensor([sample.weight for sample in samples], device=training.model.device)
-        with training.model.dropping(samples):
+        with training.model.passing(samples):
             loss = (training.model.losses(samples) * weights).sum() / training.batch_size
             training.scaler.scale(loss).backward()
         total += loss.detach()
     return total
 
 
-def _split(training: Training, batch: StepBatch, *, cap: int) -> list[tuple[Prepared, ...]]:
+def _split(
+    samples: Sequence[AnySized], training: Training, cap: int
+) -> list[tuple[AnySized, ...]]:
+    """Return what goes through the network together."""
     if training.model.masks is None:
-        return micro_batches(batch, cap=cap, at_once=training.images_at_once)
-    return micro_batches(
-        batch, cap=cap, at_once=training.images_at_once, alike=training.model.alike
-    )
+        return groups(samples, cap=cap, at_once=training.images_at_once)
+    return groups(samples, cap=cap, at_once=training.images_at_once, alike=training.model.alike)
 
 
 def apply_whole(training: Training, loss: Tensor, guard: GuardState, *, step: int) -> Tensor:

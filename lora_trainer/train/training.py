@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from lora_trainer.data.loader import Feeder
 from lora_trainer.events import EventStream
 from lora_trainer.families.base import Conditioning, Prediction
 from lora_trainer.model.dropout import SampleMasks
+from lora_trainer.train.foresight import Foresight
 from lora_trainer.train.guards import (
     GuardState,
 )
@@ -33,7 +34,8 @@ class Model:
     `embed` turns what is cached of a prompt into conditioning: nothing is left to do, unless the text
     encoders are trained along and run in every step. `masks` are those of the adapter's dropout, which
     needs the whole batch in every pass of the denoiser: that of samples whose conditioning is `alike`.
-    `without_adapter` makes the networks the base while a block runs.
+    `without_adapter` makes the networks the base while a block runs. `foresight` makes what the modulation
+    layers give where their weights are not on the device.
     """
 
     denoiser: nn.Module
@@ -45,6 +47,19 @@ class Model:
     masks: SampleMasks | None = None
     alike: Callable[[Conditioning], int] = lambda _: 0
     without_adapter: Callable[[], AbstractContextManager[None]] = nullcontext
+    foresight: Foresight | None = None
+
+    @contextmanager
+    def passing(self, samples: Sequence[Prepared]) -> Iterator[None]:
+        """Be ready for a pass of these samples, forwards and backwards: dropout, modulation."""
+        with ExitStack() as stack:
+            stack.enter_context(self.dropping(samples))
+            stack.enter_context(self.modulating(samples))
+            yield
+
+    def modulating(self, samples: Sequence[Prepared]) -> AbstractContextManager[None]:
+        """Let the modulation layers give what was made of these samples."""
+        return self.foresight.of(samples) if self.foresight is not None else nullcontext()
 
     def dropping(self, samples: Sequence[Prepared]) -> AbstractContextManager[None]:
         """Let the adapter drop what it drops for these samples, forwards and backwards."""
@@ -74,7 +89,7 @@ class Model:
         rows = [row for row, sample in enumerate(samples) if sample.as_base]
         chosen = torch.tensor(rows, device=self.device)
         told = {name: tensor[chosen] for name, tensor in batch.conditioning.items()}
-        with self.without_adapter():
+        with self.without_adapter(), self.modulating([samples[row] for row in rows]):
             said = self.predict(
                 self.denoiser, noisy[chosen], batch.timesteps[chosen], self.embed(told)
             )

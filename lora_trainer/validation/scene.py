@@ -144,10 +144,12 @@ class Scene:
 
 def plan_of(subject: Subject, dataset: Path) -> Plan:
     """Prepare the dataset as the adapter's training did; raises what `prepare` raises."""
-    plan = with_base(prepare(Request(dataset=dataset, overrides=subject.settings)))
+    # An adapter of another trainer may change any layer, and all are measured.
+    settings = {**subject.settings, "memory.modulation_cache": False}
+    plan = with_base(prepare(Request(dataset=dataset, overrides=settings)))
     changes_text = _changes_text(subject.file, plan)
     if changes_text != plan.config.adapter.text_encoder:
-        settings = {**subject.settings, "adapter.text_encoder": changes_text}
+        settings |= {"adapter.text_encoder": changes_text}
         plan = with_base(prepare(Request(dataset=dataset, overrides=settings)))
     return plan
 
