@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.data.batches import MicroBatch, Prepared, to_device
+from lora_trainer.data.batches import MicroBatch, Prepared, conditioning_of, to_device
 from lora_trainer.data.loader import Feeder
 from lora_trainer.events import EventStream
 from lora_trainer.families.base import Conditioning, Prediction
@@ -88,8 +88,10 @@ class Model:
         """Return `wanted` with what the base says in the rows of the samples that are to stay as it."""
         rows = [row for row, sample in enumerate(samples) if sample.as_base]
         chosen = torch.tensor(rows, device=self.device)
-        told = {name: tensor[chosen] for name, tensor in batch.conditioning.items()}
-        with self.without_adapter(), self.modulating([samples[row] for row in rows]):
+        kept = [samples[row] for row in rows]
+        # Stacked anew: a text alone has no padding, and some families count on it.
+        told = conditioning_of(kept, batch.conditioning, device=self.device, dtype=self.precision)
+        with self.without_adapter(), self.modulating(kept):
             said = self.predict(
                 self.denoiser, noisy[chosen], batch.timesteps[chosen], self.embed(told)
             )
