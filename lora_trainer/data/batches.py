@@ -161,9 +161,7 @@ def to_device(
         sigma=scalars([level.sigma for level in levels]),
         huber_delta=None if math.inf in deltas else scalars(deltas),
         counts=None if (counts := _stacked_counts(samples)) is None else move(counts),
-        conditioning=conditioning_of(
-            samples, samples[0].conditioning, device=device, dtype=dtype
-        ),
+        conditioning=conditioning_of(samples, samples[0].conditioning, device=device, dtype=dtype),
     )
 
 

@@ -170,7 +170,11 @@ class Feeder:
 
     def _told(self, text: CacheKey, names: Sequence[str]) -> Conditioning:
         """Return some tensors of a sample's conditioning; what all samples share costs no reading."""
-        shared = self.told if set(names) <= self.told.keys() else {**self.entries.read(text), **self.told}
+        shared = (
+            self.told
+            if set(names) <= self.told.keys()
+            else {**self.entries.read(text), **self.told}
+        )
         return {name: shared[name] for name in names}
 
     def _preserved(self, made: Prepared, epoch: int, sample: str) -> Iterator[Prepared]:

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from lora_trainer.model.copy_stream import CopyStream, Done
 from lora_trainer.model.host_weights import PackedBlock, pack, parts, pin, unpin
+from lora_trainer.streamed import BUFFERS
 
-BUFFERS = 2
-"""Layers on the device at a time: that at work and the next on its way."""
 SETTING = "memory.modulation_cache"
 
 

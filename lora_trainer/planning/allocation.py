@@ -83,9 +83,10 @@ class Allocator:
         """Raise MachineError naming the nearest setting that fits when nothing does, or RequestError."""
         self._refuse_impossible()
         if self.kept is not None and set(self._all_buckets) <= self.kept.keys():
-            return self._allocated(
+            made = self._allocated(
                 self._wanted, {size: self.kept[size] for size in self._all_buckets}
             )
+            return replace(made, decisions=tuple(self._of_older_runs()))
         wanted, judge = self._wanted, self._judge
         found = fit(
             wanted,
@@ -142,6 +143,7 @@ class Allocator:
             micro_batch=batch_size if micro_batch == "auto" else micro_batch,
             checkpointing=self._choices.checkpointing[0],
             streamed_blocks=self._choices.streamed[0],
+            modulation_cache=self._choices.modulation_cache[0],
             bucket_px=max(self._all_buckets, key=lambda size: size[0] * size[1]),
             samples=bool(values["sampling.every_steps"]),
             sample_side_px=int(values["data.resolution"]),
@@ -180,7 +182,34 @@ class Allocator:
             text_offload=((True,) if offload is True else (False, True))
             if may_offload
             else (False,),
+            modulation_cache=self._modulation_choices(),
         )
+
+    def _modulation_choices(self) -> tuple[bool, ...]:
+        """On the processor nothing is saved: it is done there only where it was asked for."""
+        asked = self.values["memory.modulation_cache"]
+        if asked != "auto":
+            return (asked,)
+        return (False, True) if self.gpu is not None and not self._against_modulation else (False,)
+
+    @cached_property
+    def _against_modulation(self) -> str:
+        """Return why modulation cannot be made ahead here; empty: it can."""
+        layers = set(self.costs.family.modulation_layers(self.facts))
+        if not layers:
+            return f"{self.facts.source} has no large layers that only noise levels and texts reach"
+        if self.values["base.assistant"] is not None:
+            return "an assistant runs beside layers that stay on the device"
+        targets = self.values["adapter.targets"]
+        if layers & self.costs.adapter_shapes(self.facts, targets=targets).keys():
+            return f"adapter.targets={targets} trains an adapter on these layers"
+        return ""
+
+    def _of_older_runs(self) -> Iterator[Decision]:
+        """Yield what a run that goes on had no choice of when it was planned."""
+        key = "memory.modulation_cache"
+        if self.values[key] == "auto":
+            yield Decision(key=key, value=False, reason="the run began without it")
 
     def _kinds(self, allowed: tuple[Checkpointing, ...]) -> tuple[Checkpointing, ...]:
         """On the processor there is nowhere to offload to; what only a trace could judge is not tried unasked."""
@@ -239,6 +268,11 @@ class Allocator:
             raise RequestError(
                 f"memory.streamed_blocks={streamed}, and {self.facts.source} has {self._blocks} blocks",
                 fix=f"use a number from 0 to {self._blocks}",
+            )
+        if self.values["memory.modulation_cache"] is True and self._against_modulation:
+            raise RequestError(
+                f"memory.modulation_cache=true, but {self._against_modulation}",
+                fix="leave it out",
             )
         if offload is True and self.gpu is None:
             raise RequestError(
@@ -314,6 +348,7 @@ class Allocator:
             "memory.base_precision": (load.base_precision, self._why_precision(found)),
             "memory.gradient_checkpointing": (load.checkpointing, self._why_recomputing(load)),
             "memory.streamed_blocks": (load.streamed_blocks, self._why_streaming(load)),
+            "memory.modulation_cache": (load.modulation_cache, self._why_modulation(load)),
             "memory.micro_batch": (at_once, self._why_micro_batch(load, at_once)),
             "memory.text_encoder_offload": (load.text_offload, self._why_offload(load)),
         }
@@ -364,6 +399,18 @@ class Allocator:
             return "all blocks fit on the device" if self.gpu else "there is no card"
         whole = self._peak(replace(load, streamed_blocks=0))
         return f"of {self._blocks}: all on the card would take {whole}, {self.limit}"
+
+    def _why_modulation(self, load: Load) -> str:
+        if not load.modulation_cache:
+            if self.gpu is None:
+                return "on the processor it would save nothing"
+            return self._against_modulation or "all layers fit on the device, which is as fast"
+        other = replace(load, modulation_cache=False)
+        here, there = (self._time(each).seconds for each in (load, other))
+        return (
+            f"about {here:.3g} s a step in {self._peak(load)}; without, {there:.3g} s and "
+            f"{self._peak(other)}, {self.limit}"
+        )
 
     def _why_micro_batch(self, load: Load, at_once: int) -> str:
         if at_once == self._share:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from lora_trainer.config import Checkpointing
 from lora_trainer.errors import MachineError
@@ -40,6 +41,7 @@ class Choices:
     checkpointing: tuple[Checkpointing, ...]
     streamed: tuple[int, int]
     text_offload: tuple[bool, ...]
+    modulation_cache: tuple[bool, ...] = (False,)
 
     @property
     def roomiest(self) -> Choices:
@@ -49,6 +51,7 @@ class Choices:
             base_precisions=self.base_precisions[-1:],
             checkpointing=self.checkpointing[-1:],
             text_offload=self.text_offload[-1:],
+            modulation_cache=self.modulation_cache[-1:],
         )
 
 
@@ -170,7 +173,13 @@ def _best(wanted: Load, choices: Choices, judge: Judge) -> _Candidate | None:
     def order(each: _Candidate) -> tuple[object, ...]:
         load = each.load
         kind = choices.checkpointing.index(load.checkpointing)
-        return (each.price, load.streamed_blocks, kind, -load.micro_batch)
+        return (
+            each.price,
+            load.streamed_blocks,
+            kind,
+            -load.micro_batch,
+            load.modulation_cache,
+        )
 
     return min(
         (candidate(load) for load in _fitting(wanted, choices, judge)), key=order, default=None
@@ -178,28 +187,32 @@ def _best(wanted: Load, choices: Choices, judge: Judge) -> _Candidate | None:
 
 
 def _fitting(wanted: Load, choices: Choices, judge: Judge) -> Iterator[Load]:
-    """Yield loads that fit: for each precision and kind of recomputing the largest micro-batch.
+    """Yield loads that fit: for each way of keeping the base and of recomputing the largest micro-batch.
 
     Streaming starts where nothing less helps: with the fewest blocks for the whole batch, half of it,
     and so on.
     """
     least, most = choices.streamed
-    for precision in choices.base_precisions:
-        for kind in choices.checkpointing:
-            if least and kind not in RECOMPUTING:
-                continue
-            load = replace(
-                wanted, base_precision=precision, checkpointing=kind, streamed_blocks=least
-            )
-            plain = _most(
-                lambda count, load=load: judge.fits(replace(load, micro_batch=count)),  # type: ignore[misc]
-                least=0,
-                most=wanted.micro_batch,
-            )
-            if plain:
-                yield replace(load, micro_batch=plain)
-            if kind in RECOMPUTING and most > least:
-                yield from _streaming(load, above=plain, most=most, judge=judge)
+    ways = product(choices.base_precisions, choices.checkpointing, choices.modulation_cache)
+    for precision, kind, cached in ways:
+        if least and kind not in RECOMPUTING:
+            continue
+        load = replace(
+            wanted,
+            base_precision=precision,
+            checkpointing=kind,
+            modulation_cache=cached,
+            streamed_blocks=least,
+        )
+        plain = _most(
+            lambda count, load=load: judge.fits(replace(load, micro_batch=count)),  # type: ignore[misc]
+            least=0,
+            most=wanted.micro_batch,
+        )
+        if plain:
+            yield replace(load, micro_batch=plain)
+        if kind in RECOMPUTING and most > least:
+            yield from _streaming(load, above=plain, most=most, judge=judge)
 
 
 def _streaming(load: Load, *, above: int, most: int, judge: Judge) -> Iterator[Load]:
@@ -278,6 +291,8 @@ def _how(load: Load) -> str:
         parts.append(f"base in {load.base_precision}")
     if load.checkpointing != "none":
         parts.append("everything recomputed")
+    if load.modulation_cache:
+        parts.append("modulation made ahead")
     if load.streamed_blocks:
         parts.append("all blocks streamed")
     return ", ".join(parts)
@@ -290,6 +305,7 @@ def _least(wanted: Load, choices: Choices) -> Load:
         base_precision=choices.base_precisions[-1],
         checkpointing=kind,
         streamed_blocks=choices.streamed[1] if kind in RECOMPUTING else 0,
+        modulation_cache=choices.modulation_cache[-1],
         micro_batch=1,
         samples=False,
     )

@@ -6,6 +6,7 @@ bytes. `quantization.weight_bytes` counts a layer as `model/quantize.py` stores 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ from functools import cached_property
 
 from lora_trainer.config import Precision
 from lora_trainer.quantization import QUANTIZATIONS, BasePrecision, weight_bytes
-from lora_trainer.streamed import moved_bytes, saved_bytes
+from lora_trainer.streamed import BUFFERS, moved_bytes, saved_bytes
 
 ELEMENT_BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+VECTORS_SHARE = 16
+"""What layers that are away give is made for as many samples as take this part of the layers' bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,8 @@ class FrozenBase:
 
     With `kept_as` of few bits these are quantised, but those with a part of their name in
     `unquantised`; everything else (embeddings, norms, biases, convolutions) stays in `dtype`.
-    `block_pattern` matches the beginning of a layer's name that is the name of its block.
+    `block_pattern` matches the beginning of a layer's name that is the name of its block. The layers
+    `away` lie in host memory, and only what they give for samples to come is on the device.
     """
 
     parameters: int
@@ -33,6 +37,7 @@ class FrozenBase:
     block_pattern: str
     dtype: Precision
     kept_as: BasePrecision
+    away: tuple[str, ...] = ()
 
     @property
     def is_quantized(self) -> bool:
@@ -59,6 +64,34 @@ class FrozenBase:
         """Numbers in the layers of `shapes`."""
         return sum(fan_in * out for fan_in, out in self.shapes.values())
 
+    @cached_property
+    def away_bytes(self) -> int:
+        """Bytes of the layers that are away."""
+        return sum(self.layer_bytes[name] for name in self.away)
+
+    @cached_property
+    def away_elements(self) -> int:
+        """Numbers in the layers that are away."""
+        return sum(math.prod(self.shapes[name]) for name in self.away)
+
+    @property
+    def away_buffer_bytes(self) -> int:
+        """Bytes of the buffers through which they come."""
+        largest = max((self.layer_bytes[name] for name in self.away), default=0)
+        return min(BUFFERS, len(self.away)) * largest
+
+    @cached_property
+    def vector_bytes(self) -> int:
+        """Bytes of what they give for one sample."""
+        return sum(self.shapes[name][1] for name in self.away) * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def samples_ahead(self) -> int:
+        """For how many samples that is made at once; 0: nothing is away."""
+        if not self.away:
+            return 0
+        return max(1, self.away_bytes // (VECTORS_SHARE * self.vector_bytes))
+
     @property
     def other_bytes(self) -> int:
         """Bytes of what is never kept in few bits."""
@@ -82,8 +115,9 @@ class FrozenBase:
         """Bytes of each repeated block that can be streamed, in module order, but for biases and norms."""
         blocks: dict[str, int] = {}
         pattern = re.compile(self.block_pattern)
+        away = set(self.away)
         for name, size in self.layer_bytes.items():
-            if found := pattern.match(name):
+            if name not in away and (found := pattern.match(name)):
                 blocks[found[0]] = blocks.get(found[0], 0) + size
         return tuple(blocks.values())
 

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.planning.frozen import ELEMENT_BYTES
 from lora_trainer.planning.loads import Load, RememberedCosts
-from lora_trainer.planning.memory import GIB, MemoryItem, prepared_batches, saved_copies
+from lora_trainer.planning.memory import (
+    GIB,
+    MemoryItem,
+    modulation_weights,
+    prepared_batches,
+    saved_copies,
+)
 from lora_trainer.planning.trained_bytes import state_bytes
 
 # Python with torch, diffusers and transformers, and the CUDA libraries it maps.
@@ -82,6 +88,8 @@ def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
         note = f"{load.streamed_blocks} pinned blocks in {load.base_precision}"
         streamed = base.streamed_bytes(load.streamed_blocks)
         found.append(MemoryItem(name="streamed blocks", bytes=streamed, note=note))
+    if load.modulation_cache:
+        found.append(modulation_weights(load, costs.frozen_base(facts, load)))
     waiting = load.micro_batch * costs.sample_cost(facts, load.workload()).host_bytes
     if waiting:
         size = PINNED_AT_MOST * waiting

@@ -38,6 +38,9 @@ class CostModel(Protocol):
     def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
         """Return (fan_in, out) of the linear layers in the denoiser's repeated blocks."""
 
+    def modulation_layers(self, facts: BaseFacts) -> tuple[str, ...]:
+        """Return which of them nothing of the image reaches."""
+
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         """Return the cost of training on one sample."""
 
@@ -63,7 +66,7 @@ class RememberedCosts:
     costs: dict[Workload, SampleCost] = field(default_factory=dict)
     shapes: dict[Targets, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     linear: Mapping[str, tuple[int, int]] | None = None
-    bases: dict[tuple[Precision, BasePrecision], FrozenBase] = field(default_factory=dict)
+    bases: dict[tuple[Precision, BasePrecision, bool], FrozenBase] = field(default_factory=dict)
     text_shapes: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None
     tensors: dict[str, Counter[Shape]] = field(default_factory=dict)
 
@@ -95,7 +98,7 @@ class RememberedCosts:
 
     def frozen_base(self, facts: BaseFacts, load: Load) -> FrozenBase:
         """All calls must be about the same base."""
-        kept = (load.precision, load.base_precision)
+        kept = (load.precision, load.base_precision, load.modulation_cache)
         if kept not in self.bases:
             self.bases[kept] = FrozenBase(
                 parameters=facts.parts["denoiser"].parameters,
@@ -104,6 +107,7 @@ class RememberedCosts:
                 block_pattern=self.family.block_pattern,
                 dtype=load.precision,
                 kept_as=load.base_precision,
+                away=self.family.modulation_layers(facts) if load.modulation_cache else (),
             )
         return self.bases[kept]
 
@@ -160,6 +164,7 @@ class Load:
     twice: float = 0.0
     as_base: float = 0.0
     keeps_best: bool = False
+    modulation_cache: bool = False
 
     def workload(self) -> Workload:
         width_px, height_px = self.bucket_px

@@ -156,14 +156,14 @@ def saved_copies(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[M
 
 
 def _weights(load: Load, base: FrozenBase) -> list[MemoryItem]:
-    """The base by dtype: blocks, what is always in the dtype of the network, what streaming needs."""
-    count = load.streamed_blocks
-    streamed, found = base.streamed_bytes(count), []
+    """The base by dtype: blocks, what is always in the dtype of the network, what takes the place of the rest."""
+    count, found = load.streamed_blocks, []
+    elsewhere = base.streamed_bytes(count) + base.away_bytes
     if base.is_quantized:
         found += [
             MemoryItem(
                 name="base blocks",
-                bytes=base.linear_bytes - streamed,
+                bytes=base.linear_bytes - elsewhere,
                 note=f"frozen, {load.base_precision} with its scales",
             ),
             MemoryItem(
@@ -179,7 +179,7 @@ def _weights(load: Load, base: FrozenBase) -> list[MemoryItem]:
         ]
     else:
         note = f"frozen, {load.precision}"
-        found.append(MemoryItem(name="base weights", bytes=base.bytes - streamed, note=note))
+        found.append(MemoryItem(name="base weights", bytes=base.bytes - elsewhere, note=note))
     if count:
         found.append(
             MemoryItem(
@@ -188,7 +188,36 @@ def _weights(load: Load, base: FrozenBase) -> list[MemoryItem]:
                 note=f"{count} of {len(base.block_bytes)} blocks come from host memory",
             )
         )
+    return [*found, *_modulation(load, base)]
+
+
+def _modulation(load: Load, base: FrozenBase) -> list[MemoryItem]:
+    """What is on the device instead of the modulation layers; on the processor they are there too."""
+    if not load.modulation_cache:
+        return []
+    in_a_pass = load.micro_batch * (2 if load.as_base else 1)
+    samples = max(base.samples_ahead, in_a_pass)
+    found = [
+        MemoryItem(
+            name="modulation vectors",
+            bytes=samples * base.vector_bytes,
+            note=f"of {samples} samples ahead, {load.precision}",
+        ),
+        MemoryItem(
+            name="modulation buffers",
+            bytes=base.away_buffer_bytes,
+            note=f"{len(base.away)} layers come from host memory",
+        ),
+    ]
+    if load.device == "cpu":
+        found.append(modulation_weights(load, base))
     return found
+
+
+def modulation_weights(load: Load, base: FrozenBase) -> MemoryItem:
+    """Return what the layers that are away take in host memory."""
+    note = f"{len(base.away)} layers in {load.base_precision}"
+    return MemoryItem(name="modulation weights", bytes=base.away_bytes, note=note)
 
 
 def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:

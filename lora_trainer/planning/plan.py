@@ -93,6 +93,8 @@ class Plan:
     time_note: str
     disk_bytes: Mapping[str, int]
     decisions: tuple[Decision, ...]
+    modulation_samples: int = 0
+    """For how many samples modulation is made at once; 0: in each pass."""
 
 
 def plan(given: PlanInput) -> Plan:
@@ -333,6 +335,7 @@ class _Planner:
             time_note=allocation.time.note,
             disk_bytes=self._disk(config, allocation.load, cost),
             decisions=tuple(self.decisions),
+            modulation_samples=self.costs.frozen_base(given.facts, allocation.load).samples_ahead,
         )
 
     def _disk(self, config: Config, load: Load, cost: SampleCost) -> dict[str, int]:

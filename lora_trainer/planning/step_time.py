@@ -47,12 +47,16 @@ STREAM_PASSES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What one optimizer step does: arithmetic, kernels, bytes to dequantise, bytes over the bus one way."""
+    """What one optimizer step does: arithmetic, kernels, bytes to dequantise, bytes over the bus one way.
+
+    `waited_bytes` come over the bus between steps, where no computation hides them.
+    """
 
     flops: float
     kernels: int
     dequantised_bytes: float
     bus_bytes: float
+    waited_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,21 +89,23 @@ def step_work(load: Load, *, facts: BaseFacts, costs: RememberedCosts, batch_siz
         kernels=round(started * cost.kernels + weights * _layer_kernels(base)),
         dequantised_bytes=weights * _layer_bytes(base),
         bus_bytes=streamed + 2 * cost.host_bytes * images,
+        waited_bytes=(images + forward) * base.away_bytes / max(1, base.samples_ahead),
     )
 
 
 def _layer_bytes(base: FrozenBase) -> float:
-    return base.linear_elements * DEQUANTISE_BYTES.get(base.kept_as, 0.0)
+    return (base.linear_elements - base.away_elements) * DEQUANTISE_BYTES.get(base.kept_as, 0.0)
 
 
 def _layer_kernels(base: FrozenBase) -> int:
-    return len(base.shapes) * DEQUANTISE_KERNELS.get(base.kept_as, 0)
+    return (len(base.shapes) - len(base.away)) * DEQUANTISE_KERNELS.get(base.kept_as, 0)
 
 
 def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTime:
     """Estimate a step on a card: the longest of computing, starting kernels and waiting for the bus.
 
-    Copies run beside the computation, so they cost only what they take longer.
+    Copies run beside the computation, so they cost only what they take longer; those that a step
+    waits for come on top.
     """
     rate = card.flops_per_s / (FP32_SLOWDOWN if precision == "fp32" else 1)
     ranges: dict[str, tuple[float, float]] = {
@@ -111,10 +117,11 @@ def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTi
     low, high = ranges["arithmetic"]
     ranges["arithmetic"] = (low + dequantise[0], high + dequantise[1])
     bound = max(ranges, key=lambda name: math.sqrt(ranges[name][0] * ranges[name][1]))
+    waited = _range(work.waited_bytes, LINK_BYTES_PER_S)
     taken = f", taken for an {card.name}" if card.stands_for else ""
     return StepTime(
-        low_s=max(low for low, _ in ranges.values()),
-        high_s=max(high for _, high in ranges.values()),
+        low_s=max(low for low, _ in ranges.values()) + waited[0],
+        high_s=max(high for _, high in ranges.values()) + waited[1],
         note=f"estimate for {card.stands_for or card.name}{taken}: "
         f"{work.flops / 1e12:.1f} TFLOP a step, bound by {bound}",
     )

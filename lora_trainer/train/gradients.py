@@ -40,9 +40,7 @@ def gradients_that_fit(
         else:
             return loss, _grown(training, guard)
         # Outside the except block: its traceback would keep the tensors alive that must go.
-        images = max(
-            len(group) for group in _split(batch.samples, training, cap=guard.micro_batch)
-        )
+        images = max(len(group) for group in _split(batch.samples, training, cap=guard.micro_batch))
         guard = relieved(training, guard, images=images, reason=reason)
 
 
@@ -95,9 +93,7 @@ def add_gradients(training: Training, batch: StepBatch, *, cap: int) -> Tensor:
     return total
 
 
-def _split(
-    samples: Sequence[AnySized], training: Training, cap: int
-) -> list[tuple[AnySized, ...]]:
+def _split(samples: Sequence[AnySized], training: Training, cap: int) -> list[tuple[AnySized, ...]]:
     """Return what goes through the network together."""
     if training.model.masks is None:
         return groups(samples, cap=cap, at_once=training.images_at_once)
