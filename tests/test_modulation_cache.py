@@ -68,7 +68,7 @@ def validations(run: Path) -> list[Any]:
 @pytest.fixture(autouse=True)
 def longer_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of layers as narrow as these a sixteenth would be two samples."""
-    monkeypatch.setattr("lora_trainer.planning.frozen.VECTORS_SHARE", 4)
+    monkeypatch.setattr("lora_trainer.planning.frozen.VECTORS_SHARE", 2)
 
 
 @pytest.fixture

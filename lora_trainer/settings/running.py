@@ -51,8 +51,7 @@ class MemorySettings(Section):
     )
     modulation_cache: bool | Auto = setting(
         "auto",
-        "keep the layers that turn noise levels and pooled text into shifts, scales and gates in host "
-        "memory, their outputs made ahead; the same result",
+        "modulation layers kept in host memory, what they give made ahead; the same result",
     )
     attention: Literal["auto", "sdpa", "xformers"] = setting(
         "auto", "attention kernels; auto: SDPA", only_for=CARD

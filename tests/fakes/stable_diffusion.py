@@ -59,6 +59,9 @@ class UNetCosts:
     def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
         return linear_shapes(facts.architecture)
 
+    def modulation_layers(self, facts: BaseFacts) -> tuple[str, ...]:
+        return ()
+
     def known_checkpointing(
         self, facts: BaseFacts, *, element_bytes: int, targets: Targets, wide_adapter: bool
     ) -> tuple[Checkpointing, ...]:
