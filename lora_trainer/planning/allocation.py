@@ -23,6 +23,7 @@ from lora_trainer.planning.full_cards import FullCard
 from lora_trainer.planning.host_memory import HostPrediction, predict_host
 from lora_trainer.planning.loads import Load, RememberedCosts, runs_wide
 from lora_trainer.planning.memory import RECOMPUTING, Prediction, predict
+from lora_trainer.planning.modulation import against_modulation
 from lora_trainer.planning.step_time import StepTime, cpu_step_time, gpu_step_time, step_work
 from lora_trainer.quantization import BasePrecision
 
@@ -194,16 +195,7 @@ class Allocator:
 
     @cached_property
     def _against_modulation(self) -> str:
-        """Return why modulation cannot be made ahead here; empty: it can."""
-        layers = set(self.costs.family.modulation_layers(self.facts))
-        if not layers:
-            return f"{self.facts.source} has no large layers that only noise levels and texts reach"
-        if self.values["base.assistant"] is not None:
-            return "an assistant runs beside layers that stay on the device"
-        targets = self.values["adapter.targets"]
-        if layers & self.costs.adapter_shapes(self.facts, targets=targets).keys():
-            return f"adapter.targets={targets} trains an adapter on these layers"
-        return ""
+        return against_modulation(self.values, facts=self.facts, costs=self.costs)
 
     def _of_older_runs(self) -> Iterator[Decision]:
         """Yield what a run that goes on had no choice of when it was planned."""
