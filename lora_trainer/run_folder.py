@@ -63,6 +63,7 @@ ROUNDING_SETTINGS = frozenset(
         "memory.attention",
         "memory.gradient_checkpointing",
         "memory.micro_batch",
+        "memory.modulation_cache",
         "memory.streamed_blocks",
         "memory.text_encoder_offload",
     }

@@ -39,10 +39,10 @@ measured**. Times are estimates and given as a range.
 
 How it is decided. The batch is never changed; what somebody set is never raised. Of all that fits (base whole,
 in 8 or in 4 bits; nothing, every second block, or all recomputed, with their inputs in host memory where
-needed; blocks streamed from host memory; images at once), `speed` and `balanced` take the fastest by the
-estimate, fewer bits only where that is 10 to 20 % (`speed`) or 20 to 50 % (`balanced`) faster; `quality` takes the
-most precise, then the fastest. Sample images are kept where they make a step at most a fifth longer. Nothing
-fits: the run is refused with the nearest setting that does.
+needed; modulation made ahead; blocks streamed from host memory; images at once), `speed` and `balanced` take
+the fastest by the estimate, fewer bits only where that is 10 to 20 % (`speed`) or 20 to 50 % (`balanced`)
+faster; `quality` takes the most precise, then the fastest. Sample images are kept where they make a step at most
+a fifth longer. Nothing fits: the run is refused with the nearest setting that does.
 """
 
 

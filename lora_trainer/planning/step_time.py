@@ -20,7 +20,7 @@ from lora_trainer.quantization import BasePrecision
 
 # Share of the matrix rate that eager training reaches: its elementwise kernels move much memory.
 CARD_SHARE = (0.25, 0.8)
-# Share of the memory rate that dequantising reaches.
+# Share of the memory rate that dequantising reaches, and copies from the host.
 TRAFFIC_SHARE = (0.5, 0.9)
 # Python, peft and autograd start one kernel in this time; small models on fast cards wait for it.
 KERNEL_START_S = (20e-6, 70e-6)
@@ -104,8 +104,8 @@ def _layer_kernels(base: FrozenBase) -> int:
 def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTime:
     """Estimate a step on a card: the longest of computing, starting kernels and waiting for the bus.
 
-    Copies run beside the computation, so they cost only what they take longer; those that a step
-    waits for come on top.
+    Copies run beside the computation, so they cost what they take longer and the device's memory traffic;
+    those that a step waits for come on top.
     """
     rate = card.flops_per_s / (FP32_SLOWDOWN if precision == "fp32" else 1)
     ranges: dict[str, tuple[float, float]] = {
@@ -113,9 +113,11 @@ def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTi
         "starting kernels": (work.kernels * KERNEL_START_S[0], work.kernels * KERNEL_START_S[1]),
         "copies from host memory": _range(work.bus_bytes, LINK_BYTES_PER_S),
     }
-    dequantise = _range(work.dequantised_bytes / card.bytes_per_s, TRAFFIC_SHARE)
+    # What is copied beside the computation is written to the memory that this reads.
+    traffic = work.dequantised_bytes + work.bus_bytes
+    beside = _range(traffic / card.bytes_per_s, TRAFFIC_SHARE)
     low, high = ranges["arithmetic"]
-    ranges["arithmetic"] = (low + dequantise[0], high + dequantise[1])
+    ranges["arithmetic"] = (low + beside[0], high + beside[1])
     bound = max(ranges, key=lambda name: math.sqrt(ranges[name][0] * ranges[name][1]))
     waited = _range(work.waited_bytes, LINK_BYTES_PER_S)
     taken = f", taken for an {card.name}" if card.stands_for else ""

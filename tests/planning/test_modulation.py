@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.config import AdapterSettings
+from lora_trainer.config import AdapterSettings, flatten
 from lora_trainer.errors import RequestError, exit_code
 from lora_trainer.families import MODULES, family, known_base
 from lora_trainer.hardware import GIB
@@ -18,7 +18,9 @@ from lora_trainer.planning.frozen import VECTORS_SHARE, FrozenBase
 from lora_trainer.planning.host_memory import predict_host
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import predict
+from lora_trainer.planning.plan import PlanInput, plan
 from lora_trainer.planning.step_time import step_work
+from lora_trainer.resolve import resolve
 from tests.fakes.family_bases import CPU, denoiser_of, facts_of
 from tests.planning.test_allocation import FLUX, QWEN, SDXL, machine, middle_s, planned, reason
 from tests.planning.test_memory import LOAD
@@ -174,3 +176,33 @@ def test_on_the_processor_it_is_done_where_it_is_asked_for_and_saves_nothing() -
     assert asked.memory.peak_bytes > made.memory.peak_bytes
     items = {item.name for item in asked.memory.by_phase["training"]}
     assert "modulation weights" in items
+
+
+def test_a_run_that_began_before_there_was_a_choice_goes_on_without() -> None:
+    facts = known_base(FLUX)
+    assert facts is not None
+    begun = flatten(planned(FLUX, machine(48, ram_gib=56)).config) | {
+        KEY.replace("__", "."): "auto"
+    }
+    made = plan(
+        PlanInput(
+            resolved=resolve(
+                family="flux",
+                tier="24+",
+                priority="balanced",
+                preset="auto",
+                config_file=None,
+                overrides={},
+                run_settings=begun,
+            ),
+            facts=facts,
+            family=family("flux"),
+            hardware=machine(48, ram_gib=56),
+            images=20,
+            samples_per_epoch=20,
+            buckets=((1024, 1024),),
+            kept_at_once={(1024, 1024): 1},
+        )
+    )
+    assert made.config.memory.modulation_cache is False
+    assert reason(made, "modulation_cache") == "the run began without it"
