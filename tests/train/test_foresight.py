@@ -15,6 +15,7 @@ from lora_trainer.config import DataSettings, ObjectiveSettings
 from lora_trainer.data.batches import Glimpse, StepBatch, groups
 from lora_trainer.data.loader import Window
 from lora_trainer.families.base import Conditioning
+from lora_trainer.launch import Place
 from lora_trainer.model.modulation import ModulatedNetwork
 from lora_trainer.train.foresight import Foresight
 from tests.fakes.training import CPU, build_feeder
@@ -152,10 +153,13 @@ def test_a_sample_with_other_text_or_level_has_other_rows() -> None:
 # ---- what the feeder tells
 
 
-def test_glimpses_are_of_the_samples_that_are_prepared() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_glimpses_are_of_the_samples_that_are_prepared(rank: int) -> None:
     data = DataSettings(caption_dropout=0.3, flip=True)
     objective = ObjectiveSettings(timestep_strata=3)
     feeder = build_feeder(data=data, objective=objective, texts=3)
+    if rank:  # of two processes
+        feeder = replace(feeder, place=Place(rank=rank, count=2))
     for number in range(6):
         seen, made = feeder.glimpses(number, WINDOW), feeder.prepare(number).samples
         for one, other in zip(seen, made, strict=True):
