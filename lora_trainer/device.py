@@ -11,11 +11,14 @@ from lora_trainer.config import concrete
 from lora_trainer.errors import MachineError
 from lora_trainer.hardware import GIB
 from lora_trainer.launch import place
+from lora_trainer.model.compiling import compiler_version
 from lora_trainer.model.memory_cap import cap_allocator
 from lora_trainer.prepare import Prepared
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU = torch.device("cpu")
+COMPILED_CODE = "compiled"
+"""Folder in the cache folder."""
 
 
 def setup_torch(prepared: Prepared) -> dict[str, Any]:
@@ -25,6 +28,9 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
     """
     config = prepared.config
     torch.set_num_threads(concrete(config.hardware.threads))
+    compiled = config.hardware.compile == "blocks"
+    if compiled:
+        _keep_compiled_code(prepared)
     if config.train.deterministic:  # read when CUDA starts, which the next lines do
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = planned_device(prepared)
@@ -43,7 +49,18 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
         if device.type == "cuda"
         else prepared.hardware.cpu_name,
         "deterministic": device.type == "cpu" or config.train.deterministic,
+        **({"compiler": compiler_version(device)} if compiled else {}),
     }
+
+
+def _keep_compiled_code(prepared: Prepared) -> None:
+    """Let later runs find what is compiled in this one, in the cache folder, which is kept under its limit.
+
+    What the user has set stays.
+    """
+    folder = prepared.cache_root / COMPILED_CODE
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
 def _cap(prepared: Prepared, device: torch.device) -> None:

@@ -39,6 +39,7 @@ PACKAGES = (
     "pytorch-optimizer",
     "schedulefree",
     "xformers",
+    "triton",
     "tensorboard",
     "gradio",
 )

@@ -60,6 +60,8 @@ _WATCHED = frozenset({"train.validate_every_steps", "output.weights"})
 # Settings that say how it is computed: a resume may change them and keeps every draw, not every bit.
 ROUNDING_SETTINGS = frozenset(
     {
+        "hardware.compile",
+        "hardware.cuda_graphs",
         "memory.attention",
         "memory.gradient_checkpointing",
         "memory.micro_batch",

@@ -31,7 +31,7 @@ from lora_trainer.train.optim import (
 from lora_trainer.train.progress import Action, Progress
 from lora_trainer.train.ranks import Ranks
 from lora_trainer.train.training import Training
-from lora_trainer.trained_parts import Parts, afterwards, build_parts, stages
+from lora_trainer.trained_parts import Parts, afterwards, build_parts, speedups, stages
 from lora_trainer.validation.at_the_end import validate_at_the_end
 
 
@@ -181,6 +181,7 @@ def _training(
     )
     for remedy in found[: start.guard.remedies]:
         remedy.apply()  # what this run found out before it was interrupted
+    images_at_once = _latents_at_once(job.prepared)
     return Training(
         model=parts.model,
         parameters=parts.parameters,
@@ -197,13 +198,14 @@ def _training(
         actions=actions,
         stop=job.stop,
         ranks=job.ranks,
-        images_at_once=_latents_at_once(job.prepared),
+        images_at_once=images_at_once,
         remedies=found,
         restore=restore,
         watch_spikes=config.train.tighten_on_spike,
         stages=stages(config, parts.adapter),
         stop_after_validations=config.train.stop_after_validations,
         afterwards=afterwards(config, parts.adapter),
+        speedups=speedups(job, parts, start.guard, images_at_once=images_at_once),
     )
 
 

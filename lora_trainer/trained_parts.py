@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,19 +15,24 @@ from lora_trainer.errors import RequestError
 from lora_trainer.exporting import Job
 from lora_trainer.families.base import DENOISER
 from lora_trainer.model.adapters import Adapter
+from lora_trainer.model.compiling import CompiledBlocks
+from lora_trainer.model.graph import CudaCapture
 from lora_trainer.model.norm_limit import limit_norms
 from lora_trainer.networks import Networks, arrange, build_model, load_networks, with_adapter
 from lora_trainer.output.adapter_tensors import split_key
 from lora_trainer.output.checkpoints import TrainingState
+from lora_trainer.planning.speedups import MOST_SHAPES, pass_shapes
 from lora_trainer.remedies import told_if_full
 from lora_trainer.train.actions import load_scaler
-from lora_trainer.train.guards import from_plain
+from lora_trainer.train.graphed import StepGraphs
+from lora_trainer.train.guards import GuardState, from_plain
 from lora_trainer.train.optim import (
     averaged_weights,
     build_optimizer,
     restore_optimizer,
 )
 from lora_trainer.train.progress import Progress
+from lora_trainer.train.speedups import Speedups
 from lora_trainer.train.stages import Stage, end_step
 from lora_trainer.train.training import Model
 
@@ -109,6 +114,36 @@ def stages(config: Config, adapter: Adapter) -> list[Stage]:
             fix="leave train.text_encoder_until and new_tokens_until out",
         )
     return ending
+
+
+def speedups(
+    job: Job,
+    parts: Parts,
+    guard: GuardState,
+    *,
+    images_at_once: Mapping[tuple[int, int], int],
+) -> Speedups:
+    """Return what the plan has passes made faster by, without what this run has given up already.
+
+    `images_at_once` is by (height, width) of the latents.
+    """
+    config = job.prepared.config
+    shapes = pass_shapes(
+        images_at_once, batch_size=config.train.batch_size, processes=job.prepared.processes
+    )[:MOST_SHAPES]
+    found = Speedups(
+        compiled_shapes=frozenset(shapes), uncompiled=guard.uncompiled, ungraphed=guard.ungraphed
+    )
+    if config.hardware.compile == "blocks" and not guard.uncompiled:
+        found.compiled = CompiledBlocks(parts.networks.denoiser, shapes=len(shapes))
+    if config.hardware.cuda_graphs is True and not guard.ungraphed:
+        found.graphs = StepGraphs(
+            capture=CudaCapture(parts.model.device),
+            parameters=parts.parameters,
+            device=parts.model.device,
+            most=MOST_SHAPES,
+        )
+    return found
 
 
 def afterwards(config: Config, adapter: Adapter) -> list[Callable[[int], None]]:

@@ -43,7 +43,7 @@ COMBINED: Mapping[str, Any] = {
 }
 KILLS = {
     "caching": ("lora_trainer.data.cache", "Cache.write", 3, False),
-    "step": ("lora_trainer.train.training", "Model.losses", 30, True),
+    "step": ("lora_trainer.train.training", "Model.losses_of", 30, True),
     "saving": ("lora_trainer.output.state_writer", "freeze", 3, False),
 }
 """The first of all in a mask, the second in a step, the third between two states."""

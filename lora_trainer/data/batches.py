@@ -6,13 +6,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from lora_trainer.families.base import Conditioning
+from lora_trainer.model.dropout import halves
 from lora_trainer.train.levels import Level
+
+Signature = tuple[tuple[str, torch.Size, torch.dtype], ...]
+"""Names, shapes and types of all tensors of a pass."""
+_TOLD, _TOLD_BASE = "told.", "told to the base."
 
 
 class Sized(Protocol):
@@ -90,7 +95,13 @@ class StepBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Samples of one shape, stacked on the device: [B, C, H, W] and [B]; `counts` [B, 1, H, W] or None."""
+    """Samples of one shape, stacked on the device: [B, C, H, W] and [B]; `counts` [B, 1, H, W] or None.
+
+    `weights` [B] are those of the losses; `as_base` int64 are the rows whose wanted prediction is the
+    base's, None without any; `dropout_seeds` int64 [B, 2] are the halves of the samples' seeds.
+    `base_conditioning` is that of the rows `as_base`, stacked anew: a text alone has no padding, and some
+    families count on it. `samples` are what it was made of, on the host.
+    """
 
     latents: Tensor
     noise: Tensor
@@ -98,9 +109,70 @@ class MicroBatch:
     timesteps: Tensor
     alpha: Tensor
     sigma: Tensor
+    weights: Tensor
     huber_delta: Tensor | None
     counts: Tensor | None
+    as_base: Tensor | None
+    dropout_seeds: Tensor
     conditioning: Conditioning
+    base_conditioning: Conditioning
+    samples: tuple[Prepared, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacked:
+    """Samples of one shape as few tensors by name, on the host (`stack`) or on the device.
+
+    All numbers of the samples are one float32 tensor "numbers" [3 or 4, B], so that they are one copy,
+    but for "timesteps", which some bases count in whole numbers. `samples` are what they are made of,
+    on the host.
+    """
+
+    tensors: Mapping[str, Tensor]
+    samples: tuple[Prepared, ...] = ()
+
+    @property
+    def latents_shape(self) -> tuple[int, int, int]:
+        """Return (height, width, samples) of the latents."""
+        count, _, height, width = self.tensors["latents"].shape
+        return height, width, count
+
+    @property
+    def signature(self) -> Signature:
+        """Return what two of them share that are computed by the same kernels."""
+        return tuple((name, value.shape, value.dtype) for name, value in self.tensors.items())
+
+    def on(self, device: torch.device) -> Stacked:
+        """Copy to a device; the host does not wait for what is pinned."""
+        return Stacked(
+            tensors={name: t.to(device, non_blocking=True) for name, t in self.tensors.items()},
+            samples=self.samples,
+        )
+
+    def micro_batch(self, *, dtype: torch.dtype) -> MicroBatch:
+        """Name the parts; floating conditioning in `dtype`, the rest as it is."""
+        tensors, numbers = self.tensors, self.tensors["numbers"].unbind()
+
+        def told(start: str) -> Conditioning:
+            found = {name[len(start) :]: t for name, t in tensors.items() if name.startswith(start)}
+            return _in_dtype(found, dtype)
+
+        return MicroBatch(
+            latents=tensors["latents"],
+            noise=tensors["noise"],
+            input_noise=tensors.get("input_noise", tensors["noise"]),
+            timesteps=tensors["timesteps"],
+            alpha=numbers[0],
+            sigma=numbers[1],
+            weights=numbers[2],
+            huber_delta=numbers[3] if len(numbers) > 3 else None,
+            counts=tensors.get("counts"),
+            as_base=tensors.get("as_base"),
+            dropout_seeds=tensors["dropout_seeds"],
+            conditioning=told(_TOLD),
+            base_conditioning=told(_TOLD_BASE),
+            samples=self.samples,
+        )
 
 
 def micro_batches(
@@ -141,28 +213,46 @@ def to_device(
     samples: Sequence[Prepared], *, device: torch.device, dtype: torch.dtype
 ) -> MicroBatch:
     """Stack samples of one shape on the device; floating conditioning in `dtype`, the rest as it is."""
+    return stack(samples, pinned=device.type == "cuda").on(device).micro_batch(dtype=dtype)
 
-    def move(stacked: Tensor) -> Tensor:
-        return _moved(stacked, device)
 
-    def scalars(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, device=device)
+def stack(samples: Sequence[Prepared], *, pinned: bool) -> Stacked:
+    """Stack samples of one shape on the host, in pinned memory where they go to a card from there."""
 
-    levels = [sample.level for sample in samples]
-    noise = move(torch.stack([sample.noise for sample in samples]))
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        first = tensors[0]
+        shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])
+        out = torch.empty(shape, dtype=first.dtype, pin_memory=pinned)
+        return torch.cat(list(tensors), out=out)
+
+    def stacked(tensors: Sequence[Tensor]) -> Tensor:
+        return joined([tensor.unsqueeze(0) for tensor in tensors])
+
+    def listed(values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+        return torch.tensor(values, dtype=dtype, pin_memory=pinned)
+
     perturbed = [sample.input_noise for sample in samples if sample.input_noise is not None]
-    deltas = [sample.huber_delta for sample in samples]
-    return MicroBatch(
-        latents=move(torch.stack([sample.latents for sample in samples])),
-        noise=noise,
-        input_noise=move(torch.stack(perturbed)) if perturbed else noise,
-        timesteps=scalars([level.timestep for level in levels]),
-        alpha=scalars([level.alpha for level in levels]),
-        sigma=scalars([level.sigma for level in levels]),
-        huber_delta=None if math.inf in deltas else scalars(deltas),
-        counts=None if (counts := _stacked_counts(samples)) is None else move(counts),
-        conditioning=conditioning_of(samples, samples[0].conditioning, device=device, dtype=dtype),
-    )
+    counts = _all_counts(samples)
+    rows = [row for row, sample in enumerate(samples) if sample.as_base]
+    found = {
+        "latents": stacked([sample.latents for sample in samples]),
+        "noise": stacked([sample.noise for sample in samples]),
+        "timesteps": listed([sample.level.timestep for sample in samples]),
+        "numbers": listed(_numbers(samples), torch.float32),
+        "dropout_seeds": listed([halves(s.dropout_seed) for s in samples], torch.int64),
+    }
+    if perturbed:
+        found["input_noise"] = stacked(perturbed)
+    if counts:
+        found["counts"] = stacked(counts)
+    if rows:
+        found["as_base"] = listed(rows, torch.int64)
+    of_base = [samples[row] for row in rows]
+    for start, told in ((_TOLD, samples), (_TOLD_BASE, of_base)):
+        for name in told[0].conditioning if told else ():
+            texts = [sample.conditioning[name] for sample in told]
+            found[start + name] = joined(_lengthened_alike(texts))
+    return Stacked(tensors=found, samples=tuple(samples))
 
 
 def conditioning_of(
@@ -170,12 +260,16 @@ def conditioning_of(
 ) -> Conditioning:
     """Stack what samples are told under these names on the device, what is floating in `dtype`."""
     stacked = {
-        name: _moved(_padded([sample.conditioning[name] for sample in samples]), device)
+        name: _moved(torch.cat(_lengthened_alike([s.conditioning[name] for s in samples])), device)
         for name in names
     }
+    return _in_dtype(stacked, dtype)
+
+
+def _in_dtype(told: Conditioning, dtype: torch.dtype) -> Conditioning:
     return {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in stacked.items()
+        for name, tensor in told.items()
     }
 
 
@@ -185,18 +279,28 @@ def _moved(stacked: Tensor, device: torch.device) -> Tensor:
     return stacked.to(device, non_blocking=True)
 
 
-def _stacked_counts(samples: Sequence[Prepared]) -> Tensor | None:
-    """Return [B, 1, H, W], ones for samples without a mask; None where no sample has one."""
+def _numbers(samples: Sequence[Prepared]) -> list[list[float]]:
+    levels = [sample.level for sample in samples]
+    deltas = [sample.huber_delta for sample in samples]
+    return [
+        [level.alpha for level in levels],
+        [level.sigma for level in levels],
+        [sample.weight for sample in samples],
+        *([] if math.inf in deltas else [deltas]),
+    ]
+
+
+def _all_counts(samples: Sequence[Prepared]) -> list[Tensor]:
+    """Return those of each sample, ones without a mask; none where no sample has one."""
     if all(sample.counts is None for sample in samples):
-        return None
+        return []
     ones = samples[0].latents.new_ones(1, *samples[0].latents.shape[1:])
-    return torch.stack([ones if sample.counts is None else sample.counts for sample in samples])
+    return [ones if sample.counts is None else sample.counts for sample in samples]
 
 
-def _padded(tensors: Sequence[Tensor]) -> Tensor:
-    """Join tensors of batch 1; texts of several lengths get zeros on dimension 1, as their masks do."""
+def _lengthened_alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     longest = max(tensor.shape[1] for tensor in tensors) if tensors[0].dim() > 1 else 0
-    return torch.cat([_lengthened(tensor, longest) for tensor in tensors])
+    return [_lengthened(tensor, longest) for tensor in tensors]
 
 
 def _lengthened(tensor: Tensor, length: int) -> Tensor:

@@ -252,6 +252,8 @@ class Family(ABC):
     """Component of each text encoder that can learn a new word -> key of its vectors in embedding files."""
     weighs_words: bool = False
     """Whether its text encoders take weights of words, as in `(word:1.2)`."""
+    one_text_length: bool = True
+    """Whether all texts are as long, padding included; else each has a length of its own and a mask."""
     block_pattern: str = r"\w+\.\d+(?=\.)"
     """Matches the beginning of a layer's name that is the name of its repeated block."""
     unquantised: tuple[str, ...] = ()

@@ -121,6 +121,7 @@ class QwenImage(FlowFamily):
 
     name = "qwen"
     default_source = "Qwen/Qwen-Image"
+    one_text_length = False
     pipeline_class = "QwenImagePipeline"
     denoiser_class = "QwenImageTransformer2DModel"
     text_folders = ("text_encoder",)

@@ -52,11 +52,13 @@ class SampleMasks:
         return lambda values: masked(values, channel_dim=1 if values.dim() == 4 else -1)
 
     @contextmanager
-    def of(self, seeds: Sequence[int], *, device: torch.device) -> Iterator[None]:
-        """Drop for samples of these 63-bit seeds, in the order of the batch, while the block runs."""
-        starts, thresholds, scales = self._columns_on(device)
-        halves = torch.tensor([(seed & _LOW, seed >> _BITS) for seed in seeds], device=device)
-        drawn = _mixed(_mixed(starts ^ halves[:, :1]) ^ halves[:, 1:])
+    def of(self, seeds: Tensor) -> Iterator[None]:
+        """Drop for samples in the order of the batch while the block runs.
+
+        `seeds` int64 [samples, 2] are the `halves` of each sample's seed, on the device.
+        """
+        starts, thresholds, scales = self._columns_on(seeds.device)
+        drawn = _mixed(_mixed(starts ^ seeds[:, :1]) ^ seeds[:, 1:])
         masks = (drawn >= thresholds) * scales
         self._masks = masks.split(self._widths, dim=1)
         try:
@@ -80,6 +82,11 @@ class SampleMasks:
                 scales.repeat_interleave(widths).to(device),
             )
         return self._columns
+
+
+def halves(seed: int) -> tuple[int, int]:
+    """Return the lower 32 bits of a 63-bit seed and the others."""
+    return seed & _LOW, seed >> _BITS
 
 
 def drops(settings: AdapterSettings) -> bool:

@@ -123,6 +123,8 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         stored = self.stored()
+        if not inputs.requires_grad:  # nothing goes backward; torch.compile takes no such function
+            return F.linear(inputs, self.restored(stored), self.bias)
         outputs: Tensor = _FrozenLinear.apply(  # type: ignore[no-untyped-call]
             inputs, self.bias, self.restored, *stored
         )

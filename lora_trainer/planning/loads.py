@@ -54,6 +54,10 @@ class CostModel(Protocol):
         """Parts of the names of layers in blocks that are never kept in few bits."""
 
     @property
+    def one_text_length(self) -> bool:
+        """Whether all texts are as long."""
+
+    @property
     def block_pattern(self) -> str:
         """Regular expression that matches the name of a layer's block at the name's beginning."""
 

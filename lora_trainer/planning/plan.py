@@ -8,7 +8,7 @@ No torch: input is facts and settings, output a `Plan`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_trainer.concepts import CONCEPT
@@ -34,6 +34,7 @@ from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.loads import CostModel, Load, RememberedCosts
 from lora_trainer.planning.memory import Prediction
 from lora_trainer.planning.optimizers import OPTIMIZERS, RATE, SCHEDULE, needed_otherwise
+from lora_trainer.planning.speedups import circumstances, compiling, graphing
 from lora_trainer.planning.trained_bytes import state_bytes
 from lora_trainer.resolve import Origin, Resolved
 
@@ -110,7 +111,7 @@ def plan(given: PlanInput) -> Plan:
     planner.decide_packages()
     planner.decide_optimizer()
     planner.decide_length()
-    return planner.finish(planner.decide_memory())
+    return planner.finish(planner.decide_speedups(planner.decide_memory()))
 
 
 @dataclass(kw_only=True)
@@ -315,6 +316,28 @@ class _Planner:
         for choice in allocation.decisions:
             self.decide(choice.key, choice.value, choice.reason, peak_bytes=choice.bytes)
         return allocation
+
+    def decide_speedups(self, allocation: Allocation) -> Allocation:
+        """Settle what makes passes faster; recorded steps keep memory, which the prediction then has."""
+        given = self.given
+        told = circumstances(
+            self.values,
+            allocation=allocation,
+            facts=given.facts,
+            costs=self.costs,
+            hardware=given.hardware,
+            gpu=self.gpu,
+            priority=given.resolved.priority,
+            processes=given.processes,
+        )
+        compiled, graphed = compiling(told), graphing(told)
+        for key, value, reason in (
+            ("hardware.compile", "blocks" if compiled.use else "none", compiled.reason),
+            ("hardware.cuda_graphs", graphed.use, graphed.reason),
+        ):
+            if self.values[key] != value:
+                self.decide(key, value, reason)
+        return replace(allocation, memory=told.recorded) if graphed.use else allocation
 
     def finish(self, allocation: Allocation) -> Plan:
         given, config = self.given, build_config(self.values)

@@ -27,6 +27,7 @@ KERNEL_START_S = (20e-6, 70e-6)
 # From pinned host memory, one way: PCIe 3 with 8 lanes to PCIe 4 with 16, as measured in practice.
 LINK_BYTES_PER_S = (6e9, 22e9)
 FP32_SLOWDOWN = 4
+ARITHMETIC, LAUNCHES = "arithmetic", "starting kernels"
 # Measured on two cores: 49 GFLOP/s per core for a 4 M-parameter U-Net, everything included.
 CPU_GFLOPS_PER_CORE = (20, 80)
 # Bytes read and written to make one element whole in 16 bits, and the kernels of a layer.
@@ -107,17 +108,7 @@ def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTi
     Copies run beside the computation, so they cost what they take longer and the device's memory traffic;
     those that a step waits for come on top.
     """
-    rate = card.flops_per_s / (FP32_SLOWDOWN if precision == "fp32" else 1)
-    ranges: dict[str, tuple[float, float]] = {
-        "arithmetic": _range(work.flops / rate, CARD_SHARE),
-        "starting kernels": (work.kernels * KERNEL_START_S[0], work.kernels * KERNEL_START_S[1]),
-        "copies from host memory": _range(work.bus_bytes, LINK_BYTES_PER_S),
-    }
-    # What is copied beside the computation is written to the memory that this reads.
-    traffic = work.dequantised_bytes + work.bus_bytes
-    beside = _range(traffic / card.bytes_per_s, TRAFFIC_SHARE)
-    low, high = ranges["arithmetic"]
-    ranges["arithmetic"] = (low + beside[0], high + beside[1])
+    ranges = gpu_bounds(work, card, precision=precision)
     bound = max(ranges, key=lambda name: math.sqrt(ranges[name][0] * ranges[name][1]))
     waited = _range(work.waited_bytes, LINK_BYTES_PER_S)
     taken = f", taken for an {card.name}" if card.stands_for else ""
@@ -127,6 +118,22 @@ def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTi
         note=f"estimate for {card.stands_for or card.name}{taken}: "
         f"{work.flops / 1e12:.1f} TFLOP a step, bound by {bound}",
     )
+
+
+def gpu_bounds(
+    work: StepWork, card: Card, *, precision: Precision
+) -> Mapping[str, tuple[float, float]]:
+    """Return how long each part of a step takes by itself, at least and at most, in seconds."""
+    rate = card.flops_per_s / (FP32_SLOWDOWN if precision == "fp32" else 1)
+    low, high = _range(work.flops / rate, CARD_SHARE)
+    # What is copied beside the computation is written to the memory that this reads.
+    traffic = (work.dequantised_bytes + work.bus_bytes) / card.bytes_per_s
+    beside = _range(traffic, TRAFFIC_SHARE)
+    return {
+        ARITHMETIC: (low + beside[0], high + beside[1]),
+        LAUNCHES: (work.kernels * KERNEL_START_S[0], work.kernels * KERNEL_START_S[1]),
+        "copies from host memory": _range(work.bus_bytes, LINK_BYTES_PER_S),
+    }
 
 
 def _range(amount: float, slow_and_fast: tuple[float, float]) -> tuple[float, float]:

@@ -78,6 +78,15 @@ class HardwareSettings(Section):
         le=1024,
         only_for=CARD,
     )
+    compile: Literal["auto", "none", "blocks"] = setting(
+        "auto",
+        "blocks as fused kernels (torch.compile); auto: with priority speed, where that pays in this run",
+    )
+    cuda_graphs: bool | Auto = setting(
+        "auto",
+        "steps recorded and replayed as one launch; auto: with priority speed, where that pays in this run",
+        only_for=CARD,
+    )
     process_timeout_s: float = setting(
         120.0,
         "with several processes: how long one may be silent before all are ended",

@@ -7,6 +7,7 @@ same. One that runs out of memory while weights are changing is torn: the loop g
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 
 from lora_trainer.data.batches import AnySized, StepBatch, groups
 from lora_trainer.errors import first_line
+from lora_trainer.model.compiling import CompilationFailed
 from lora_trainer.model.out_of_memory import free_memory, is_out_of_memory
 from lora_trainer.train.guards import (
     GuardState,
     after_fitting,
     after_out_of_memory,
 )
+from lora_trainer.train.passes import add_pass, give_up_compiling, give_up_graphs
 from lora_trainer.train.training import TornStep, Training
 
 
@@ -28,18 +31,26 @@ def gradients_that_fit(
 ) -> tuple[Tensor, GuardState]:
     """Accumulate the step's gradients, taking one remedy after the other until the device can hold it.
 
-    The whole step is done again: its draws are already made, so nothing is lost or seen twice.
+    The whole step is done again: its draws are already made, so nothing is lost or seen twice. So is
+    one in which compiled code failed, without it.
     """
+    compiled = False
     while True:
         try:
             loss = add_gradients(training, batch, cap=guard.micro_batch)
+        except CompilationFailed as error:
+            reason, compiled = str(error), True
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            reason = first_line(error)
+            reason, compiled = first_line(error), False
         else:
-            return loss, _grown(training, guard)
+            return loss, _with_given_up(training, _grown(training, guard))
         # Outside the except block: its traceback would keep the tensors alive that must go.
+        if compiled:
+            give_up_compiling(training, reason=reason)
+            training.optimizer.zero_grad(set_to_none=True)
+            continue
         images = max(len(group) for group in _split(batch.samples, training, cap=guard.micro_batch))
         guard = relieved(training, guard, images=images, reason=reason)
 
@@ -47,8 +58,13 @@ def gradients_that_fit(
 def relieved(training: Training, guard: GuardState, *, images: int, reason: str) -> GuardState:
     """Take the next remedy after `images` at once did not fit; raises TrainingStopped without one."""
     training.events.emit("out_of_memory", images_at_once=images, reason=reason)
+    recorded = training.speedups.keeps_gradients
+    if recorded:  # the memory of recordings is the first to go
+        give_up_graphs(training, reason=reason)
     training.optimizer.zero_grad(set_to_none=True)
     free_memory()
+    if recorded:
+        return _with_given_up(training, guard)
     smaller = after_out_of_memory(guard, images=images, remedies=len(training.remedies))
     for remedy in training.remedies[guard.remedies : smaller.remedies]:
         remedy.apply()
@@ -57,6 +73,18 @@ def relieved(training: Training, guard: GuardState, *, images: int, reason: str)
         )
     _tell_micro_batch(training, guard, smaller, reason=reason)
     return smaller
+
+
+def _with_given_up(training: Training, guard: GuardState) -> GuardState:
+    """Remember what was tried in vain, so that a resumed run does not try it again."""
+    uncompiled, ungraphed = training.speedups.uncompiled, training.speedups.ungraphed
+    if uncompiled <= guard.uncompiled and ungraphed <= guard.ungraphed:
+        return guard
+    return replace(
+        guard,
+        uncompiled=guard.uncompiled or uncompiled,
+        ungraphed=guard.ungraphed or ungraphed,
+    )
 
 
 def _grown(training: Training, guard: GuardState) -> GuardState:
@@ -85,11 +113,7 @@ def add_gradients(training: Training, batch: StepBatch, *, cap: int) -> Tensor:
         split = partial(_split, training=training, cap=cap)
         training.model.foresight.expect(batch, cap=cap, split=split)
     for samples in _split(batch.samples, training, cap=cap):
-        weights = torch.tensor([sample.weight for sample in samples], device=training.model.device)
-        with training.model.passing(samples):
-            loss = (training.model.losses(samples) * weights).sum() / training.batch_size
-            training.scaler.scale(loss).backward()
-        total += loss.detach()
+        total += add_pass(training, samples)
     return total
 
 
@@ -134,5 +158,5 @@ def _apply_gradients(training: Training, loss: Tensor, *, clip_scale: float) -> 
         optimizer.step()
     elif bool(norm.isfinite()):
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=not training.speedups.keeps_gradients)
     return norm.detach()

@@ -43,6 +43,8 @@ class GuardState:
 
     micro_batch: int
     remedies: int = 0
+    uncompiled: bool = False
+    ungraphed: bool = False
     fitting_steps: int = 0
     patience_steps: int = FIRST_PATIENCE_STEPS
     skipped_in_row: int = 0
@@ -183,6 +185,8 @@ def after_torn_step(good: GuardState, torn: GuardState) -> GuardState:
         good,
         micro_batch=torn.micro_batch,
         remedies=torn.remedies,
+        uncompiled=torn.uncompiled,
+        ungraphed=torn.ungraphed,
         fitting_steps=torn.fitting_steps,
         patience_steps=torn.patience_steps,
     )

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lora_trainer.errors import (
     RESUME,
@@ -26,6 +25,7 @@ from lora_trainer.errors import (
 from lora_trainer.events import EventStream
 from lora_trainer.model.device_memory import device_memory
 from lora_trainer.model.out_of_memory import free_memory, is_out_of_memory
+from lora_trainer.model.readback import Readback
 from lora_trainer.train.gradients import apply_whole, gradients_that_fit, relieved
 from lora_trainer.train.guards import (
     GuardState,
@@ -50,8 +50,7 @@ class _Report:
     """A finished step whose loss and gradient norm may still be on their way from the device."""
 
     fields: dict[str, Any]
-    loss: Tensor
-    grad_norm: Tensor
+    loss_and_norm: Readback
 
 
 def run(training: Training, start: Progress) -> Progress:
@@ -120,7 +119,12 @@ def _train(training: Training, start: Progress) -> Progress:
             except (MachineError, TrainingStopped):
                 _save_whole_steps(training, pending, progress, since=start.step)
                 raise
-            loss = training.ranks.reduce(training.parameters, loss, ask=training.stop)
+            loss = training.ranks.reduce(
+                training.parameters,
+                loss,
+                ask=training.stop,
+                in_place=training.speedups.keeps_gradients,
+            )
             step, images = progress.step + 1, progress.images + training.batch_size
             grad_norm = apply_whole(training, loss, guard, step=step)
 
@@ -129,7 +133,8 @@ def _train(training: Training, start: Progress) -> Progress:
             shown = effective_rate(training.optimizer, rate)
             fields = {"step": step, "images": images, "lr": shown, "epoch": batch.epoch}
             fields |= {"seconds": training.clock() - began, "data_wait_s": waited}
-            pending.append(_Report(fields=fields, loss=loss, grad_norm=grad_norm))
+            measured = Readback(torch.stack([loss, grad_norm]))
+            pending.append(_Report(fields=fields, loss_and_norm=measured))
             while len(pending) > lag:
                 progress = _report(training, pending.popleft(), progress)
 
@@ -224,6 +229,7 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
             reason = first_line(error)
         else:
             return None if guard is None else replace(guard, micro_batch=images)
+        training.speedups.make_room()
         free_memory()
     if progress.stopping or not training.ranks.alone:  # it is needed, or others wait for this part
         raise TrainingStopped(
@@ -249,7 +255,7 @@ def _tell_changes(events: EventStream, old: GuardState, new: GuardState, *, reas
 
 def _report(training: Training, report: _Report, progress: Progress) -> Progress:
     """Log one finished step and let the guard judge it; raises TrainingStopped."""
-    loss, norm = float(report.loss), float(report.grad_norm)
+    loss, norm = report.loss_and_norm.read()
     finite = norm - norm == 0.0
     memory = device_memory(training.model.device).fields()
     values = {"loss": loss if loss - loss == 0.0 else None, "grad_norm": norm if finite else None}

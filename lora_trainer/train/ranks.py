@@ -29,6 +29,7 @@ from lora_trainer.errors import (
     first_line,
 )
 from lora_trainer.launch import Place
+from lora_trainer.model.readback import Readback
 from lora_trainer.train.watch import LOOK, Watch
 
 PATIENCE = timedelta(days=7)
@@ -49,7 +50,7 @@ class Ranks:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     lag: int = 0
     watch: Watch | None = None
-    _asked: deque[Tensor] = field(default_factory=deque)
+    _asked: deque[Readback] = field(default_factory=deque)
     _stop: int | None = None
     _flat: Tensor | None = None
     _trained: list[bool] | None = None
@@ -77,12 +78,18 @@ class Ranks:
     # ---- the step
 
     def reduce(
-        self, parameters: Sequence[nn.Parameter], loss: Tensor, *, ask: Callable[[], int | None]
+        self,
+        parameters: Sequence[nn.Parameter],
+        loss: Tensor,
+        *,
+        ask: Callable[[], int | None],
+        in_place: bool = False,
     ) -> Tensor:
         """Sum gradients and loss over all processes, in place; return the loss of the whole batch.
 
         A parameter that has no gradient anywhere keeps none: optimizers leave it alone, as they do
-        in one process. `ask` returns the signal this process was asked to end with.
+        in one process. `ask` returns the signal this process was asked to end with. `in_place`: the
+        sums go into the memory that gradients have.
         """
         if self.alone:
             return loss
@@ -95,20 +102,25 @@ class Ranks:
             else:
                 view.copy_(parameter.grad)
         told[0] = loss
-        told[1:] = torch.tensor(
+        flags = torch.tensor(
             [
                 *(float(number == stop) for number in STOPS),
                 *(float(parameter.grad is not None) for parameter in parameters),
-            ]
+            ],
+            pin_memory=flat.is_cuda,
         )
+        told[1:].copy_(flags, non_blocking=True)
         with self._together():
             dist.all_reduce(flat)
         if self._trained is None:  # every sample passes the same network: once is enough
             self._trained = [bool(count) for count in told[1 + len(STOPS) :].tolist()]
         for view, parameter, trained in zip(views, parameters, self._trained, strict=True):
             wanted = trained and parameter.requires_grad  # what has stopped was in the first step
-            parameter.grad = view.to(parameter.device) if wanted else None
-        self._asked.append(told[1 : 1 + len(STOPS)].clone())
+            if in_place and wanted and parameter.grad is not None:
+                parameter.grad.copy_(view)
+            else:
+                parameter.grad = view.to(parameter.device) if wanted else None
+        self._asked.append(Readback(told[1 : 1 + len(STOPS)].clone()))
         return told[0].clone().to(loss.device)
 
     def _buffer(self, parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -129,7 +141,7 @@ class Ranks:
         if self.alone:
             return ask()
         while len(self._asked) > self.lag:
-            counts = self._asked.popleft().tolist()
+            counts = self._asked.popleft().read()
             asked = [number for number, count in zip(STOPS, counts, strict=True) if count]
             self._stop = asked[0] if asked else self._stop
         return self._stop

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.data.batches import MicroBatch, Prepared, conditioning_of, to_device
+from lora_trainer.data.batches import MicroBatch, Prepared, Stacked, stack
 from lora_trainer.data.loader import Feeder
 from lora_trainer.events import EventStream
 from lora_trainer.families.base import Conditioning, Prediction
 from lora_trainer.model.dropout import SampleMasks
 from lora_trainer.train.foresight import Foresight
-from lora_trainer.train.guards import (
-    GuardState,
-)
+from lora_trainer.train.guards import GuardState
 from lora_trainer.train.objective import add_noise, sample_losses, target
 from lora_trainer.train.optim import LearningRate
 from lora_trainer.train.progress import Action, Progress
 from lora_trainer.train.ranks import Ranks
+from lora_trainer.train.speedups import Speedups
 from lora_trainer.train.stages import Stage
 
 
@@ -50,52 +49,53 @@ class Model:
     foresight: Foresight | None = None
 
     @contextmanager
-    def passing(self, samples: Sequence[Prepared]) -> Iterator[None]:
+    def passing(self, batch: MicroBatch) -> Iterator[None]:
         """Be ready for a pass of these samples, forwards and backwards: dropout, modulation."""
-        with ExitStack() as stack:
-            stack.enter_context(self.dropping(samples))
-            stack.enter_context(self.modulating(samples))
+        with self.dropping(batch), self.modulating(batch.samples):
             yield
 
     def modulating(self, samples: Sequence[Prepared]) -> AbstractContextManager[None]:
         """Let the modulation layers give what was made of these samples."""
         return self.foresight.of(samples) if self.foresight is not None else nullcontext()
 
-    def dropping(self, samples: Sequence[Prepared]) -> AbstractContextManager[None]:
+    def stacked(self, samples: Sequence[Prepared]) -> Stacked:
+        """Return samples of one shape on the host, ready to be copied to the device."""
+        return stack(samples, pinned=self.device.type == "cuda")
+
+    def dropping(self, batch: MicroBatch) -> AbstractContextManager[None]:
         """Let the adapter drop what it drops for these samples, forwards and backwards."""
-        if self.masks is None:
-            return nullcontext()
-        seeds = [sample.dropout_seed for sample in samples]
-        return self.masks.of(seeds, device=self.device)
+        return nullcontext() if self.masks is None else self.masks.of(batch.dropout_seeds)
 
     def losses(self, samples: Sequence[Prepared]) -> Tensor:
         """Return the unweighted loss of each sample (all of one shape), float32 [B], with its graph."""
-        batch = to_device(samples, device=self.device, dtype=self.precision)
+        return self.losses_of(
+            self.stacked(samples).on(self.device).micro_batch(dtype=self.precision)
+        )
+
+    def losses_of(self, batch: MicroBatch) -> Tensor:
+        """Return what `losses` does, of samples on the device; the host waits for nothing."""
         level = (batch.alpha, batch.sigma)
         noisy = add_noise(batch.latents, batch.input_noise, *level).to(self.precision)
         wanted = target(batch.latents, batch.noise, *level, self.prediction)
-        if any(sample.as_base for sample in samples):
-            wanted = self._as_base(wanted, samples, batch, noisy)
+        if batch.as_base is not None:
+            wanted = self._as_base(wanted, batch.as_base, batch, noisy)
         predicted = self.predict(
             self.denoiser, noisy, batch.timesteps, self.embed(batch.conditioning)
         )
         return sample_losses(predicted, wanted, delta=batch.huber_delta, counts=batch.counts)
 
     @torch.no_grad()
-    def _as_base(
-        self, wanted: Tensor, samples: Sequence[Prepared], batch: MicroBatch, noisy: Tensor
-    ) -> Tensor:
+    def _as_base(self, wanted: Tensor, rows: Tensor, batch: MicroBatch, noisy: Tensor) -> Tensor:
         """Return `wanted` with what the base says in the rows of the samples that are to stay as it."""
-        rows = [row for row, sample in enumerate(samples) if sample.as_base]
-        chosen = torch.tensor(rows, device=self.device)
-        kept = [samples[row] for row in rows]
-        # Stacked anew: a text alone has no padding, and some families count on it.
-        told = conditioning_of(kept, batch.conditioning, device=self.device, dtype=self.precision)
-        with self.without_adapter(), self.modulating(kept):
+        of_base = [sample for sample in batch.samples if sample.as_base]
+        with self.without_adapter(), self.modulating(of_base):
             said = self.predict(
-                self.denoiser, noisy[chosen], batch.timesteps[chosen], self.embed(told)
+                self.denoiser,
+                noisy[rows],
+                batch.timesteps[rows],
+                self.embed(batch.base_conditioning),
             )
-        return wanted.index_copy(0, chosen, said.to(wanted.dtype))
+        return wanted.index_copy(0, rows, said.to(wanted.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +129,7 @@ class Training:
     clips tighter when losses jump. `stages` are parts of the adapter that stop being trained before
     the end. `afterwards` is done to the weights after each optimizer step, in
     order, with the number of steps then; it must leave the bits of weights that did not change.
+    `speedups` are what its passes are made faster by.
     After `stop_after_validations` validations without a lower loss, training ends as if that had been
     all its steps.
     """
@@ -155,4 +156,5 @@ class Training:
     stages: Sequence[Stage] = ()
     stop_after_validations: int | None = None
     afterwards: Sequence[Callable[[int], None]] = ()
+    speedups: Speedups = field(default_factory=Speedups)
     clock: Callable[[], float] = time.perf_counter

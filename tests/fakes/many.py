@@ -202,13 +202,13 @@ def losses_at(call: int, spoil: Callable[[Any], Any]) -> Fault:
     def fault(process: Process) -> None:
         from lora_trainer.train.training import Model
 
-        real, calls = Model.losses, iter(range(1, 1_000_000))
+        real, calls = Model.losses_of, iter(range(1, 1_000_000))
 
-        def losses(self: Model, samples: Any) -> Any:
+        def losses_of(self: Model, samples: Any) -> Any:
             found = real(self, samples)
             return spoil(found) if next(calls) == call else found
 
-        Model.losses = losses
+        Model.losses_of = losses_of
 
     return fault
 

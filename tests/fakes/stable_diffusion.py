@@ -43,6 +43,7 @@ MINI_UNET: Mapping[str, Any] = {
 class UNetCosts:
     """The cost side of a family built on UNet2DConditionModel."""
 
+    one_text_length = True
     unquantised: tuple[str, ...] = ()
     block_pattern = r".*?\.transformer_blocks\.\d+(?=\.)"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lora_trainer.config import AdapterSettings
 from lora_trainer.model.adapters import Adapter, inject
-from lora_trainer.model.dropout import SampleMasks
+from lora_trainer.model.dropout import SampleMasks, halves
 from lora_trainer.randomness import Stream, draw_seed
 
 CPU = torch.device("cpu")
@@ -30,6 +30,10 @@ KINDS: list[dict[str, Any]] = [
     {"kind": "loha", "dropout": 0.5, "module_dropout": 0.3},
     {"kind": "lokr", "dropout": 0.5, "module_dropout": 0.3},
 ]
+
+
+def halved(seeds: Sequence[int]) -> Tensor:
+    return torch.tensor([halves(seed) for seed in seeds])
 
 
 class Network(nn.Module):
@@ -78,7 +82,7 @@ def mask(
     masks = SampleMasks()
     other = masks.add("another layer", width=3, share=0.5)
     made = masks.add("a layer", width=width, share=0.5, **add)
-    with masks.of(seeds, device=CPU):
+    with masks.of(halved(seeds)):
         assert other(torch.ones(len(seeds), 3)).shape == (len(seeds), 3)
         return made(torch.ones(len(seeds), width))
 
@@ -90,7 +94,7 @@ def mask(
 def test_the_share_is_dropped_and_the_mean_kept(share: float) -> None:
     masks = SampleMasks()
     made = masks.add("a layer", width=5000, share=share)
-    with masks.of(SEEDS, device=CPU):
+    with masks.of(halved(SEEDS)):
         found = made(torch.ones(4, 5000))
     dropped = (found == 0).float().mean(dim=1)
     assert dropped.tolist() == pytest.approx([share] * 4, abs=0.03)
@@ -100,7 +104,7 @@ def test_the_share_is_dropped_and_the_mean_kept(share: float) -> None:
 def test_samples_layers_and_channels_are_dropped_independently() -> None:
     masks = SampleMasks()
     made = [masks.add(f"layer {k}", width=4000, share=0.5) for k in range(3)]
-    with masks.of(SEEDS, device=CPU):
+    with masks.of(halved(SEEDS)):
         rows = torch.cat([one(torch.ones(4, 4000)) for one in made]) - 1.0  # +1 or -1
     for one, other in itertools.combinations(rows, 2):
         assert abs(float((one * other).mean())) < 0.09
@@ -114,7 +118,7 @@ def test_a_mask_depends_on_its_sample_and_name_alone() -> None:
         assert torch.equal(mask(width=64, seeds=[seed])[0], together[index])
     masks = SampleMasks()
     made = masks.add("a layer", width=64, share=0.5)
-    with masks.of(SEEDS, device=CPU):
+    with masks.of(halved(SEEDS)):
         assert torch.equal(made(torch.ones(4, 64)), together), "other layers do not matter"
 
 
@@ -133,7 +137,7 @@ def test_nothing_is_dropped_outside_of_a_batch() -> None:
     made = masks.add("a layer", width=8, share=0.5)
     ones = torch.ones(4, 8)
     assert made(ones) is ones
-    with pytest.raises(ZeroDivisionError), masks.of(SEEDS, device=CPU):
+    with pytest.raises(ZeroDivisionError), masks.of(halved(SEEDS)):
         assert made(ones) is not ones
         raise ZeroDivisionError
     assert made(ones) is ones, "also after an error"
@@ -143,7 +147,7 @@ def test_nothing_is_dropped_outside_of_a_batch() -> None:
 def test_a_mask_holds_for_all_positions_of_a_sample(shape: tuple[int, ...]) -> None:
     masks = SampleMasks()
     made = masks.add("a layer", width=8, share=0.5)
-    with masks.of(SEEDS, device=CPU):
+    with masks.of(halved(SEEDS)):
         plain, found = made(torch.ones(4, 8)), made(torch.ones(shape))
     channels_last = found.movedim(1, -1) if len(shape) == 4 else found
     assert torch.equal(
@@ -154,7 +158,7 @@ def test_a_mask_holds_for_all_positions_of_a_sample(shape: tuple[int, ...]) -> N
 def test_rows_are_those_of_one_sample_after_another_and_never_guessed() -> None:
     masks = SampleMasks()
     made = masks.add("a layer", width=8, share=0.5)
-    with masks.of(SEEDS, device=CPU):
+    with masks.of(halved(SEEDS)):
         plain = made(torch.ones(4, 8))
         assert torch.equal(made(torch.ones(12, 8)), plain.repeat_interleave(3, dim=0))
         with pytest.raises(AssertionError, match="7 rows"):
@@ -169,11 +173,11 @@ def test_a_sample_is_dropped_the_same_in_any_batch(settings: dict[str, Any]) -> 
     network, adapter = adapted(**settings)
     tokens, image = inputs()
     free = network(tokens, image)
-    with masks_of(adapter).of(SEEDS, device=CPU):
+    with masks_of(adapter).of(halved(SEEDS)):
         together = network(tokens, image)
     assert float((together - free).abs().max().detach()) > 0.01
     for k, seed in enumerate(SEEDS):
-        with masks_of(adapter).of([seed], device=CPU):
+        with masks_of(adapter).of(halved([seed])):
             alone = network(tokens[k : k + 1], image[k : k + 1])
         torch.testing.assert_close(alone[0], together[k], rtol=1e-5, atol=1e-6)
 
@@ -193,7 +197,7 @@ def test_a_dropped_lora_is_its_formula() -> None:
     ranks = masks.add("denoiser.linear.rank", width=4, share=0.3)
     layer = adapter.layers["denoiser.linear"].parameters
     base: Any = network.linear
-    with masks.of(SEEDS, device=CPU), masks_of(adapter).of(SEEDS, device=CPU):
+    with masks.of(halved(SEEDS)), masks_of(adapter).of(halved(SEEDS)):
         first, second = into(torch.ones(4, 1, 6)), ranks(torch.ones(4, 1, 4))
         found = network(tokens, image)[:, :40].reshape(4, 5, 8)
     by_hand = lora_by_hand(base.base_layer.weight, layer["down"], layer["up"], first, second)
@@ -210,7 +214,7 @@ def test_a_module_is_off_or_as_it_is(kind: str) -> None:
     seeds = [draw_seed(9, Stream.ADAPTER_DROPOUT, k) for k in range(4 * 16)]
     off = 0
     for first in range(0, len(seeds), 4):
-        with masks_of(adapter).of(seeds[first : first + 4], device=CPU):
+        with masks_of(adapter).of(halved(seeds[first : first + 4])):
             found = network(tokens, image)[:, :40]
         for k in range(4):
             is_off = torch.allclose(found[k], base[k], atol=1e-6)
@@ -228,7 +232,7 @@ def test_pissa_drops_its_start_alike() -> None:
         for layer in adapter.layers.values():
             for name, parameter in layer.parameters.items():
                 parameter.copy_(layer.initial[name])
-    with masks_of(adapter).of(SEEDS, device=CPU):
+    with masks_of(adapter).of(halved(SEEDS)):
         found = network(tokens, image)[:, :40]
     torch.testing.assert_close(found, plain.base_layer(tokens).flatten(1), rtol=1e-5, atol=1e-5)
 

@@ -66,7 +66,7 @@ def adapter(run: Path) -> list[Tensor]:
 PHASES: dict[str, tuple[Any, str, int]] = {
     "images": (encode, "_encode_image", 2),
     "texts": (encode.TextEntries, "encode", 2),
-    "forward": (Model, "losses", 30),
+    "forward": (Model, "losses_of", 30),
     "backward": (Tensor, "backward", 2),
     "optimizer": (torch.optim.AdamW, "step", 4),
     "validation": (ValidateAction, "_loss_sum", 3),

@@ -82,8 +82,8 @@ def test_trn_01_not_a_number_anywhere_loses_no_run_and_is_never_saved(
     rows = [(draw.randint(1, 10), draw.randint(1, 6)) for _ in range(draw.randint(1, 2))]
     at = frozenset(call for first, length in rows for call in range(first, first + length))
     with pytest.MonkeyPatch.context() as patch:
-        fault = Fault(Model.losses, at, nan)
-        patch.setattr(Model, "losses", lambda *args: fault(*args))
+        fault = Fault(Model.losses_of, at, nan)
+        patch.setattr(Model, "losses_of", lambda *args: fault(*args))
         name = f"nan-{number}"
         assert train(place, name, train__validate_every_steps=0, memory__micro_batch=4) == 0
     run = place.runs / name
@@ -115,8 +115,8 @@ def test_trn_02_out_of_memory_halves_the_micro_batch_and_nothing_else(
     name = f"oom-{where}-{number}"
     with pytest.MonkeyPatch.context() as patch:
         if where == "forward":
-            fault = Fault(Model.losses, at, out_of_memory)
-            patch.setattr(Model, "losses", lambda *args: fault(*args))
+            fault = Fault(Model.losses_of, at, out_of_memory)
+            patch.setattr(Model, "losses_of", lambda *args: fault(*args))
         else:
             fault = Fault(Tensor.backward, at, out_of_memory)
             patch.setattr(Tensor, "backward", lambda *args: fault(*args))
@@ -214,7 +214,7 @@ def test_trn_04_fp16_overflows_advance_neither_the_optimizer_nor_the_row(tmp_pat
     tiny = build_training(build_feeder(batch_size=2), steps=9, precision=torch.float16)
     scaler = tiny.training.scaler
     scaler.load_state_dict(scaler.state_dict() | {"scale": 8.0})
-    fault = Fault(tiny.training.model.losses, frozenset({3, 6, 9}), lambda losses: losses * 1e38)
+    fault = Fault(tiny.training.model.losses_of, frozenset({3, 6, 9}), lambda losses: losses * 1e38)
     model = tiny.training.model
     spoilt = _Faulty(**vars(model), fault=fault)
     loop.run(replace(tiny.training, model=spoilt), at_start(micro_batch=2))
@@ -232,8 +232,8 @@ def test_trn_04_fp16_overflows_advance_neither_the_optimizer_nor_the_row(tmp_pat
 class _Faulty(Model):
     fault: Fault
 
-    def losses(self, samples: Any) -> Tensor:
-        losses: Tensor = self.fault(samples)
+    def losses_of(self, batch: Any) -> Tensor:
+        losses: Tensor = self.fault(batch)
         return losses
 
 

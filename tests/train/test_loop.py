@@ -519,7 +519,7 @@ def test_what_ends_a_run_between_saves_loses_no_whole_step(
         monkeypatch.setattr(Feeder, "prepare", failing(Feeder.prepare, fail, after=3))
     else:
         fail = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        monkeypatch.setattr(Model, "losses", failing(Model.losses, fail, after=9))
+        monkeypatch.setattr(Model, "losses_of", failing(Model.losses_of, fail, after=9))
     expected = MachineError if where == "the data" else TrainingStopped
     with pytest.raises(expected):
         run(tiny.training, at_start(micro_batch=1 if where == "the step" else 4))

@@ -217,7 +217,8 @@ def test_dropout_is_not_done_to_what_the_base_says() -> None:
     feeder = with_priors([SQUARE] * 4, regularisation=(2, 3), per_epoch=2, objective=BASE_TARGET)
     training = build_training(feeder, steps=1, adapter_settings={"dropout": 0.5})
     samples = [sample for sample in feeder.prepare(0).samples if sample.as_base]
-    with training.training.model.dropping(samples):
+    model = training.training.model
+    with model.dropping(model.stacked(samples).micro_batch(dtype=model.precision)):
         assert losses_of(training, samples) == [0.0, 0.0]
 
 

@@ -225,8 +225,8 @@ def test_a_loss_that_is_not_finite_skips_the_step_though_its_gradients_are(tmp_p
 class _Infinite(Model):
     """Adds an infinite constant to the losses, which no gradient sees."""
 
-    def losses(self, samples: Any) -> Tensor:
-        return super().losses(samples) + torch.inf
+    def losses_of(self, batch: Any) -> Tensor:
+        return super().losses_of(batch) + torch.inf
 
 
 # ---- spikes and plateaus in the loop

@@ -1,0 +1,157 @@
+"""Compiled blocks: the same gradients but for rounding, off when they are off, and found again by a later run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.config import AdapterSettings
+from lora_trainer.families import family
+from lora_trainer.families.base import DENOISER
+from lora_trainer.model.adapters import inject
+from lora_trainer.model.checkpointing import apply_checkpointing
+from lora_trainer.model.compiling import CompilationFailed, CompiledBlocks
+from lora_trainer.model.quantize import quantize
+from lora_trainer.model.streaming import stream_blocks
+from tests.fakes.family_bases import CPU, conditioning_of, denoiser_of, facts_of
+from tests.fakes.runs import python
+
+COMBINATIONS: dict[str, dict[str, Any]] = {
+    "sd15": {},
+    "flux, streamed": {"checkpointing": "full", "streamed": 2},
+    "flux, int8": {"kept": "int8", "checkpointing": "offloaded"},
+    "sd15, oft": {"kind": "oft", "checkpointing": "selective"},
+}
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_gradients_of_traced_blocks_are_the_same(name: str) -> None:
+    """Traced and differentiated as for the compiler, whose code is not made here: that takes minutes."""
+    options = COMBINATIONS[name]
+    chosen, facts = family(name.partition(",")[0]), facts_of(name.partition(",")[0])
+    denoiser = denoiser_of(chosen.name)
+    if kept := options.get("kept"):
+        quantize(denoiser, kept, device=CPU, skip=chosen.unquantised)
+    settings = AdapterSettings.model_validate({"rank": 2, "kind": options.get("kind", "lora")})
+    adapter = inject(
+        {DENOISER: denoiser},
+        modules={DENOISER: chosen.lora_targets(denoiser, "attention")},
+        settings=settings,
+        alpha=2.0,
+        seed=3,
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    apply_checkpointing(denoiser, options.get("checkpointing", "none"))
+    if count := options.get("streamed"):
+        stream_blocks(denoiser, count=count, device=CPU)
+    told = conditioning_of(chosen, facts, ["a cat"])
+    noisy = torch.randn(1, facts.latent_channels, 8, 8, generator=generator)
+
+    def gradients() -> list[Tensor]:
+        for parameter in adapter.parameters():
+            parameter.grad = None
+        chosen.predict(denoiser, noisy, torch.tensor([500.0]), told).square().mean().backward()
+        return [p.grad for p in adapter.parameters() if p.grad is not None]
+
+    plain = gradients()
+    compiled = CompiledBlocks(denoiser, shapes=1, backend="aot_eager")
+    with compiled.used():
+        traced = gradients()
+    assert compiled.calls > 0, "nothing ran compiled"
+    before = compiled.calls
+    for one, other, again in zip(plain, traced, gradients(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-7)
+        assert torch.equal(again, one), "off is off"
+    assert compiled.calls == before
+
+
+class Network(nn.Module):
+    """Two blocks of the smallest kind that a compiler has something to do with."""
+
+    _repeated_blocks = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1.0, 1.0, 16).reshape(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.sin(x @ self.weight) * torch.tanh(x)
+
+
+def broken(_: Any, __: Any) -> Any:
+    raise OSError("no space left on device\nnor anywhere else")
+
+
+def test_whatever_a_compiler_says_is_one_error_and_one_line() -> None:
+    network = Network()
+    compiled = CompiledBlocks(network, shapes=1, backend=broken)
+    with pytest.raises(CompilationFailed, match="no space left") as caught, compiled.used():
+        network(torch.ones(2, 4))
+    assert "\n" not in str(caught.value)
+    network(torch.ones(2, 4))  # off, whatever happened
+
+
+def test_running_out_of_memory_is_not_the_compilers_fault() -> None:
+    compiled = CompiledBlocks(Network(), shapes=1, backend="eager")
+    with pytest.raises(torch.OutOfMemoryError), compiled.used():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+SCRIPT = """
+import json, sys
+import torch
+from torch._dynamo.utils import counters
+from lora_trainer.model.compiling import CompiledBlocks
+from tests.model.test_compiling import Network
+
+torch.set_num_threads(1)
+network = Network()
+compiled = CompiledBlocks(network, shapes=1)
+x = torch.linspace(-2.0, 2.0, 12).reshape(3, 4).requires_grad_()
+with compiled.used():
+    network(x).square().sum().backward()
+plain = Network()
+y = x.detach().clone().requires_grad_()
+plain(y).square().sum().backward()
+print(json.dumps({
+    "gradients": [p.grad.tolist() for p in network.parameters()],
+    "close": all(torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+                 for p, q in zip(network.parameters(), plain.parameters())),
+    "missed": counters["inductor"]["fxgraph_cache_miss"],
+    "hit": counters["inductor"]["fxgraph_cache_hit"]
+           + counters["aot_autograd"]["autograd_cache_hit"],
+}))
+"""
+
+
+@pytest.mark.timeout(300)  # a C++ compiler on a loaded machine
+def test_a_second_process_compiles_nothing_and_computes_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    first, second = (
+        json.loads(python(SCRIPT, timeout_s=250).stdout.splitlines()[-1]) for _ in range(2)
+    )
+    assert first["close"] and first["missed"] > 0
+    assert second["missed"] == 0 and second["hit"] > 0
+    assert second["gradients"] == first["gradients"]

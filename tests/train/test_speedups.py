@@ -1,0 +1,85 @@
+"""Compiled passes in the loop: which shapes, what happens when compiling fails, and that it is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lora_trainer.model.compiling import CompiledBlocks
+from lora_trainer.train.loop import run
+from lora_trainer.train.speedups import LatentShape, Speedups
+from tests.fakes.training import (
+    SQUARE,
+    WIDE,
+    TinyTraining,
+    at_start,
+    build_feeder,
+    build_training,
+    distance,
+)
+
+
+def compiled(
+    backend: Any, *, steps: int, shapes: frozenset[LatentShape] | None = None
+) -> TinyTraining:
+    """Return a training with compiled blocks; every step has three squares and one wide picture."""
+    feeder = build_feeder([SQUARE, SQUARE, SQUARE, WIDE])
+    tiny = build_training(feeder, steps=steps, targets="attention")
+    if backend is None:
+        return tiny
+    blocks = CompiledBlocks(tiny.training.model.denoiser, shapes=2, backend=backend)
+    speedups = Speedups(compiled=blocks, compiled_shapes=shapes)
+    return replace(tiny, training=replace(tiny.training, speedups=speedups))
+
+
+def values(tiny: TinyTraining) -> list[Tensor]:
+    return [parameter.detach() for parameter in tiny.adapter.parameters()]
+
+
+def eager(graph: Any, _: Any) -> Any:
+    return graph
+
+
+def broken(_: Any, __: Any) -> Any:
+    raise OSError("no compiler")
+
+
+def test_passes_run_compiled_and_what_is_between_them_does_not() -> None:
+    plain, tiny = compiled(None, steps=2), compiled(eager, steps=2)
+    run(plain.training, at_start(micro_batch=4))
+    blocks = tiny.training.speedups.compiled
+    assert blocks is not None
+    run(tiny.training, at_start(micro_batch=4))
+    assert blocks.calls == 2 * 2 * len(blocks), "two steps of two passes"
+    assert distance(values(tiny), values(plain)) < 1e-5
+    calls = blocks.calls
+    with torch.no_grad():
+        tiny.training.model.losses(tiny.training.feeder.prepare(0).samples[:1])
+    assert blocks.calls == calls
+    assert not tiny.of_kind("problem")
+
+
+def test_shapes_that_are_not_planned_run_as_they_are_and_it_is_said_once() -> None:
+    tiny = compiled(eager, steps=2, shapes=frozenset({(8, 8, 3)}))
+    blocks = tiny.training.speedups.compiled
+    assert blocks is not None
+    end = run(tiny.training, at_start(micro_batch=4))
+    assert blocks.calls == 2 * len(blocks)
+    (problem,) = tiny.of_kind("problem")
+    assert "hardware.compile" in problem["what"] and "10x6, 1 at once" in problem["what"]
+    assert not end.guard.uncompiled
+
+
+def test_a_compiler_that_fails_costs_one_line_and_no_step() -> None:
+    plain, tiny = compiled(None, steps=3), compiled(broken, steps=3)
+    run(plain.training, at_start(micro_batch=4))
+    end = run(tiny.training, at_start(micro_batch=4))
+    assert tiny.losses == plain.losses
+    assert all(map(torch.equal, values(tiny), values(plain))), "the step was done again, whole"
+    (problem,) = tiny.of_kind("problem")
+    assert "no compiler" in problem["what"] and "hardware.compile=none" in problem["fix"]
+    assert [row["key"] for row in tiny.of_kind("change")] == ["hardware.compile"]
+    assert end.guard.uncompiled, "a resumed run does not try again"
