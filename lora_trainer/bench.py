@@ -112,7 +112,7 @@ def variants(prepared: Prepared) -> Iterator[Variant]:
     yield Variant(name="as planned", settings={})
     values: dict[str, tuple[Any, ...]] = {
         "memory.micro_batch": tuple(_powers_of_two(config.train.batch_size)),
-        "memory.gradient_checkpointing": ("none", "selective", "full"),
+        "memory.gradient_checkpointing": ("none", "light", "selective", "full"),
         "data.resolution": tuple(_smaller_sides_px(prepared)),
     }
     if config.hardware.device == "cuda":

@@ -23,6 +23,7 @@ from lora_trainer.setting_forms import Form, form_of, label_of
 from lora_trainer.settings.declare import (
     CHECKPOINTING,
     FLOW_WEIGHTINGS,
+    MIXABLE,
     SCHEDULE_FREE,
     SNR_WEIGHTINGS,
     Auto,
@@ -46,6 +47,7 @@ from lora_trainer.settings.running import MemorySettings, OutputSettings, Sampli
 __all__ = [
     "CHECKPOINTING",
     "FLOW_WEIGHTINGS",
+    "MIXABLE",
     "OWN_FOLDER",
     "SCHEDULE_FREE",
     "SNR_WEIGHTINGS",

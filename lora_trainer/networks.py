@@ -131,7 +131,11 @@ def _alpha(config: Config) -> float:
 def arrange(prepared: Prepared, denoiser: nn.Module) -> None:
     """Let blocks be recomputed, and streamed; both with their adapters in place."""
     memory = prepared.config.memory
-    apply_checkpointing(denoiser, concrete(memory.gradient_checkpointing))
+    apply_checkpointing(
+        denoiser,
+        concrete(memory.gradient_checkpointing),
+        kept_share=concrete(memory.kept_share),
+    )
     if count := concrete(memory.streamed_blocks):
         stream_blocks(denoiser, count=count, device=planned_device(prepared))
 

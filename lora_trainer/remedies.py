@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from lora_trainer.config import CHECKPOINTING, MemorySettings, concrete
+from lora_trainer.config import CHECKPOINTING, Checkpointing, MemorySettings, concrete
 from lora_trainer.errors import MachineError, first_line
 from lora_trainer.events import Event, EventStream, Listener
 from lora_trainer.hardware import GIB, free_ram_bytes
@@ -44,8 +44,15 @@ def remedies(
 def _remedies(
     denoiser: nn.Module, settings: MemorySettings, device: torch.device, sharing: int
 ) -> Iterator[Remedy]:
-    planned = concrete(settings.gradient_checkpointing)
+    planned: Checkpointing = concrete(settings.gradient_checkpointing)
     on_host = device.type == "cpu"
+    if kept_share := concrete(settings.kept_share):
+        yield Remedy(
+            key="memory.kept_share",
+            old=kept_share,
+            new=0.0,
+            apply=partial(apply_checkpointing, denoiser, planned),
+        )
     stronger = CHECKPOINTING[CHECKPOINTING.index(planned) :]
     if on_host:
         stronger = tuple(kind for kind in stronger if kind != "offloaded")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lora_trainer.config import concrete
+from lora_trainer.config import MemorySettings, concrete
 from lora_trainer.families import family, known_base
 from lora_trainer.hardware import GIB, Gpu, Hardware, tier
 from lora_trainer.planning.fitting import gib
@@ -38,11 +38,11 @@ measurements (tests/planning/test_memory.py, tests/planning/test_step_time.py); 
 measured**. Times are estimates and given as a range.
 
 How it is decided. The batch is never changed; what somebody set is never raised. Of all that fits (base whole,
-in 8 or in 4 bits; nothing, every second block, or all recomputed, with their inputs in host memory where
-needed; modulation made ahead; blocks streamed from host memory; images at once), `speed` and `balanced` take
-the fastest by the estimate, fewer bits only where that is 10 to 20 % (`speed`) or 20 to 50 % (`balanced`)
-faster; `quality` takes the most precise, then the fastest. Sample images are kept where they make a step at most
-a fifth longer. Nothing fits: the run is refused with the nearest setting that does.
+in 8 or in 4 bits; nothing recomputed, or blocks with or without their dear results, or a mixture of two such kinds,
+with inputs in host memory where needed; modulation made ahead; blocks streamed from host memory; images at once),
+`speed` and `balanced` take the fastest by the estimate, fewer bits only where that is 10 to 20 % (`speed`) or 20 to
+50 % (`balanced`) faster; `quality` takes the most precise, then the fastest. Sample images are kept where they make
+a step at most a fifth longer. Nothing fits: the run is refused with the nearest setting that does.
 """
 
 
@@ -115,7 +115,7 @@ def _rows(plans: list[Plan]) -> Iterator[tuple[str, list[str]]]:
     memories = [made.config.memory for made in plans]
     yield "base kept in", [str(memory.base_precision) for memory in memories]
     yield "blocks streamed", [str(memory.streamed_blocks) for memory in memories]
-    yield "recomputed", [str(memory.gradient_checkpointing) for memory in memories]
+    yield "recomputed", [_recomputed(memory) for memory in memories]
     yield (
         "batch, images at once",
         [f"{made.config.train.batch_size}, {made.config.memory.micro_batch}" for made in plans],
@@ -147,6 +147,11 @@ def _rows(plans: list[Plan]) -> Iterator[tuple[str, list[str]]]:
         "seconds a step",
         [" to ".join(f"{seconds:.2g}" for seconds in made.seconds_per_step) for made in plans],
     )
+
+
+def _recomputed(memory: MemorySettings) -> str:
+    kind, share = concrete(memory.gradient_checkpointing), concrete(memory.kept_share)
+    return f"{kind}, {share:.0%} of the blocks less" if share else str(kind)
 
 
 def _items(title: str, made: Plan) -> Iterator[str]:

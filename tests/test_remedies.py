@@ -15,6 +15,11 @@ from lora_trainer.config import MemorySettings
 from lora_trainer.errors import MachineError
 from lora_trainer.events import Event, EventStream
 from lora_trainer.hardware import GIB, Hardware, assume_card
+from lora_trainer.model.checkpointing import (
+    apply_checkpointing,
+    checkpointable_blocks,
+    is_checkpointed,
+)
 from lora_trainer.model.streaming import block_sizes
 from lora_trainer.planning.full_cards import BELOW, FullCards
 from lora_trainer.prepare import Prepared, Request, prepare
@@ -52,9 +57,12 @@ def denoiser() -> nn.Module:
     return denoiser_of("flux")
 
 
-PLANNED = MemorySettings.model_validate({"gradient_checkpointing": "none", "streamed_blocks": 0})
+PLANNED = MemorySettings.model_validate(
+    {"gradient_checkpointing": "none", "kept_share": 0.0, "streamed_blocks": 0}
+)
 RECOMPUTED = [
-    ("memory.gradient_checkpointing", "none", "selective"),
+    ("memory.gradient_checkpointing", "none", "light"),
+    ("memory.gradient_checkpointing", "light", "selective"),
     ("memory.gradient_checkpointing", "selective", "full"),
 ]
 OFFLOADED = ("memory.gradient_checkpointing", "full", "offloaded")
@@ -63,6 +71,19 @@ OFFLOADED = ("memory.gradient_checkpointing", "full", "offloaded")
 def test_a_processor_is_not_offered_what_frees_nothing_there() -> None:
     """Inputs and weights that wait in host memory are where they were."""
     assert kinds(remedies.remedies(denoiser(), PLANNED, device=CPU)) == RECOMPUTED
+
+
+def test_blocks_that_keep_more_are_the_first_to_keep_less() -> None:
+    network = denoiser()
+    mixed = MemorySettings.model_validate({"gradient_checkpointing": "light", "kept_share": 0.4})
+    apply_checkpointing(network, "light", kept_share=0.4)
+    last = checkpointable_blocks(network)[-1]
+    assert not is_checkpointed(network, last)
+    first, *others = remedies.remedies(network, mixed, device=CPU)
+    assert kinds((first,)) == [("memory.kept_share", 0.4, 0.0)]
+    assert kinds(tuple(others)) == RECOMPUTED[1:]
+    first.apply()
+    assert is_checkpointed(network, last)
 
 
 @pytest.mark.parametrize(("room", "streamed"), [(10.0, 3), (1.0, 3), (0.6, 1), (0.0, 0)])
@@ -78,7 +99,7 @@ def test_weights_are_streamed_as_far_as_the_machine_has_room(
     last = [("memory.streamed_blocks", 0, streamed)] if streamed else []
     assert found == [*RECOMPUTED, OFFLOADED, *last]
     fewer = MemorySettings.model_validate(
-        {"gradient_checkpointing": "offloaded", "streamed_blocks": 2}
+        {"gradient_checkpointing": "offloaded", "kept_share": 0.0, "streamed_blocks": 2}
     )
     assert remedies.remedies(network, fewer, device=torch.device("cuda")) == ()
 

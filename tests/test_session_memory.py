@@ -26,6 +26,7 @@ PLAIN: Mapping[str, Any] = {
     "train.precision": "fp32",
     "memory.base_precision": "fp32",
     "memory.gradient_checkpointing": "none",
+    "memory.kept_share": 0.0,
     "memory.streamed_blocks": 0,
     "memory.modulation_cache": False,
     "memory.attention": "sdpa",
@@ -70,11 +71,12 @@ def gradients(made: Prepared) -> tuple[nn.Module, dict[str, Tensor]]:
 @pytest.mark.parametrize(
     "settings",
     [
+        {"memory__gradient_checkpointing": "light", "memory__kept_share": 0.5},
         {"memory__gradient_checkpointing": "selective"},
         {"memory__gradient_checkpointing": "offloaded"},
         {"memory__gradient_checkpointing": "full", "memory__streamed_blocks": 2},
     ],
-    ids=["selective", "offloaded", "streamed"],
+    ids=["light", "selective", "offloaded", "streamed"],
 )
 def test_what_saves_memory_changes_no_gradient(name: str, settings: dict[str, Any]) -> None:
     _, plain = gradients(prepared(name))

@@ -34,6 +34,7 @@ class Workload:
     `micro_batch` samples go through the network together: some views of one sample are copies of
     several. `text_tokens` are those of the longest prompt, for families that do not pad; None: the limit.
     `wide_adapter`: the adapter reads fp32 copies of its inputs, as DoRA, PiSSA and all but LoRA do.
+    `kept_share` of the blocks keep a step more than `checkpointing` says, see `mixed`.
     """
 
     height_px: int
@@ -45,6 +46,7 @@ class Workload:
     micro_batch: int = 1
     text_tokens: int | None = None
     wide_adapter: bool = False
+    kept_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +70,56 @@ class SampleCost:
     host_bytes: int = 0
 
 
-def is_recomputed(block: str, checkpointing: Checkpointing) -> bool:
-    """Say whether the block of this module name, which ends in its index in its list, is recomputed."""
-    if checkpointing == "selective":
-        return int(block.rpartition(".")[2]) % 2 == 0
-    return checkpointing != "none"
+KEEP_ATTENTION: tuple[Checkpointing, ...] = ("light", "selective")
+"""Kinds of checkpointing that keep what attention returns in recomputed blocks."""
+LEAST_SHAPE = 1 / 16
+"""Products of fewer numbers for each one they make, over those, are of adapters: nothing is gained."""
+
+
+def keeps_product(checkpointing: Checkpointing, *, fan_in: int, out: int) -> bool:
+    """Say whether a recomputed block keeps what a frozen layer returns, a convolution's kernel in `fan_in`.
+
+    The arithmetic for a byte of it grows with `fan_in`: `light` spares all of it, `selective` that of
+    layers that take in more than they give out.
+    """
+    if checkpointing == "light":
+        return fan_in >= LEAST_SHAPE * out
+    return checkpointing == "selective" and fan_in > out
+
+
+def kept_blocks(count: int, share: float) -> frozenset[int]:
+    """Return which of so many blocks in the order they run keep more: evenly spread, the last among them.
+
+    The backward pass frees the last one's before it makes room for what another block makes again.
+    """
+    kept = int(share * count + 1e-9)
+    return frozenset(
+        count - 1 - place
+        for place in range(count)
+        if -(-(place + 1) * kept // count) > -(-place * kept // count)
+    )
+
+
+def mixed(cost: SampleCost, keeping_more: SampleCost, *, share: float) -> SampleCost:
+    """Return the cost where this share of the blocks keeps more, from those of all blocks alike.
+
+    The last block is one of them: the backward pass needs what that does beyond what is kept, and has
+    freed it when it comes to a block that makes more again.
+    """
+
+    def between(least: int, most: int) -> int:
+        return round(least + share * (most - least))
+
+    saved = between(cost.saved_bytes, keeping_more.saved_bytes)
+    peak = cost.saved_bytes + cost.temporary_bytes
+    return replace(
+        cost,
+        saved_bytes=saved,
+        adapter_saved_bytes=between(cost.adapter_saved_bytes, keeping_more.adapter_saved_bytes),
+        temporary_bytes=max(keeping_more.temporary_bytes, peak - saved),
+        step_flops=between(cost.step_flops, keeping_more.step_flops),
+        kernels=between(cost.kernels, keeping_more.kernels),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +173,8 @@ class Op:
     """Reads `inputs`, whose storages are `reads`, and makes `output`: in one kernel, or in `kernels`.
 
     Autograd keeps `keeps`, storages too, and when `keeps_late` not before the output is there; local
-    variables keep `holds` alive until here, read or not.
+    variables keep `holds` alive until here, read or not. `kept_by` are the kinds of checkpointing that
+    keep `results`, the output among them: one kernel of `spared_flops` does not run again.
     """
 
     inputs: tuple[Array, ...]
@@ -140,6 +188,9 @@ class Op:
     backward_kernels: int
     keeps_late: bool
     segment: str | None
+    kept_by: tuple[Checkpointing, ...] = ()
+    results: tuple[Array, ...] = ()
+    spared_flops: int = 0
 
 
 @dataclass(kw_only=True)
@@ -172,7 +223,13 @@ class Tape:
         flops = 2 * rows * layer.fan_in * layer.out
         if self._adapts(layer) and not self.wide_adapter:
             return self._fused(x, layer, rows=rows, flops=flops)
-        y = self._record((x,), _like(x, rows * layer.out), flops=flops, backward_flops=flops)
+        y = self._record(
+            (x,),
+            _like(x, rows * layer.out),
+            flops=flops,
+            backward_flops=flops,
+            kept_by=self._keepers(layer),
+        )
         return self._adapted(x, y, layer, rows=rows)
 
     def conv(self, x: Array, layer: Layer, *, positions: int) -> Array:
@@ -180,7 +237,12 @@ class Tape:
         self.layers.append(layer)
         flops = 2 * positions * layer.fan_in * layer.out
         y = self._record(
-            (x,), _like(x, positions * layer.out), keeps=(x,), flops=flops, backward_flops=flops
+            (x,),
+            _like(x, positions * layer.out),
+            keeps=(x,),
+            flops=flops,
+            backward_flops=flops,
+            kept_by=self._keepers(layer),
         )
         return self._adapted(x, y, layer, rows=positions)
 
@@ -228,15 +290,31 @@ class Tape:
         needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
         output = Array(q.elements, q.element_bytes, needs_grad)
         flops = 4 * queries * keys * channels
-        keeps = (q, k, v, output, Array(heads * queries, 4))
+        sums = Array(heads * queries, 4)
         return self._record(
-            (q, k, v), output, keeps=keeps, flops=flops, backward_flops=flops * 5 // 2
+            (q, k, v),
+            output,
+            keeps=(q, k, v, output, sums),
+            flops=flops,
+            backward_flops=flops * 5 // 2,
+            kept_by=KEEP_ATTENTION,
+            results=(output, sums),
         )
 
     def hold(self, *arrays: Array) -> None:
         """Keep `arrays` alive up to the last recorded operation, as a module's variables do."""
         last = self.ops[-1]
         self.ops[-1] = replace(last, holds=(*last.holds, *arrays))
+
+    def _keepers(self, layer: Layer) -> tuple[Checkpointing, ...]:
+        """Return the kinds of checkpointing that keep what a layer alone returns."""
+        if min(layer.fan_in, layer.out) <= self.rank:
+            return ()
+        return tuple(
+            kind
+            for kind in KEEP_ATTENTION
+            if keeps_product(kind, fan_in=layer.fan_in, out=layer.out)
+        )
 
     def _adapts(self, layer: Layer) -> bool:
         return bool(self.rank) and layer.group in TARGET_GROUPS[self.targets]
@@ -254,6 +332,8 @@ class Tape:
             kernels=3 + casts,
             backward_kernels=4 + 2 * casts + 2 * x.requires_grad,
             keeps_late=True,
+            kept_by=self._keepers(layer),
+            spared_flops=flops,
         )
 
     def _adapted(self, x: Array, y: Array, layer: Layer, *, rows: int) -> Array:
@@ -315,6 +395,9 @@ class Tape:
         kernels: int = 1,
         backward_kernels: int | None = None,
         keeps_late: bool = False,
+        kept_by: tuple[Checkpointing, ...] = (),
+        results: tuple[Array, ...] = (),
+        spared_flops: int | None = None,
     ) -> Array:
         if backward_kernels is None:
             backward_kernels = max(1, sum(array.requires_grad for array in inputs))
@@ -330,6 +413,9 @@ class Tape:
             backward_kernels=backward_kernels if output.requires_grad else 0,
             keeps_late=keeps_late,
             segment=self._segment,
+            kept_by=kept_by,
+            results=(results or (output,)) if kept_by else (),
+            spared_flops=flops if spared_flops is None else spared_flops,
         )
         self.ops.append(op)
         return output

@@ -2,8 +2,8 @@
 
 Input is a `Tape`, output the `SampleCost` of one sample. Every storage is an interval on the line
 of operations, so a peak is the highest sum of overlapping intervals. Checkpointed segments keep
-what they read from outside, on the device or in host memory, and what they keep inside comes back
-while backward is in them.
+what they read from outside, on the device or in host memory, and the results of some operations; what
+else they keep inside comes back while backward is in them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from lora_trainer.config import Checkpointing
-from lora_trainer.families.costs import Array, Op, SampleCost, Tape, is_recomputed
+from lora_trainer.families.costs import Array, Op, SampleCost, Tape
 
 SEGMENTS_ON_DEVICE = 2
 """Segments whose offloaded inputs are on the device at a time: one at work, one on its way."""
@@ -27,6 +27,7 @@ def cost_of(tape: Tape, *, checkpointing: Checkpointing, conditioning_bytes: int
     saved = sum(array.bytes for array in timeline.needed_from)
     forward = sum(op.flops for op in tape.ops)
     recomputed = [op for segment in timeline.segments for op in timeline.recomputed(segment)]
+    spared = [op for op in recomputed if checkpointing in op.kept_by]
     return SampleCost(
         saved_bytes=saved,
         adapter_saved_bytes=sum(array.bytes for array in timeline.needed_from if array.of_adapter),
@@ -36,9 +37,11 @@ def cost_of(tape: Tape, *, checkpointing: Checkpointing, conditioning_bytes: int
         forward_flops=forward,
         step_flops=forward
         + sum(op.flops for op in recomputed)
+        - sum(op.spared_flops for op in spared)
         + sum(op.backward_flops for op in tape.ops),
         kernels=sum(op.kernels for op in (*tape.ops, *recomputed))
-        + sum(op.backward_kernels for op in tape.ops),
+        + sum(op.backward_kernels for op in tape.ops)
+        - len(spared),
         host_bytes=timeline.host_bytes,
     )
 
@@ -59,7 +62,7 @@ class _Segment:
 
 class _Timeline:
     def __init__(self, ops: list[Op], *, checkpointing: Checkpointing) -> None:
-        self.ops = ops
+        self.ops, self.checkpointing = ops, checkpointing
         self.end = len(ops) - 1
         self.made_at: dict[Array, int] = {}
         self.read_last_at: dict[Array, int] = {}
@@ -73,6 +76,7 @@ class _Timeline:
         self.segments = list(_segments(ops, checkpointing))
         self.host_bytes = 0
         self.offloaded: dict[Array, int] = {}  # to the segment that reads it
+        self.handed_out: set[Array] = set()  # results that recomputing asks for and nobody keeps
         self.needed_from = self._needed_from(offload=checkpointing == "offloaded")
 
     def _needed_from(self, *, offload: bool) -> dict[Array, int]:
@@ -93,7 +97,27 @@ class _Timeline:
                     self.offloaded[array] = number
                 else:
                     needed[array] = min(needed.get(array, segment.first), segment.first)
+            needed.update(self._results(segment))
         return needed
+
+    def _results(self, segment: _Segment) -> dict[Array, int]:
+        """Return the kept results of a segment, each with the operation whose backward frees it.
+
+        Those that no operation keeps are gone before, when the segment has run again.
+        """
+        inside = range(segment.first, segment.last + 1)
+        results = {
+            array: segment.last + 1
+            for index in inside
+            if segment.stop >= 0 and self.checkpointing in self.ops[index].kept_by
+            for array in self.ops[index].results
+        }
+        self.handed_out.update(results)
+        for index in reversed(inside):
+            kept = [array for array in self.ops[index].keeps if array in results]
+            results.update(dict.fromkeys(kept, index))
+            self.handed_out.difference_update(kept)
+        return results
 
     def _inputs(self, segment: _Segment) -> set[Array]:
         """Return what a segment that keeps anything is given."""
@@ -201,8 +225,13 @@ class _Timeline:
         for op in self.recomputed(segment):
             until.update(dict.fromkeys(op.keeps, segment.stop))
         for array, last in until.items():
-            if array not in self.needed_from and self.made_at[array] >= segment.first:
+            if array in self.handed_out:
+                yield array.bytes, 0, last - segment.first
+            elif array not in self.needed_from and self.made_at[array] >= segment.first:
                 yield array.bytes, self.made_at[array] - segment.first, last - segment.first
+        for index, op in enumerate(self.recomputed(segment)):
+            if self.checkpointing in op.kept_by and op.spared_flops < op.flops:
+                yield op.output.bytes, index, index  # of the adapter, which runs for nothing
 
 
 def _peak(intervals: Iterable[Interval], operations: int) -> int:
@@ -221,7 +250,7 @@ def _sums(intervals: Iterable[Interval], operations: int) -> list[int]:
 def _segments(ops: list[Op], checkpointing: Checkpointing) -> Iterator[_Segment]:
     members: dict[str, list[int]] = {}
     for index, op in enumerate(ops):
-        if op.segment is not None and is_recomputed(op.segment, checkpointing):
+        if op.segment is not None and checkpointing != "none":
             members.setdefault(op.segment, []).append(index)
     for indices in members.values():
         yield _Segment(

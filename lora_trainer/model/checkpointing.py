@@ -1,4 +1,4 @@
-"""Gradient checkpointing of a diffusers network: which blocks run again, and where their inputs wait.
+"""Gradient checkpointing of a diffusers network: what blocks keep, and where their inputs wait.
 
 `apply_checkpointing` takes a network and a kind, and hands diffusers the function through which its
 networks call their blocks. The numbers of a step stay the same bits: blocks draw nothing at random.
@@ -11,34 +11,41 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lora_trainer.config import Checkpointing
-from lora_trainer.families.costs import is_recomputed
+from lora_trainer.config import CHECKPOINTING, MIXABLE, Checkpointing
+from lora_trainer.families.costs import KEEP_ATTENTION, kept_blocks
 from lora_trainer.model.copy_stream import CopyStream, Done
+from lora_trainer.model.kept_results import Policy, keeping
 from lora_trainer.model.live_storages import storage_key
 
 BLOCKS_ON_DEVICE = 2
 """Blocks whose inputs are on the device at a time: that of the block at work, and one on its way."""
 
 
-def apply_checkpointing(network: nn.Module, kind: Checkpointing) -> None:
+def apply_checkpointing(
+    network: nn.Module, kind: Checkpointing, *, kept_share: float = 0.0
+) -> None:
     """Let a diffusers network recompute its blocks in the backward pass; may be called again.
 
-    Call it after adapters are in place. `offloaded` keeps the inputs of blocks in host memory, pinned
-    where the network is on a CUDA device.
+    Call it after adapters are in place. This share of the blocks keeps as much as with the kind before,
+    for the kinds in `MIXABLE`. `offloaded` keeps the inputs of blocks in host memory, pinned where the
+    network is on a CUDA device.
     """
     if kind == "none":
         network.disable_gradient_checkpointing()  # type: ignore[operator]
     else:
-        network.enable_gradient_checkpointing(BlockRunner(network, kind))  # type: ignore[operator]
+        runner = BlockRunner(network, kind, kept_share=kept_share)
+        network.enable_gradient_checkpointing(runner)  # type: ignore[operator]
 
 
 def is_checkpointed(parent: nn.Module, block: nn.Module) -> bool:
@@ -51,13 +58,19 @@ def is_checkpointed(parent: nn.Module, block: nn.Module) -> bool:
 class BlockRunner:
     """What a network calls its blocks through while gradients are computed."""
 
-    def __init__(self, network: nn.Module, kind: Checkpointing) -> None:
+    def __init__(self, network: nn.Module, kind: Checkpointing, *, kept_share: float = 0.0) -> None:
+        self._kind = kind
+        blocks = checkpointable_blocks(network)
+        more = kept_blocks(len(blocks), kept_share if kind in MIXABLE else 0.0)
         # Weak: the network holds this runner.
-        self._kept = weakref.WeakSet(
-            module
-            for name, module in network.named_modules()
-            if name.rpartition(".")[2].isdigit() and not is_recomputed(name, kind)
+        self._keep_more = weakref.WeakSet(blocks[index] for index in more)
+        ranks = (
+            rank
+            for module in network.modules()
+            if isinstance(module, LoraLayer)
+            for rank in module.r.values()
         )
+        self._rank = max(ranks, default=0)
         self._host = HostInputs() if kind == "offloaded" else None
         # False spares every block a look at the generators; adapters key their draws by sample.
         self._draws = any(
@@ -70,14 +83,50 @@ class BlockRunner:
         return self._host.moved_bytes if self._host is not None else 0
 
     def recomputes(self, block: nn.Module) -> bool:
-        """Say whether only the inputs of `block` are kept for the backward pass."""
-        return block not in self._kept
+        """Say whether `block` runs again in the backward pass, whatever it keeps of its results."""
+        return self.kind_of(block) != "none"
+
+    def kind_of(self, block: nn.Module) -> Checkpointing:
+        """Return how this block is run."""
+        if block not in self._keep_more:
+            return self._kind
+        return CHECKPOINTING[CHECKPOINTING.index(self._kind) - 1]
 
     def __call__(self, block: nn.Module, *args: Any) -> Any:
-        if not self.recomputes(block):
+        kind = self.kind_of(block)
+        if kind == "none":
             return block(*args)
+        modes: dict[str, Any] = {}
+        if kind in KEEP_ATTENTION:
+            policy = Policy(checkpointing=kind, rank=self._rank)
+            modes["context_fn"] = partial(keeping, policy)
         with self._host.holding(args) if self._host is not None else nullcontext():
-            return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=self._draws)
+            return checkpoint(
+                block, *args, use_reentrant=False, preserve_rng_state=self._draws, **modes
+            )
+
+
+def checkpointable_blocks(network: nn.Module) -> list[nn.Module]:
+    """Return the blocks that a diffusers network calls through its runner, in the order they run.
+
+    They are in lists of modules that can be checkpointed, which some of them hold more of. Samplers of
+    U-Nets, which always keep everything, are counted too.
+    """
+    lists = [
+        (f"{name}.{kind}", children)
+        for name, owner in network.named_modules()
+        if hasattr(owner, "gradient_checkpointing")
+        for kind, children in owner.named_children()
+        if isinstance(children, nn.ModuleList)
+    ]
+    # U-Nets declare this list before the middle, which runs before it.
+    lists.sort(key=lambda found: found[0].startswith("up_blocks"))
+    return [
+        block
+        for _, blocks in lists
+        for block in blocks
+        if not hasattr(block, "gradient_checkpointing")
+    ]
 
 
 class HostInputs:

@@ -19,7 +19,13 @@ from lora_trainer.model.meta_kernels import MetaAnswers, outputs_of
 
 _ATEN = torch.ops.aten
 _FLOPS = {**flop_registry, _ATEN.addmm_: flop_registry[_ATEN.addmm]}
-_ALLOCATIONS = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty}
+_ALLOCATIONS = {
+    _ATEN.empty,
+    _ATEN.empty_like,
+    _ATEN.empty_strided,
+    _ATEN.new_empty,
+    _ATEN.set_,
+}
 
 
 class LiveStorages(TorchDispatchMode):

@@ -12,17 +12,26 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lora_trainer.config import CHECKPOINTING, Checkpointing, build_config
+from lora_trainer.config import CHECKPOINTING, MIXABLE, Checkpointing, build_config
 from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware import GIB, SPILL_MARGIN_BYTES, Gpu, Hardware
 from lora_trainer.planning.cards import card
-from lora_trainer.planning.fitting import Choices, Fit, Judge, Limit, fit, gib, images_at_once
+from lora_trainer.planning.fitting import (
+    SHARES,
+    Choices,
+    Fit,
+    Judge,
+    Limit,
+    fit,
+    gib,
+    images_at_once,
+)
 from lora_trainer.planning.frozen import ELEMENT_BYTES
 from lora_trainer.planning.full_cards import FullCard
 from lora_trainer.planning.host_memory import HostPrediction, predict_host
-from lora_trainer.planning.loads import Load, RememberedCosts, runs_wide
-from lora_trainer.planning.memory import RECOMPUTING, Prediction, predict
+from lora_trainer.planning.loads import Load, RememberedCosts, before, runs_wide
+from lora_trainer.planning.memory import Prediction, predict
 from lora_trainer.planning.modulation import against_modulation
 from lora_trainer.planning.step_time import StepTime, cpu_step_time, gpu_step_time, step_work
 from lora_trainer.quantization import BasePrecision
@@ -143,6 +152,9 @@ class Allocator:
             text_offload=False,
             micro_batch=batch_size if micro_batch == "auto" else micro_batch,
             checkpointing=self._choices.checkpointing[0],
+            kept_share=_number(values["memory.kept_share"])
+            if self._choices.checkpointing[0] in MIXABLE
+            else 0.0,
             streamed_blocks=self._choices.streamed[0],
             modulation_cache=self._choices.modulation_cache[0],
             bucket_px=max(self._all_buckets, key=lambda size: size[0] * size[1]),
@@ -176,9 +188,11 @@ class Allocator:
         offload = self.values["memory.text_encoder_offload"]
         runs = self.values["adapter.text_encoder"] or self.values["adapter.new_tokens"]
         may_offload = self.gpu is not None and not runs
+        kinds = self._kinds(CHECKPOINTING[first:])
         return Choices(
             base_precisions=self._base_precisions(),
-            checkpointing=self._kinds(CHECKPOINTING[first:]),
+            checkpointing=kinds,
+            kept_share=self._shares(kinds),
             streamed=(0 if streamed == "auto" else streamed, self._streamable),
             text_offload=((True,) if offload is True else (False, True))
             if may_offload
@@ -199,18 +213,36 @@ class Allocator:
 
     def _of_older_runs(self) -> Iterator[Decision]:
         """Yield what a run that goes on had no choice of when it was planned."""
-        key = "memory.modulation_cache"
-        if self.values[key] == "auto":
-            yield Decision(key=key, value=False, reason="the run began without it")
+        for key, value in (("memory.modulation_cache", False), ("memory.kept_share", 0.0)):
+            if self.values[key] == "auto":
+                yield Decision(key=key, value=value, reason="the run began without it")
 
-    def _kinds(self, allowed: tuple[Checkpointing, ...]) -> tuple[Checkpointing, ...]:
-        """On the processor there is nowhere to offload to; what only a trace could judge is not tried unasked."""
-        known = self.costs.family.known_checkpointing(
+    def _shares(self, kinds: tuple[Checkpointing, ...]) -> dict[Checkpointing, float]:
+        """Blocks that keep more take what is free; a kind that somebody chose is not raised unasked."""
+        chosen, share = (
+            self.values["memory.gradient_checkpointing"],
+            self.values["memory.kept_share"],
+        )
+        known = self._known
+        most = {kind: 1 - 1 / SHARES for kind in kinds if kind in MIXABLE and before(kind) in known}
+        if share != "auto" and chosen == "auto":
+            return dict.fromkeys(most, share)
+        if chosen in MIXABLE:
+            most[chosen] = _number(share)
+        return most
+
+    @cached_property
+    def _known(self) -> tuple[Checkpointing, ...]:
+        return self.costs.family.known_checkpointing(
             self.facts,
             element_bytes=ELEMENT_BYTES[self.values["train.precision"]],
             targets=self.values["adapter.targets"],
             wide_adapter=runs_wide(build_config(self.values).adapter),
         )
+
+    def _kinds(self, allowed: tuple[Checkpointing, ...]) -> tuple[Checkpointing, ...]:
+        """On the processor there is nowhere to offload to; what only a trace could judge is not tried unasked."""
+        known = self._known
         asked = allowed[0] if self.values["memory.gradient_checkpointing"] != "auto" else None
         found = (kind for kind in allowed if kind in known or kind == asked)
         if self.gpu is not None:
@@ -339,6 +371,7 @@ class Allocator:
         chosen = {
             "memory.base_precision": (load.base_precision, self._why_precision(found)),
             "memory.gradient_checkpointing": (load.checkpointing, self._why_recomputing(load)),
+            "memory.kept_share": (load.kept_share, self._why_keeping_more(load)),
             "memory.streamed_blocks": (load.streamed_blocks, self._why_streaming(load)),
             "memory.modulation_cache": (load.modulation_cache, self._why_modulation(load)),
             "memory.micro_batch": (at_once, self._why_micro_batch(load, at_once)),
@@ -381,10 +414,31 @@ class Allocator:
     def _why_recomputing(self, load: Load) -> str:
         if load.checkpointing == "none":
             return ""
-        other: Checkpointing = CHECKPOINTING[CHECKPOINTING.index(load.checkpointing) - 1]
-        if load.streamed_blocks and other not in RECOMPUTING:
+        more = [
+            kind
+            for kind in CHECKPOINTING[: CHECKPOINTING.index(load.checkpointing)]
+            if kind in self._known
+        ]
+        other = replace(load, checkpointing=more[-1] if more else "none", kept_share=0.0)
+        if load.streamed_blocks and not other.recomputes_all:
             return "streamed blocks have to be recomputed"
-        return f"{other} would take {self._peak(replace(load, checkpointing=other))}, {self.limit}"
+        return f"{other.checkpointing} would take {self._peak(other)}, {self.limit}"
+
+    def _why_keeping_more(self, load: Load) -> str:
+        if load.checkpointing not in MIXABLE:
+            return f"{load.checkpointing} has no blocks that could keep more"
+        mixture = ""
+        if load.kept_share:
+            mixture = f"as much as {before(load.checkpointing)} would be kept of these blocks; "
+        return f"{mixture}a step takes {self._longer(load)} longer than without recomputing"
+
+    def _longer(self, load: Load) -> str:
+        """Say how much of a step's time recomputing is."""
+        plain = replace(load, checkpointing="none", kept_share=0.0, streamed_blocks=0)
+        everything = replace(plain, checkpointing="full")
+        seconds = self._time(plain).seconds
+        share, most = (self._time(each).seconds / seconds - 1 for each in (load, everything))
+        return f"{share:.0%}" if load == everything else f"{share:.0%} (full: {most:.0%})"
 
     def _why_streaming(self, load: Load) -> str:
         if not load.streamed_blocks:
@@ -418,6 +472,10 @@ class Allocator:
             return "they fit on the device alone" if self.gpu else "there is no card"
         whole = self._judge.predict(replace(load, text_offload=False)).phases["texts"]
         return f"whole they would take {gib(whole)}, {self.limit}"
+
+
+def _number(share: Any) -> float:
+    return 0.0 if share == "auto" else float(share)
 
 
 def _said(value: Any) -> str:

@@ -7,6 +7,7 @@ setting that would.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -15,9 +16,11 @@ from lora_trainer.config import Checkpointing
 from lora_trainer.errors import MachineError
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.loads import Load
-from lora_trainer.planning.memory import GIB, RECOMPUTING, Prediction
+from lora_trainer.planning.memory import GIB, Prediction
 from lora_trainer.quantization import QUANTIZATIONS, BasePrecision
 
+SHARES = 100
+"""A share of blocks is chosen in hundredths."""
 SAMPLES_WORTH = 1.2
 """Sample images are kept where they make a step at most this much longer, and never by fewer bits."""
 
@@ -35,10 +38,14 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What may be chosen, each with the most precise or the fastest first; `streamed` is (least, most)."""
+    """What may be chosen, each with the most precise or the fastest first; `streamed` is (least, most).
+
+    `kept_share` is by kind of checkpointing the largest share of blocks that may keep more.
+    """
 
     base_precisions: tuple[BasePrecision, ...]
     checkpointing: tuple[Checkpointing, ...]
+    kept_share: Mapping[Checkpointing, float]
     streamed: tuple[int, int]
     text_offload: tuple[bool, ...]
     modulation_cache: tuple[bool, ...] = (False,)
@@ -177,6 +184,7 @@ def _best(wanted: Load, choices: Choices, judge: Judge) -> _Candidate | None:
             each.price,
             load.streamed_blocks,
             kind,
+            -load.kept_share,
             -load.micro_batch,
             load.modulation_cache,
         )
@@ -189,21 +197,22 @@ def _best(wanted: Load, choices: Choices, judge: Judge) -> _Candidate | None:
 def _fitting(wanted: Load, choices: Choices, judge: Judge) -> Iterator[Load]:
     """Yield loads that fit: for each way of keeping the base and of recomputing the largest micro-batch.
 
-    Streaming starts where nothing less helps: with the fewest blocks for the whole batch, half of it,
-    and so on.
+    And for this one, half of it, and so on the largest share of blocks that keep more. Streaming starts
+    where nothing less helps: with the fewest blocks for the whole batch, half of it, and so on.
     """
     least, most = choices.streamed
     ways = product(choices.base_precisions, choices.checkpointing, choices.modulation_cache)
     for precision, kind, cached in ways:
-        if least and kind not in RECOMPUTING:
-            continue
         load = replace(
             wanted,
             base_precision=precision,
             checkpointing=kind,
+            kept_share=0.0,
             modulation_cache=cached,
             streamed_blocks=least,
         )
+        if least and not load.recomputes_all:
+            continue
         plain = _most(
             lambda count, load=load: judge.fits(replace(load, micro_batch=count)),  # type: ignore[misc]
             least=0,
@@ -211,8 +220,33 @@ def _fitting(wanted: Load, choices: Choices, judge: Judge) -> Iterator[Load]:
         )
         if plain:
             yield replace(load, micro_batch=plain)
-        if kind in RECOMPUTING and most > least:
+        share = choices.kept_share.get(kind, 0.0)
+        yield from _keeping_more(load, most=share, up_to=plain, judge=judge)
+        if load.recomputes_all and most > least:
             yield from _streaming(load, above=plain, most=most, judge=judge)
+
+
+def _keeping_more(load: Load, *, most: float, up_to: int, judge: Judge) -> Iterator[Load]:
+    count = up_to
+    while count and most:
+        alone = replace(load, micro_batch=count)
+        share = _largest_share(alone, most=most, judge=judge)
+        mixed = replace(alone, kept_share=share)
+        if share and (mixed.recomputes_all or not mixed.streamed_blocks):
+            yield mixed
+        count //= 2
+
+
+def _largest_share(load: Load, *, most: float, judge: Judge) -> float:
+    """Return the largest share up to `most` of the blocks that can keep more; 0.0 fits."""
+    if judge.fits(replace(load, kept_share=most)):
+        return most
+    hundredths = _most(
+        lambda parts: judge.fits(replace(load, kept_share=parts / SHARES)),
+        least=0,
+        most=math.ceil(most * SHARES) - 1,
+    )
+    return hundredths / SHARES
 
 
 def _streaming(load: Load, *, above: int, most: int, judge: Judge) -> Iterator[Load]:
@@ -304,7 +338,8 @@ def _least(wanted: Load, choices: Choices) -> Load:
         wanted,
         base_precision=choices.base_precisions[-1],
         checkpointing=kind,
-        streamed_blocks=choices.streamed[1] if kind in RECOMPUTING else 0,
+        kept_share=0.0,
+        streamed_blocks=choices.streamed[1] if kind != "none" else 0,
         modulation_cache=choices.modulation_cache[-1],
         micro_batch=1,
         samples=False,

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from lora_trainer.config import AdapterSettings, Checkpointing, Precision
+from lora_trainer.config import CHECKPOINTING, AdapterSettings, Checkpointing, Precision
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.costs import SampleCost, Targets, Workload
+from lora_trainer.families.costs import SampleCost, Targets, Workload, mixed
 from lora_trainer.planning.adapter_size import Shape, adapter_tensors, total_elements
 from lora_trainer.planning.frozen import ELEMENT_BYTES, FrozenBase
 from lora_trainer.quantization import BasePrecision
@@ -62,6 +62,11 @@ class CostModel(Protocol):
         """Regular expression that matches the name of a layer's block at the name's beginning."""
 
 
+def before(kind: Checkpointing) -> Checkpointing:
+    """Return the kind of checkpointing that keeps one step more; "none" has none."""
+    return CHECKPOINTING[CHECKPOINTING.index(kind) - 1]
+
+
 @dataclass(kw_only=True)
 class RememberedCosts:
     """A cost model that computes each workload once: a search asks for the same few again."""
@@ -95,10 +100,22 @@ class RememberedCosts:
         return self.linear
 
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
-        """All calls must be about the same base."""
+        """All calls must be about the same base. Of mixed kinds it follows from those of pure ones."""
         if workload not in self.costs:
-            self.costs[workload] = self.family.sample_cost(facts, workload)
+            self.costs[workload] = (
+                self._mixed(facts, workload)
+                if workload.kept_share
+                else self.family.sample_cost(facts, workload)
+            )
         return self.costs[workload]
+
+    def _mixed(self, facts: BaseFacts, workload: Workload) -> SampleCost:
+        alone = replace(workload, kept_share=0.0)
+        return mixed(
+            self.sample_cost(facts, alone),
+            self.sample_cost(facts, replace(alone, checkpointing=before(alone.checkpointing))),
+            share=workload.kept_share,
+        )
 
     def frozen_base(self, facts: BaseFacts, load: Load) -> FrozenBase:
         """All calls must be about the same base."""
@@ -169,6 +186,14 @@ class Load:
     as_base: float = 0.0
     keeps_best: bool = False
     modulation_cache: bool = False
+    kept_share: float = 0.0
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether every block runs again in the backward pass, which streaming needs."""
+        return self.checkpointing != "none" and not (
+            self.checkpointing == "light" and self.kept_share
+        )
 
     def workload(self) -> Workload:
         width_px, height_px = self.bucket_px
@@ -179,6 +204,7 @@ class Load:
             rank=self.adapter.rank,
             targets=self.adapter.targets,
             checkpointing=self.checkpointing,
+            kept_share=self.kept_share,
             micro_batch=min(self.micro_batch, 2),  # per sample, two are like any number
             wide_adapter=runs_wide(self.adapter),
         )

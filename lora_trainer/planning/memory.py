@@ -17,7 +17,7 @@ from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.costs import ADAPTER_BYTES
 from lora_trainer.planning.adapter_size import rebuilt_elements
 from lora_trainer.planning.frozen import ELEMENT_BYTES, FrozenBase
-from lora_trainer.planning.loads import Load, RememberedCosts, runs_wide
+from lora_trainer.planning.loads import Load, RememberedCosts, before, runs_wide
 from lora_trainer.planning.trained_bytes import (
     GRADIENT_BYTES,
     MASTER_BYTES,
@@ -44,8 +44,6 @@ REBUILT_PIECES = 8
 """Pieces a checkpointed network has at least, by the weights in them; the largest is kept whole."""
 SHOWN = "fp32, while they are validated, sampled or exported"
 Phase = Literal["images", "texts", "training", "sampling"]
-RECOMPUTING: tuple[Checkpointing, ...] = ("full", "offloaded")
-"""Kinds of checkpointing that recompute every block, which streaming needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +227,7 @@ def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
         MemoryItem(
             name="activations",
             bytes=count * (cost.saved_bytes - cost.adapter_saved_bytes),
-            note=f"{KEPT[load.checkpointing]}, {each}",
+            note=f"{kept_for_backward(load)}, {each}",
         ),
         MemoryItem(
             name="adapter inputs",
@@ -267,10 +265,15 @@ def _dropped_inputs(load: Load, facts: BaseFacts, costs: RememberedCosts) -> lis
     if not load.adapter.dropout or (runs_wide(load.adapter) and load.precision != "fp32"):
         return []
     copying = replace(
-        load.workload(), element_bytes=2, wide_adapter=True, checkpointing="none", rank=1
+        load.workload(),
+        element_bytes=2,
+        wide_adapter=True,
+        checkpointing="none",
+        kept_share=0.0,
+        rank=1,
     )
     copies = costs.sample_cost(facts, copying).adapter_saved_bytes
-    share = REBUILT_SHARE[load.checkpointing] * ELEMENT_BYTES[load.precision] / ADAPTER_BYTES
+    share = rebuilt_share(load) * ELEMENT_BYTES[load.precision] / ADAPTER_BYTES
     size = int(load.micro_batch * copies * share)
     note = "what adapter.dropout leaves, a copy for each layer"
     return [MemoryItem(name="dropped inputs", bytes=size, note=note)]
@@ -296,10 +299,17 @@ def prepared_batches(load: Load, facts: BaseFacts, costs: RememberedCosts) -> Me
 
 KEPT: Mapping[Checkpointing, str] = {
     "none": "kept for backward",
-    "selective": "every second block's kept, inputs of the others",
-    "full": "inputs of recomputed blocks",
-    "offloaded": "inputs of two recomputed blocks, the others wait in host memory",
+    "light": "inputs of blocks, results of attention and products",
+    "selective": "inputs of blocks, results of attention and wide products",
+    "full": "inputs of blocks",
+    "offloaded": "inputs of two blocks, the others wait in host memory",
 }
+
+
+def kept_for_backward(load: Load) -> str:
+    """Say what waits on the device for the backward pass."""
+    more = f"{KEPT[before(load.checkpointing)]} of {load.kept_share:.0%}"
+    return f"{more}; {KEPT[load.checkpointing]}" if load.kept_share else KEPT[load.checkpointing]
 
 
 def _rebuilt(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
@@ -314,7 +324,7 @@ def _rebuilt(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memor
         start = MASTER_BYTES * costs.adapter_parameters(facts, load.adapter)
         found.append(MemoryItem(name="adapter's start", bytes=start, note="PiSSA, fp32"))
     if elements := rebuilt_elements(shapes, load.adapter):
-        kept = elements * REBUILT_SHARE[load.checkpointing]
+        kept = elements * rebuilt_share(load)
         kept += sum(rebuilt_elements(own, load.adapter) for own in texts)
         size = int(MASTER_BYTES * kept)
         found.append(
@@ -323,13 +333,12 @@ def _rebuilt(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memor
     return found
 
 
-# A checkpointed pass keeps those of the piece it is in: one of at least this many.
-REBUILT_SHARE: Mapping[Checkpointing, float] = {
-    "none": 1.0,
-    "selective": 0.5 + 0.5 / REBUILT_PIECES,
-    "full": 1 / REBUILT_PIECES,
-    "offloaded": 1 / REBUILT_PIECES,
-}
+def rebuilt_share(load: Load) -> float:
+    """Return the share of what only running blocks keep: a checkpointed pass has that of one piece."""
+    if load.checkpointing == "none":
+        return 1.0
+    whole = load.kept_share if load.checkpointing == "light" else 0.0
+    return whole + (1 - whole) / REBUILT_PIECES
 
 
 def prepared_bytes(load: Load, facts: BaseFacts, costs: RememberedCosts) -> int:
@@ -382,7 +391,9 @@ def _texts(load: Load, facts: BaseFacts) -> list[MemoryItem]:
 def _sampling(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
     """Sample images are made with everything of the training in place, from cached prompts."""
     side_px = load.sample_side_px
-    alone = replace(load, micro_batch=1, bucket_px=(side_px, side_px), checkpointing="none")
+    alone = replace(
+        load, micro_batch=1, bucket_px=(side_px, side_px), checkpointing="none", kept_share=0.0
+    )
     cost = costs.sample_cost(facts, alone.workload())
     decoding = 4 * VAE_DECODE_ELEMENTS_PER_PX * side_px * side_px
     return [

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lora_trainer.config import Checkpointing, Precision
 from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.costs import KEEP_ATTENTION, SampleCost
 from lora_trainer.planning.cards import Card
 from lora_trainer.planning.frozen import FrozenBase
 from lora_trainer.planning.loads import Load, RememberedCosts
@@ -33,13 +34,12 @@ CPU_GFLOPS_PER_CORE = (20, 80)
 # Bytes read and written to make one element whole in 16 bits, and the kernels of a layer.
 DEQUANTISE_BYTES: Mapping[BasePrecision, float] = {"int8": 7.0, "fp8": 7.0, "nf4": 2.6}
 DEQUANTISE_KERNELS: Mapping[BasePrecision, int] = {"int8": 2, "fp8": 2, "nf4": 3}
-# Forward, backward, and again for what is recomputed.
-WEIGHT_PASSES: Mapping[Checkpointing, float] = {
-    "none": 2.0,
-    "selective": 2.5,
-    "full": 3.0,
-    "offloaded": 3.0,
-}
+# Of the time that the products of a forward pass take, what its other kernels take when a block runs
+# again without its products: from the rooflines of FLUX.1, Z-Image and SDXL at 1024 px on several cards.
+OTHER_KERNELS = 0.32
+# A block that keeps some results looks at each kernel, in both of its passes: 10 us of Python (measured on
+# a processor) for two thirds of a step's kernels and their views, over the time to start one.
+WATCHED_KERNELS = 0.2
 FORWARD_KERNELS = 1 / 3
 """Of those of a step, the share that a pass without gradients starts."""
 STREAM_PASSES = 2
@@ -50,10 +50,12 @@ STREAM_PASSES = 2
 class StepWork:
     """What one optimizer step does: arithmetic, kernels, bytes to dequantise, bytes over the bus one way.
 
+    `other_flops` is arithmetic that would take as long as the kernels between products that are spared,
     `waited_bytes` come over the bus between steps, where no computation hides them.
     """
 
     flops: float
+    other_flops: float
     kernels: int
     dequantised_bytes: float
     bus_bytes: float
@@ -82,16 +84,49 @@ def step_work(load: Load, *, facts: BaseFacts, costs: RememberedCosts, batch_siz
     cost, base = costs.sample_cost(facts, load.workload()), costs.frozen_base(facts, load)
     images, forward = batch_size * (1 + load.twice), batch_size * load.as_base
     passes, forwards = math.ceil(images / load.micro_batch), math.ceil(forward / load.micro_batch)
-    weights = passes * WEIGHT_PASSES[load.checkpointing] + forwards if base.is_quantized else 0.0
+    weights = passes * _weight_passes(load) + forwards if base.is_quantized else 0.0
+    spared = _spared_flops(load, cost, facts=facts, costs=costs)
     streamed = (passes * STREAM_PASSES + forwards) * base.streamed_bytes(load.streamed_blocks)
     started = passes + forwards * FORWARD_KERNELS
     return StepWork(
         flops=cost.step_flops * images + cost.forward_flops * forward,
-        kernels=round(started * cost.kernels + weights * _layer_kernels(base)),
+        other_flops=OTHER_KERNELS * spared * images,
+        kernels=round(
+            started * cost.kernels * (1 + WATCHED_KERNELS * _watched_share(load))
+            + weights * _layer_kernels(base)
+        ),
         dequantised_bytes=weights * _layer_bytes(base),
         bus_bytes=streamed + 2 * cost.host_bytes * images,
         waited_bytes=(images + forward) * base.away_bytes / max(1, base.samples_ahead),
     )
+
+
+def _weight_passes(load: Load) -> float:
+    """Return how often a layer is made whole: forward, backward, and when its block runs again."""
+    if load.checkpointing == "none":
+        return 2.0
+    return 3.0 - (load.kept_share if load.checkpointing == "light" else 0.0)
+
+
+def _watched_share(load: Load) -> float:
+    """Return the share of the blocks that keep some of their results."""
+    watched: Mapping[Checkpointing, float] = {
+        "light": 1 - load.kept_share,
+        "selective": 1.0,
+        "full": load.kept_share,
+    }
+    return watched.get(load.checkpointing, 0.0)
+
+
+def _spared_flops(
+    load: Load, cost: SampleCost, *, facts: BaseFacts, costs: RememberedCosts
+) -> float:
+    """Return the arithmetic of products that do not run again in blocks that do."""
+    if load.checkpointing not in KEEP_ATTENTION and not load.kept_share:
+        return 0.0
+    everything = replace(load, checkpointing="full", kept_share=0.0)
+    spared = costs.sample_cost(facts, everything.workload()).step_flops - cost.step_flops
+    return spared * (1 - (load.kept_share if load.checkpointing == "light" else 0.0))
 
 
 def _layer_bytes(base: FrozenBase) -> float:
@@ -125,7 +160,7 @@ def gpu_bounds(
 ) -> Mapping[str, tuple[float, float]]:
     """Return how long each part of a step takes by itself, at least and at most, in seconds."""
     rate = card.flops_per_s / (FP32_SLOWDOWN if precision == "fp32" else 1)
-    low, high = _range(work.flops / rate, CARD_SHARE)
+    low, high = _range((work.flops + work.other_flops) / rate, CARD_SHARE)
     # What is copied beside the computation is written to the memory that this reads.
     traffic = (work.dequantised_bytes + work.bus_bytes) / card.bytes_per_s
     beside = _range(traffic, TRAFFIC_SHARE)
@@ -144,8 +179,9 @@ def _range(amount: float, slow_and_fast: tuple[float, float]) -> tuple[float, fl
 def cpu_step_time(work: StepWork, *, threads: int) -> StepTime:
     """Estimate a step on the processor from a range of speeds per core."""
     slow, fast = (rate * 1e9 * threads for rate in CPU_GFLOPS_PER_CORE)
+    flops = work.flops + work.other_flops
     return StepTime(
-        low_s=work.flops / fast,
-        high_s=work.flops / slow,
+        low_s=flops / fast,
+        high_s=flops / slow,
         note=f"rough estimate for {threads} cores: {work.flops / 1e9:.1f} GFLOP a step",
     )

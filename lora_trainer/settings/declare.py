@@ -20,15 +20,19 @@ AutoInterval = Annotated[int, Field(ge=0, le=10_000_000)] | Auto
 AutoScale = Annotated[float, Field(gt=0, le=4096)] | Auto
 Repeats = Annotated[int, Field(ge=1, le=1000)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+AutoShare = Annotated[float, Field(ge=0.0, lt=1.0)] | Auto
 TagCount = Annotated[int, Field(ge=0, le=50)]
 EpochCount = Annotated[int, Field(ge=0, le=10_000)]
 Separator = Annotated[str, Field(min_length=1, max_length=20)]
 CaptionWords = Annotated[str, Field(max_length=1000)]
-Checkpointing = Literal["none", "selective", "full", "offloaded"]
-"""Which blocks are recomputed in the backward pass, their inputs alone kept for it: none of them,
-every second one of each list of blocks, all of them, or all with the kept inputs in host memory."""
+Checkpointing = Literal["none", "light", "selective", "full", "offloaded"]
+"""What recomputed blocks keep for the backward pass beside their inputs: everything, the results of
+attention and of all frozen products, those of attention and of products that take in more than they
+give out, nothing, or nothing and the inputs in host memory."""
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
-"""What the backward pass makes again: nothing, every second block, all, or all from host memory."""
+"""From what keeps the most to what keeps the least."""
+MIXABLE: tuple[Checkpointing, ...] = ("light", "selective", "full")
+"""Kinds beside which some blocks may keep as much as with the kind before."""
 Weighting = Literal["none", "min_snr", "soft_min_snr", "debiased", "p2", "sigma_sqrt", "cosmap"]
 FLOW_WEIGHTINGS: tuple[Weighting, ...] = ("sigma_sqrt", "cosmap")
 SNR_WEIGHTINGS: tuple[Weighting, ...] = ("min_snr", "soft_min_snr", "debiased", "p2")

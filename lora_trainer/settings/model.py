@@ -160,10 +160,13 @@ def _memory_contradictions(config: Config) -> Iterator[str]:
             "the base is computed in the dtype it is kept in, unless that is int8, fp8 or nf4."
         )
     how = memory.gradient_checkpointing
-    if memory.streamed_blocks not in ("auto", 0) and how in ("none", "selective"):
+    if memory.streamed_blocks not in ("auto", 0) and (
+        how == "none" or (how == "light" and memory.kept_share not in ("auto", 0.0))
+    ):
+        mixed = "" if how == "none" else f" and memory.kept_share={memory.kept_share}"
         yield (
             f"memory.streamed_blocks={memory.streamed_blocks} needs every block recomputed, not "
-            f"memory.gradient_checkpointing={how}: use full or offloaded."
+            f"memory.gradient_checkpointing={how}{mixed}: use selective, full or offloaded."
         )
     if memory.text_encoder_offload is True and config.adapter.text_encoder:
         yield "memory.text_encoder_offload is for caching, adapter.text_encoder=true trains them: choose one."

@@ -9,10 +9,12 @@ from pydantic import BeforeValidator
 from lora_trainer.quantization import BasePrecision
 from lora_trainer.settings.declare import (
     CARD,
+    MIXABLE,
     WITHOUT_VALIDATION,
     Auto,
     AutoCount,
     AutoInterval,
+    AutoShare,
     Checkpointing,
     Precision,
     Section,
@@ -36,8 +38,13 @@ class MemorySettings(Section):
     gradient_checkpointing: Annotated[Checkpointing | Auto, BeforeValidator(_checkpointing)] = (
         setting(
             "auto",
-            "blocks recomputed backwards: none, every second, all, all with inputs in host memory",
+            "from what keeps most of the forward pass to what keeps least: docs/memory.md",
         )
+    )
+    kept_share: AutoShare = setting(
+        "auto",
+        "share of the blocks, evenly spread, that keep as much as the next kind before that",
+        only_for={"memory.gradient_checkpointing": MIXABLE},
     )
     base_precision: BasePrecision | Auto = setting(
         "auto",

@@ -144,11 +144,15 @@ def _base_text(config: Config) -> str:
         parts.append(f"{memory.streamed_blocks} blocks streamed from host memory")
     recomputed = {
         "none": "nothing recomputed",
-        "selective": "every second block recomputed",
-        "full": "all blocks recomputed",
-        "offloaded": "all blocks recomputed, their inputs in host memory",
+        "light": "blocks recomputed but for products and attention",
+        "selective": "blocks recomputed but for wide products and attention",
+        "full": "blocks recomputed",
+        "offloaded": "blocks recomputed, their inputs in host memory",
     }
-    return ", ".join([*parts, recomputed[concrete(memory.gradient_checkpointing)]])
+    parts.append(recomputed[concrete(memory.gradient_checkpointing)])
+    if memory.kept_share:
+        parts.append(f"{concrete(memory.kept_share):.0%} of them less")
+    return ", ".join(parts)
 
 
 def _at_once_text(plan: Plan) -> str:

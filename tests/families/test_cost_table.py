@@ -180,10 +180,13 @@ def test_a_wide_adapter_is_in_the_table_and_keeps_copies(source: str) -> None:
 @pytest.mark.parametrize("source", RELEASES)
 def test_each_kind_of_checkpointing_trades_bytes_for_work(source: str) -> None:
     kinds = {kind: cost(source, checkpointing=kind) for kind in CHECKPOINTING}
-    none, selective, full, offloaded = kinds.values()
-    assert selective.saved_bytes == pytest.approx(
-        (none.saved_bytes + full.saved_bytes) / 2, rel=0.05
-    )
+    none, light, selective, full, offloaded = kinds.values()
+    saved = [each.saved_bytes for each in kinds.values()]
+    assert saved == sorted(saved, reverse=True)
+    # Nearly all arithmetic is in products, of which selective makes those again that are cheap to hold.
+    assert light.step_flops < none.step_flops + 0.02 * none.forward_flops
+    assert full.step_flops > none.step_flops + 0.95 * none.forward_flops
+    assert selective.saved_bytes < 0.45 * none.saved_bytes
     # Two blocks keep their inputs on the device, of at least twenty-odd.
     assert offloaded.saved_bytes < full.saved_bytes / 3
     assert offloaded.saved_bytes + offloaded.host_bytes == pytest.approx(full.saved_bytes, rel=0.2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lora_trainer.config import CHECKPOINTING, Checkpointing
@@ -187,13 +189,39 @@ def blocks(count: int) -> Tape:
     return tape
 
 
-def test_selective_recomputes_the_first_of_every_two_blocks() -> None:
-    """Kept: the layer's input and middle, each block's input, and the inside of blocks 1 and 3."""
+def test_inputs_of_blocks_are_kept_on_the_device_or_on_the_host() -> None:
+    """Kept too: the layer's input and middle. Nothing in these blocks is worth keeping."""
     saved = {kind: cost(blocks(5), checkpointing=kind).saved_bytes for kind in CHECKPOINTING}
     assert saved["none"] == (1 + 5 + 5) * ROW + MIDDLE
-    assert saved["selective"] == (1 + 5 + 2) * ROW + MIDDLE
-    assert saved["full"] == (1 + 5) * ROW + MIDDLE
+    assert saved["light"] == saved["selective"] == saved["full"] == (1 + 5) * ROW + MIDDLE
     assert saved["offloaded"] == (1 + 2) * ROW + MIDDLE
+
+
+def products() -> Tape:
+    """An adapted layer, and a block of a narrow and a wide product, attention, and what needs all three."""
+    tape = adapted()
+    x = tape.linear(tape.array(10), LAYER)
+    grown = replace(LAYER, name="grown", group="other", fan_in=10, out=40)
+    shrunk = replace(grown, name="shrunk", fan_in=40, out=10)
+    with tape.segment("blocks.0"):
+        wide = tape.activation(tape.linear(x, grown))
+        q = tape.linear(wide, shrunk)
+        tape.activation(tape.attention(q, q, q, heads=1, channels=10))
+    return tape
+
+
+def test_results_of_attention_and_products_are_kept_and_do_not_run_again() -> None:
+    """One row: the products are 4 rows and 1 wide, attention 1 and the sum of its scores."""
+    found = {kind: cost(products(), checkpointing=kind) for kind in CHECKPOINTING}
+    full, attention, sums = found["full"], 4 * 10, 4
+    assert found["selective"].saved_bytes == full.saved_bytes + (1 + 1) * ROW + sums
+    assert found["light"].saved_bytes == full.saved_bytes + (4 + 1 + 1) * ROW + sums
+    grown = shrunk = 2 * 10 * 40
+    assert full.step_flops == found["none"].step_flops + grown + shrunk + attention
+    assert found["selective"].step_flops == full.step_flops - shrunk - attention
+    assert found["light"].step_flops == full.step_flops - grown - shrunk - attention
+    kernels = [found[kind].kernels for kind in ("light", "selective", "full")]
+    assert kernels == [full.kernels - 3, full.kernels - 2, full.kernels]
 
 
 def test_offloaded_inputs_of_all_blocks_wait_on_the_host_and_two_also_on_the_device() -> None:

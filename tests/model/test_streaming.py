@@ -261,16 +261,28 @@ def test_modules_in_another_order_than_they_run_in_are_learnt(
 # ---- what cannot be
 
 
-@pytest.mark.parametrize("kind", ["none", "selective"])
-def test_blocks_that_autograd_would_keep_are_refused(kind: Checkpointing) -> None:
+@pytest.mark.parametrize("kind", ["light", "selective"])
+def test_blocks_that_keep_results_are_streamed_too(kind: Checkpointing) -> None:
     at = trainee("flux")
+    expected = at.gradients()
+    blocks = streamed(at, checkpointing=kind)
+    assert same(at.gradients(), expected)
+    assert blocks.loads
+
+
+@pytest.mark.parametrize(("kind", "kept_share"), [("none", 0.0), ("light", 0.5)])
+def test_blocks_that_autograd_would_keep_are_refused(
+    kind: Checkpointing, kept_share: float
+) -> None:
+    at = trainee("flux")
+    apply_checkpointing(at.denoiser, kind, kept_share=kept_share)
     with pytest.raises(
         RequestError, match=r"needs every block recomputed.*gradient_checkpointing=full"
     ):
-        streamed(at, checkpointing=kind)
+        stream_blocks(at.denoiser, count=6, device=CPU)
     expected = at.gradients()
     blocks = streamed(at)
-    apply_checkpointing(at.denoiser, kind)
+    apply_checkpointing(at.denoiser, kind, kept_share=kept_share)
     with pytest.raises(RequestError, match="needs every block recomputed"):
         at.gradients()
     with torch.no_grad():

@@ -189,7 +189,7 @@ def test_smaller_buckets_hold_more_images_at_once() -> None:
         machine(13),
         buckets=buckets,
         train__batch_size=8,
-        memory__gradient_checkpointing="selective",
+        memory__gradient_checkpointing="light",
         memory__streamed_blocks=0,
         sampling__every_steps=0,
     )

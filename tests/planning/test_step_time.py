@@ -129,7 +129,7 @@ def test_offloaded_inputs_go_and_come_back_for_every_image() -> None:
 
 def test_copies_cost_what_they_take_longer_than_the_arithmetic_and_memory_traffic() -> None:
     machine = Card(name="toy", flops_per_s=1e12, bytes_per_s=1e12)
-    busy = StepWork(flops=1e12, kernels=0, dequantised_bytes=0, bus_bytes=0)
+    busy = StepWork(flops=1e12, other_flops=0, kernels=0, dequantised_bytes=0, bus_bytes=0)
     hidden = gpu_step_time(replace(busy, bus_bytes=1e9), machine, precision="bf16")
     shown = gpu_step_time(replace(busy, bus_bytes=1e12), machine, precision="bf16")
     alone = gpu_step_time(busy, machine, precision="bf16")
@@ -140,7 +140,7 @@ def test_copies_cost_what_they_take_longer_than_the_arithmetic_and_memory_traffi
 
 def test_copies_between_steps_are_waited_for() -> None:
     machine = Card(name="toy", flops_per_s=1e12, bytes_per_s=1e12)
-    busy = StepWork(flops=1e12, kernels=0, dequantised_bytes=0, bus_bytes=0)
+    busy = StepWork(flops=1e12, other_flops=0, kernels=0, dequantised_bytes=0, bus_bytes=0)
     times = [
         gpu_step_time(replace(busy, waited_bytes=size), machine, precision="bf16")
         for size in (0, 22e9)

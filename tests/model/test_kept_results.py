@@ -1,0 +1,145 @@
+"""What recomputed blocks keep: results that took much arithmetic, handed out once and in their order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lora_trainer import families
+from lora_trainer.config import Checkpointing
+from lora_trainer.model.checkpointing import apply_checkpointing
+from lora_trainer.model.kept_results import Policy, keeping
+from tests.fakes.trainee import Trainee, same, trainee
+
+ATEN = torch.ops.aten
+PRODUCTS = {ATEN.mm.default, ATEN.addmm.default, ATEN.addmm_.default, ATEN.convolution.default}
+
+
+class Seen(TorchDispatchMode):
+    """Lists the kernels that run, each with the shape of its last factor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation
+        self.kernels: list[object] = []
+
+    def __torch_dispatch__(
+        self,
+        kernel: object,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        self.kernels.append(kernel)
+        return kernel(*args, **(kwargs or {}))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        ("light", {"narrow", "wide", "square", "attention"}),
+        ("selective", {"wide", "attention"}),
+        ("full", set()),
+    ],
+)
+def test_what_each_kind_keeps(kind: Checkpointing, kept: set[str]) -> None:
+    worth, x = Policy(checkpointing=kind, rank=4), torch.zeros(2, 64)
+    weights = {"narrow": (64, 256), "square": (64, 64), "wide": (64, 16), "low rank": (64, 4)}
+    found = {
+        name for name, shape in weights.items() if worth(ATEN.mm.default, (x, torch.zeros(shape)))
+    }
+    attention = ATEN._scaled_dot_product_flash_attention_for_cpu.default
+    found |= {"attention"} if worth(attention, (x, x, x)) else set()
+    assert found == kept
+    assert not worth(ATEN.mm.default, (x, torch.zeros(64, 16, requires_grad=True)))
+    assert not worth(ATEN.mul.Tensor, (x, x))
+    convolution = (x, torch.zeros(8, 64, 3, 3))
+    assert worth(ATEN.convolution.default, convolution) == (kind != "full")
+
+
+def work_again(kind: Checkpointing) -> list[object]:
+    """Return the kernels of a backward pass through one block of two products and an attention."""
+    torch.manual_seed(0)
+    up, down = nn.Linear(8, 32), nn.Linear(32, 8)
+    for parameter in (*up.parameters(), *down.parameters()):
+        parameter.requires_grad_(False)
+
+    def block(x: Tensor) -> Tensor:
+        h = down(up(x).sin()).view(1, 1, 3, 8)
+        return F.scaled_dot_product_attention(h, h, h).cos()
+
+    x = torch.randn(3, 8, requires_grad=True)
+    modes = partial(keeping, Policy(checkpointing=kind, rank=2))
+    y = checkpoint(block, x, use_reentrant=False, context_fn=modes)
+    with Seen() as seen:
+        y.sum().backward()
+    assert x.grad is not None
+    return seen.kernels
+
+
+def test_what_is_kept_does_not_run_again() -> None:
+    attention = ATEN._scaled_dot_product_flash_attention_for_cpu.default
+    counts = {
+        kind: (
+            sum(kernel is ATEN.addmm.default for kernel in found),
+            sum(kernel is attention for kernel in found),
+        )
+        for kind in ("light", "selective", "full")
+        for found in [work_again(kind)]  # type: ignore[arg-type]  # literals of a tuple
+    }
+    assert counts == {"light": (0, 0), "selective": (1, 0), "full": (2, 1)}
+
+
+@pytest.mark.parametrize("name", families.MODULES)
+def test_bits_in_16_bits_are_the_same_too(name: str) -> None:
+    def sixteen(denoiser: nn.Module) -> None:
+        denoiser.to(torch.bfloat16)
+
+    at = in_16_bits(trainee(name, prepare=sixteen))
+    whole = at.gradients()
+    for kind in ("light", "selective", "full"):
+        for share in (0.0, 0.4):
+            apply_checkpointing(at.denoiser, kind, kept_share=share)
+            assert same(at.gradients(), whole), (kind, share)
+
+
+def in_16_bits(at: Trainee) -> Trainee:
+    told = {
+        key: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for key, tensor in at.conditioning.items()
+    }
+    return replace(at, noisy=at.noisy.to(torch.bfloat16), conditioning=told)
+
+
+def test_a_graph_can_be_used_twice() -> None:
+    at = trainee("flux")
+    for kind in ("light", "selective"):
+        apply_checkpointing(at.denoiser, kind)
+        gradients = at.gradients()[1:]
+        loss = at.loss()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        twice = [parameter.grad for parameter in at.parameters]
+        assert same(twice, [2 * gradient for gradient in gradients])
+        for parameter in at.parameters:
+            parameter.grad = None
+
+
+def test_a_block_that_does_something_else_the_second_time_is_found_out() -> None:
+    weight, passes = torch.randn(8, 4), iter(range(2))
+
+    def block(x: Tensor) -> Tensor:
+        y = x @ weight if next(passes) == 0 else torch.addmm(torch.zeros(4), x, weight)
+        return y.cos()
+
+    x = torch.randn(3, 8, requires_grad=True)
+    modes = partial(keeping, Policy(checkpointing="light", rank=0))
+    y = checkpoint(block, x, use_reentrant=False, context_fn=modes)
+    with pytest.raises(RuntimeError, match=r"asks for a result of aten\.addmm.*kept is one of"):
+        y.sum().backward()
