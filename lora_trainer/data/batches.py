@@ -251,7 +251,7 @@ def stack(samples: Sequence[Prepared], *, pinned: bool) -> Stacked:
     for start, told in ((_TOLD, samples), (_TOLD_BASE, of_base)):
         for name in told[0].conditioning if told else ():
             texts = [sample.conditioning[name] for sample in told]
-            found[start + name] = joined(_lengthened_alike(texts))
+            found[start + name] = joined(lengthened_alike(texts))
     return Stacked(tensors=found, samples=tuple(samples))
 
 
@@ -260,7 +260,7 @@ def conditioning_of(
 ) -> Conditioning:
     """Stack what samples are told under these names on the device, what is floating in `dtype`."""
     stacked = {
-        name: _moved(torch.cat(_lengthened_alike([s.conditioning[name] for s in samples])), device)
+        name: _moved(torch.cat(lengthened_alike([s.conditioning[name] for s in samples])), device)
         for name in names
     }
     return _in_dtype(stacked, dtype)
@@ -298,7 +298,8 @@ def _all_counts(samples: Sequence[Prepared]) -> list[Tensor]:
     return [ones if sample.counts is None else sample.counts for sample in samples]
 
 
-def _lengthened_alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+def lengthened_alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors of batch 1 alike in length: texts get zeros on dimension 1, as their masks do."""
     longest = max(tensor.shape[1] for tensor in tensors) if tensors[0].dim() > 1 else 0
     return [_lengthened(tensor, longest) for tensor in tensors]
 

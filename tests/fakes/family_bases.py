@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.data.batches import _padded
+from lora_trainer.data.batches import lengthened_alike
 from lora_trainer.families.base import BaseFacts, Conditioning, Family, Geometry, Layout
 
 CPU = torch.device("cpu")
@@ -67,4 +67,6 @@ def conditioning_of(family: Family, facts: BaseFacts, prompts: Sequence[str]) ->
         **family.guidance_conditioning(facts, guidance_scale=1.0),
     }
     singles = [{**encoder.encode_prompts([prompt]), **told} for prompt in prompts]
-    return {key: _padded([single[key] for single in singles]) for key in singles[0]}
+    return {
+        key: torch.cat(lengthened_alike([single[key] for single in singles])) for key in singles[0]
+    }

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lora_trainer.config import AdapterSettings
 from lora_trainer.model.adapters import Adapter, inject
-from lora_trainer.model.dropout import SampleMasks, drop_in_lora, gates_of_lora
+from lora_trainer.model.dropout import SampleMasks, drop_in_lora, gates_of_lora, halves
 from lora_trainer.model.fused import CUSTOM, FusedLinear, LeanConv2d
 from lora_trainer.model.live_storages import storage_key
 from lora_trainer.model.quantize import QuantizedLinear
@@ -58,6 +58,10 @@ def pair(layer: nn.Module, *, rank: int, alpha: float = 3.0, wide: torch.dtype) 
     assert plain.state_dict().keys() == ours.state_dict().keys()
     ours.load_state_dict(plain.state_dict())
     return plain, ours
+
+
+def halved(*seeds: int) -> Tensor:
+    return torch.tensor([halves(seed) for seed in seeds])
 
 
 def learned(layer: nn.Module) -> dict[str, nn.Parameter]:
@@ -201,7 +205,7 @@ def test_masks_drop_what_hooks_on_peft_s_layers_dropped(
     )
     results = []
     for module, own in ((plain, masks), (ours, others)):
-        with own.of([5, 2**40 + 9], device=CPU):
+        with own.of(halved(5, 2**40 + 9)):
             # Hooks took a linear layer's [samples, height, width, channels] for an image.
             given = x.flatten(1, 2) if module is plain and dims == 4 and not convolution else x
             y, gradients = step(module, given)
@@ -266,7 +270,7 @@ def test_recomputing_changes_no_bit(values: dict[str, Any]) -> None:
         adapter = adapted(network, ["q", "k", "v", "out"], **values)
         x = torch.randn(2, 5, 6, requires_grad=True)
         masks = adapter.masks or SampleMasks()
-        with masks.of([3, 4], device=CPU) if values else torch.enable_grad():
+        with masks.of(halved(3, 4)) if values else torch.enable_grad():
             y = checkpoint(network, x, use_reentrant=False) if recompute else network(x)
             y.square().sum().backward()
         results.append([y, x.grad, *(parameter.grad for parameter in adapter.parameters())])

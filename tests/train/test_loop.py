@@ -149,7 +149,8 @@ def test_validation_and_what_is_between_steps_drop_nothing() -> None:
     for tiny in (free, dropping):
         awaken(tiny.adapter)
         add_gradients(tiny.training, tiny.training.feeder.prepare(0), cap=4)
-    assert probe(dropping) == probe(free)
+    # Beside an input that may be dropped the product is one of two operations: rounding differs.
+    assert probe(dropping) == pytest.approx(probe(free), rel=1e-6)
 
 
 def test_masks_change_from_epoch_to_epoch() -> None:
