@@ -25,7 +25,7 @@ from lora_trainer.output.adapter_names import file_names
 from lora_trainer.output.adapter_read import read_tensors
 from lora_trainer.output.checkpoints import TrainingState
 from lora_trainer.prepare import Prepared
-from lora_trainer.quantization import QUANTIZATIONS, BasePrecision
+from lora_trainer.quantization import QUANTIZATIONS, BaseMatmul, BasePrecision
 from lora_trainer.train.foresight import Foresight
 from lora_trainer.train.training import Model
 
@@ -55,7 +55,8 @@ def load_networks(prepared: Prepared) -> Networks:
     denoiser = family.load_denoiser(prepared.facts, dtype=precision, device=place)
     apply_attention(denoiser, concrete(config.memory.attention))
     if kept in ("int8", "fp8", "nf4"):
-        quantize(denoiser, kept, device=device, skip=family.unquantised)
+        matmul: BaseMatmul = concrete(config.memory.base_matmul)
+        quantize(denoiser, kept, device=device, skip=family.unquantised, matmul=matmul)
     modulation = _modulation(prepared, denoiser) if cached else None
     if not streamed:
         denoiser.to(device)

@@ -10,8 +10,14 @@ from typing import Literal, get_args
 
 Quantization = Literal["int8", "fp8", "nf4"]
 BasePrecision = Literal["fp32", "bf16", "fp16", Quantization]
+BaseMatmul = Literal["dequantized", "int8"]
+"""How a base in int8 is multiplied: as numbers of the network's dtype, or code by code."""
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
+INT8_MAX = 127.0
+INT8_TEMPORARY_BYTES = 128 * 2**20
+"""Bound on what lies beside an integer product while it is computed."""
+_ROW_STEP = 32
 NF4_BLOCK = 64
 """Weights that share a scale."""
 NF4_SCALES_BLOCK = 256
@@ -38,3 +44,18 @@ def weight_bytes(*, fan_in: int, out: int, precision: BasePrecision) -> int:
             scales = -(-elements // NF4_BLOCK)
             outer = -(-scales // NF4_SCALES_BLOCK)
             return -(-elements // 2) + scales + 4 * (outer + 1 + NF4_SCALE_LEVELS)
+
+
+def has_int8_product(fan_in: int, out: int) -> bool:
+    """Say whether codes of this shape can be multiplied as they are: `torch._int_mm` wants eights."""
+    return fan_in % 8 == 0 and out % 8 == 0
+
+
+def int8_rows_at_once(inner: int, columns: int) -> int:
+    """Return how many rows of an integer product are computed together, `inner` numbers in each.
+
+    Beside a row lie two float32 copies and its codes; later one of the former, and its sums in int32
+    and scaled in float32.
+    """
+    row_bytes = max(9 * inner, 5 * inner + 8 * columns)
+    return max(1, INT8_TEMPORARY_BYTES // row_bytes // _ROW_STEP) * _ROW_STEP

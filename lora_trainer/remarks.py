@@ -10,6 +10,7 @@ from lora_trainer.families.base import FileFormat
 from lora_trainer.formats import format_notes, planned_contents
 from lora_trainer.hardware import tier_problem
 from lora_trainer.launch import full_batch
+from lora_trainer.planning.matmul import dequantized_layers
 from lora_trainer.planning.optimizers import optimizer_remarks
 from lora_trainer.prepare import Prepared
 
@@ -42,6 +43,7 @@ def remarks(prepared: Prepared) -> tuple[Finding, ...]:
         )
     found += _enlarged(prepared)
     found += _wide(config.adapter)
+    found += _dequantized(prepared)
     shapes = prepared.family.adapter_shapes(facts, targets=config.adapter.targets)
     found += optimizer_remarks(config, shapes=shapes)
     card = prepared.hardware.accelerator().value
@@ -63,6 +65,18 @@ def _wide(adapter: AdapterSettings) -> Iterator[Finding]:
             "a step takes more time, and in 16 bits more memory"
         )
         yield warning("adapter", None, what, advice="use a plain LoRA where either is short")
+
+
+def _dequantized(prepared: Prepared) -> Iterator[Finding]:
+    if prepared.config.memory.base_matmul != "int8":
+        return
+    shapes = prepared.family.linear_shapes(prepared.facts)
+    if count := dequantized_layers(shapes):
+        what = (
+            f"{count} of {len(shapes)} layers of the base are dequantized in spite of "
+            "memory.base_matmul=int8: int8 products take sizes that are multiples of 8"
+        )
+        yield warning("matmul", None, what, advice="nothing is wrong with them")
 
 
 def _enlarged(prepared: Prepared) -> Iterator[Finding]:

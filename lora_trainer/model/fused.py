@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lora_trainer.model.quantize import QuantizedLinear, Restored, frozen_parts
+from lora_trainer.model.products import Product
+from lora_trainer.model.quantize import QuantizedLinear, frozen_parts
 
 Gate = Callable[[Tensor], Tensor]
 """Multiplies [..., channels] by a mask that stays in force until the backward pass is over."""
@@ -50,9 +51,9 @@ class FusedLinear(Linear):
             change: Tensor = LowRank.apply(given, *weights, update)  # type: ignore[no-untyped-call]
             outputs: Tensor = base(x)
             return outputs + change.view(outputs.shape)
-        stored, restored = frozen_parts(base)
+        stored, product = frozen_parts(base, x)
         fused: Tensor = FrozenAndLowRank.apply(  # type: ignore[no-untyped-call]
-            x, *weights, update, base.bias, restored, *stored
+            x, *weights, update, base.bias, product, *stored
         )
         return fused
 
@@ -121,12 +122,12 @@ class FrozenAndLowRank(torch.autograd.Function):
         up: Tensor,
         update: _Update,
         bias: Tensor | None,
-        restored: Restored,
+        product: Product,
         *stored: Tensor,
     ) -> Tensor:
-        ctx.update, ctx.restored = update, restored
+        ctx.update, ctx.product = update, product
         ctx.save_for_backward(x, down, up, *stored)
-        outputs = update.of(x, down, up, bias).addmm_(_flat(x), restored(stored).T)
+        outputs = product.forward(_flat(x), stored, update.of(x, down, up, bias))
         return outputs.view(*x.shape[:-1], up.shape[0])
 
     @staticmethod
@@ -140,7 +141,7 @@ class FrozenAndLowRank(torch.autograd.Function):
         of_x = None
         if ctx.needs_input_grad[0]:
             of_x = of_middle @ down.to(x.dtype)
-            of_x = of_x.addmm_(gradient, ctx.restored(stored)).view(x.shape)
+            of_x = ctx.product.backward(gradient, stored, of_x).view(x.shape)
         return of_x, of_down, of_up, None, None, None, *(None for _ in stored)
 
 

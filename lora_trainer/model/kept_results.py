@@ -21,12 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_trainer.config import Checkpointing
 from lora_trainer.families.costs import KEEP_ATTENTION, keeps_product
+from lora_trainer.model.products import INT8_PRODUCT
 
 _ATEN = torch.ops.aten
 _FACTORS = {
     _ATEN.mm.default: (0, 1),
     _ATEN.addmm.default: (1, 2),
     _ATEN.addmm_.default: (1, 2),
+    INT8_PRODUCT: (0, 1),
 }
 """Products of matrices: which arguments are multiplied."""
 Worth = Callable[[Any, tuple[Any, ...]], bool]

@@ -1,4 +1,4 @@
-"""A frozen network's linear weights in 4 or 8 bits; everything is still computed in the network's dtype.
+"""A frozen network's linear weights in 4 or 8 bits, computed with in the network's dtype or as they are.
 
 `quantize` takes a loaded, frozen network and replaces its large linear layers in place, one by one. nf4
 is bitsandbytes' kernels in a layer of ours: its `Linear4bit` repacks the weight in the first pass
@@ -16,14 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from lora_trainer.errors import BROKEN_PACKAGE, MachineError, package_problem
-from lora_trainer.quantization import NF4_BLOCK, NF4_SCALES_BLOCK, Quantization
+from lora_trainer.model.products import Int8Product, Product, RestoredProduct
+from lora_trainer.quantization import (
+    INT8_MAX,
+    NF4_BLOCK,
+    NF4_SCALES_BLOCK,
+    BaseMatmul,
+    Quantization,
+    has_int8_product,
+)
 
 Stored = Mapping[str, Tensor]
 """What is kept of a weight, by name: `codes` and scales."""
-_INT8_MAX = 127.0
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
 
@@ -34,6 +40,7 @@ def quantize(
     *,
     device: torch.device,
     skip: Collection[str] = (),
+    matmul: BaseMatmul = "dequantized",
 ) -> None:
     """Quantise the layers of `quantizable` in place; each goes to `device` for that and back.
 
@@ -45,7 +52,7 @@ def quantize(
     for name in quantizable(network, skip=skip):
         layer = network.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        network.set_submodule(name, QuantizedLinear(layer, kind, device=device))
+        network.set_submodule(name, QuantizedLinear(layer, kind, device=device, matmul=matmul))
 
 
 def quantizable(network: nn.Module, *, skip: Collection[str] = ()) -> dict[str, tuple[int, int]]:
@@ -59,12 +66,16 @@ def quantizable(network: nn.Module, *, skip: Collection[str] = ()) -> dict[str, 
     """
     lists = {name for name, module in network.named_modules() if isinstance(module, nn.ModuleList)}
     return {
-        name: (layer.in_features, layer.out_features)
+        name: _shape(layer)
         for name, layer in network.named_modules()
         if type(layer) is nn.Linear
         and not set(name.split(".")) & set(skip)
         and any(name.startswith(f"{blocks}.") for blocks in lists)
     }
+
+
+def _shape(layer: nn.Linear) -> tuple[int, int]:
+    return layer.in_features, layer.out_features
 
 
 def frozen_weight(layer: nn.Module) -> Tensor:
@@ -74,19 +85,18 @@ def frozen_weight(layer: nn.Module) -> Tensor:
     return weight.detach()
 
 
-Restored = Callable[[Sequence[Tensor]], Tensor]
-"""Makes a frozen weight [out, in] of what is stored of it."""
-
-
-def frozen_parts(layer: nn.Linear) -> tuple[Sequence[Tensor], Restored]:
-    """Return what is stored of a linear layer's weight, and what makes the weight of that."""
+def frozen_parts(layer: nn.Linear, x: Tensor) -> tuple[Sequence[Tensor], Product]:
+    """Return what is stored of a linear layer's weight, and how `x` is multiplied by that."""
     if isinstance(layer, QuantizedLinear):
-        return layer.stored(), layer.restored
-    return (layer.weight,), _itself
+        return layer.stored(), layer.product(x)
+    return (layer.weight,), _PLAIN
 
 
 def _itself(stored: Sequence[Tensor]) -> Tensor:
     return stored[0]
+
+
+_PLAIN = RestoredProduct(_itself)
 
 
 class QuantizedLinear(nn.Linear):
@@ -95,13 +105,26 @@ class QuantizedLinear(nn.Linear):
     `weight` is the dequantised copy, made at every access, in the dtype of the layer it came from:
     adapters read its shape, norms and singular vectors as those of a plain layer. The backward pass
     dequantises again; between the passes autograd keeps what is stored. W is never trained.
+
+    With `matmul` int8 the codes are multiplied as they are where they can be. Vectors [samples, in] are
+    what modulates every token of a block: they are few, and their rounding would be in everything.
     """
 
-    def __init__(self, layer: nn.Linear, kind: Quantization, *, device: torch.device) -> None:
+    def __init__(
+        self,
+        layer: nn.Linear,
+        kind: Quantization,
+        *,
+        device: torch.device,
+        matmul: BaseMatmul = "dequantized",
+    ) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would make a float32 weight
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.kind = kind
         self.bias = layer.bias
+        self.multiplies_codes = (
+            matmul == "int8" and kind == "int8" and has_int8_product(*_shape(layer))
+        )
         encode, decode = _CODECS[kind]
         weight = layer.weight.detach()
         self._decode = partial(decode, shape=tuple(weight.shape), dtype=weight.dtype)
@@ -122,13 +145,19 @@ class QuantizedLinear(nn.Linear):
         return sum(tensor.nbytes for tensor in self.stored())
 
     def forward(self, inputs: Tensor) -> Tensor:
-        stored = self.stored()
+        stored, product = self.stored(), self.product(inputs)
         if not inputs.requires_grad:  # nothing goes backward; torch.compile takes no such function
-            return F.linear(inputs, self.restored(stored), self.bias)
+            return _multiplied(product, inputs, stored, self.bias)
         outputs: Tensor = _FrozenLinear.apply(  # type: ignore[no-untyped-call]
-            inputs, self.bias, self.restored, *stored
+            inputs, self.bias, product, *stored
         )
         return outputs
+
+    def product(self, inputs: Tensor) -> Product:
+        """Return how these inputs are multiplied."""
+        if self.multiplies_codes and inputs.dim() > 2:
+            return Int8Product()
+        return RestoredProduct(self.restored)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, kind={self.kind}"
@@ -147,28 +176,33 @@ class _FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        inputs: Tensor,
-        bias: Tensor | None,
-        dequantized: Callable[[Sequence[Tensor]], Tensor],
-        *stored: Tensor,
+        ctx: Any, inputs: Tensor, bias: Tensor | None, product: Product, *stored: Tensor
     ) -> Tensor:
-        ctx.dequantized = dequantized
+        ctx.product = product
         ctx.save_for_backward(*stored)
-        return F.linear(inputs, dequantized(stored), bias)
+        return _multiplied(product, inputs, stored, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         stored = ctx.saved_tensors  # once: checkpointing lets nothing be unpacked twice
-        return gradient @ ctx.dequantized(stored), None, None, *(None for _ in stored)
+        of_inputs = ctx.product.backward(gradient.reshape(-1, gradient.shape[-1]), stored)
+        shape = (*gradient.shape[:-1], of_inputs.shape[-1])
+        return of_inputs.view(shape), None, None, *(None for _ in stored)
+
+
+def _multiplied(
+    product: Product, inputs: Tensor, stored: Sequence[Tensor], bias: Tensor | None
+) -> Tensor:
+    outputs = product.forward(inputs.reshape(-1, inputs.shape[-1]), stored, bias)
+    return outputs.view(*inputs.shape[:-1], outputs.shape[-1])
 
 
 # ---- int8 and fp8: symmetric, one float32 scale per output
 
 
 def _encode_int8(weight: Tensor) -> Stored:
-    scale = _row_scale(weight, _INT8_MAX)
+    scale = _row_scale(weight, INT8_MAX)
     return {"codes": (weight / scale).round_().to(torch.int8), "scale": scale}
 
 

@@ -31,6 +31,7 @@ from lora_trainer.planning.frozen import ELEMENT_BYTES
 from lora_trainer.planning.full_cards import FullCard
 from lora_trainer.planning.host_memory import HostPrediction, predict_host
 from lora_trainer.planning.loads import Load, RememberedCosts, before, runs_wide
+from lora_trainer.planning.matmul import Matmul, choose_matmul, refuse_matmul
 from lora_trainer.planning.memory import Prediction, predict
 from lora_trainer.planning.modulation import against_modulation
 from lora_trainer.planning.step_time import StepTime, cpu_step_time, gpu_step_time, step_work
@@ -105,11 +106,14 @@ class Allocator:
             limit=self.limit,
             step_px=self.facts.bucket_step_px,
         )
+        matmul = choose_matmul(found.load, gpu=self.gpu, priority=self.priority, judge=judge)
+        if self.values["memory.base_matmul"] == "auto":
+            found = replace(found, load=replace(found.load, base_matmul=matmul.value))
         at_once = images_at_once(
             found.load, self._all_buckets, most=wanted.micro_batch, judge=judge
         )
         made = self._allocated(found.load, at_once)
-        decisions = self._decisions(found, max(at_once.values()), made.memory.peak_bytes)
+        decisions = self._decisions(found, matmul, max(at_once.values()), made.memory.peak_bytes)
         return replace(made, decisions=tuple(decisions))
 
     def _allocated(self, load: Load, at_once: Mapping[tuple[int, int], int]) -> Allocation:
@@ -168,6 +172,7 @@ class Allocator:
             twice=self._twice,
             as_base=self._twice + self._learned_from_base,
             keeps_best=values["output.keep_best"],
+            base_matmul="int8" if values["memory.base_matmul"] == "int8" else "dequantized",
         )
 
     @property
@@ -213,7 +218,12 @@ class Allocator:
 
     def _of_older_runs(self) -> Iterator[Decision]:
         """Yield what a run that goes on had no choice of when it was planned."""
-        for key, value in (("memory.modulation_cache", False), ("memory.kept_share", 0.0)):
+        without = {
+            "memory.modulation_cache": False,
+            "memory.kept_share": 0.0,
+            "memory.base_matmul": "dequantized",
+        }
+        for key, value in without.items():
             if self.values[key] == "auto":
                 yield Decision(key=key, value=value, reason="the run began without it")
 
@@ -254,6 +264,8 @@ class Allocator:
         asked, whole = self.values["memory.base_precision"], self.values["train.precision"]
         if asked != "auto":
             return (asked,)
+        if self.values["memory.base_matmul"] == "int8":
+            return ("int8",)
         if self.gpu is None:
             return (whole,)
         return (whole, *(kind for kind in AUTOMATIC if kind != "nf4" or self._has_bitsandbytes))
@@ -303,6 +315,8 @@ class Allocator:
                 "memory.text_encoder_offload is for a card, and this run is on the processor",
                 fix="leave it out",
             )
+        if self.values["memory.base_matmul"] == "int8":
+            refuse_matmul(self.gpu)
         if self.values["memory.base_precision"] == "nf4" and not self._has_bitsandbytes:
             raise MachineError(
                 "memory.base_precision=nf4 needs bitsandbytes, which is not installed",
@@ -365,11 +379,14 @@ class Allocator:
 
     # ---- why
 
-    def _decisions(self, found: Fit, at_once: int, peak_bytes: int) -> Iterator[Decision]:
+    def _decisions(
+        self, found: Fit, matmul: Matmul, at_once: int, peak_bytes: int
+    ) -> Iterator[Decision]:
         load, limit = found.load, self.limit
         against = f"{gib(peak_bytes)} predicted, {limit}"
         chosen = {
             "memory.base_precision": (load.base_precision, self._why_precision(found)),
+            "memory.base_matmul": (load.base_matmul, matmul.reason),
             "memory.gradient_checkpointing": (load.checkpointing, self._why_recomputing(load)),
             "memory.kept_share": (load.kept_share, self._why_keeping_more(load)),
             "memory.streamed_blocks": (load.streamed_blocks, self._why_streaming(load)),
@@ -401,6 +418,8 @@ class Allocator:
             for precision in self._choices.base_precisions
             if precision != load.base_precision
         ]
+        if self.values["memory.base_matmul"] == "int8":
+            return "memory.base_matmul=int8 multiplies what is kept so"
         if not others:
             return "the dtype it is computed in" if load.base_precision == load.precision else ""
         here = f"about {self._time(load).seconds:.3g} s a step"

@@ -16,7 +16,7 @@ from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.costs import SampleCost, Targets, Workload, mixed
 from lora_trainer.planning.adapter_size import Shape, adapter_tensors, total_elements
 from lora_trainer.planning.frozen import ELEMENT_BYTES, FrozenBase
-from lora_trainer.quantization import BasePrecision
+from lora_trainer.quantization import BaseMatmul, BasePrecision
 
 
 def runs_wide(adapter: AdapterSettings) -> bool:
@@ -186,6 +186,7 @@ class Load:
     as_base: float = 0.0
     keeps_best: bool = False
     modulation_cache: bool = False
+    base_matmul: BaseMatmul = "dequantized"
     kept_share: float = 0.0
 
     @property

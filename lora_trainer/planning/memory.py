@@ -25,6 +25,7 @@ from lora_trainer.planning.trained_bytes import (
     copied_bytes,
     state_bytes,
 )
+from lora_trainer.quantization import INT8_TEMPORARY_BYTES
 
 GIB = 2**30
 # CUDA context 0.3-0.5 GiB and workspaces of cuBLAS and cuDNN; Python with torch and diffusers.
@@ -171,8 +172,12 @@ def _weights(load: Load, base: FrozenBase) -> list[MemoryItem]:
             ),
             MemoryItem(
                 name="dequantised layer",
-                bytes=base.dequantized_bytes,
-                note=f"the largest, in {load.precision}",
+                bytes=max(
+                    base.dequantized_bytes,
+                    INT8_TEMPORARY_BYTES if load.base_matmul == "int8" else 0,
+                ),
+                note=f"the largest, in {load.precision}"
+                + (", or what an int8 product needs" if load.base_matmul == "int8" else ""),
             ),
         ]
     else:

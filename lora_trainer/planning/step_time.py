@@ -40,6 +40,15 @@ OTHER_KERNELS = 0.32
 # A block that keeps some results looks at each kernel, in both of its passes: 10 us of Python (measured on
 # a processor) for two thirds of a step's kernels and their views, over the time to start one.
 WATCHED_KERNELS = 0.2
+# Of a step's arithmetic, what the linear layers of the blocks are: 0.3 of SD1.5's at 512 px, 0.64 of
+# SDXL's and 0.8 of a transformer's at 1024. Whether int8 products are faster hardly depends on it.
+LINEAR_SHARE = 0.6
+# Of a data sheet's int8 rate, what cuBLAS reaches of it beyond what it does in 16 bits.
+INT8_REACHED = 0.75
+# Bytes moved beside an int8 product for each number of its input and of its output, the mean of both
+# passes: largest number, quotient, rounded, codes; int32 sums, scaled, added. And its kernels.
+INT8_BYTES = (16.5, 25.5)
+INT8_KERNELS = 8
 FORWARD_KERNELS = 1 / 3
 """Of those of a step, the share that a pass without gradients starts."""
 STREAM_PASSES = 2
@@ -50,6 +59,7 @@ STREAM_PASSES = 2
 class StepWork:
     """What one optimizer step does: arithmetic, kernels, bytes to dequantise, bytes over the bus one way.
 
+    `int8_flops` of its arithmetic are int8 products, beside which `int8_bytes` are moved.
     `other_flops` is arithmetic that would take as long as the kernels between products that are spared,
     `waited_bytes` come over the bus between steps, where no computation hides them.
     """
@@ -60,6 +70,8 @@ class StepWork:
     dequantised_bytes: float
     bus_bytes: float
     waited_bytes: float = 0.0
+    int8_flops: float = 0.0
+    int8_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +100,24 @@ def step_work(load: Load, *, facts: BaseFacts, costs: RememberedCosts, batch_siz
     spared = _spared_flops(load, cost, facts=facts, costs=costs)
     streamed = (passes * STREAM_PASSES + forwards) * base.streamed_bytes(load.streamed_blocks)
     started = passes + forwards * FORWARD_KERNELS
+    flops = cost.step_flops * images + cost.forward_flops * forward
+    share = LINEAR_SHARE if load.base_matmul == "int8" else 0.0
+    # Layers of vectors are dequantised in any case, and are not told from others here: all are counted.
+    layer_kernels = _layer_kernels(base) + (len(base.shapes) * INT8_KERNELS if share else 0)
+    there = base.linear_elements - base.away_elements
+    rows = share * flops / (2 * there) if share else 0.0  # of all passes
     return StepWork(
-        flops=cost.step_flops * images + cost.forward_flops * forward,
+        flops=flops,
         other_flops=OTHER_KERNELS * spared * images,
         kernels=round(
             started * cost.kernels * (1 + WATCHED_KERNELS * _watched_share(load))
-            + weights * _layer_kernels(base)
+            + weights * layer_kernels
         ),
         dequantised_bytes=weights * _layer_bytes(base),
         bus_bytes=streamed + 2 * cost.host_bytes * images,
         waited_bytes=(images + forward) * base.away_bytes / max(1, base.samples_ahead),
+        int8_flops=share * flops,
+        int8_bytes=rows * _row_bytes(base),
     )
 
 
@@ -137,6 +157,15 @@ def _layer_kernels(base: FrozenBase) -> int:
     return (len(base.shapes) - len(base.away)) * DEQUANTISE_KERNELS.get(base.kept_as, 0)
 
 
+def _row_bytes(base: FrozenBase) -> float:
+    of_input, of_output = INT8_BYTES
+    return sum(
+        of_input * fan_in + of_output * out
+        for name, (fan_in, out) in base.shapes.items()
+        if name not in base.away
+    )
+
+
 def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTime:
     """Estimate a step on a card: the longest of computing, starting kernels and waiting for the bus.
 
@@ -160,15 +189,21 @@ def gpu_bounds(
 ) -> Mapping[str, tuple[float, float]]:
     """Return how long each part of a step takes by itself, at least and at most, in seconds."""
     rate = card.flops_per_s / (FP32_SLOWDOWN if precision == "fp32" else 1)
-    low, high = _range((work.flops + work.other_flops) / rate, CARD_SHARE)
+    low, high = _range(_arithmetic_s(work, card, rate=rate), CARD_SHARE)
     # What is copied beside the computation is written to the memory that this reads.
-    traffic = (work.dequantised_bytes + work.bus_bytes) / card.bytes_per_s
+    traffic = (work.dequantised_bytes + work.int8_bytes + work.bus_bytes) / card.bytes_per_s
     beside = _range(traffic, TRAFFIC_SHARE)
     return {
         ARITHMETIC: (low + beside[0], high + beside[1]),
         LAUNCHES: (work.kernels * KERNEL_START_S[0], work.kernels * KERNEL_START_S[1]),
         "copies from host memory": _range(work.bus_bytes, LINK_BYTES_PER_S),
     }
+
+
+def _arithmetic_s(work: StepWork, card: Card, *, rate: float) -> float:
+    int8_rate = card.flops_per_s * card.int8_speedup * INT8_REACHED
+    plain_flops = work.flops + work.other_flops - work.int8_flops
+    return plain_flops / rate + work.int8_flops / int8_rate
 
 
 def _range(amount: float, slow_and_fast: tuple[float, float]) -> tuple[float, float]:

@@ -159,6 +159,11 @@ def _memory_contradictions(config: Config) -> Iterator[str]:
             f"memory.base_precision={kept} and train.precision={precision} differ: "
             "the base is computed in the dtype it is kept in, unless that is int8, fp8 or nf4."
         )
+    if memory.base_matmul == "int8" and kept not in ("auto", "int8"):
+        yield (
+            f"memory.base_matmul=int8 multiplies weights kept in int8, not in {kept}: "
+            "use memory.base_precision=int8."
+        )
     how = memory.gradient_checkpointing
     if memory.streamed_blocks not in ("auto", 0) and (
         how == "none" or (how == "light" and memory.kept_share not in ("auto", 0.0))

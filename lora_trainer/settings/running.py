@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from lora_trainer.quantization import BasePrecision
+from lora_trainer.quantization import BaseMatmul, BasePrecision
 from lora_trainer.settings.declare import (
     CARD,
     MIXABLE,
@@ -49,6 +49,11 @@ class MemorySettings(Section):
     base_precision: BasePrecision | Auto = setting(
         "auto",
         "how the frozen base is kept: like train.precision, or its blocks in 8 or 4 bits",
+    )
+    base_matmul: BaseMatmul | Auto = setting(
+        "auto",
+        "products with an int8 base: its weights dequantized, or int8 by int8; auto: what is faster",
+        only_for={"memory.base_precision": ("int8",)},
     )
     streamed_blocks: AutoInterval = setting(
         "auto",

@@ -140,6 +140,8 @@ def _regularisation_text(prepared: Prepared) -> str:
 def _base_text(config: Config) -> str:
     """Say in a line how the frozen base is held and what is computed twice."""
     memory, parts = config.memory, [f"{config.memory.base_precision}"]
+    if memory.base_matmul == "int8":
+        parts.append("multiplied int8 by int8")
     if memory.streamed_blocks:
         parts.append(f"{memory.streamed_blocks} blocks streamed from host memory")
     recomputed = {

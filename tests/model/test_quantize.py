@@ -23,7 +23,7 @@ from lora_trainer.model import quantize as quantizing
 from lora_trainer.model.adapters import Adapter, inject
 from lora_trainer.model.quantize import QuantizedLinear, frozen_weight, quantizable, quantize
 from lora_trainer.output.adapter_tensors import update
-from lora_trainer.quantization import QUANTIZATIONS, Quantization, weight_bytes
+from lora_trainer.quantization import QUANTIZATIONS, BaseMatmul, Quantization, weight_bytes
 from lora_trainer.train.objective import add_noise, sample_losses, target
 from tests.fakes.family_bases import CPU, conditioning_of, denoiser_of, facts_of, side_of
 
@@ -366,11 +366,17 @@ class Bench:
         return [loss.detach(), *(gradient for gradient in found if gradient is not None)]
 
 
-def bench(name: str, kind: Quantization | None, *, checkpointing: bool = False) -> Bench:
+def bench(
+    name: str,
+    kind: Quantization | None,
+    *,
+    checkpointing: bool = False,
+    matmul: BaseMatmul = "dequantized",
+) -> Bench:
     family, facts = families.family(name), facts_of(name)
     denoiser = denoiser_of(name)
     if kind is not None:
-        quantize(denoiser, kind, device=CPU, skip=family.unquantised)
+        quantize(denoiser, kind, device=CPU, skip=family.unquantised, matmul=matmul)
     adapter = adapted(denoiser, names=tuple(family.lora_targets(denoiser, "transformer")))
     awaken(adapter)
     denoiser.train()
