@@ -29,6 +29,7 @@ from lora_trainer.train.loop import run
 from lora_trainer.train.objective import add_noise, sample_losses, target
 from lora_trainer.train.optim import build_optimizer, learning_rate
 from lora_trainer.train.progress import Progress
+from lora_trainer.train.speedups import Speedups
 from lora_trainer.train.training import Model, Training
 
 
@@ -169,8 +170,9 @@ class Ours:
         folder: Path,
         *,
         steps: int,
+        speedups: Speedups,
     ) -> None:
-        self.name = name
+        self.name, self.speedups = name, speedups
         self.losses: list[float] = []
         self.waits: list[float] = []
         self._left, self._clock = 0, Clock(case.device)
@@ -249,6 +251,7 @@ class Ours:
             max_grad_norm=config.train.max_grad_norm,
             events=events,
             actions=[self],
+            speedups=self.speedups,
             stop=lambda: None,
         )
 

@@ -3,6 +3,8 @@
 Usage: python benchmarks/step_ladder.py [--case NAME:PX:BATCH:DTYPE ...] [--steps 40] [--threads N]
                                         [--true-size] [--json FILE] [--plot FILE.svg]
 
+On a card: `python benchmarks/step_ladder.py --true-size --block 10 --json FILE`, which needs no network.
+
 All rungs of a case train the same LoRA on the same random network, whose weights they share, on the
 same batches, in one process, in turns of a few steps, so that a machine that slows down slows all.
 Networks are of middling size (half a second to a second a step on one core) and, with --true-size,
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -33,21 +36,50 @@ from ladder_rungs import Bare, Ours, Rung, our_adapter, peft_adapter  # noqa: E4
 from mid_size_base import NAMES  # noqa: E402
 from plots import bars  # noqa: E402
 from trainee import Case, batches, frozen_network, sharing  # noqa: E402
+from true_size import LADDER  # noqa: E402
 
+from lora_trainer.errors import TrainingStopped  # noqa: E402
+from lora_trainer.model.adapters import Adapter  # noqa: E402
 from lora_trainer.model.checkpointing import apply_checkpointing  # noqa: E402
+from lora_trainer.model.compiling import CompiledBlocks  # noqa: E402
+from lora_trainer.model.graph import CudaCapture  # noqa: E402
+from lora_trainer.model.out_of_memory import free_memory, is_out_of_memory  # noqa: E402
+from lora_trainer.train.graphed import WARM_UPS, StepGraphs  # noqa: E402
+from lora_trainer.train.speedups import Speedups  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-BARE = "bare"
+MIDDLING = [f"{name}:256:2:{dtype}" for name in NAMES for dtype in DTYPES]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 DRAWS = 4000
+SPEEDUPS = {
+    "cpu": {},
+    "cuda": {
+        "ours, compiled": "compiled",
+        "ours, recorded": "recorded",
+        "ours, compiled and recorded": "compiled, recorded",
+    },
+}
+"""Rungs above ours, by device."""
 
 
 def measure(case: Case, *, steps: int, block: int) -> dict[str, Any]:
-    """Let the rungs take turns; exits when they do not compute the same first loss."""
+    """Let the rungs take turns; exits when they do not compute the same first loss.
+
+    Rungs that do not fit are left out; ratios are to the first that does, which is the bare loop if any.
+    """
     with tempfile.TemporaryDirectory(prefix="step-ladder-", ignore_cleanup_errors=True) as place:
-        rungs = build(case, Path(place), steps=steps + block)
-        for rung in rungs:
-            rung.take(block)  # the first steps are the warm-up
+        warm_up = max(block, WARM_UPS + 2)
+        rungs, too_large = [], []
+        for rung in build(case, Path(place), steps=steps + warm_up):
+            try:
+                rung.take(warm_up)
+            except (RuntimeError, TrainingStopped) as error:
+                if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                    raise
+                too_large.append(rung.name)
+                free_memory()
+            else:
+                rungs.append(rung)
         _compare_losses(case, rungs)
         seconds: dict[str, list[float]] = {rung.name: [] for rung in rungs}
         processor: dict[str, list[float]] = {rung.name: [] for rung in rungs}
@@ -69,12 +101,13 @@ def measure(case: Case, *, steps: int, block: int) -> dict[str, Any]:
         "steps": steps,
         "rungs": {
             name: {
-                **_compared(taken, seconds[BARE]),
-                "processor": _compared(processor[name], processor[BARE]),
+                **_compared(taken, seconds[rungs[0].name]),
+                "processor": _compared(processor[name], processor[rungs[0].name]),
                 "peak_bytes": peaks.get(name),
             }
             for name, taken in seconds.items()
         },
+        "out_of_memory": too_large,
         "wait_share": statistics.median(waits[0]) if waits else None,
     }
 
@@ -89,26 +122,54 @@ def build(case: Case, folder: Path, *, steps: int) -> list[Rung]:
     def bare(name: str, **more: Any) -> Bare:
         own = sharing(network)
         parameters = peft_adapter(case, own, like=fused)
-        if more.pop("checkpointed", False):
-            apply_checkpointing(own, "full")
+        apply_checkpointing(own, more.pop("checkpointing", case.checkpointing))
         return Bare(
             name=name, case=case, network=own, parameters=parameters, batches=inputs, **more
         )
 
-    rungs: list[Rung] = [bare(BARE)]
+    rungs: list[Rung] = [bare("bare")]
     if case.precision == torch.bfloat16:
         rungs.append(bare("trainers' way", autocast=True, reads_loss=True))
-        if case.device.type == "cuda":
-            rungs.append(
-                bare("trainers' way, ckpt", autocast=True, reads_loss=True, checkpointed=True)
-            )
-    rungs.append(Ours("ours", case, fused, adapter, folder, steps=steps))
+        if case.device.type == "cuda" and case.checkpointing == "none":
+            again = {"autocast": True, "reads_loss": True, "checkpointing": "full"}
+            rungs.append(bare("trainers' way, recomputing", **again))
+    rungs.append(ours("ours", case, fused, adapter, folder, steps=steps))
+    for name, kinds in SPEEDUPS[case.device.type].items():
+        own = sharing(network)
+        adapter = our_adapter(case, own)
+        rungs.append(ours(name, case, own, adapter, folder, steps=steps, kinds=kinds))
     return rungs
+
+
+def ours(
+    name: str,
+    case: Case,
+    network: nn.Module,
+    adapter: Adapter,
+    folder: Path,
+    *,
+    steps: int,
+    kinds: str = "",
+) -> Ours:
+    """Return our loop, with compiled blocks, recorded passes, or both."""
+    apply_checkpointing(network, case.checkpointing)
+    speedups = Speedups()
+    if "compiled" in kinds:
+        speedups.compiled = CompiledBlocks(network, shapes=1)
+    if "recorded" in kinds:
+        speedups.graphs = StepGraphs(
+            capture=CudaCapture(case.device),
+            parameters=adapter.parameters(),
+            device=case.device,
+            most=1,
+        )
+    return Ours(name, case, network, adapter, folder, steps=steps, speedups=speedups)
 
 
 def _compare_losses(case: Case, rungs: Sequence[Rung]) -> None:
     first = {rung.name: rung.losses[0] for rung in rungs}
-    worst = max(abs(loss / first[BARE] - 1) for loss in first.values())
+    against = first[rungs[0].name]
+    worst = max(abs(loss / against - 1) for loss in first.values())
     if worst > TOLERANCE[case.precision]:
         sys.exit(f"{case.title}: not the same maths, losses of the first step are {first}")
 
@@ -148,8 +209,9 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
-    for words in options.case:
-        name, side, batch, dtype = words.split(":")
+    cases = options.case or (LADDER if options.true_size else MIDDLING)
+    for words in cases:
+        name, side, batch, dtype, *kind = words.split(":")
         case = Case(
             name=name,
             side_px=int(side),
@@ -157,6 +219,7 @@ def main() -> None:
             precision=DTYPES[dtype],
             device=device,
             middling=not options.true_size,
+            checkpointing=kind[0] if kind else "none",
         )
         rows.append(measure(case, steps=options.steps, block=options.block))
         print(json.dumps({**rows[-1], "rungs": list(rows[-1]["rungs"])}), file=sys.stderr)
@@ -176,8 +239,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--case",
         nargs="+",
-        default=[f"{name}:256:2:{dtype}" for name in NAMES for dtype in DTYPES],
-        metavar="NAME:PX:BATCH:DTYPE",
+        metavar="NAME:PX:BATCH:DTYPE[:RECOMPUTING]",
+        help="default: small ones, or with --true-size those of true_size.py",
     )
     parser.add_argument("--steps", type=int, default=40, help="steps of each rung")
     parser.add_argument("--block", type=int, default=2, help="steps in a row of one rung")

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from true_size import RELEASES, random_network
 
 from lora_trainer import families
-from lora_trainer.config import Config, build_config
+from lora_trainer.config import Checkpointing, Config, build_config
 from lora_trainer.data.batches import MicroBatch, to_device
 from lora_trainer.data.buckets import buckets_for, place
-from lora_trainer.data.cache import Cache, latent_key, text_key
+from lora_trainer.data.cache import Cache
+from lora_trainer.data.cache_keys import latent_key, text_key
 from lora_trainer.data.loader import Feeder
 from lora_trainer.data.sources import Entries, Source
 from lora_trainer.events import EventStream
@@ -48,6 +49,7 @@ class Case:
     precision: torch.dtype
     device: torch.device
     middling: bool
+    checkpointing: Checkpointing = "none"
 
     @cached_property
     def facts(self) -> BaseFacts:
@@ -68,7 +70,8 @@ class Case:
     def title(self) -> str:
         dtype = str(self.precision).removeprefix("torch.")
         size = "middling" if self.middling else "true size"
-        return f"{self.name} {self.side_px} px, batch {self.batch}, {dtype}, {size}"
+        again = "" if self.checkpointing == "none" else f", {self.checkpointing} recomputing"
+        return f"{self.name} {self.side_px} px, batch {self.batch}, {dtype}, {size}{again}"
 
 
 @dataclass(frozen=True, kw_only=True)
