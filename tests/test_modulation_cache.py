@@ -145,16 +145,16 @@ def test_a_batch_in_parts_and_priors_are_the_same_bits_as_without(
 def test_a_full_device_splits_the_batch_and_the_window_follows(
     place: Toy, made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Model.losses
+    real = Model.losses_of
 
-    def failing(model: Model, samples: Any) -> Any:
-        if len(samples) > 1 and torch.is_grad_enabled():
+    def failing(model: Model, batch: Any) -> Any:
+        if len(batch.samples) > 1 and torch.is_grad_enabled():
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return real(model, samples)
+        return real(model, batch)
 
     apart = train(place, "one", memory__micro_batch=1, sampling__every_steps=0)
     made.clear()
-    monkeypatch.setattr(Model, "losses", failing)
+    monkeypatch.setattr(Model, "losses_of", failing)
     relieved = train(place, "relieved", sampling__every_steps=0)
     assert trajectory(relieved) == trajectory(apart)
     assert -1 not in made and len(made) < 20

@@ -25,6 +25,7 @@ from tests.fakes.runs import Toy, toy
 PLAIN: Mapping[str, Any] = {
     "train.precision": "fp32",
     "memory.base_precision": "fp32",
+    "memory.base_matmul": "dequantized",
     "memory.gradient_checkpointing": "none",
     "memory.kept_share": 0.0,
     "memory.streamed_blocks": 0,

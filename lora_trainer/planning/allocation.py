@@ -31,7 +31,7 @@ from lora_trainer.planning.frozen import ELEMENT_BYTES
 from lora_trainer.planning.full_cards import FullCard
 from lora_trainer.planning.host_memory import HostPrediction, predict_host
 from lora_trainer.planning.loads import Load, RememberedCosts, before, runs_wide
-from lora_trainer.planning.matmul import Matmul, choose_matmul, refuse_matmul
+from lora_trainer.planning.matmul import Matmul, against_products, choose_matmul, refuse_matmul
 from lora_trainer.planning.memory import Prediction, predict
 from lora_trainer.planning.modulation import against_modulation
 from lora_trainer.planning.step_time import StepTime, cpu_step_time, gpu_step_time, step_work
@@ -203,6 +203,8 @@ class Allocator:
             if may_offload
             else (False,),
             modulation_cache=self._modulation_choices(),
+            int8_products=self.values["memory.base_matmul"] == "auto"
+            and not against_products(gpu=self.gpu, priority=self.priority),
         )
 
     def _modulation_choices(self) -> tuple[bool, ...]:

@@ -25,6 +25,10 @@ SAMPLES_WORTH = 1.2
 """Sample images are kept where they make a step at most this much longer, and never by fewer bits."""
 
 
+PRODUCTS_PAY_FROM = 1.1
+"""How many times faster int8 products have to make a step: both predictions are estimates."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limit:
     """Bytes that may be used, and what sets them, to follow a size in a sentence."""
@@ -40,7 +44,8 @@ class Limit:
 class Choices:
     """What may be chosen, each with the most precise or the fastest first; `streamed` is (least, most).
 
-    `kept_share` is by kind of checkpointing the largest share of blocks that may keep more.
+    `kept_share` is by kind of checkpointing the largest share of blocks that may keep more. With
+    `int8_products` a base in int8 may be multiplied so.
     """
 
     base_precisions: tuple[BasePrecision, ...]
@@ -49,6 +54,7 @@ class Choices:
     streamed: tuple[int, int]
     text_offload: tuple[bool, ...]
     modulation_cache: tuple[bool, ...] = (False,)
+    int8_products: bool = False
 
     @property
     def roomiest(self) -> Choices:
@@ -109,9 +115,14 @@ def fit(wanted: Load, *, choices: Choices, judge: Judge, limit: Limit, step_px: 
     """
     wanted = replace(wanted, text_offload=_text_offload(wanted, choices, judge))
     silent = replace(wanted, samples=False)
-    best = _best(silent, choices, judge)
+    plain = replace(choices, int8_products=False)
+    best = _best(silent, plain, judge)
     if best is None:
         raise _nothing_fits(silent, choices, judge=judge, limit=limit, step_px=step_px)
+    if best.load.base_precision not in QUANTIZATIONS:
+        choices = plain  # they make no base int8 that would be kept whole
+    elif choices.int8_products:
+        best = _best(silent, choices, judge) or best
     load, dropped_bytes = best.load, 0
     if wanted.samples:
         same = replace(choices, base_precisions=(best.load.base_precision,))
@@ -173,9 +184,16 @@ def _seconds_by_precision(
 def _best(wanted: Load, choices: Choices, judge: Judge) -> _Candidate | None:
     def candidate(load: Load) -> _Candidate:
         seconds = judge.seconds(load)
+        doubted = PRODUCTS_PAY_FROM if load.base_matmul != wanted.base_matmul else 1.0
         return _Candidate(
-            load=load, seconds=seconds, price=judge.price(load.base_precision, seconds)
+            load=load, seconds=seconds, price=judge.price(load.base_precision, doubted * seconds)
         )
+
+    def multiplied(load: Load) -> Iterator[Load]:
+        yield load
+        codes = replace(load, base_matmul="int8")
+        if choices.int8_products and load.base_precision == "int8" and judge.fits(codes):
+            yield codes
 
     def order(each: _Candidate) -> tuple[object, ...]:
         load = each.load
@@ -190,7 +208,13 @@ def _best(wanted: Load, choices: Choices, judge: Judge) -> _Candidate | None:
         )
 
     return min(
-        (candidate(load) for load in _fitting(wanted, choices, judge)), key=order, default=None
+        (
+            candidate(load)
+            for found in _fitting(wanted, choices, judge)
+            for load in multiplied(found)
+        ),
+        key=order,
+        default=None,
     )
 
 

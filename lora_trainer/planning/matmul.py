@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 
 from lora_trainer.errors import MachineError
 from lora_trainer.hardware import Gpu
-from lora_trainer.planning.fitting import Judge
+from lora_trainer.planning.fitting import PRODUCTS_PAY_FROM, Judge
 from lora_trainer.planning.loads import Load
 from lora_trainer.quantization import BaseMatmul, has_int8_product
 
 INT8_CAPABILITY = (8, 0)
 """Ampere and newer."""
-PAYS_FROM = 1.1
-"""How many times faster a step has to be predicted: both predictions are estimates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,20 +31,20 @@ class Matmul:
 def choose_matmul(load: Load, *, gpu: Gpu | None, priority: str, judge: Judge) -> Matmul:
     """Return what `memory.base_matmul=auto` becomes for a load that fits."""
     codes = replace(load, base_matmul="int8")
-    if obstacle := _obstacle(load, gpu=gpu, priority=priority):
+    obstacle = f"the base is kept in {load.base_precision}" if load.base_precision != "int8" else ""
+    if obstacle := obstacle or against_products(gpu=gpu, priority=priority):
         return Matmul(value="dequantized", reason=obstacle)
     seconds, faster = judge.seconds(replace(load, base_matmul="dequantized")), judge.seconds(codes)
     told = f"about {faster:.3g} s a step int8 by int8, {seconds:.3g} s dequantized (estimates)"
-    if seconds < PAYS_FROM * faster:
+    if seconds < PRODUCTS_PAY_FROM * faster:
         return Matmul(value="dequantized", reason=f"{told}: not clearly faster")
     if not judge.fits(codes):
         return Matmul(value="dequantized", reason=f"{told}, but the former does not fit")
     return Matmul(value="int8", reason=told)
 
 
-def _obstacle(load: Load, *, gpu: Gpu | None, priority: str) -> str:
-    if load.base_precision != "int8":
-        return f"the base is kept in {load.base_precision}"
+def against_products(*, gpu: Gpu | None, priority: str) -> str:
+    """Return why a base in int8 would not be multiplied so unasked; empty: it may be."""
     if gpu is None:
         return "for a card"
     if priority == "quality":

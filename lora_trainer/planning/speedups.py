@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.costs import KEEP_ATTENTION
 from lora_trainer.hardware import Gpu, Hardware
 from lora_trainer.planning.allocation import Allocation
 from lora_trainer.planning.cards import card
@@ -190,6 +191,8 @@ def _why_not_compiled(told: Circumstances) -> str:
         return "texts of this base have lengths of their own: each would be code of its own"
     if values["base.assistant"] is not None:
         return "base.assistant computes its part in hooks"
+    if values["memory.gradient_checkpointing"] in KEEP_ATTENTION or values["memory.kept_share"]:
+        return "blocks keep results of kernels (memory.gradient_checkpointing), which compiled code has no more"
     if values["memory.modulation_cache"]:
         return "memory.modulation_cache looks up what parts of the blocks give"
     if values["memory.attention"] == "xformers":

@@ -25,7 +25,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "sd15": {},
     "flux, streamed": {"checkpointing": "full", "streamed": 2},
     "flux, int8": {"kept": "int8", "checkpointing": "offloaded"},
-    "sd15, oft": {"kind": "oft", "checkpointing": "selective"},
+    "sd15, oft": {"kind": "oft", "checkpointing": "full"},
 }
 
 
