@@ -28,6 +28,8 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from plots import bars  # noqa: E402
+
 from lora_trainer.data.whole_entries import MEMO_NAME  # noqa: E402
 
 SIZES_PX = ((64, 64), (80, 48), (48, 80), (72, 56), (56, 72))
@@ -60,6 +62,10 @@ def main() -> None:
     if asked.json:
         found = {"images": asked.images, "cold": cold, "read_again": read_again, "warm": warm}
         asked.json.write_text(json.dumps(found, indent=1) + "\n")
+    if asked.plot:
+        times = {name: part["seconds"] for name, part in warm[-1]["parts"].items()}
+        title = f"{warm[-1]['images']:,} pictures, everything cached"
+        asked.plot.write_text(bars({title: times}, unit="s") + "\n")
 
 
 def _make_dataset(folder: Path, *, count: int) -> None:
@@ -210,6 +216,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3, help="measurements with a warm cache")
     parser.add_argument("--json", type=Path, help="where the measurements are written")
+    parser.add_argument("--plot", type=Path, help="where the last of them is drawn, an .svg")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--may-encode", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -14,16 +14,17 @@ STYLE = """text { font: 12px sans-serif; fill: #222 } .head { font-weight: bold 
 def bars(groups: Mapping[str, Mapping[str, float]], *, unit: str) -> str:
     """Return horizontal bars, a group under each title, all to one scale from zero.
 
-    A bar keeps its colour by its place in its group.
+    Bars of one name have one colour.
     """
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
     longest = max(value for group in groups.values() for value in group.values())
     parts, y = [], 4
     for title, group in groups.items():
         y += ROW_PX
         parts.append(f'<text class="head" x="4" y="{y - 5}">{escape(title)}</text>')
-        for index, (name, value) in enumerate(group.items()):
+        for name, value in group.items():
             width = BAR_PX * value / longest
-            colour = COLOURS[index % len(COLOURS)]
+            colour = COLOURS[names.index(name) % len(COLOURS)]
             parts += [
                 f'<text x="{LABEL_PX - 8}" y="{y + 13}" text-anchor="end">{escape(name)}</text>',
                 f'<rect x="{LABEL_PX}" y="{y + 2}" width="{width:.1f}" height="{ROW_PX - 4}" fill="{colour}"/>',

@@ -48,6 +48,16 @@ def main() -> None:
     _show(rows)
     if asked.json:
         asked.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if asked.plot:
+        from plots import bars
+
+        times = {
+            f"{row['model']}, to the end of the first step": {
+                side: row[f"{side}_median_wall_s"] for side in ("bare", "ours")
+            }
+            for row in rows
+        }
+        asked.plot.write_text(bars(times, unit="s") + "\n")
 
 
 def _measured(name: str, *, rounds: int) -> dict[str, Any]:
@@ -214,6 +224,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--model", nargs="+", help="of the names in mid_size_base.py")
     parser.add_argument("--json", type=Path, help="where the measurements are written")
+    parser.add_argument("--plot", type=Path, help="where to draw them, an .svg")
     parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
