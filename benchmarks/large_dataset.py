@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from plots import bars  # noqa: E402
 
-from lora_trainer.data.whole_entries import MEMO_NAME  # noqa: E402
+from lora_trainer.data.cache import MEMO_NAME  # noqa: E402
 
 SIZES_PX = ((64, 64), (80, 48), (48, 80), (72, 56), (56, 72))
 WORDS = ("red", "old", "small", "stone", "garden", "window", "river", "cat", "house", "lamp")

@@ -280,7 +280,7 @@ class CappedFolder:
         excess = self.used_bytes() - self.limit_bytes
         if excess <= 0:
             return 0
-        kept = {os.fspath(path) for path in keep}
+        kept = {os.path.normpath(path) for path in keep}
         entries = sorted(
             (max(stat.st_atime_ns, stat.st_mtime_ns), file, stat.st_size)
             for file, stat in _files_in(str(self.root))
@@ -289,7 +289,7 @@ class CappedFolder:
         for _, file, size_bytes in entries:
             if freed >= excess:
                 break
-            if file not in kept:
+            if os.path.normpath(file) not in kept:
                 Path(file).unlink(missing_ok=True)
                 freed += size_bytes
         return freed

@@ -260,7 +260,7 @@ def conditioning_of(
 ) -> Conditioning:
     """Stack what samples are told under these names on the device, what is floating in `dtype`."""
     stacked = {
-        name: _moved(torch.cat(lengthened_alike([s.conditioning[name] for s in samples])), device)
+        name: moved(torch.cat(lengthened_alike([s.conditioning[name] for s in samples])), device)
         for name in names
     }
     return _in_dtype(stacked, dtype)
@@ -273,7 +273,8 @@ def _in_dtype(told: Conditioning, dtype: torch.dtype) -> Conditioning:
     }
 
 
-def _moved(stacked: Tensor, device: torch.device) -> Tensor:
+def moved(stacked: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device without waiting for it."""
     if device.type == "cuda":
         stacked = stacked.pin_memory()
     return stacked.to(device, non_blocking=True)

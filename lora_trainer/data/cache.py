@@ -26,6 +26,8 @@ from lora_trainer.errors import MachineError
 from lora_trainer.files import TEMPORARY_PREFIX, CappedFolder, disk_error, write_atomic
 
 DAMAGED_FOLDER = "damaged"
+MEMO_NAME = ".whole"
+"""File in the cache's folder that remembers which entries were found whole."""
 _LEFTOVER_AGE_S = 3600.0
 _TOUCH_AFTER_NS = 3600 * 10**9
 
@@ -73,9 +75,11 @@ class Cache:
             return None
         except OSError as error:
             self._report(path, f"cannot be read ({error.strerror or error})")
+            self._distrust(path)
             return None
         except Damaged as error:
             self._report(path, f"is damaged ({error}){self._moved_aside(path)}")
+            self._distrust(path)
             return None
         self.touch(key, stat)
         return arrays
@@ -89,8 +93,13 @@ class Cache:
         """
         now_ns = time.time_ns()
         if now_ns - max(stat.st_atime_ns, stat.st_mtime_ns) > _TOUCH_AFTER_NS:
-            with suppress(OSError):
+            try:
                 os.utime(self.file(key), ns=(now_ns, stat.st_mtime_ns))
+            except PermissionError:  # times of one's choice are for owners; others may set now
+                with suppress(OSError):
+                    os.utime(self.file(key))
+            except OSError:
+                return
 
     def verify(self, key: CacheKey) -> bool:
         """Say whether the entry is there and whole; a damaged one is treated as by `read`."""
@@ -142,6 +151,16 @@ class Cache:
                 self.folder.root.glob(f"*/*/{TEMPORARY_PREFIX}*"), age_s=_LEFTOVER_AGE_S
             ):
                 path.unlink(missing_ok=True)
+
+    def _distrust(self, path: Path) -> None:
+        """Let a bad entry that is still there not pass for one that was found whole before."""
+        try:
+            os.utime(path)  # its stamp is another now
+        except FileNotFoundError:
+            return
+        except OSError:
+            with suppress(OSError):
+                (self.folder.root / MEMO_NAME).unlink()
 
     def _moved_aside(self, path: Path) -> str:
         aside = self.folder.root / DAMAGED_FOLDER / path.name

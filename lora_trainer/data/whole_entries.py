@@ -17,12 +17,11 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from lora_trainer.collection import uncollected
-from lora_trainer.data.cache import Cache
+from lora_trainer.data.cache import MEMO_NAME, Cache
 from lora_trainer.data.cache_keys import CacheKey
 from lora_trainer.errors import MachineError
 from lora_trainer.files import sha256_bytes, write_atomic
 
-MEMO_NAME = ".whole"
 MAX_REMEMBERED = 1_000_000
 SETTLED_NS = 60 * 10**9
 """Younger entries may not be on the disk yet: a power cut can still take what was just read."""

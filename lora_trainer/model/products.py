@@ -82,7 +82,8 @@ class Int8Product:
         self, gradient: Tensor, stored: Sequence[Tensor], plus: Tensor | None = None
     ) -> Tensor:
         codes, scale = stored
-        return _product(gradient, codes, of_inputs=scale.T, plus=plus)
+        own = plus if plus is not None and plus.dim() == 2 else None
+        return _product(gradient, codes, of_inputs=scale.T, plus=plus, out=own)
 
 
 @torch.library.custom_op("lora_train::int8_product", mutates_args=())
@@ -110,10 +111,14 @@ def _product(
     of_inputs: Tensor | None = None,
     of_columns: Tensor | None = None,
     plus: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return (values of_inputs) (codes of_columns) + plus, in pieces of rows that bound what lies beside it."""
+    """Return (values of_inputs) (codes of_columns) + plus, in pieces of rows that bound what lies beside it.
+
+    `out` may be `plus`.
+    """
     (rows, _), (inner, columns) = values.shape, codes.shape
-    outputs = values.new_empty(rows, columns)
+    outputs = values.new_empty(rows, columns) if out is None else out
     step = int8_rows_at_once(inner, columns)
     for start in range(0, rows, step):
         piece = slice(start, start + step)

@@ -215,7 +215,7 @@ def _encode_fp8(weight: Tensor) -> Stored:
 def _row_scale(weight: Tensor, largest: float) -> Tensor:
     """Return what the largest number of each row is divided by to become `largest`, float32 [out, 1]."""
     scale = weight.abs().amax(dim=1, keepdim=True).float() / largest
-    return torch.where(scale > 0, scale, 1.0)
+    return torch.where(scale == 0, 1.0, scale)  # a row that is not finite stays so
 
 
 def _decode_scaled(stored: Stored, *, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

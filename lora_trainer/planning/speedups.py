@@ -189,6 +189,8 @@ def _why_not_compiled(told: Circumstances) -> str:
         return "masks of adapter dropout are named by layer: each block would be code of its own"
     if not told.one_text_length:
         return "texts of this base have lengths of their own: each would be code of its own"
+    if values["objective.prior"] == "base" or values["objective.preservation_weight"]:
+        return "what the base says itself is asked for varying numbers of samples: each would be code of its own"
     if values["base.assistant"] is not None:
         return "base.assistant computes its part in hooks"
     if values["memory.gradient_checkpointing"] in KEEP_ATTENTION or values["memory.kept_share"]:

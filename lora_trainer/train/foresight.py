@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lora_trainer.data.batches import Glimpse, Sized, StepBatch, conditioning_of
+from lora_trainer.data.batches import Glimpse, Sized, StepBatch, conditioning_of, moved
 from lora_trainer.families.base import Conditioning
 from lora_trainer.model.modulation import ModulatedNetwork
 
@@ -106,7 +106,7 @@ class Foresight:
     def _input(self, samples: Sequence[Seen]) -> Tensor:
         told = conditioning_of(samples, self.names, device=self.device, dtype=self.dtype)
         levels = [sample.timestep for sample in samples]
-        return self.inputs(torch.tensor(levels, device=self.device), told)
+        return self.inputs(moved(torch.tensor(levels), self.device), told)
 
     def _key(self, samples: Sequence[Seen]) -> Key:
         return tuple(

@@ -66,6 +66,10 @@ def relieved(training: Training, guard: GuardState, *, images: int, reason: str)
     if recorded:
         return _with_given_up(training, guard)
     smaller = after_out_of_memory(guard, images=images, remedies=len(training.remedies))
+    if smaller.remedies > guard.remedies and training.speedups.graphs is not None:
+        # What waits in host memory cannot be recorded, and nothing was recorded yet.
+        give_up_graphs(training, reason=reason)
+        smaller = _with_given_up(training, smaller)
     for remedy in training.remedies[guard.remedies : smaller.remedies]:
         remedy.apply()
         training.events.emit(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lora_trainer.data.batches import Signature, Stacked
 from lora_trainer.errors import first_line
+from lora_trainer.model.compiling import CompilationFailed
 from lora_trainer.model.graph import Capture, Recording
 
 WARM_UPS = 2
@@ -100,7 +101,7 @@ class StepGraphs:
         inputs = Stacked(tensors={name: t.clone() for name, t in on_device.tensors.items()})
         try:
             recording = self.capture.record(lambda: run(inputs))
-        except RuntimeError as error:
+        except (RuntimeError, CompilationFailed) as error:  # the warm-ups ran the same code
             raise NotRecorded(first_line(error)) from error
         return _Graph(inputs=inputs, recording=recording)
 

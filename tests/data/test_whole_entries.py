@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from lora_trainer.data.cache import Cache
+from lora_trainer.data.cache import MEMO_NAME, Cache
 from lora_trainer.data.cache_keys import CacheKey, text_key
-from lora_trainer.data.whole_entries import MAX_REMEMBERED, MEMO_NAME, WholeEntries, missing
+from lora_trainer.data.whole_entries import MAX_REMEMBERED, WholeEntries, missing
 from lora_trainer.files import CappedFolder
 
 COUNT = 3
@@ -86,6 +87,35 @@ def test_an_entry_damaged_after_it_was_found_whole_is_found_out(
     assert missing(keys, cache) == {keys[0].digest}
     assert "moved to damaged/" in told[0]
     assert not cache.has(keys[0])
+
+
+@pytest.mark.parametrize("fault", ["cannot be read", "cannot be moved"])
+def test_a_bad_entry_that_stays_where_it_is_passes_for_whole_no_more(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Else every start would take it for whole, and every training stop at it."""
+    keys = written(cache)
+    missing(keys, cache)
+    bad = cache.path(keys[0])
+
+    real = Path.open
+
+    def fail(self: Path, *arguments: Any, **options: Any) -> Any:
+        if self == bad:
+            raise OSError(5, "Input/output error")
+        return real(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        if fault == "cannot be moved":
+            times = bad.stat()
+            damage(cache, keys[0])
+            os.utime(bad, ns=(times.st_atime_ns, times.st_mtime_ns))  # a bit that rotted
+            patch.setattr(Path, "replace", fail)
+        else:
+            patch.setattr(Path, "open", fail)
+        assert cache.read(keys[0]) is None
+        assert bad.exists()
+        assert missing(keys, cache) == {keys[0].digest}
 
 
 def test_another_file_under_the_same_name_and_time_is_read(cache: Cache, read: list[str]) -> None:

@@ -21,6 +21,7 @@ from lora_trainer.train.graphed import WARM_UPS, StepGraphs
 from lora_trainer.train.guards import GuardState, from_plain, to_plain
 from lora_trainer.train.loop import run
 from lora_trainer.train.speedups import Speedups
+from lora_trainer.train.training import Remedy
 from tests.fakes.training import (
     CPU,
     MIXED,
@@ -183,6 +184,31 @@ def test_out_of_memory_takes_the_recordings_before_anything_else() -> None:
     assert recorder.released == 1 and end.guard.micro_batch == 4 and end.guard.ungraphed
     assert from_plain(to_plain(end.guard)) == end.guard
     assert from_plain({"micro_batch": 4}) == GuardState(micro_batch=4), "states from before"
+
+
+def test_nothing_is_recorded_after_a_remedy() -> None:
+    """Full in a warm-up, one image at a time: inputs then wait in host memory, which no recording may hold."""
+
+    def adapt(model: Any) -> Any:
+        def predict(*arguments: Any) -> Tensor:
+            if not applied:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            found: Tensor = model.predict(*arguments)
+            return found
+
+        return replace(model, predict=predict)
+
+    applied: list[str] = []
+    remedy = Remedy(
+        key="memory.gradient_checkpointing",
+        old="full",
+        new="offloaded",
+        apply=lambda: applied.append("offloaded"),
+    )
+    tiny, recorder = graphed(build_feeder([SQUARE] * 4), steps=6, adapt=adapt)
+    training = replace(tiny.training, remedies=(remedy,))
+    end = run(training, at_start(micro_batch=4))
+    assert applied and end.guard.ungraphed and not recorder.recordings
 
 
 def test_what_is_between_steps_may_have_the_memory_and_steps_are_recorded_anew() -> None:
