@@ -39,6 +39,7 @@ _PURPOSES = {
     "pytorch-optimizer": "optional: the optimizers Adafactor, CAME and Muon",
     "schedulefree": "optional: the optimizer Schedule-Free AdamW",
     "xformers": "optional: faster attention on some cards",
+    "triton": "optional: compiled blocks on a card",
     "tensorboard": "optional: curves in TensorBoard",
     "gradio": "these pages",
 }
