@@ -3,7 +3,7 @@
 Usage: python benchmarks/scaling.py [--rounds 5] [--block 3] [--batch 2] [--json FILE] [--compute-s S ...]
            [--gradient-mb MB] [--devices 8] [--latency-us US] [--link NAME=GB_PER_S ...]
 
-Three sides train the model of mid_size.py with one thread in each process: one process; two at once
+Three sides train the smallest network of mid_size_base.py with one thread in each process: one process; two at once
 that know nothing of each other, which is what the machine can give at best; and two that share each
 step over gloo. The batch of a process is the same on all sides. They take turns in blocks
 1 2 3 3 2 1, so that a machine that slows down slows all. Each process runs `lora_trainer.train.loop`
@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,18 +29,23 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from mid_size import CPU, FAMILY, build_adapter, build_denoiser, build_feeder
 
-from lora_trainer.config import Config
-from lora_trainer.events import EventStream
-from lora_trainer.launch import Place
-from lora_trainer.train.guards import GuardState
-from lora_trainer.train.loop import run
-from lora_trainer.train.optim import build_optimizer, learning_rate
-from lora_trainer.train.progress import Progress
-from lora_trainer.train.ranks import Ranks, joined
-from lora_trainer.train.training import Model, Training
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ladder_rungs import our_adapter  # noqa: E402
+from mid_size_base import NAMES  # noqa: E402
+from trainee import Case, feeder, frozen_network  # noqa: E402
+
+from lora_trainer.events import EventStream  # noqa: E402
+from lora_trainer.launch import Place  # noqa: E402
+from lora_trainer.train.guards import GuardState  # noqa: E402
+from lora_trainer.train.loop import run  # noqa: E402
+from lora_trainer.train.optim import build_optimizer, learning_rate  # noqa: E402
+from lora_trainer.train.progress import Progress  # noqa: E402
+from lora_trainer.train.ranks import Ranks, joined  # noqa: E402
+from lora_trainer.train.training import Model, Training  # noqa: E402
+
+CPU = torch.device("cpu")
 WORKERS = ("alone", "other", "first", "second")
 SIDES = {"one": ("alone",), "apart": ("alone", "other"), "together": ("first", "second")}
 ROUND = ("one", "apart", "together", "together", "apart", "one")
@@ -130,17 +136,23 @@ def time_collective(elements: int) -> list[float]:
 
 def build_training(task: Task, ranks: TimedRanks, pipe: Connection) -> Training:
     """Return the loop's inputs: `task.batch` images a step for each process."""
-    config, events = Config(), EventStream()
-    denoiser = build_denoiser()
-    adapter = build_adapter(denoiser, config)
-    batch = task.batch * task.place.count
-    feeder = replace(build_feeder(task.folder, config, events, batch=batch), place=task.place)
+    batch, events = task.batch * task.place.count, EventStream()
+    case = Case(
+        name=NAMES[0],
+        side_px=256,
+        batch=batch,
+        precision=torch.float32,
+        device=CPU,
+        middling=True,
+    )
+    config, denoiser = case.config, frozen_network(case)
+    adapter = our_adapter(case, denoiser)
     return Training(
         model=Model(
             denoiser=denoiser,
-            predict=FAMILY.predict,
+            predict=case.family.predict,
             embed=lambda conditioning: conditioning,
-            prediction="epsilon",
+            prediction=case.facts.prediction,
             precision=torch.float32,
             device=CPU,
         ),
@@ -148,7 +160,7 @@ def build_training(task: Task, ranks: TimedRanks, pipe: Connection) -> Training:
         optimizer=build_optimizer(adapter.groups(config.optimizer), config.optimizer),
         learning_rate=learning_rate(config.optimizer, steps=task.steps),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        feeder=feeder,
+        feeder=replace(feeder(case, task.folder, events), place=task.place),
         steps=task.steps,
         batch_size=batch,
         micro_batch=task.batch,

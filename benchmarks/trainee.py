@@ -1,4 +1,4 @@
-"""What the step ladder trains: a random denoiser, true size or middling, and a cache of random entries.
+"""What `step_ladder` and `scaling` train: a random denoiser, true size or middling, and a cache of random entries.
 
 Input is the name of a release and how it is trained; outputs are its frozen network, copies that share
 its weights, a feeder over a real cache, and the same batches as tensors in memory.
@@ -131,8 +131,9 @@ def feeder(case: Case, folder: Path, events: EventStream) -> Feeder:
             alpha_background=None,
         )
         shape = (facts.latent_channels, latent_side, latent_side)
+        drawn = {"mean": normal(*shape), "std": np.full(shape, 0.1, np.float32)}
         if not cache.has(plain):
-            cache.write(plain, {"mean": normal(*shape), "std": np.full(shape, 0.1, np.float32)})
+            cache.write(plain, drawn)
         sources[str(index)] = Source(
             plain=plain,
             mirrored=None,

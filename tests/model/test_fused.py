@@ -352,7 +352,7 @@ def prepared(base: nn.Module) -> None:
 def wrapped(base: nn.Module) -> None:
     """As diffusers brings weights."""
     plain = base.forward
-    base.forward = lambda x: plain(x) + 1  # type: ignore[method-assign]
+    base.forward = lambda x: plain(x) + 1  # type: ignore[method-assign]  # as hooks of diffusers do
 
 
 @pytest.mark.parametrize("change", [hooked, prepared, wrapped])

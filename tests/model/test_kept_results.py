@@ -37,7 +37,7 @@ class Seen(TorchDispatchMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         self.kernels.append(kernel)
-        return kernel(*args, **(kwargs or {}))  # type: ignore[operator]
+        return kernel(*args, **(kwargs or {}))  # type: ignore[operator]  # a kernel of torch, which has no type
 
 
 @pytest.mark.parametrize(

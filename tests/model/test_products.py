@@ -129,8 +129,8 @@ def test_it_computes_in_the_dtype_of_the_network_near_the_dequantized_layer(
     found = []
     for matmul in ("int8", "dequantized"):
         plain = linear(dtype=dtype)
-        plain.bias = plain.bias if bias else None  # type: ignore[assignment]
-        layer = QuantizedLinear(plain, "int8", device=CPU, matmul=matmul)  # type: ignore[arg-type]
+        plain.bias = plain.bias if bias else None  # type: ignore[assignment]  # a layer may have none
+        layer = QuantizedLinear(plain, "int8", device=CPU, matmul=matmul)  # type: ignore[arg-type]  # one of the literals
         x = torch.randn(2, 9, 48, generator=torch.Generator().manual_seed(3)).to(dtype)
         outputs = layer(x.requires_grad_())
         outputs.backward(
@@ -182,7 +182,7 @@ def test_nothing_but_what_is_stored_is_kept_for_the_backward_pass() -> None:
 def test_adapters_of_all_kinds_learn_beside_it(values: dict[str, Any]) -> None:
     found = []
     for matmul in ("int8", "dequantized"):
-        net = nn.Sequential(layer_of(matmul))  # type: ignore[arg-type]
+        net = nn.Sequential(layer_of(matmul))  # type: ignore[arg-type]  # one of the literals
         adapter = adapted(net, names=("0",), **values)
         awaken(adapter)
         x = torch.randn(2, 9, 48, generator=torch.Generator().manual_seed(3), requires_grad=True)
