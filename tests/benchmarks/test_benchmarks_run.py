@@ -36,6 +36,18 @@ def test_step_ladder(tmp_path: Path) -> None:
     assert "trainers&apos; way" in plot.read_text() or "trainers' way" in plot.read_text()
 
 
+def test_wheels_are_of_all_that_is_needed_but_torch() -> None:
+    """Its own packages come with torch, which the other machine has for its card."""
+    asking = "from wheels import closure; import json; own = closure(['torch'], without={}); "
+    asking += "print(json.dumps([list(own), list(closure(['diffusers', 'peft'], without=own))]))"
+    done = run("-c", f"import sys; sys.path.insert(0, 'benchmarks'); {asking}")
+    assert done.returncode == 0, done.stderr
+    own, needed = json.loads(done.stdout)
+    assert {"torch", "sympy"} <= set(own)
+    assert {"diffusers", "peft", "safetensors", "numpy"} <= set(needed)
+    assert not set(own) & set(needed)
+
+
 def test_startup(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     done = run("benchmarks/startup.py", *("--rounds", "1", "--model", "sd15", "--json", str(file)))
