@@ -115,10 +115,10 @@ def variants(prepared: Prepared) -> Iterator[Variant]:
         "memory.gradient_checkpointing": ("none", "light", "selective", "full"),
         "data.resolution": tuple(_smaller_sides_px(prepared)),
     }
-    if config.hardware.device == "cuda":
+    if config.hardware.device != "cpu":
         if prepared.hardware.packages.get("xformers"):
             values["memory.attention"] = ("sdpa", "xformers")
-        if config.train.precision == "bf16":
+        if config.train.precision == "bf16" and "fp16" in prepared.family.precisions:
             values["train.precision"] = ("fp16",)
     planned = flatten(config)
     for key, choices in values.items():

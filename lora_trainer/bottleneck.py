@@ -89,8 +89,8 @@ def _advice(cause: Cause, config: Config) -> str:
     if cause == "host":
         return _more_at_once(config)
     if cause == "memory":
-        if concrete(config.train.precision) == "fp32" and config.hardware.device == "cuda":
-            return "halve the bytes with train.precision=bf16 (now fp32)"
+        if concrete(config.train.precision) == "fp32" and config.hardware.device != "cpu":
+            return "halve the bytes with train.precision=bf16 (now fp32), if the card has it"
         return _more_at_once(config)
     return _less_arithmetic(config)
 
@@ -115,8 +115,8 @@ def _less_arithmetic(config: Config) -> str:
             f"{concrete(config.memory.gradient_checkpointing)} computes a part twice, less of it is "
             "faster if memory allows"
         )
-    if concrete(config.train.precision) == "fp32" and config.hardware.device == "cuda":
-        return "train.precision=bf16 (now fp32) uses the card's matrix units"
+    if concrete(config.train.precision) == "fp32" and config.hardware.device != "cpu":
+        return "train.precision=bf16 (now fp32) uses the card's matrix units, if it has them"
     side_px = concrete(config.data.resolution)
     return f"the device does what it can; only a lower data.resolution (now {side_px}) is faster"
 

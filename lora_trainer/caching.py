@@ -12,10 +12,11 @@ from lora_trainer.config import Config, concrete
 from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import fill
 from lora_trainer.data.needs import Needs, TextEntries, needs
+from lora_trainer.data.tokens import new_word
 from lora_trainer.device import CPU, DTYPES, encoder_device, planned_device
 from lora_trainer.events import EventStream
 from lora_trainer.exporting import Job
-from lora_trainer.families.base import NewWord, TextEncoder
+from lora_trainer.families.base import TextEncoder
 from lora_trainer.files import CappedFolder
 from lora_trainer.hardware import GIB
 from lora_trainer.model.offload import offload
@@ -125,21 +126,15 @@ def _caching_text_encoder(
 def texts_as(prepared: Prepared) -> TextEntries:
     return TextEntries(
         encoder_identity=prepared.facts.parts["text_encoder"].identity,
-        max_tokens=prepared.facts.max_tokens,
+        text_tokens=prepared.facts.text_tokens,
         precision=concrete(prepared.config.memory.text_encoder_precision),
         tokens_only=runs_text_encoders(prepared.config),
         word=new_word(prepared.config),
         emphasis=prepared.config.data.emphasis,
+        clip_skip=prepared.facts.clip_skip,
     )
 
 
 def runs_text_encoders(config: Config) -> bool:
     """Say whether text encoders run in every step, as what they give changes."""
     return config.adapter.text_encoder or config.adapter.new_tokens > 0
-
-
-def new_word(config: Config) -> NewWord | None:
-    """Return the word whose meaning is learned; None: none is."""
-    if config.adapter.new_tokens == 0:
-        return None
-    return NewWord(text=(config.data.trigger or "").strip(), tokens=config.adapter.new_tokens)

@@ -1,4 +1,4 @@
-"""What may stand in captions and prompts beside words: `{a|b}`, `(word:1.2)`, brackets around commas.
+"""What may stand in captions and prompts beside words: `{a|b}`, `(word:1.2)`, brackets around commas, a new word.
 
 Inputs are one-line texts; outputs are texts, their parts, or their parts with weights. Nothing here
 raises: brackets without a partner and numbers out of range are words like others, and no depth of
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 
 STRONGER = 1.1
@@ -167,3 +168,23 @@ def _partners(text: str, kinds: Mapping[str, str]) -> dict[int, int]:
                 open_ones[closes] -= 1
             found[begin] = index
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewWord:
+    """A word that text encoders read as `tokens` tokens of their own, numbered -1, -2 and so on.
+
+    Numbers below zero, because CLIP finds the end of a text at its largest number.
+    """
+
+    text: str
+    tokens: int
+
+    def split(self, text: str) -> list[str]:
+        """Return the parts of a text between the places where the word stands by itself, in any case."""
+        return re.split(rf"(?<!\w){re.escape(self.text)}(?!\w)", text, flags=re.IGNORECASE)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of its tokens, in order."""
+        return [-number for number in range(1, self.tokens + 1)]

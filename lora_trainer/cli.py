@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from typing import Any
 
 from cyclopts import App, CycloptsError
 
-from lora_trainer import __version__
+from lora_trainer import __version__, expandable_segments
 from lora_trainer.commands.options import Answer, console
 from lora_trainer.commands.table import COMMANDS
 from lora_trainer.commands.training import train
@@ -23,7 +24,7 @@ from lora_trainer.redaction import without_secrets
 HELP = """Train a diffusion LoRA: `lora-train DATASET` detects the card, picks a preset, caches, trains and exports.
 
 Without a GPU it trains the embedded miniature base model, in a few minutes. Everything that has no
-flag is a setting: `--set section.key=value`; `lora-train plan DATASET` lists them all with origins."""
+flag is a setting: `--set section.key=value`; `lora-train plan --all DATASET` lists them all with origins."""
 
 app = App(
     name="lora-train",
@@ -44,8 +45,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with the code DESIGN gives the outcome."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
+            if sys.platform == "win32" and not stream.isatty():
+                # Logs are read as UTF-8; a pipe or file has the code page of the system, as cp1252.
+                stream.reconfigure(encoding="utf-8", newline="\n")
             # What a terminal or a pipe cannot show, such as a file's name, is escaped and ends no run.
             stream.reconfigure(errors="backslashreplace")
+    expandable_segments.ask_for(os.environ)
     sys.exit(run(arguments))
 
 

@@ -22,6 +22,7 @@ from lora_trainer.redaction import secret_keys
 from lora_trainer.setting_forms import Form, form_of, label_of
 from lora_trainer.settings.declare import (
     CHECKPOINTING,
+    CHUNK_TOKENS,
     FLOW_WEIGHTINGS,
     MIXABLE,
     SCHEDULE_FREE,
@@ -46,12 +47,14 @@ from lora_trainer.settings.running import MemorySettings, OutputSettings, Sampli
 
 __all__ = [
     "CHECKPOINTING",
+    "CHUNK_TOKENS",
     "FLOW_WEIGHTINGS",
     "MIXABLE",
     "OWN_FOLDER",
     "SCHEDULE_FREE",
     "SNR_WEIGHTINGS",
     "AdapterSettings",
+    "Auto",
     "BaseSettings",
     "Checkpointing",
     "Config",
@@ -97,6 +100,7 @@ class SettingInfo:
     not_for: Needs
     idle_with: Needs
     path: bool
+    headline: bool
 
     @property
     def section(self) -> str:
@@ -149,6 +153,7 @@ def _settings() -> tuple[SettingInfo, ...]:
             not_for=schemas[f"{section}.{name}"].get("not_for", {}),
             idle_with=schemas[f"{section}.{name}"].get("idle_with", {}),
             path=schemas[f"{section}.{name}"].get("path", False),
+            headline=schemas[f"{section}.{name}"].get("headline", False),
         )
         for section, fields in sections().items()
         for name, info in fields.items()

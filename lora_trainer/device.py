@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from lora_trainer.config import concrete
+from lora_trainer.device_calls import kind_of, name_of, require_kernels
 from lora_trainer.errors import MachineError
-from lora_trainer.hardware import GIB
+from lora_trainer.events import EventStream
+from lora_trainer.hardware import GIB, Gpu, detect
 from lora_trainer.launch import place
 from lora_trainer.model.compiling import compiler_version
 from lora_trainer.model.memory_cap import cap_allocator
+from lora_trainer.model.pinned_memory import counted
 from lora_trainer.prepare import Prepared
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,8 +39,9 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
     if config.train.deterministic:  # read when CUDA starts, which the next lines do
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = planned_device(prepared)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != CPU.type:
+        if kind_of(device).own_memory:  # torch.mps has one device
+            torch.get_device_module(device).set_device(device)
         _cap(prepared, device)
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -45,9 +51,7 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "processes": prepared.processes,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "device": torch.cuda.get_device_name()
-        if device.type == "cuda"
-        else prepared.hardware.cpu_name,
+        "device": prepared.hardware.cpu_name if device.type == CPU.type else name_of(device),
         "deterministic": device.type == "cpu" or config.train.deterministic,
         **({"compiler": compiler_version(device)} if compiled else {}),
     }
@@ -65,7 +69,7 @@ def _keep_compiled_code(prepared: Prepared) -> None:
 
 def _cap(prepared: Prepared, device: torch.device) -> None:
     """Bound what the allocator may take to what was asked for, or to what the driver really has."""
-    asked_gib, card = prepared.config.hardware.vram_limit_gib, prepared.hardware.gpus[0]
+    asked_gib, card = prepared.config.hardware.vram_limit_gib, card_of(prepared, device)
     cap_allocator(
         limit_bytes=None if asked_gib is None else int(asked_gib * GIB),
         free_bytes=card.free_bytes,
@@ -73,29 +77,78 @@ def _cap(prepared: Prepared, device: torch.device) -> None:
     )
 
 
-def encoder_device(prepared: Prepared) -> torch.device:
-    """Return where encoders and the VAE run: the roomiest card, where no other process trains on it.
+def best_device() -> tuple[torch.device, bool]:
+    """Return the best GPU of this machine and whether it computes bf16, else the processor.
 
-    The training device has the denoiser beside them while samples are made; another one has not.
+    For what nobody has planned: images of a finished LoRA, captions.
+    """
+    gpu = detect().accelerator().value
+    if gpu is None or not torch.get_device_module(gpu.can.torch_type).is_available():
+        return CPU, False
+    device = torch.device(gpu.can.torch_type, gpu.index)
+    return (CPU, False) if require_kernels(device) else (device, gpu.has_bf16)
+
+
+@contextmanager
+def pinning(prepared: Prepared, events: EventStream) -> Iterator[None]:
+    """Pin host memory within what this platform gives while the block runs; say it once where it refuses."""
+
+    def told(found: str) -> None:
+        events.problem(
+            found, fix="nothing; fewer memory.streamed_blocks need less of it", severity="note"
+        )
+
+    limit_bytes = prepared.hardware.pinnable_by_each(sharing=prepared.sharing)
+    with counted(limit_bytes=limit_bytes, told=told):
+        yield
+
+
+def encoder_device(prepared: Prepared) -> torch.device:
+    """Return where encoders and the VAE run: another card with room for them, as good as this one.
+
+    The training device has the denoiser beside them while samples are made; another one has not. What is
+    free there was asked of the driver before: torch would open a context on every card to say so.
     """
     device = planned_device(prepared)
-    if device.type != "cuda" or prepared.sharing > 1 or torch.cuda.device_count() < 2:
+    if device.type == CPU.type or prepared.sharing > 1:
         return device
-    free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
-    others = [index for index in range(len(free)) if index != device.index]
-    roomiest = max(others, key=lambda index: free[index])
+    here = card_of(prepared, device)
     needed = prepared.plan.memory.phases
-    fits = free[roomiest] >= max(needed["images"], needed["texts"])
-    return torch.device("cuda", roomiest) if fits else device
+    for card in prepared.hardware.usable():
+        as_good = (card.compute_capability or (0, 0)) >= (here.compute_capability or (0, 0))
+        roomy = card.free_bytes >= max(needed["images"], needed["texts"])
+        if card.index != here.index and as_good and card.has_bf16 >= here.has_bf16 and roomy:
+            return torch.device(device.type, card.index)
+    return device
+
+
+def card_of(prepared: Prepared, device: torch.device) -> Gpu:
+    """Return what is known of the card that a planned device is."""
+    return next(gpu for gpu in prepared.hardware.gpus if gpu.index == (device.index or 0))
 
 
 def planned_device(prepared: Prepared) -> torch.device:
-    """Return the device of this process, with its index: several processes take a card each."""
-    if prepared.config.hardware.device != "cuda":
+    """Return the device of this process, with its index: several processes take a card each.
+
+    Raises MachineError where torch does not see the card, or has no kernels for it.
+    """
+    kind = prepared.config.hardware.device
+    if kind == CPU.type:
         return CPU
-    if not torch.cuda.is_available():
+    cards = prepared.hardware.usable(sharing=prepared.sharing)
+    if not cards:
+        reason = prepared.hardware.accelerator(sharing=prepared.sharing).reason
         raise MachineError(
-            f"the machine has {prepared.hardware.gpus[0].name} but torch {torch.__version__} cannot use it",
-            fix="install the CUDA build of torch, or use --set hardware.device=cpu",
+            f"hardware.device={kind}, but there is no GPU to use: {reason}",
+            fix="use --set hardware.device=cpu",
         )
-    return torch.device("cuda", place().local_rank % torch.cuda.device_count())
+    card = cards[place().local_rank % len(cards)]
+    if not torch.get_device_module(kind).is_available():
+        raise MachineError(
+            f"the machine has {card.name} but torch {torch.__version__} cannot use it",
+            fix=f"{card.can.install}, or use --set hardware.device=cpu",
+        )
+    device = torch.device(kind, card.index)
+    if problem := require_kernels(device):
+        raise MachineError(problem, fix="install that build, or use --set hardware.device=cpu")
+    return device

@@ -4,7 +4,7 @@
     ├── RequestError          2   the command, config or preset asks for something impossible
     ├── InputError            3   images, captions or a base model file are unusable
     ├── MachineError          4   disk, GPU, permission, missing package, predicted not to fit
-    ├── TrainingStopped       5   not-a-number or out of memory after every remedy
+    ├── TrainingStopped       5   not-a-number or out of memory after every remedy, or nothing learned
     └── StoppedBySignal  130/143  Ctrl-C or SIGTERM, after the state was saved
 
 A message says what was found and what is allowed; `fix` says the one thing to do about it.

@@ -91,7 +91,9 @@ class JsonlWriter:
         row = {"event": event.kind, **event.fields, "time": round(event.time_s, 3)}
         try:
             # A lone surrogate, from a name that is no UTF-8, becomes its JSON escape.
-            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            with self.path.open(
+                "a", encoding="utf-8", errors="backslashreplace", newline="\n"
+            ) as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
             self._refused = True

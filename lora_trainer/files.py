@@ -2,7 +2,8 @@
 
 A write goes to a temporary name on the same filesystem and is renamed into place; `durable=True`
 adds fsync of the file and its folder, for what must survive a power cut (FAULTS: without fsync every
-acknowledged state was lost). Caches skip fsync and carry checksums instead.
+acknowledged state was lost). Caches skip fsync and carry checksums instead. What Windows does
+differently with files stands here too: text mode, files held open by others, names.
 """
 
 from __future__ import annotations
@@ -12,18 +13,26 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
 from lora_trainer.errors import MachineError, RequestError
 
 TEMPORARY_PREFIX = ".tmp-"
+WINDOWS_FORBIDDEN = frozenset('<>:"/\\|?*')
+WINDOWS_DEVICES = frozenset(
+    {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
+)
+"""Names that lead to a device in every folder, whatever extension follows (Microsoft, "Naming Files")."""
+_WINDOWS_PATH_CHARACTERS = 260
+_HELD_OPEN_S = 2.0
 _CHUNK_BYTES = 1 << 20
+T = TypeVar("T")
 Part = bytes | memoryview
 Data = Part | Sequence[Part]
 """What a file holds: its bytes, or parts that follow each other and are never joined in memory."""
@@ -40,7 +49,7 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
     )
     try:
         write_file(temporary, data, durable=durable)
-        temporary.replace(path)
+        retry_while_open(lambda: temporary.replace(path))
         if durable:
             sync_folder(path.parent)
     except OSError as error:
@@ -51,7 +60,7 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 def write_file(path: Path, data: Data, *, durable: bool) -> None:
     """Create `path` with mode 0666 & ~umask, write all bytes, optionally fsync; raises OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    descriptor = open_binary(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         for part in parts_of(data):
             view = memoryview(part)
@@ -61,6 +70,32 @@ def write_file(path: Path, data: Data, *, durable: bool) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_binary(path: Path, flags: int, *, mode: int = 0o666) -> int:
+    """Return a descriptor (`os.open`) whose bytes are those of the file; raises OSError.
+
+    Without `O_BINARY`, which only Windows has, its C runtime writes "\\r\\n" for every "\\n" byte of a
+    tensor and reads up to the first Ctrl-Z.
+    """
+    return os.open(path, flags | getattr(os, "O_BINARY", 0), mode)
+
+
+def retry_while_open(operation: Callable[[], T]) -> T:
+    """Rename, remove or read a file; on Windows try for 2 s while another program has it open.
+
+    There a file that a virus scanner, an indexer or the GUI has open for a moment can be neither
+    replaced nor removed, nor read while it is being replaced. Elsewhere PermissionError means what it says.
+    """
+    deadline_s, wait_s = time.monotonic() + _HELD_OPEN_S, 0.005
+    while True:
+        try:
+            return operation()
+        except PermissionError:
+            if sys.platform != "win32" or time.monotonic() > deadline_s:
+                raise
+        time.sleep(wait_s)
+        wait_s = min(0.1, 2 * wait_s)
 
 
 def sync_folder(folder: Path) -> None:
@@ -76,10 +111,25 @@ def sync_folder(folder: Path) -> None:
 
 def disk_error(path: Path, error: OSError) -> MachineError:
     """Turn an OSError of the disk into one line with the path and what is free."""
+    fix = "free some space or choose another folder with --output or --set data.cache_dir=FOLDER"
+    if sys.platform == "win32" and isinstance(error, PermissionError):
+        fix = "close the program that has it open, or choose another folder with --output"
+    elif sys.platform == "win32" and len(str(path.absolute())) >= _WINDOWS_PATH_CHARACTERS - 12:
+        fix = "its path is too long for Windows: enable long paths, or choose a shorter --output"
     return MachineError(
-        f"cannot write {path}: {error.strerror or error} ({_free_text(path)})",
-        fix="free some space or choose another folder with --output or --set data.cache_dir=FOLDER",
+        f"cannot write {path}: {error.strerror or error} ({_free_text(path)})", fix=fix
     )
+
+
+def windows_name_problem(name: str) -> str:
+    """Return what is wrong with a file name on Windows, or the empty string."""
+    if forbidden := WINDOWS_FORBIDDEN & set(name):
+        return f"holds {' '.join(sorted(forbidden))}, which Windows forbids in names"
+    if name.partition(".")[0].rstrip().casefold() in WINDOWS_DEVICES:
+        return "is the name of a device on Windows"
+    if name != name.rstrip(". "):
+        return "ends in a dot or a space, which Windows takes off"
+    return ""
 
 
 @contextmanager
@@ -139,7 +189,7 @@ def json_bytes(value: Any) -> bytes:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object; raises RequestError with line and column, or the duplicate key."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = retry_while_open(lambda: path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(
             f"cannot read {path}: {error}", fix="give a readable UTF-8 JSON file"
@@ -290,8 +340,9 @@ class CappedFolder:
             if freed >= excess:
                 break
             if os.path.normpath(file) not in kept:
-                Path(file).unlink(missing_ok=True)
-                freed += size_bytes
+                with suppress(PermissionError):  # Windows: another run reads it
+                    Path(file).unlink(missing_ok=True)
+                    freed += size_bytes
         return freed
 
 

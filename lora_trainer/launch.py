@@ -6,10 +6,23 @@ Input is the environment every launcher sets, output a `Place`. Without a launch
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lora_trainer.errors import MachineError
+
+_READ_BY_LIBRARIES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    *(
+        f"{launcher}_COMM_WORLD_{name}"
+        for launcher in ("OMPI", "MV2")
+        for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    ),
+    "ACCELERATE_CPU_AFFINITY",
+)
+"""Variables of launchers and of MPI from which accelerate concludes that it is one process of several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +75,16 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
     if not (0 <= found.rank < found.count and 0 <= found.local_rank < found.local_count):
         raise _contradiction(given)
     return found
+
+
+@contextmanager
+def without_launcher(environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Hide from libraries, while the block runs, that a launcher started this process."""
+    hidden = {name: environment.pop(name) for name in _READ_BY_LIBRARIES if name in environment}
+    try:
+        yield
+    finally:
+        environment.update(hidden)
 
 
 def share(total: int, *, rank: int, count: int) -> range:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from torch import nn
 
-from lora_trainer.caching import new_word, runs_text_encoders
+from lora_trainer.caching import runs_text_encoders
 from lora_trainer.config import Config, concrete
+from lora_trainer.data.tokens import new_word
 from lora_trainer.device import CPU, DTYPES, planned_device
 from lora_trainer.families.base import DENOISER, WEIGHTS, Conditioning, TextEncoder
 from lora_trainer.model.adapters import Adapter, inject, layer_names
@@ -19,8 +20,9 @@ from lora_trainer.model.attention import apply_attention
 from lora_trainer.model.checkpointing import apply_checkpointing
 from lora_trainer.model.modulation import ModulatedNetwork
 from lora_trainer.model.new_tokens import add_new_tokens
+from lora_trainer.model.products import Int8Layouts
 from lora_trainer.model.quantize import quantize
-from lora_trainer.model.streaming import stream_blocks
+from lora_trainer.model.streaming import Streamed, stream_blocks
 from lora_trainer.output.adapter_names import file_names
 from lora_trainer.output.adapter_read import read_tensors
 from lora_trainer.output.checkpoints import TrainingState
@@ -34,13 +36,15 @@ from lora_trainer.train.training import Model
 class Networks:
     """What is on the device while training: the denoiser, text encoders trained along, an assistant.
 
-    `modulation` are the denoiser's layers that are not on it.
+    `modulation` are the denoiser's layers that are not on it; `int8` are the products its device has with
+    a base of int8 codes, where such were asked for.
     """
 
     denoiser: nn.Module
     text: TextEncoder | None
     assistant: Assistant | None
     modulation: ModulatedNetwork | None = None
+    int8: Int8Layouts | None = None
 
 
 def load_networks(prepared: Prepared) -> Networks:
@@ -54,9 +58,10 @@ def load_networks(prepared: Prepared) -> Networks:
     place = CPU if smaller else device
     denoiser = family.load_denoiser(prepared.facts, dtype=precision, device=place)
     apply_attention(denoiser, concrete(config.memory.attention))
+    layouts = None
     if kept in ("int8", "fp8", "nf4"):
         matmul: BaseMatmul = concrete(config.memory.base_matmul)
-        quantize(denoiser, kept, device=device, skip=family.unquantised, matmul=matmul)
+        layouts = quantize(denoiser, kept, device=device, skip=family.unquantised, matmul=matmul)
     modulation = _modulation(prepared, denoiser) if cached else None
     if not streamed:
         denoiser.to(device)
@@ -70,6 +75,7 @@ def load_networks(prepared: Prepared) -> Networks:
         text=text,
         assistant=_assistant(prepared, denoiser),
         modulation=modulation,
+        int8=layouts,
     )
 
 
@@ -129,16 +135,23 @@ def _alpha(config: Config) -> float:
     return float(config.adapter.rank) if alpha == "auto" else alpha
 
 
-def arrange(prepared: Prepared, denoiser: nn.Module) -> None:
-    """Let blocks be recomputed, and streamed; both with their adapters in place."""
+def arrange(prepared: Prepared, networks: Networks) -> Streamed | None:
+    """Let blocks be recomputed, and streamed; both with their adapters in place. Return what streams them.
+
+    Host memory is pinned in the order of how often it is copied.
+    """
     memory = prepared.config.memory
     apply_checkpointing(
-        denoiser,
+        networks.denoiser,
         concrete(memory.gradient_checkpointing),
         kept_share=concrete(memory.kept_share),
     )
+    streamed = None
     if count := concrete(memory.streamed_blocks):
-        stream_blocks(denoiser, count=count, device=planned_device(prepared))
+        streamed = stream_blocks(networks.denoiser, count=count, device=planned_device(prepared))
+    if networks.modulation is not None:
+        networks.modulation.pin()
+    return streamed
 
 
 def build_model(prepared: Prepared, networks: Networks, adapter: Adapter) -> Model:

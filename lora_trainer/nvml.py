@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from lora_trainer.devices import KINDS, DeviceKind, KindName
+
 _ORDER, _BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 _INIT_FAILURES = {
     "Shared Library Not Found": "no NVIDIA driver (libnvidia-ml.so.1 not found)",
@@ -35,6 +37,7 @@ class Nvml(Protocol):
     def nvmlDeviceGetUUID(self, handle: Any, /) -> str: ...
     def nvmlDeviceGetMemoryInfo(self, handle: Any, /) -> Any: ...
     def nvmlDeviceGetCudaComputeCapability(self, handle: Any, /) -> tuple[int, int]: ...
+    def nvmlDeviceGetDisplayActive(self, handle: Any, /) -> int: ...
     def nvmlDeviceGetMigMode(self, handle: Any, /) -> list[int]: ...
     def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any, /) -> int: ...
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int, /) -> Any: ...
@@ -44,7 +47,10 @@ class Nvml(Protocol):
 class Gpu:
     """One card, or one MIG slice. `index` counts as CUDA does; an unknown capability is None.
 
-    `spills` says that its driver moves memory to the host when it is full.
+    `bf16` says whether it computes bfloat16 itself, None: that follows from the capability.
+
+    `spills` says that its driver moves memory to the host when it is full, `display` that a screen or an X
+    server is on it.
     """
 
     index: int
@@ -55,7 +61,22 @@ class Gpu:
     driver: str
     uuid: str = ""
     spills: bool = False
+    display: bool = False
     assumed: bool = False
+    kind: KindName = "cuda"
+    bf16: bool | None = None
+
+    @property
+    def can(self) -> DeviceKind:
+        """What cards of this kind can do."""
+        return KINDS[self.kind]
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it computes bfloat16 itself: NVIDIA's do from Ampere on."""
+        if self.bf16 is not None:
+            return self.bf16
+        return self.compute_capability is not None and self.compute_capability >= (8, 0)
 
 
 def number_by_bus(environment: MutableMapping[str, str]) -> None:
@@ -151,6 +172,7 @@ def _cards(asker: _Asker, index: int, driver: str) -> Iterator[Gpu]:
             free_bytes=int(memory.free),
             compute_capability=(int(capability[0]), int(capability[1])) if capability else None,
             driver=driver,
+            display=bool(asker.ask_quietly(nvml.nvmlDeviceGetDisplayActive, device)),
             uuid=_text(asker.ask_quietly(nvml.nvmlDeviceGetUUID, device)),
         )
 

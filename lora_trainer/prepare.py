@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer import families
-from lora_trainer.config import BaseSettings, Config, build_config, flatten
+from lora_trainer.config import CHUNK_TOKENS, BaseSettings, Config, build_config, concrete, flatten
+from lora_trainer.data import caption_lengths
 from lora_trainer.data.buckets import Placement
+from lora_trainer.data.caption_lengths import MOST_CHUNKS, LengthMemo, Reading, reading_of, too_long
 from lora_trainer.data.caption_rules import max_texts
 from lora_trainer.data.epochs import regularisation_count
 from lora_trainer.data.findings import shown
@@ -22,15 +24,15 @@ from lora_trainer.data.scan import BAD_MASK, Dataset, ImageRecord
 from lora_trainer.data.split import hold_out
 from lora_trainer.data.tokens import CaptionLimit, caption_limit
 from lora_trainer.dataset_use import cache_folder, place_all, place_more, scan_with_memo
-from lora_trainer.errors import InputError, RequestError
+from lora_trainer.errors import InputError, LoraTrainError, MachineError, RequestError
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.formats import resolve_format
 from lora_trainer.hardware import Gpu, Hardware, Tier, assume_card, detect, tier
-from lora_trainer.model.load import EMBEDDED, describe, with_choices
+from lora_trainer.model.load import EMBEDDED, describe, locate, with_choices
 from lora_trainer.planning.full_cards import FullCard, FullCards
 from lora_trainer.planning.plan import Plan, PlanInput, plan
-from lora_trainer.priority import Priority
-from lora_trainer.resolve import Origin, Resolved, resolve
+from lora_trainer.priority import PRIORITIES, Priority
+from lora_trainer.resolve import Origin, Resolved, lowered_to, resolve
 from lora_trainer.settings_file import read_settings_file
 
 PLANNED_BY = (
@@ -51,6 +53,7 @@ class Request:
 
     `run_settings` and `run_at_once` (images at once by "WIDTHxHEIGHT") are those of a run that goes
     on. `processes` share each optimizer step, `sharing` of them this machine; the plan is for one.
+    `fetches`: a base that is not known by name, or not whole in the Hub's cache, is fetched to be planned for.
     """
 
     dataset: Path
@@ -63,6 +66,7 @@ class Request:
     assumed_vram_gib: float | None = None
     processes: int = 1
     sharing: int = 1
+    fetches: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,7 @@ class Prepared:
     full_card: FullCard | None
     processes: int
     sharing: int
+    given: PlanInput
 
     @property
     def regularisation_per_epoch(self) -> int:
@@ -128,6 +133,8 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     _refuse_impossible(settings, basis)
     dataset = scan_with_memo(request.dataset, settings, cache_root)
     _refuse_bad_masks(dataset)
+    reading = _reading(request, dataset, basis)
+    basis = replace(basis, facts=replace(basis.facts, chunks=reading.chunks))
     trained, held_out = hold_out(
         dataset.records, fraction=settings.data.validation_fraction, seed=settings.train.seed
     )
@@ -142,35 +149,35 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     full_card = None
     if request.run_settings is None:  # a resumed run knows itself what it did about a full card
         full_card = FullCards.of(cache_root).known(basis.hardware, basis.family.name)
-    chosen = plan(
-        PlanInput(
-            resolved=basis.resolved,
-            facts=basis.facts,
-            family=basis.family,
-            hardware=basis.hardware,
-            images=len(trained),
-            samples_per_epoch=sum(record.repeats for record in trained),
-            fewest_repeats=min(record.repeats for record in trained),
-            regularisation_per_epoch=_regularisation_per_epoch(trained, dataset, settings),
-            buckets=[
-                (p.bucket.width_px, p.bucket.height_px)
-                for placed in (placements, *more)
-                for p in placed.values()
-            ],
-            latents=sum(
-                1 + record.settings(settings.data).flip
-                for placed in (placements, *more)
-                for record in (*dataset.records, *dataset.regularisation)
-                if record.name in placed
-            ),
-            texts=_text_count(dataset, settings),
-            full_card=full_card,
-            processes=request.processes,
-            sharing=request.sharing,
-            kept_at_once=_kept_at_once(request),
-        )
+    given = PlanInput(
+        resolved=basis.resolved,
+        facts=basis.facts,
+        family=basis.family,
+        hardware=basis.hardware,
+        images=len(trained),
+        held_out=len(held_out),
+        samples_per_epoch=sum(record.repeats for record in trained),
+        fewest_repeats=min(record.repeats for record in trained),
+        regularisation_per_epoch=_regularisation_per_epoch(trained, dataset, settings),
+        buckets=[
+            (p.bucket.width_px, p.bucket.height_px)
+            for placed in (placements, *more)
+            for p in placed.values()
+        ],
+        latents=sum(
+            1 + record.settings(settings.data).flip
+            for placed in (placements, *more)
+            for record in (*dataset.records, *dataset.regularisation)
+            if record.name in placed
+        ),
+        texts=_text_count(dataset, settings),
+        full_card=full_card,
+        processes=request.processes,
+        sharing=request.sharing,
+        kept_at_once=_kept_at_once(request),
     )
-    chosen = _with_base(_with_format(chosen, basis), basis)
+    chosen = plan(given)
+    chosen = _with_caption_tokens(_with_base(_with_format(chosen, basis), basis), reading, basis)
     return Prepared(
         config=chosen.config,
         resolved=basis.resolved,
@@ -179,7 +186,12 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         family=basis.family,
         hardware=basis.hardware,
         dataset=dataset,
-        report=inspect_images(dataset, placements=placements, settings=settings.data),
+        report=inspect_images(
+            dataset,
+            placements=placements,
+            settings=settings.data,
+            more=tuple(too_long(reading, facts=basis.facts)),
+        ),
         trained=trained,
         held_out=held_out,
         placements=placements,
@@ -188,7 +200,33 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         full_card=full_card,
         processes=request.processes,
         sharing=request.sharing,
+        given=given,
     )
+
+
+def longer(request: Request, prepared: Prepared) -> tuple[str, Plan] | None:
+    """Return what would give this run more time, and its plan; None: the presets know of nothing.
+
+    The next priority that takes longer, or after quality the size that the base was trained on.
+    """
+    request = replace(request, assumed_vram_gib=None)  # it is among the hardware
+    here_s, native_px = prepared.plan.run_time.seconds, prepared.facts.resolution_px
+    higher = PRIORITIES[PRIORITIES.index(request.priority) + 1 :]
+    tried = [(f"--priority {name}", replace(request, priority=name)) for name in higher]
+    if concrete(prepared.config.data.resolution) < native_px:
+        larger = {**request.overrides, "data.resolution": native_px}
+        tried.append((f"data.resolution={native_px}", replace(request, overrides=larger)))
+    for words, asked in tried:
+        try:
+            resolved = _basis(asked, prepared.hardware).resolved
+            same = resolved.config.data.resolution == prepared.resolved.config.data.resolution
+            buckets = prepared.given.buckets if same else ()
+            found = plan(replace(prepared.given, resolved=resolved, buckets=buckets))
+        except LoraTrainError:  # this machine cannot
+            continue
+        if found.run_time.seconds > here_s:
+            return words, found
+    return None
 
 
 def _text_count(dataset: Dataset, config: Config) -> int:
@@ -246,9 +284,31 @@ def examine(request: Request, *, hardware: Hardware | None = None) -> Examined:
     )
     dataset = scan_with_memo(request.dataset, settings, cache_folder(settings))
     placements = place_all(dataset, settings, basis.facts)
+    reading = _reading(request, dataset, basis)
+    asked = settings.data.caption_tokens
+    room = MOST_CHUNKS if basis.family.reads_chunks and asked == "auto" else reading.chunks
     return Examined(
-        report=inspect_images(dataset, placements=placements, settings=settings.data),
-        caption_limit=caption_limit(basis.facts),
+        report=inspect_images(
+            dataset,
+            placements=placements,
+            settings=settings.data,
+            more=tuple(too_long(reading, facts=basis.facts)),
+        ),
+        caption_limit=caption_limit(basis.facts, chunks=room),
+    )
+
+
+def _reading(request: Request, dataset: Dataset, basis: Basis) -> Reading:
+    """Return in how many chunks texts are read; a run of a release without the setting goes on as it began."""
+    before = request.run_settings
+    if before is not None and caption_lengths.KEY not in {**before, **request.overrides}:
+        return Reading(chunks=1, reason="as the run began")
+    return reading_of(
+        (*dataset.records, *dataset.regularisation),
+        config=basis.resolved.config,
+        facts=basis.facts,
+        family=basis.family,
+        memo=LengthMemo(file=cache_folder(basis.resolved.config) / ".captions.json"),
     )
 
 
@@ -256,13 +316,19 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
     hardware = hardware or detect()
     if request.assumed_vram_gib is not None:
         hardware = assume_card(hardware, vram_gib=request.assumed_vram_gib)
-    card = None if _asked(request, "hardware.device") == "cpu" else hardware.accelerator().value
-    source = _asked(request, "base.model")
+    card = (
+        None
+        if asked_for(request, "hardware.device") == "cpu"
+        else hardware.accelerator(sharing=request.sharing).value
+    )
+    source = asked_for(request, "base.model")
     if source in (None, "auto"):
         source = families.family(families.DEFAULT_FAMILY).default_source if card else EMBEDDED
-    asked = {f"base.{name}": _asked(request, f"base.{name}") for name in BaseSettings.model_fields}
+    asked = {
+        f"base.{name}": asked_for(request, f"base.{name}") for name in BaseSettings.model_fields
+    }
     given = {key: value for key, value in asked.items() if value is not None}
-    facts = describe(build_config(given | {"base.model": source}).base)
+    facts = _facts(build_config(given | {"base.model": source}).base, fetches=request.fetches)
     family = families.family(facts.family)
     resolved = resolve(
         family=family.name,
@@ -273,11 +339,21 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
         overrides=request.overrides,
         run_settings=request.run_settings,
     )
+    resolved = lowered_to(resolved, resolution_px=facts.resolution_px)
     zero = resolved.config.objective.zero_terminal_snr
     facts = with_choices(
         facts, resolved.config.base, zero_terminal_snr=None if zero == "auto" else zero
     )
     return Basis(hardware=hardware, facts=facts, family=family, resolved=resolved)
+
+
+def _facts(base: BaseSettings, *, fetches: bool) -> BaseFacts:
+    try:
+        return describe(base)
+    except (InputError, MachineError):  # nothing is here, or a part of it
+        if not fetches:
+            raise
+        return locate(base)
 
 
 def _refuse_without_validation(settings: Config, *, held_out: int) -> None:
@@ -335,7 +411,15 @@ def _with_format(chosen: Plan, basis: Basis) -> Plan:
     return _with_setting(chosen, "output.format", found, reason)
 
 
-def _with_setting(chosen: Plan, key: str, value: str, reason: str) -> Plan:
+def _with_caption_tokens(chosen: Plan, reading: Reading, basis: Basis) -> Plan:
+    """Return the plan with what is read of captions named; bases with other encoders leave it at auto."""
+    if not reading.reason:  # somebody said it
+        return chosen
+    tokens = reading.chunks * CHUNK_TOKENS if basis.family.reads_chunks else "auto"
+    return _with_setting(chosen, caption_lengths.KEY, tokens, reading.reason)
+
+
+def _with_setting(chosen: Plan, key: str, value: Any, reason: str) -> Plan:
     config = build_config(flatten(chosen.config) | {key: value})
     origins = {**chosen.origins, key: Origin(layer="planner", reason=reason)}
     return replace(chosen, config=config, origins=origins)
@@ -365,8 +449,11 @@ def _with_base(chosen: Plan, basis: Basis) -> Plan:
     return _with_setting(chosen, "base.model", basis.facts.source, reason)
 
 
-def _asked(request: Request, key: str) -> Any:
-    """Return a setting needed before layering: command line, then config file, then the resumed run."""
+def asked_for(request: Request, key: str) -> Any:
+    """Return a setting needed before layering: command line, then config file, then the resumed run.
+
+    None where nobody has set it; raises RequestError for a config file that cannot be read.
+    """
     if key in request.overrides:
         return request.overrides[key]
     if request.config_file is not None:

@@ -15,16 +15,17 @@ from typing import Any
 from filelock import FileLock
 
 from lora_trainer.config import flatten
+from lora_trainer.cores import SharedCores
 from lora_trainer.data.cache_use import in_use
-from lora_trainer.device import planned_device, setup_torch
-from lora_trainer.errors import InputError, MachineError
+from lora_trainer.device import pinning, planned_device, setup_torch
+from lora_trainer.errors import InputError
 from lora_trainer.events import EventStream
 from lora_trainer.exporting import Job
 from lora_trainer.files import HashMemo
-from lora_trainer.hardware import hardware_from
+from lora_trainer.hardware import Hardware, detect, hardware_from
 from lora_trainer.model.load import identified, locate, with_choices
 from lora_trainer.prepare import Prepared, Request, prepare
-from lora_trainer.run_folder import RunFolder, last_step
+from lora_trainer.run_folder import RunFolder
 from lora_trainer.session import follow_job
 from lora_trainer.stopping import StopFlag, taking_signals
 from lora_trainer.train.loop import report_lag
@@ -54,16 +55,10 @@ def gather(
     prompts: Sequence[str],
 ) -> None:
     """Tell the other processes what was decided, and wait for them."""
-    if ranks.watch is None:
+    if ranks.monitor is None:
         return
-
-    def ended(reason: str) -> None:
-        step = last_step(folder)
-        events.emit("stopped", reason=reason, exit_code=MachineError.exit_code, step=step)
-
-    ranks.watch.on_end = ended
-    ranks.watch.timeout_s = prepared.config.hardware.process_timeout_s
-    ranks.watch.record(events)
+    ranks.monitor.timeout_s = prepared.config.hardware.process_timeout_s
+    ranks.monitor.record(events)
     orders = Orders(
         settings=flatten(prepared.config),
         at_once={
@@ -77,24 +72,26 @@ def gather(
         prompts=list(prompts),
         folder=str(folder.path),
     )
-    ranks.watch.give("orders", json.dumps(asdict(orders)))
+    ranks.monitor.give("orders", json.dumps(asdict(orders)))
     _connect(ranks, prepared)
 
 
 def follow(asked: Request, ranks: Ranks) -> Path:
     """Do a share of what another process leads: same settings, same data, same base, nothing written."""
-    assert ranks.watch is not None
-    orders = Orders(**json.loads(ranks.watch.take("orders")))
-    ranks.watch.timeout_s = float(orders.settings["hardware.process_timeout_s"])
+    assert ranks.monitor is not None
+    orders = Orders(**json.loads(ranks.monitor.take("orders")))
+    ranks.monitor.timeout_s = float(orders.settings["hardware.process_timeout_s"])
     request = Request(
         dataset=asked.dataset,
         run_settings=orders.settings,
         run_at_once=orders.at_once,
         processes=asked.processes,
         sharing=orders.sharing,
+        fetches=True,
     )
-    hardware = hardware_from(orders.hardware)
-    prepared = with_base(prepare(request, hardware=hardware))
+    # Cards are those of this machine, which may be another one than the leader's.
+    hardware = replace(hardware_from(orders.hardware), gpus=detect().gpus)
+    prepared = prepare_with_base(request, hardware=hardware)
     identities = {name: part.identity for name, part in prepared.facts.parts.items()}
     if (prepared.dataset.fingerprint, identities) != (orders.fingerprint, orders.identities):
         what = "base" if identities != orders.identities else "dataset"
@@ -105,9 +102,14 @@ def follow(asked: Request, ranks: Ranks) -> Path:
     setup_torch(prepared)
     _connect(ranks, prepared)
     events, folder = EventStream(), Path(orders.folder)
-    events.subscribe(ranks.watch.tell)
+    events.subscribe(ranks.monitor.tell)
     stop = StopFlag()
-    with taking_signals(stop), in_use(prepared.cache_root):
+    with (
+        taking_signals(stop),
+        in_use(prepared.cache_root),
+        SharedCores(events=events),
+        pinning(prepared, events),
+    ):
         follow_job(
             Job(
                 prepared=prepared,
@@ -128,12 +130,25 @@ def _connect(ranks: Ranks, prepared: Prepared) -> None:
     ranks.connect(device, lag=report_lag(device))
 
 
-def with_base(prepared: Prepared) -> Prepared:
+def prepare_with_base(request: Request, *, hardware: Hardware | None = None) -> Prepared:
+    """Plan a run with its base on this machine, downloaded where it was not.
+
+    What is known of a base by name is less than its files say: captions are counted with its tokenizer.
+    """
+    prepared = prepare(request, hardware=hardware)
+    if prepared.facts.layout is None:
+        locate(prepared.config.base)
+        prepared = prepare(request, hardware=hardware)
+    return _with_base(prepared)
+
+
+def _with_base(prepared: Prepared) -> Prepared:
     """Return `prepared` with the base on this machine and its parts identified by content."""
     config = prepared.config
     facts = with_choices(
         locate(config.base), config.base, zero_terminal_snr=prepared.facts.zero_terminal_snr
     )
+    facts = replace(facts, chunks=prepared.facts.chunks)
     memo = HashMemo.load(prepared.cache_root / ".hashes.json")
     facts = identified(facts, memo)
     memo.save()

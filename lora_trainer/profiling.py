@@ -97,7 +97,9 @@ def _name(prepared: Prepared) -> str:
 
 def _activities() -> list[ProfilerActivity]:
     found = [ProfilerActivity.CPU]
-    return [*found, ProfilerActivity.CUDA] if torch.cuda.is_available() else found
+    own = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
+    device = torch.accelerator.current_accelerator()
+    return [*found, own[device.type]] if device is not None and device.type in own else found
 
 
 @dataclass(kw_only=True)
@@ -114,8 +116,8 @@ class _Watch:
         return progress.step in (WARMUP_STEPS, self.last)
 
     def __call__(self, progress: Progress) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         (self.profiler.start if progress.step == WARMUP_STEPS else self.profiler.stop)()
 
     def listen(self, event: Event) -> None:

@@ -21,6 +21,7 @@ import psutil
 from filelock import FileLock, Timeout
 from pydantic import Field, FiniteFloat, TypeAdapter
 
+from lora_trainer.detached import detached
 from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.files import disk_error, json_bytes, write_atomic
 from lora_trainer.hardware import detect
@@ -59,7 +60,7 @@ def ensure_worker(
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # it outlives the page or terminal that wanted it
+                    **detached(),  # it outlives the page or terminal that wanted it
                 )
         except OSError as error:
             raise disk_error(log, error) from error

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from lora_trainer.detached import detached, end_of, was_killed
 from lora_trainer.hardware import Hardware
 from lora_trainer.output.status import STATUS_FILE, lives, read_status, wrote_status
 from lora_trainer.output.wording import INTERRUPTED_EXIT_CODES, one_line
@@ -158,7 +159,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # what ends the worker does not reach it
+                **detached(),  # what ends the worker does not reach it
             )
         # It is there, alive or dead, until it is waited for.
         started_s = psutil.Process(process.pid).create_time()
@@ -219,11 +220,11 @@ def _exited(item: Item, code: int, *, said: str) -> Item:
         state, error = "finished", ""
     elif code in INTERRUPTED_EXIT_CODES or -code in _ASKED_TO_END:
         state, error = "stopped", ""
-    elif code < 0:
-        state = "interrupted" if -code == signal.SIGKILL else "failed"
-        error = f"the trainer was ended by signal {-code}"
-        if -code == signal.SIGKILL:
-            error += " (SIGKILL): somebody killed it, or the machine ran out of memory"
+    elif end := end_of(code):
+        state, error = "failed", f"the trainer {end}"
+        if was_killed(code):
+            state = "interrupted"
+            error += ": somebody killed it, or the machine ran out of memory"
     return replace(item, state=state, exit_code=code, error=error)
 
 

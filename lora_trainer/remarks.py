@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_trainer.config import AdapterSettings, concrete
-from lora_trainer.data.findings import Finding, warning
+from lora_trainer.data.findings import Finding, note, warning
 from lora_trainer.families.base import FileFormat
 from lora_trainer.formats import format_notes, planned_contents
 from lora_trainer.hardware import tier_problem
 from lora_trainer.launch import full_batch
 from lora_trainer.planning.matmul import dequantized_layers
 from lora_trainer.planning.optimizers import optimizer_remarks
+from lora_trainer.planning.run_time import MOST_HOURS
 from lora_trainer.prepare import Prepared
 
 
@@ -19,6 +20,8 @@ def remarks(prepared: Prepared) -> tuple[Finding, ...]:
     """Return what is odd about the base, the card and the file to come; `report` is about the data."""
     config, facts = prepared.config, prepared.facts
     found = []
+    if facts.assumed is not None:
+        found.append(warning("release", None, facts.assumed.sentence, advice=facts.assumed.setting))
     if facts.distilled and config.base.assistant is None:
         found.append(
             warning(
@@ -42,11 +45,12 @@ def remarks(prepared: Prepared) -> tuple[Finding, ...]:
             )
         )
     found += _enlarged(prepared)
+    found += _long(prepared)
     found += _wide(config.adapter)
     found += _dequantized(prepared)
     shapes = prepared.family.adapter_shapes(facts, targets=config.adapter.targets)
     found += optimizer_remarks(config, shapes=shapes)
-    card = prepared.hardware.accelerator().value
+    card = prepared.hardware.accelerator(sharing=prepared.sharing).value
     if too_small := tier_problem(card.total_bytes if card else None):
         advice = "lower data.resolution or adapter.rank if it does not fit"
         found.append(warning("card", None, too_small, advice=advice))
@@ -55,6 +59,21 @@ def remarks(prepared: Prepared) -> tuple[Finding, ...]:
     for missed in format_notes(format, planned_contents(config.adapter)):
         found.append(warning("format", None, f"output.format={format}: {missed}", advice=advice))
     return tuple(found)
+
+
+def _long(prepared: Prepared) -> Iterator[Finding]:
+    """Yield that a run takes longer than its priority means, on a card slower than those presets are for."""
+    priority, hours = prepared.resolved.priority, prepared.plan.run_time.seconds / 3600
+    if hours <= MOST_HOURS[priority] or prepared.plan.memory.limit_bytes is None:
+        return
+    advice = "train.steps, data.resolution and sampling.every_steps shorten it"
+    if priority != "speed":
+        advice = f"--priority speed shortens it most; so do {advice.partition(' shorten')[0]}"
+    what = (
+        f"about {hours:.1f} hours are predicted; {priority} is meant for "
+        f"{MOST_HOURS[priority]:g} with 20 pictures on an ordinary card"
+    )
+    yield note("time", None, what, advice=advice)
 
 
 def _wide(adapter: AdapterSettings) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from torch import nn
 from lora_trainer.config import CHECKPOINTING, Checkpointing, MemorySettings, concrete
 from lora_trainer.errors import MachineError, first_line
 from lora_trainer.events import Event, EventStream, Listener
-from lora_trainer.hardware import GIB, free_ram_bytes
+from lora_trainer.hardware import spare_ram_bytes
 from lora_trainer.model.checkpointing import apply_checkpointing
 from lora_trainer.model.host_weights import base_tensors
 from lora_trainer.model.out_of_memory import is_out_of_memory
@@ -26,9 +26,6 @@ from lora_trainer.planning.full_cards import FullCards
 from lora_trainer.prepare import Prepared
 from lora_trainer.streamed import moved_bytes
 from lora_trainer.train.training import Remedy
-
-HOST_MARGIN_BYTES = GIB
-"""Left free of the machine's memory by weights that move there unplanned."""
 
 
 def remedies(
@@ -65,7 +62,7 @@ def _remedies(
         )
     if on_host or concrete(settings.streamed_blocks):
         return
-    blocks = _room_for(denoiser, free_bytes=free_ram_bytes() // sharing - HOST_MARGIN_BYTES)
+    blocks = _room_for(denoiser, free_bytes=spare_ram_bytes() // sharing)
     if blocks:
         yield Remedy(
             key="memory.streamed_blocks",
@@ -115,7 +112,7 @@ def full_card_memo(prepared: Prepared, events: EventStream) -> Listener:
 
     def listener(event: Event) -> None:
         nonlocal told
-        if told or event.kind != "out_of_memory" or prepared.config.hardware.device != "cuda":
+        if told or event.kind != "out_of_memory" or prepared.config.hardware.device == "cpu":
             return
         told = True
         memo = FullCards.of(prepared.cache_root)
@@ -135,8 +132,9 @@ def full_card_memo(prepared: Prepared, events: EventStream) -> Listener:
             )
             return
         if found is not None:
+            card = (prepared.hardware.usable() or prepared.hardware.gpus)[0]
             events.problem(
-                f"{prepared.hardware.gpus[0].name} was planned to {memory.peak_bytes / limit_bytes:.0%}"
+                f"{card.name} was planned to {memory.peak_bytes / limit_bytes:.0%}"
                 f" of its limit and ran out of memory: later plans there take {found}",
                 fix=f"nothing; delete {memo.file.name} in the cache folder to forget it",
                 severity="note",

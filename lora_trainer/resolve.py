@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from lora_trainer.concepts import CONCEPT, SETTINGS
 from lora_trainer.config import (
     Config,
     build_config,
+    flatten,
     overlaid,
     setting_keys,
     setting_of,
@@ -29,6 +30,8 @@ from lora_trainer.settings_file import read_settings_file
 
 TIERS = ("cpu", "6-8", "10-12", "16-24")
 RESUMED = "resumed run"
+COMMAND_LINE = "command line"
+BATCH_SIZE = "train.batch_size"
 _FILE_SUFFIXES = (".json", ".toml")
 
 
@@ -39,10 +42,18 @@ class Origin:
     layer: str
     reason: str = ""
 
+    @property
+    def is_users(self) -> bool:
+        """Whether the user set it: typed, or written in a file of settings."""
+        return self.layer == COMMAND_LINE or self.layer.startswith(("config ", "preset "))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """One configuration, and for each `section.key` where its value comes from."""
+    """One configuration, and for each `section.key` where its value comes from.
+
+    `preset_batch_size` is the batch that the learning rate of the presets is for.
+    """
 
     config: Config
     origins: Mapping[str, Origin]
@@ -50,6 +61,7 @@ class Resolved:
     tier: str
     priority: str
     preset: str
+    preset_batch_size: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +114,12 @@ def resolve(
     else:
         layers = [_file_layer(preset_file, "preset", family)] if preset_file else []
     layers += [_file_layer(config_file, "config", family)] if config_file else []
-    layers.append(_Layer(values=overrides, name="command line"))
+    layers.append(_Layer(values=overrides, name=COMMAND_LINE))
+    presets: list[_Layer] = []
     if run_settings is None:
         concept = next((own.values[CONCEPT] for own in layers[::-1] if CONCEPT in own.values), "")
-        layers = [*_preset_layers(family, tier, priority), _concept_layer(str(concept)), *layers]
+        presets = _preset_layers(family, tier, priority)
+        layers = [*presets, _concept_layer(str(concept)), *layers]
     origins = {key: Origin(layer="default") for key in setting_keys()}
     values: dict[str, Any] = {}
     for layer in layers:
@@ -118,7 +132,31 @@ def resolve(
         tier=tier,
         priority=priority,
         preset=name,
+        preset_batch_size=next(
+            (own.values[BATCH_SIZE] for own in presets[::-1] if BATCH_SIZE in own.values), 1
+        ),
     )
+
+
+def lowered_to(resolved: Resolved, *, resolution_px: int) -> Resolved:
+    """Return the settings with preset resolutions no higher than what a base was trained on.
+
+    A preset is for the releases of its family; what somebody set stays.
+    """
+    own, more = "data.resolution", "data.more_resolutions"
+    values, origins = flatten(resolved.config), dict(resolved.origins)
+    if not (is_preset(origins[own].layer) and values[own] > resolution_px):
+        return resolved
+    reason = f"{values[own]} is preset, the base was trained on {resolution_px}"
+    values[own], origins[own] = resolution_px, replace(origins[own], reason=reason)
+    if is_preset(origins[more].layer):
+        values[more] = [side_px for side_px in values[more] if side_px < resolution_px]
+    return replace(resolved, config=build_config(values), origins=origins)
+
+
+def is_preset(layer: str) -> bool:
+    """Say whether a layer is one of the program's own presets, or a settings file named as one."""
+    return layer.split()[0] in ("family", "preset", "priority", "cell", "concept")
 
 
 def _build(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> Config:
@@ -129,7 +167,7 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> Config:
         where = [
             f"{key} is from {origin.reason or origin.layer}"
             for key, origin in blamed.items()
-            if origin.layer != "command line"
+            if origin.layer != COMMAND_LINE
         ]
         raise RequestError("; ".join([error.found.rstrip("."), *where]), fix=error.fix) from None
 

@@ -6,33 +6,37 @@ command line imports it only to train.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lora_trainer import __version__
+from lora_trainer import __version__, expandable_segments
 from lora_trainer.caching import refuse_small_cache, wanted_entries
-from lora_trainer.config import Config, concrete, flatten
+from lora_trainer.config import Config, build_config, concrete, flatten
+from lora_trainer.cores import SharedCores
 from lora_trainer.data.cache_use import in_use
 from lora_trainer.dataset_use import bucket_counts
-from lora_trainer.device import setup_torch
+from lora_trainer.device import pinning, setup_torch
 from lora_trainer.errors import InputError, LoraTrainError, MachineError, exit_code
 from lora_trainer.events import EventStream, JsonlWriter, Listener
 from lora_trainer.exporting import Job
 from lora_trainer.families.base import Layout
 from lora_trainer.launch import place
+from lora_trainer.notices import Notices
 from lora_trainer.output.checkpoints import TrainingState, load_newest
 from lora_trainer.output.hub import check_upload
 from lora_trainer.output.report import write_report
 from lora_trainer.output.status import Control, StatusWriter
 from lora_trainer.output.trackers import start_trackers, usable_trackers
 from lora_trainer.planning.fitting import gib
-from lora_trainer.prepare import Prepared, Request, prepare
-from lora_trainer.processes import follow, gather, with_base
+from lora_trainer.prepare import Prepared, Request, asked_for
+from lora_trainer.processes import follow, gather, prepare_with_base
 from lora_trainer.redaction import without_secrets
 from lora_trainer.remarks import remarks
 from lora_trainer.remedies import full_card_memo
@@ -56,9 +60,7 @@ from lora_trainer.show.answers import doctor_json
 from lora_trainer.show.plan import plan_json
 from lora_trainer.stopping import StopFlag, taking_signals
 from lora_trainer.train.progress import Action
-from lora_trainer.train.ranks import Ranks, joined
-
-SAMPLE_PROMPTS = 4
+from lora_trainer.train.ranks import Ranks, isolate_accelerate, joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +83,10 @@ def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
 
     Raises LoraTrainError; once there is a run folder, its events, status and report say so too.
     """
-    timeout_s = Config().hardware.process_timeout_s
+    isolate_accelerate()
     here = place()
     request = replace(asked.request, processes=here.count, sharing=here.local_count)
-    with joined(here, timeout_s=timeout_s) as ranks:
+    with joined(here, timeout_s=_process_timeout_s(asked)) as ranks:
         if here.leads:
             return _lead(replace(asked, request=request), ranks, listeners)
         return follow(request, ranks)
@@ -95,10 +97,10 @@ def _lead(asked: TrainRequest, ranks: Ranks, listeners: tuple[Listener, ...]) ->
     previous = _previous(asked)
     before = read_run(previous) if previous is not None and not is_unborn(previous) else None
     request = replace(asked.request, **_as_planned(before, processes=ranks.place.count))
-    prepared = with_base(prepare(request))
+    prepared = prepare_with_base(request)
     if asked.strict:
         _refuse_problems(prepared)
-    prompts = sample_prompts(prepared, count=SAMPLE_PROMPTS)
+    prompts = sample_prompts(prepared)
     place = _place(prepared)
     _refuse_small_disk(prepared)
     wanted = wanted_entries(prepared, prompts)
@@ -108,9 +110,14 @@ def _lead(asked: TrainRequest, ranks: Ranks, listeners: tuple[Listener, ...]) ->
     environment = setup_torch(prepared)
     resumption = _resumption(before, prepared, environment) if before else None
     folder = claim(previous) if previous is not None else create(*place)
-    with folder, _recorded(folder, prepared, listeners) as (events, stop):
+    with (
+        folder,
+        _recorded(folder, prepared, listeners, ranks) as (events, stop),
+        pinning(prepared, events),
+    ):
         events.subscribe(full_card_memo(prepared, events))
-        gather(ranks, prepared, folder, events, prompts=prompts)
+        with _end_recorded(folder, events):
+            gather(ranks, prepared, folder, events, prompts=prompts)
         job = Job(
             prepared=prepared,
             folder=folder,
@@ -126,16 +133,45 @@ def _lead(asked: TrainRequest, ranks: Ranks, listeners: tuple[Listener, ...]) ->
         _announce(job, resumption)
         write_run(folder, _run_record(job, asked, environment))
         try:
-            with in_use(prepared.cache_root):
+            with (
+                _end_recorded(folder, events),
+                in_use(prepared.cache_root),
+                SharedCores(events=events),
+                Notices(prepared=prepared, events=events),
+            ):
                 file = train_job(job)
-        except LoraTrainError as error:
-            step = last_step(folder)
-            events.emit("stopped", reason=str(error), exit_code=exit_code(error), step=step)
+        except LoraTrainError:
             write_report(folder.path)
             raise
         events.emit("phase", phase="report", message="report.html", done=0, total=0)
         write_report(folder.path)
         return file
+
+
+@contextmanager
+def _end_recorded(folder: RunFolder, events: EventStream) -> Iterator[None]:
+    """Write into the run's records and status why it ends."""
+    try:
+        yield
+    except LoraTrainError as error:
+        _record_end(folder, events, str(error), code=exit_code(error))
+        raise
+
+
+def _record_end(folder: RunFolder, events: EventStream, reason: str, *, code: int) -> None:
+    events.emit("stopped", reason=reason, exit_code=code, step=last_step(folder))
+
+
+def _process_timeout_s(asked: TrainRequest) -> float:
+    """Return `hardware.process_timeout_s` as the processes meet by it, before one of them plans."""
+    settings: dict[str, Any] | None = None
+    previous = _previous(asked)
+    if previous is not None:
+        with suppress(LoraTrainError):  # the leader says so, or the run lies on its machine
+            settings = read_run(previous)["settings"]
+    key = "hardware.process_timeout_s"
+    value = asked_for(replace(asked.request, run_settings=settings), key)
+    return build_config({} if value is None else {key: value}).hardware.process_timeout_s
 
 
 def _as_planned(before: dict[str, Any] | None, *, processes: int) -> dict[str, Any]:
@@ -205,7 +241,7 @@ def _newest_state(folder: RunFolder, events: EventStream) -> TrainingState | Non
 
 @contextmanager
 def _recorded(
-    folder: RunFolder, prepared: Prepared, listeners: tuple[Listener, ...]
+    folder: RunFolder, prepared: Prepared, listeners: tuple[Listener, ...], ranks: Ranks
 ) -> Iterator[tuple[EventStream, StopFlag]]:
     """Open the run's records and take over Ctrl-C and SIGTERM while the block runs."""
     events = EventStream()
@@ -220,6 +256,8 @@ def _recorded(
     )
     status = StatusWriter(folder.path, events)
     events.subscribe(status)
+    if ranks.monitor is not None:
+        ranks.monitor.on_end = partial(_record_end, folder, events, code=MachineError.exit_code)
     control = Control(folder.path)
     control.forget_before(status.status.pid_started_s)
     stop = StopFlag(control=control)
@@ -330,6 +368,7 @@ def _run_record(job: Job, asked: TrainRequest, environment: dict[str, Any]) -> d
         "environment": {
             "exactness": environment,
             "python": sys.version.split()[0],
+            "allocator": expandable_segments.said(os.environ),
             **doctor_json(prepared.hardware),
         },
         "dataset": {

@@ -13,22 +13,27 @@ from lora_trainer.data.loader import Feeder
 from lora_trainer.data.needs import Needs
 from lora_trainer.data.sources import Entries
 from lora_trainer.device import DTYPES, encoder_device
+from lora_trainer.device_calls import kind_of
 from lora_trainer.exporting import Job, copied, copied_words, exporter
 from lora_trainer.output.export import prune_exports, step_export_name
 from lora_trainer.output.samples import SampleAction
 from lora_trainer.output.state_codec import Copy
 from lora_trainer.output.state_writer import Export, StateWriter
 from lora_trainer.output.status import Control
+from lora_trainer.planning.optimizers import OPTIMIZERS
+from lora_trainer.planning.run_time import VALIDATION_QUANTILES
 from lora_trainer.prepare import Prepared
 from lora_trainer.redaction import without_secrets
-from lora_trainer.train.actions import SaveAction, ValidateAction
+from lora_trainer.train.actions import FixedLosses, LearningAction, SaveAction, ValidateAction
+from lora_trainer.train.learning import Circumstances, look_step
+from lora_trainer.train.optim import learning_rate
 from lora_trainer.train.progress import Progress
 from lora_trainer.trained_parts import Parts
 
-VALIDATION_QUANTILES = 8
+LEARNING_PICTURES, LEARNING_QUANTILES = 2, 4
 
 
-def sample_prompts(prepared: Prepared, *, count: int) -> tuple[str, ...]:
+def sample_prompts(prepared: Prepared) -> tuple[str, ...]:
     """Return the prompts of the sample images: the setting, else captions, held-out ones first."""
     config = prepared.config
     if config.sampling.prompts:
@@ -39,23 +44,50 @@ def sample_prompts(prepared: Prepared, *, count: int) -> tuple[str, ...]:
         for record in (*prepared.held_out, *prepared.trained)
         if record.caption
     )
-    return tuple(captions)[:count] or ("",)
+    return tuple(captions)[: config.sampling.prompts_from_captions] or ("",)
 
 
 def validate_action(job: Job, wanted: Needs, feeder: Feeder, parts: Parts) -> ValidateAction:
     """Return what validates on the held-out images; it does nothing without any."""
     held_out = [record.sample_ids()[0] for record in job.prepared.held_out]
     keys = [(sample, wanted.sources[sample]) for sample in held_out]
+    batches = feeder.validation(keys, quantiles=VALIDATION_QUANTILES) if keys else ()
     return ValidateAction(
-        batches=feeder.validation(keys, quantiles=VALIDATION_QUANTILES) if keys else (),
-        model=parts.model,
+        fixed=FixedLosses(batches=batches, model=parts.model, ranks=job.ranks),
         chosen=parts.chosen,
         every_steps=concrete(job.prepared.config.train.validate_every_steps),
         events=job.events,
-        ranks=job.ranks,
         watch_plateaus=job.prepared.config.train.lower_on_plateau,
         watch_best=_watches_best(job.prepared.config),
         on_best=parts.adapter.keep_as_best if parts.adapter.best else lambda: None,
+    )
+
+
+def learning_action(job: Job, wanted: Needs, feeder: Feeder, parts: Parts) -> LearningAction:
+    """Return what sees that a run learns nothing, by a few of the pictures that it trains on."""
+    config = job.prepared.config
+    steps, settings = concrete(config.train.steps), config.optimizer
+    step = None
+    if OPTIMIZERS[settings.name].rate is None:  # else it finds its rate, and nobody knows when
+        step = look_step(steps=steps, batch_size=config.train.batch_size)
+    rates, batches = learning_rate(settings, steps=steps), []
+    if step is not None:
+        trained = [record.sample_ids()[0] for record in job.prepared.trained]
+        keys = [(sample, wanted.sources[sample]) for sample in trained[:LEARNING_PICTURES]]
+        batches = feeder.validation(keys, quantiles=LEARNING_QUANTILES)
+    rate_sums = [sum(rates(done) for done in range(count)) for count in (step or 0, steps)]
+    return LearningAction(
+        fixed=FixedLosses(batches=batches, model=parts.model, ranks=job.ranks),
+        step=step,
+        so_far=rate_sums[0] / rate_sums[1] if rate_sums[1] else 0.0,
+        about=Circumstances(
+            device=kind_of(parts.model.device).name,
+            rate=settings.learning_rate,
+            rate_sum=rate_sums[0],
+            loss_scale=None,
+            alpha_over_rank=parts.adapter.alpha / parts.adapter.rank,
+        ),
+        events=job.events,
     )
 
 

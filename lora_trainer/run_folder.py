@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from lora_trainer.files import (
     disk_error,
     json_bytes,
     read_json_object,
+    windows_name_problem,
     write_atomic,
 )
 
@@ -120,6 +122,8 @@ def checked_name(name: str) -> str:
         problem = "holds signs that cannot be shown"
     elif name != name.strip() or not name.strip(".") or set(name) & set("/\\"):
         problem = "is no plain name of a folder"
+    elif sys.platform == "win32" and (fault := windows_name_problem(name)):
+        problem = fault
     elif len(name.encode()) > MAX_NAME_BYTES:
         problem = f"is {len(name.encode())} bytes long, {MAX_NAME_BYTES} are allowed"
     else:

@@ -18,9 +18,15 @@ from lora_trainer.feeding import build_feeder
 from lora_trainer.output.checkpoints import TrainingState, freeze, state_bytes, state_of
 from lora_trainer.output.export import final_export_name
 from lora_trainer.output.state_writer import StateWriter
+from lora_trainer.plain_way import plain_way
 from lora_trainer.prepare import Prepared
 from lora_trainer.remedies import remedies, told_if_full
-from lora_trainer.run_actions import sample_action, save_action, validate_action
+from lora_trainer.run_actions import (
+    learning_action,
+    sample_action,
+    save_action,
+    validate_action,
+)
 from lora_trainer.run_folder import EVENTS_FILE, RunFolder, cut_events
 from lora_trainer.train.actions import CompareAction
 from lora_trainer.train.guards import GuardState
@@ -78,6 +84,7 @@ def train_job(job: Job) -> Path:
         actions=[
             *job.watchers,
             validate_action(job, wanted, feeder, parts),
+            learning_action(job, wanted, feeder, parts),
             sample_action(job, feeder.entries, parts),
             CompareAction(saves=saves, ranks=job.ranks),
             saves,
@@ -143,6 +150,7 @@ def follow_job(job: Job) -> None:
     unwritten = StateWriter(folder=job.folder.states, keep=0, events=job.events)
     actions: list[Action] = [
         validate_action(job, wanted, feeder, parts),
+        learning_action(job, wanted, feeder, parts),
         CompareAction(
             saves=save_action(job, unwritten, parts, BestExport(job=job, adapter=parts.adapter)),
             ranks=ranks,
@@ -179,8 +187,12 @@ def _training(
         device=parts.model.device,
         sharing=job.ranks.place.local_count,
     )
-    for remedy in found[: start.guard.remedies]:
-        remedy.apply()  # what this run found out before it was interrupted
+    plain = plain_way(config, parts, sharing=job.ranks.place.local_count)
+    if start.guard.plain:  # what this run found out before it was interrupted
+        for change in plain.changes:
+            change.apply()
+    for remedy in (plain.remedies if start.guard.plain else found)[: start.guard.remedies]:
+        remedy.apply()
     images_at_once = _latents_at_once(job.prepared)
     return Training(
         model=parts.model,
@@ -200,11 +212,13 @@ def _training(
         ranks=job.ranks,
         images_at_once=images_at_once,
         remedies=found,
+        plain=plain,
         restore=restore,
         watch_spikes=config.train.tighten_on_spike,
         stages=stages(config, parts.adapter),
         stop_after_validations=config.train.stop_after_validations,
         afterwards=afterwards(config, parts.adapter),
+        from_zero=parts.from_zero,
         speedups=speedups(job, parts, start.guard, images_at_once=images_at_once),
     )
 

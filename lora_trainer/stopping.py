@@ -51,7 +51,7 @@ class StopFlag:
     def handle(self, number: int, _frame: FrameType | None) -> None:
         """Take a signal; those within one second (launchers forward them) count once.
 
-        A terminal that goes away (SIGHUP) stops the run as SIGTERM does.
+        A terminal that goes away (SIGHUP, on Windows SIGBREAK) stops the run as SIGTERM does.
         """
         now_s = self.clock()
         if now_s - self.last_s >= 1.0:
@@ -99,7 +99,9 @@ def taking_signals(stop: StopFlag) -> Iterator[None]:
 def _stop_signals() -> list[int]:
     """Return the signals that stop a run; SIGHUP is left alone where `nohup` has it ignored."""
     stopping: list[int] = [signal.SIGINT, signal.SIGTERM]
-    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
-    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
-        stopping.append(hangup)
+    # POSIX has SIGHUP, Windows SIGBREAK: Ctrl-Break, and a window that is being closed.
+    for name in ("SIGHUP", "SIGBREAK"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            stopping.append(number)
     return stopping

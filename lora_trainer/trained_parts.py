@@ -12,12 +12,15 @@ from torch import nn
 
 from lora_trainer.config import SCHEDULE_FREE, Config, concrete
 from lora_trainer.errors import RequestError
+from lora_trainer.events import EventStream
 from lora_trainer.exporting import Job
 from lora_trainer.families.base import DENOISER
 from lora_trainer.model.adapters import Adapter
 from lora_trainer.model.compiling import CompiledBlocks
 from lora_trainer.model.graph import CudaCapture
 from lora_trainer.model.norm_limit import limit_norms
+from lora_trainer.model.products import Int8Layouts
+from lora_trainer.model.streaming import Streamed
 from lora_trainer.networks import Networks, arrange, build_model, load_networks, with_adapter
 from lora_trainer.output.adapter_tensors import split_key
 from lora_trainer.output.checkpoints import TrainingState
@@ -47,6 +50,9 @@ class Parts:
     optimizer: torch.optim.Optimizer
     parameters: Sequence[nn.Parameter]
     scaler: torch.amp.GradScaler
+    streamed: Streamed | None
+    from_zero: Sequence[nn.Parameter]
+    """Those of a new adapter that are zero; none of one that goes on from a file, or starts elsewhere."""
     chosen: Callable[[], AbstractContextManager[None]]
     """Puts the weights that are exported, sampled and validated in force while a block runs."""
 
@@ -65,19 +71,39 @@ def build_parts(job: Job) -> Parts:
     prepared, config = job.prepared, job.prepared.config
     with told_if_full(f"loading {prepared.facts.source}", events=job.events):
         networks = load_networks(prepared)
+        if networks.int8 is not None:
+            _tell_missing_products(networks.int8, job.events)
         adapter = with_adapter(prepared, networks, job.state)
-        arrange(prepared, networks.denoiser)
+        streamed = arrange(prepared, networks)
         groups = adapter.groups(config.optimizer)
         optimizer = build_optimizer(groups, config.optimizer)
     model = build_model(prepared, networks, adapter)
+    parameters = [parameter for group in groups for parameter in group["params"]]
     return Parts(
         networks=networks,
         adapter=adapter,
         model=model,
         optimizer=optimizer,
-        parameters=[parameter for group in groups for parameter in group["params"]],
+        parameters=parameters,
+        from_zero=[parameter for parameter in parameters if not parameter.any()],
         scaler=torch.amp.GradScaler(model.device.type, enabled=config.train.precision == "fp16"),
+        streamed=streamed,
         chosen=_chosen(config, adapter, optimizer),
+    )
+
+
+def _tell_missing_products(layouts: Int8Layouts, events: EventStream) -> None:
+    """Say once which int8 products this device has not; the plan counts on those of forward passes."""
+    if layouts.against_forward:
+        found = "has no int8 products: each weight is made whole, which is slower"
+    elif layouts.against_backward:
+        found = "has no int8 products for the backward pass, where weights are made whole"
+    else:
+        return
+    events.problem(
+        f"this device {found} ({layouts.against_forward or layouts.against_backward})",
+        fix="nothing; --set memory.base_matmul=dequantized does not try them",
+        severity="warning" if layouts.against_forward else "note",
     )
 
 
@@ -134,9 +160,9 @@ def speedups(
     found = Speedups(
         compiled_shapes=frozenset(shapes), uncompiled=guard.uncompiled, ungraphed=guard.ungraphed
     )
-    if config.hardware.compile == "blocks" and not guard.uncompiled:
+    if config.hardware.compile == "blocks" and not (guard.uncompiled or guard.plain):
         found.compiled = CompiledBlocks(parts.networks.denoiser, shapes=len(shapes))
-    if config.hardware.cuda_graphs is True and not guard.ungraphed:
+    if config.hardware.cuda_graphs is True and not (guard.ungraphed or guard.plain):
         found.graphs = StepGraphs(
             capture=CudaCapture(parts.model.device),
             parameters=parts.parameters,

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from lora_trainer import families
-from lora_trainer.config import BaseSettings, Config, SamplingSettings, build_config
+from lora_trainer.config import BaseSettings, Config, Precision, SamplingSettings, build_config
+from lora_trainer.device import DTYPES, best_device
 from lora_trainer.errors import InputError, RequestError
 from lora_trainer.families.base import Family
 from lora_trainer.files import disk_error, write_atomic
-from lora_trainer.model.load import locate, with_choices
+from lora_trainer.model.load import locate, with_caption_tokens, with_choices
 from lora_trainer.output.adapter_file import read_adapter
 from lora_trainer.output.embedding_file import embedding_path, read_embedding, trained_words
 from lora_trainer.output.export import final_export_name
@@ -65,9 +66,10 @@ def make_images(
     if config is not None:
         zero = config.objective.zero_terminal_snr
         facts = with_choices(facts, settings, zero_terminal_snr=None if zero == "auto" else zero)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        facts = with_caption_tokens(facts, config.data.caption_tokens)
+    device, has_bf16 = best_device()
     family = families.family(facts.family)
+    dtype = DTYPES[_precision(family, device, has_bf16=has_bf16)]
     pipeline = family.plain_pipeline(facts, dtype=dtype, device=device)
     pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
     named = _taught(pipeline, family, file, metadata)
@@ -82,8 +84,12 @@ def make_images(
     for (index, prompt), strength in product(enumerate(prompts), strengths):
         pipeline.set_adapters(pipeline.get_active_adapters(), adapter_weights=strength)
         image = pipeline(
-            **family.prompt_arguments(
-                named(prompt), sampling.negative_prompt, guidance_scale=sampling.guidance_scale
+            **family.pipeline_arguments(
+                pipeline,
+                facts,
+                named(prompt),
+                sampling.negative_prompt,
+                guidance_scale=sampling.guidance_scale,
             ),
             generator=torch.Generator().manual_seed(seed + index),
             num_inference_steps=sampling.steps,
@@ -95,6 +101,12 @@ def make_images(
         image.save(png, format="PNG")
         write_atomic(output / name, png.getvalue(), durable=False)
         yield output / name
+
+
+def _precision(family: Family, device: torch.device, *, has_bf16: bool) -> Precision:
+    if device.type == "cpu":
+        return "fp32"
+    return next(each for each in family.precisions if each != "bf16" or has_bf16)
 
 
 def _taught(

@@ -6,6 +6,7 @@ None imports torch.
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -48,13 +49,14 @@ def doctor(
     set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
     json: Json = False,
 ) -> Answer:
-    """Say what this machine has, each fact with its reason, and what is missing."""
-    from lora_trainer.show.answers import cleared_text, doctor_json, doctor_text
+    """Say what this machine is, what trains on it and why, and what is missing with how to mend it."""
+    from lora_trainer.config import build_config
+    from lora_trainer.dataset_use import cache_in
+    from lora_trainer.show.answers import cleared_text, doctor_json
+    from lora_trainer.show.doctor import checks, checks_json, doctor_text
 
     if clear_cache:
-        from lora_trainer.config import build_config
         from lora_trainer.data.cache_use import clear
-        from lora_trainer.dataset_use import cache_in
 
         done = clear(cache_in(build_config(overrides(set_))))
         cleared = {"folder": str(done.folder), "files": done.files, "bytes": done.bytes}
@@ -65,7 +67,10 @@ def doctor(
     from lora_trainer.hardware import detect
 
     hardware = detect()
-    return Answer(value=doctor_json(hardware) if json else doctor_text(hardware), as_json=json)
+    found = checks(hardware, cache=cache_in(build_config({})).root, environment=os.environ)
+    if json:
+        return Answer(value={**doctor_json(hardware), "checks": checks_json(found)}, as_json=True)
+    return Answer(value=doctor_text(found), as_json=False)
 
 
 def gui(

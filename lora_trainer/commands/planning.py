@@ -40,9 +40,10 @@ def plan(
     set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
     vram: Vram = None,
     processes: Annotated[int, Parameter(help="answer for that many, a card each")] = 1,
+    all_: Annotated[bool, Parameter(name="--all", negative="", help="show every setting")] = False,
     json: Json = False,
 ) -> Answer:
-    """Predict memory, time and disk of a training, with every setting and its origin. Needs no GPU."""
+    """Predict memory, time and disk of a training, and say who decided its settings. Needs no GPU."""
     if not 1 <= processes <= 4096:
         raise RequestError(f"--processes {processes}", fix="give a number from 1 to 4096")
     if vram is not None and not 0 < vram <= 1024:
@@ -61,13 +62,16 @@ def plan(
         processes=processes,
         sharing=processes,
     )
-    return planned(asked, as_json=json)
+    return planned(asked, as_json=json, everything=all_)
 
 
-def planned(asked: Request, *, as_json: bool) -> Answer:
+def planned(asked: Request, *, as_json: bool, everything: bool = False) -> Answer:
     """Return what a training would take."""
-    from lora_trainer.prepare import prepare
+    from lora_trainer.prepare import longer, prepare
     from lora_trainer.show.plan import plan_json, plan_text
 
     prepared = prepare(asked)
-    return Answer(value=plan_json(prepared) if as_json else plan_text(prepared), as_json=as_json)
+    more = longer(asked, prepared)
+    if as_json:
+        return Answer(value=plan_json(prepared, more), as_json=True)
+    return Answer(value=plan_text(prepared, more, everything=everything), as_json=False)

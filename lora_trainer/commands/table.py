@@ -27,7 +27,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": _of(
         "planning",
         "plan",
-        "Predict memory, time and disk of a training, with every setting and its origin. Needs no GPU.",
+        "Predict memory, time and disk of a training, and say who decided its settings. Needs no GPU.",
     ),
     "check": _of(
         "looking",
@@ -100,7 +100,7 @@ COMMANDS: Mapping[str, Command] = {
     "doctor": _of(
         "looking",
         "doctor",
-        "Say what this machine has, each fact with its reason, and what is missing.",
+        "Say what this machine is, what trains on it and why, and what is missing with how to mend it.",
     ),
     "gui": _of(
         "looking",

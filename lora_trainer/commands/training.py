@@ -85,7 +85,12 @@ def train(
         from lora_trainer.run import train as run_training
 
     request = Request(
-        dataset=dataset, preset=preset, priority=priority, config_file=config, overrides=typed
+        dataset=dataset,
+        preset=preset,
+        priority=priority,
+        config_file=config,
+        overrides=typed,
+        fetches=True,
     )
     asked = TrainRequest(
         request=request,

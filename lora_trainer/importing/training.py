@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config import build_config
+from lora_trainer.config import CHUNK_TOKENS, build_config
 from lora_trainer.data.listing import list_dataset
 from lora_trainer.errors import InputError, RequestError
 from lora_trainer.importing import learning
@@ -226,10 +226,12 @@ def _comment(options: Options) -> None:
         options.found.stays("training_comment", "is not given, or metadata_description is")
 
 
-def _prompt_length(options: Options) -> None:
-    length = options.values["max_token_length"]
-    why = "the base says how long prompts may be"
-    options.found.lacks("max_token_length", None if length in (None, 75) else length, why)
+def _caption_length(options: Options) -> None:
+    length = options.given("max_token_length")
+    if length is None:
+        options.found.set("data.caption_tokens", CHUNK_TOKENS, DEFAULT)
+    else:
+        options.set("max_token_length", "data.caption_tokens", int(length))
 
 
 def _raw(options: Options) -> None:
@@ -285,7 +287,6 @@ _READERS: Mapping[tuple[str, ...], Reader] = {
     ("huggingface_repo_visibility",): _visibility,
     ("log_with",): _trackers,
     ("training_comment",): _comment,
-    ("max_token_length",): _prompt_length,
     ("model_prediction_type",): _raw,
     ("masked_loss", "alpha_mask"): _masked,
     ("reg_data_dir", "prior_loss_weight"): _regularisation,
@@ -294,6 +295,7 @@ _READERS: Mapping[tuple[str, ...], Reader] = {
 """Readers of options that are there."""
 _LATER: Mapping[tuple[str, ...], Reader] = {
     ("enable_bucket",): _buckets,
+    ("max_token_length",): _caption_length,
     ("network_alpha",): learning.alpha,
     ("network_train_unet_only", "text_encoder_lr"): learning.text_encoder,
     ("learning_rate", "unet_lr"): learning.learning_rate,

@@ -42,6 +42,7 @@ SAME: Mapping[str, str] = {
     "metadata_description": "output.description",
     "huggingface_repo_id": "output.hub_repo",
     "weighted_captions": "data.emphasis",
+    "clip_skip": "base.clip_skip",
 }
 _CACHED = "latents and text-encoder outputs are always cached, and never stale"
 _SAVED = "states for a resume are always saved"
@@ -130,7 +131,6 @@ WITHOUT_EQUIVALENT: Mapping[str, str] = {
     "token_warmup_min": _WARMUP,
     "token_warmup_step": _WARMUP,
     "resize_interpolation": "pictures are always resized with Lanczos",
-    "clip_skip": "text is read from the layer that the base was released with",
     "tokenizer": "the base's own is used",
     "network_train_text_encoder_only": "the denoiser is always trained",
     "dim_from_weights": "give adapter.rank",

@@ -27,6 +27,7 @@ from lora_trainer.families.costs import KEEP_ATTENTION, kept_blocks
 from lora_trainer.model.copy_stream import CopyStream, Done
 from lora_trainer.model.kept_results import Policy, keeping
 from lora_trainer.model.live_storages import storage_key
+from lora_trainer.model.pinned_memory import pinned
 
 BLOCKS_ON_DEVICE = 2
 """Blocks whose inputs are on the device at a time: that of the block at work, and one on its way."""
@@ -236,8 +237,8 @@ class _Kept:
         self._shape, self._dtype = tensor.shape, tensor.dtype
         self._host: Tensor | None = None
         if not tensor.is_meta:  # a traced network has no host memory to copy to
-            self._host = self._empty(
-                device=torch.device("cpu"), pin_memory=tensor.device.type == "cuda"
+            self._host = pinned().empty(
+                self._shape, strides=self._strides, dtype=self._dtype, device=tensor.device
             )
             self._done = stream.copy(self._host, tensor)
 
@@ -255,7 +256,7 @@ class _Kept:
         """Start the way back, if it is not on the device."""
         if self._on_device is not None:
             return
-        self._on_device = self._empty(device=self._stream.device)
+        self._on_device = self._empty()
         if self._host is not None:
             self._done = self._stream.copy(self._on_device, self._host)
 
@@ -267,9 +268,10 @@ class _Kept:
         self.leave()
         return found
 
-    def _empty(self, *, device: torch.device, pin_memory: bool = False) -> Tensor:
+    def _empty(self) -> Tensor:
+        """Return room for it on the device."""
         return torch.empty_strided(
-            self._shape, self._strides, dtype=self._dtype, device=device, pin_memory=pin_memory
+            self._shape, self._strides, dtype=self._dtype, device=self._stream.device
         )
 
 

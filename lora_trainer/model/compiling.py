@@ -88,7 +88,7 @@ class CompiledBlocks:
 
 def compiler_version(device: torch.device) -> str:
     """Return what compiled code depends on besides torch and the device."""
-    if device.type == "cuda":
+    if device.type != "cpu":
         return f"triton {version('triton')}" if find_spec("triton") else "none"
     try:
         asked = [os.environ.get("CXX", "g++"), "--version"]

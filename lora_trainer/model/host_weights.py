@@ -1,12 +1,14 @@
 """Frozen weights of blocks packed into host memory, so that one copy brings a block to a device.
 
 Input are modules of a network; their tensors become views of one piece of memory per block, on the
-host or wherever that memory was copied to. Adapters inside the blocks are left alone. The memory of
-all blocks is pinned in place: torch's own pinned allocations are rounded up to a power of two.
+host or wherever that memory was copied to. Adapters inside the blocks are left alone. Each block is
+pinned in place, or not: torch's own pinned allocations are rounded up to a power of two, and no copy may
+reach over the end of what is pinned.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.hardware import GIB
+from lora_trainer.errors import RequestError
+from lora_trainer.model.pinned_memory import pinned, whole_pages
 
 ALIGNMENT_BYTES = 256
 """Where tensors begin: matrix kernels are chosen by alignment, and look no further than this."""
-_PORTABLE = 1
-"""Pinned for every device of the process."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,33 +96,30 @@ def base_tensors(block: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
         yield from base_tensors(child)
 
 
-def pack(blocks: Sequence[PackedBlock]) -> Tensor:
-    """Move the tensors of blocks into one piece of host memory, uint8, block after block; return it."""
-    memory = torch.empty(sum(block.bytes for block in blocks), dtype=torch.uint8)
-    for block, part in zip(blocks, parts(memory, blocks), strict=True):
-        block.take_in(part)
-    return memory
-
-
-def parts(memory: Tensor, blocks: Sequence[PackedBlock]) -> tuple[Tensor, ...]:
-    """Return each block's part of what `pack` returned."""
-    found: tuple[Tensor, ...] = memory.split([block.bytes for block in blocks])
+def pack(blocks: Sequence[PackedBlock]) -> list[Tensor]:
+    """Move the tensors of each block into memory of its own on the host, uint8; return that."""
+    found = []
+    for block in blocks:
+        memory = whole_pages(block.bytes)
+        block.take_in(memory)
+        found.append(memory)
     return found
 
 
 def pin(
-    memory: Tensor, *, fix: str = "free host memory, or use a smaller memory.streamed_blocks"
-) -> None:
-    """Lock host memory in place for asynchronous copies; raises MachineError when the system refuses."""
-    code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
-    if int(code) != 0:
-        raise MachineError(
-            f"the system refused to pin {memory.nbytes / GIB:.1f} GiB of host memory (CUDA error "
-            f"{int(code)})",
-            fix=fix,
-        )
+    memories: Sequence[Tensor], *, device: torch.device, owner: object
+) -> weakref.finalize[..., Any]:
+    """Lock host memory in place for copies to a device, one after the other, as far as the system lets us.
 
+    It stays pinned as long as `owner` lives, or until what is returned is called; no copy may be under
+    way then.
+    """
+    undone = [undo for memory in memories if (undo := pinned().in_place(memory, device=device))]
 
-def unpin(address: int) -> None:
-    """Undo `pin`; the memory must not be in use by a copy."""
-    torch.cuda.cudart().cudaHostUnregister(address)
+    def unpin() -> None:
+        while undone:
+            undone.pop()()
+
+    undo = weakref.finalize(owner, unpin)
+    undo.atexit = False  # CUDA may be gone by then
+    return undo

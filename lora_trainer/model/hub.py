@@ -14,13 +14,15 @@ from pathlib import Path, PurePosixPath
 from lora_trainer.errors import InputError, MachineError, first_line
 from lora_trainer.families.base import Part
 
-_TEXTS = frozenset({".json", ".txt", ".model"})
-_SKIPPED_FOLDERS = frozenset({"safety_checker", "feature_extractor", "image_encoder", "onnx"})
+_TEXTS = frozenset({".json", ".txt", ".model", ".jinja"})
+"""Configurations, vocabularies, SentencePiece's models, chat templates."""
+_TOP_TEXTS = frozenset({"model_index.json", "config.json"})
 _PART_FOLDERS: dict[Part, re.Pattern[str]] = {
     "denoiser": re.compile(r"unet|transformer"),
     "vae": re.compile(r"vae"),
     "text_encoder": re.compile(r"text_encoder(_\d)?"),
 }
+_TEXT_FOLDERS = re.compile(r"scheduler|tokenizer(_\d)?")
 _VARIANT = re.compile(r"\.(fp16|non_ema|bf16|ema)(?=[.-])")
 
 
@@ -122,7 +124,7 @@ def wanted(names: Iterable[str], *, without: frozenset[Part]) -> list[str]:
     Full precision is preferred, as it is when loading; `fp16` where there is nothing else.
     """
     kept = [path for path in map(PurePosixPath, names) if _is_read(path)]
-    chosen = [path for path in kept if path.suffix in _TEXTS]
+    chosen = [path for path in kept if path.suffix in _TEXTS and not _VARIANT.search(path.name)]
     weights = [path for path in kept if path.suffix == ".safetensors"]
     folders = {path.parent for path in weights}
     if len(folders) > 1:  # weights at the top are a second copy of the model
@@ -132,11 +134,24 @@ def wanted(names: Iterable[str], *, without: frozenset[Part]) -> list[str]:
             inside = [path for path in weights if path.parent == folder]
             plain = [path for path in inside if not _VARIANT.search(path.name)]
             chosen += plain or [path for path in inside if ".fp16." in path.name]
+            if not plain:
+                chosen += [
+                    path for path in kept if path.parent == folder and _is_index_of_fp16(path)
+                ]
     return sorted(map(str, chosen))
 
 
 def _is_read(path: PurePosixPath) -> bool:
-    return len(path.parts) <= 2 and path.parts[0] not in _SKIPPED_FOLDERS
+    """Say whether a file is at the top or in the folder of a component; others are exports and spares."""
+    if len(path.parts) == 1:
+        return path.suffix == ".safetensors" or path.name in _TOP_TEXTS
+    folder = path.parts[0]
+    known = _TEXT_FOLDERS.fullmatch(folder) or _is_part(folder, frozenset(_PART_FOLDERS))
+    return len(path.parts) == 2 and bool(known)
+
+
+def _is_index_of_fp16(path: PurePosixPath) -> bool:
+    return path.suffix == ".json" and ".safetensors.index.fp16." in path.name
 
 
 def _is_part(folder: str, parts: frozenset[Part]) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer import families
-from lora_trainer.config import BaseSettings
+from lora_trainer.config import CHUNK_TOKENS, Auto, BaseSettings
 from lora_trainer.errors import InputError, MachineError, RequestError, first_line
 from lora_trainer.families.base import BaseFacts, Family, Layout, Part
 from lora_trainer.families.folder import AGAIN, read_header
@@ -96,7 +96,15 @@ def with_choices(
             "zero terminal SNR with epsilon prediction: pure noise says nothing about the image",
             fix="use --set base.prediction=v_prediction, or --set objective.zero_terminal_snr=false",
         )
+    facts = families.family(facts.family).with_clip_skip(facts, settings.clip_skip)
     return replace(facts, prediction=prediction, zero_terminal_snr=zero)
+
+
+def with_caption_tokens(facts: BaseFacts, caption_tokens: int | Auto) -> BaseFacts:
+    """Return `facts` with texts read in as many chunks as `data.caption_tokens` says; auto: in one."""
+    if caption_tokens == "auto" or not families.family(facts.family).reads_chunks:
+        return facts
+    return replace(facts, chunks=caption_tokens // CHUNK_TOKENS)
 
 
 def identified(facts: BaseFacts, memo: HashMemo) -> BaseFacts:

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import torch
 
-from lora_trainer.hardware import SPILL_MARGIN_BYTES, driver_spills
-from lora_trainer.planning.memory import RUNTIME_BYTES
+from lora_trainer.device_calls import bound_allocator, kind_of, total_bytes
+from lora_trainer.hardware import driver_spills, spill_margin_bytes
 
 
 def cap_allocator(*, limit_bytes: int | None, free_bytes: int, device: torch.device) -> int | None:
-    """Bound the allocator of a CUDA device; return the bytes it may have, None: no bound was needed.
+    """Bound the allocator of a GPU; return the bytes it may have, None: no bound was needed.
 
     `limit_bytes` is what the whole process may take, context included; `free_bytes` what is free.
     """
-    if driver_spills():
-        room_bytes = free_bytes - SPILL_MARGIN_BYTES
-        limit_bytes = room_bytes if limit_bytes is None else min(limit_bytes, room_bytes)
-    if limit_bytes is None:
+    spills = driver_spills()
+    if limit_bytes is None and not spills:
         return None
-    total = torch.cuda.get_device_properties(device).total_memory
-    allowed = min(total, max(limit_bytes - RUNTIME_BYTES["cuda"], 0))
-    torch.cuda.set_per_process_memory_fraction(allowed / total, device)
-    return allowed
+    total = total_bytes(device)
+    if spills:
+        room_bytes = free_bytes - spill_margin_bytes(total)
+        limit_bytes = room_bytes if limit_bytes is None else min(limit_bytes, room_bytes)
+    assert limit_bytes is not None
+    runtime_bytes = kind_of(device).runtime_bytes
+    return bound_allocator(device, allowed_bytes=max(limit_bytes - runtime_bytes, 0))

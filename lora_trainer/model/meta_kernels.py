@@ -78,6 +78,31 @@ def _signature(value: Any) -> Any:
     return (type(value), value)  # 1, 1.0 and True are equal, and give different dtypes
 
 
+_ATTENTION_BACKWARD = (
+    _ATEN._scaled_dot_product_flash_attention_backward,
+    _ATEN._scaled_dot_product_efficient_attention_backward,
+)
+_CONVOLUTIONS = (_ATEN.convolution, _ATEN.convolution_backward)
+_ACCUMULATOR_BYTES = 4
+
+
+def kernel_workspace_bytes(packet: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Return what a CUDA kernel takes of the allocator while it runs, beside inputs and outputs.
+
+    Attention adds the gradient of its queries up in fp32 (flash_api.cpp, `dq_accum`); cuDNN turns images
+    in 16 bits into the layout of tensor cores and back, so inputs, weights and outputs are there twice.
+    cuDNN does with less where that is refused (Conv_v8.cpp goes on to the next plan).
+    """
+    if packet in _ATTENTION_BACKWARD:
+        query: Tensor = args[1]
+        return _ACCUMULATOR_BYTES * query.numel()
+    if packet in _CONVOLUTIONS:
+        tensors = [value for value in (*args, *outputs_of(result)) if isinstance(value, Tensor)]
+        images = [value for value in tensors if value.dim() == 4]
+        return sum(value.nbytes for value in images if value.element_size() == 2)
+    return 0
+
+
 class FusedKernels(TorchFunctionMode):
     """Redirects calls on meta tensors; others pass."""
 

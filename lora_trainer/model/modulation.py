@@ -9,7 +9,6 @@ families and samples, only of inputs, one [B, width] for each pass to come.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.model.copy_stream import CopyStream, Done
-from lora_trainer.model.host_weights import PackedBlock, pack, parts, pin, unpin
+from lora_trainer.model.host_weights import PackedBlock, pack, pin
 from lora_trainer.streamed import BUFFERS
 
 SETTING = "memory.modulation_cache"
@@ -61,7 +60,7 @@ class ModulatedNetwork:
     def __init__(self, network: nn.Module, names: Sequence[str], *, device: torch.device) -> None:
         """Take the linear layers of these names out of a frozen network that is in host memory.
 
-        Raises RequestError for weights that cannot be packed, MachineError where they cannot be pinned.
+        Raises RequestError for weights that cannot be packed.
         """
         self.names, self.device, self.loads = tuple(names), device, 0
         self._layers: list[nn.Module] = []
@@ -76,12 +75,7 @@ class ModulatedNetwork:
             self._columns.append(columns)
             network.set_submodule(name, ModulationLayer(self, index, columns))
         self._packed = [PackedBlock(layer, setting=SETTING) for layer in self._layers]
-        memory = pack(self._packed)
-        if device.type == "cuda":
-            pin(memory, fix=f"free host memory, or use --set {SETTING}=false")
-            undo = weakref.finalize(self, unpin, memory.data_ptr())
-            undo.atexit = False  # CUDA may be gone by then
-        self._host = parts(memory, self._packed)
+        self._host = pack(self._packed)
         self._host_views = [
             packed.views(part) for packed, part in zip(self._packed, self._host, strict=True)
         ]
@@ -91,13 +85,39 @@ class ModulatedNetwork:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of the weights, pinned for a CUDA device."""
+        """Host memory of the weights."""
         return sum(part.nbytes for part in self._host)
+
+    def pin(self) -> None:
+        """Pin it, as far as the system lets us: after what is copied more often."""
+        pin(self._host, device=self.device, owner=self)
 
     @property
     def buffer_bytes(self) -> int:
         """Device memory of the buffers."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
+
+    def copy_when_due(self) -> None:
+        """Copy on the stream that computes, from now on: nothing is on its way while something is computed."""
+        self._copies = CopyStream(self.device, beside=False)
+        self._forget()
+
+    def put_back(self, network: nn.Module) -> None:
+        """Put the layers back where they were, their weights on the device, for good."""
+        for name, layer, packed, part in zip(
+            self.names, self._layers, self._packed, self._host, strict=True
+        ):
+            packed.hold(packed.views(part.to(self.device, copy=True)))
+            network.set_submodule(name, layer)
+        self._buffers.clear()
+        self._host.clear()
+        self._host_views.clear()
+
+    def _forget(self) -> None:
+        """Wait for copies that are under way, and let every layer come anew."""
+        for buffer in self._buffers:
+            self._copies.wait(buffer.arrived)
+            buffer.layer, buffer.arrived = None, None
 
     @contextmanager
     def giving(self, rows: Tensor | None) -> Iterator[None]:

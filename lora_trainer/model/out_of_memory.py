@@ -7,6 +7,8 @@ import gc
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
+from lora_trainer.device_calls import free_and_total_bytes
+
 _SAYING_SO = (
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
@@ -43,10 +45,11 @@ def free_memory() -> None:
 
 
 def _nearly_full() -> bool:
-    if not torch.cuda.is_available():
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
         return False
     try:
-        free_bytes, _ = torch.cuda.mem_get_info()
+        free_bytes, _ = free_and_total_bytes(device)
     except RuntimeError:  # a card that cannot say so did not merely run out of memory
         return False
     return free_bytes < NEARLY_FULL_BYTES

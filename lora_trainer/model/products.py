@@ -4,11 +4,15 @@ Either W is made of what is stored of it for each product, or int8 codes are mul
 stored (W8A8): the other factor is rounded to 8 bits too, with a scale for each of its rows, sums are
 exact in int32, and one set of codes serves both passes. Input is the other factor and what is stored;
 output the product in that factor's dtype.
+
+cuBLAS promises the layout of the forward product alone (codes transposed). In the backward pass neither
+factor is transposed, which its kernels have for some cards and versions only, some of them with wrong sums
+(PyTorch #106840, #169961): `int8_layouts` tries both on the device itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lora_trainer.errors import first_line
+from lora_trainer.model.out_of_memory import is_out_of_memory
 from lora_trainer.quantization import INT8_MAX, int8_rows_at_once
 
 Restored = Callable[[Sequence[Tensor]], Tensor]
@@ -24,6 +30,10 @@ _ROWS_STEP = 32
 """Rows of an integer product are filled up with zeros to this: cuBLAS refuses fewer than 17, and its
 versions differ in which odd numbers they multiply correctly. No result depends on it."""
 _LEAST_SCALE = 1e-30
+_PROBED_ROWS = (_ROWS_STEP, 33 * _ROWS_STEP)
+"""Rows of the products that are tried: kernels are chosen by size, for few rows others than for many."""
+_CHECKED_ROWS = 16
+"""Rows at either end whose sums are compared: in float64, which cards for games compute slowly."""
 
 
 class Product(Protocol):
@@ -68,8 +78,10 @@ class Int8Product:
     """The int8 codes of W, with a scale for each output, are multiplied themselves.
 
     Backwards the scales go into dY before it is rounded: (dY s) q is dY (s q), in the layout that the
-    codes already have.
+    codes already have. Where the device has no such product, `restored_backwards` makes W for it.
     """
+
+    restored_backwards: Restored | None = None
 
     def forward(self, x: Tensor, stored: Sequence[Tensor], plus: Tensor | None = None) -> Tensor:
         codes, scale = stored
@@ -81,6 +93,8 @@ class Int8Product:
     def backward(
         self, gradient: Tensor, stored: Sequence[Tensor], plus: Tensor | None = None
     ) -> Tensor:
+        if self.restored_backwards is not None:
+            return _matmul(gradient, self.restored_backwards(stored), plus)
         codes, scale = stored
         own = plus if plus is not None and plus.dim() == 2 else None
         return _product(gradient, codes, of_inputs=scale.T, plus=plus, out=own)
@@ -132,6 +146,54 @@ def _product(
             beside = plus[piece] if plus.dim() == 2 else plus
             torch.addcmul(beside, one, other, out=outputs[piece])
     return outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Layouts:
+    """Which int8 products a device computes, both passes; empty: it does, else why not."""
+
+    against_forward: str = ""
+    against_backward: str = ""
+
+
+def int8_layouts(
+    shapes: Iterable[tuple[int, int]], *, rows: Sequence[int] = _PROBED_ROWS, device: torch.device
+) -> Int8Layouts:
+    """Multiply random codes of each (fan_in, out) on a device, and compare the sums with exact ones.
+
+    Takes milliseconds a shape. Raises RuntimeError where the device is out of memory.
+    """
+    forward = backward = ""
+    for fan_in, out in sorted(set(shapes)):
+        generator = torch.Generator().manual_seed(fan_in * out)
+        codes = _random_codes(out, fan_in, generator).to(device)
+        for count in rows:
+            x, gradient = (
+                _random_codes(count, width, generator).to(device) for width in (fan_in, out)
+            )
+            forward = forward or _against(x, codes.T)
+            backward = backward or _against(gradient, codes)
+    return Int8Layouts(against_forward=forward, against_backward=backward)
+
+
+def _random_codes(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    low, high = -int(INT8_MAX), int(INT8_MAX) + 1
+    return torch.randint(low, high, (rows, columns), generator=generator, dtype=torch.int8)
+
+
+def _against(rows: Tensor, codes: Tensor) -> str:
+    """Return why this product of int8 codes cannot be used; empty: its sums are right."""
+    named = f"[{rows.shape[0]}, {rows.shape[1]}] by [{codes.shape[0]}, {codes.shape[1]}]"
+    try:
+        sums = torch._int_mm(rows, codes)
+        checked = torch.cat([sums[:_CHECKED_ROWS], sums[-_CHECKED_ROWS:]])
+        ends = torch.cat([rows[:_CHECKED_ROWS], rows[-_CHECKED_ROWS:]])
+        is_right = torch.equal(checked.double(), ends.double() @ codes.double())
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        return f"{named} is refused: {first_line(error)}"
+    return "" if is_right else f"{named} gives wrong sums"
 
 
 def quantized_rows(values: Tensor) -> tuple[Tensor, Tensor]:

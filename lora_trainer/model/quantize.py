@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lora_trainer.errors import BROKEN_PACKAGE, MachineError, package_problem
-from lora_trainer.model.products import Int8Product, Product, RestoredProduct
+from lora_trainer.model.products import (
+    Int8Layouts,
+    Int8Product,
+    Product,
+    RestoredProduct,
+    int8_layouts,
+)
 from lora_trainer.quantization import (
     INT8_MAX,
     NF4_BLOCK,
@@ -41,18 +47,36 @@ def quantize(
     device: torch.device,
     skip: Collection[str] = (),
     matmul: BaseMatmul = "dequantized",
-) -> None:
+) -> Int8Layouts | None:
     """Quantise the layers of `quantizable` in place; each goes to `device` for that and back.
 
     A network loaded into host memory thus never lies whole on `device`, and the same weights give the
-    same bits wherever they are kept afterwards. Raises MachineError when nf4's library is missing.
+    same bits wherever they are kept afterwards. Returns which int8 products `device` has, None where
+    none are wanted; the others are not used. Raises MachineError when nf4's library is missing.
     """
     if kind == "nf4":
         _require_bitsandbytes()
-    for name in quantizable(network, skip=skip):
+    shapes = quantizable(network, skip=skip)
+    layouts = None
+    if matmul == "int8" and device.type != "meta":
+        layouts = int8_layouts(filter(_is_multiplied, shapes.values()), device=device)
+    for name in shapes:
         layer = network.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        network.set_submodule(name, QuantizedLinear(layer, kind, device=device, matmul=matmul))
+        quantized = QuantizedLinear(layer, kind, device=device, matmul=matmul, layouts=layouts)
+        network.set_submodule(name, quantized)
+    return layouts
+
+
+def dequantize_products(network: nn.Module) -> None:
+    """Multiply codes no more: from now on each weight of a quantised network is made whole for that."""
+    for module in network.modules():
+        if isinstance(module, QuantizedLinear):
+            module.multiplies_codes = False
+
+
+def _is_multiplied(shape: tuple[int, int]) -> bool:
+    return has_int8_product(*shape)
 
 
 def quantizable(network: nn.Module, *, skip: Collection[str] = ()) -> dict[str, tuple[int, int]]:
@@ -106,7 +130,8 @@ class QuantizedLinear(nn.Linear):
     adapters read its shape, norms and singular vectors as those of a plain layer. The backward pass
     dequantises again; between the passes autograd keeps what is stored. W is never trained.
 
-    With `matmul` int8 the codes are multiplied as they are where they can be. Vectors [samples, in] are
+    With `matmul` int8 the codes are multiplied as they are where they can be: by their size, and on a
+    device with these `layouts` (None: all), or only forwards. Vectors [samples, in] are
     what modulates every token of a block: they are few, and their rounding would be in everything.
     """
 
@@ -117,14 +142,20 @@ class QuantizedLinear(nn.Linear):
         *,
         device: torch.device,
         matmul: BaseMatmul = "dequantized",
+        layouts: Int8Layouts | None = None,
     ) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would make a float32 weight
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.kind = kind
         self.bias = layer.bias
+        layouts = layouts or Int8Layouts()
         self.multiplies_codes = (
-            matmul == "int8" and kind == "int8" and has_int8_product(*_shape(layer))
+            matmul == "int8"
+            and kind == "int8"
+            and has_int8_product(*_shape(layer))
+            and not layouts.against_forward
         )
+        self.multiplies_backwards = not layouts.against_backward
         encode, decode = _CODECS[kind]
         weight = layer.weight.detach()
         self._decode = partial(decode, shape=tuple(weight.shape), dtype=weight.dtype)
@@ -156,7 +187,7 @@ class QuantizedLinear(nn.Linear):
     def product(self, inputs: Tensor) -> Product:
         """Return how these inputs are multiplied."""
         if self.multiplies_codes and inputs.dim() > 2:
-            return Int8Product()
+            return Int8Product(None if self.multiplies_backwards else self.restored)
         return RestoredProduct(self.restored)
 
     def extra_repr(self) -> str:

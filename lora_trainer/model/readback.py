@@ -10,17 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lora_trainer.device_calls import mark, may_copy_ahead
+from lora_trainer.model.pinned_memory import pinned
+
 
 class Readback:
     """A few numbers, float32, read from tensors of one device when the work queued so far is done."""
 
     def __init__(self, values: Tensor) -> None:
         self._host = values.detach()
-        self._copied: torch.cuda.Event | None = None
-        if values.device.type == "cuda":
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._copied: torch.Event | None = None
+        if may_copy_ahead(values.device):
+            self._host = pinned().empty(values.shape, dtype=values.dtype, device=values.device)
             self._host.copy_(values.detach(), non_blocking=True)
-            self._copied = torch.cuda.current_stream(values.device).record_event()
+            self._copied = mark(values.device)
 
     def read(self) -> list[float]:
         """Return the numbers; waits until they have arrived, not for what was queued later."""

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lora_trainer.device_calls import synchronize
 from lora_trainer.errors import RequestError
 from lora_trainer.model.checkpointing import is_checkpointed
 from lora_trainer.model.copy_stream import CopyStream, Done
-from lora_trainer.model.host_weights import PackedBlock, base_tensors, pack, parts, pin, unpin
+from lora_trainer.model.host_weights import PackedBlock, base_tensors, pack, pin
 from lora_trainer.streamed import BUFFERS, streamed_indices
 
 
@@ -42,7 +43,7 @@ def stream_blocks(network: nn.Module, *, count: int, device: torch.device) -> St
     """Keep the frozen weights of `count` repeated blocks in host memory; all else goes to `device`.
 
     Raises RequestError where there are not as many blocks, they are not recomputed, or their weights
-    are of a type that cannot be packed; MachineError when the host cannot pin the memory.
+    are of a type that cannot be packed.
     """
     names = list(repeated_blocks(network))
     if not 1 <= count <= len(names):
@@ -83,9 +84,8 @@ class Streamed:
         for index, block in enumerate(blocks):
             self._require_recomputation(index, block)
         self._blocks = [PackedBlock(block) for block in blocks]
-        memory = pack(self._blocks)
-        self._unpin = self._pin(memory) if device.type == "cuda" else None
-        self._host = parts(memory, self._blocks)
+        self._host = pack(self._blocks)
+        self._unpin = pin(self._host, device=device, owner=self)
         self._host_views = [
             block.views(part) for block, part in zip(self._blocks, self._host, strict=True)
         ]
@@ -100,7 +100,7 @@ class Streamed:
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory."""
+        """Host memory of the weights, pinned as far as the system lets us."""
         return sum(part.nbytes for part in self._host)
 
     @property
@@ -108,17 +108,24 @@ class Streamed:
         """Device memory of the buffers."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
+    def copy_when_due(self) -> None:
+        """Copy on the stream that computes, from now on: nothing is on its way while something is computed."""
+        for buffer in self._buffers:
+            self._copies.wait(buffer.arrived)
+            if buffer.block is not None:
+                self._blocks[buffer.block].hold(self._host_views[buffer.block])
+            buffer.block, buffer.arrived = None, None
+        self._copies = CopyStream(self.device, beside=False)
+
     def remove(self) -> None:
         """Put all weights on the device for good."""
         for handle in self._handles:
             handle.remove()
-        if self._unpin is not None:
-            torch.cuda.synchronize(self.device)  # copies may be under way
+        synchronize(self.device)  # copies may be under way
         self._buffers.clear()
         for block, part in zip(self._blocks, self._host, strict=True):
             block.hold(block.views(part.to(self.device, copy=True)))
-        if self._unpin is not None:
-            self._unpin()
+        self._unpin()
 
     # ---- before a block runs: in the forward pass, and again when the backward pass recomputes it
 
@@ -179,13 +186,6 @@ class Streamed:
                 f"memory.streamed_blocks needs every block recomputed, and {self.names[index]} is not",
                 fix="use --set memory.gradient_checkpointing=full",
             )
-
-    def _pin(self, memory: Tensor) -> weakref.finalize[..., Any]:
-        """Pin the host memory for as long as this object lives."""
-        pin(memory)
-        undo = weakref.finalize(self, unpin, memory.data_ptr())
-        undo.atexit = False  # CUDA may be gone by then
-        return undo
 
     def _move_the_rest(self, network: nn.Module) -> None:
         for block in self._blocks:

@@ -161,7 +161,7 @@ class TracedNetwork:
         `conditioning_bytes` are left out: they are the text encoder's, not the network's.
         """
         count = workload.micro_batch
-        noisy, timesteps, conditioning = self._inputs(workload)
+        noisy, timesteps, conditioning = self.inputs(workload)
         tensors = [noisy, timesteps, *conditioning.values()]
 
         def forward() -> Tensor:
@@ -186,7 +186,8 @@ class TracedNetwork:
             host_bytes=host_bytes(self.network) // count,
         )
 
-    def _inputs(self, workload: Workload) -> tuple[Tensor, Tensor, Conditioning]:
+    def inputs(self, workload: Workload) -> tuple[Tensor, Tensor, Conditioning]:
+        """Return noisy latents, timesteps and conditioning of one pass of a workload's micro-batch."""
         factor, count = self.facts.vae_factor, workload.micro_batch
         size = (workload.height_px // factor, workload.width_px // factor)
         flow = self.facts.prediction == "flow"
@@ -221,17 +222,18 @@ def traced_network(
         facts=facts,
         network=network,
         dtype=dtype,
-        conditioning=_conditioning(family, facts, prompt=prompt, dtype=dtype),
+        conditioning=empty_conditioning(family, facts, prompt=prompt, dtype=dtype),
     )
 
 
-def _conditioning(
+def empty_conditioning(
     family: Family,
     facts: BaseFacts,
     *,
     prompt: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
 ) -> Conditioning:
+    """Return what a family gives its network beside the latents, batch 1 on `meta`, from the prompt's shapes."""
     whole = Geometry(original_px=(64, 64), corner_px=(0, 0), target_px=(64, 64))
     told = {
         **family.geometry_conditioning(facts, whole),

@@ -26,7 +26,14 @@ from torch import Tensor
 
 from lora_trainer.errors import MachineError, TrainingStopped
 from lora_trainer.events import EventStream, Severity
-from lora_trainer.files import Data, disk_error, json_bytes, parts_of, sha256_bytes
+from lora_trainer.files import (
+    Data,
+    disk_error,
+    json_bytes,
+    parts_of,
+    retry_while_open,
+    sha256_bytes,
+)
 from lora_trainer.output.state_codec import Copy, Packed, file_parts, pack, snapshot, unpack
 from lora_trainer.output.state_files import (
     append_durably,
@@ -249,7 +256,7 @@ def _discard(path: Path) -> None:
     """Take a state out of the count with one rename; `_prune` removes its files later."""
     hidden = path.with_name(f".del-{path.name}.{os.getpid()}")
     remove_tree(hidden)
-    os.rename(path, hidden)  # noqa: PTH104
+    retry_while_open(lambda: os.rename(path, hidden))  # noqa: PTH104
 
 
 def _encode(state: Frozen) -> dict[str, Data]:

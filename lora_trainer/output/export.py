@@ -18,7 +18,7 @@ from torch import Tensor
 from lora_trainer.config import Precision
 from lora_trainer.errors import MachineError, TrainingStopped
 from lora_trainer.families.base import Family, FileFormat
-from lora_trainer.files import disk_error, sha256_bytes, sha256_file, write_atomic
+from lora_trainer.files import disk_error, retry_while_open, sha256_bytes, sha256_file, write_atomic
 from lora_trainer.formats import Contents, resolve_format
 from lora_trainer.output.adapter_names import ALPHA, Role, file_endings
 from lora_trainer.output.adapter_strength import DIFFUSERS_METADATA, FOLDED
@@ -195,7 +195,7 @@ def prune_exports(folder: Path, *, name: str, keep_last: int) -> list[Path]:
     removed = oldest_first[: max(0, len(oldest_first) - keep_last)]
     for path in removed:
         try:
-            path.unlink()
+            retry_while_open(path.unlink)
             embedding_path(path).unlink(missing_ok=True)
         except OSError as error:
             raise disk_error(path, error) from error
@@ -228,7 +228,7 @@ def file_tensors(
     for role, ending in endings.items():
         if role not in module.tensors:
             continue
-        tensor = module.tensors[role].detach().to(device="cpu", dtype=torch.float64)
+        tensor = module.tensors[role].detach().cpu().to(torch.float64)  # MPS has no float64
         if role in _STRONG:
             tensor = tensor * factor
         if role in _FLAT:

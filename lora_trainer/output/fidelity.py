@@ -119,7 +119,7 @@ def _at_scale(module: ModuleTensors, scale: float) -> Mapping[str, Tensor]:
 
 def _exact(module: ModuleTensors) -> ModuleTensors:
     tensors = {
-        name: tensor.detach().to(device="cpu", dtype=torch.float64)
+        name: tensor.detach().cpu().to(torch.float64)  # MPS has no float64
         for name, tensor in module.tensors.items()
     }
     return replace(module, tensors=tensors)

@@ -179,7 +179,7 @@ def _stage(release: Release, folder: Path, *, card: bool) -> None:
     for index, image in enumerate(release.samples):
         shutil.copyfile(image, folder / _sample_name(index))
     if card:
-        (folder / CARD).write_text(model_card(release), encoding="utf-8")
+        (folder / CARD).write_text(model_card(release), encoding="utf-8", newline="\n")
 
 
 def _sample_name(index: int) -> str:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from lora_trainer.files import Data, sync_folder, write_file
+from lora_trainer.files import Data, open_binary, retry_while_open, sync_folder, write_file
 
 
 def make_folder(folder: Path) -> None:
@@ -31,13 +31,13 @@ def write_folder(folder: Path, contents: Mapping[str, Data]) -> None:
 
 def rename_durably(source: Path, target: Path) -> None:
     """Rename within one folder; `target` must not exist."""
-    os.rename(source, target)  # noqa: PTH104
+    retry_while_open(lambda: os.rename(source, target))  # noqa: PTH104
     sync_folder(target.parent)
 
 
 def append_durably(file: Path, line: bytes) -> None:
     """Append one line; a line that a kill tore is ended first, so that only itself is lost."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    descriptor = open_binary(file, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
         size = os.fstat(descriptor).st_size
         os.lseek(descriptor, max(0, size - 1), os.SEEK_SET)
@@ -55,6 +55,6 @@ def remove_tree(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         for entry in sorted(path.iterdir()):
             remove_tree(entry)
-        os.rmdir(path)  # noqa: PTH106
+        retry_while_open(lambda: os.rmdir(path))  # noqa: PTH106
     elif path.exists() or path.is_symlink():
-        os.unlink(path)  # noqa: PTH108
+        retry_while_open(lambda: os.unlink(path))  # noqa: PTH108

@@ -21,9 +21,11 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from lora_trainer.device_calls import mark, may_copy_ahead
 from lora_trainer.errors import LoraTrainError, MachineError, first_line
 from lora_trainer.events import EventStream
 from lora_trainer.model.out_of_memory import is_out_of_memory
+from lora_trainer.model.pinned_memory import pinned
 from lora_trainer.output.checkpoints import Frozen, TrainingState, freeze, thaw, write_state
 from lora_trainer.output.state_codec import Copy
 
@@ -39,22 +41,25 @@ class HostCopies:
     """Host memory that every save uses again: mapping new pages would double what a copy costs.
 
     What is taken is copied by `mark`, all at once: one copy after another would wake and lose the
-    threads each time. Copies from a CUDA device go to pinned memory and may still be under way then;
-    `arrived` waits.
+    threads each time. Copies from a CUDA device go to pinned memory, where there is any, and may still be
+    under way then; `arrived` waits.
     """
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
     wanted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    copied: torch.cuda.Event | None = None
+    device: torch.device | None = None
+    copied: torch.Event | None = None
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
         """Return the buffer of that name, which has the values of `tensor` after the next `mark`."""
         buffer = self.buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            buffer = pinned().empty(
+                tensor.shape, dtype=tensor.dtype, device=tensor.device, rare=True
+            )
             self.buffers[name] = buffer
-        if tensor.is_cuda and self.copied is None:
-            self.copied = torch.cuda.Event()
+        if may_copy_ahead(tensor.device):
+            self.device = tensor.device
         self.wanted.append((buffer, tensor.detach()))
         return buffer
 
@@ -63,9 +68,10 @@ class HostCopies:
         wanted, self.wanted = self.wanted, []
         if wanted:
             buffers, tensors = map(list, zip(*wanted, strict=True))
-            torch._foreach_copy_(buffers, tensors, non_blocking=True)
-        if self.copied is not None:
-            self.copied.record()
+            # What cannot be waited for by an event is waited for here: MPS copies late all the same.
+            torch._foreach_copy_(buffers, tensors, non_blocking=self.device is not None)
+        if self.device is not None:
+            self.copied = mark(self.device)
 
     def arrived(self) -> None:
         """Return once all copies asked for before the last `mark` are made."""

@@ -20,7 +20,7 @@ import psutil
 
 from lora_trainer.errors import MachineError
 from lora_trainer.events import Event, EventStream
-from lora_trainer.files import json_bytes, write_atomic
+from lora_trainer.files import json_bytes, retry_while_open, write_atomic
 from lora_trainer.output.running import measured
 from lora_trainer.output.wording import INTERRUPTED_EXIT_CODES, loss_text, one_line
 
@@ -257,7 +257,7 @@ def wrote_status(run_folder: Path, *, pid: int, started_s: float) -> bool:
 
 
 def _read(run_folder: Path) -> Status:
-    status = Status(**json.loads((run_folder / STATUS_FILE).read_bytes()))
+    status = Status(**json.loads(retry_while_open((run_folder / STATUS_FILE).read_bytes)))
     if status.state not in get_args(State):
         raise ValueError(status.state)
     if not all(isinstance(getattr(status, name), int) for name in _COUNTS):
@@ -349,7 +349,8 @@ class Control:
 
     def done(self, name: str) -> None:
         """Remove a request that was obeyed."""
-        (self.run_folder / CONTROL_FOLDER / name).unlink(missing_ok=True)
+        file = self.run_folder / CONTROL_FOLDER / name
+        retry_while_open(lambda: file.unlink(missing_ok=True))
 
     def forget_before(self, time_s: float) -> None:
         """Remove requests from before `time_s`: they were meant for a process that was killed."""

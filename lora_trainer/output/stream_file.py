@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.files import TEMPORARY_PREFIX, disk_error, sync_folder
+from lora_trainer.files import TEMPORARY_PREFIX, disk_error, retry_while_open, sync_folder
 from lora_trainer.output.checked_header import ELEMENT_BYTES
 
 Body = bytes | memoryview
@@ -140,7 +140,7 @@ def whole_or_absent(path: Path, *, force: bool) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         refuse_existing(path, force=force)  # it may have come into being meanwhile
-        temporary.replace(path)
+        retry_while_open(lambda: temporary.replace(path))
         sync_folder(path.parent)
     except OSError as error:
         raise disk_error(path, error) from error

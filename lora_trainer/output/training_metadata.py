@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from lora_trainer.config import CHUNK_TOKENS, Auto
 from lora_trainer.output.export_info import ExportInfo
 
 MAX_TAGS = 1000
@@ -23,8 +24,8 @@ _FALSE_IN_KOHYA = (
     *("ip_noise_gamma_random_strength", "noise_offset_random_strength"),
 )
 _NONE_IN_KOHYA = (
-    *("clip_skip", "face_crop_aug_range", "adaptive_noise_scale"),
-    "max_token_length",
+    "face_crop_aug_range",
+    "adaptive_noise_scale",
 )
 """Options of kohya's trainers that this program does not have, as they are there when unused."""
 
@@ -135,12 +136,19 @@ def _options(info: ExportInfo) -> dict[str, Any]:
         "ss_enable_bucket": settings["data.buckets"],
         "ss_caption_dropout_every_n_epochs": settings["data.caption_dropout_every_epochs"],
         "ss_caption_tag_dropout_rate": settings["data.tag_dropout"],
+        "ss_clip_skip": _beyond(settings["base.clip_skip"], 1),
+        "ss_max_token_length": _beyond(settings["data.caption_tokens"], CHUNK_TOKENS),
         "ss_cache_latents": True,
         "ss_training_comment": info.description or None,
         **{f"ss_{name}": False for name in _FALSE_IN_KOHYA},
         **{f"ss_{name}": None for name in _NONE_IN_KOHYA},
         **(_flow(settings) if info.prediction == "flow" else _noise(info)),
     }
+
+
+def _beyond(value: int | Auto, usual: int) -> int | None:
+    """Return a number as kohya's trainers note it: none where it is the usual one, or nothing was decided."""
+    return None if value in (usual, "auto") else int(value)
 
 
 def _loss(info: ExportInfo) -> dict[str, Any]:

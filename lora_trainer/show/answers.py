@@ -18,7 +18,6 @@ from lora_trainer.data.quality import DatasetReport
 from lora_trainer.hardware import Hardware, package_notes
 from lora_trainer.output.inspect import Inspection, Spread
 from lora_trainer.output.wording import bytes_text
-from lora_trainer.planning.fitting import gib
 from lora_trainer.priority import PRIORITIES
 from lora_trainer.resolve import TIERS, load_presets, preset_families
 from lora_trainer.show.tables import STYLES, add_row, finding_line, key_table
@@ -139,22 +138,3 @@ def cleared_text(cleared: Cleared) -> str:
         f"removed {cleared.files:,} entries, {bytes_text(cleared.bytes)}, from {cleared.folder}; "
         "trainings encode again what they need"
     )
-
-
-def doctor_text(hardware: Hardware) -> RenderableType:
-    """Return the same for people."""
-    table = key_table("")
-    for gpu in hardware.gpus:
-        add_row(
-            table,
-            "GPU",
-            f"{gpu.name}, {gib(gpu.free_bytes)} free of {gib(gpu.total_bytes)}, driver {gpu.driver}",
-        )
-    add_row(table, "trains on", hardware.accelerator().reason)
-    for name, fact in hardware.facts().items():
-        shown = gib(fact.value) if name.endswith("_bytes") else str(fact.value)
-        add_row(table, name, f"{shown} ({fact.reason})")
-    notes = package_notes(hardware.packages)
-    for name, version in hardware.packages.items():
-        add_row(table, name, "; ".join(filter(None, (version, notes.get(name)))))
-    return table

@@ -5,6 +5,7 @@ Input is a prepared run; nothing is computed here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from lora_trainer.config import Config, all_settings, concrete, flatten
 from lora_trainer.launch import full_batch, share
+from lora_trainer.output.wording import duration_text
 from lora_trainer.planning.fitting import gib
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.memory import MemoryItem
@@ -22,8 +24,13 @@ from lora_trainer.prepare import Prepared
 from lora_trainer.remarks import remarks
 from lora_trainer.show.tables import STYLES, add_row, finding_line, key_table
 
+LEAST_PART = 0.01
+"""Parts of a run that take less than this share of it are not named."""
+Longer = tuple[str, Plan] | None
+"""What would give a run more time, and its plan."""
 
-def plan_json(prepared: Prepared) -> dict[str, Any]:
+
+def plan_json(prepared: Prepared, longer: Longer = None) -> dict[str, Any]:
     """Return the machine-readable plan that scripts rely on (DESIGN section 3)."""
     plan = prepared.plan
     return {
@@ -45,6 +52,9 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
             "steps": plan.steps,
             "epochs": plan.epochs,
             "seconds_per_step": list(plan.seconds_per_step),
+            "run_s": [plan.run_time.low_s, plan.run_time.high_s],
+            "parts_s": {part: list(pair) for part, pair in plan.run_time.parts.items()},
+            "more": _longer_text(longer),
             "note": plan.time_note,
             "regularisation_per_epoch": prepared.regularisation_per_epoch,
         },
@@ -85,8 +95,13 @@ def _items_json(items: Sequence[MemoryItem]) -> list[dict[str, Any]]:
     return [{"name": item.name, "bytes": item.bytes, "note": item.note} for item in items]
 
 
-def plan_text(prepared: Prepared) -> RenderableType:
-    """Return the plan for people: what will run, memory item by item, time, disk, every setting with its origin."""
+def plan_text(
+    prepared: Prepared, longer: Longer = None, *, everything: bool = False
+) -> RenderableType:
+    """Return the plan for people: what will run, memory item by item, time, disk, settings with their origin.
+
+    Of the settings: the dozen that decide a training, and all that the user set; with `everything`, all.
+    """
     plan, config = prepared.plan, prepared.config
     buckets = ", ".join(f"{name} x{count}" for name, count in prepared.report.buckets.items())
     facts = key_table("")
@@ -108,27 +123,30 @@ def plan_text(prepared: Prepared) -> RenderableType:
     add_row(facts, "at once", _at_once_text(plan))
     if prepared.processes > 1:
         add_row(facts, "processes", _processes_text(prepared))
-    add_row(facts, "time", _time_text(prepared))
+    add_row(facts, "time", _time_text(plan))
+    if longer is not None:
+        add_row(facts, "more time", _longer_text(longer))
     add_row(
         facts, "disk", ", ".join(f"{name} {gib(size)}" for name, size in plan.disk_bytes.items())
     )
-    settings = Table(box=None, pad_edge=False)
-    settings.add_column("setting", no_wrap=True)  # cut short, a name is of no use
+    settings = _settings_table(prepared, everything=everything)
+    return Group(facts, "", *_memory_tables(plan), "", *settings, *_remark_lines(prepared))
+
+
+def _settings_table(prepared: Prepared, *, everything: bool) -> list[RenderableType]:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("setting", no_wrap=True)  # cut short, a name is of no use
     for title in ("value", "origin", "reason"):
-        settings.add_column(title, overflow="fold")
-    units = {info.key: info.unit for info in all_settings()}
-    for key, value in flatten(config).items():
-        origin = plan.origins[key]
-        shown = f"{value} {units[key]}".rstrip()
-        add_row(
-            settings,
-            key,
-            shown,
-            origin.layer,
-            origin.reason,
-            style="dim" if origin.layer == "default" else "",
-        )
-    return Group(facts, "", *_memory_tables(plan), "", settings, *_remark_lines(prepared))
+        table.add_column(title, overflow="fold")
+    values, origins = flatten(prepared.config), prepared.plan.origins
+    for info in all_settings():
+        origin = origins[info.key]
+        if everything or info.headline or origin.is_users:
+            shown = f"{values[info.key]} {info.unit}".rstrip()
+            style = "dim" if origin.layer == "default" else ""
+            add_row(table, info.key, shown, origin.layer, origin.reason, style=style)
+    hidden = len(values) - table.row_count
+    return [table, Text(f"{hidden} more settings: --all", style="dim")] if hidden else [table]
 
 
 def _regularisation_text(prepared: Prepared) -> str:
@@ -220,11 +238,31 @@ def _download(prepared: Prepared) -> str:
     return f", not on this machine: {gib(facts.download_bytes)} to download"
 
 
-def _time_text(prepared: Prepared) -> str:
-    plan = prepared.plan
-    low, high = plan.seconds_per_step
-    whole = " to ".join(f"{seconds * plan.steps / 60:.0f}" for seconds in (low, high))
-    return f"{low:.3g} to {high:.3g} s a step, {whole} minutes ({plan.time_note})"
+def _time_text(plan: Plan) -> str:
+    whole, (low, high) = plan.run_time, plan.seconds_per_step
+    middles = {part: math.sqrt(one * other) for part, (one, other) in whole.parts.items()}
+    parts = ", ".join(
+        f"{part} {duration_text(seconds)}"
+        for part, seconds in middles.items()
+        if seconds > LEAST_PART * whole.seconds
+    )
+    ends = f"{duration_text(whole.low_s)} to {duration_text(whole.high_s)}"
+    return (
+        f"about {duration_text(whole.seconds)} ({ends}): {parts}; "
+        f"{low:.3g} to {high:.3g} s a step ({plan.time_note})"
+    )
+
+
+def _longer_text(longer: Longer) -> str:
+    """Say in a line what a longer run would have."""
+    if longer is None:
+        return ""
+    words, plan = longer
+    config = plan.config
+    return (
+        f"{words}: {config.data.resolution} px, rank {config.adapter.rank}, {plan.steps:,} steps, "
+        f"about {duration_text(plan.run_time.seconds)}"
+    )
 
 
 def _host_table(host: HostPrediction) -> Table:

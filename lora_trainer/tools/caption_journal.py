@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from lora_trainer.errors import InputError, MachineError
 from lora_trainer.events import read_jsonl
-from lora_trainer.files import disk_error, sha256_bytes, sync_folder, write_atomic, write_file
+from lora_trainer.files import disk_error, retry_while_open, sha256_bytes, sync_folder, write_atomic
 
 FOLDER = ".captions-before"
 JOURNAL = "journal.jsonl"
@@ -90,7 +90,7 @@ class Journal:
     def _append_text(self, text: str) -> None:
         file = self.folder / JOURNAL
         try:
-            with file.open("a", encoding="ascii") as stream:
+            with file.open("a", encoding="ascii", newline="\n") as stream:
                 stream.write(text)
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -146,7 +146,8 @@ def undo(root: Path) -> Undone:
         for row in reversed(read_jsonl(found[-1] / JOURNAL)):
             if "file" in row:
                 done[_take_back(root, found[-1], row)].append(str(row["file"]))
-        found[-1].rename(found[-1].with_name(f"{found[-1].name}-undone"))
+        undone = found[-1].with_name(f"{found[-1].name}-undone")
+        retry_while_open(lambda: found[-1].rename(undone))
     return Undone(**{name: tuple(sorted(set(files))) for name, files in done.items()})
 
 
@@ -182,7 +183,7 @@ def _locked(root: Path) -> Iterator[Path]:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         # Not the lock's own error: this says whether anything can be written here.
-        write_file(parent / ".lock", b"", durable=False)
+        (parent / ".lock").touch()
     except OSError as error:
         raise disk_error(parent, error) from error
     try:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.errors import InputError, RequestError
-from lora_trainer.files import TEMPORARY_PREFIX, disk_error, sync_folder
+from lora_trainer.files import TEMPORARY_PREFIX, disk_error, retry_while_open, sync_folder
 from lora_trainer.output.adapter_tensors import ModuleTensors, split_key, update
 from lora_trainer.output.privacy import public_text
 from lora_trainer.output.stream_file import HASHES, Slot, refuse_existing, write_tensors
@@ -271,9 +271,9 @@ def _replace(temporary: Path, output: Path, *, force: bool) -> None:
     """Give a finished folder its name; one that was there goes only when the new one is in its place."""
     old = temporary.with_name(f"{temporary.name}-old"[-200:])
     if output.exists() and force:
-        output.rename(old)
+        retry_while_open(lambda: output.rename(old))
     try:
-        temporary.rename(output)
+        retry_while_open(lambda: temporary.rename(output))
     except OSError:
         if old.exists():
             old.rename(output)

@@ -21,26 +21,64 @@ from lora_trainer.output.checkpoints import SpoiltAdapter, TrainingState, freeze
 from lora_trainer.output.state_codec import Copy
 from lora_trainer.output.state_writer import Export, StateWriter
 from lora_trainer.train.guards import GuardState, Unstable, after_validation, to_plain, with_best
+from lora_trainer.train.learning import (
+    LEAST_CHANGE,
+    Circumstances,
+    least_change,
+    without_effect,
+)
 from lora_trainer.train.progress import Progress
 from lora_trainer.train.ranks import Ranks
 from lora_trainer.train.training import Model
 
 
 @dataclass(frozen=True, kw_only=True)
+class FixedLosses:
+    """Mean unweighted losses of the same pictures at the same timesteps with the same noise, whenever asked.
+
+    `batches` hold every picture, one batch a timestep; each of `ranks` does its share.
+    """
+
+    batches: Sequence[StepBatch]
+    model: Model
+    ranks: Ranks
+
+    @torch.no_grad()
+    def by_timestep(self, *, cap: int) -> list[float]:
+        """Return the loss of each batch, at most `cap` pictures at once."""
+        passes = [self._passes(batch, cap=cap) for batch in self.batches]
+        if self.model.foresight is not None:
+            self.model.foresight.expect_passes([samples for each in passes for samples in each])
+        images = len(self.batches[0].samples)
+        sums = self.ranks.sum([self._loss_sum(each) for each in passes])
+        return [total / images for total in sums]
+
+    def _passes(self, batch: StepBatch, *, cap: int) -> list[tuple[Prepared, ...]]:
+        place = self.ranks.place
+        own = replace(batch, samples=batch.samples[place.rank :: place.count])
+        return micro_batches(own, cap=cap)
+
+    def _loss_sum(self, passes: Sequence[tuple[Prepared, ...]]) -> float:
+        sums = []
+        for samples in passes:
+            with self.model.modulating(samples):
+                sums.append(self.model.losses(samples).sum())
+        return float(torch.stack(sums).sum()) if sums else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ValidateAction:
     """Mean unweighted loss of the held-out pictures over stratified timesteps, with fixed noise.
 
-    Step 0 is the untouched base, so the gain of the adapter can be read off. `batches` hold every
-    picture; each of `ranks` does its share. `chosen()` puts the weights that are measured in force;
-    `on_best`, called with them in force, remembers those with the lowest loss so far.
+    Step 0 is the untouched base, so the gain of the adapter can be read off. `chosen()` puts the weights
+    that are measured in force; `on_best`, called with them in force, remembers those with the lowest loss
+    so far.
     """
 
     what: ClassVar = "the validation"
-    batches: Sequence[StepBatch]
-    model: Model
+    fixed: FixedLosses
     every_steps: int
     events: EventStream
-    ranks: Ranks
     watch_plateaus: bool = False
     watch_best: bool = False
     on_best: Callable[[], None] = lambda: None
@@ -48,23 +86,17 @@ class ValidateAction:
 
     def due(self, progress: Progress) -> bool:
         return (
-            bool(self.batches)
+            bool(self.fixed.batches)
             and self.every_steps > 0
             and (progress.step % self.every_steps == 0 or _at_the_end(progress))
         )
 
     def __call__(self, progress: Progress) -> GuardState | None:
-        cap, images = progress.guard.micro_batch, len(self.batches[0].samples)
-        passes = [self._passes(batch, cap=cap) for batch in self.batches]
-        if self.model.foresight is not None:
-            self.model.foresight.expect_passes([samples for each in passes for samples in each])
         with self.chosen():
-            own = [self._loss_sum(each) for each in passes]
-        sums = self.ranks.sum(own)
-        by_timestep = [
-            [batch.step, total / images] for batch, total in zip(self.batches, sums, strict=True)
-        ]
-        mean = sum(loss for _, loss in by_timestep) / len(by_timestep)
+            losses = self.fixed.by_timestep(cap=progress.guard.micro_batch)
+        batches, mean = self.fixed.batches, sum(losses) / len(losses)
+        images = len(batches[0].samples)
+        by_timestep = [[batch.step, loss] for batch, loss in zip(batches, losses, strict=True)]
         self.events.emit(
             "validation", step=progress.step, loss=mean, by_timestep=by_timestep, images=images
         )
@@ -82,18 +114,37 @@ class ValidateAction:
                     self.on_best()
         return guard if self.watch_plateaus or self.watch_best else None
 
-    def _passes(self, batch: StepBatch, *, cap: int) -> list[tuple[Prepared, ...]]:
-        place = self.ranks.place
-        own = replace(batch, samples=batch.samples[place.rank :: place.count])
-        return micro_batches(own, cap=cap)
 
-    @torch.no_grad()
-    def _loss_sum(self, passes: Sequence[tuple[Prepared, ...]]) -> float:
-        sums = []
-        for samples in passes:
-            with self.model.modulating(samples):
-                sums.append(self.model.losses(samples).sum())
-        return float(torch.stack(sums).sum()) if sums else 0.0
+@dataclass(frozen=True, kw_only=True)
+class LearningAction:
+    """Compares the losses of a few trained pictures, once in a run, with those before its first step.
+
+    `step` is when, None: never, in a short run. `so_far` is the share of all learning rates, added up,
+    that is behind the run then. Raises TrainingStopped when they are the same and will stay so.
+    """
+
+    what: ClassVar = "the look at what was learned"
+    fixed: FixedLosses
+    step: int | None
+    so_far: float
+    about: Circumstances
+    events: EventStream
+
+    def due(self, progress: Progress) -> bool:
+        if self.step is None or progress.step not in (0, self.step):
+            return False
+        return progress.step == 0 or bool(progress.guard.learning.base)
+
+    def __call__(self, progress: Progress) -> GuardState | None:
+        losses = self.fixed.by_timestep(cap=progress.guard.micro_batch)
+        guard = progress.guard
+        if progress.step == 0:
+            return replace(guard, learning=replace(guard.learning, base=losses))
+        change = least_change(guard.learning.base, losses, so_far=self.so_far)
+        self.events.emit("learned", step=progress.step, change=change)
+        if change < LEAST_CHANGE:
+            raise without_effect(progress.step, self.about, change=change)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ or a resume can at worst have the weights come once more, and never meet rows of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
@@ -54,6 +54,13 @@ class Foresight:
     _window: tuple[tuple[Glimpse, ...], ...] = ()
     _first_step: int = 0
     _cap: int = 0
+    _ended: bool = False
+
+    def end(self) -> None:
+        """Make nothing ahead any more: the layers are where they were, and give it themselves."""
+        self._ended = True
+        self._coming.clear()
+        self._rows.clear()
 
     def expect(
         self,
@@ -63,6 +70,8 @@ class Foresight:
         split: Callable[[Sequence[Glimpse]], Sequence[Sequence[Glimpse]]],
     ) -> None:
         """Note the passes from this step to the end of its window, which `split` makes with this cap."""
+        if self._ended:
+            return
         if batch.window:
             self._window, self._first_step = batch.window, batch.step
         elif cap == self._cap:
@@ -73,11 +82,15 @@ class Foresight:
 
     def expect_passes(self, passes: Sequence[Sequence[Seen]]) -> None:
         """Note what comes next, in this order, instead of what was noted before."""
+        if self._ended:
+            return
         self._coming = {self._key(samples): samples for samples in passes}
         self._cap = 0  # those of training are noted again by its next step
 
     def of(self, samples: Sequence[Seen]) -> AbstractContextManager[None]:
         """Let the modulation layers give the rows of these samples, forwards and backwards."""
+        if self._ended:
+            return nullcontext()
         key = self._key(samples)
         if key not in self._rows:
             self._make(key, samples)

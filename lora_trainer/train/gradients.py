@@ -1,7 +1,8 @@
 """The gradients of one optimizer step and what they do to the weights, within what the device can hold.
 
 A step that does not fit is done again with the next remedy; its draws are made, so the result is the
-same. One that runs out of memory while weights are changing is torn: the loop goes back.
+same. So is one that fails otherwise, if it is one of the first, plainly. One that runs out of memory while
+weights are changing is torn: the loop goes back.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,8 @@ from lora_trainer.train.guards import (
     after_out_of_memory,
 )
 from lora_trainer.train.passes import add_pass, give_up_compiling, give_up_graphs
-from lora_trainer.train.training import TornStep, Training
+from lora_trainer.train.plainly import go_plainly, why_again
+from lora_trainer.train.training import First, TornStep, Training
 
 
 def gradients_that_fit(
@@ -32,27 +35,41 @@ def gradients_that_fit(
     """Accumulate the step's gradients, taking one remedy after the other until the device can hold it.
 
     The whole step is done again: its draws are already made, so nothing is lost or seen twice. So is
-    one in which compiled code failed, without it.
+    one in which compiled code failed, without it, and one of the first that failed otherwise, plainly.
     """
-    compiled = False
     while True:
+        failed: Literal["code", "way", "memory"]
+        training.plain.tried = _passes(training, batch, guard)
         try:
             loss = add_gradients(training, batch, cap=guard.micro_batch)
         except CompilationFailed as error:
-            reason, compiled = str(error), True
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            reason, compiled = first_line(error), False
+            reason, failed = str(error), "code"
+        except Exception as error:  # noqa: BLE001 - raised again by `why_again` where no other way is left
+            if isinstance(error, RuntimeError) and is_out_of_memory(error):
+                reason, failed = first_line(error), "memory"
+            else:
+                firsts = training.plain.tried
+                reason, failed = why_again(training, guard, error, firsts=firsts), "way"
         else:
             return loss, _with_given_up(training, _grown(training, guard))
         # Outside the except block: its traceback would keep the tensors alive that must go.
-        if compiled:
+        if failed == "way":
+            guard = go_plainly(training, guard, reason=reason)
+            continue
+        if failed == "code":
             give_up_compiling(training, reason=reason)
             training.optimizer.zero_grad(set_to_none=True)
             continue
         images = max(len(group) for group in _split(batch.samples, training, cap=guard.micro_batch))
         guard = relieved(training, guard, images=images, reason=reason)
+
+
+def _passes(training: Training, batch: StepBatch, guard: GuardState) -> frozenset[First]:
+    """Return what tells the passes of a step from those that may fail where these did not."""
+    return frozenset(
+        (*group[0].shape, len(group), guard.remedies, guard.plain)
+        for group in _split(batch.samples, training, cap=guard.micro_batch)
+    )
 
 
 def relieved(training: Training, guard: GuardState, *, images: int, reason: str) -> GuardState:
@@ -65,12 +82,13 @@ def relieved(training: Training, guard: GuardState, *, images: int, reason: str)
     free_memory()
     if recorded:
         return _with_given_up(training, guard)
-    smaller = after_out_of_memory(guard, images=images, remedies=len(training.remedies))
+    remedies = training.remedies_of(guard)
+    smaller = after_out_of_memory(guard, images=images, remedies=len(remedies))
     if smaller.remedies > guard.remedies and training.speedups.graphs is not None:
         # What waits in host memory cannot be recorded, and nothing was recorded yet.
         give_up_graphs(training, reason=reason)
         smaller = _with_given_up(training, smaller)
-    for remedy in training.remedies[guard.remedies : smaller.remedies]:
+    for remedy in remedies[guard.remedies : smaller.remedies]:
         remedy.apply()
         training.events.emit(
             "change", key=remedy.key, old=remedy.old, new=remedy.new, reason=reason
@@ -137,6 +155,7 @@ def apply_whole(training: Training, loss: Tensor, guard: GuardState, *, step: in
         norm = _apply_gradients(training, loss, clip_scale=guard.clip_scale)
         for change in training.afterwards:
             change(step)
+        training.plain.proven |= training.plain.tried
         return norm
     except RuntimeError as error:
         if not is_out_of_memory(error):

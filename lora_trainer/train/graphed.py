@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.data.batches import Signature, Stacked
+from lora_trainer.device_calls import may_copy_ahead
 from lora_trainer.errors import first_line
 from lora_trainer.model.compiling import CompilationFailed
 from lora_trainer.model.graph import Capture, Recording
@@ -40,7 +41,7 @@ class _Graph:
 
     def run(self, given: Stacked) -> Tensor:
         for name, tensor in given.tensors.items():
-            self.inputs.tensors[name].copy_(tensor, non_blocking=True)
+            self.inputs.tensors[name].copy_(tensor, non_blocking=may_copy_ahead(tensor.device))
         self.recording.replay()
         return self.recording.result
 

@@ -1,4 +1,4 @@
-"""What to do when training goes wrong, as a pure state machine: out of memory, not-a-number, instability.
+"""What to do when training goes wrong, as a pure state machine: out of memory, not-a-number, nothing learned.
 
 No torch, no clock, no files: the loop reports what happened, gets the next state back, and the state
 travels in the resume state, so a resumed run decides as the uninterrupted one would have. Steps that
@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lora_trainer.errors import TrainingStopped
+from lora_trainer.train.learning import Learning
 from lora_trainer.train.trends import (
     Best,
     LossTrend,
@@ -37,12 +38,14 @@ class GuardState:
     """What the guards remember and have decided.
 
     `micro_batch` is the present cap in images, `remedies` how many of the run's remedies against a
-    full device are in force; `lr_scale` and `clip_scale` are factors on the learning rate and on
-    `train.max_grad_norm`; the counters are of steps that fitted, non-finite steps and rollbacks.
+    full device are in force, `plain` whether all is computed plainly after an error; `lr_scale` and
+    `clip_scale` are factors on the learning rate and on `train.max_grad_norm`; the counters are of
+    steps that fitted, non-finite steps and rollbacks.
     """
 
     micro_batch: int
     remedies: int = 0
+    plain: bool = False
     uncompiled: bool = False
     ungraphed: bool = False
     fitting_steps: int = 0
@@ -55,12 +58,14 @@ class GuardState:
     trend: LossTrend = LossTrend()
     plateau: Plateau = Plateau()
     best: Best = Best()
+    learning: Learning = Learning()
 
 
-_NESTED: Mapping[str, type[LossTrend | Plateau | Best]] = {
+_NESTED: Mapping[str, type[LossTrend | Plateau | Best | Learning]] = {
     "trend": LossTrend,
     "plateau": Plateau,
     "best": Best,
+    "learning": Learning,
 }
 
 
@@ -132,12 +137,14 @@ def after_rollback(good: GuardState, unstable: Unstable) -> GuardState:
         good,
         micro_batch=min(good.micro_batch, bad.micro_batch),
         remedies=bad.remedies,
+        plain=bad.plain,
         fitting_steps=bad.fitting_steps,
         patience_steps=bad.patience_steps,
         skipped=bad.skipped,
         skipped_in_row=0,
         rollbacks=bad.rollbacks + 1,
         lr_scale=min(good.lr_scale, bad.lr_scale) * LOWER_RATE,
+        learning=replace(bad.learning, zero_gradients=0),
     )
 
 
@@ -185,10 +192,12 @@ def after_torn_step(good: GuardState, torn: GuardState) -> GuardState:
         good,
         micro_batch=torn.micro_batch,
         remedies=torn.remedies,
+        plain=torn.plain,
         uncompiled=torn.uncompiled,
         ungraphed=torn.ungraphed,
         fitting_steps=torn.fitting_steps,
         patience_steps=torn.patience_steps,
+        learning=torn.learning,
     )
 
 

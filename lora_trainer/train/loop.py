@@ -8,12 +8,14 @@ encodes or touches the disk, and every random number it uses was drawn by the fe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from lora_trainer.data.batches import StepBatch
+from lora_trainer.device_calls import kind_of, may_copy_ahead
 from lora_trainer.errors import (
     RESUME,
     LoraTrainError,
@@ -23,6 +25,7 @@ from lora_trainer.errors import (
     first_line,
 )
 from lora_trainer.events import EventStream
+from lora_trainer.model.device_errors import is_lost
 from lora_trainer.model.device_memory import device_memory
 from lora_trainer.model.out_of_memory import free_memory, is_out_of_memory
 from lora_trainer.model.readback import Readback
@@ -37,7 +40,15 @@ from lora_trainer.train.guards import (
     changes,
     stopped,
 )
+from lora_trainer.train.learning import (
+    ZERO_STEPS,
+    Circumstances,
+    after_gradient,
+    without_gradients,
+    without_movement,
+)
 from lora_trainer.train.optim import effective_rate, set_learning_rate
+from lora_trainer.train.plainly import go_plainly, lost_device, why_again
 from lora_trainer.train.progress import Action, Progress
 from lora_trainer.train.stages import enter_stages
 from lora_trainer.train.training import TornStep, Training
@@ -47,10 +58,32 @@ CUDA_REPORT_LAG = 2  # steps; reading a loss at once would make the host wait fo
 
 @dataclass(frozen=True, kw_only=True)
 class _Report:
-    """A finished step whose loss and gradient norm may still be on their way from the device."""
+    """A finished step whose loss and gradient norm may still be on their way from the device.
+
+    `reached`: some parameter had a gradient. `left_zero`, of one step only: whether any of those that
+    began at zero is something else.
+    """
 
     fields: dict[str, Any]
     loss_and_norm: Readback
+    reached: bool
+    left_zero: Readback | None = None
+
+
+class _Lap:
+    """The seconds from step to step, without what actions take: a step that is told late began late."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.restart()
+
+    def restart(self) -> None:
+        self._began_s = self._clock()
+
+    def done(self) -> float:
+        began_s = self._began_s
+        self.restart()
+        return self._began_s - began_s
 
 
 def run(training: Training, start: Progress) -> Progress:
@@ -76,6 +109,10 @@ def run(training: Training, start: Progress) -> Progress:
             continue
         except TornStep as error:
             torn = error.guard, error.reason
+        except RuntimeError as error:
+            if not is_lost(error):
+                raise
+            raise lost_device(training, progress.guard, error) from error
         # Outside the except block: its traceback would keep gradients alive that must go.
         progress = _mended(training, *torn)
 
@@ -101,6 +138,7 @@ def _train(training: Training, start: Progress) -> Progress:
     """Train from `start` to the end; raises Unstable besides what `run` raises."""
     progress, pending = start, deque[_Report]()
     lag = report_lag(training.model.device)
+    lap = _Lap(training.clock)
     with training.feeder.stream(
         start.step, training.steps, ahead=training.prefetch_steps
     ) as batches:
@@ -117,7 +155,10 @@ def _train(training: Training, start: Progress) -> Progress:
                 enter_stages(training.stages, step=progress.step)
                 loss, guard = gradients_that_fit(training, batch, progress.guard)
             except (MachineError, TrainingStopped):
-                _save_whole_steps(training, pending, progress, since=start.step)
+                if progress.step > start.step and training.ranks.alone:
+                    while pending:
+                        progress = _report(training, pending.popleft(), progress, lap)
+                    _save_whole_steps(training, progress)
                 raise
             loss = training.ranks.reduce(
                 training.parameters,
@@ -125,6 +166,7 @@ def _train(training: Training, start: Progress) -> Progress:
                 ask=training.stop,
                 in_place=training.speedups.keeps_gradients,
             )
+            reached = any(parameter.grad is not None for parameter in training.parameters)
             step, images = progress.step + 1, progress.images + training.batch_size
             grad_norm = apply_whole(training, loss, guard, step=step)
 
@@ -132,11 +174,15 @@ def _train(training: Training, start: Progress) -> Progress:
             progress = Progress(step=step, images=images, guard=guard)
             shown = effective_rate(training.optimizer, rate)
             fields = {"step": step, "images": images, "lr": shown, "epoch": batch.epoch}
-            fields |= {"seconds": training.clock() - began, "data_wait_s": waited}
+            fields |= {"data_wait_s": waited, "latents": _latents(batch)}
             measured = Readback(torch.stack([loss, grad_norm]))
-            pending.append(_Report(fields=fields, loss_and_norm=measured))
+            left_zero = _left_zero(training) if step == ZERO_STEPS else None
+            report = _Report(
+                fields=fields, loss_and_norm=measured, reached=reached, left_zero=left_zero
+            )
+            pending.append(report)
             while len(pending) > lag:
-                progress = _report(training, pending.popleft(), progress)
+                progress = _report(training, pending.popleft(), progress, lap)
 
             # ---- save, sample, validate, stop
             signal_number = (
@@ -148,8 +194,10 @@ def _train(training: Training, start: Progress) -> Progress:
             )
             due = _due(training, progress)
             while due and pending:
-                progress = _report(training, pending.popleft(), progress)
+                progress = _report(training, pending.popleft(), progress, lap)
             progress = _act(training, due, progress)
+            if due:
+                lap.restart()
             if not progress.ending and _has_converged(training, progress):
                 progress = _end_early(training, due, progress)
             if signal_number is not None:
@@ -178,19 +226,13 @@ def _end_early(training: Training, done: Sequence[Action], progress: Progress) -
 
 def report_lag(device: torch.device) -> int:
     """Return how many steps late a loss is read; bit-exact runs do not depend on when they stop."""
-    if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+    if not may_copy_ahead(device) or torch.are_deterministic_algorithms_enabled():
         return 0
     return CUDA_REPORT_LAG
 
 
-def _save_whole_steps(
-    training: Training, pending: deque[_Report], progress: Progress, *, since: int
-) -> None:
+def _save_whole_steps(training: Training, progress: Progress) -> None:
     """Save what the steps before one that cannot be done came to, as a stop would."""
-    if progress.step == since or not training.ranks.alone:
-        return
-    while pending:
-        progress = _report(training, pending.popleft(), progress)
     progress = replace(progress, ending=True, stopping=True)
     try:
         _act(training, _due(training, progress), progress)
@@ -216,21 +258,35 @@ def _act(training: Training, due: Sequence[Action], progress: Progress) -> Progr
 def _with_room(training: Training, action: Action, progress: Progress) -> GuardState | None:
     """Do an action; where the device ran out of memory once more one image at a time, else without it.
 
-    Training goes on as it would have: no action decides what the adapter becomes but by its guards.
+    Training goes on as it would have: no action decides what the adapter becomes but by its guards. The
+    first of its kind is done again plainly after another error; alone, as others may have gone on.
     """
-    images = progress.guard.micro_batch
-    for at_once in (images, 1):
-        tried = replace(progress, guard=replace(progress.guard, micro_batch=at_once))
+    guard, images = progress.guard, [1, progress.guard.micro_batch]
+    while images:
+        tried = replace(progress, guard=replace(guard, micro_batch=images[-1]))
+        full = False
         try:
-            guard = action(tried)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
+            judged = action(tried)
+        except Exception as error:
+            full = isinstance(error, RuntimeError) and is_out_of_memory(error)
+            if not full and not training.ranks.alone:
                 raise
-            reason = first_line(error)
+            reason = (
+                first_line(error)
+                if full
+                else why_again(training, guard, error, firsts={type(action)})
+            )
         else:
-            return None if guard is None else replace(guard, micro_batch=images)
-        training.speedups.make_room()
-        free_memory()
+            training.plain.proven.add(type(action))
+            if judged is not None:
+                return replace(judged, micro_batch=progress.guard.micro_batch)
+            return None if guard is progress.guard else guard
+        if full:
+            images.pop()
+            training.speedups.make_room()
+            free_memory()
+        else:
+            guard = go_plainly(training, guard, reason=reason)
     if progress.stopping or not training.ranks.alone:  # it is needed, or others wait for this part
         raise TrainingStopped(
             f"{action.what} of step {progress.step} is missing: {reason}", fix=RESUME
@@ -253,13 +309,33 @@ def _tell_changes(events: EventStream, old: GuardState, new: GuardState, *, reas
         )
 
 
-def _report(training: Training, report: _Report, progress: Progress) -> Progress:
+def _left_zero(training: Training) -> Readback | None:
+    """Return whether any parameter that began at zero has left it, on its way to the host."""
+    if not training.from_zero:
+        return None
+    device = training.model.device
+    left = [parameter.detach().any().to(device) for parameter in training.from_zero]
+    return Readback(torch.stack(left).any().float().reshape(1))
+
+
+def _latents(batch: StepBatch) -> int:
+    """Return how many places of latents a step is computed for: what its time goes by."""
+    return sum(sample.shape[-2] * sample.shape[-1] for sample in batch.samples)
+
+
+def _report(
+    training: Training,
+    report: _Report,
+    progress: Progress,
+    lap: _Lap,
+) -> Progress:
     """Log one finished step and let the guard judge it; raises TrainingStopped."""
     loss, norm = report.loss_and_norm.read()
+    seconds = lap.done()
     finite = norm - norm == 0.0
     memory = device_memory(training.model.device).fields()
     values = {"loss": loss if loss - loss == 0.0 else None, "grad_norm": norm if finite else None}
-    training.events.emit("step", **report.fields, **values, **memory)
+    training.events.emit("step", **report.fields, **values, **memory, seconds=seconds)
     if not finite and _is_searching(training.scaler):
         scale = training.scaler.get_scale()
         training.events.emit(
@@ -273,11 +349,41 @@ def _report(training: Training, report: _Report, progress: Progress) -> Progress
             code="TRN-01",
         )
     guard = after_step(progress.guard, finite=finite, step=report.fields["step"])
+    if finite:
+        guard = _learning(training, report, guard, loss=loss, norm=norm)
     if finite and training.watch_spikes:
         guard = after_training_loss(guard, loss)
         reason = f"the loss jumped at step {report.fields['step']}"
         _tell_changes(training.events, progress.guard, guard, reason=reason)
     return replace(progress, guard=guard)
+
+
+def _learning(
+    training: Training,
+    report: _Report,
+    guard: GuardState,
+    *,
+    loss: float,
+    norm: float,
+) -> GuardState:
+    """Let the guard see whether a finite step taught anything; raises TrainingStopped."""
+    step, learning = report.fields["step"], after_gradient(guard.learning, norm=norm)
+    if learning.zero_gradients >= ZERO_STEPS:
+        raise without_gradients(step, _circumstances(training, report), loss=loss)
+    if report.left_zero is not None and report.left_zero.read() == [0.0]:
+        raise without_movement(step, _circumstances(training, report))
+    return replace(guard, learning=learning)
+
+
+def _circumstances(training: Training, report: _Report) -> Circumstances:
+    scaler, rate = training.scaler, training.learning_rate
+    return Circumstances(
+        device=kind_of(training.model.device).name,
+        rate=max(map(rate, range(training.steps))),
+        rate_sum=sum(map(rate, range(report.fields["step"]))),
+        loss_scale=float(scaler.get_scale()) if scaler.is_enabled() else None,
+        reached=report.reached,
+    )
 
 
 def _is_searching(scaler: torch.amp.GradScaler) -> bool:

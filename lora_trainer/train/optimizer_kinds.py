@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config import OptimizerName, OptimizerSettings
+from lora_trainer.device_calls import kind_of
 from lora_trainer.errors import BROKEN_PACKAGE, MachineError, package_problem
 from lora_trainer.planning.optimizers import OPTIMIZERS
 
@@ -59,15 +60,16 @@ def _without_epsilon(settings: OptimizerSettings) -> dict[str, Any]:
 
 
 def _adamw(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(list(groups), fused=True, **_adam_like(settings))  # type: ignore[arg-type]  # dicts
+    fused = kind_of(groups[0]["params"][0].device).fused_skips
+    return torch.optim.AdamW(list(groups), fused=fused, **_adam_like(settings))  # type: ignore[arg-type]  # dicts
 
 
 def _adamw_8bit(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
     from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 
-    # On a CPU all state is in host memory anyway, where the same numbers need no pages.
-    on_gpu = groups[0]["params"][0].is_cuda
-    make = PagedAdamW8bit if settings.name == "paged_adamw8bit" and on_gpu else AdamW8bit
+    # Without memory of its own all state is in host memory anyway, where the same numbers need no pages.
+    beside = kind_of(groups[0]["params"][0].device).own_memory
+    make = PagedAdamW8bit if settings.name == "paged_adamw8bit" and beside else AdamW8bit
     optimizer: torch.optim.Optimizer = make(groups, **_adam_like(settings))
     return optimizer
 

@@ -9,6 +9,7 @@ process may have more micro-batches than another, or none. Alone, nothing here d
 from __future__ import annotations
 
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +18,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no exports listed
 
+from lora_trainer.device_calls import kind_of, may_copy_ahead
 from lora_trainer.errors import (
     RESUME,
     LoraTrainError,
@@ -28,12 +31,14 @@ from lora_trainer.errors import (
     TrainingStopped,
     first_line,
 )
-from lora_trainer.launch import Place
+from lora_trainer.launch import Place, without_launcher
+from lora_trainer.model.pinned_memory import pinned_copy
 from lora_trainer.model.readback import Readback
-from lora_trainer.train.watch import LOOK, Watch
+from lora_trainer.train.heartbeat import LOOK, PeerMonitor
 
 PATIENCE = timedelta(days=7)
-"""The watch tells who is gone; sampling or caching of another process may take as long as it takes."""
+"""The monitor tells who is gone; sampling or caching of another process may take as long as it takes."""
+CONNECT = "with several networks, NCCL_SOCKET_IFNAME (processors: GLOO_SOCKET_IFNAME) names the one to use"
 STOPS = (int(signal.SIGTERM), int(signal.SIGINT))
 """What a run may be asked to end with; the first that anybody was asked for counts."""
 
@@ -49,7 +54,7 @@ class Ranks:
     place: Place = field(default_factory=Place)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     lag: int = 0
-    watch: Watch | None = None
+    monitor: PeerMonitor | None = None
     _asked: deque[Readback] = field(default_factory=deque)
     _stop: int | None = None
     _flat: Tensor | None = None
@@ -61,19 +66,31 @@ class Ranks:
 
     def connect(self, device: torch.device, *, lag: int) -> None:
         """Make collectives possible, once the plan says on which device; waits for all processes."""
-        if self.alone or self.watch is None:
+        if self.alone or self.monitor is None:
             return
-        self.device = torch.device("cuda") if device.type == "cuda" else torch.device("cpu")
+        backend = kind_of(device).collectives
+        if not dist.is_backend_available(backend):
+            backend = "gloo"  # on Windows, say
+        # gloo sums in host memory; the other backends on the device.
+        self.device = torch.device("cpu" if backend == "gloo" else device.type)
         self.lag = lag
-        self.watch.wait_for_all("ready")
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            # A connection of its own: waiting on one blocks every other use of it, the watch's too.
-            store=_store(self.place, "collectives", timeout=PATIENCE, keep=False),
-            rank=self.place.rank,
-            world_size=self.place.count,
-            timeout=PATIENCE,
-        )
+        self.monitor.wait_for_all("ready")
+        # torch has one time limit for connecting and for all collectives to come, which must be patient.
+        with self.monitor.limited("connecting to the other processes", advice=CONNECT):
+            try:
+                dist.init_process_group(
+                    backend,
+                    # A connection of its own: waiting on one blocks every other use, the monitor's too.
+                    store=_store(self.place, "collectives", timeout=PATIENCE, keep=False),
+                    rank=self.place.rank,
+                    world_size=self.place.count,
+                    timeout=PATIENCE,
+                )
+            except (RuntimeError, ValueError) as error:
+                reason = self.monitor.reason() or f"cannot connect: {first_line(error)}"
+                raise MachineError(reason, fix=CONNECT) from error
+            self.sum([1.0])  # NCCL connects in its first collective
+        self.monitor.started()
 
     # ---- the step
 
@@ -106,10 +123,11 @@ class Ranks:
             [
                 *(float(number == stop) for number in STOPS),
                 *(float(parameter.grad is not None) for parameter in parameters),
-            ],
-            pin_memory=flat.is_cuda,
+            ]
         )
-        told[1:].copy_(flags, non_blocking=True)
+        told[1:].copy_(
+            pinned_copy(flags, device=flat.device), non_blocking=may_copy_ahead(flat.device)
+        )
         with self._together():
             dist.all_reduce(flat)
         if self._trained is None:  # every sample passes the same network: once is enough
@@ -160,46 +178,37 @@ class Ranks:
 
     def from_leader(self, data: bytes | None) -> bytes:
         """Return the bytes the first process gives; the others give None."""
-        if self.alone:
-            assert data is not None
-            return data
-        length = torch.tensor([len(data or b"")], dtype=torch.int64, device=self.device)
-        with self._together():
-            dist.broadcast(length, src=0)
-            size = int(length.item())
-            if size == 0:
-                return b""
-            if data is None:
-                buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
-            else:
-                buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-            dist.broadcast(buffer, src=0)
-        return buffer.cpu().numpy().tobytes()
+        sent = [data]
+        if not self.alone:
+            with self._together():
+                dist.broadcast_object_list(sent, src=0, device=self.device)
+        (received,) = sent
+        assert received is not None
+        return received
 
     def wait_for_all(self, what: str) -> None:
         """Return when every process has come here; no collective, and the reason if one has ended."""
-        if self.alone or self.watch is None:
+        if self.alone or self.monitor is None:
             return
-        self.watch.wait_for_all(what)
+        self.monitor.wait_for_all(what)
 
     def end_together(self) -> None:
         """Say that all is done (the leader), or wait for that (the others): success is of the whole run."""
-        if self.alone or self.watch is None:
+        if self.alone or self.monitor is None:
             return
         if self.place.leads:
-            self.watch.give("done", "1")
+            self.monitor.give("done", "1")
         else:
-            self.watch.take("done")
+            self.monitor.take("done")
 
     def require_same(self, digest: bytes, *, step: int) -> None:
         """Raise TrainingStopped, on all processes, where theirs came to another state than the first's."""
         if self.alone:
             return
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device)
-        found = [torch.empty_like(mine) for _ in range(self.place.count)]
+        digests: list[bytes] = [b""] * self.place.count
         with self._together():
-            dist.all_gather(found, mine)
-        other = [rank for rank, theirs in enumerate(found) if not torch.equal(theirs, found[0])]
+            dist.all_gather_object(digests, digest)
+        other = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
         if other:
             raise TrainingStopped(
                 f"process {', '.join(map(str, other))} of {self.place.count} came to other weights than "
@@ -213,10 +222,21 @@ class Ranks:
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
-            reason = self.watch.reason() if self.watch else ""
+            reason = self.monitor.reason() if self.monitor else ""
             raise MachineError(
                 reason or f"another process of this training ended: {first_line(error)}", fix=LOOK
             ) from error
+
+
+def isolate_accelerate() -> None:
+    """Let accelerate take this process for the only one, whatever the launcher says.
+
+    Its trackers, log lines and hooks ask `PartialState()`, which calls `init_process_group` where a
+    launcher started several processes. Only the first process has trackers: it would wait there for
+    the others, and they for it. The state is made once in a process, so nothing asks again.
+    """
+    with without_launcher():
+        PartialState(cpu=True)
 
 
 @contextmanager
@@ -225,21 +245,21 @@ def joined(place: Place, *, timeout_s: float) -> Iterator[Ranks]:
     if place.count == 1:
         yield Ranks()
         return
-    own = _store(place, "watch", timeout=timedelta(seconds=timeout_s), keep=place.leads)
-    watch = Watch(place=place, store=own, timeout_s=timeout_s)
-    watch.start()
+    own = _store(place, "monitor", timeout=timedelta(seconds=timeout_s), keep=place.leads)
+    monitor = PeerMonitor(place=place, store=own, timeout_s=timeout_s)
+    monitor.start()
     try:
-        yield Ranks(place=place, watch=watch)
+        yield Ranks(place=place, monitor=monitor)
     except StoppedBySignal:
         raise
     except LoraTrainError as error:
-        watch.fail(error.found.rstrip("."))
+        monitor.fail(error.found.rstrip("."))
         raise
     except BaseException as error:
-        watch.fail(f"{type(error).__name__}: {first_line(error)}")
+        monitor.fail(f"{type(error).__name__}: {first_line(error)}")
         raise
     finally:
-        watch.stop()
+        monitor.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -252,7 +272,8 @@ def _store(place: Place, name: str, *, timeout: timedelta, keep: bool) -> Prefix
             place.port,
             is_master=keep and not place.launcher_keeps_store,
             timeout=timeout,
-            wait_for_workers=False,  # the watch sees who does not come, and says so
+            use_libuv=sys.platform != "win32",  # torch is built without it there, and raises
+            wait_for_workers=False,  # the monitor sees who does not come, and says so
         )
     except RuntimeError as error:
         raise MachineError(

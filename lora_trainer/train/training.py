@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +60,7 @@ class Model:
 
     def stacked(self, samples: Sequence[Prepared]) -> Stacked:
         """Return samples of one shape on the host, ready to be copied to the device."""
-        return stack(samples, pinned=self.device.type == "cuda")
+        return stack(samples, device=self.device)
 
     def dropping(self, batch: MicroBatch) -> AbstractContextManager[None]:
         """Let the adapter drop what it drops for these samples, forwards and backwards."""
@@ -108,6 +108,25 @@ class Remedy:
     apply: Callable[[], None]
 
 
+First = Hashable
+"""A pass by what tells it from others, or the class of an action: see `train/plainly.py`."""
+
+
+@dataclass(kw_only=True)
+class PlainWay:
+    """How the same training is computed without the means that make it fit and fast.
+
+    `changes` lead there, `remedies` against a full device are left then. `tried` are the passes of the step
+    under way, `proven` those that worked; `first_error` is why the plain way is in force, in this process.
+    """
+
+    changes: Sequence[Remedy] = ()
+    remedies: Sequence[Remedy] = ()
+    tried: frozenset[First] = frozenset()
+    proven: set[First] = field(default_factory=set)
+    first_error: str = ""
+
+
 class TornStep(Exception):
     """An optimizer step ran out of memory: adapter and optimizer may be half-way."""
 
@@ -127,9 +146,10 @@ class Training:
     `restore()` puts adapter and optimizer back to the last good state and returns where that was;
     without it, instability is the end. `ranks` are the processes it is shared by. `watch_spikes`
     clips tighter when losses jump. `stages` are parts of the adapter that stop being trained before
-    the end. `afterwards` is done to the weights after each optimizer step, in
-    order, with the number of steps then; it must leave the bits of weights that did not change.
-    `speedups` are what its passes are made faster by.
+    the end. `plain` is the way in which the first steps are tried once more. `afterwards` is done to
+    the weights after each optimizer step, in order, with the number of steps then; it must leave the
+    bits of weights that did not change. `from_zero` are the parameters that an update of zero began
+    with, while they are zero it stays so. `speedups` are what its passes are made faster by.
     After `stop_after_validations` validations without a lower loss, training ends as if that had been
     all its steps.
     """
@@ -151,10 +171,16 @@ class Training:
     ranks: Ranks = field(default_factory=Ranks)
     images_at_once: Mapping[tuple[int, int], int] = field(default_factory=dict)
     remedies: Sequence[Remedy] = ()
+    plain: PlainWay = field(default_factory=PlainWay)
     restore: Callable[[], Progress] | None = None
     watch_spikes: bool = False
     stages: Sequence[Stage] = ()
     stop_after_validations: int | None = None
     afterwards: Sequence[Callable[[int], None]] = ()
+    from_zero: Sequence[nn.Parameter] = ()
     speedups: Speedups = field(default_factory=Speedups)
     clock: Callable[[], float] = time.perf_counter
+
+    def remedies_of(self, guard: GuardState) -> Sequence[Remedy]:
+        """Return the remedies of the way that is in force."""
+        return self.plain.remedies if guard.plain else self.remedies

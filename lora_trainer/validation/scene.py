@@ -16,7 +16,7 @@ from filelock import FileLock
 from PIL import Image
 from torch import nn
 
-from lora_trainer.caching import fill_caches, new_word, open_cache, texts_as
+from lora_trainer.caching import fill_caches, open_cache, texts_as
 from lora_trainer.config import concrete
 from lora_trainer.data.batches import Prepared, StepBatch
 from lora_trainer.data.buckets import cut
@@ -24,6 +24,7 @@ from lora_trainer.data.images import decode
 from lora_trainer.data.loader import Feeder
 from lora_trainer.data.scan import ImageRecord
 from lora_trainer.data.sources import Source
+from lora_trainer.data.tokens import new_word
 from lora_trainer.device import encoder_device, setup_torch
 from lora_trainer.errors import InputError
 from lora_trainer.events import EventStream
@@ -39,8 +40,8 @@ from lora_trainer.output.adapter_names import file_names
 from lora_trainer.output.adapter_read import read_tensors
 from lora_trainer.output.embedding_file import embedding_path, read_embedding
 from lora_trainer.prepare import Prepared as Plan
-from lora_trainer.prepare import Request, prepare
-from lora_trainer.processes import with_base
+from lora_trainer.prepare import Request
+from lora_trainer.processes import prepare_with_base
 from lora_trainer.randomness import Stream, draw_seed
 from lora_trainer.run_folder import RunFolder
 from lora_trainer.validation.features import pixels
@@ -146,11 +147,11 @@ def plan_of(subject: Subject, dataset: Path) -> Plan:
     """Prepare the dataset as the adapter's training did; raises what `prepare` raises."""
     # An adapter of another trainer may change any layer, and all are measured.
     settings = {**subject.settings, "memory.modulation_cache": False}
-    plan = with_base(prepare(Request(dataset=dataset, overrides=settings)))
+    plan = prepare_with_base(Request(dataset=dataset, overrides=settings))
     changes_text = _changes_text(subject.file, plan)
     if changes_text != plan.config.adapter.text_encoder:
         settings |= {"adapter.text_encoder": changes_text}
-        plan = with_base(prepare(Request(dataset=dataset, overrides=settings)))
+        plan = prepare_with_base(Request(dataset=dataset, overrides=settings))
     return plan
 
 
@@ -187,7 +188,7 @@ def build_scene(
     tensors = read_tensors(subject.file, names=names)
     weights = weight_figures(inside, tensors)
     dial = attach_dial(inside, tensors)
-    arrange(plan, networks.denoiser)
+    arrange(plan, networks)
     model = replace(build_model(plan, networks, Adapter(layers={}, rank=0, alpha=0.0)), masks=None)
     return Scene(
         plan=plan,

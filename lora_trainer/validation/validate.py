@@ -15,6 +15,7 @@ from typing import Any
 
 from lora_trainer.data.captions import has_trigger
 from lora_trainer.data.scan import ImageRecord
+from lora_trainer.device import pinning
 from lora_trainer.events import EventStream, Listener
 from lora_trainer.files import json_bytes, write_atomic
 from lora_trainer.output.report import write_report
@@ -71,18 +72,19 @@ def validate(
     records = (*plan.held_out, *plan.trained)
     prompts = _prompts(records)
     unrelated = _unrelated(plan.config.data.triggers, records)
-    scene = build_scene(subject, plan, prompts=(*prompts, *unrelated), events=events)
-    found = Found(notes=list(_notes(subject, scene, features)))
-    measure_weights(scene.weights, found)
-    if scene.weights.finite:
-        _measure_losses(subject, scene, found)
-        _say(events, "samples")
-        _measure_samples(subject, scene, features, prompts, found)
-        _say(events, "unrelated prompts")
-        _measure_drift(scene, unrelated, found)
-    else:
-        why = "the adapter holds numbers that are not finite"
-        found.left_out |= dict.fromkeys(WEIGHTS.keys() - {"weights"}, why)
+    with pinning(plan, events):
+        scene = build_scene(subject, plan, prompts=(*prompts, *unrelated), events=events)
+        found = Found(notes=list(_notes(subject, scene, features)))
+        measure_weights(scene.weights, found)
+        if scene.weights.finite:
+            _measure_losses(subject, scene, found)
+            _say(events, "samples")
+            _measure_samples(subject, scene, features, prompts, found)
+            _say(events, "unrelated prompts")
+            _measure_drift(scene, unrelated, found)
+        else:
+            why = "the adapter holds numbers that are not finite"
+            found.left_out |= dict.fromkeys(WEIGHTS.keys() - {"weights"}, why)
     result = found.result(subject.file.name)
     if subject.run is not None:
         write_atomic(subject.run / VALIDATION_FILE, json_bytes(result.to_json()), durable=False)

@@ -86,7 +86,7 @@ def _plain_norm(module: ModuleTensors) -> float | None:
 
 
 def _double(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", torch.float64)
+    return tensor.detach().cpu().to(torch.float64)  # MPS has no float64
 
 
 def _on_cpu(module: ModuleTensors) -> ModuleTensors:

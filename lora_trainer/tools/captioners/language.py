@@ -23,6 +23,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
+from lora_trainer.device import CPU, best_device
+from lora_trainer.device_calls import free_and_total_bytes
 from lora_trainer.errors import InputError, MachineError, RequestError
 from lora_trainer.families.folder import count_parameters
 from lora_trainer.hardware import GIB, free_ram_bytes
@@ -74,7 +76,7 @@ class Describer:
     @property
     def batch_size(self) -> int:
         """Pictures at a time: a processor gains nothing from several."""
-        return GPU_BATCH if self.torch_device.type == "cuda" else 1
+        return 1 if self.torch_device.type == "cpu" else GPU_BATCH
 
     @property
     def device(self) -> str:
@@ -131,8 +133,7 @@ def load_describer(
     Raises InputError for files that do not fit, RequestError for a `prompt` it has no use for, and
     MachineError for a device that is missing or too small.
     """
-    place = _device(device)
-    dtype = _dtype(place)
+    place, dtype = _device(device)
     _refuse_foreign(folder, name)
     with _misfits_named(name):
         processor = _processor(folder)
@@ -223,7 +224,7 @@ def _refuse_too_large(folder: Path, name: str, place: torch.device, dtype: torch
     except InputError as error:
         raise InputError(error.found, fix="download the captioning model again") from None
     needed_bytes = parameters * dtype.itemsize + WORKSPACE_BYTES
-    free_bytes = torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else free_ram_bytes()
+    free_bytes = free_ram_bytes() if place.type == "cpu" else free_and_total_bytes(place)[0]
     if needed_bytes > free_bytes:
         raise no_room(
             name,
@@ -251,21 +252,17 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _device(asked: Device) -> torch.device:
-    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise MachineError(
-            f"--device cuda, but torch {torch.__version__} finds no card it can use",
-            fix="use --device cpu, or install the CUDA build of torch",
-        )
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _dtype(place: torch.device) -> torch.dtype:
+def _device(asked: Device) -> tuple[torch.device, torch.dtype]:
+    """Return where the model runs, and in which dtype; raises MachineError without the GPU asked for."""
+    place, has_bf16 = best_device() if asked != "cpu" else (CPU, False)
     if place.type == "cpu":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability(place) >= (8, 0) else torch.float16
+        if asked not in ("auto", "cpu"):
+            raise MachineError(
+                f"--device {asked}, but torch {torch.__version__} finds no card it can use",
+                fix="use --device cpu, or see what lora-train doctor says",
+            )
+        return place, torch.float32
+    return place, torch.bfloat16 if has_bf16 else torch.float16
 
 
 def _shrunk(picture: Image.Image) -> Image.Image:

@@ -1,0 +1,257 @@
+"""What each kind of device can do: the one description that plans, memory, networks and optimizers ask.
+
+Facts by kind, without torch, each with its source where it is not plain; and which torch is installed. The
+calls of torch that differ by device are in `device_calls.py`. Nobody else asks for the type of a device
+(`tests/test_devices.py` looks for it). None of this has run on a card yet: see docs/machines.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+KindName = Literal["cuda", "rocm", "mps", "xpu", "cpu"]
+TorchType = Literal["cuda", "mps", "xpu", "cpu"]
+"""`torch.device(...).type`, and what `hardware.device` takes: AMD's cards are "cuda" to torch."""
+GIB = 2**30
+_ORDINARY_INDEX = "https://download.pytorch.org/whl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceKind:
+    """One kind of device.
+
+    own_memory: it has memory of its own, so that something can wait in the host's; else both share one.
+    pins: copies from host memory that is locked in place run beside the computation.
+    pins_in_place: memory that is there already can be locked (cudaHostRegister).
+    streams: copies and kernels can be queued on several streams; elsewhere every copy is waited for.
+    graphs: a step can be recorded and replayed (`torch.cuda.CUDAGraph`).
+    compiles: inductor makes kernels that this project chooses by itself.
+    fused_skips: torch's fused AdamW leaves the weights alone where `found_inf` says so.
+    runtime_bytes: what a process takes of the memory before its first tensor.
+    collectives: the backend of torch.distributed.
+    lacks: settings that it cannot have, "key=value" to the reason.
+    """
+
+    name: KindName
+    says: str
+    torch_type: TorchType
+    own_memory: bool
+    pins: bool
+    pins_in_place: bool
+    streams: bool
+    graphs: bool
+    compiles: bool
+    fused_skips: bool
+    runtime_bytes: int
+    collectives: str
+    install: str
+    lacks: Mapping[str, str] = field(default_factory=dict)
+
+    def against(self, key: str, value: object) -> str:
+        """Return why this device cannot have a setting, empty where it can."""
+        return self.lacks.get(f"{key}={value}", "")
+
+
+_NO_INT8 = "torch._int_mm was never seen on it"
+_NO_XFORMERS = "xformers has kernels for CUDA and ROCm only"
+_NO_8BIT = "bitsandbytes has no 8-bit optimizer for it"
+_NO_PAGES = "bitsandbytes pages memory by CUDA's managed memory"
+_8BIT = ("adamw8bit", "paged_adamw8bit", "lion8bit")
+
+KINDS: Mapping[KindName, DeviceKind] = {
+    kind.name: kind
+    for kind in (
+        DeviceKind(
+            name="cuda",
+            says="an NVIDIA GPU (CUDA)",
+            torch_type="cuda",
+            own_memory=True,
+            pins=True,
+            pins_in_place=True,
+            streams=True,
+            graphs=True,
+            compiles=True,
+            fused_skips=True,
+            # Context 0.3-0.5 GiB with the kernels of all libraries loaded.
+            runtime_bytes=int(0.6 * GIB),
+            collectives="nccl",
+            install=f"pip install torch --index-url {_ORDINARY_INDEX}/cu128",
+        ),
+        # torch's HIP build has the API of torch.cuda, and the names of its pinning calls (docs: "HIP
+        # (ROCm) semantics"). bitsandbytes 0.50 has wheels for it (its installation guide).
+        DeviceKind(
+            name="rocm",
+            says="an AMD GPU (ROCm)",
+            torch_type="cuda",
+            own_memory=True,
+            pins=True,
+            pins_in_place=True,
+            streams=True,
+            graphs=False,
+            compiles=False,
+            fused_skips=True,
+            runtime_bytes=int(0.8 * GIB),
+            collectives="nccl",  # RCCL, under NCCL's name
+            install=f"pip install torch --index-url {_ORDINARY_INDEX}/rocm6.4",
+            lacks={
+                "memory.base_matmul=int8": _NO_INT8,
+                "hardware.cuda_graphs=True": "HIP's graphs were never seen with it",
+            },
+        ),
+        # Memory is the machine's. A copy to the host that is not waited for may be read too early
+        # (pytorch#139550), and fused optimizers ignored found_inf up to torch 2.12 (pytorch#186360).
+        # bitsandbytes 0.50 has 4-bit weights for it but no 8-bit optimizer, and is no dependency on macOS.
+        DeviceKind(
+            name="mps",
+            says="an Apple GPU (MPS)",
+            torch_type="mps",
+            own_memory=False,
+            pins=False,
+            pins_in_place=False,
+            streams=False,
+            graphs=False,
+            compiles=False,
+            fused_skips=False,
+            runtime_bytes=int(1.0 * GIB),
+            collectives="gloo",
+            install="pip install torch",
+            lacks={
+                **{f"optimizer.name={name}": _NO_8BIT for name in (*_8BIT, "lion")},
+                "memory.base_precision=nf4": "bitsandbytes is not installed on macOS",
+                "memory.base_precision=fp8": "MPS has no 8-bit floating point",
+                "memory.attention=xformers": _NO_XFORMERS,
+                "memory.base_matmul=int8": _NO_INT8,
+                "hardware.compile=blocks": "inductor on MPS is a prototype",
+                "hardware.cuda_graphs=True": "CUDA graphs are CUDA's",
+            },
+        ),
+        # torch.xpu has the API of torch.cuda but for graphs; bitsandbytes' optimizers are triton kernels.
+        DeviceKind(
+            name="xpu",
+            says="an Intel GPU (XPU)",
+            torch_type="xpu",
+            own_memory=True,
+            pins=True,
+            pins_in_place=False,
+            streams=True,
+            graphs=False,
+            compiles=False,
+            fused_skips=False,
+            runtime_bytes=int(0.8 * GIB),
+            collectives="gloo",  # exact sums take float64, which Arc has not
+            install=f"pip install torch --index-url {_ORDINARY_INDEX}/xpu",
+            lacks={
+                "optimizer.name=paged_adamw8bit": _NO_PAGES,
+                "memory.attention=xformers": _NO_XFORMERS,
+                "memory.base_matmul=int8": _NO_INT8,
+                "hardware.cuda_graphs=True": "CUDA graphs are CUDA's",
+            },
+        ),
+        DeviceKind(
+            name="cpu",
+            says="the processor",
+            torch_type="cpu",
+            own_memory=False,
+            pins=False,
+            pins_in_place=False,
+            streams=False,
+            graphs=False,
+            compiles=True,
+            fused_skips=True,
+            runtime_bytes=int(0.7 * GIB),  # Python with torch and diffusers
+            collectives="gloo",
+            install="pip install torch",
+            lacks={
+                "memory.attention=xformers": "xformers needs a GPU",
+                "hardware.cuda_graphs=True": "there is no GPU",
+            },
+        ),
+    )
+}
+
+
+# ---- which torch this is, without importing it
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchBuild:
+    """What the installed torch was built for: `kind`, with the `toolkit`'s version ("12.8", "6.4")."""
+
+    version: str
+    kind: KindName
+    toolkit: str = ""
+
+    def __str__(self) -> str:
+        of = f"{self.kind.upper()} {self.toolkit}".strip()
+        return f"torch {self.version}, built for {of}"
+
+
+def torch_build(folder: Path | None = None) -> TorchBuild | None:
+    """Read `torch/version.py` of the installed torch, or of `folder`; None where there is none."""
+    if folder is None:
+        spec = find_spec("torch")
+        if spec is None or spec.origin is None:
+            return None
+        folder = Path(spec.origin).parent
+    try:
+        tree = ast.parse((folder / "version.py").read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    values: dict[str, Any] = {}
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)) | (
+                ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=value))
+            ):
+                values[name] = value
+    version = str(values.get("__version__", ""))
+    for key, kind in (("hip", "rocm"), ("cuda", "cuda"), ("xpu", "xpu")):
+        if values.get(key):
+            return TorchBuild(version=version, kind=kind, toolkit=str(values[key]))  # type: ignore[arg-type]
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        return TorchBuild(version=version, kind="mps")
+    return TorchBuild(version=version, kind="cpu")
+
+
+TURING, MAXWELL, BLACKWELL = (7, 5), (5, 0), (10, 0)
+BLACKWELL_TOOLKIT = (12, 8)
+"""CUDA builds since 12.8 begin with Turing (Volta until torch 2.10) and have Blackwell; those of 12.6 begin
+with Maxwell and end before it (pytorch's RELEASE.md, "CUDA Support Matrix"; pytorch#157517, #172352)."""
+
+
+def against_card(build: TorchBuild | None, name: str, capability: tuple[int, int] | None) -> str:
+    """Return why this build of torch cannot compute on a card, with the command to mend it; else empty."""
+    if build is None or build.kind != "cuda" or capability is None or not build.toolkit:
+        return ""
+    here = f"{name} has compute capability {_dotted(capability)}"
+    if capability < MAXWELL:
+        return f"{here}, which no build of torch supports any more"
+    recent = _numbers(build.toolkit) >= BLACKWELL_TOOLKIT
+    # Volta stayed in some of those builds: `require_kernels` asks the build itself.
+    if recent and capability < (TURING if _numbers(build.toolkit) >= (13, 0) else (7, 0)):
+        return f"{here}, for which {build}, has no kernels: {reinstall('cu126')}"
+    if not recent and capability >= BLACKWELL:
+        return f"{here}, for which {build}, has no kernels: {reinstall('cu128')}"
+    return ""
+
+
+def reinstall(index: str) -> str:
+    """Return the command that puts another build of torch in place."""
+    return f"pip install --force-reinstall torch --index-url {_ORDINARY_INDEX}/{index}"
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    minor = minor.partition(".")[0]
+    return (int(major) if major.isdigit() else 0, int(minor) if minor.isdigit() else 0)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

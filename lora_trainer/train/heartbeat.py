@@ -1,0 +1,362 @@
+"""Sees that another process of a training has died, frozen or failed, or that this one does not start.
+
+torch's launcher ends the processes of one machine when one of them exits; a collective raises when a
+connection closes. What is here is for what neither notices or says:
+
+* a frozen process, or a machine that is switched off: nothing closes, collectives wait for ever;
+* a start that hangs in one process (a library that waits for the others, a network that refuses);
+* the reason: the launcher's log has an exit code, the survivors get SIGTERM, which reads like a user's stop.
+
+Every process keeps a heartbeat in the launcher's key-value store and looks at those of the others from
+a thread of its own, because its main thread may wait in a collective for ever. What followers have to
+say reaches the leader the same way. Nothing here is a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch lists no exports
+
+import lora_trainer
+from lora_trainer.errors import RESUME, MachineError
+from lora_trainer.events import Event, EventStream
+from lora_trainer.launch import Place
+
+INTERVAL_S = 0.5
+GRACE_S = 5.0
+"""What the main thread has to end by itself, with the reason, before it is ended."""
+LOOK = f"look at what that process said, then {RESUME}"
+STORE_GONE = "the process that kept the launcher's store ended"
+_WORKING_SHARE = 0.01
+"""Of one core: a download or a checksum takes more, a thread that waits for something takes none."""
+_WORKING_BYTES = 1_000_000
+
+
+def _is_local(event: Event) -> bool:
+    """Whether an event belongs into the records of the run although the leader has not seen it.
+
+    What the guards decide (TRN-01) follows from the same numbers everywhere: the leader says it.
+    """
+    match event.kind:
+        case "out_of_memory":
+            return True
+        case "problem":
+            return bool(event.fields["code"] != "TRN-01")
+        case "change":
+            return str(event.fields["key"]).startswith("memory.")
+    return False
+
+
+def _processor_s() -> float:
+    """Return the processor time of all threads of this process but the calling one."""
+    return time.process_time() - time.thread_time()
+
+
+def _stored_bytes() -> int:
+    """Return what this process has read from disks and written to them; 0 where that is not counted."""
+    try:
+        counted = psutil.Process().io_counters()
+    except (psutil.Error, OSError, NotImplementedError, AttributeError):  # macOS has no such call
+        return 0
+    return int(counted.read_bytes + counted.write_bytes)
+
+
+@dataclass(kw_only=True)
+class Activity:
+    """How long this process has done nothing: neither computed, nor read, nor written.
+
+    A base that is downloaded or hashed takes as long as it takes; a process that waits for what will
+    never come shows in that it uses nothing at all.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    processor_s: Callable[[], float] = _processor_s
+    stored_bytes: Callable[[], int] = _stored_bytes
+    _since: tuple[float, float, int] | None = None
+
+    def idle_s(self, *, window_s: float) -> float:
+        """Return the seconds in which less was done than a hundredth of `window_s` on one core."""
+        now = (self.clock(), self.processor_s(), self.stored_bytes())
+        since = self._since or now
+        worked = now[1] - since[1] >= _WORKING_SHARE * window_s
+        if self._since is None or worked or now[2] - since[2] >= _WORKING_BYTES:
+            self._since = since = now
+        return now[0] - since[0]
+
+    def reset(self) -> None:
+        """Count from now on."""
+        self._since = None
+
+
+def place_of_main_thread() -> str:
+    """Return where the main thread is, and which line of this package led there."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    names: list[str] = []
+    ours = str(Path(lora_trainer.__file__).parent)
+    while frame is not None:
+        code = frame.f_code
+        if not names or code.co_filename.startswith(ours):
+            names.append(f"{Path(code.co_filename).name}:{frame.f_lineno} ({code.co_name})")
+        if code.co_filename.startswith(ours):
+            break
+        frame = frame.f_back
+    return ", called by ".join(names)
+
+
+@dataclass(kw_only=True)
+class _Seen:
+    """A heartbeat as it was last seen to change, by this machine's clock."""
+
+    beat: bytes
+    at_s: float
+
+
+@dataclass(kw_only=True)
+class PeerMonitor:
+    """A thread beside the training; `timeout_s` is how long a process may be silent, or hang in its start.
+
+    `on_end(reason)` writes down why, just before this process is ended.
+    """
+
+    place: Place
+    store: Store
+    timeout_s: float
+    on_end: Callable[[str], None] = lambda reason: None
+    clock: Callable[[], float] = time.monotonic
+    activity: Activity = field(default_factory=Activity)
+    _began_s: float = 0.0
+    _starting: bool = True
+    _waiting: bool = False
+    _limit: tuple[str, float] | None = None
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _rows: dict[int, int] = field(default_factory=dict)
+    _done: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+    _events: EventStream | None = None
+
+    def start(self) -> None:
+        """Say who this is and begin to watch."""
+        self._began_s = self.clock()
+        me = psutil.Process()
+        about = {"host": socket.gethostname(), "pid": me.pid, "started_s": me.create_time()}
+        self.store.set(f"about/{self.place.rank}", json.dumps(about))
+        self._beat(0)
+        self._thread = threading.Thread(target=self._work, name="lora-train-monitor", daemon=True)
+        self._thread.start()
+
+    def started(self) -> None:
+        """Say that this process is connected: from now on it may wait as long as others work."""
+        self._starting = False
+
+    def stop(self) -> None:
+        """End the thread; this process has done its part and may be silent from now on.
+
+        Who keeps the store waits a moment for the others, who still ask it why they end; for those who
+        have not come, as long as they may take.
+        """
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+        with suppress(RuntimeError):
+            self.store.set(f"beat/{self.place.rank}", "done")
+            until_s = max(self.clock() + GRACE_S, self._began_s + self.timeout_s)
+            keeps = self.place.leads and not self.place.launcher_keeps_store
+            while keeps and self.clock() < until_s and not all(map(self._has_left, self._others())):
+                time.sleep(INTERVAL_S / 10)
+
+    def _others(self) -> Iterator[int]:
+        yield from (rank for rank in range(self.place.count) if rank != self.place.rank)
+
+    def _has_left(self, rank: int) -> bool:
+        if not self.store.check([f"beat/{rank}"]):
+            return False  # it may be about to come
+        return bool(self.store.get(f"beat/{rank}") == b"done") or self._is_dead(rank)
+
+    def record(self, events: EventStream) -> None:
+        """Take what followers tell into the records of the run (the leader calls this)."""
+        self._events = events
+
+    def tell(self, event: Event) -> None:
+        """Listener of a follower's events: hand the leader what only happened here.
+
+        Numbered keys: torch's store has queues, but not on Windows.
+        """
+        if _is_local(event):
+            number = self._rows.get(self.place.rank, 0)
+            row = {"kind": event.kind, "fields": dict(event.fields)}
+            self.store.set(f"row/{self.place.rank}/{number}", json.dumps(row))
+            self._rows[self.place.rank] = number + 1
+
+    def fail(self, reason: str) -> None:
+        """Say that this process ends and why; the first reason is the one that counts."""
+        with suppress(RuntimeError):
+            self.store.compare_set("failed", "", f"process {self.place.rank}: {reason}")
+
+    @contextmanager
+    def limited(self, doing: str, *, advice: str) -> Iterator[None]:
+        """End all processes if the block takes longer than `timeout_s`."""
+        self._limit = (f"{doing} takes longer than {self._limit_text()}: {advice}", self.clock())
+        try:
+            yield
+        finally:
+            self._limit = None
+
+    def wait_for_all(self, name: str) -> None:
+        """Return when every process has called this with `name`; raises MachineError if one has ended."""
+        self.give(f"{name}/{self.place.rank}", "1")
+        for rank in range(self.place.count):
+            self.take(f"{name}/{rank}")
+
+    def give(self, key: str, value: str) -> None:
+        """Put a text where the others can take it."""
+        self.store.set(key, value)
+
+    def take(self, key: str) -> str:
+        """Return the text somebody gives, when it is there; raises MachineError if one has ended.
+
+        Asks again and again: the store's own `wait` would hear of nobody's end.
+        """
+        self._waiting = True
+        try:
+            while not self.store.check([key]):
+                if reason := self._failure():
+                    raise MachineError(reason, fix=LOOK)
+                time.sleep(INTERVAL_S / 5)
+            return str(self.store.get(key).decode())
+        except RuntimeError as error:
+            raise MachineError(STORE_GONE, fix=LOOK) from error
+        finally:
+            self._waiting = False
+
+    def reason(self) -> str:
+        """Return why another process ended, as soon as that is known; empty when nobody knows."""
+        until_s = self.clock() + GRACE_S / 2
+        while self.clock() < until_s:
+            try:
+                reason = self._failure()
+            except RuntimeError:
+                return STORE_GONE
+            if reason:
+                return reason
+            time.sleep(INTERVAL_S / 5)
+        return ""
+
+    # ---- the thread
+
+    def _work(self) -> None:
+        number = 0
+        while not self._done.wait(INTERVAL_S):
+            number += 1
+            try:
+                self._beat(number)
+                self._listen()
+                reason = self._failure()
+                if not reason and (own := self._overdue()):
+                    self.fail(own)
+                    reason = f"process {self.place.rank}: {own}"
+            except RuntimeError:
+                reason = STORE_GONE
+            if reason:
+                self._end(reason)
+
+    def _beat(self, number: int) -> None:
+        self.store.set(f"beat/{self.place.rank}", str(number))
+
+    def _listen(self) -> None:
+        if self._events is None:
+            return
+        for rank in range(1, self.place.count):
+            while self.store.check([key := f"row/{rank}/{self._rows.get(rank, 0)}"]):
+                row = json.loads(self.store.get(key))
+                fields = dict(row["fields"])
+                for name in {"what", "reason"} & fields.keys():
+                    fields[name] = f"process {rank}: {fields[name]}"
+                self._events.emit(row["kind"], **fields)
+                self._rows[rank] = self._rows.get(rank, 0) + 1
+
+    def _limit_text(self) -> str:
+        return f"hardware.process_timeout_s={self.timeout_s:g}"
+
+    def _overdue(self) -> str:
+        """Return how this process itself hangs in its start, empty while it does not."""
+        limit = self._limit
+        if limit is not None:
+            return limit[0] if self.clock() - limit[1] >= self.timeout_s else ""
+        if self._waiting or not self._starting:
+            self.activity.reset()
+            return ""
+        idle_s = self.activity.idle_s(window_s=self.timeout_s)
+        if idle_s < self.timeout_s:
+            return ""
+        return (
+            f"did nothing for {idle_s:.0f} s while starting ({self._limit_text()}); "
+            f"it waits in {place_of_main_thread()}"
+        )
+
+    def _failure(self) -> str:
+        if self.store.check(["failed"]):
+            reason = self.store.get("failed").decode()
+            return "" if reason.startswith(f"process {self.place.rank}:") else reason
+        for rank in self._others():
+            if reason := self._missing(rank):
+                return reason
+        return ""
+
+    def _missing(self, rank: int) -> str:
+        """Return what is wrong with a process, empty while nothing is."""
+        now_s, name = self.clock(), f"process {rank} of {self.place.count}"
+        if not self.store.check([f"beat/{rank}"]):
+            late = now_s - self._began_s >= self.timeout_s
+            return f"{name} never came within {self._limit_text()}" if late else ""
+        beat = self.store.get(f"beat/{rank}")
+        if beat == b"done":
+            return ""
+        if self._is_dead(rank):
+            return f"{name} was killed or crashed"
+        seen = self._seen.get(rank)
+        if seen is None or seen.beat != beat:
+            self._seen[rank] = _Seen(beat=beat, at_s=now_s)
+            return ""
+        if now_s - seen.at_s < self.timeout_s:
+            return ""
+        return f"{name} has been silent for {now_s - seen.at_s:.0f} s"
+
+    def _about(self, rank: int) -> Mapping[str, Any]:
+        about: Mapping[str, Any] = json.loads(self.store.get(f"about/{rank}"))
+        return about
+
+    def _is_dead(self, rank: int) -> bool:
+        """Whether a process on this machine is gone; others are known by their heartbeat only."""
+        about = self._about(rank)
+        if about["host"] != socket.gethostname():
+            return False
+        try:
+            process = psutil.Process(about["pid"])
+            another = abs(process.create_time() - float(about["started_s"])) > 1.0
+            return bool(another or process.status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
+
+    def _end(self, reason: str) -> None:
+        """Give the main thread a moment to end by itself, then end this process at once.
+
+        A frozen process is left to the launcher, which kills what does not answer its SIGTERM.
+        """
+        if self._done.wait(GRACE_S):
+            return
+        self.on_end(reason)
+        sys.stderr.write(f"error: {reason}. Fix: {LOOK}.\n")
+        sys.stderr.flush()
+        os._exit(MachineError.exit_code)
