@@ -40,6 +40,7 @@ ALL_RUNS: Mapping[str, Any] = {
     "hardware.device": "cpu",
     "hardware.threads": 1,
     "logging.trackers": [],
+    "optimizer.learning_rate": 2e-3,
     "output.save_every_steps": 0,
     "sampling.every_steps": 0,
     "train.batch_size": 4,

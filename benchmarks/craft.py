@@ -61,6 +61,42 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 """By name; what an option does not name is as the preset has it, whose weighting is min_snr."""
 REFERENCE = "min_snr"
+_RATE = 2e-3
+"""The rate of the embedded base's preset, for batches of 8."""
+
+
+def _recipe(*, batch: int, images: int, rate: float, **more: Any) -> Mapping[str, Any]:
+    return {
+        "train.batch_size": batch,
+        "train.steps": round(images / batch),
+        "optimizer.learning_rate": rate,
+        **{key.replace("__", "."): value for key, value in more.items()},
+    }
+
+
+_SPEED = _recipe(batch=8, images=300, rate=_RATE * 2**0.5, data__caption_dropout=0.0)
+RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "balanced": _recipe(batch=8, images=600, rate=_RATE),
+    "balanced-twice-as-long": _recipe(batch=8, images=1200, rate=_RATE),
+    "balanced-twice-as-long-batch-1": _recipe(batch=1, images=1200, rate=_RATE / 8**0.5),
+    "balanced-batch-4-at-the-rate-of-1": _recipe(batch=4, images=600, rate=_RATE / 8**0.5),
+    "speed": _SPEED,
+    "speed-twice-as-long": _recipe(
+        batch=8, images=600, rate=_RATE * 2**0.5, data__caption_dropout=0.0
+    ),
+    "speed-adamw8bit": {**_SPEED, "optimizer.name": "adamw8bit"},
+    "speed-nf4": {**_SPEED, "memory.base_precision": "nf4"},
+    "quality": _recipe(
+        batch=8,
+        images=1000,
+        rate=_RATE,
+        data__caption_dropout=0.1,
+        train__lower_on_plateau=True,
+        train__tighten_on_spike=True,
+        train__validate_every_steps=25,
+    ),
+}
+"""What priorities and tiers make of a recipe, on a quarter of the images of the embedded base's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +112,8 @@ class Row:
 
 def main() -> None:
     asked = _arguments()
-    chosen = {name: OPTIONS[name] for name in asked.only or OPTIONS}
+    options = RECIPES if asked.recipes else OPTIONS
+    chosen = {name: options[name] for name in asked.only or options}
     rows = []
     for name, settings in chosen.items():
         rows.append(_row(name, settings, asked))
@@ -110,8 +147,8 @@ def _row(name: str, settings: Mapping[str, Any], asked: argparse.Namespace) -> R
 def _train(run: Path, settings: Mapping[str, Any], asked: argparse.Namespace) -> str:
     """Train one run to its end, going on with it where it was begun; return its last words."""
     line = [sys.executable, "-m", "lora_trainer", str(asked.dataset), "--base", asked.base]
-    line += ["--output", str(asked.folder), "--name", run.name, "--steps", str(asked.steps)]
-    for key, value in settings.items():
+    line += ["--output", str(asked.folder), "--name", run.name]
+    for key, value in {"train.steps": asked.steps, **settings}.items():
         line += ["--set", f"{key}={json.dumps(value)}"]
     if (run / RUN_FILE).exists():
         line.append("--resume")
@@ -162,7 +199,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--base", default="embedded")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--only", nargs="*", choices=OPTIONS, help="options to train; all of them")
+    parser.add_argument(
+        "--recipes",
+        action="store_true",
+        help="updates, batch and rate by priority and tier, each with its own steps (docs/presets.md)",
+    )
+    parser.add_argument(
+        "--only", nargs="*", choices={**OPTIONS, **RECIPES}, help="options to train; all of them"
+    )
     return parser.parse_args()
 
 

@@ -1,22 +1,27 @@
-"""Write docs/plans.md: what `plan` finds for SDXL and FLUX.1 on three cards. `python scripts/plan_tables.py`.
+"""Write docs/plans.md: what `plan` finds on three cards: how long runs of all bases take, memory of two.
 
-The machine is assumed: three known cards, empty but for a desktop, 28 GiB of memory free beside them,
-20 pictures of 1024 px, priority balanced. tests/scripts/test_plan_tables.py fails when the page is old.
+`python scripts/plan_tables.py`. The machine is assumed: three known cards, empty but for a desktop, 28 GiB
+of memory free beside them, 20 pictures. tests/scripts/test_plan_tables.py fails when the page is old.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from lora_trainer.config import MemorySettings, concrete
-from lora_trainer.families import family, known_base
+from lora_trainer.families import MODULES, family, known_base
+from lora_trainer.families.base import Family
 from lora_trainer.hardware import GIB, Gpu, Hardware, tier
 from lora_trainer.planning.fitting import gib
 from lora_trainer.planning.memory import MemoryItem
 from lora_trainer.planning.plan import Plan, PlanInput, plan
-from lora_trainer.resolve import resolve
+from lora_trainer.priority import PRIORITIES, Priority
+from lora_trainer.resolve import lowered_to, resolve
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plans.md"
 CARDS = {"8 GiB (RTX 4060)": 8, "12 GiB (RTX 3060)": 12, "24 GiB (RTX 4090)": 24}
@@ -24,18 +29,19 @@ BASES = {
     "SDXL": "stabilityai/stable-diffusion-xl-base-1.0",
     "FLUX.1-dev": "black-forest-labs/FLUX.1-dev",
 }
-IMAGES, SIDE_PX = 20, 1024
+TRAINED, HELD_OUT = 18, 2
 DESKTOP_GIB = 0.5
 MACHINE_GIB = 28
 TEXT = """# Plans
 
-What `lora-train plan` chooses and predicts for two bases on three cards, before anything is downloaded or
-loaded, made by `scripts/plan_tables.py`. Assumed: the card is empty but for half a GiB of desktop, 28 GiB of
-the machine's memory are free, 20 pictures of 1024 px, priority `balanced`, everything else left to the plan.
+What `lora-train plan` chooses and predicts on three cards, before anything is downloaded or loaded, made by
+`scripts/plan_tables.py`. Assumed: the card is empty but for half a GiB of desktop, 28 GiB of the machine's memory
+are free, 20 pictures as large as is trained (18 trained, 2 held out), everything left to the presets and the plan.
 
 No card was at hand: the predictions follow from the networks' own arithmetic, checked against published
 measurements (tests/planning/test_memory.py, tests/planning/test_step_time.py); on these cards they are **not yet
-measured**. Times are estimates and given as a range.
+measured**. Times are estimates: a step is given as a range, a whole run by the middle of its range (half to
+twice as long is possible).
 
 How it is decided. The batch is never changed; what somebody set is never raised. Of all that fits (base whole,
 in 8 or in 4 bits; nothing recomputed, or blocks with or without their dear results, or a mixture of two such kinds,
@@ -43,35 +49,83 @@ with inputs in host memory where needed; modulation made ahead; blocks streamed 
 `speed` and `balanced` take the fastest by the estimate, fewer bits only where that is 10 to 20 % (`speed`) or 20 to
 50 % (`balanced`) faster; `quality` takes the most precise, then the fastest. Sample images are kept where they make
 a step at most a fifth longer. Nothing fits: the run is refused with the nearest setting that does.
+
+## How long a run takes
+
+From the command to the file: start, caching, all steps, validation, sample images. On these cards a run of 20
+pictures takes at most **1 hour with `speed`, 3 with `balanced`, 8 with `quality`**
+(tests/scripts/test_plan_tables.py, for every release). What decides it:
+
+* **The size of the images.** At 1024 px FLUX.1 would train for 8 to 26 hours on 12 GB. Others train it and its like
+  at 512 px on such cards, and so do these presets: OneTrainer's for 8 and 16 GB (512 px: Chroma, FLUX.2 klein,
+  Qwen-Image, Z-Image; FLUX.1 768 px in 4 bits), kohya_ss' for FLUX.1 (512 px), ai-toolkit's mixture that begins at 512.
+  640 px with `quality`, and 768 for Stable Diffusion 3, are what the hours have room for. The U-Nets are trained at
+  their own size everywhere, and all bases on 24 GB.
+* **The number of updates**, the same on all cards ([presets.md](presets.md)): 500, 1,500 and 3,000 of one picture for
+  transformers (ai-toolkit's FLUX.1 example: 2,000, "500 - 4000 is a good range"). Qwen-Image, the dearest, has
+  440, 1,200 and 3,000.
+* **Sample images** are drawn at every save, or at every second or the last one where they would take more than 15 %
+  of the steps' time and three minutes; transformers draw two instead of four with `speed`.
+
+A larger set takes longer: steps grow with the pictures, up to 160 of them. So does a slower card. `plan` says what the
+run takes, by parts, what more time would buy, and warns where it is more than these hours.
+"""
+TIMES = """On a processor alone the embedded miniature base ends in minutes; a base of true size takes days there. The
+tier `cpu` is not bounded for that reason.
 """
 
 
 def page() -> str:
     """Return the whole page."""
-    return "\n".join([TEXT, *(line for name in BASES for line in _base(name))])
+    memory = (line for name in BASES for line in _base(name))
+    return "\n".join([TEXT, *_times(), TIMES, *memory])
 
 
-def planned(source: str, card: str) -> Plan:
+def releases() -> Iterator[str]:
+    """Yield a name of each public release that is computed otherwise than the others, family by family."""
+    for name in MODULES:
+        named = family(name)
+        sources = [named.default_source, *(found for each in _known(named) for found in each.ids)]
+        different = {}
+        for source in sources:
+            facts = known_base(source)
+            assert facts is not None
+            different.setdefault(json.dumps(dict(facts.architecture), sort_keys=True), source)
+        yield from different.values()
+
+
+def _known(named: Family) -> Sequence[Any]:
+    return getattr(named, "releases", ())
+
+
+@cache
+def planned(source: str, card: str, priority: Priority = "balanced") -> Plan:
     """Plan a base on one of the cards."""
     facts = known_base(source)
     assert facts is not None
     hardware = machine(card)
     return plan(
         PlanInput(
-            resolved=resolve(
-                family=facts.family,
-                tier=tier(hardware.gpus[0].total_bytes),
-                priority="balanced",
-                preset="auto",
-                config_file=None,
-                overrides={"data.resolution": SIDE_PX},
+            resolved=lowered_to(
+                resolve(
+                    family=facts.family,
+                    tier=tier(hardware.gpus[0].total_bytes),
+                    priority=priority,
+                    preset="auto",
+                    config_file=None,
+                    overrides={},
+                ),
+                resolution_px=facts.resolution_px,
             ),
             facts=facts,
             family=family(facts.family),
             hardware=hardware,
-            images=IMAGES,
-            samples_per_epoch=IMAGES,
-            buckets=[(SIDE_PX, SIDE_PX)],
+            images=TRAINED,
+            held_out=HELD_OUT,
+            samples_per_epoch=TRAINED,
+            buckets=[],
+            latents=TRAINED + HELD_OUT,
+            texts=TRAINED + HELD_OUT,
         )
     )
 
@@ -86,6 +140,7 @@ def machine(card: str) -> Hardware:
         free_bytes=int((size - DESKTOP_GIB) * GIB),
         compute_capability=(8, 6),
         driver="",
+        display=True,
     )
     return Hardware(
         gpus=(gpu,),
@@ -96,12 +151,25 @@ def machine(card: str) -> Hardware:
         ram_free_bytes=MACHINE_GIB * GIB,
         packages={"bitsandbytes": "assumed"},
         reasons={"cpu_threads": "assumed"},
+        expandable_segments=True,
     )
+
+
+def _times() -> Iterator[str]:
+    yield _line(["hours, px", *(f"{card}, {name}" for card in CARDS for name in PRIORITIES)])
+    yield _line(["---", *("---:" for _ in CARDS for _ in PRIORITIES)])
+    for source in releases():
+        plans = [planned(source, card, name) for card in CARDS for name in PRIORITIES]
+        hours = (
+            f"{made.run_time.seconds / 3600:.1f}, {made.config.data.resolution}" for made in plans
+        )
+        yield _line([source.partition("/")[2], *hours])
+    yield ""
 
 
 def _base(name: str) -> Iterator[str]:
     plans = {card: planned(BASES[name], card) for card in CARDS}
-    yield f"## {name}, {SIDE_PX} px\n"
+    yield f"## {name}\n"
     yield _line(["", *plans])
     yield _line(["---", *("---:" for _ in plans)])
     for label, cells in _rows(list(plans.values())):
@@ -113,6 +181,7 @@ def _base(name: str) -> Iterator[str]:
 
 def _rows(plans: list[Plan]) -> Iterator[tuple[str, list[str]]]:
     memories = [made.config.memory for made in plans]
+    yield "image size", [f"{made.config.data.resolution} px" for made in plans]
     yield "base kept in", [str(memory.base_precision) for memory in memories]
     yield "blocks streamed", [str(memory.streamed_blocks) for memory in memories]
     yield "recomputed", [_recomputed(memory) for memory in memories]

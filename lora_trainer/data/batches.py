@@ -11,8 +11,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from lora_trainer.device_calls import may_copy_ahead
 from lora_trainer.families.base import Conditioning
 from lora_trainer.model.dropout import halves
+from lora_trainer.model.pinned_memory import pinned, pinned_copy
 from lora_trainer.train.levels import Level
 
 Signature = tuple[tuple[str, torch.Size, torch.dtype], ...]
@@ -145,7 +147,10 @@ class Stacked:
     def on(self, device: torch.device) -> Stacked:
         """Copy to a device; the host does not wait for what is pinned."""
         return Stacked(
-            tensors={name: t.to(device, non_blocking=True) for name, t in self.tensors.items()},
+            tensors={
+                name: t.to(device, non_blocking=may_copy_ahead(device))
+                for name, t in self.tensors.items()
+            },
             samples=self.samples,
         )
 
@@ -213,23 +218,23 @@ def to_device(
     samples: Sequence[Prepared], *, device: torch.device, dtype: torch.dtype
 ) -> MicroBatch:
     """Stack samples of one shape on the device; floating conditioning in `dtype`, the rest as it is."""
-    return stack(samples, pinned=device.type == "cuda").on(device).micro_batch(dtype=dtype)
+    return stack(samples, device=device).on(device).micro_batch(dtype=dtype)
 
 
-def stack(samples: Sequence[Prepared], *, pinned: bool) -> Stacked:
-    """Stack samples of one shape on the host, in pinned memory where they go to a card from there."""
+def stack(samples: Sequence[Prepared], *, device: torch.device) -> Stacked:
+    """Stack samples of one shape on the host, from where they go to `device` without waiting."""
 
     def joined(tensors: Sequence[Tensor]) -> Tensor:
         first = tensors[0]
         shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])
-        out = torch.empty(shape, dtype=first.dtype, pin_memory=pinned)
+        out = pinned().empty(shape, dtype=first.dtype, device=device)
         return torch.cat(list(tensors), out=out)
 
     def stacked(tensors: Sequence[Tensor]) -> Tensor:
         return joined([tensor.unsqueeze(0) for tensor in tensors])
 
     def listed(values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
-        return torch.tensor(values, dtype=dtype, pin_memory=pinned)
+        return pinned_copy(torch.tensor(values, dtype=dtype), device=device)
 
     perturbed = [sample.input_noise for sample in samples if sample.input_noise is not None]
     counts = _all_counts(samples)
@@ -275,9 +280,7 @@ def _in_dtype(told: Conditioning, dtype: torch.dtype) -> Conditioning:
 
 def moved(stacked: Tensor, device: torch.device) -> Tensor:
     """Copy to a device without waiting for it."""
-    if device.type == "cuda":
-        stacked = stacked.pin_memory()
-    return stacked.to(device, non_blocking=True)
+    return pinned_copy(stacked, device=device).to(device, non_blocking=may_copy_ahead(device))
 
 
 def _numbers(samples: Sequence[Prepared]) -> list[list[float]]:

@@ -23,7 +23,13 @@ from numpy.typing import NDArray
 from lora_trainer.data.cache_keys import CacheKey
 from lora_trainer.data.entry_format import Arrays, Damaged, build, parse
 from lora_trainer.errors import MachineError
-from lora_trainer.files import TEMPORARY_PREFIX, CappedFolder, disk_error, write_atomic
+from lora_trainer.files import (
+    TEMPORARY_PREFIX,
+    CappedFolder,
+    disk_error,
+    retry_while_open,
+    write_atomic,
+)
 
 DAMAGED_FOLDER = "damaged"
 MEMO_NAME = ".whole"
@@ -150,7 +156,8 @@ class Cache:
             for path in _old_files(
                 self.folder.root.glob(f"*/*/{TEMPORARY_PREFIX}*"), age_s=_LEFTOVER_AGE_S
             ):
-                path.unlink(missing_ok=True)
+                with suppress(PermissionError):  # Windows: another run still writes it
+                    path.unlink(missing_ok=True)
 
     def _distrust(self, path: Path) -> None:
         """Let a bad entry that is still there not pass for one that was found whole before."""
@@ -166,7 +173,7 @@ class Cache:
         aside = self.folder.root / DAMAGED_FOLDER / path.name
         try:
             aside.parent.mkdir(exist_ok=True)
-            path.replace(aside)
+            retry_while_open(lambda: path.replace(aside))
         except OSError as error:
             return f" and cannot be moved aside ({error.strerror or error})"
         return f", moved to {DAMAGED_FOLDER}/"

@@ -90,7 +90,7 @@ def fill(
             images.close()
         if texts:
             captions = _Encoding(load=load_text_encoder, devices=devices, events=events)
-            _add_texts(texts, work, captions, texts_as=texts_as)
+            _add_texts(texts, work, captions, texts_as=texts_as, settings=settings)
             captions.close()
     return Encoded(latents=len(latents), texts=len(texts), found=found, masks=len(masks))
 
@@ -155,10 +155,14 @@ def _add_texts(
     encoding: _Encoding[TextEncoder],
     *,
     texts_as: TextEntries,
+    settings: DataSettings,
 ) -> None:
+    fix = "shorten it, most important words first"
+    if settings.caption_tokens in (75, 150):
+        fix += ", or raise data.caption_tokens"
     for text, key in texts:
         work.obey()
-        encoding.do(partial(_say_if_cut, texts_as.words(text), events=work.events))
+        encoding.do(partial(_say_if_cut, texts_as.words(text), events=work.events, fix=fix))
         work.add(key, encoding.do(partial(texts_as.encode, text)), message="captions")
 
 
@@ -248,12 +252,12 @@ def _encode_mask(job: MaskJob, *, settings: DataSettings) -> Entry:
     return {"mask": values}
 
 
-def _say_if_cut(text: str, encoder: TextEncoder, *, events: EventStream) -> None:
+def _say_if_cut(text: str, encoder: TextEncoder, *, events: EventStream, fix: str) -> None:
     room, tokens = encoder.prompt_room(), encoder.count_tokens(text)
     if tokens > room:
         events.problem(
             f"a caption has {tokens} tokens, there is room for {room}: {text[:60]!r}...",
-            fix="shorten the caption, most important words first",
+            fix=fix,
             severity="note",
             code="CAP-03",
         )

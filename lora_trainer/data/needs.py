@@ -83,23 +83,24 @@ class Needs:
 class TextEntries:
     """What an entry of a text holds: embeddings made in a dtype, or tokens where encoders are trained.
 
-    `word` is what these tokens have numbers of its own for. With `emphasis` brackets in a text are weights
-    of words, and no words.
+    `text_tokens` and `clip_skip` are the base's. `word` is what these tokens have numbers of its own
+    for. With `emphasis` brackets in a text are weights of words, and no words.
     """
 
     encoder_identity: str
-    max_tokens: int
+    text_tokens: int
     precision: Precision
     tokens_only: bool
     word: NewWord | None = None
     emphasis: bool = False
+    clip_skip: int = 1
 
     def key(self, text: str) -> CacheKey:
         """Return the name of a text's entry."""
         return text_key(
             text=text,
             encoder_identity=self.encoder_identity,
-            max_tokens=self.max_tokens,
+            max_tokens=self.text_tokens,
             content=self._content(text),
         )
 
@@ -111,6 +112,8 @@ class TextEntries:
         made: str = "tokens" if self.tokens_only else self.precision
         if self.tokens_only and self.word:
             made = f"tokens, {self.word.tokens} for {self.word.text}"
+        if not self.tokens_only and self.clip_skip > 1:
+            made = f"{made}, clip skip {self.clip_skip}"
         return f"{made}, weighted" if self._is_weighted(text) else made
 
     def _is_weighted(self, text: str) -> bool:

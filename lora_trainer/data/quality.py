@@ -1,7 +1,9 @@
 """How good a dataset is for training: a score in [0, 1] from named parts, and advice per picture.
 
-Works on the numbers the preflight took (`measures`), so it opens no file. Each part is a mean over
-pictures of a documented formula; the score is their weighted mean. Nothing here changes a run.
+Works on the numbers the preflight took (`measures`), so it opens no file. Each part is a documented
+formula in [0, 1]. Shares of a dataset that are worth nothing (broken pictures, copies, pictures without
+a caption) are factors of the score, and how good the rest is takes something off: no amount of sharp
+pictures makes up for half of them being copies. Nothing here changes a run.
 """
 
 from __future__ import annotations
@@ -20,18 +22,29 @@ from lora_trainer.data.captions import has_trigger
 from lora_trainer.data.findings import Finding, by_severity, note, warning
 from lora_trainer.data.listing import FOLDER_NAME
 from lora_trainer.data.measures import PRINT_LENGTH_BITS, Measures, same_colours
+from lora_trainer.data.regularisation import PREFIX as REGULARISATION
 from lora_trainer.data.scan import Dataset, ImageRecord
 
+FACTORS = ("usable", "near_duplicates", "captions")
+"""Parts that the score is multiplied by."""
 WEIGHTS: Mapping[str, float] = {
     "resolution": 0.25,
     "sharpness": 0.2,
-    "near_duplicates": 0.2,
-    "captions": 0.15,
     "exposure": 0.1,
     "aspect": 0.05,
     "trigger": 0.05,
 }
-"""Share of each part in the score; they add up to 1."""
+"""What each of the other parts takes off where it is 0."""
+PICTURE_WEIGHTS: Mapping[str, float] = {
+    **{name: weight for name, weight in WEIGHTS.items() if name != "trigger"},
+    "near_duplicates": 0.2,
+    "captions": 0.15,
+}
+"""Share of each part in the score of a picture."""
+UNCAPTIONED_COST = 1.5
+STAND_IN_LACK, LONE_STAND_IN_LACK = 0.5, 0.1
+"""What of a caption a folder's name or the trigger lacks: among captions, and where no picture has one."""
+BLANK_BELOW = 0.03
 UPSCALED_ADVISED = 1.25
 CROPPED_ADVISED = 0.25
 CRISP_FROM, CRISP_FULL, CRISP_ADVISED = 0.3, 0.6, 0.4
@@ -99,20 +112,25 @@ class DatasetReport:
 
 @uncollected()
 def inspect_images(
-    dataset: Dataset, *, placements: Mapping[str, Placement], settings: DataSettings
+    dataset: Dataset,
+    *,
+    placements: Mapping[str, Placement],
+    settings: DataSettings,
+    more: Sequence[Finding] = (),
 ) -> DatasetReport:
-    """Score a dataset for the buckets it is placed in (by record name).
+    """Score a dataset for the buckets it is placed in (by record name); `more` are findings to list, too.
 
-    `resolution`: 1 over the enlargement needed, at most 1. `sharpness`: crispness at the trained
-    size, 0.3 counting as 0 and 0.6 as 1. `exposure`: share of pictures neither dark, washed out nor
-    flat. `near_duplicates`: distinct pictures over pictures. `aspect`: share of area kept by the
-    crop. `captions`: share with a caption of their own, a folder's name counting half. `trigger`:
-    share of captions with the trigger, or without one with the commonest word. `buckets` counts
-    repeats.
+    The score is usable * near_duplicates * captions * (1 - sum of w (1 - p) over the other parts).
+    `usable`: share of the pictures in the folder that can be read and show something.
+    `near_duplicates`: distinct pictures over pictures. `captions`: 1 / (1 + 1.5 u), u the share without
+    a caption, see `_lack`. `resolution`: 1 over the enlargement needed, at most 1. `sharpness`:
+    crispness at the trained size, 0.3 counting as 0 and 0.6 as 1. `exposure`: share of pictures neither
+    dark, washed out nor flat. `aspect`: share of area kept by the crop. `trigger`: share of captions
+    with the trigger, or without one with the commonest word. `buckets` counts repeats.
     """
     records = dataset.records
     twins = near_duplicates(records)
-    columns: dict[str, list[float]] = {name: [] for name in WEIGHTS if name != "trigger"}
+    columns: dict[str, list[float]] = {name: [] for name in PICTURE_WEIGHTS}
     pictures = []
     for record in records:
         own = _own_parts(record, placements, twins)
@@ -128,14 +146,18 @@ def inspect_images(
             )
         )
     parts = {
-        name: _trigger_share(records, settings) if name == "trigger" else _mean(columns[name])
-        for name in WEIGHTS
+        "usable": _usable(dataset),
+        "near_duplicates": _mean(columns["near_duplicates"]),
+        "captions": 1 / (1 + UNCAPTIONED_COST * _lack(records, settings)),
+        **{name: _mean(columns[name]) for name in WEIGHTS if name != "trigger"},
+        "trigger": _trigger_share(records, settings),
     }
     buckets: Counter[str] = Counter()
     for record in records:
         buckets[str(placements[record.name].bucket)] += record.repeats
-    score = sum(WEIGHTS[name] * value for name, value in parts.items())
-    findings = [*dataset.findings, *_twin_findings(twins, records)]
+    score = math.prod(parts[name] for name in FACTORS)
+    score *= 1 - sum(_loss(name, parts[name]) for name in WEIGHTS)
+    findings = [*dataset.findings, *more, *_twin_findings(twins, records)]
     findings += _score_finding(score, parts, least=settings.min_score)
     for record in records:
         findings += _picture_findings(record, placements)
@@ -164,10 +186,45 @@ def _own_parts(
 
 
 def _weighted(parts: Mapping[str, float]) -> float:
-    """Return the mean of parts by their weights."""
-    return sum(WEIGHTS[name] * value for name, value in parts.items()) / sum(
-        WEIGHTS[name] for name in parts
+    """Return the mean of a picture's parts by their weights."""
+    return sum(PICTURE_WEIGHTS[name] * value for name, value in parts.items()) / sum(
+        PICTURE_WEIGHTS[name] for name in parts
     )
+
+
+def _loss(name: str, part: float) -> float:
+    """Return what a part takes off the score, or off its factor."""
+    return WEIGHTS.get(name, 1.0) * (1 - part)
+
+
+def _usable(dataset: Dataset) -> float:
+    """Return the share of a folder's pictures that can be read and are not of one colour all over."""
+    broken = sum(
+        finding.severity == "error" and not (finding.file or "").startswith(REGULARISATION)
+        for finding in dataset.findings
+    )
+    blank = sum(_is_blank(record.measures) for record in dataset.records)
+    total = len(dataset.records) + broken
+    return (total - broken - blank) / total
+
+
+def _is_blank(measures: Measures | None) -> bool:
+    return measures is not None and measures.brightest - measures.darkest < BLANK_BELOW
+
+
+def _lack(records: Sequence[ImageRecord], settings: DataSettings) -> float:
+    """Return the share of pictures without a caption; some with and some without are no caption style.
+
+    Where no picture has one of its own, a folder's name or a trigger is nearly as good.
+    """
+    own = [record.caption_source not in (None, FOLDER_NAME) for record in records]
+    if not any(own):
+        stands_in = [
+            record.caption_source == FOLDER_NAME or bool(record.settings(settings).trigger)
+            for record in records
+        ]
+        return _mean(LONE_STAND_IN_LACK if named else 1.0 for named in stands_in)
+    return _mean(1 - _captioned(record) for record in records)
 
 
 def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
@@ -244,7 +301,7 @@ def _sharpness(record: ImageRecord, placements: Mapping[str, Placement]) -> floa
 
 def _captioned(record: ImageRecord) -> float:
     if record.caption_source == FOLDER_NAME:
-        return 0.5
+        return 1 - STAND_IN_LACK
     return 0.0 if record.caption_source is None else 1.0
 
 
@@ -268,7 +325,7 @@ def _score_finding(score: float, parts: Mapping[str, float], *, least: float) ->
     """Yield a warning for a dataset below the least score, naming the parts that cost it most."""
     if score >= least:
         return
-    lost = sorted(parts, key=lambda name: WEIGHTS[name] * (parts[name] - 1))
+    lost = sorted(parts, key=lambda name: -_loss(name, parts[name]))
     worst = [f"{name} {parts[name]:.2f}" for name in lost[:WORST_NAMED] if parts[name] < 1]
     what = f"the dataset's score is {score:.2f}, below data.min_score={least:g}; worst: {', '.join(worst)}"
     advice = "mend what `lora-train check` lists, or lower data.min_score"

@@ -8,16 +8,19 @@ its end is cut, and how many it has. Bases that read captions with another encod
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
+from lora_trainer.config import Config
 from lora_trainer.data.captions import clean
-from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.base import BaseFacts, NewWord
 
 CLIP_TOKENS, CLIP_SPECIAL_TOKENS = 77, 2
+_AT_ONCE = 4096
 _TOKENIZER_FOLDER = "tokenizer"
 _CLIP_WORDS = (
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
@@ -36,12 +39,24 @@ class CaptionLimit:
         return {"tokenizer": str(self.tokenizer), "tokens": self.tokens}
 
 
-def caption_limit(facts: BaseFacts) -> CaptionLimit | None:
-    """Return the limit of a base that reads captions with CLIP alone and is on this machine."""
-    if facts.layout is None or facts.max_tokens != CLIP_TOKENS:
+def caption_limit(facts: BaseFacts, *, chunks: int) -> CaptionLimit | None:
+    """Return the limit of a base that reads captions with CLIP alone, in so many chunks, and is on this machine."""
+    folder = tokenizer_folder(facts)
+    if folder is None or facts.max_tokens != CLIP_TOKENS:
         return None
-    folder = facts.layout.folder / _TOKENIZER_FOLDER
-    return CaptionLimit(tokenizer=folder, tokens=CLIP_TOKENS - CLIP_SPECIAL_TOKENS)
+    return CaptionLimit(tokenizer=folder, tokens=chunks * (CLIP_TOKENS - CLIP_SPECIAL_TOKENS))
+
+
+def tokenizer_folder(facts: BaseFacts) -> Path | None:
+    """Return the folder of the first tokenizer of a base that is on this machine."""
+    return None if facts.layout is None else facts.layout.folder / _TOKENIZER_FOLDER
+
+
+def new_word(config: Config) -> NewWord | None:
+    """Return the word whose meaning is learned; None: none is."""
+    if config.adapter.new_tokens == 0:
+        return None
+    return NewWord(text=(config.data.trigger or "").strip(), tokens=config.adapter.new_tokens)
 
 
 class TokenCounter:
@@ -65,6 +80,15 @@ class TokenCounter:
     def count(self, caption: str) -> int:
         """Return the tokens of a caption as it is trained, special ones excepted."""
         return len(self._tokenizer.encode(clean(caption), add_special_tokens=False).ids)
+
+    def counts(self, captions: Sequence[str]) -> list[int]:
+        """Return what `count` does of many, by all cores."""
+        found: list[int] = []
+        for first in range(0, len(captions), _AT_ONCE):
+            part = [clean(caption) for caption in captions[first : first + _AT_ONCE]]
+            encoded = self._tokenizer.encode_batch(part, add_special_tokens=False)
+            found += [len(each.ids) for each in encoded]
+        return found
 
 
 def _read(folder: Path) -> Tokenizer:

@@ -7,15 +7,17 @@ registry.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lora_trainer.caption_markup import NewWord as NewWord
 from lora_trainer.caption_markup import Weighted
-from lora_trainer.config import CHECKPOINTING, Checkpointing
+from lora_trainer.config import CHECKPOINTING, Checkpointing, Precision
+from lora_trainer.errors import RequestError
+from lora_trainer.families.chunks import AROUND
 from lora_trainer.families.costs import SampleCost, Targets, Workload
 
 if TYPE_CHECKING:
@@ -77,6 +79,14 @@ class PartFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Assumption:
+    """A fact that no file of a base tells: a sentence on how it was taken, and the setting that says otherwise."""
+
+    sentence: str
+    setting: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class BaseFacts:
     """What is known about a base model without loading a weight.
 
@@ -84,7 +94,9 @@ class BaseFacts:
     `parts` has an entry per `PARTS`; `architecture` is the denoiser's configuration as diffusers
     writes it, `scheduler` the scheduler's. `variant` names the release within the family where
     that matters ("medium", "schnell"); `distilled` bases lose their few-step ability in training.
-    `zero_terminal_snr` says that the last training timestep is pure noise.
+    `zero_terminal_snr` says that the last training timestep is pure noise. Texts are read in `chunks`
+    of `max_tokens` each, from the layer that `clip_skip` counts from the last one, which is 1.
+    `assumed` is what nothing tells.
     """
 
     family: str
@@ -103,6 +115,19 @@ class BaseFacts:
     distilled: bool = False
     zero_terminal_snr: bool = False
     download_bytes: int = 0
+    assumed: Assumption | None = None
+    chunks: int = 1
+    clip_skip: int = 1
+
+    @property
+    def chunk_room(self) -> int:
+        """Tokens of a text that one chunk holds, without its begin and end."""
+        return self.max_tokens - AROUND
+
+    @property
+    def text_tokens(self) -> int:
+        """The tokens of a text that the denoiser is told, begin, end and padding among them."""
+        return self.max_tokens + (self.chunks - 1) * self.chunk_room
 
     @property
     def located(self) -> Layout:
@@ -138,26 +163,6 @@ Conditioning = Mapping[str, "Tensor"]
 A family with texts of varying length returns them unpadded for a single prompt, with a
 `text_mask` of ones [1, length]; batches are padded with zeros on dimension 1 to the longest.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class NewWord:
-    """A word that text encoders read as `tokens` tokens of their own, numbered -1, -2 and so on.
-
-    Numbers below zero, because CLIP finds the end of a text at its largest number.
-    """
-
-    text: str
-    tokens: int
-
-    def split(self, text: str) -> list[str]:
-        """Return the parts of a text between the places where the word stands by itself, in any case."""
-        return re.split(rf"(?<!\w){re.escape(self.text)}(?!\w)", text, flags=re.IGNORECASE)
-
-    @property
-    def numbers(self) -> list[int]:
-        """The numbers of its tokens, in order."""
-        return [-number for number in range(1, self.tokens + 1)]
 
 
 class ImageEncoder(ABC):
@@ -252,6 +257,14 @@ class Family(ABC):
     """Component of each text encoder that can learn a new word -> key of its vectors in embedding files."""
     weighs_words: bool = False
     """Whether its text encoders take weights of words, as in `(word:1.2)`."""
+    reads_chunks: bool = False
+    """Whether texts that are too long for its encoders are read in chunks (`BaseFacts.chunks`)."""
+    precisions: tuple[Precision, ...]
+    """What its denoiser can be trained in, the best first: in any other its numbers leave the range."""
+    encoding_elements_per_px: int = 5 * 128
+    decoding_elements_per_px: int = 6 * 128
+    """What its VAE has alive at the peak, in elements for each pixel of one image: of AutoencoderKL 5 and 6
+    maps of its 128 channels at full size, which `LiveStorages` counts on its networks."""
     one_text_length: bool = True
     """Whether all texts are as long, padding included; else each has a length of its own and a mask."""
     block_pattern: str = r"\w+\.\d+(?=\.)"
@@ -288,6 +301,17 @@ class Family(ABC):
         """Return the denoiser's configuration of each public release, the default one first."""
         facts = self.known(self.default_source)
         return (facts.architecture,) if facts is not None else ()
+
+    def with_clip_skip(self, facts: BaseFacts, clip_skip: int) -> BaseFacts:
+        """Return facts with texts read from another layer (1: the last); raises RequestError."""
+        if clip_skip != 1:
+            found = f"base.clip_skip={clip_skip}, but {facts.source} reads text from one layer only"
+            raise RequestError(found, fix="leave base.clip_skip out")
+        return facts
+
+    def guides_by_two_passes(self, facts: BaseFacts) -> bool:
+        """Say whether a guidance scale above 1 takes two predictions a step, with the prompt and without."""
+        return True
 
     def passes_with(self, conditioning: Conditioning) -> int:
         """Return what one sample's conditioning must share with others to be rows of the same passes."""
@@ -455,6 +479,18 @@ class Family(ABC):
     ) -> Mapping[str, Any]:
         """Return the plain pipeline's arguments with which it draws what the sampler draws."""
         return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": guidance_scale}
+
+    def pipeline_arguments(
+        self,
+        pipeline: DiffusionPipeline,
+        facts: BaseFacts,
+        prompt: str,
+        negative: str,
+        *,
+        guidance_scale: float,
+    ) -> Mapping[str, Any]:
+        """Return what `prompt_arguments` does, of texts as long as `facts` reads them."""
+        return self.prompt_arguments(prompt, negative, guidance_scale=guidance_scale)
 
     @abstractmethod
     def plain_pipeline(

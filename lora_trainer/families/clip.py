@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.caption_markup import Weighted, words_of
 from lora_trainer.families.base import WEIGHTS, Conditioning, Layout, NewWord, TextEncoder
+from lora_trainer.families.chunks import Chunks
 from lora_trainer.families.emphasis import emphasised, token_weights
 from lora_trainer.families.folder import part_file, variant
 from lora_trainer.families.single_file import load_clip
@@ -19,7 +20,7 @@ from lora_trainer.families.single_file import load_clip
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-    from transformers import CLIPTokenizer
+    from transformers import CLIPTokenizer, PreTrainedTokenizerBase
 
 TEXT_MODEL = "text_model."
 MAX_LAYERS = 32
@@ -64,14 +65,15 @@ class ClipEncoder(TextEncoder):
         *,
         networks: Mapping[str, nn.Module],
         tokenizers: Mapping[str, CLIPTokenizer],
-        max_tokens: int,
+        chunks: Chunks,
     ) -> None:
         self.networks = networks
         self.tokenizers = tokenizers
-        self.max_tokens = max_tokens
+        self.chunks = chunks
         self.word: NewWord | None = None
 
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return int64 [B, tokens of all chunks] by component."""
         return {
             component: self._numbers_of(prompts, tokenizer)
             for component, tokenizer in self.tokenizers.items()
@@ -89,29 +91,25 @@ class ClipEncoder(TextEncoder):
     def _numbers_of(self, prompts: Sequence[str], tokenizer: CLIPTokenizer) -> Tensor:
         import torch
 
-        padded: Tensor = tokenizer(
-            list(prompts),
-            padding="max_length",
-            max_length=self.max_tokens,
-            truncation=True,
-            return_tensors="pt",
-        ).input_ids
-        if self.word is None:
-            return padded
         begin, *_, end = tokenizer("").input_ids
-        for row, prompt in enumerate(prompts):
-            if len(self.word.split(prompt)) > 1:
-                room = self.max_tokens - 2
-                found = [begin, *self._with_word(prompt, tokenizer, self.word)[:room], end]
-                found += [tokenizer.pad_token_id] * (self.max_tokens - len(found))
-                padded[row] = torch.tensor(found)
-        return padded
+        rows = [
+            self.chunks.row(
+                self._with_word(prompt, tokenizer),
+                begin=begin,
+                end=end,
+                padding=tokenizer.pad_token_id,
+            )
+            for prompt in prompts
+        ]
+        return torch.tensor(rows)
 
-    def _with_word(self, prompt: str, tokenizer: CLIPTokenizer, word: NewWord) -> list[int]:
-        first, *rest = word.split(prompt)
+    def _with_word(self, prompt: str, tokenizer: CLIPTokenizer) -> list[int]:
+        if self.word is None:
+            return self._plain_numbers(prompt, tokenizer)
+        first, *rest = self.word.split(prompt)
         found = self._plain_numbers(first, tokenizer)
         for part in rest:
-            found += [*word.numbers, *self._plain_numbers(part, tokenizer)]
+            found += [*self.word.numbers, *self._plain_numbers(part, tokenizer)]
         return found
 
     @staticmethod
@@ -121,9 +119,7 @@ class ClipEncoder(TextEncoder):
 
     def tokenize_weighted(self, parts: Sequence[Weighted]) -> Mapping[str, Tensor]:
         weights = {
-            component + WEIGHTS: token_weights(
-                parts, tokenizer, max_tokens=self.max_tokens, word=self.word
-            )
+            component + WEIGHTS: token_weights(parts, tokenizer, chunks=self.chunks, word=self.word)
             for component, tokenizer in self.tokenizers.items()
         }
         return {**self.tokenize([words_of(parts)]), **weights}
@@ -131,18 +127,24 @@ class ClipEncoder(TextEncoder):
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """Return `text` [B, tokens, width]: after the final norm, as Stable Diffusion 1 and 2 read it."""
         ((component, network),) = self.networks.items()
-        text = network(tokens[component].to(device_of(network)))[0]
-        return {"text": emphasised(text, tokens.get(component + WEIGHTS))}
+        return {"text": self._text(tokens, component, self._outputs(tokens, component)[0])}
+
+    def _outputs(self, tokens: Mapping[str, Tensor], component: str, **options: Any) -> Any:
+        """Run one network on all chunks of all texts at once."""
+        network = self.networks[component]
+        return network(self.chunks.apart(tokens[component]).to(device_of(network)), **options)
+
+    def _text(self, tokens: Mapping[str, Tensor], component: str, states: Tensor) -> Tensor:
+        """Return the hidden states of all chunks with their weights applied, as those of whole texts."""
+        weights = tokens.get(component + WEIGHTS)
+        apart = None if weights is None else self.chunks.apart(weights)
+        return self.chunks.joined(emphasised(states, apart))
 
     def count_tokens(self, prompt: str) -> int:
-        tokenizer = next(iter(self.tokenizers.values()))
-        if self.word is None:
-            return len(self._plain_numbers(prompt, tokenizer))
-        return len(self._with_word(prompt, tokenizer, self.word))
+        return len(self._with_word(prompt, next(iter(self.tokenizers.values()))))
 
     def prompt_room(self) -> int:
-        tokenizer = next(iter(self.tokenizers.values()))
-        return self.max_tokens - len(tokenizer("").input_ids)
+        return self.chunks.room
 
 
 class ClipPairEncoder(ClipEncoder):
@@ -152,24 +154,37 @@ class ClipPairEncoder(ClipEncoder):
     """
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
-        """Return `text` [B, tokens, sum of widths] and the last encoder's `pooled` [B, projection]."""
+        """Return `text` [B, tokens, sum of widths] and the last encoder's `pooled` [B, projection].
+
+        Of several chunks it is the first one's that is pooled, as kohya's trainers do.
+        """
         import torch
 
         found = [
-            network(tokens[component].to(device_of(network)), output_hidden_states=True)
-            for component, network in self.networks.items()
+            self._outputs(tokens, component, output_hidden_states=True)
+            for component in self.networks
         ]
         read = [
-            emphasised(output.hidden_states[-2], tokens.get(component + WEIGHTS))
+            self._text(tokens, component, output.hidden_states[-2])
             for component, output in zip(self.networks, found, strict=True)
         ]
-        return {"text": torch.cat(read, dim=-1), "pooled": found[-1].text_embeds}
+        pooled = found[-1].text_embeds[:: self.chunks.count]
+        return {"text": torch.cat(read, dim=-1), "pooled": pooled}
 
 
 def load_network(
-    layout: Layout, part: ClipPart, *, dtype: torch.dtype, device: torch.device
+    layout: Layout,
+    part: ClipPart,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    clip_skip: int = 1,
 ) -> nn.Module:
-    """Load one encoder frozen, from the checkpoint that holds it or else from its folder."""
+    """Load one encoder frozen, from the checkpoint that holds it or else from its folder.
+
+    The last `clip_skip` - 1 layers are left out: what is then the last one's output goes through the
+    final norm, as web user interfaces and kohya's trainers have it.
+    """
     import transformers
 
     kind, folder = getattr(transformers, part.network), layout.folder / part.component
@@ -185,18 +200,42 @@ def load_network(
     else:
         config = kind.config_class.from_pretrained(folder, local_files_only=True)
         network = load_clip(single, kind, config, prefix=part.checkpoint, dtype=dtype)
+    if clip_skip > 1:
+        _drop_last_layers(network, clip_skip - 1)
     loaded: nn.Module = network.requires_grad_(False).eval().to(device)
     return loaded
+
+
+def _drop_last_layers(network: Any, count: int) -> None:
+    layers = next(
+        module for name, module in network.named_modules() if name.endswith("encoder.layers")
+    )
+    network.config.num_hidden_layers -= count
+    del layers[network.config.num_hidden_layers :]
 
 
 def load_tokenizers(layout: Layout, parts: Sequence[ClipPart]) -> dict[str, CLIPTokenizer]:
     """Load the tokenizer of each encoder, by component."""
     from transformers import CLIPTokenizer
 
-    return {
+    found = {
         part.component: CLIPTokenizer.from_pretrained(layout.folder, subfolder=part.tokenizer)
         for part in parts
     }
+    for tokenizer in found.values():
+        read_padding_as_text(tokenizer)
+    return found
+
+
+def read_padding_as_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a tokenizer that pads with an ordinary character read it in captions as any other.
+
+    OpenCLIP pads with number 0, which is "!"; the configurations of Stable Diffusion 2 and of bigG therefore
+    name "!" as a special token, and "wow!" loses its end of a word: 0 for the 256 that OpenCLIP, ComfyUI,
+    A1111 and sd-scripts read there.
+    """
+    if tokenizer.pad_token not in (tokenizer.bos_token, tokenizer.eos_token):
+        tokenizer.split_special_tokens = True
 
 
 def layer_names() -> list[str]:

@@ -2,7 +2,7 @@
 
 Inputs: the weighted parts of a text, a tokenizer, an encoder's hidden states. Outputs: a weight for each
 token, and hidden states in which token i is multiplied by its weight w_i and all of them by mean(h) /
-mean(w h), over tokens and channels of one text: what is stressed grows, the whole stays as strong as
+mean(w h), over tokens and channels of one chunk: what is stressed grows, the whole stays as strong as
 it was. Means that are next to nothing or of opposite signs say nothing of strength, and restore
 nothing. Pooled outputs have no tokens and stay as they are. Importing this needs no torch.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from lora_trainer.caption_markup import Weighted, words_of
 from lora_trainer.families.base import NewWord
+from lora_trainer.families.chunks import Chunks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,10 +29,10 @@ def token_weights(
     parts: Sequence[Weighted],
     tokenizer: CLIPTokenizer,
     *,
-    max_tokens: int,
+    chunks: Chunks,
     word: NewWord | None = None,
 ) -> Tensor:
-    """Return float32 [1, max_tokens]: each token's weight, that of its last letter; 1 around the text.
+    """Return float32 [1, tokens of all chunks]: each token's weight, that of its last letter; 1 around the text.
 
     `word` is what is read as tokens of its own.
     """
@@ -50,8 +51,7 @@ def token_weights(
         )["offset_mapping"]
         found += [letters[first + end - 1] for _, end in places]
         first += len(piece)
-    begin = [1.0, *found[: max_tokens - 2]]
-    return torch.tensor([begin + [1.0] * (max_tokens - len(begin))])
+    return torch.tensor([chunks.row(found, begin=1.0, end=1.0, padding=1.0)])
 
 
 def emphasised(hidden: Tensor, weights: Tensor | None) -> Tensor:

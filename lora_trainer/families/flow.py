@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lora_trainer.config import Precision
 from lora_trainer.errors import InputError
 from lora_trainer.families.base import (
     BaseFacts,
@@ -40,6 +41,7 @@ from lora_trainer.families.folder import (
     variant,
     weights,
 )
+from lora_trainer.families.t5 import has_spiece_only, load_tokenizer
 from lora_trainer.families.transformer_file import load_transformer, original_names, whole
 
 if TYPE_CHECKING:
@@ -76,6 +78,9 @@ class FlowFamily(TabledFamily):
     text_folders: tuple[str, ...]
     """Folders of the text encoders, in the order of the pipeline."""
     tokenizer_folders: tuple[str, ...]
+    # In fp16 activations of large transformers pass 65,504 and the loss is NaN: FLUX.1 (sd-scripts #1571, #1595,
+    # #1846), FLUX.2 and Z-Image (musubi-tuner #795, #897; Z-Image #14). Programs that only draw clamp them.
+    precisions: tuple[Precision, ...] = ("bf16", "fp32")
     unread_text: tuple[str, ...] = ()
     """Prefixes of tensors in the text encoders' files that loading leaves out: they cost no memory."""
     releases: tuple[Release, ...] = ()
@@ -328,8 +333,14 @@ class FlowFamily(TabledFamily):
         import torch
 
         layout = facts.located
+        tokenizers = {name: layout.folder / name for name in self.tokenizer_folders}
         pipeline = _diffusers(self.pipeline_class).from_pretrained(
             layout.folder,
+            **{
+                name: load_tokenizer(folder)  # which transformers alone does not read
+                for name, folder in tokenizers.items()
+                if has_spiece_only(folder)
+            },
             transformer=self.load_denoiser(facts, dtype=dtype, device=torch.device("cpu")),
             vae=self.load_vae(layout, dtype=dtype),  # these pipelines do not cast what they decode
             scheduler=_scheduler(facts),

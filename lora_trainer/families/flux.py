@@ -224,6 +224,10 @@ class Flux(FlowFamily):
 
     # ---- training
 
+    def guides_by_two_passes(self, facts: BaseFacts) -> bool:
+        """Dev is told its guidance scale, schnell has none."""
+        return False
+
     def guidance_conditioning(self, facts: BaseFacts, *, guidance_scale: float) -> Conditioning:
         import torch
 

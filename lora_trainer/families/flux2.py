@@ -225,6 +225,10 @@ class Flux2(FlowFamily):
     ) -> TextEncoder:
         return load_qwen3(facts.located.folder, format=PROMPT, dtype=dtype, device=device)
 
+    def guides_by_two_passes(self, facts: BaseFacts) -> bool:
+        """Distilled releases ignore the guidance scale."""
+        return not facts.distilled
+
     def guidance_conditioning(self, facts: BaseFacts, *, guidance_scale: float) -> Conditioning:
         import torch
 

@@ -21,6 +21,9 @@ MAX_TENSORS = 100_000
 MAX_DIMENSIONS = 16
 MAX_KEY_LENGTH = 1_000
 AGAIN = "download the base model again"
+CHAT_TEMPLATE = "chat_template.jinja"
+_TOKENIZER_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
+_VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "spiece.model"})
 _NO_PARAMETERS = ("position_ids", "running_mean", "running_var", "num_batches_tracked")
 _STEMS = ("diffusion_pytorch_model", "model")
 
@@ -92,13 +95,28 @@ def variant(folder: Path) -> str | None:
 
 def tokenizer_files(folder: Path) -> tuple[Path, ...]:
     """Return what a tokenizer is made of; raises InputError when there is no vocabulary."""
-    found = [path for path in folder.glob("*") if path.suffix in {".json", ".txt", ".model"}]
-    if not any(path.name in {"vocab.json", "tokenizer.json", "spiece.model"} for path in found):
+    found = {path.name: path for path in folder.glob("*") if path.suffix in _TOKENIZER_SUFFIXES}
+    if not found.keys() & _VOCABULARIES:
         raise InputError(
-            f"base model part {folder} has none of tokenizer.json, vocab.json, spiece.model",
+            f"base model part {folder} has none of {', '.join(sorted(_VOCABULARIES))}", fix=AGAIN
+        )
+    if "vocab.json" in found and not found.keys() & {"tokenizer.json", "merges.txt"}:
+        raise InputError(f"base model part {folder} has vocab.json without merges.txt", fix=AGAIN)
+    return tuple(sorted(found.values()))
+
+
+def check_chat_template(folder: Path) -> None:
+    """Raise InputError when a language model's tokenizer does not say how a chat is written.
+
+    Some releases have the template in tokenizer_config.json, others in a file of its own.
+    """
+    settings = folder / "tokenizer_config.json"
+    if not (folder / CHAT_TEMPLATE).is_file() and "chat_template" not in read_json(settings):
+        raise InputError(
+            f"base model part {folder} has no chat template: neither {CHAT_TEMPLATE} nor one in "
+            f"{settings.name}",
             fix=AGAIN,
         )
-    return tuple(sorted(found))
 
 
 def read_header(file: Path) -> Header:

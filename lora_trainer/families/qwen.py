@@ -128,6 +128,9 @@ class QwenImage(FlowFamily):
     tokenizer_folders = ("tokenizer",)
     unread_text = UNREAD
     modulation = MODULATION
+    # A VAE for video pads each map by two frames, and keeps maps for a next frame that never comes.
+    encoding_elements_per_px = 970
+    decoding_elements_per_px = 1740
     # InvokeAI reads LoKr in kohya's names and nothing in ComfyUI's.
     file_formats: tuple[FileFormat, ...] = ("diffusers", "kohya", "comfyui")
     refused_formats: Mapping[FileFormat, str] = {}

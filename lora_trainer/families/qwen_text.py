@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.errors import InputError
 from lora_trainer.families.base import Conditioning, TextEncoder
-from lora_trainer.families.folder import read_json, variant
+from lora_trainer.families.folder import check_chat_template, read_json, variant
 from lora_trainer.families.t5 import count_tokens, room
 from lora_trainer.families.transformer_file import whole
 
@@ -43,7 +43,10 @@ class PromptFormat:
 
 
 def text_config(folder: Path) -> Mapping[str, Any]:
-    """Return the text encoder's configuration; raises InputError when it is no Qwen3."""
+    """Return the text encoder's configuration.
+
+    Raises InputError when it is no Qwen3, or when its tokenizer lacks the chat template.
+    """
     found = read_json(folder / "text_encoder" / "config.json")
     kind = found.get("model_type")
     if kind != _SUPPORTED:
@@ -51,6 +54,7 @@ def text_config(folder: Path) -> Mapping[str, Any]:
             f"{folder / 'text_encoder'} is a text encoder of type {kind!r}, allowed is {_SUPPORTED!r}",
             fix="give a base model with a Qwen3 text encoder",
         )
+    check_chat_template(folder / "tokenizer")
     return found
 
 

@@ -149,6 +149,7 @@ class StableDiffusion3(FlowFamily):
         ),
     )
     modulation = MODULATION
+    precisions = ("bf16", "fp16", "fp32")  # ComfyUI runs it in fp16 as it is, without a clamp
 
     # ---- facts
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.errors import InputError
 from lora_trainer.families.base import Conditioning, Header, Layout, TextEncoder
+from lora_trainer.families.clip import read_padding_as_text
 from lora_trainer.families.folder import (
     AGAIN,
     components,
@@ -129,12 +130,15 @@ def load_encoder(
     layout: Layout, *, width: int, dtype: torch.dtype, device: torch.device
 ) -> TextEncoder:
     """Load tokenizers and networks; `width` is that of T5, which a base without T5 needs to be told."""
+    tokenizers = {
+        encoder.component: load_tokenizer(layout.folder / encoder.tokenizer)
+        for encoder in encoders_of(layout)
+    }
+    for component in (CLIP_L.component, CLIP_G.component):
+        read_padding_as_text(tokenizers[component])
     return SD3TextEncoder(
         networks=load_networks(layout, dtype=dtype, device=device),
-        tokenizers={
-            encoder.component: load_tokenizer(layout.folder / encoder.tokenizer)
-            for encoder in encoders_of(layout)
-        },
+        tokenizers=tokenizers,
         width=width,
     )
 

@@ -17,6 +17,7 @@ from lora_trainer.families.base import (
     DENOISER,
     BaseFacts,
     Conditioning,
+    Family,
     FileFormat,
     Geometry,
     Layout,
@@ -152,6 +153,10 @@ class StableDiffusionXL(UNetFamily):
             prediction=stated.prediction,
             zero_terminal_snr=stated.zero_terminal_snr,
         )
+
+    def with_clip_skip(self, facts: BaseFacts, clip_skip: int) -> BaseFacts:
+        """Text is always that of the layer before the last, which is what 2 means; 1 is the default."""
+        return facts if clip_skip == 2 else Family.with_clip_skip(self, facts, clip_skip)
 
     def base_model_version(self, facts: BaseFacts) -> str:
         return "sdxl_base_v1-0"  # A1111 goes by "sdxl_"

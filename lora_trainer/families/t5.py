@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.families.base import Conditioning, TextEncoder
 from lora_trainer.families.folder import variant
+from lora_trainer.families.sentence_pieces import SPIECE, load_spiece_tokenizer
 from lora_trainer.families.transformer_file import whole
 
 if TYPE_CHECKING:
@@ -40,10 +41,17 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer as its own files declare it, from this folder alone."""
     from transformers import AutoTokenizer
 
+    if has_spiece_only(folder):
+        return load_spiece_tokenizer(folder)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         folder, local_files_only=True
     )
     return tokenizer
+
+
+def has_spiece_only(folder: Path) -> bool:
+    """Say whether a tokenizer's vocabulary is SentencePiece's own file, as in Chroma's releases."""
+    return (folder / SPIECE).is_file() and not (folder / "tokenizer.json").is_file()
 
 
 def padded(

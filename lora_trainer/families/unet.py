@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lora_trainer.errors import RequestError
 from lora_trainer.families import clip, single_file
 from lora_trainer.families.base import (
     DENOISER,
@@ -29,6 +31,7 @@ from lora_trainer.families.base import (
     TextEncoder,
     WeightPlace,
 )
+from lora_trainer.families.chunks import Chunks
 from lora_trainer.families.costs import SampleCost, Targets, Workload
 from lora_trainer.families.folder import (
     components,
@@ -82,8 +85,10 @@ class UNetFamily(Family):
     refused_formats: Mapping[FileFormat, str] = {
         "comfyui": "ComfyUI reads kohya's names for U-Net families, and so does everything else; use kohya"
     }
+    precisions = ("bf16", "fp16", "fp32")
     trainable_text = True
     weighs_words = True
+    reads_chunks = True
     block_pattern = r".*?\.transformer_blocks\.\d+(?=\.)"
     unquantised = ("time_emb_proj",)  # 1-3 % of the weights; the noise level goes through it
 
@@ -170,6 +175,16 @@ class UNetFamily(Family):
             or bool(scheduler.get("rescale_betas_zero_snr", False)),
         )
 
+    def with_clip_skip(self, facts: BaseFacts, clip_skip: int) -> BaseFacts:
+        """Count from the last layer of the base's own configuration."""
+        layers = clip_size(facts.layout, self.texts[0]).layers
+        if clip_skip > layers:
+            raise RequestError(
+                f"base.clip_skip={clip_skip}, but the text encoder of {facts.source} has {layers} layers",
+                fix=f"use at most {layers}; 2 is usual for Stable Diffusion 1 trained on tags",
+            )
+        return replace(facts, clip_skip=clip_skip)
+
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
         single = part_file(layout, "text_encoder")
         folders = [layout.folder / part.component for part in self.texts]
@@ -194,7 +209,7 @@ class UNetFamily(Family):
 
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         return sample_cost(
-            facts.architecture, workload, vae_factor=facts.vae_factor, text_tokens=facts.max_tokens
+            facts.architecture, workload, vae_factor=facts.vae_factor, text_tokens=facts.text_tokens
         )
 
     def adapter_shapes(
@@ -213,8 +228,9 @@ class UNetFamily(Family):
         }
 
     def trained_size(self, part: clip.ClipPart, facts: BaseFacts) -> clip.ClipSize:
-        """Return the size of a text encoder as far as it is trained."""
-        return clip_size(facts.layout, part)
+        """Return the size of a text encoder as far as it is trained: what is not read gets no gradient."""
+        size = clip_size(facts.layout, part)
+        return replace(size, layers=size.layers - (facts.clip_skip - 1))
 
     def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
         found = linear_shapes(facts.architecture)
@@ -231,11 +247,13 @@ class UNetFamily(Family):
         layout = facts.located
         return self.text_encoder_class(
             networks={
-                part.component: clip.load_network(layout, part, dtype=dtype, device=device)
+                part.component: clip.load_network(
+                    layout, part, dtype=dtype, device=device, clip_skip=facts.clip_skip
+                )
                 for part in self.texts
             },
             tokenizers=clip.load_tokenizers(layout, self.texts),
-            max_tokens=facts.max_tokens,
+            chunks=_chunks(facts),
         )
 
     def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
@@ -346,6 +364,35 @@ class UNetFamily(Family):
         )
         return pipeline
 
+    def pipeline_arguments(
+        self,
+        pipeline: Any,
+        facts: BaseFacts,
+        prompt: str,
+        negative: str,
+        *,
+        guidance_scale: float,
+    ) -> Mapping[str, Any]:
+        """Encode with the pipeline's own networks and tokenizers where texts are read in chunks."""
+        if facts.chunks == 1:
+            return self.prompt_arguments(prompt, negative, guidance_scale=guidance_scale)
+        encoder = self.text_encoder_class(
+            networks={part.component: getattr(pipeline, part.component) for part in self.texts},
+            tokenizers={part.component: getattr(pipeline, part.tokenizer) for part in self.texts},
+            chunks=_chunks(facts),
+        )
+        first = getattr(pipeline, self.texts[0].tokenizer)
+        texts = [
+            {
+                name: tensor.to(pipeline.device, pipeline.unet.dtype)
+                for name, tensor in encoder.encode_prompts(
+                    [pipeline.maybe_convert_prompt(text, first)]  # new words of several tokens
+                ).items()
+            }
+            for text in (prompt, negative)
+        ]
+        return {**self.sampler_arguments(*texts), "guidance_scale": guidance_scale}
+
     def _pipeline(self, facts: BaseFacts, **given: Any) -> Any:
         import diffusers
 
@@ -366,6 +413,10 @@ class UNetFamily(Family):
 def _files(layout: Layout, part: Part, subfolder: str) -> tuple[Path, ...]:
     folder, single = part_folder(layout, part, subfolder), part_file(layout, part)
     return (*((single,) if single else weights(folder)), folder / "config.json")
+
+
+def _chunks(facts: BaseFacts) -> Chunks:
+    return Chunks(count=facts.chunks, width=facts.max_tokens)
 
 
 def _starts(header: Header, prefix: str) -> bool:

@@ -6,12 +6,14 @@ here as everywhere time is 1000 sigma and the target is noise - image.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.families.base import (
+    Assumption,
     BaseFacts,
     Conditioning,
     FileFormat,
@@ -47,8 +49,10 @@ ENDINGS: Mapping[Targets, tuple[str, ...]] = {
     "transformer": TRANSFORMER,
     "all": (*TRANSFORMER, "adaLN_modulation.0"),
 }
-TURBO_SHIFT = 3.0
-"""The scheduler's shift in the Turbo release; the base release has 6."""
+SHIFTS: Mapping[str, float] = {"base": 6.0, "turbo": 3.0, "de-turbo": 3.0}
+"""The scheduler's shift by release: De-Turbo is a Turbo that was trained back to a base."""
+RELEASED = re.compile(r"z[-_ ]?image([-_ ]?base)?([-_ ](bf16|fp16|fp32|fp8\w*))?")
+"""Names that the base release's files have; a file that was made from either release has any other."""
 IN_FILE = frozenset({"noise_refiner.0.attention.qkv.weight", "cap_pad_token"})
 IN_DIFFUSERS = frozenset({"noise_refiner.0.attention.to_q.weight", "cap_pad_token"})
 ARCHITECTURE: Mapping[str, Any] = {
@@ -77,18 +81,30 @@ PARAMETERS: Mapping[Part, int] = {
 }
 
 
-def _release(name: str, *, shift: float, download_bytes: int) -> Release:
+def _release(name: str, release: str, *, download_bytes: int) -> Release:
     return Release(
         ids=(f"Tongyi-MAI/{name}",),
         architecture=ARCHITECTURE,
         vae=VAE,
-        scheduler={"num_train_timesteps": 1000, "use_dynamic_shifting": False, "shift": shift},
+        scheduler={
+            "num_train_timesteps": 1000,
+            "use_dynamic_shifting": False,
+            "shift": SHIFTS[release],
+        },
         parameters=PARAMETERS,
         max_tokens=MAX_TOKENS,
         download_bytes=download_bytes,
-        variant="turbo" if shift == TURBO_SHIFT else "base",
-        distilled=shift == TURBO_SHIFT,
+        variant=release,
+        distilled=release == "turbo",
     )
+
+
+def _named(name: str) -> str | None:
+    """Return the release that the name of a folder or file tells, None where it tells none."""
+    letters = re.sub(r"[^a-z]", "", name.lower())
+    if "turbo" in letters:
+        return "de-turbo" if "deturbo" in letters else "turbo"
+    return "base" if RELEASED.fullmatch(Path(name.lower()).stem) else None
 
 
 class ZImage(FlowFamily):
@@ -109,9 +125,9 @@ class ZImage(FlowFamily):
     tokenizer_folders = ("tokenizer",)
     text_multiple = 32  # diffusers' SEQ_MULTI_OF
     releases = (
-        _release("Z-Image", shift=6.0, download_bytes=20_540_000_000),
+        _release("Z-Image", "base", download_bytes=20_540_000_000),
         # Its denoiser is published in fp32.
-        _release("Z-Image-Turbo", shift=TURBO_SHIFT, download_bytes=32_850_000_000),
+        _release("Z-Image-Turbo", "turbo", download_bytes=32_850_000_000),
     )
 
     # ---- facts
@@ -145,17 +161,32 @@ class ZImage(FlowFamily):
         return found
 
     def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
-        """Nothing in a Z-Image says that it is distilled.
+        """Read facts; base and Turbo have the same tensors, so that names and the scheduler have to tell.
 
-        Of a folder the scheduler's shift tells, of a single file only its name; "turbo" in a name
-        counts for both, but "De-Turbo" is one that was trained back to a base.
+        Of a folder its name or its own scheduler's shift tells. Of a single file its name does, and the
+        scheduler is that of the release it names; where the name is silent, its companion tells.
         """
         found = super().facts(layout, source=source, identities=identities)
         single = part_file(layout, "denoiser")
-        name = (single or Path(source)).name.lower().replace("-", "").replace("_", "")
-        few_steps = single is None and found.scheduler.get("shift") == TURBO_SHIFT
-        distilled = "deturbo" not in name and ("turbo" in name or few_steps)
-        return replace(found, variant="turbo" if distilled else "base", distilled=distilled)
+        named = _named((single or Path(source)).name)
+        beside = "turbo" if found.scheduler.get("shift") == SHIFTS["turbo"] else "base"
+        if single is None and named == "base":
+            named = None  # a folder of that name still has its own scheduler
+        distilled = (named or beside) == "turbo"
+        found = replace(found, variant="turbo" if distilled else "base", distilled=distilled)
+        if single is None:
+            return found
+        if named is not None:
+            return replace(found, scheduler={**found.scheduler, "shift": SHIFTS[named]})
+        other = self.releases[beside == "base"]
+        return replace(
+            found,
+            assumed=Assumption(
+                sentence=f"nothing in {single.name} tells Z-Image from Z-Image-Turbo: it is taken for "
+                f"{'a Turbo' if distilled else 'the base'}, as its companion is",
+                setting=f"if that is wrong, use --set base.companion={other.ids[0]}",
+            ),
+        )
 
     def base_model_version(self, facts: BaseFacts) -> str:
         return "zimage"  # as ai-toolkit writes it, for both releases

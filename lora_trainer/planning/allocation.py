@@ -15,7 +15,8 @@ from typing import Any
 from lora_trainer.config import CHECKPOINTING, MIXABLE, Checkpointing, build_config
 from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.hardware import GIB, SPILL_MARGIN_BYTES, Gpu, Hardware
+from lora_trainer.hardware import GIB, Gpu, Hardware
+from lora_trainer.planning.beside import surroundings
 from lora_trainer.planning.cards import card
 from lora_trainer.planning.fitting import (
     SHARES,
@@ -34,6 +35,7 @@ from lora_trainer.planning.loads import Load, RememberedCosts, before, runs_wide
 from lora_trainer.planning.matmul import Matmul, against_products, choose_matmul, refuse_matmul
 from lora_trainer.planning.memory import Prediction, predict
 from lora_trainer.planning.modulation import against_modulation
+from lora_trainer.planning.precisions import in_16_bits
 from lora_trainer.planning.step_time import StepTime, cpu_step_time, gpu_step_time, step_work
 from lora_trainer.quantization import BasePrecision
 
@@ -147,7 +149,7 @@ class Allocator:
         values = self.values
         micro_batch, batch_size = values["memory.micro_batch"], self._share
         return Load(
-            device="cuda" if self.gpu else "cpu",
+            device=self.gpu.can.torch_type if self.gpu else "cpu",
             precision=values["train.precision"],
             base_precision=self._choices.base_precisions[0],
             adapter=build_config(values).adapter,
@@ -173,6 +175,11 @@ class Allocator:
             as_base=self._twice + self._learned_from_base,
             keeps_best=values["output.keep_best"],
             base_matmul="int8" if values["memory.base_matmul"] == "int8" else "dequantized",
+            beside=surroundings(
+                self.gpu,
+                expandable=self.hardware.expandable_segments,
+                limit_gib=values["hardware.vram_limit_gib"],
+            ),
         )
 
     @property
@@ -192,7 +199,7 @@ class Allocator:
         first = 0 if kind == "auto" else CHECKPOINTING.index(kind)
         offload = self.values["memory.text_encoder_offload"]
         runs = self.values["adapter.text_encoder"] or self.values["adapter.new_tokens"]
-        may_offload = self.gpu is not None and not runs
+        may_offload = self._has_host and not runs
         kinds = self._kinds(CHECKPOINTING[first:])
         return Choices(
             base_precisions=self._base_precisions(),
@@ -205,6 +212,7 @@ class Allocator:
             modulation_cache=self._modulation_choices(),
             int8_products=self.values["memory.base_matmul"] == "auto"
             and not against_products(gpu=self.gpu, priority=self.priority),
+            in_16_bits=in_16_bits(self.costs.family.precisions, self.gpu),
         )
 
     def _modulation_choices(self) -> tuple[bool, ...]:
@@ -212,7 +220,7 @@ class Allocator:
         asked = self.values["memory.modulation_cache"]
         if asked != "auto":
             return (asked,)
-        return (False, True) if self.gpu is not None and not self._against_modulation else (False,)
+        return (False, True) if self._has_host and not self._against_modulation else (False,)
 
     @cached_property
     def _against_modulation(self) -> str:
@@ -257,7 +265,7 @@ class Allocator:
         known = self._known
         asked = allowed[0] if self.values["memory.gradient_checkpointing"] != "auto" else None
         found = (kind for kind in allowed if kind in known or kind == asked)
-        if self.gpu is not None:
+        if self._has_host:
             return tuple(found)
         return tuple(kind for kind in found if kind != "offloaded") or ("full",)
 
@@ -274,12 +282,24 @@ class Allocator:
 
     @property
     def _has_bitsandbytes(self) -> bool:
-        return self.hardware.packages.get("bitsandbytes") is not None
+        can = not self.gpu or not self.gpu.can.against("memory.base_precision", "nf4")
+        return can and self.hardware.packages.get("bitsandbytes") is not None
+
+    @property
+    def _has_host(self) -> bool:
+        """Whether something can wait for the device in other memory than its own."""
+        return self.gpu is not None and self.gpu.can.own_memory
+
+    @property
+    def _here(self) -> str:
+        return (
+            "this run is on the processor" if self.gpu is None else "this GPU shares the machine's"
+        )
 
     @property
     def _streamable(self) -> int:
         """What an assistant adds to a layer does not follow its weights."""
-        return self._blocks if self.gpu and self.values["base.assistant"] is None else 0
+        return self._blocks if self._has_host and self.values["base.assistant"] is None else 0
 
     @cached_property
     def _blocks(self) -> int:
@@ -297,9 +317,9 @@ class Allocator:
                 "beside blocks that stay on the card",
                 fix="leave one of them out",
             )
-        if streamed not in ("auto", 0) and self.gpu is None:
+        if streamed not in ("auto", 0) and not self._has_host:
             raise RequestError(
-                f"memory.streamed_blocks={streamed} is for a card, and this run is on the processor",
+                f"memory.streamed_blocks={streamed} is for a card with memory of its own, and {self._here}",
                 fix="leave it out",
             )
         if streamed != "auto" and streamed > self._blocks:
@@ -312,9 +332,9 @@ class Allocator:
                 f"memory.modulation_cache=true, but {self._against_modulation}",
                 fix="leave it out",
             )
-        if offload is True and self.gpu is None:
+        if offload is True and not self._has_host:
             raise RequestError(
-                "memory.text_encoder_offload is for a card, and this run is on the processor",
+                f"memory.text_encoder_offload is for a card with memory of its own, and {self._here}",
                 fix="leave it out",
             )
         if self.values["memory.base_matmul"] == "int8":
@@ -332,11 +352,10 @@ class Allocator:
         """What may be used of the device, and what says so."""
         if self.gpu is None:
             return Limit(
-                bytes=self.hardware.ram_free_bytes // self.sharing, reason="of memory free"
+                bytes=self.hardware.ram_usable_bytes // self.sharing,
+                reason="of memory free but for a margin",
             )
         size, reason = self.gpu.free_bytes, f"free on {self.gpu.name}"
-        if self.gpu.spills:  # the allocator is bound to as much, see model/memory_cap.py
-            size, reason = max(0, size - SPILL_MARGIN_BYTES), f"{reason} but for a margin"
         asked_gib = self.values["hardware.vram_limit_gib"]
         if asked_gib is not None and asked_gib * GIB < size:
             size, reason = int(asked_gib * GIB), "allowed by hardware.vram_limit_gib"
@@ -357,18 +376,30 @@ class Allocator:
         )
 
     def _predict_host(self, load: Load) -> HostPrediction | None:
-        if self.gpu is None:
+        if not self._has_host:
             return None  # everything is in the machine's memory: that is the prediction
         return predict_host(
             load,
             facts=self.facts,
             costs=self.costs,
-            limit_bytes=self.hardware.ram_free_bytes // self.sharing,
+            limit_bytes=self.hardware.ram_usable_bytes // self.sharing,
+            pinnable_bytes=self._pinnable_bytes,
         )
+
+    @property
+    def _pinnable_bytes(self) -> int | None:
+        """What each process of this training may pin."""
+        return self.hardware.pinnable_by_each(sharing=self.sharing)
 
     def _time(self, load: Load) -> StepTime:
         batch_size = self._share
-        work = step_work(load, facts=self.facts, costs=self.costs, batch_size=batch_size)
+        work = step_work(
+            load,
+            facts=self.facts,
+            costs=self.costs,
+            batch_size=batch_size,
+            pinnable_bytes=self._pinnable_bytes,
+        )
         if self.gpu is None:
             return cpu_step_time(work, threads=self.values["hardware.threads"])
         found = card(self.gpu.name, total_bytes=self.gpu.total_bytes)
@@ -463,14 +494,14 @@ class Allocator:
 
     def _why_streaming(self, load: Load) -> str:
         if not load.streamed_blocks:
-            return "all blocks fit on the device" if self.gpu else "there is no card"
+            return "all blocks fit on the device" if self._has_host else self._here
         whole = self._peak(replace(load, streamed_blocks=0))
         return f"of {self._blocks}: all on the card would take {whole}, {self.limit}"
 
     def _why_modulation(self, load: Load) -> str:
         if not load.modulation_cache:
-            if self.gpu is None:
-                return "on the processor it would save nothing"
+            if not self._has_host:
+                return f"it would save nothing: {self._here}"
             return self._against_modulation or "all layers fit on the device, which is as fast"
         other = replace(load, modulation_cache=False)
         here, there = (self._time(each).seconds for each in (load, other))
@@ -490,7 +521,7 @@ class Allocator:
 
     def _why_offload(self, load: Load) -> str:
         if not load.text_offload:
-            return "they fit on the device alone" if self.gpu else "there is no card"
+            return "they fit on the device alone" if self._has_host else self._here
         whole = self._judge.predict(replace(load, text_offload=False)).phases["texts"]
         return f"whole they would take {gib(whole)}, {self.limit}"
 

@@ -37,6 +37,12 @@ _RATES: Mapping[str, tuple[float, float]] = {
     "RTX 4090": (165, 1000), "RTX 4080": (95, 720), "RTX 4070": (58, 500), "RTX 4060": (30, 270),
     "RTX 3090": (71, 940), "RTX 3080": (59, 760), "RTX 3070": (40, 450), "RTX 3060": (25.5, 360),
     "RTX 2080": (40, 450), "RTX 2070": (30, 450), "RTX 2060": (25, 340),
+    "MI300X": (1300, 5300), "MI210": (180, 1640), "RX 7900 XTX": (120, 960), "RX 7900 XT": (100, 800),
+    "RX 9070": (150, 640), "RX 6900": (46, 510), "RX 6800": (32, 510), "Arc(TM) A770": (130, 560),
+    "Arc(TM) B580": (115, 456), "Apple M1": (2.6, 68), "Apple M1 Max": (10, 400), "Apple M1 Ultra": (21, 800),
+    "Apple M2": (3.6, 100), "Apple M2 Max": (13, 400), "Apple M2 Ultra": (27, 800), "Apple M3": (4.1, 100),
+    "Apple M3 Max": (16, 400), "Apple M3 Ultra": (28, 820), "Apple M4": (4.6, 120), "Apple M4 Pro": (9, 273),
+    "Apple M4 Max": (18, 546),
 }  # fmt: skip
 _FOR_GAMES = ("RTX 30", "RTX 40", "RTX 50")
 # An ordinary card of up to so many GiB; the first that is enough stands for an unknown one.

@@ -6,7 +6,6 @@ All are pure functions of plain values and say how they came to their answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lora_trainer.concepts import VIEWS
@@ -14,23 +13,9 @@ from lora_trainer.config import Precision
 from lora_trainer.planning.frozen import ELEMENT_BYTES
 from lora_trainer.planning.trained_bytes import MASTER_BYTES
 
-
-@dataclass(frozen=True, kw_only=True)
-class LengthRule:
-    """Images a run trains on: `views` of each picture, within a floor and a ceiling."""
-
-    views: int
-    floor_images: int
-    ceiling_images: int
-
-
-# Concepts are learned in 1,000-1,500 steps of 2 from about 20 pictures. The floors keep tiny sets
-# long enough to learn at all; the ceilings stop large ones when more passes no longer pay.
-LENGTH_RULES: Mapping[str, LengthRule] = {
-    "speed": LengthRule(views=60, floor_images=1_200, ceiling_images=10_000),
-    "balanced": LengthRule(views=120, floor_images=2_400, ceiling_images=20_000),
-    "quality": LengthRule(views=200, floor_images=4_000, ceiling_images=40_000),
-}
+COUNTED_IMAGES = (20, 160)
+"""A set of fewer pictures is trained as long as one of 20, or it would not be learned at all; one of more
+than 160 as long as one of 160, as more passes no longer pay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +30,7 @@ def run_length(
     *,
     images: int,
     batch_size: int,
-    priority: str,
+    views: int,
     samples: int | None = None,
     repeats: int = 1,
     regularisation: float = 0.0,
@@ -53,23 +38,23 @@ def run_length(
 ) -> Length:
     """Return the steps of a run over `images` different pictures; repeats shift weight, not length.
 
-    images seen = clamp(views x images, floor, ceiling), at least `samples` of an epoch (None: `images`) over
-    `repeats`, the fewest that a picture has: so that each is seen once or so; and `regularisation` images
-    beside each of them. steps = images seen / batch size, rounded up. A `concept` may have fewer views.
+    images seen = views x images, those counted within `COUNTED_IMAGES`, at least `samples` of an epoch (None:
+    `images`) over `repeats`, the fewest that a picture has: so that each is seen once or so; and
+    `regularisation` images beside each of them. steps = images seen / batch size, rounded up. A `concept`
+    may have fewer views.
     """
-    rule = LENGTH_RULES[priority]
-    views = round(rule.views * VIEWS.get(concept, 1.0))
-    seen = min(max(views * images, rule.floor_images), rule.ceiling_images)
+    fewest, most = COUNTED_IMAGES
+    of_concept = VIEWS.get(concept, 1.0)
+    seen = round(views * min(max(of_concept * images, fewest), most))
     seen = max(seen, math.ceil((images if samples is None else samples) / repeats))
     steps = math.ceil(seen * (1 + regularisation) / batch_size)
     beside = f", {regularisation:g} for regularisation beside each" if regularisation else ""
-    whose = f"{priority}, {concept}" if concept in VIEWS else priority
+    whose = f"{concept}: " if concept in VIEWS else ""
     return Length(
         steps=steps,
         reason=(
-            f"{whose}: {views} views of each of {images} images, kept between "
-            f"{rule.floor_images:,} and {rule.ceiling_images:,} images seen: "
-            f"{seen:,} at {batch_size} a step{beside}"
+            f"{whose}{round(of_concept * views)} views of each of {images} images, not fewer than of "
+            f"{fewest} nor more than of {most}: {seen:,} seen at {batch_size} a step{beside}"
         ),
     )
 

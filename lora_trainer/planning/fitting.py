@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from lora_trainer.config import Checkpointing
+from lora_trainer.config import Checkpointing, Precision
 from lora_trainer.errors import MachineError
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.loads import Load
@@ -55,6 +55,8 @@ class Choices:
     text_offload: tuple[bool, ...]
     modulation_cache: tuple[bool, ...] = (False,)
     int8_products: bool = False
+    in_16_bits: Precision | None = None
+    """The best 16-bit precision that this base can be trained in on this card; None: only fp32 can."""
 
     @property
     def roomiest(self) -> Choices:
@@ -317,7 +319,7 @@ def _nothing_fits(
         f"this run needs at least {gib(need.peak_bytes)} for {PHASE_NAMES[need.peak_phase]}{how}, "
         f"and there are {limit}"
     )
-    place = "a card" if wanted.device == "cuda" else "a machine"
+    place = "a card" if wanted.device != "cpu" else "a machine"
     smallest = need.peak_bytes
     if need.fits and host is not None:
         found = (
@@ -374,10 +376,11 @@ def _smaller(
     wanted: Load, choices: Choices, *, step_px: int
 ) -> Iterator[tuple[str, Load, Choices]]:
     """Yield settings that take less memory, those that change the result least first."""
-    if wanted.precision == "fp32" and wanted.device == "cuda":
-        kept = replace(choices, base_precisions=("fp16",))
-        yield "train.precision=fp16", replace(wanted, precision="fp16"), kept
-    if wanted.device == "cuda" and choices.base_precisions[-1] not in QUANTIZATIONS:
+    if wanted.precision == "fp32" and choices.in_16_bits is not None:
+        half = choices.in_16_bits
+        kept = replace(choices, base_precisions=(half,))
+        yield f"train.precision={half}", replace(wanted, precision=half), kept
+    if wanted.device != "cpu" and choices.base_precisions[-1] not in QUANTIZATIONS:
         for precision in ("int8", "nf4"):
             kept = replace(choices, base_precisions=(precision,))
             yield f"memory.base_precision={precision}", wanted, kept

@@ -87,5 +87,5 @@ class FullCards:
 
 
 def _key(hardware: Hardware, family: str) -> str:
-    card = hardware.gpus[0]
+    card = (hardware.usable() or hardware.gpus)[0]
     return f"{card.name}, {card.total_bytes}, {family}, torch {hardware.packages.get('torch')}"

@@ -2,12 +2,12 @@
 
 Inputs are those of `memory.predict`; output is one `HostPrediction`. Weights are read from mapped
 files, which the system can drop and read again, so loading may exceed what is free: it then takes
-longer. What is pinned for the device may not.
+longer. What waits for the device may not, pinned or not, or the machine swaps.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.planning.frozen import ELEMENT_BYTES
@@ -19,12 +19,11 @@ from lora_trainer.planning.memory import (
     prepared_batches,
     saved_copies,
 )
+from lora_trainer.planning.pinned import offloaded_bytes, pinned_shares
 from lora_trainer.planning.trained_bytes import state_bytes
 
 # Python with torch, diffusers and transformers, and the CUDA libraries it maps.
 HOST_RUNTIME_BYTES = 2 * GIB
-PINNED_AT_MOST = 2
-"""Torch takes powers of two for pinned memory; of inputs only the sum is known, not each one's size."""
 CACHE_RESIDENT_BYTES = GIB
 """Latents and text embeddings kept from the disk, at most (`data.sources`)."""
 
@@ -52,13 +51,18 @@ class HostPrediction:
 
 
 def predict_host(
-    load: Load, *, facts: BaseFacts, costs: RememberedCosts, limit_bytes: int
+    load: Load,
+    *,
+    facts: BaseFacts,
+    costs: RememberedCosts,
+    limit_bytes: int,
+    pinnable_bytes: int | None,
 ) -> HostPrediction:
-    """Return what a run on a card needs of the machine's memory."""
+    """Return what a run on a card needs of the machine's memory, of which it may pin `pinnable_bytes`."""
     text = facts.parts["text_encoder"].parameters * ELEMENT_BYTES[load.text_precision]
     base = facts.parts["denoiser"].parameters * ELEMENT_BYTES[load.precision]
     phases = (
-        _training(load, facts, costs),
+        _training(load, facts, costs, pinnable_bytes),
         _offloaded_text(load, text),
         _quantising(load, facts, costs),
     )
@@ -73,7 +77,10 @@ def predict_host(
     )
 
 
-def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
+def _training(
+    load: Load, facts: BaseFacts, costs: RememberedCosts, pinnable_bytes: int | None
+) -> list[MemoryItem]:
+    pinned = pinned_shares(load, facts=facts, costs=costs, pinnable_bytes=pinnable_bytes)
     found = [
         MemoryItem(
             name="cached latents and texts",
@@ -85,21 +92,27 @@ def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
     ]
     if load.streamed_blocks:
         base = costs.frozen_base(facts, load)
-        note = f"{load.streamed_blocks} pinned blocks in {load.base_precision}"
+        note = f"{load.streamed_blocks} blocks in {load.base_precision}{_pinned(pinned.streamed)}"
         streamed = base.streamed_bytes(load.streamed_blocks)
         found.append(MemoryItem(name="streamed blocks", bytes=streamed, note=note))
     if load.modulation_cache:
-        found.append(modulation_weights(load, costs.frozen_base(facts, load)))
-    waiting = load.micro_batch * costs.sample_cost(facts, load.workload()).host_bytes
-    if waiting:
-        size = PINNED_AT_MOST * waiting
-        note = f"inputs of recomputed blocks, {load.micro_batch} at a time, pinned in powers of two"
+        weights = modulation_weights(load, costs.frozen_base(facts, load))
+        found.append(replace(weights, note=weights.note + _pinned(pinned.modulation)))
+    if size := offloaded_bytes(load, facts=facts, costs=costs):
+        note = (
+            f"inputs of recomputed blocks, {load.micro_batch} at a time{_pinned(pinned.offloaded)} "
+            "in powers of two"
+        )
         found.append(MemoryItem(name="offloaded activations", bytes=size, note=note))
     states = state_bytes(costs.adapter_tensors(facts, load.adapter), load.optimizer)
     if states.paged:
         note = f"{load.optimizer}, what is paged"
         found.append(MemoryItem(name="optimizer states", bytes=states.paged, note=note))
     return found
+
+
+def _pinned(share: float) -> str:
+    return ", pinned" if share == 1.0 else f", {share:.0%} of it pinned"
 
 
 def _quantising(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:

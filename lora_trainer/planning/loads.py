@@ -9,12 +9,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 from lora_trainer.config import CHECKPOINTING, AdapterSettings, Checkpointing, Precision
+from lora_trainer.devices import TorchType
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.costs import SampleCost, Targets, Workload, mixed
 from lora_trainer.planning.adapter_size import Shape, adapter_tensors, total_elements
+from lora_trainer.planning.beside import Surroundings
 from lora_trainer.planning.frozen import ELEMENT_BYTES, FrozenBase
 from lora_trainer.quantization import BaseMatmul, BasePrecision
 
@@ -48,6 +50,21 @@ class CostModel(Protocol):
         self, facts: BaseFacts, *, element_bytes: int, targets: Targets, wide_adapter: bool
     ) -> tuple[Checkpointing, ...]:
         """Return the kinds of checkpointing whose cost is known without running the network."""
+
+    def guides_by_two_passes(self, facts: BaseFacts) -> bool:
+        """Say whether sample images with a guidance scale above 1 take two predictions a step."""
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """What the base can be trained in, the best first."""
+
+    @property
+    def encoding_elements_per_px(self) -> int:
+        """What the VAE has alive while it encodes, for each pixel of an image."""
+
+    @property
+    def decoding_elements_per_px(self) -> int:
+        """The same while it decodes."""
 
     @property
     def unquantised(self) -> tuple[str, ...]:
@@ -163,10 +180,10 @@ class Load:
     """The settings that decide how much memory and time a run takes; `bucket_px` is (width, height).
 
     Of the images of a step, the share `twice` is done twice, the second time to stay as the base, and of
-    the share `as_base` the base's own prediction is made too.
+    the share `as_base` the base's own prediction is made too. `beside` is what a card holds but tensors.
     """
 
-    device: Literal["cpu", "cuda"]
+    device: TorchType
     precision: Precision
     base_precision: BasePrecision
     adapter: AdapterSettings
@@ -188,6 +205,7 @@ class Load:
     modulation_cache: bool = False
     base_matmul: BaseMatmul = "dequantized"
     kept_share: float = 0.0
+    beside: Surroundings = Surroundings()
 
     @property
     def recomputes_all(self) -> bool:

@@ -8,14 +8,16 @@ same for the machine's memory beside a card.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from lora_trainer.config import SCHEDULE_FREE, Checkpointing
+from lora_trainer.devices import KINDS
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.costs import ADAPTER_BYTES
 from lora_trainer.planning.adapter_size import rebuilt_elements
+from lora_trainer.planning.beside import Surroundings
 from lora_trainer.planning.frozen import ELEMENT_BYTES, FrozenBase
 from lora_trainer.planning.loads import Load, RememberedCosts, before, runs_wide
 from lora_trainer.planning.trained_bytes import (
@@ -28,22 +30,38 @@ from lora_trainer.planning.trained_bytes import (
 from lora_trainer.quantization import INT8_TEMPORARY_BYTES
 
 GIB = 2**30
-# CUDA context 0.3-0.5 GiB and workspaces of cuBLAS and cuDNN; Python with torch and diffusers.
-RUNTIME_BYTES: Mapping[str, int] = {"cuda": int(0.6 * GIB), "cpu": int(0.7 * GIB)}
-# What the allocator reserves beyond what is in use: blocks are rounded and split.
-SLACK = 0.05
-# AutoencoderKL with its usual 128 channels at full size: 5 of these maps are alive at the peak of
-# encoding and 6 at that of decoding (counted on the network with diffusers 0.42).
-VAE_ENCODE_ELEMENTS_PER_PX = 5 * 128
-VAE_DECODE_ELEMENTS_PER_PX = 6 * 128
+RUNTIME_BYTES: Mapping[str, int] = {name: kind.runtime_bytes for name, kind in KINDS.items()}
+SHARED_SLACK = 0.05
+"""Of all tensors of a run in the machine's memory: what malloc, or Metal's allocator, keeps of those that went."""
 # A CLIP text encoder's kept activations of one prompt of 77 tokens, over its weights' bytes: 34
 # hidden-sized tensors a layer against 12 hidden^2 weights, and adapters' fp32 copies beside them.
 TEXT_KEPT_SHARE = 0.5
+TEXT_RUN_SHARE = 1 / 24
+"""What a text encoder makes of one text, over its weights: T5-XXL three times its scores, 64 heads of 512 by
+512 in fp32 (2 %), encoders of the Qwen kind the hidden states of all layers (2 to 3 %)."""
 TEXT_LAYER_SHARE = 1 / 8
 """Largest layer of a text encoder over the whole: word embeddings take 3 % (T5-XXL) to 10 % (Qwen3-4B)."""
 REBUILT_PIECES = 8
 """Pieces a checkpointed network has at least, by the weights in them; the largest is kept whole."""
 SHOWN = "fp32, while they are validated, sampled or exported"
+SLACK = "allocator slack"
+TEMPORARY = (
+    "largest temporary",
+    "dequantised layer",
+    "sample image",
+    "image encoding",
+    "text encoding",
+)
+"""Items that are made and gone within a block."""
+ACTIVATIONS = (
+    "activations",
+    "adapter inputs",
+    "dropped inputs",
+    "rebuilt weights",
+    "largest temporary",
+)
+"""Items that a training step makes and frees; a recorded one keeps them for itself."""
+MOVED = (*ACTIVATIONS, *TEMPORARY, "inputs", "adapter gradients")
 Phase = Literal["images", "texts", "training", "sampling"]
 
 
@@ -91,14 +109,17 @@ def predict(
     """Return the predicted peak on the training device of a run with these settings."""
     resident = _resident(load, facts, costs)
     phases: dict[Phase, list[MemoryItem]] = {
-        "images": _images(load, facts),
+        "images": _images(load, facts, costs),
         "texts": _texts(load, facts),
         "training": [*resident, *_training(load, facts, costs)],
     }
     if load.samples:
         phases["sampling"] = [*resident, *_sampling(load, facts, costs)]
     return Prediction(
-        by_phase={phase: tuple(_with_runtime(items, load)) for phase, items in phases.items()},
+        by_phase={
+            phase: (*_outside(load), *items, _slack(phase, items, load))
+            for phase, items in phases.items()
+        },
         limit_bytes=limit_bytes,
     )
 
@@ -107,7 +128,7 @@ def _resident(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
     """What stays on the device from the first step to the last."""
     adapter = costs.adapter_parameters(facts, load.adapter)
     states = state_bytes(costs.adapter_tensors(facts, load.adapter), load.optimizer)
-    if load.device == "cuda":
+    if KINDS[load.device].own_memory:
         state = states.on_device
         where = "what is not paged" if load.optimizer in PAGED else "allocated before step 1"
     else:
@@ -137,7 +158,7 @@ def _resident(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
         ),
         MemoryItem(name="adapter gradients", bytes=adapter * GRADIENT_BYTES, note="fp32"),
         MemoryItem(name="optimizer states", bytes=state, note=f"{load.optimizer}, {where}"),
-        *(saved_copies(load, facts, costs) if load.device == "cpu" else []),
+        *(saved_copies(load, facts, costs) if not KINDS[load.device].own_memory else []),
     ]
 
 
@@ -145,9 +166,9 @@ def saved_copies(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[M
     """Host memory that a run saves from without waiting for the disk, all along."""
     size = copied_bytes(
         costs.adapter_tensors(facts, load.adapter),
-        load.optimizer if load.device == "cuda" else load.optimizer.removeprefix("paged_"),
+        load.optimizer if KINDS[load.device].own_memory else load.optimizer.removeprefix("paged_"),
         pissa=load.adapter.init == "pissa",
-        pinned=load.device == "cuda",
+        pinned=KINDS[load.device].pins,
         copies=load.averaged + 2 * load.keeps_best,  # and what its file is written from
     )
     note = "adapter, optimizer states and export as they are saved"
@@ -212,7 +233,7 @@ def _modulation(load: Load, base: FrozenBase) -> list[MemoryItem]:
             note=f"{len(base.away)} layers come from host memory",
         ),
     ]
-    if load.device == "cpu":
+    if not KINDS[load.device].own_memory:
         found.append(modulation_weights(load, base))
     return found
 
@@ -287,7 +308,7 @@ def _dropped_inputs(load: Load, facts: BaseFacts, costs: RememberedCosts) -> lis
 def _inputs(load: Load, facts: BaseFacts, costs: RememberedCosts) -> MemoryItem:
     """What was prepared ahead waits in host memory; a card gets the inputs of one pass at a time."""
     what = "latents, noise, target, text"
-    if load.device == "cuda":
+    if KINDS[load.device].own_memory:
         size = load.micro_batch * prepared_bytes(load, facts, costs)
         return MemoryItem(name="inputs", bytes=size, note=f"{load.micro_batch} at a time: {what}")
     return prepared_batches(load, facts, costs)
@@ -364,20 +385,21 @@ def _trained_text(load: Load, facts: BaseFacts) -> list[MemoryItem]:
     if not (load.adapter.text_encoder or load.adapter.new_tokens):
         return []
     weights = facts.parts["text_encoder"].parameters * ELEMENT_BYTES[load.precision]
-    kept = int(load.micro_batch * TEXT_KEPT_SHARE * weights)
+    kept = int(load.micro_batch * facts.chunks * TEXT_KEPT_SHARE * weights)
     return [
         MemoryItem(name="text encoder weights", bytes=weights, note="run in every step"),
         MemoryItem(name="text encoder activations", bytes=kept, note="estimate"),
     ]
 
 
-def _images(load: Load, facts: BaseFacts) -> list[MemoryItem]:
+def _images(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
     width_px, height_px = load.bucket_px
+    elements = costs.family.encoding_elements_per_px * width_px * height_px
     return [
         MemoryItem(name="VAE weights", bytes=4 * facts.parts["vae"].parameters, note="fp32"),
         MemoryItem(
             name="image encoding",
-            bytes=4 * VAE_ENCODE_ELEMENTS_PER_PX * width_px * height_px,
+            bytes=4 * elements,
             note=f"one image of {width_px}x{height_px} px, fp32",
         ),
     ]
@@ -389,8 +411,11 @@ def _texts(load: Load, facts: BaseFacts) -> list[MemoryItem]:
     if load.text_offload:
         largest = int(weights * TEXT_LAYER_SHARE)
         note = f"{load.text_precision}, from host memory a layer at a time: the largest"
-        return [MemoryItem(name="text encoder layer", bytes=largest, note=note)]
-    return [MemoryItem(name="text encoder weights", bytes=weights, note=load.text_precision)]
+        found = MemoryItem(name="text encoder layer", bytes=largest, note=note)
+    else:
+        found = MemoryItem(name="text encoder weights", bytes=weights, note=load.text_precision)
+    size, note = int(TEXT_RUN_SHARE * weights), "what is made of one text, estimate"
+    return [found, MemoryItem(name="text encoding", bytes=size, note=note)]
 
 
 def _sampling(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
@@ -400,7 +425,7 @@ def _sampling(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
         load, micro_batch=1, bucket_px=(side_px, side_px), checkpointing="none", kept_share=0.0
     )
     cost = costs.sample_cost(facts, alone.workload())
-    decoding = 4 * VAE_DECODE_ELEMENTS_PER_PX * side_px * side_px
+    decoding = 4 * costs.family.decoding_elements_per_px * side_px * side_px
     return [
         MemoryItem(name="VAE weights", bytes=4 * facts.parts["vae"].parameters, note="fp32"),
         MemoryItem(
@@ -411,18 +436,42 @@ def _sampling(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
     ]
 
 
-def _with_runtime(items: list[MemoryItem], load: Load) -> list[MemoryItem]:
-    note = "CUDA context and libraries" if load.device == "cuda" else "Python, torch and libraries"
-    return [
-        MemoryItem(name="runtime", bytes=RUNTIME_BYTES[load.device], note=note),
-        *items,
+def _outside(load: Load) -> list[MemoryItem]:
+    """What is on the device in every phase and is no tensor of ours."""
+    on_card = KINDS[load.device].own_memory
+    note = "context and kernels of the GPU" if on_card else "Python, torch and libraries"
+    found = [MemoryItem(name="runtime", bytes=RUNTIME_BYTES[load.device], note=note)]
+    if not on_card:
+        return found
+    found.append(
         MemoryItem(
-            name="allocator slack",
-            bytes=int(SLACK * _sum(items)),
-            note="rounding and fragmentation",
-        ),
-    ]
+            name="library workspaces",
+            bytes=load.beside.library_bytes,
+            note="matrix products, convolutions, attention",
+        )
+    )
+    if load.beside.desktop_bytes:
+        note = "other programs, which grow"
+        found.append(MemoryItem(name="desktop", bytes=load.beside.desktop_bytes, note=note))
+    return found
 
 
-def _sum(items: list[MemoryItem] | tuple[MemoryItem, ...]) -> int:
+def _slack(phase: Phase, items: Sequence[MemoryItem], load: Load) -> MemoryItem:
+    if not KINDS[load.device].own_memory:
+        size, note = int(SHARED_SLACK * _sum(items)), "what is kept of tensors that went"
+    else:
+        size = holes_bytes(items, load.beside)
+        note = "holes between tensors" + ("" if load.beside.expandable else ", whole segments")
+    return MemoryItem(name=SLACK, bytes=size, note=note)
+
+
+def holes_bytes(items: Sequence[MemoryItem], beside: Surroundings) -> int:
+    """Return what the allocator reserves beyond the tensors of a phase."""
+    return beside.holes_bytes(
+        moved_bytes=_sum([item for item in items if item.name in MOVED]),
+        temporary_bytes=_sum([item for item in items if item.name in TEMPORARY]),
+    )
+
+
+def _sum(items: Sequence[MemoryItem]) -> int:
     return sum(item.bytes for item in items)

@@ -34,12 +34,23 @@ from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.loads import CostModel, Load, RememberedCosts
 from lora_trainer.planning.memory import Prediction
 from lora_trainer.planning.optimizers import OPTIMIZERS, RATE, SCHEDULE, needed_otherwise
+from lora_trainer.planning.precisions import on_card
+from lora_trainer.planning.run_time import Pace, RunTime
 from lora_trainer.planning.speedups import circumstances, compiling, graphing
 from lora_trainer.planning.trained_bytes import state_bytes
-from lora_trainer.resolve import Origin, Resolved
+from lora_trainer.recipe import rate_for_batch
+from lora_trainer.resolve import Origin, Resolved, is_preset
 
 PLANNER = "planner"
-BF16_CAPABILITY = (8, 0)
+INSTEAD = {
+    "optimizer.name": "adamw",
+    "memory.base_precision": "auto",
+    "memory.base_matmul": "dequantized",
+    "memory.attention": "sdpa",
+    "hardware.compile": "none",
+    "hardware.cuda_graphs": False,
+}
+"""What every kind of device has, of the settings that some lack."""
 SAVES_PER_RUN = 5
 VALIDATIONS_PER_RUN = 10
 LARGE_TEXT_ENCODER = 2_000_000_000
@@ -73,24 +84,29 @@ class PlanInput:
     sharing: int = 1
     kept_at_once: Mapping[tuple[int, int], int] | None = None
     regularisation_per_epoch: int = 0
+    held_out: int = 0
+    """Pictures that are kept for validation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A configuration without `auto` (but names and folders), its costs, and every decision.
 
-    `memory` is of the training device, `host` of the machine beside a card; `images_at_once` is the
-    micro-batch of each bucket, (width, height) in pixels, the largest of them `memory.micro_batch`.
+    `load` is what memory and time were predicted for; `memory` is of the training device, `host` of the
+    machine beside a card; `images_at_once` is the micro-batch of each bucket, (width, height) in pixels,
+    the largest of them `memory.micro_batch`.
     """
 
     config: Config
     origins: Mapping[str, Origin]
+    load: Load
     memory: Prediction
     host: HostPrediction | None
     images_at_once: Mapping[tuple[int, int], int]
     steps: int
     epochs: float
     seconds_per_step: tuple[float, float]
+    run_time: RunTime
     time_note: str
     disk_bytes: Mapping[str, int]
     decisions: tuple[Decision, ...]
@@ -108,10 +124,12 @@ def plan(given: PlanInput) -> Plan:
     planner.decide_device()
     planner.decide_numbers()
     planner.decide_objective()
+    planner.decide_possible()
     planner.decide_packages()
     planner.decide_optimizer()
     planner.decide_length()
-    return planner.finish(planner.decide_speedups(planner.decide_memory()))
+    allocation = planner.decide_speedups(planner.decide_memory())
+    return planner.finish(allocation, planner.decide_samples(allocation))
 
 
 @dataclass(kw_only=True)
@@ -126,6 +144,7 @@ class _Planner:
 
     def decide(self, key: str, value: Any, reason: str, *, peak_bytes: int = 0) -> None:
         self.values[key] = value
+        self.decisions = [choice for choice in self.decisions if choice.key != key]
         self.decisions.append(Decision(key=key, value=value, reason=reason, bytes=peak_bytes))
 
     def decide_auto(self, key: str, value: Any, reason: str) -> None:
@@ -133,15 +152,19 @@ class _Planner:
             self.decide(key, value, reason)
 
     def decide_device(self) -> None:
-        hardware = self.given.hardware
-        found = hardware.accelerator()
-        if self.values["hardware.device"] == "cuda" and found.value is None:
+        hardware, asked = self.given.hardware, self.values["hardware.device"]
+        found = hardware.accelerator(sharing=self.given.sharing)
+        here = found.value.can.torch_type if found.value else "cpu"
+        if asked not in ("auto", "cpu", here):
+            reason = f"the GPU here is {found.value.can.says}" if found.value else found.reason
             raise MachineError(
-                f"hardware.device=cuda, but there is no GPU to use: {found.reason}",
-                fix="use --set hardware.device=cpu",
+                f"hardware.device={asked}, but there is no GPU to use: {reason}"
+                if found.value is None
+                else f"hardware.device={asked}, but {reason}",
+                fix=f"use --set hardware.device={here}",
             )
-        self.decide_auto("hardware.device", "cuda" if found.value else "cpu", found.reason)
-        self.gpu = found.value if self.values["hardware.device"] == "cuda" else None
+        self.decide_auto("hardware.device", here, found.reason)
+        self.gpu = found.value if self.values["hardware.device"] != "cpu" else None
         threads, reason = hardware.cpu_threads, hardware.reasons.get("cpu_threads", "")
         if self.given.sharing > 1:
             reason = f"{threads} for {self.given.sharing} processes; {reason}"
@@ -150,12 +173,7 @@ class _Planner:
     def decide_numbers(self) -> None:
         facts = self.given.facts
         self.decide_auto("train.precision", *self._best_precision())
-        if self.values["train.precision"] == "bf16" and self.gpu and not _has_bf16(self.gpu):
-            raise RequestError(
-                f"train.precision=bf16, but {self.gpu.name} has {_capability(self.gpu)}, "
-                "and bf16 needs 8.0",
-                fix="use --set train.precision=fp16",
-            )
+        self._check_precision()
         reason = f"the size {facts.source} was trained on"
         self.decide_auto("data.resolution", facts.resolution_px, reason)
         _check_resolution(int(self.values["data.resolution"]), facts)
@@ -168,6 +186,23 @@ class _Planner:
             self.decide_auto("output.weights", "trained", "there is no running average")
         else:
             self.decide_auto("output.weights", "ema", "train.ema_decay asks for an average")
+
+    def _check_precision(self) -> None:
+        """Refuse what gives no numbers: hours of it would end in NaN, and what fits in fp16 fits in few bits."""
+        precision, best = self.values["train.precision"], self._best_precision()[0]
+        fix = f"use --set train.precision={best}"
+        if precision not in self.given.family.precisions:
+            raise RequestError(
+                f"train.precision={precision}, but a {self.given.facts.family} base gives numbers in "
+                f"{precision} that are not finite",
+                fix=fix,
+            )
+        if precision == "bf16" and self.gpu and not self.gpu.has_bf16:
+            raise RequestError(
+                f"train.precision=bf16, but {self.gpu.name} has {_capability(self.gpu)}, "
+                "and bf16 needs 8.0",
+                fix=fix,
+            )
 
     def _check_more_resolutions(self) -> None:
         key, own_px = "data.more_resolutions", int(self.values["data.resolution"])
@@ -214,17 +249,43 @@ class _Planner:
             self.decide_auto(key, "min_snr", f"{gamma} is a number")
 
     def _text_precision(self) -> tuple[Precision, str]:
-        count = self.given.facts.parts["text_encoder"].parameters
-        if count <= LARGE_TEXT_ENCODER or self.values["train.precision"] == "fp32":
+        count, precision = self.given.facts.parts["text_encoder"].parameters, "train.precision"
+        # A card that trains in fp32 for want of bf16 still computes texts in bf16, by way of fp32.
+        wanted = self.gpu is None or not self._is_ours(precision)
+        if count <= LARGE_TEXT_ENCODER or (wanted and self.values[precision] == "fp32"):
             return "fp32", f"{count / 1e6:,.0f} million parameters"
         return "bf16", f"{count / 1e9:.1f} billion parameters"
 
     def _best_precision(self) -> tuple[Precision, str]:
         if self.gpu is None:
             return "fp32", "16 bits save no time on a processor"
-        if _has_bf16(self.gpu):
-            return "bf16", f"{_capability(self.gpu)} has bf16"
-        return "fp16", f"{_capability(self.gpu)}: not known to have bf16"
+        capability, allowed = _capability(self.gpu), self.given.family.precisions
+        best = on_card(allowed, self.gpu)[0]
+        if best == "bf16":
+            return best, f"{capability} has bf16"
+        reason = f"{capability}: not known to have bf16"
+        if best == "fp32":
+            reason += (
+                f", and in fp16 {self.given.facts.family} bases give numbers that are not finite; takes "
+                "twice the memory of 16 bits and several times as long"
+            )
+        return best, reason
+
+    def decide_possible(self) -> None:
+        """Settle what a kind of GPU cannot have; a preset's wish gives way, a typed one may not."""
+        if self.gpu is None:
+            return
+        kind = self.gpu.can
+        for wish, why in kind.lacks.items():
+            key, _, value = wish.partition("=")
+            if str(self.values[key]) != value:
+                continue
+            if not self._is_preset(key):
+                raise MachineError(
+                    f"{key}={value.lower()} cannot be had on {kind.says}: {why}",
+                    fix=f"use --set {key}={INSTEAD[key]}",
+                )
+            self.decide(key, INSTEAD[key], f"{value} is preset, but {why}")
 
     def decide_packages(self) -> None:
         """Settle what needs an optional package; a preset's wish gives way, a typed one may not."""
@@ -254,9 +315,23 @@ class _Planner:
                 f"{SCHEDULE}={shape}, but {name} takes the place of a schedule",
                 fix=f"leave it out, or use --set {SCHEDULE}=constant",
             )
-        for key, value, reason in needed_otherwise(name, preset_rate=self.values[RATE]):
+        rate = self._rate_for_batch()
+        for key, value, reason in needed_otherwise(name, preset_rate=rate):
             if self._is_ours(key) and self.values[key] != value:
                 self.decide(key, value, reason)
+
+    def _rate_for_batch(self) -> float:
+        """Return AdamW's rate, moved from the batch it is preset for to the one that is trained."""
+        rate, batch_size = float(self.values[RATE]), int(self.values["train.batch_size"])
+        preset_batch_size = self.given.resolved.preset_batch_size
+        if batch_size == preset_batch_size or not self._is_ours(RATE):
+            return rate
+        moved = rate_for_batch(rate, batch_size=batch_size, preset_batch_size=preset_batch_size)
+        reason = (
+            f"{rate:g} is preset for a batch of {preset_batch_size}: it goes with the square root"
+        )
+        self.decide(RATE, moved, reason)
+        return moved
 
     def _is_ours(self, key: str) -> bool:
         """Say whether a value is this program's choice: not typed, nor in somebody's file."""
@@ -265,7 +340,7 @@ class _Planner:
         return layer == "default" or (self._is_preset(key) and not named)
 
     def _is_preset(self, key: str) -> bool:
-        return self._layer(key).split()[0] in ("family", "preset", "priority", "cell", "concept")
+        return is_preset(self._layer(key))
 
     def _layer(self, key: str) -> str:
         return self.given.resolved.origins[key].layer
@@ -280,7 +355,7 @@ class _Planner:
             samples=self.given.samples_per_epoch,
             repeats=self.given.fewest_repeats,
             batch_size=self.values["train.batch_size"],
-            priority=self.given.resolved.priority,
+            views=self.values["train.views"],
             regularisation=self.given.regularisation_per_epoch / self.given.samples_per_epoch,
             concept=self.values[CONCEPT],
         )
@@ -339,8 +414,30 @@ class _Planner:
                 self.decide(key, value, reason)
         return replace(allocation, memory=told.recorded) if graphed.use else allocation
 
-    def finish(self, allocation: Allocation) -> Plan:
-        given, config = self.given, build_config(self.values)
+    def decide_samples(self, allocation: Allocation) -> Pace:
+        """Draw sample images less often than it is saved where they would take much of the run."""
+        given, key = self.given, "sampling.every_steps"
+        pictures = max(given.images, len(given.buckets))
+        pace = Pace(
+            values=self.values,
+            load=allocation.load,
+            facts=given.facts,
+            costs=self.costs,
+            gpu=self.gpu,
+            pinnable_bytes=given.hardware.pinnable_by_each(sharing=given.sharing),
+            processes=given.processes,
+            held_out=given.held_out,
+            latents=pictures if given.latents is None else given.latents,
+            texts=1 + (pictures if given.texts is None else given.texts),
+        )
+        if given.resolved.config.sampling.every_steps == "auto" and self.values[key]:
+            interval = pace.sample_interval(self.values[key])
+            if interval != self.values[key]:
+                self.decide(key, interval, "more often, they would take too much of the time")
+        return pace
+
+    def finish(self, allocation: Allocation, pace: Pace) -> Plan:
+        given, config, step = self.given, build_config(self.values), pace.step()
         cost = self.costs.sample_cost(given.facts, allocation.load.workload())
         steps = concrete(config.train.steps)
         made = {
@@ -349,13 +446,15 @@ class _Planner:
         return Plan(
             config=config,
             origins={**given.resolved.origins, **made},
+            load=allocation.load,
             memory=allocation.memory,
             host=allocation.host,
             images_at_once=allocation.images_at_once,
             steps=steps,
             epochs=steps * config.train.batch_size / self._epoch,
-            seconds_per_step=(allocation.time.low_s, allocation.time.high_s),
-            time_note=allocation.time.note,
+            seconds_per_step=(step.low_s, step.high_s),
+            run_time=pace.run_time(),
+            time_note=step.note,
             disk_bytes=self._disk(config, allocation.load, cost),
             decisions=tuple(self.decisions),
             modulation_samples=self.costs.frozen_base(given.facts, allocation.load).samples_ahead,
@@ -394,10 +493,6 @@ def _check_resolution(
             f"{key}={resolution_px} is not a multiple of {step_px} ({facts.family})",
             fix=f"use {allowed}",
         )
-
-
-def _has_bf16(gpu: Gpu) -> bool:
-    return gpu.compute_capability is not None and gpu.compute_capability >= BF16_CAPABILITY
 
 
 def _capability(gpu: Gpu) -> str:

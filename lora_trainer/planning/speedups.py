@@ -19,7 +19,7 @@ from lora_trainer.planning.allocation import Allocation
 from lora_trainer.planning.cards import card
 from lora_trainer.planning.fitting import gib
 from lora_trainer.planning.loads import RememberedCosts
-from lora_trainer.planning.memory import SLACK, MemoryItem, Prediction
+from lora_trainer.planning.memory import ACTIVATIONS, SLACK, MemoryItem, Prediction
 from lora_trainer.planning.step_time import (
     ARITHMETIC,
     LAUNCHES,
@@ -44,15 +44,6 @@ LAUNCHES_SAVED = 0.5
 PAYS_FROM = 2.0
 """What is saved in the steps of the run over what it costs, from which on it is done."""
 TRITON_CAPABILITY = (7, 0)
-ACTIVATIONS = (
-    "activations",
-    "adapter inputs",
-    "dropped inputs",
-    "rebuilt weights",
-    "largest temporary",
-)
-"""Items of a training step that a recording keeps for itself."""
-
 PixelShape = tuple[int, int, int]
 """(width, height) in pixels, images at once."""
 
@@ -103,7 +94,13 @@ def circumstances(
     """Return what is known of a run whose memory is settled."""
     load, linear = allocation.load, costs.linear_shapes(facts)
     share = math.ceil(int(values["train.batch_size"]) / processes)
-    work = step_work(load, facts=facts, costs=costs, batch_size=share)
+    work = step_work(
+        load,
+        facts=facts,
+        costs=costs,
+        batch_size=share,
+        pinnable_bytes=hardware.pinnable_bytes,
+    )
     bounds: Mapping[str, tuple[float, float]] = {}
     if gpu is not None:
         found = card(gpu.name, total_bytes=gpu.total_bytes)
@@ -239,6 +236,8 @@ def _why_not_graphed(told: Circumstances) -> str:
     values = told.values
     obstacles = {
         "there is no card": told.gpu is None,
+        "only NVIDIA's cards are known to record steps": told.gpu is not None
+        and not told.gpu.can.graphs,
         "train.deterministic promises bits": values["train.deterministic"],
         "blocks are streamed from host memory": values["memory.streamed_blocks"],
         "inputs of blocks wait in host memory": values["memory.gradient_checkpointing"]
@@ -263,7 +262,8 @@ def with_recordings(memory: Prediction, *, shapes: int, beside_bytes: int) -> Pr
     With several shapes that is a step of another one, which is not recorded yet; else a validation,
     which takes `beside_bytes`.
     """
-    step = sum(item.bytes for item in memory.by_phase["training"] if item.name in ACTIVATIONS)
+    kept = (*ACTIVATIONS, SLACK)  # a pool of its own has holes of its own
+    step = sum(item.bytes for item in memory.by_phase["training"] if item.name in kept)
     beside = step if shapes > 1 else min(step, beside_bytes)
     extra = {"training": beside, "sampling": step}
     return replace(
@@ -277,7 +277,7 @@ def with_recordings(memory: Prediction, *, shapes: int, beside_bytes: int) -> Pr
 
 def _recorded_item(size: int) -> MemoryItem:
     note = "CUDA graphs: what a recorded step keeps for itself"
-    return MemoryItem(name="recorded steps", bytes=int((1 + SLACK) * size), note=note)
+    return MemoryItem(name="recorded steps", bytes=size, note=note)
 
 
 # ---- both

@@ -17,6 +17,7 @@ from lora_trainer.families.costs import KEEP_ATTENTION, SampleCost
 from lora_trainer.planning.cards import Card
 from lora_trainer.planning.frozen import FrozenBase
 from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.pinned import pinned_shares
 from lora_trainer.quantization import BasePrecision
 
 # Share of the matrix rate that eager training reaches: its elementwise kernels move much memory.
@@ -27,6 +28,9 @@ TRAFFIC_SHARE = (0.5, 0.9)
 KERNEL_START_S = (20e-6, 70e-6)
 # From pinned host memory, one way: PCIe 3 with 8 lanes to PCIe 4 with 16, as measured in practice.
 LINK_BYTES_PER_S = (6e9, 22e9)
+# From ordinary memory the driver copies twice, by way of a small pinned buffer: 2.2 of 5.7 GB/s on one
+# card (NVIDIA, "How to Optimize Data Transfers in CUDA C/C++"), 0.3 to 0.6 on others.
+UNPINNED_BYTES_PER_S = (2.4e9, 8.8e9)
 FP32_SLOWDOWN = 4
 ARITHMETIC, LAUNCHES = "arithmetic", "starting kernels"
 # Measured on two cores: 49 GFLOP/s per core for a 4 M-parameter U-Net, everything included.
@@ -59,9 +63,10 @@ STREAM_PASSES = 2
 class StepWork:
     """What one optimizer step does: arithmetic, kernels, bytes to dequantise, bytes over the bus one way.
 
-    `int8_flops` of its arithmetic are int8 products, beside which `int8_bytes` are moved.
+    `int8_flops` of its arithmetic are int8 products, of forward passes only, beside which `int8_bytes` are moved.
     `other_flops` is arithmetic that would take as long as the kernels between products that are spared,
-    `waited_bytes` come over the bus between steps, where no computation hides them.
+    `waited_bytes` come over the bus between steps, where no computation hides them, and so do
+    `unpinned_bytes`, from memory that is not pinned: the host waits for each of those copies.
     """
 
     flops: float
@@ -70,6 +75,7 @@ class StepWork:
     dequantised_bytes: float
     bus_bytes: float
     waited_bytes: float = 0.0
+    unpinned_bytes: float = 0.0
     int8_flops: float = 0.0
     int8_bytes: float = 0.0
 
@@ -88,9 +94,17 @@ class StepTime:
         return math.sqrt(self.low_s * self.high_s)
 
 
-def step_work(load: Load, *, facts: BaseFacts, costs: RememberedCosts, batch_size: int) -> StepWork:
+def step_work(
+    load: Load,
+    *,
+    facts: BaseFacts,
+    costs: RememberedCosts,
+    batch_size: int,
+    pinnable_bytes: int | None,
+) -> StepWork:
     """Return what a step over `batch_size` images does, in micro-batches of `load.micro_batch`.
 
+    Of host memory `pinnable_bytes` can be pinned, None: all.
     Passes for the base's own prediction keep nothing: they go forward alone.
     """
     cost, base = costs.sample_cost(facts, load.workload()), costs.frozen_base(facts, load)
@@ -99,11 +113,16 @@ def step_work(load: Load, *, facts: BaseFacts, costs: RememberedCosts, batch_siz
     weights = passes * _weight_passes(load) + forwards if base.is_quantized else 0.0
     spared = _spared_flops(load, cost, facts=facts, costs=costs)
     streamed = (passes * STREAM_PASSES + forwards) * base.streamed_bytes(load.streamed_blocks)
+    offloaded = 2 * cost.host_bytes * images
+    modulation = (images + forward) * base.away_bytes / max(1, base.samples_ahead)
+    pinned = pinned_shares(load, facts=facts, costs=costs, pinnable_bytes=pinnable_bytes)
     started = passes + forwards * FORWARD_KERNELS
     flops = cost.step_flops * images + cost.forward_flops * forward
-    share = LINEAR_SHARE if load.base_matmul == "int8" else 0.0
+    # Backwards a card may have no int8 product (`model/products.py` asks it): none is counted on.
+    ahead = 1 - 1 / _weight_passes(load) if load.base_matmul == "int8" else 0.0
+    share = LINEAR_SHARE * ahead
     # Layers of vectors are dequantised in any case, and are not told from others here: all are counted.
-    layer_kernels = _layer_kernels(base) + (len(base.shapes) * INT8_KERNELS if share else 0)
+    layer_kernels = _layer_kernels(base) + ahead * len(base.shapes) * INT8_KERNELS
     there = base.linear_elements - base.away_elements
     rows = share * flops / (2 * there) if share else 0.0  # of all passes
     return StepWork(
@@ -114,10 +133,26 @@ def step_work(load: Load, *, facts: BaseFacts, costs: RememberedCosts, batch_siz
             + weights * layer_kernels
         ),
         dequantised_bytes=weights * _layer_bytes(base),
-        bus_bytes=streamed + 2 * cost.host_bytes * images,
-        waited_bytes=(images + forward) * base.away_bytes / max(1, base.samples_ahead),
+        bus_bytes=pinned.streamed * streamed + pinned.offloaded * offloaded,
+        waited_bytes=pinned.modulation * modulation,
+        unpinned_bytes=(1 - pinned.streamed) * streamed
+        + (1 - pinned.offloaded) * offloaded
+        + (1 - pinned.modulation) * modulation,
         int8_flops=share * flops,
         int8_bytes=rows * _row_bytes(base),
+    )
+
+
+def forward_work(load: Load, *, facts: BaseFacts, costs: RememberedCosts) -> StepWork:
+    """Return what one prediction of `load.micro_batch` images does: forwards, nothing kept."""
+    cost, base = costs.sample_cost(facts, load.workload()), costs.frozen_base(facts, load)
+    weights = 1.0 if base.is_quantized else 0.0
+    return StepWork(
+        flops=cost.forward_flops * load.micro_batch,
+        other_flops=0.0,
+        kernels=round(cost.kernels * FORWARD_KERNELS + weights * _layer_kernels(base)),
+        dequantised_bytes=weights * _layer_bytes(base),
+        bus_bytes=base.streamed_bytes(load.streamed_blocks),
     )
 
 
@@ -170,17 +205,20 @@ def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTi
     """Estimate a step on a card: the longest of computing, starting kernels and waiting for the bus.
 
     Copies run beside the computation, so they cost what they take longer and the device's memory traffic;
-    those that a step waits for come on top.
+    those that a step waits for come on top, and all of memory that is not pinned.
     """
     ranges = gpu_bounds(work, card, precision=precision)
     bound = max(ranges, key=lambda name: math.sqrt(ranges[name][0] * ranges[name][1]))
     waited = _range(work.waited_bytes, LINK_BYTES_PER_S)
+    unpinned = _range(work.unpinned_bytes, UNPINNED_BYTES_PER_S)
+    waits = f", and waits for {work.unpinned_bytes / 1e9:.1f} GB of unpinned memory"
+    waits = waits if work.unpinned_bytes else ""
     taken = f", taken for an {card.name}" if card.stands_for else ""
     return StepTime(
-        low_s=max(low for low, _ in ranges.values()) + waited[0],
-        high_s=max(high for _, high in ranges.values()) + waited[1],
+        low_s=max(low for low, _ in ranges.values()) + waited[0] + unpinned[0],
+        high_s=max(high for _, high in ranges.values()) + waited[1] + unpinned[1],
         note=f"estimate for {card.stands_for or card.name}{taken}: "
-        f"{work.flops / 1e12:.1f} TFLOP a step, bound by {bound}",
+        f"{work.flops / 1e12:.1f} TFLOP a step, bound by {bound}{waits}",
     )
 
 

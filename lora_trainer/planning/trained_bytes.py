@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lora_trainer.pinned_sizes import pinned_bytes
 from lora_trainer.planning.adapter_size import Shape
 
 MASTER_BYTES = GRADIENT_BYTES = 4
@@ -25,7 +26,6 @@ PAGED = frozenset({"paged_adamw8bit"})
 EIGHT_BIT_ELEMENTS = 4096
 SCALED_ELEMENTS = 256
 PAGED_ELEMENTS = 100_000
-PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +70,6 @@ def copied_bytes(
         )
     ]
     return sum(count * (pinned_bytes(size) if rounded else size) for count, size, rounded in sizes)
-
-
-def pinned_bytes(size: int) -> int:
-    """Return what torch takes for pinned memory of `size` bytes: the next power of two."""
-    return max(PAGE_BYTES, 1 << (size - 1).bit_length())
 
 
 def _states(shape: Shape, optimizer: str) -> tuple[tuple[int, bool], ...]:

@@ -15,6 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 Auto = Literal["auto"]
 Precision = Literal["fp32", "bf16", "fp16"]
 AutoPixels = Annotated[int, Field(ge=16, le=4096)] | Auto
+CHUNK_TOKENS = 75
+"""Tokens of a text that CLIP reads at once, its begin and end left out."""
+AutoCaptionTokens = (
+    Annotated[int, Field(ge=CHUNK_TOKENS, le=3 * CHUNK_TOKENS, multiple_of=CHUNK_TOKENS)] | Auto
+)
 AutoCount = Annotated[int, Field(ge=1, le=10_000_000)] | Auto
 AutoInterval = Annotated[int, Field(ge=0, le=10_000_000)] | Auto
 AutoScale = Annotated[float, Field(gt=0, le=4096)] | Auto
@@ -63,13 +68,15 @@ def setting(
     not_for: Needs = MappingProxyType({}),
     idle_with: Needs = MappingProxyType({}),
     path: bool = False,
+    headline: bool = False,
     **constraints: Any,
 ) -> Any:
     """Declare one setting; `unit` is shown beside the value wherever it is printed.
 
     The setting matters only while each setting in `only_for` has one of those values, none in `not_for`
     has, and not all in `idle_with` have; otherwise it changes nothing, or is refused
-    (tests/test_unused_settings.py). `path`: it may name a file or folder of this machine.
+    (tests/test_unused_settings.py). `path`: it may name a file or folder of this machine. `headline`: one of the
+    dozen that a plan shows without being asked for all.
     """
     extra: dict[str, Any] = {"unit": unit}
     for name, needs in (("only_for", only_for), ("not_for", not_for), ("idle_with", idle_with)):
@@ -77,12 +84,15 @@ def setting(
             extra[name] = {key: list(values) for key, values in needs.items()}
     if path:
         extra["path"] = True
+    if headline:
+        extra["headline"] = True
     return Field(default, description=doc, json_schema_extra=extra, **constraints)
 
 
 # What several settings need, or do not go with: see `setting`.
 LORA = {"adapter.kind": ("lora",)}
-CARD = {"hardware.device": ("cuda",)}
+CARD = {"hardware.device": ("cuda", "mps", "xpu")}
+CUDA = {"hardware.device": ("cuda",)}
 FLOW = {"base.prediction": ("flow",)}
 NOISE_OR_V = {"base.prediction": ("epsilon", "v_prediction")}
 CONVOLUTIONS = {"adapter.targets": ("all",)}

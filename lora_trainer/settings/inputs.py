@@ -11,6 +11,7 @@ from lora_trainer.settings.declare import (
     NO_REGULARISATION,
     NOT_EMBEDDED,
     TAGS_IN_ORDER,
+    AutoCaptionTokens,
     AutoPixels,
     CaptionWords,
     EpochCount,
@@ -47,6 +48,12 @@ class BaseSettings(Section):
     )
     prediction: Literal["auto", "epsilon", "v_prediction", "flow"] = setting(
         "auto", "what the base predicts; auto: what its files say"
+    )
+    clip_skip: int = setting(
+        1,
+        "layer, from the last one, that Stable Diffusion 1 and 2 read text from; 2: as anime bases do",
+        ge=1,
+        le=12,
     )
     assistant: str | None = setting(
         None,
@@ -92,7 +99,10 @@ class FolderSettings(Section):
 
 class DataSettings(Section):
     resolution: AutoPixels = setting(
-        "auto", "side of the square whose area every bucket has; auto: the base's own", unit="px"
+        "auto",
+        "side of the square whose area every bucket has; auto: the base's own",
+        unit="px",
+        headline=True,
     )
     more_resolutions: tuple[Annotated[int, Field(ge=16, le=4096)], ...] = setting(
         (),
@@ -174,6 +184,10 @@ class DataSettings(Section):
         ge=1,
         le=64,
         idle_with={**TAGS_IN_ORDER, "data.wildcards": (False,)},
+    )
+    caption_tokens: AutoCaptionTokens = setting(
+        "auto",
+        "tokens of a caption that CLIP alone reads, in chunks of 75; auto: what the longest needs",
     )
     emphasis: bool = setting(
         False, "read (word:1.2), (word), [word] as weights of words; CLIP text encoders only"

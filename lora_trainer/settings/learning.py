@@ -40,6 +40,7 @@ class AdapterSettings(Section):
         "width of the update; file size grows with it; of OFT: the size of a block",
         ge=1,
         le=1024,
+        headline=True,
     )
     alpha: AutoScale = setting(
         "auto", "the update is scaled by alpha / rank; auto: alpha = rank", not_for=NOT_OFT
@@ -132,13 +133,22 @@ class TrainSettings(Section):
     concept: Concept = setting(
         "any", "what the pictures are to teach; settles some presets, see docs/concepts.md"
     )
-    steps: AutoCount = setting("auto", "optimizer steps; auto: by number of images")
+    steps: AutoCount = setting(
+        "auto", "optimizer steps; auto: by train.views of the images", headline=True
+    )
+    views: int = setting(
+        120,
+        "how often each image is seen where train.steps is auto; fewer than 20 images count as 20",
+        ge=1,
+        le=100_000,
+    )
     batch_size: int = setting(
         1,
         "images per optimizer step over all devices and micro-batches",
         unit="images",
         ge=1,
         le=4096,
+        headline=True,
     )
     seed: int = setting(42, "every random draw is a function of it", ge=0, le=2**53 - 1)
     init_from: str | None = setting(
@@ -147,7 +157,9 @@ class TrainSettings(Section):
         path=True,
     )
     precision: Precision | Auto = setting(
-        "auto", "dtype of base weights and activations (the adapter keeps fp32 masters)"
+        "auto",
+        "dtype of base weights and activations (the adapter keeps fp32 masters)",
+        headline=True,
     )
     max_grad_norm: float = setting(
         1.0, "gradients are clipped to this norm; 0: never", ge=0.0, le=1e6

@@ -27,9 +27,14 @@ class OptimizerSettings(Section):
     name: OptimizerName = setting(
         "adamw",
         "how weights move; 8bit: its state in 8 bits; paged: large ones in host memory on a full card",
+        headline=True,
     )
     learning_rate: float = setting(
-        1e-4, "peak learning rate; presets' are for AdamW and adjusted to others", gt=0.0, le=10.0
+        1e-4,
+        "peak learning rate; presets' are for AdamW and adjusted to others",
+        gt=0.0,
+        le=10.0,
+        headline=True,
     )
     text_encoder_learning_rate: float | None = setting(
         None,

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator
 from lora_trainer.quantization import BaseMatmul, BasePrecision
 from lora_trainer.settings.declare import (
     CARD,
+    CUDA,
     MIXABLE,
     WITHOUT_VALIDATION,
     Auto,
@@ -34,11 +35,13 @@ class MemorySettings(Section):
         "auto",
         "images per forward pass; never changes the result, only memory and speed",
         unit="images",
+        headline=True,
     )
     gradient_checkpointing: Annotated[Checkpointing | Auto, BeforeValidator(_checkpointing)] = (
         setting(
             "auto",
             "from what keeps most of the forward pass to what keeps least: docs/memory.md",
+            headline=True,
         )
     )
     kept_share: AutoShare = setting(
@@ -49,6 +52,7 @@ class MemorySettings(Section):
     base_precision: BasePrecision | Auto = setting(
         "auto",
         "how the frozen base is kept: like train.precision, or its blocks in 8 or 4 bits",
+        headline=True,
     )
     base_matmul: BaseMatmul | Auto = setting(
         "auto",
@@ -60,6 +64,7 @@ class MemorySettings(Section):
         "blocks of the base kept in host memory and copied to the card when they are due",
         unit="blocks",
         only_for=CARD,
+        headline=True,
     )
     modulation_cache: bool | Auto = setting(
         "auto",
@@ -80,7 +85,9 @@ class MemorySettings(Section):
 
 
 class HardwareSettings(Section):
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to train")
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = setting(
+        "auto", "where to train: cuda is NVIDIA and AMD (ROCm), mps Apple, xpu Intel"
+    )
     threads: AutoCount = setting("auto", "CPU threads; part of what makes a resume bit-exact")
     vram_limit_gib: float | None = setting(
         None,
@@ -97,7 +104,7 @@ class HardwareSettings(Section):
     cuda_graphs: bool | Auto = setting(
         "auto",
         "steps recorded and replayed as one launch; auto: with priority speed, where that pays in this run",
-        only_for=CARD,
+        only_for=CUDA,
     )
     process_timeout_s: float = setting(
         120.0,
@@ -132,7 +139,7 @@ class OutputSettings(Section):
         not_for={"output.hub_repo": (None,)},
     )
     save_every_steps: AutoInterval = setting(
-        "auto", "steps between rolling exports and states; 0: only at the end"
+        "auto", "steps between rolling exports and states; 0: only at the end", headline=True
     )
     save_every_epochs: int | None = setting(
         None, "epochs between rolling exports and states", ge=1, le=100_000
@@ -152,6 +159,13 @@ class OutputSettings(Section):
 class SamplingSettings(Section):
     prompts: tuple[str, ...] = setting(
         (), "prompts of the sample images; none: taken from the captions"
+    )
+    prompts_from_captions: int = setting(
+        4,
+        "sample images drawn at a time where sampling.prompts is empty: captions, held-out ones first",
+        unit="images",
+        ge=1,
+        le=64,
     )
     negative_prompt: str = setting("", "what samples should not show")
     every_steps: AutoInterval = setting("auto", "steps between sample images; 0: never")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -115,8 +114,8 @@ def soak(folder: Path, *, seconds: float) -> tuple[Soak, list[Look]]:
 def _drained(process: subprocess.Popen[str], log: Path) -> subprocess.Popen[bytes]:
     """Keep the pipes of the training empty, else it would wait for us."""
     assert process.stdout is not None
-    file = os.open(log, os.O_WRONLY | os.O_CREAT, 0o666)
-    return subprocess.Popen(["cat"], stdin=process.stdout, stdout=file)
+    with log.open("wb") as file:
+        return subprocess.Popen(["cat"], stdin=process.stdout, stdout=file)
 
 
 def _watch(process: subprocess.Popen[str], *, seconds: float) -> list[Look]:

