@@ -26,7 +26,7 @@ from urllib.parse import parse_qsl, urlencode
 import psutil
 
 from lora_trainer.errors import RequestError
-from lora_trainer.files import TEMPORARY_PREFIX, disk_error
+from lora_trainer.files import TEMPORARY_PREFIX, disk_error, open_binary, retry_while_open
 
 from .guard import Answer, Asked, hostname
 
@@ -126,10 +126,10 @@ def read_key(folder: Path) -> str:
 def _new_key(path: Path) -> str:
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
     key = secrets.token_urlsafe(_KEY_BYTES)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = open_binary(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600)
     try:
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(key)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key.encode("ascii"))
         try:
             os.link(
                 temporary, path
@@ -137,7 +137,7 @@ def _new_key(path: Path) -> str:
         except FileExistsError:
             return path.read_text(encoding="ascii")
         except OSError:  # a filesystem without links
-            temporary.replace(path)
+            retry_while_open(lambda: temporary.replace(path))
     finally:
         temporary.unlink(missing_ok=True)
     return key

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_trainer.errors import InputError, MachineError, first_line
-from lora_trainer.files import TEMPORARY_PREFIX, disk_error
+from lora_trainer.files import TEMPORARY_PREFIX, disk_error, retry_while_open
 
 from .upload_names import Names, is_image, reason_against, safe_name
 
@@ -216,7 +216,7 @@ def _new_folder(into: Path, *, need_bytes: int) -> Iterator[Path]:
     try:
         yield folder
         folder.chmod(0o755)
-        folder.rename(into)
+        retry_while_open(lambda: folder.rename(into))
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise disk_error(into, error) from error

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from lora_trainer.data.captions import read_metadata_row, same_name
 from lora_trainer.data.listing import EXCLUDED_FOLDER
 from lora_trainer.errors import InputError
-from lora_trainer.files import disk_error, write_atomic
+from lora_trainer.files import disk_error, retry_while_open, write_atomic
 
 Content = str | None
 """What a file holds, bytes that are no UTF-8 as lone surrogates; None: there is no such file."""
@@ -112,7 +112,7 @@ class MoveChange:
         target, source = self._paths(root, side)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            source.rename(target)
+            retry_while_open(lambda: source.rename(target))
         except OSError as error:
             raise disk_error(target, error) from error
         _remove_emptied(source.parent, root=root)
@@ -205,7 +205,7 @@ def _write_content(path: Path, content: Content, *, durable: bool) -> None:
     real = path.resolve()
     try:
         if content is None:
-            real.unlink()
+            retry_while_open(real.unlink)
             return
         mode = stat.S_IMODE(real.stat().st_mode) if real.exists() else None
     except OSError as error:

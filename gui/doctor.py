@@ -20,29 +20,12 @@ from lora_trainer.data.cache_use import Cleared, clear, entries
 from lora_trainer.dataset_use import cache_in
 from lora_trainer.errors import MachineError
 from lora_trainer.files import CappedFolder
-from lora_trainer.hardware import Hardware, package_notes
+from lora_trainer.hardware import PURPOSES, Hardware, is_optional, package_notes
 from lora_trainer.output.markup import Html, table, tag
 from lora_trainer.output.wording import bytes_text
 
 from . import state
 from .workplace import Workplace
-
-_PURPOSES = {
-    "torch": "computes everything",
-    "diffusers": "the image models",
-    "transformers": "the text encoders",
-    "accelerate": "starts trainings on several GPUs",
-    "peft": "reads LoRAs when images are drawn",
-    "safetensors": "reads and writes model files",
-    "bitsandbytes": "optional: less memory, by 8-bit optimizers and 4-bit base models",
-    "prodigyopt": "optional: the optimizer Prodigy",
-    "pytorch-optimizer": "optional: the optimizers Adafactor, CAME and Muon",
-    "schedulefree": "optional: the optimizer Schedule-Free AdamW",
-    "xformers": "optional: faster attention on some cards",
-    "triton": "optional: compiled blocks on a card",
-    "tensorboard": "optional: curves in TensorBoard",
-    "gradio": "these pages",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +100,13 @@ def machine(found: Hardware) -> Html:
 def packages(found: Hardware) -> Html:
     """Return the packages with what each is for, and how to get those that are missing."""
     notes = package_notes(found.packages)
-    wrong = [name for name in notes if not _PURPOSES.get(name, "").startswith("optional")]
+    wrong = [name for name in notes if not is_optional(name)]
     said = f"{len(wrong)} to be mended, see below." if wrong else "All that is needed is installed."
     rows = (
         (
             name,
             found_version or "not installed",
-            _PURPOSES.get(name, ""),
+            PURPOSES.get(name, ""),
             _command(notes[name]) if name in notes else "",
         )
         for name, found_version in found.packages.items()

@@ -169,9 +169,9 @@ def _sentences(plan: Values) -> Iterator[str]:
     time = mapping(plan, "time")
     preset = f"{plan.get('base')}, preset {plan.get('preset')}, {plan.get('priority')}"
     length = f"{time.get('steps')} steps"
-    pair = [value for value in sequence(time, "seconds_per_step") if isinstance(value, int | float)]
+    pair = [value for value in sequence(time, "run_s") if isinstance(value, int | float)]
     if len(pair) == 2:
-        low, high = (duration_text(value * number(time, "steps")) for value in pair)
+        low, high = map(duration_text, pair)
         length += f", about {low} to {high}"
     yield f"{preset}: {length}."
     for row in sequence(plan, "remarks"):

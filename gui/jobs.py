@@ -9,20 +9,18 @@ meanwhile; what a page shows is a function of these files.
 from __future__ import annotations
 
 import math
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lora_trainer.detached import ask_to_end, detached
 from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.files import disk_error, json_bytes, locked, read_json_object, write_atomic
 from lora_trainer.output.history import mapping, number, sequence
@@ -100,7 +98,7 @@ def start(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C meant for the interface does not reach it
+                **detached(),  # a Ctrl-C meant for the interface does not reach it
             )
         except OSError as error:
             raise disk_error(folder, error) from error
@@ -143,8 +141,7 @@ def stop(job: Job) -> None:
     """Ask a running job to end; it then counts as failed."""
     runner = _record(job.folder / RUNNER_FILE)
     if job.state == "running" and runner is not None and _lives(runner):
-        with suppress(OSError):  # it ended by itself meanwhile
-            os.kill(int(runner["pid"]), signal.SIGTERM)
+        ask_to_end(int(runner["pid"]))
 
 
 def find(work: Workplace, *, kind: str) -> list[Job]:

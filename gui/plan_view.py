@@ -19,10 +19,10 @@ from lora_trainer.output.wording import bytes_text, duration_text
 Values = Mapping[str, Any]
 
 _PARTS = (
-    ("program", "program", ("runtime",)),
+    ("program", "program", ("runtime", "library workspaces")),
     ("base", "base model", ("base weights", "VAE weights", "text encoder weights")),
     ("adapter", "LoRA and optimizer", ("adapter weights", "adapter gradients", "optimizer states")),
-    ("margin", "margin of error", ("allocator slack",)),
+    ("margin", "room for others and holes", ("desktop", "allocator slack")),
 )
 _REST = ("work", "working memory")
 _PHASES = {
@@ -75,11 +75,12 @@ def sentence(values: Values) -> Html:
 def duration(values: Values) -> Html:
     """Return how long the training takes, as far as that is known."""
     time = mapping(values, "time")
-    pair = [value for value in sequence(time, "seconds_per_step") if isinstance(value, int | float)]
+    pair = [value for value in sequence(time, "run_s") if isinstance(value, int | float)]
     if len(pair) != 2:
         return tag("p", str(time.get("note", "")))
-    low, high = (duration_text(value * number(time, "steps")) for value in pair)
-    return tag("p", tag("b", f"About {low} to {high}"), f" ({time.get('note', '')}).")
+    low, high = map(duration_text, pair)
+    more = f" More time: {time['more']}." if time.get("more") else ""
+    return tag("p", tag("b", f"About {low} to {high}"), f" ({time.get('note', '')}).{more}")
 
 
 def memory_bar(values: Values) -> Html:

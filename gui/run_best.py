@@ -20,6 +20,7 @@ from lora_trainer.files import (
     disk_error,
     json_bytes,
     read_json_object,
+    retry_while_open,
     write_atomic,
 )
 from lora_trainer.output.embedding_file import embedding_path
@@ -91,7 +92,7 @@ def mark_best(folder: Path, history: History, step: int) -> Best:
         words = embedding_path(folder / found[step])  # which belong to it, where there are any
         if words.is_file():
             write_atomic(embedding_path(target), words.read_bytes())
-        temporary.replace(target)
+        retry_while_open(lambda: temporary.replace(target))
     except OSError as error:
         raise disk_error(target, error) from error
     finally:

@@ -117,6 +117,12 @@ def _words(row: Row) -> str:
             return f"Changed {changed}: {row.get('reason')}"
         case "out_of_memory":
             return f"Out of memory with {_count(row, 'images_at_once')} images at a time"
+        case "cores":
+            others = f"other programs use {number(row, 'taken'):.1f} processors"
+            return f"Threads wait {row.get('waiting')} for each other: {others}"
+        case "learned":
+            change = 100 * number(row, "change")
+            return f"{_where(row)}: losses of trained pictures will have moved by {change:.2g} %"
         case "uploaded":
             return f"Uploaded to {row.get('address')}"
         case "measured":

@@ -13,13 +13,10 @@ from lora_trainer.config import DataSettings
 from lora_trainer.data.captions import extension_names
 from lora_trainer.data.images import IMAGE_EXTENSIONS
 from lora_trainer.data.listing import METADATA_NAME
+from lora_trainer.files import WINDOWS_DEVICES, WINDOWS_FORBIDDEN
 
 CAPTION_EXTENSIONS = frozenset(extension_names(DataSettings().caption_extensions))
 _NAME_MAX_BYTES = 150
-_FORBIDDEN = frozenset('<>:"/\\|?*')
-_DEVICE_NAMES = frozenset(
-    {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
-)
 
 
 class Names:
@@ -52,13 +49,13 @@ def safe_name(name: str) -> str:
     Only the last part of a path counts: a browser that uploads a folder names it too.
     """
     last = name.replace("\\", "/").rpartition("/")[2]
-    plain = "".join("_" if c in _FORBIDDEN or not c.isprintable() else c for c in last)
+    plain = "".join("_" if c in WINDOWS_FORBIDDEN or not c.isprintable() else c for c in last)
     stem, dot, extension = plain.strip(" .").rpartition(".")
     stem, extension = (stem, f"{dot}{extension}") if dot else (extension, "")
     room = _NAME_MAX_BYTES - len(extension.encode(errors="replace"))
     cut = stem.encode("utf-8", errors="replace")[: max(1, room)].decode("utf-8", errors="ignore")
     stem = cut.lstrip("-. ").rstrip(" .")  # no name may be taken for an option
-    if stem.partition(".")[0].casefold() in _DEVICE_NAMES:
+    if stem.partition(".")[0].casefold() in WINDOWS_DEVICES:
         stem = f"_{stem}"
     return f"{stem}{extension}" if stem else ""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_trainer.errors import InputError
-from lora_trainer.files import TEMPORARY_PREFIX, disk_error
+from lora_trainer.files import TEMPORARY_PREFIX, disk_error, retry_while_open
 
 from .archives import Received
 from .upload_names import Names, is_image, numbered, reason_against, safe_name
@@ -75,7 +75,7 @@ def _move(source: Path, target: Path) -> None:
     temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}"[:_NAME_MAX_BYTES])
     try:
         shutil.copyfile(source, temporary)
-        temporary.rename(target)
+        retry_while_open(lambda: temporary.rename(target))
     finally:
         temporary.unlink(missing_ok=True)
 
