@@ -49,6 +49,7 @@ FLAGS = {
         "--kind",
         "--preset",
         "--priority",
+        "--all",
         "--processes",
         "--set",
         "--vram",

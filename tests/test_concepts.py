@@ -72,13 +72,13 @@ def test_a_word_that_is_no_kind_is_refused() -> None:
 
 def test_a_style_needs_fewer_views_of_more_pictures() -> None:
     plain, style, person = (
-        run_length(images=100, batch_size=1, priority="balanced", concept=concept)
+        run_length(images=100, batch_size=1, views=120, concept=concept)
         for concept in ("any", "style", "person")
     )
     assert style.steps == plain.steps / 2 == person.steps / 2
-    assert style.reason.startswith("balanced, style: 60 views")
-    few = run_length(images=15, batch_size=1, priority="balanced", concept="style")
-    assert few.steps == run_length(images=15, batch_size=1, priority="balanced").steps
+    assert style.reason.startswith("style: 60 views")
+    few = run_length(images=15, batch_size=1, views=120, concept="style")
+    assert few.steps == run_length(images=15, batch_size=1, views=120).steps
 
 
 def test_the_command_line_has_a_word_for_it(

@@ -21,6 +21,7 @@ from lora_trainer.hardware import (
     assume_card,
     detect,
     driver_spills,
+    pinnable,
     tier,
     tier_problem,
 )
@@ -73,6 +74,26 @@ def test_without_a_working_driver_there_is_a_reason(refusal: str, said: str) -> 
     assert said in result.gpu_reason
 
 
+@pytest.mark.parametrize(
+    ("files", "system", "pinnable_gib"),
+    [
+        ({"proc/sys/kernel/osrelease": "5.15.167.4-microsoft-standard-WSL2\n"}, "linux", 0.5),
+        ({"proc/version": "Linux version 6.6 (root@Microsoft)"}, "linux", 0.5),
+        ({"dev/dxg": ""}, "linux", 0.5),
+        ({"proc/sys/kernel/osrelease": "6.8.0-60-generic\n"}, "linux", None),
+        ({}, "win32", 16),
+    ],
+)
+def test_what_a_platform_lets_a_process_pin_is_a_fact_with_its_reason(
+    files: dict[str, str], system: str, pinnable_gib: float | None, tmp_path: Path
+) -> None:
+    fact = pinnable(total_bytes=32 * GIB, system=system, root=machine(tmp_path, files))
+    assert fact.value == (None if pinnable_gib is None else pinnable_gib * GIB)
+    assert fact.reason
+    detected = detect(nvml=FakeNvml(cards=(CARD,)), environment={}, root=tmp_path)
+    assert "pinnable_bytes" in detected.facts()
+
+
 def test_a_library_that_cannot_be_loaded_is_a_reason_too() -> None:
     class Broken(FakeNvml):
         def nvmlInit(self) -> None:
@@ -108,6 +129,14 @@ def test_no_combination_of_refusals_raises(calls: set[str]) -> None:
 def test_an_unknown_capability_is_none_not_a_guess() -> None:
     card = replace(CARD, refuses={"nvmlDeviceGetCudaComputeCapability": "Not Supported"})
     assert found(FakeNvml(cards=(card,))).gpus[0].compute_capability is None
+
+
+def test_a_card_with_a_screen_on_it_says_so_and_one_that_cannot_tell_has_none() -> None:
+    silent = replace(CARD, display=True, refuses={"nvmlDeviceGetDisplayActive": "Not Supported"})
+    cards = (replace(CARD, display=True), A100, silent)
+    result = found(FakeNvml(cards=cards))
+    assert [gpu.display for gpu in result.gpus] == [True, False, False]
+    assert "Display" not in result.gpu_reason
 
 
 def test_a_card_split_by_mig_is_its_slices() -> None:

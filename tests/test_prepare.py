@@ -17,7 +17,7 @@ from lora_trainer.dataset_use import bucket_counts, cache_folder, place_all
 from lora_trainer.errors import InputError, RequestError, exit_code
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware import Hardware, assume_card
-from lora_trainer.prepare import Prepared, Request, examine, prepare
+from lora_trainer.prepare import Prepared, Request, examine, longer, prepare
 from lora_trainer.remarks import remarks
 from lora_trainer.show.plan import shares
 from tests.fakes.family_bases import base_of
@@ -321,6 +321,48 @@ def test_the_resolution_is_the_base_s_own_unless_given(place: Toy) -> None:
     assert (own.width_px, larger.width_px) == (facts.resolution_px, facts.resolution_px * 2)
 
 
+def test_a_preset_s_resolution_is_not_above_what_the_base_was_trained_on(place: Toy) -> None:
+    """Those of FLUX.1 are for the releases; whoever types a larger one gets it."""
+    base = str(base_of("flux"))
+    prepared = prepare(asked(place, base__model=base), hardware=CARD)
+    assert prepared.config.data.resolution == prepared.facts.resolution_px < 512
+    assert "512 is preset" in prepared.plan.origins["data.resolution"].reason
+    assert max(max(size) for size in prepared.plan.images_at_once) < 512
+    typed = prepare(asked(place, base__model=base, data__resolution=512), hardware=CARD)
+    assert typed.config.data.resolution == 512
+
+
+def test_a_plan_knows_what_more_time_would_buy(place: Toy) -> None:
+    """The next priority; after quality the base's own size where less is preset; then nothing."""
+    roomy = replace(CARD, ram_total_bytes=32 << 30, ram_free_bytes=28 << 30)
+    request = asked(place, base__model="black-forest-labs/FLUX.1-dev")
+    balanced = prepare(request, hardware=roomy)
+    more = longer(request, balanced)
+    assert more is not None
+    words, quality = more
+    assert words == "--priority quality" and quality.config.adapter.rank == 32
+    assert quality.run_time.seconds > balanced.plan.run_time.seconds
+    assert quality.config.data.resolution == 640
+    request = replace(request, priority="quality")
+    largest = longer(request, prepare(request, hardware=roomy))
+    assert largest is not None and largest[0] == "data.resolution=1024"
+    request = replace(request, overrides={**request.overrides, "data.resolution": 1024})
+    assert longer(request, prepare(request, hardware=roomy)) is None
+
+
+def test_a_run_longer_than_its_priority_means_is_remarked(place: Toy) -> None:
+    roomy = replace(CARD, ram_total_bytes=32 << 30, ram_free_bytes=28 << 30)
+    flux = "black-forest-labs/FLUX.1-dev"
+    kinds = [
+        [
+            one.kind
+            for one in remarks(prepare(asked(place, base__model=flux, **more), hardware=roomy))
+        ]
+        for more in ({}, {"data__resolution": 1024})
+    ]
+    assert kinds == [[], ["time"]]
+
+
 def test_more_resolutions_are_planned_for(place: Toy) -> None:
     one, both = (
         prepare(asked(place, data__resolution=32, data__more_resolutions=more), hardware=PROCESSOR)
@@ -368,7 +410,8 @@ def test_preparing_writes_nothing_but_memos_in_the_cache(tmp_path: Path) -> None
     prepare(asked(place), hardware=PROCESSOR)
     assert listing(place.dataset) == before
     assert {path.name for path in place.folder.iterdir()} == {"toy", "cache"}
-    assert {path.name for path in place.cache.iterdir()} == {".hashes.json", ".verified.json"}
+    memos = {".captions.json", ".hashes.json", ".verified.json"}
+    assert {path.name for path in place.cache.iterdir()} == memos
 
 
 # ---- the cache folder

@@ -13,7 +13,8 @@ from lora_trainer.errors import MachineError
 from lora_trainer.output.checkpoints import ADAPTER, OPTIMIZER_TENSORS
 from lora_trainer.quantization import QUANTIZATIONS
 from lora_trainer.train import loop
-from tests.fakes.runs import Toy, last_state, toy, trajectory
+from tests.fakes.cublas import Missing, without_layouts
+from tests.fakes.runs import Toy, last_state, problems, toy, trajectory
 
 INT8_PRODUCTS = "int8 by int8"
 KINDS = (*QUANTIZATIONS, INT8_PRODUCTS)
@@ -87,3 +88,18 @@ def test_int8_products_do_not_depend_on_how_a_step_is_split(
     one, other = (load_file(last_state(run) / ADAPTER) for run in (split, together))
     difference = sum(float((one[key] - other[key]).square().sum()) for key in one) ** 0.5
     assert difference < 1e-3 * sum(float(value.square().sum()) for value in one.values()) ** 0.5
+
+
+@pytest.mark.parametrize("missing", ["refused", "wrong", "everything"])
+def test_a_card_whose_cublas_lacks_a_layout_trains_without_it_and_says_so(
+    missing: Missing, place: Toy, whole: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an `_int_mm` that refuses what cuBLAS does not promise, the first step was the end of the run."""
+    without_layouts(monkeypatch, missing)
+    run = train(place, f"without-{missing}", INT8_PRODUCTS)
+    found = trajectory(run)
+    losses, others = ([loss for _, loss, *_ in each] for each in (found, trajectory(whole["int8"])))
+    assert losses == (others if missing == "everything" else pytest.approx(others, rel=0.02))
+    (said,) = (row for row in problems(run) if "int8 products" in row["what"])
+    assert said["severity"] == ("warning" if missing == "everything" else "note")
+    assert ("backward" in said["what"]) == (missing != "everything")

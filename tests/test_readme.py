@@ -1,4 +1,4 @@
-"""README.md says what is true: its tables, its tree, its exit codes and the paths it names."""
+"""README.md and the pages of docs/ say what is true: tables, tree, exit codes, the paths they name."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PRESETS = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
 
 
-def section(title: str) -> str:
-    """Return the text under a second-level title."""
-    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+def page(name: str) -> str:
+    """Return a page of the documentation."""
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
 
 
 def command_after(mark: str) -> str:
@@ -54,12 +54,19 @@ def test_ci_runs_the_command_of_the_readme() -> None:
 def test_named_paths_exist() -> None:
     folders = "benchmarks|datasets|docs|gui|launch|lora_trainer|presets|scripts|tests"
     named = set(re.findall(rf"`((?:{folders})/[\w./-]*)`", README))
-    assert {"lora_trainer/settings/", "tests/data"} <= named
-    assert not [name for name in sorted(named) if not (ROOT / name).exists()]
+    linked = set(re.findall(r"\]\(([\w./-]+)\)", README))
+    assert {"tests/planning", "docs/pictures/strip.jpg", "docs/plans.md"} <= named | linked
+    assert not [name for name in sorted(named | linked) if not (ROOT / name).exists()]
+
+
+def test_pages_link_to_pages_that_exist() -> None:
+    for path in (ROOT / "docs").glob("*.md"):
+        linked = re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", path.read_text(encoding="utf-8"))
+        assert not [name for name in linked if not (path.parent / name).exists()], path.name
 
 
 def test_tree_shows_what_is_there() -> None:
-    tree = section("The tree").split("```")[1]
+    tree = page("architecture").split("```")[1]
     modules = re.findall(r"^  (\S+(?: \S+)*)  ", tree, re.MULTILINE)
     named = {name.rstrip("/") for line in modules for name in line.split()}
     entries = (ROOT / "lora_trainer").iterdir()
@@ -68,7 +75,7 @@ def test_tree_shows_what_is_there() -> None:
 
 
 def test_every_exit_code_is_explained() -> None:
-    rows = re.findall(r"^\| ([\d, ]+) \|", section("Commands"), re.MULTILINE)
+    rows = re.findall(r"^\| ([\d, ]+) \|", page("commands"), re.MULTILINE)
     explained = {int(code) for row in rows for code in row.split(",")}
     branches = [errors.RequestError, errors.InputError, errors.MachineError, errors.TrainingStopped]
     assert explained == {0, 130, 143} | {branch.exit_code for branch in branches}

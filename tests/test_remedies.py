@@ -93,8 +93,7 @@ def test_weights_are_streamed_as_far_as_the_machine_has_room(
     """`room` is free memory over what the blocks take; the tiny FLUX has three, four bytes a number."""
     network = denoiser()
     taken = 4 * sum(block_sizes(network))
-    free = int(room * taken) + remedies.HOST_MARGIN_BYTES
-    monkeypatch.setattr(remedies, "free_ram_bytes", lambda: free)
+    monkeypatch.setattr(remedies, "spare_ram_bytes", lambda: int(room * taken))
     found = kinds(remedies.remedies(network, PLANNED, device=torch.device("cuda")))
     last = [("memory.streamed_blocks", 0, streamed)] if streamed else []
     assert found == [*RECOMPUTED, OFFLOADED, *last]

@@ -94,16 +94,24 @@ def test_the_reason_of_a_file_is_the_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("preset", "tier", "name"),
     [
-        ("auto", "10-12", "sd15/10-12"),
-        ("16-24", "16-24", "sd15/16-24"),
-        ("sd15/6-8", "6-8", "sd15/6-8"),
-        ("cpu", "cpu", "sd15/cpu"),
+        ("auto", "10-12", "sd3/10-12"),
+        ("16-24", "16-24", "sd3/16-24"),
+        ("sd3/6-8", "6-8", "sd3/6-8"),
+        ("cpu", "cpu", "sd3/cpu"),
     ],
 )
 def test_a_named_preset_replaces_the_tier_of_the_machine(preset: str, tier: str, name: str) -> None:
-    result = resolved(preset=preset)
+    result = resolved(family="sd3", preset=preset)
     assert (result.tier, result.preset) == (tier, name)
-    assert result.origins["train.batch_size"].layer == f"preset {tier}"
+    sized = "default" if tier in ("cpu", "16-24") else f"preset {tier}"
+    assert result.origins["data.resolution"].layer == sized
+
+
+def test_the_batch_of_the_presets_is_known_whatever_is_typed() -> None:
+    """The learning rate beside it is for this batch."""
+    typed = {"train.batch_size": 3}
+    assert resolved(overrides=typed).preset_batch_size == 1
+    assert resolved(preset="cpu", overrides=typed).preset_batch_size == 8
 
 
 @pytest.mark.parametrize("preset", ["6-9", "sd15/6-9", "sd16/6-8", "quality", "mine"])

@@ -107,7 +107,8 @@ def test_every_step_is_one_line(place: Toy) -> None:
     for row in steps:
         assert row.keys() == {
             "event", "step", "images", "loss", "lr", "grad_norm", "seconds", "data_wait_s",
-            "vram_bytes", "vram_reserved_bytes", "vram_used_bytes", "host_bytes", "epoch", "time",
+            "vram_bytes", "vram_reserved_bytes", "vram_used_bytes", "vram_now_bytes", "host_bytes", "host_own_bytes",
+            "latents", "epoch", "time",
         }  # fmt: skip
     assert steps[4]["epoch"] == pytest.approx(1, abs=0.21)
 
@@ -302,13 +303,13 @@ def resume_from(place: Toy, run: Path, **settings: Any) -> int:
 def test_a_distilled_base_is_remarked_unless_an_assistant_helps(
     helped: bool, copied: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    located = run_module.with_base
+    planned = run_module.prepare_with_base
 
-    def distilled(prepared: Prepared) -> Prepared:
-        found = located(prepared)
+    def distilled(request: Request) -> Prepared:
+        found = planned(request)
         return replace(found, facts=replace(found.facts, distilled=True))
 
-    monkeypatch.setattr(run_module, "with_base", distilled)
+    monkeypatch.setattr(run_module, "prepare_with_base", distilled)
     assistant = str(copied.run / "toy.safetensors") if helped else None
     settings = {**QUIET, "base__assistant": assistant, "output__save_every_steps": 0}
     line = copied.arguments("--name", "fast", steps=1, **settings)

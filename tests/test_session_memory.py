@@ -51,7 +51,7 @@ def gradients(made: Prepared) -> tuple[nn.Module, dict[str, Tensor]]:
     """Load, inject, arrange as a run does; return the network and the adapter's gradients of a loss."""
     loaded = networks.load_networks(made)
     adapter = networks.with_adapter(made, loaded, None)
-    networks.arrange(made, loaded.denoiser)
+    networks.arrange(made, loaded)
     torch.manual_seed(0)
     for parameter in loaded.denoiser.parameters():
         if parameter.requires_grad:
@@ -142,47 +142,13 @@ def test_sample_images_are_the_same_from_streamed_and_from_quantised_blocks() ->
 def test_a_cap_is_set_at_the_start_of_a_run_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Mapping[str, Any]] = []
     monkeypatch.setattr(device, "cap_allocator", lambda **given: seen.append(given))
-    card = SimpleNamespace(free_bytes=7)
+    card = SimpleNamespace(index=0, free_bytes=7)
     made = SimpleNamespace(
         config=build_config({**PLAIN, "hardware.vram_limit_gib": 6}),
         hardware=SimpleNamespace(gpus=(card,)),
     )
     device._cap(cast(Prepared, made), torch.device("cuda"))
     assert seen == [{"limit_bytes": 6 * 2**30, "free_bytes": 7, "device": torch.device("cuda")}]
-
-
-@pytest.mark.parametrize(("local_rank", "cards", "index"), [(0, 1, 0), (1, 2, 1), (1, 1, 0)])
-def test_each_process_has_a_card_by_its_number(
-    local_rank: int, cards: int, index: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a scheduler shows each process only its own card, that one is number 0."""
-    told = {"WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 2}
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
-    for name, value in told.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
-    made = SimpleNamespace(config=build_config({**PLAIN, "hardware.device": "cuda"}))
-    assert device.planned_device(cast(Prepared, made)) == torch.device("cuda", index)
-
-
-@pytest.mark.parametrize(
-    ("free_gib", "sharing", "index"),
-    [([20], 1, 0), ([20, 8], 1, 1), ([20, 3, 9], 1, 2), ([20, 3], 1, 0), ([20, 20], 2, 0)],
-)
-def test_encoders_run_on_another_card_that_has_room_and_no_training_of_its_own(
-    free_gib: list[int], sharing: int, index: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free_gib))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (free_gib[card] << 30, 24 << 30))
-    phases = {"images": 4 << 30, "texts": 5 << 30, "training": 12 << 30}
-    made = SimpleNamespace(
-        config=build_config({**PLAIN, "hardware.device": "cuda"}),
-        plan=SimpleNamespace(memory=SimpleNamespace(phases=phases)),
-        sharing=sharing,
-    )
-    assert device.encoder_device(cast(Prepared, made)) == torch.device("cuda", index)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from lora_trainer.config import setting_keys
+from lora_trainer.config import all_settings, setting_keys
 from lora_trainer.data.findings import Finding
 from lora_trainer.output.inspect import Inspection, Problem, Spread
 from lora_trainer.prepare import Prepared, Request, prepare
@@ -17,7 +17,6 @@ from lora_trainer.resolve import TIERS, Origin, preset_families
 from lora_trainer.show.answers import (
     check_text,
     doctor_json,
-    doctor_text,
     inspect_text,
     presets_text,
 )
@@ -46,7 +45,7 @@ def row(shown: str, start: str) -> str:
 
 
 def test_plan_shows_every_setting_with_value_origin_and_reason(prepared: Prepared) -> None:
-    shown = text(plan_text(prepared))
+    shown = text(plan_text(prepared, everything=True))
     for key in setting_keys():
         origin = prepared.plan.origins[key]
         line = row(shown, f"{key} ")
@@ -57,9 +56,20 @@ def test_plan_shows_every_setting_with_value_origin_and_reason(prepared: Prepare
 
 
 def test_names_of_settings_are_whole_on_a_narrow_terminal(prepared: Prepared) -> None:
-    shown = text(plan_text(prepared), width=80)
+    shown = text(plan_text(prepared, everything=True), width=80)
     assert "…" not in shown
     assert all(row(shown, f"{key} ") for key in setting_keys())
+
+
+def test_plan_shows_a_dozen_settings_and_those_the_user_set(prepared: Prepared) -> None:
+    """REALITY R19: more than 130 rows hid the dozen that were decided."""
+    lines = text(plan_text(prepared)).splitlines()
+    shown = {key for key in setting_keys() if any(line.startswith(f"{key} ") for line in lines)}
+    headlines = {info.key for info in all_settings() if info.headline}
+    typed = {"data.cache_dir", "sampling.prompts", "train.steps"}
+    assert len(headlines) == 12 and typed <= shown
+    assert shown == headlines | {key for key in shown if prepared.plan.origins[key].is_users}
+    assert f"{len(setting_keys()) - len(shown)} more settings: --all" in lines
 
 
 def test_plan_shows_every_item_of_the_peak(prepared: Prepared) -> None:
@@ -72,6 +82,20 @@ def test_plan_tells_what_is_held_out_and_how_long_it_is(prepared: Prepared) -> N
     shown = text(plan_text(prepared))
     assert f"{len(prepared.trained)} images trained" in row(shown, "data")
     assert f"12 steps of {prepared.config.train.batch_size}" in row(shown, "length")
+
+
+def test_plan_says_the_whole_time_and_what_more_of_it_would_buy(prepared: Prepared) -> None:
+    shown = text(plan_text(prepared, ("--priority quality", prepared.plan)))
+    time = row(shown, "time")
+    assert "about" in time and "steps" in time and "s a step" in time
+    more = row(shown, "more time")
+    assert "--priority quality" in more and "12 steps" in more
+    assert "more time" not in text(plan_text(prepared))
+    told = plan_json(prepared, ("--priority quality", prepared.plan))["time"]
+    assert told["more"].startswith("--priority quality: ")
+    low, high = prepared.plan.seconds_per_step
+    assert 12 * low < told["run_s"][0] < told["run_s"][1] and told["run_s"][1] > 12 * high
+    assert sum(pair[0] for pair in told["parts_s"].values()) == pytest.approx(told["run_s"][0])
 
 
 def test_texts_of_the_user_are_shown_as_they_are(prepared: Prepared) -> None:
@@ -201,14 +225,13 @@ def test_inspect_shows_the_blocks_that_change_most() -> None:
     assert "block " not in text(inspect_text(replace(inspection, norms={})))
 
 
-def test_doctor_says_the_same_to_people_and_scripts(prepared: Prepared) -> None:
-    found, shown = doctor_json(prepared.hardware), text(doctor_text(prepared.hardware))
-    assert found["accelerator"] in shown
-    for name in prepared.hardware.reasons:
+def test_doctor_gives_scripts_every_fact_with_its_reason(prepared: Prepared) -> None:
+    """Its sentences for people are in tests/test_doctor.py."""
+    found = doctor_json(prepared.hardware)
+    assert found["accelerator"] == prepared.hardware.accelerator().reason
+    for name, reason in prepared.hardware.reasons.items():
         assert found[name].keys() == {"value", "reason"}
-        assert found[name]["reason"] in row(shown, name)
-    missing = replace(prepared.hardware, packages={"nothing-such": None})
-    assert "pip install nothing-such" in text(doctor_text(missing))
+        assert found[name]["reason"] == reason
 
 
 def test_no_output_of_these_needs_a_terminal(prepared: Prepared, tmp_path: Path) -> None:

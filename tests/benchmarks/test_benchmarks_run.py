@@ -81,6 +81,19 @@ def test_scaling(tmp_path: Path) -> None:
     assert "| a wire | 4 | 0.500 | 1.0060 | 1.33 | 33.2% |" in done.stdout
 
 
+def test_beside(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    done = run(
+        "benchmarks/beside.py",
+        *("--rounds", "1", "--steps", "1", "--no-bounds", "--json", str(file)),
+        *("--set", "sampling.every_steps=0", "--set", "train.validate_every_steps=0"),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_bytes())
+    assert 0 < found["beside, s"] / found["alone, s"] <= found["beside"]
+    assert "| alone, spinning |" in done.stdout
+
+
 def test_gui(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     done = run(

@@ -17,8 +17,10 @@ from PIL import Image, ImageFilter
 
 from lora_trainer.config import DataSettings
 from lora_trainer.data.buckets import Placement, buckets_for, cut, place
+from lora_trainer.data.findings import unusable
 from lora_trainer.data.measures import Measures, crispness_of, measure
 from lora_trainer.data.quality import (
+    PICTURE_WEIGHTS,
     WEIGHTS,
     DatasetReport,
     exposure_fault,
@@ -30,6 +32,7 @@ from lora_trainer.files import HashMemo
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "example"
 PLAIN = DataSettings()
+UNGATED = DataSettings(min_score=0)
 
 
 def photo(seed: int, size: tuple[int, int] = (256, 256)) -> Image.Image:
@@ -113,8 +116,8 @@ def test_the_example_dataset_scores_high() -> None:
     assert found.findings == ()
 
 
-def test_the_score_is_the_weighted_mean_of_parts_between_0_and_1() -> None:
-    assert sum(WEIGHTS.values()) == pytest.approx(1)
+def test_the_score_is_the_product_of_shares_and_of_what_the_rest_leaves() -> None:
+    assert sum(PICTURE_WEIGHTS.values()) == pytest.approx(0.95)
     rng = random.Random(0)
     records = [
         record(
@@ -126,10 +129,29 @@ def test_the_score_is_the_weighted_mean_of_parts_between_0_and_1() -> None:
         for index in range(12)
     ]
     found = report(records)
-    assert set(found.parts) == set(WEIGHTS)
+    assert set(found.parts) == {"usable", "near_duplicates", "captions", *WEIGHTS}
     assert all(0 <= value <= 1 for value in found.parts.values())
-    total = sum(WEIGHTS[name] * value for name, value in found.parts.items())
-    assert found.score == pytest.approx(total)
+    parts = found.parts
+    whole = parts["usable"] * parts["near_duplicates"] * parts["captions"]
+    lost = (
+        0.25 * (1 - parts["resolution"])
+        + 0.2 * (1 - parts["sharpness"])
+        + 0.1 * (1 - parts["exposure"])
+        + 0.05 * (1 - parts["aspect"])
+        + 0.05 * (1 - parts["trigger"])
+    )
+    assert found.score == pytest.approx(whole * (1 - lost))
+
+
+def test_what_cannot_be_read_or_shows_nothing_is_not_usable() -> None:
+    records = [record(photo(1)), record(Image.new("RGB", (256, 256), "teal"), "flat.png")]
+    damaged = unusable("b.png", "is damaged", advice="", code="IMG-01")
+    elsewhere = unusable("regularisation:c.png", "is damaged", advice="", code="IMG-01")
+    dataset = Dataset(
+        folder=Path(), records=tuple(records), findings=(damaged, elsewhere), fingerprint=""
+    )
+    found = inspect_images(dataset, placements=placed(records, 256), settings=PLAIN)
+    assert found.parts["usable"] == pytest.approx(1 / 3)
 
 
 def test_a_score_below_the_least_is_a_warning_that_names_the_worst_parts() -> None:
@@ -139,17 +161,17 @@ def test_a_score_below_the_least_is_a_warning_that_names_the_worst_parts() -> No
         found = report(records, settings=DataSettings(min_score=least)).findings
         return [finding.what for finding in found if finding.kind == "score"]
 
-    assert said(0.5) == []
+    assert said(0.2) == []
     (what,) = said(0.95)
     assert "below data.min_score=0.95" in what
-    assert "near_duplicates 0.50, captions 0.50" in what
+    assert "near_duplicates 0.50, captions 0.57" in what
     assert "exposure" not in what, "a part that costs nothing is not among the worst"
 
 
 def test_json(tmp_path: Path) -> None:
     records = [record(photo(1), "a.png", repeats=3), record(photo(2, (400, 260)), "b.png")]
     records.append(record(Image.new("RGB", (256, 256)), "black.png"))
-    rows = json.loads(json.dumps(report(records).to_json()))
+    rows = json.loads(json.dumps(report(records, settings=UNGATED).to_json()))
     assert set(rows) == {"images", "score", "parts", "findings", "buckets"}
     assert rows["images"] == 3
     assert rows["buckets"] == {"256x256": 4, "320x192": 1}
@@ -292,7 +314,12 @@ def test_captions_of_their_own_count() -> None:
         record(photo(index), f"{index}.png", caption_source=source)
         for index, source in enumerate(sources)
     ]
-    assert report(records).parts["captions"] == pytest.approx(2.5 / 4)
+    assert report(records).parts["captions"] == pytest.approx(1 / (1 + 1.5 * 1.5 / 4))
+    assert report(records[:2]).parts["captions"] == 1
+    for named, lack in ((records[2:3], 0.1), (records[3:], 1.0)):
+        assert report(named).parts["captions"] == pytest.approx(1 / (1 + 1.5 * lack))
+    asked = DataSettings(trigger="zibbo")
+    assert report(records[3:], settings=asked).parts["captions"] == pytest.approx(1 / 1.15)
 
 
 def test_the_trigger_part() -> None:
@@ -349,7 +376,7 @@ def test_a_group_of_copies_counts_once() -> None:
     files = [finding.file for finding in found.findings if finding.kind == "near-duplicate"]
     assert files == ["1.png", "2.png", "3.png"]
     identical = [replace(one, content_hash="same") for one in records[:2]]
-    assert report(identical).findings == ()  # the scan has named them
+    assert report(identical, settings=UNGATED).findings == ()  # the scan has named them
 
 
 def test_every_pair_within_the_limit_is_found_by_its_bands() -> None:

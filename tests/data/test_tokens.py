@@ -22,15 +22,17 @@ CAPTIONS = (
 
 
 def test_the_embedded_base_reads_75_tokens() -> None:
-    limit = caption_limit(describe(BaseSettings(model=EMBEDDED)))
-    assert limit is not None
-    assert (limit.tokens, limit.tokenizer) == (75, TOKENIZER)
+    facts = describe(BaseSettings(model=EMBEDDED))
+    for chunks, tokens in ((1, 75), (3, 225)):
+        limit = caption_limit(facts, chunks=chunks)
+        assert limit is not None
+        assert (limit.tokens, limit.tokenizer) == (tokens, TOKENIZER)
 
 
 def test_a_base_that_is_not_here_or_reads_more_has_no_limit() -> None:
     facts = describe(BaseSettings(model=EMBEDDED))
-    assert caption_limit(replace(facts, layout=None)) is None
-    assert caption_limit(replace(facts, max_tokens=256)) is None
+    assert caption_limit(replace(facts, layout=None), chunks=1) is None
+    assert caption_limit(replace(facts, max_tokens=256), chunks=1) is None
 
 
 @pytest.mark.parametrize("form", ["tokenizer.json", "vocab.json"])
@@ -40,6 +42,7 @@ def test_counts_are_those_of_transformers(form: str, tmp_path: Path) -> None:
     counter = TokenCounter.load(TOKENIZER if form == "tokenizer.json" else slow_form(tmp_path))
     assert counter is not None
     whole = CLIPTokenizer.from_pretrained(str(TOKENIZER))
+    assert counter.counts(CAPTIONS) == [counter.count(caption) for caption in CAPTIONS]
     for caption in CAPTIONS:
         expected = whole(" ".join(caption.split()), add_special_tokens=False, verbose=False)
         assert counter.count(caption) == len(expected.input_ids)

@@ -8,16 +8,21 @@ environment that one gives.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from lora_trainer.errors import InputError
 from lora_trainer.events import read_jsonl
 from tests.fakes.runs import Toy, toy, write_priors
 from tests.reliability.kill import free_port, load_everything
@@ -27,8 +32,7 @@ TIMEOUT_S = 90.0
 IN_A_STEP = 11
 """A call of the loss in the second or third step: the first eight are of the first validation."""
 SETTINGS: Mapping[str, Any] = {
-    "logging__trackers": [],
-    "sampling__every_steps": 0,
+    "sampling__every_steps": 10,
     "train__batch_size": 4,
     "memory__micro_batch": 4,
     "train__validate_every_steps": 5,
@@ -37,6 +41,7 @@ SETTINGS: Mapping[str, Any] = {
     "hardware__process_timeout_s": 5,
 }
 CRAFT: Mapping[str, Any] = {
+    "adapter__text_encoder": True,
     "adapter__dropout": 0.1,
     "adapter__rank_dropout": 0.1,
     "adapter__module_dropout": 0.1,
@@ -81,34 +86,55 @@ class Run:
     output: list[str] = field(default_factory=list)
 
 
-def run(
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """A run under way."""
+
+    pids: list[int]
+    logs: list[Path]
+    began_s: float
+
+    def wait(self) -> Run:
+        codes = [_wait(pid, self.began_s) for pid in self.pids]
+        texts = [log.read_text(encoding="utf-8", errors="replace")[-3000:] for log in self.logs]
+        return Run(codes=codes, seconds=time.monotonic() - self.began_s, output=texts)
+
+
+def start(
     place: Toy,
     name: str,
     count: int,
     *more: str,
     faults: Mapping[int, Fault] | None = None,
     absent: frozenset[int] = frozenset(),
-    meanwhile: Callable[[list[int], Path], None] = lambda pids, run: None,
     **settings: Any,
-) -> Run:
-    """Train in `count` processes; `meanwhile` may do something to them."""
+) -> Started:
+    """Begin to train in `count` processes."""
     notes = place.folder / f"notes-{name}"
     notes.mkdir(exist_ok=True)
     line = place.arguments("--name", name, *more, steps=STEPS, **{**SETTINGS, **settings})
-    port, began, pids = free_port(), time.monotonic(), []
-    for rank in sorted(set(range(count)) - absent):
+    port, began_s, pids = free_port(), time.monotonic(), []
+    ranks = sorted(set(range(count)) - absent)
+    for rank in ranks:
         child = os.fork()
         if child == 0:
             _be(Process(rank=rank, count=count, notes=notes), line, port, faults or {})
         pids.append(child)
-    meanwhile(pids, place.runs / name)
-    codes = [_wait(pid, began) for pid in pids]
-    output = [
-        (notes / f"{rank}.log").read_text(encoding="utf-8", errors="replace")[-3000:]
-        for rank in range(count)
-        if rank not in absent
-    ]
-    return Run(codes=codes, seconds=time.monotonic() - began, output=output)
+    return Started(pids=pids, logs=[notes / f"{rank}.log" for rank in ranks], began_s=began_s)
+
+
+def run(
+    place: Toy,
+    name: str,
+    count: int,
+    *more: str,
+    meanwhile: Callable[[list[int], Path], None] = lambda pids, run: None,
+    **options: Any,
+) -> Run:
+    """Train in `count` processes; `meanwhile` may do something to them."""
+    started = start(place, name, count, *more, **options)
+    meanwhile(started.pids, place.runs / name)
+    return started.wait()
 
 
 def _be(process: Process, line: list[str], port: int, faults: Mapping[int, Fault]) -> None:
@@ -127,6 +153,7 @@ def _be(process: Process, line: list[str], port: int, faults: Mapping[int, Fault
     code = 1
     try:
         note_draws(process)
+        note_strangers(process)
         if fault := faults.get(process.rank):
             fault(process)
         from lora_trainer import cli
@@ -138,7 +165,12 @@ def _be(process: Process, line: list[str], port: int, faults: Mapping[int, Fault
 
 
 def _wait(pid: int, began: float) -> int:
-    """Return how a child ended; one that hangs is killed, which no test expects."""
+    """Return how a child ended; one that hangs is killed, which no test expects.
+
+    A frozen one is killed once those before it have ended, as by a launcher.
+    """
+    if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+        os.kill(pid, signal.SIGKILL)
     while time.monotonic() - began < TIMEOUT_S:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -191,6 +223,42 @@ def note_draws(process: Process) -> None:
     Ranks.reduce = noted_reduce
     Cache.write = noted_write
     assert encode  # imported before the fork's first use of it
+
+
+COLLECTIVES = (
+    *("init_process_group", "new_group", "destroy_process_group", "barrier", "monitored_barrier"),
+    *("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce", "gather"),
+    *("scatter", "reduce_scatter_tensor", "all_to_all", "send", "recv"),
+    *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
+)
+
+
+def note_strangers(process: Process) -> None:
+    """Note every use of torch.distributed that is neither torch's own nor of `lora_trainer.train.ranks`.
+
+    Starting the process group from elsewhere raises: the others would never come.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    notes = process.notes / f"strangers-{process.rank}.txt"
+
+    def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            caller = sys._getframe(1).f_globals["__name__"]
+            if caller != "lora_trainer.train.ranks" and not caller.startswith("torch.distributed"):
+                with notes.open("a") as file:
+                    file.write(f"{caller} calls {name}\n")
+                if name == "init_process_group":
+                    raise RuntimeError(f"{caller} calls {name} in process {process.rank} alone")
+            return real(*args, **options)
+
+        return call
+
+    for name in COLLECTIVES:
+        wrapped = watched(name, getattr(distributed_c10d, name))
+        setattr(distributed_c10d, name, wrapped)
+        setattr(dist, name, wrapped)
 
 
 # ---- faults
@@ -261,6 +329,43 @@ def other_weights(process: Process) -> None:
     torch.optim.AdamW.step = step
 
 
+def waits_for_ever(*_: Any, **__: Any) -> Any:
+    threading.Event().wait()
+
+
+def replaced(module: str, name: str, function: Callable[..., Any]) -> Fault:
+    """Return a fault that puts a function in place of another."""
+
+    def fault(process: Process) -> None:
+        setattr(importlib.import_module(module), name, function)
+
+    return fault
+
+
+def unreadable(*_: Any, **__: Any) -> Any:
+    raise InputError("the dataset is not readable here", fix="look at it")
+
+
+HANGING_STARTS: Mapping[str, Mapping[str, Any]] = {
+    "absent": {"absent": frozenset({1})},
+    "leader hangs": {"faults": {0: replaced("lora_trainer.run", "start_trackers", waits_for_ever)}},
+    "follower hangs": {
+        "faults": {1: replaced("lora_trainer.processes", "prepare_with_base", waits_for_ever)}
+    },
+    "unconnected": {
+        "faults": {1: replaced("torch.distributed", "init_process_group", waits_for_ever)}
+    },
+}
+REFUSED_STARTS: Mapping[str, Mapping[str, Any]] = {
+    "leader refuses": {
+        "faults": {0: replaced("lora_trainer.run", "prepare_with_base", unreadable)}
+    },
+    "follower refuses": {
+        "faults": {1: replaced("lora_trainer.processes", "prepare_with_base", unreadable)}
+    },
+}
+
+
 def after_step(step: int, act: Callable[[list[int]], None]) -> Callable[[list[int], Path], None]:
     """Return something to do once that step is logged."""
 
@@ -306,12 +411,20 @@ def scenarios(place: Toy) -> dict[str, Run]:
         kill = after_step(6, signalled(rank, signal.SIGKILL))
         found[f"killed {rank}"] = run(place, f"killed {rank}", 2, meanwhile=kill)
         found[f"killed {rank} resumed"] = run(place, f"killed {rank}", 2, "--resume")
-    found["absent"] = run(place, "absent", 2, absent=frozenset({1}))
+    starting = {name: start(place, name, 2, **how) for name, how in HANGING_STARTS.items()}
+    found |= {name: started.wait() for name, started in starting.items()}
+    for name, how in REFUSED_STARTS.items():  # however late the others come
+        found[name] = run(place, name, 2, hardware__process_timeout_s=60, **how)
     freeze = after_step(6, signalled(1, signal.SIGSTOP))
     found["frozen"] = run(place, "frozen", 2, meanwhile=freeze)
     stop = after_step(6, signalled(1, signal.SIGTERM))
     found["stopped"] = run(place, "stopped", 2, meanwhile=stop)
     found["stopped resumed"] = run(place, "stopped", 2, "--resume")
+    kill = after_step(6, signalled(1, signal.SIGKILL))
+    found["moved killed"] = run(place, "moved", 2, meanwhile=kill)
+    kill = after_step(12, signalled(0, signal.SIGKILL))
+    found["moved killed again"] = run(place, "moved", 3, "--resume", meanwhile=kill)
+    found["moved"] = run(place, "moved", 1, "--resume")
     found["idle"] = run(place, "idle", 2, train__batch_size=1, memory__micro_batch=1)
     found["idle alone"] = run(place, "idle alone", 1, train__batch_size=1, memory__micro_batch=1)
     return found

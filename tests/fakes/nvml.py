@@ -22,7 +22,14 @@ class FakeCard:
     free_bytes: int = 11 * GIB
     capability: tuple[int, int] = (8, 6)
     uuid: str = "GPU-aaaa"
+    display: bool = False
     mig_slices: tuple[FakeCard, ...] | None = None
+    clock_mhz: int = 1800
+    celsius: int = 60
+    held_back: int = 0
+    compute_pids: tuple[int, ...] = ()
+    graphics_pids: tuple[int, ...] = ()
+    busy_percent: dict[int, int] = field(default_factory=dict)
     refuses: dict[str, str] = field(default_factory=dict)
 
 
@@ -71,6 +78,47 @@ class FakeNvml:
     def nvmlDeviceGetCudaComputeCapability(self, handle: FakeCard, /) -> tuple[int, int]:
         self._check("nvmlDeviceGetCudaComputeCapability", handle)
         return handle.capability
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str, /) -> FakeCard:
+        self._check("nvmlDeviceGetHandleByUUID")
+        for card in self.cards:
+            if card.uuid == uuid:
+                return card
+        raise FakeNvmlError("Not Found")
+
+    def nvmlDeviceGetClockInfo(self, handle: FakeCard, kind: int, /) -> int:
+        self._check("nvmlDeviceGetClockInfo", handle)
+        assert kind == 1, "of the multiprocessors"
+        return handle.clock_mhz
+
+    def nvmlDeviceGetTemperature(self, handle: FakeCard, sensor: int, /) -> int:
+        self._check("nvmlDeviceGetTemperature", handle)
+        assert sensor == 0, "there is one only"
+        return handle.celsius
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: FakeCard, /) -> int:
+        self._check("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        return handle.held_back
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: FakeCard, /) -> list[Any]:
+        self._check("nvmlDeviceGetComputeRunningProcesses", handle)
+        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in handle.compute_pids]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: FakeCard, /) -> list[Any]:
+        self._check("nvmlDeviceGetGraphicsRunningProcesses", handle)
+        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in handle.graphics_pids]
+
+    def nvmlDeviceGetProcessUtilization(self, handle: FakeCard, since: int, /) -> list[Any]:
+        self._check("nvmlDeviceGetProcessUtilization", handle)
+        if not handle.busy_percent:
+            raise FakeNvmlError("Not Found")  # as the driver does where nobody computes
+        return [
+            SimpleNamespace(pid=pid, smUtil=percent) for pid, percent in handle.busy_percent.items()
+        ]
+
+    def nvmlDeviceGetDisplayActive(self, handle: FakeCard, /) -> int:
+        self._check("nvmlDeviceGetDisplayActive", handle)
+        return int(handle.display)
 
     def nvmlDeviceGetMigMode(self, handle: FakeCard, /) -> list[int]:
         self._check("nvmlDeviceGetMigMode", handle)

@@ -186,6 +186,11 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in read_jsonl(run / "events.jsonl") if row["event"] == kind]
 
 
+def problems(run: Path) -> list[dict[str, Any]]:
+    """Return what was reported as skipped, clamped, retried or wrong."""
+    return list(read_jsonl(run / "problems.jsonl"))
+
+
 def trajectory(run: Path) -> list[tuple[Any, ...]]:
     """Return what each logged step measured, in the order of the file."""
     return [tuple(row[name] for name in MEASURES) for row in events(run, "step")]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lora_trainer.config import CHECKPOINTING, Checkpointing
+from lora_trainer.config import CHECKPOINTING, Checkpointing, Precision
 from lora_trainer.families.base import BaseFacts, PartFacts
 from lora_trainer.families.clip import ClipSize, target_shapes
 from lora_trainer.families.costs import SampleCost, Targets, Workload
@@ -44,6 +44,9 @@ class UNetCosts:
     """The cost side of a family built on UNet2DConditionModel."""
 
     one_text_length = True
+    encoding_elements_per_px = 640
+    decoding_elements_per_px = 768
+    precisions: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
     unquantised: tuple[str, ...] = ()
     block_pattern = r".*?\.transformer_blocks\.\d+(?=\.)"
 
@@ -62,6 +65,9 @@ class UNetCosts:
 
     def modulation_layers(self, facts: BaseFacts) -> tuple[str, ...]:
         return ()
+
+    def guides_by_two_passes(self, facts: BaseFacts) -> bool:
+        return True
 
     def known_checkpointing(
         self, facts: BaseFacts, *, element_bytes: int, targets: Targets, wide_adapter: bool

@@ -154,7 +154,7 @@ class Studio:
         facts = self.facts()
         return TextEntries(
             encoder_identity=facts.parts["text_encoder"].identity,
-            max_tokens=facts.max_tokens,
+            text_tokens=facts.text_tokens,
             precision=self.precision,
             tokens_only=self.tokens_only,
             emphasis=self.settings.emphasis,

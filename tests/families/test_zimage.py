@@ -311,14 +311,36 @@ def test_a_single_file_holds_the_same_denoiser(base: Path, tmp_path: Path, layou
 
 
 @pytest.mark.parametrize(
-    ("name", "distilled"), [("z_image_turbo_bf16", True), ("z_image_bf16", False)]
+    ("name", "beside", "variant", "shift", "told"),
+    [
+        ("z_image_turbo_bf16", 6.0, "turbo", 3.0, True),
+        ("zImageTurbo_v2", 6.0, "turbo", 3.0, True),
+        ("z_image_de_turbo_v1_bf16", 6.0, "base", 3.0, True),
+        ("z_image_bf16", 6.0, "base", 6.0, True),
+        ("z_image_bf16", 3.0, "base", 6.0, True),
+        ("my_mix", 6.0, "base", 6.0, False),
+        ("my_mix", 3.0, "turbo", 3.0, False),
+    ],
 )
-def test_the_name_of_a_single_file_tells_a_turbo(
-    base: Path, tmp_path: Path, name: str, distilled: bool
+def test_a_single_file_has_the_scheduler_of_its_release(
+    tmp_path: Path, name: str, beside: float, variant: str, shift: float, told: bool
 ) -> None:
-    file = tmp_path / f"{name}.safetensors"
+    """R3: a Turbo's file took shift 6 from the base release's folder beside it, instead of 3."""
+    base, file = write_base(tmp_path / "base", shift=beside), tmp_path / f"{name}.safetensors"
     save_file(as_comfyui(denoiser_state(base)), file)
-    assert facts_of(base, source=str(file), denoiser=file).distilled is distilled
+    facts = facts_of(base, source=str(file), denoiser=file)
+    assert (facts.variant, facts.distilled) == (variant, variant == "turbo")
+    assert FAMILY.flow_shift(facts, width_px=64, height_px=64) == shift
+    sampler = FAMILY.build_sampler(
+        facts,
+        denoiser=FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU),
+        device=CPU,
+    )
+    assert sampler.pipeline.scheduler.config.shift == shift  # type: ignore[attr-defined]  # a flow sampler's
+    assert (facts.assumed is None) is told
+    if facts.assumed is not None:
+        other = "Z-Image" if variant == "turbo" else "Z-Image-Turbo"
+        assert facts.assumed.setting.endswith(f"--set base.companion=Tongyi-MAI/{other}")
 
 
 def test_a_file_that_does_not_fit_names_the_companion(base: Path, tmp_path: Path) -> None:

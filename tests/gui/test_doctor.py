@@ -73,10 +73,6 @@ def test_a_missing_package_comes_with_its_command(here: Hardware) -> None:
     assert "<code>pip install xformers</code>" in doctor.packages(optional)
 
 
-def test_every_package_that_is_looked_for_has_a_purpose(here: Hardware) -> None:
-    assert here.packages.keys() == doctor._PURPOSES.keys()
-
-
 def test_folders_say_what_they_hold_and_what_is_free(work: Workplace, entry: Path) -> None:
     links = doctor.Hub(offline=False, token=False, folder=work.runs / "not" / "there")
     markup = doctor.folders(work, doctor.cache_state(), links)

@@ -12,7 +12,7 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
         "preset": "cpu",
         "priority": "speed",
         "memory": {**memory, "limit_bytes": 2**32, "fits": True, "phase": "training"},
-        "time": {"steps": 60, "epochs": 2.0, "seconds_per_step": [1, 2], "note": "by table"},
+        "time": {"steps": 60, "epochs": 2.0, "run_s": [60, 120], "note": "by table"},
         "disk": {"cache": 2**20},
         "settings": {
             "train.steps": {"value": 60, "origin": "planner", "reason": "by images"},

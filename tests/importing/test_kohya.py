@@ -109,6 +109,8 @@ def test_a_training_file(tmp_path: Path) -> None:
     assert found.dataset == "pictures"
     assert found.values == {
         "base.model": "someone/base",
+        "base.clip_skip": 2,
+        "data.caption_tokens": 75,
         "output.folder": "out",
         "output.name": "zibbo",
         "adapter.kind": "lora",
@@ -150,7 +152,6 @@ def test_a_training_file(tmp_path: Path) -> None:
         "memory.gradient_checkpointing": "full",
     }
     assert sorted(found.without_equivalent) == [
-        "clip_skip",
         "lr_warmup_steps",
         "max_bucket_reso",
         "network_args preset",

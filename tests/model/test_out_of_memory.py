@@ -48,8 +48,8 @@ AMBIGUOUS = pytest.mark.parametrize(
 def test_a_missing_workspace_counts_on_a_card_that_is_nearly_full(
     text: str, free_bytes: int, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_bytes, 8 * GIB))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, 8 * GIB))
     assert is_out_of_memory(RuntimeError(text)) is full
 
 
@@ -57,12 +57,12 @@ def test_a_missing_workspace_counts_on_a_card_that_is_nearly_full(
 def test_it_does_not_where_nobody_can_say_how_full_the_card_is(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     assert not is_out_of_memory(RuntimeError(text))
 
-    def lost() -> tuple[int, int]:
+    def lost(_: torch.device) -> tuple[int, int]:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lost)
     assert not is_out_of_memory(RuntimeError(text))

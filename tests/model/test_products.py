@@ -18,10 +18,17 @@ from lora_trainer import families, quantization
 from lora_trainer.config import Checkpointing
 from lora_trainer.model import products
 from lora_trainer.model.checkpointing import apply_checkpointing
-from lora_trainer.model.products import Int8Product, int8_product, quantized_rows
+from lora_trainer.model.products import (
+    Int8Layouts,
+    Int8Product,
+    int8_layouts,
+    int8_product,
+    quantized_rows,
+)
 from lora_trainer.model.quantize import QuantizedLinear, quantize
 from lora_trainer.quantization import BaseMatmul, Quantization, int8_rows_at_once
 from lora_trainer.train.objective import add_noise
+from tests.fakes.cublas import Missing, without_layouts
 from tests.fakes.family_bases import CPU, conditioning_of, facts_at
 from tests.model.test_quantize import (
     ADAPTERS,
@@ -207,6 +214,72 @@ def test_recomputing_a_layer_changes_no_bit() -> None:
         for parameter in adapter.parameters():
             parameter.grad = None
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+# ---- cards without a layout
+
+SHAPES = [(48, 40), (8, 16), (48, 40)]
+
+
+def test_a_processor_has_both_layouts() -> None:
+    assert int8_layouts(SHAPES, device=CPU) == Int8Layouts()
+
+
+@pytest.mark.parametrize("missing", ["refused", "wrong", "everything"])
+def test_what_a_card_refuses_or_computes_wrongly_is_seen(
+    missing: Missing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error alone would not do: cuBLAS has given wrong sums without one."""
+    calls = without_layouts(monkeypatch, missing)
+    layouts = int8_layouts(SHAPES, device=CPU)
+    assert bool(layouts.against_forward) == (missing == "everything")
+    assert ("wrong sums" if missing == "wrong" else "NOT_SUPPORTED") in layouts.against_backward
+    assert len(calls) <= 8, "a shape is tried twice, or goes on being tried once it is known"
+
+
+def test_a_full_card_is_no_missing_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch, "_int_mm", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        int8_layouts(SHAPES, device=CPU)
+
+
+@pytest.mark.parametrize("missing", ["refused", "wrong"])
+def test_without_the_layout_of_the_backward_pass_that_is_dequantized(
+    missing: Missing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(2, 9, 48, generator=torch.Generator().manual_seed(3))
+    weights = torch.randn(2, 9, 40, generator=torch.Generator().manual_seed(4))
+
+    def passes(net: nn.Module) -> tuple[Tensor, Tensor]:
+        given = x.clone().requires_grad_()
+        outputs = net(given)
+        outputs.backward(weights)
+        assert given.grad is not None
+        return outputs.detach(), given.grad
+
+    both, dequantized = passes(layer_of("int8")), passes(layer_of("dequantized"))
+    without_layouts(monkeypatch, missing)
+    net = nn.ModuleDict({"blocks": nn.ModuleList([linear()])})
+    layouts = quantize(net, "int8", device=CPU, matmul="int8")
+    assert layouts is not None and layouts.against_backward and not layouts.against_forward
+    outputs, gradient = passes(net.get_submodule("blocks.0"))
+    assert torch.equal(outputs, both[0])
+    assert torch.equal(gradient, dequantized[1])
+
+
+@FAMILIES
+def test_gradients_of_a_card_without_it_point_where_the_others_do(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_layouts(monkeypatch, "refused")
+    found = bench(name, "int8", matmul="int8").gradients()
+    for other in (bench(name, "int8"), bench(name, None)):
+        exact = other.gradients()
+        assert cosine(joined(found), joined(exact)) > 0.9999
+        assert not torch.equal(joined(found), joined(exact)), "the setting is not used"
 
 
 # ---- whole networks

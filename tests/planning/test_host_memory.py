@@ -10,6 +10,7 @@ import pytest
 from lora_trainer.config import AdapterSettings
 from lora_trainer.families import family, known_base
 from lora_trainer.families.base import BaseFacts
+from lora_trainer.pinned_sizes import RESERVED_BYTES
 from lora_trainer.planning.host_memory import HOST_RUNTIME_BYTES, HostPrediction, predict_host
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import GIB
@@ -43,7 +44,38 @@ def facts() -> BaseFacts:
 
 def host(**changes: Any) -> HostPrediction:
     load = replace(LOAD, **changes)
-    return predict_host(load, facts=facts(), costs=COSTS, limit_bytes=16 * GIB)
+    return predict_host(load, facts=facts(), costs=COSTS, limit_bytes=16 * GIB, pinnable_bytes=None)
+
+
+def test_what_may_be_pinned_goes_to_what_is_copied_most_often() -> None:
+    """Streamed blocks before the modulation layers, and room is left for batches."""
+    changes: dict[str, Any] = {"streamed_blocks": 20, "modulation_cache": True}
+    streamed, away = (items(host(**changes))[name] for name in PINNED_ITEMS)
+    bound = RESERVED_BYTES + streamed + away // 4
+    notes = {
+        pinnable: {item.name: item.note for item in pinned_within(pinnable, **changes).items}
+        for pinnable in (None, bound, GIB // 2)
+    }
+    assert [notes[None][name].endswith(", pinned") for name in PINNED_ITEMS] == [True, True]
+    assert notes[bound]["streamed blocks"].endswith(", pinned")
+    assert notes[bound]["modulation weights"].endswith(", 25% of it pinned")
+    share = (GIB // 2 - RESERVED_BYTES) / streamed
+    assert notes[GIB // 2]["streamed blocks"].endswith(f", {share:.0%} of it pinned")
+    assert notes[GIB // 2]["modulation weights"].endswith(", 0% of it pinned")
+    assert pinned_within(0, **changes).bytes == host(**changes).bytes, "it waits there all the same"
+
+
+PINNED_ITEMS = ("streamed blocks", "modulation weights")
+
+
+def pinned_within(pinnable_bytes: int | None, **changes: Any) -> HostPrediction:
+    return predict_host(
+        replace(LOAD, **changes),
+        facts=facts(),
+        costs=COSTS,
+        limit_bytes=64 * GIB,
+        pinnable_bytes=pinnable_bytes,
+    )
 
 
 def items(made: HostPrediction) -> dict[str, int]:

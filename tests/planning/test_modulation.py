@@ -103,7 +103,9 @@ def test_the_card_holds_vectors_and_buffers_instead_and_the_machine_the_weights(
     peaks = [predict(each, facts=facts, costs=costs).peak_bytes for each in (plain, cached)]
     assert 0.85 * base.away_bytes < peaks[0] - peaks[1] < base.away_bytes
     hosts = [
-        predict_host(each, facts=facts, costs=costs, limit_bytes=99 * GIB).bytes
+        predict_host(
+            each, facts=facts, costs=costs, limit_bytes=99 * GIB, pinnable_bytes=None
+        ).bytes
         for each in (plain, cached)
     ]
     assert hosts[1] - hosts[0] == base.away_bytes
@@ -117,6 +119,7 @@ def test_what_comes_between_steps_is_waited_for_and_not_dequantised_in_them() ->
             facts=facts,
             costs=costs,
             batch_size=4,
+            pinnable_bytes=None,
         )
         for cached in (False, True)
     }

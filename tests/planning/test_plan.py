@@ -31,7 +31,10 @@ from lora_trainer.resolve import Origin, resolve
 from tests.fakes.stable_diffusion import UNetCosts, mini_facts, sd15_facts
 
 COSTS = RememberedCosts(family=UNetCosts())
-LEFT_TO_RUN = {"base.model", "base.companion", "data.cache_dir", "output.name", "output.format"}
+LEFT_TO_RUN = {
+    *("base.model", "base.companion", "data.caption_tokens", "data.cache_dir"),
+    *("output.name", "output.format"),
+}
 CARD = Gpu(
     index=0,
     name="NVIDIA GeForce RTX 3060",
@@ -49,6 +52,7 @@ MACHINE = Hardware(
     ram_free_bytes=24 * GIB,
     packages={"torch": "2.13.0", "bitsandbytes": "0.50", "xformers": None},
     reasons={"cpu_threads": "6 physical cores among 12 usable processors"},
+    expandable_segments=True,
 )
 WITHOUT_CARD = replace(MACHINE, gpus=(), gpu_reason="no NVIDIA driver")
 
@@ -123,7 +127,7 @@ def test_values_that_follow_from_the_base_and_the_machine() -> None:
 def test_a_typed_cpu_wins_over_the_card() -> None:
     made = planned(overrides={"hardware.device": "cpu"})
     assert (made.config.hardware.device, made.config.train.precision) == ("cpu", "fp32")
-    assert made.memory.limit_bytes == MACHINE.ram_free_bytes
+    assert made.memory.limit_bytes == MACHINE.ram_usable_bytes < MACHINE.ram_free_bytes
 
 
 def test_cuda_without_a_card_says_why() -> None:
@@ -296,7 +300,7 @@ def test_a_typed_precision_of_the_text_encoders_is_kept_and_counted() -> None:
         made = planned_for(with_text(2_500_000_000), overrides={key: precision})
         assert made.config.memory.text_encoder_precision == precision
         peaks[precision] = made.memory.phases["texts"]
-    assert peaks["fp32"] - peaks["bf16"] == pytest.approx(2 * 2.5e9 * 1.05, rel=1e-3)
+    assert peaks["fp32"] - peaks["bf16"] == pytest.approx(2 * 2.5e9 * (1 + 1 / 24), rel=0.02)
 
 
 def test_a_rotation_has_no_alpha() -> None:
@@ -327,15 +331,15 @@ def test_disk_holds_the_adapters_of_text_encoders_too() -> None:
 
 def test_steps_and_cadences() -> None:
     made = planned()
-    assert made.steps == made.config.train.steps == 1200
-    assert made.config.output.save_every_steps == made.config.sampling.every_steps == 240
-    assert made.config.train.validate_every_steps == 120
+    assert made.steps == made.config.train.steps == 2400
+    assert made.config.output.save_every_steps == made.config.sampling.every_steps == 480
+    assert made.config.train.validate_every_steps == 240
     assert made.epochs == 120
 
 
 def test_repeats_shorten_the_run_in_epochs_not_in_steps() -> None:
     made = planned(repeats=10)
-    assert (made.steps, made.epochs) == (1200, 12)
+    assert (made.steps, made.epochs) == (2400, 12)
 
 
 def test_a_short_run_saves_and_validates_every_step() -> None:
@@ -347,9 +351,9 @@ def test_a_short_run_saves_and_validates_every_step() -> None:
 def test_saving_by_epochs_or_by_given_steps() -> None:
     by_epochs = planned(overrides={"output.save_every_epochs": 2}).config
     assert by_epochs.output.save_every_steps == 0
-    assert by_epochs.sampling.every_steps == 240
-    by_steps = planned(overrides={"output.save_every_steps": 100}).config
-    assert by_steps.sampling.every_steps == 100
+    assert by_epochs.sampling.every_steps == 480
+    by_steps = planned(overrides={"output.save_every_steps": 400}).config
+    assert by_steps.sampling.every_steps == 400
 
 
 def chosen(made: Plan) -> tuple[int, str]:
@@ -360,11 +364,11 @@ def chosen(made: Plan) -> tuple[int, str]:
 def test_less_memory_means_smaller_micro_batches_then_recomputing_then_streaming() -> None:
     made = [
         planned(free_gib=free_gib, overrides={"train.batch_size": 4})
-        for free_gib in (12, 5.5, 5, 3.7, 3.1, 2.7, 2.35, 2.2)
+        for free_gib in (12, 5.5, 5, 3.7, 3.3, 2.8, 2.5, 2.45)
     ]
     assert [chosen(each) for each in made] == [
         (4, "none"), (3, "none"), (2, "none"), (1, "none"),
-        (2, "selective"), (1, "full"), (1, "offloaded"), (1, "offloaded"),
+        (1, "light"), (1, "full"), (1, "full"), (1, "full"),
     ]  # fmt: skip
     streamed = [concrete(each.config.memory.streamed_blocks) for each in made]
     assert streamed[:6] == [0] * 6
@@ -391,25 +395,27 @@ def test_blocks_that_keep_more_fill_what_is_free() -> None:
 
 def test_a_kind_that_was_asked_for_is_not_raised_and_a_share_only_lowered() -> None:
     kind, share = "memory.gradient_checkpointing", "memory.kept_share"
-    roomy = planned(overrides={kind: "selective"})
+    two = {"train.batch_size": 2}
+    roomy = planned(overrides={kind: "selective", **two})
     assert (chosen(roomy)[1], roomy.config.memory.kept_share) == ("selective", 0.0)
-    given_share = planned(overrides={kind: "selective", share: 0.3})
+    given_share = planned(overrides={kind: "selective", share: 0.3, **two})
     assert given_share.config.memory.kept_share == 0.3
-    asked = {"data.resolution": 1024, kind: "selective", share: 0.95}
+    asked = {"data.resolution": 1024, kind: "selective", share: 0.95, **two}
     tight = planned(free_gib=4.2, overrides=asked, buckets=())
     assert chosen(tight)[1] == "selective"
     assert 0 < concrete(tight.config.memory.kept_share) < 0.95
     assert tight.origins[share].reason.startswith("asked for 0.95: ")
-    either = planned(free_gib=3.1, overrides={share: 0.1})
+    either = planned(free_gib=3.1, overrides={share: 0.1, **two})
     assert concrete(either.config.memory.kept_share) in (0.0, 0.1)
 
 
 def test_a_run_planned_before_there_were_shares_goes_on_without() -> None:
-    first = planned(overrides={"memory.gradient_checkpointing": "selective"})
+    two = {"train.batch_size": 2}
+    first = planned(overrides={"memory.gradient_checkpointing": "selective", **two})
     at_once = dict.fromkeys(first.images_at_once, 1)
     settled = flatten(first.config)
     asked = {key: settled[key] for key in settled if key.startswith("memory.")}
-    asked["memory.kept_share"] = "auto"
+    asked |= {"memory.kept_share": "auto", **two}
     older = plan(replace(request(overrides=asked), kept_at_once=at_once))
     assert (chosen(older)[1], older.config.memory.kept_share) == ("selective", 0.0)
     assert older.origins["memory.kept_share"].reason == "the run began without it"
@@ -467,10 +473,11 @@ def test_it_fits_the_batch_stays_and_nothing_given_is_raised(
 
 
 def test_a_lowered_value_says_what_was_asked_and_the_bytes() -> None:
-    made = planned(free_gib=3.1, overrides={"memory.gradient_checkpointing": False})
+    asked = {"memory.gradient_checkpointing": False, "train.batch_size": 2}
+    made = planned(free_gib=3.1, overrides=asked)
     (decision,) = [d for d in made.decisions if d.key == "memory.gradient_checkpointing"]
     assert decision.value == "selective"
-    assert decision.reason.startswith("asked for none: light would take 3.66 GiB")
+    assert decision.reason.startswith("asked for none: light would take 3.63 GiB")
     assert "3.10 GiB free on NVIDIA GeForce RTX 3060" in decision.reason
     assert 0 < decision.bytes <= 3.1 * GIB
 
@@ -491,7 +498,7 @@ def test_sample_images_are_given_up_before_the_run_is() -> None:
 @pytest.mark.parametrize(
     ("free_gib", "overrides"),
     [
-        (2.0, {}),
+        (2.2, {}),
         (2.2, {"data.resolution": 1024}),
         (2.9, {"adapter.rank": 512}),
         (2.5, {"train.precision": "fp32"}),
@@ -512,16 +519,18 @@ def test_when_nothing_fits_the_setting_it_names_does(
 
 
 def test_when_nothing_helps_it_says_how_much_would() -> None:
-    with pytest.raises(MachineError, match=r"a card with 1\.\d\d GiB free") as caught:
+    with pytest.raises(MachineError, match=r"a card with 2\.\d\d GiB free") as caught:
         planned(free_gib=1.5)
     assert "1.50 GiB free on NVIDIA GeForce RTX 3060" in str(caught.value)
 
 
 def test_the_largest_bucket_decides() -> None:
-    small = planned(buckets=((256, 256),)).memory.peak_bytes
-    mixed = planned(buckets=((256, 256), (512, 512), (320, 320))).memory.peak_bytes
-    assert mixed == planned(buckets=((512, 512),)).memory.peak_bytes > small
-    assert planned(buckets=()).memory.peak_bytes == mixed
+    def peak_bytes(*buckets: tuple[int, int]) -> int:
+        return planned(overrides={"train.batch_size": 2}, buckets=buckets).memory.peak_bytes
+
+    mixed = peak_bytes((256, 256), (512, 512), (320, 320))
+    assert mixed == peak_bytes((512, 512)) > peak_bytes((256, 256))
+    assert peak_bytes() == mixed
 
 
 def test_time_and_disk_are_part_of_the_plan() -> None:

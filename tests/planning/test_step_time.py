@@ -51,13 +51,21 @@ def flux_facts() -> BaseFacts:
 
 def gpu_time(name: str, *, batch_size: int = 1, **changes: Any) -> StepTime:
     load = replace(LOAD, **changes)
-    work = step_work(load, facts=sd15_facts(), costs=COSTS, batch_size=batch_size)
+    work = step_work(
+        load, facts=sd15_facts(), costs=COSTS, batch_size=batch_size, pinnable_bytes=None
+    )
     return gpu_step_time(work, card(name, total_bytes=8 * GIB), precision=load.precision)
 
 
 def flux_work(**changes: Any) -> StepWork:
     load = replace(LOAD, bucket_px=(1024, 1024), checkpointing="full")
-    return step_work(replace(load, **changes), facts=flux_facts(), costs=FLUX_COSTS, batch_size=2)
+    return step_work(
+        replace(load, **changes),
+        facts=flux_facts(),
+        costs=FLUX_COSTS,
+        batch_size=2,
+        pinnable_bytes=None,
+    )
 
 
 @pytest.mark.parametrize(("checkpointing", "published_s"), [("none", 0.181), ("full", 0.305)])
@@ -67,7 +75,7 @@ def test_a_published_step_on_an_h100_lies_in_the_range(
     """Of a trainer that runs adapters as peft does."""
     costs = RememberedCosts(family=WideUNetCosts())
     load = replace(LOAD, checkpointing=checkpointing)
-    work = step_work(load, facts=sd15_facts(), costs=costs, batch_size=1)
+    work = step_work(load, facts=sd15_facts(), costs=costs, batch_size=1, pinnable_bytes=None)
     time = gpu_step_time(work, card("NVIDIA H100 80GB HBM3", total_bytes=8 * GIB), precision="bf16")
     assert time.low_s < published_s < time.high_s
     assert "estimate" in time.note
@@ -80,7 +88,9 @@ def test_published_steps_of_flux_on_a_4090_lie_in_the_range() -> None:
         load = replace(
             LOAD, base_precision="nf4", checkpointing="full", bucket_px=(side_px, side_px)
         )
-        work = step_work(load, facts=flux_facts(), costs=FLUX_COSTS, batch_size=1)
+        work = step_work(
+            load, facts=flux_facts(), costs=FLUX_COSTS, batch_size=1, pinnable_bytes=None
+        )
         time = gpu_step_time(work, card("RTX 4090", total_bytes=24 * GIB), precision="bf16")
         assert time.low_s < published_s < time.high_s
 
@@ -158,7 +168,7 @@ def test_a_measured_step_on_two_cores_lies_in_the_range() -> None:
         adapter=AdapterSettings(rank=16, targets="all"),
     )
     costs = RememberedCosts(family=UNetCosts())
-    work = step_work(load, facts=mini_facts(), costs=costs, batch_size=8)
+    work = step_work(load, facts=mini_facts(), costs=costs, batch_size=8, pinnable_bytes=None)
     time = cpu_step_time(work, threads=2)
     assert time.low_s < 55 / 300 < time.high_s
     assert time.low_s < time.seconds < time.high_s
@@ -171,7 +181,7 @@ def test_samples_that_come_twice_and_the_bases_own_predictions_cost_passes() -> 
 
     def work(**changes: Any) -> StepWork:
         load = replace(LOAD, **changes)
-        return step_work(load, facts=sd15_facts(), costs=COSTS, batch_size=4)
+        return step_work(load, facts=sd15_facts(), costs=COSTS, batch_size=4, pinnable_bytes=None)
 
     plain = work()
     assert work(twice=1.0).flops == 2 * plain.flops

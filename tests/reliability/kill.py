@@ -406,6 +406,7 @@ def summary(
 def load_everything() -> None:
     """Import all that is slow, once for all forks."""
     import diffusers
+    import torch.utils.tensorboard  # noqa: F401
     import transformers
 
     import lora_trainer.run  # noqa: F401

@@ -271,8 +271,8 @@ def test_env_03_doctor_shows_it(
     monkeypatch.setattr(hardware, "_requirements", lambda: REQUIREMENTS)
     assert run_cli(["doctor"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "2.5.1; <2.14,>=2.10 is needed: pip install" in shown
-    assert "not installed: pip install bitsandbytes" in shown
+    assert "torch 2.5.1 (computes everything): <2.14,>=2.10 is needed. Fix: pip install" in shown
+    assert "bitsandbytes is not installed" in shown and "pip install bitsandbytes" in shown
 
 
 def test_env_03_a_torch_without_cuda_beside_a_card_is_named() -> None:

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from lora_trainer.hardware import GIB
-from scripts.plan_tables import BASES, CARDS, DESKTOP_GIB, MACHINE_GIB, PAGE, page, planned
+from lora_trainer.planning.run_time import MOST_HOURS
+from lora_trainer.priority import PRIORITIES, Priority
+from scripts.plan_tables import (
+    BASES,
+    CARDS,
+    DESKTOP_GIB,
+    MACHINE_GIB,
+    PAGE,
+    page,
+    planned,
+    releases,
+)
 
 
 def test_the_page_is_what_the_planner_finds() -> None:
@@ -19,3 +30,16 @@ def test_every_plan_on_the_page_fits(source: str, card: str) -> None:
     made = planned(source, card)
     assert made.memory.peak_bytes <= (CARDS[card] - DESKTOP_GIB) * GIB
     assert made.host is not None and made.host.bytes <= MACHINE_GIB * GIB
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+@pytest.mark.parametrize("source", list(releases()))
+def test_defaults_end_in_an_evening(source: str, priority: Priority) -> None:
+    """Every release on the card that stands for each tier: 1, 3 and 8 hours from command to file."""
+    for card in CARDS:
+        made = planned(source, card, priority)
+        whole = made.run_time
+        assert whole.seconds <= MOST_HOURS[priority] * 3600, card
+        steps = [made.steps * seconds for seconds in made.seconds_per_step]
+        assert whole.parts["steps"] == tuple(steps)
+        assert whole.low_s < whole.seconds < whole.high_s < 2 * whole.seconds

@@ -1,0 +1,212 @@
+"""The model of PyTorch's allocator: its published rules, and what must hold for any sequence of tensors.
+
+Expected figures follow from the constants and comments in c10/cuda/CUDACachingAllocator.cpp and from
+test/test_cuda.py of PyTorch, which run on a card only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.planning.caching_allocator import (
+    MIB,
+    Block,
+    CachingAllocator,
+    OutOfMemory,
+    Replay,
+    highest_sum,
+)
+
+KIB = 1024
+GIB = 1024 * MIB
+SIZES = st.one_of(
+    st.integers(1, 4 * KIB),
+    st.integers(1, 24 * MIB),
+    st.integers(1, 600 * MIB),
+)
+OPERATIONS = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=60)
+
+
+def taken(sizes: Sequence[int], *, expandable: bool) -> tuple[int, int]:
+    allocator = CachingAllocator(expandable=expandable)
+    for size in sizes:
+        allocator.allocate(size)
+    return allocator.allocated_bytes, allocator.reserved_bytes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "allocated", "reserved"),
+    [
+        ([1], 512, 2 * MIB),
+        ([513, MIB], KIB + MIB, 2 * MIB),
+        ([MIB, MIB, 1], 2 * MIB + 512, 4 * MIB),
+        ([MIB + 1], MIB + 512, 20 * MIB),
+        ([9 * MIB, 9 * MIB], 18 * MIB, 20 * MIB),
+        ([10 * MIB - 1], 10 * MIB, 10 * MIB),
+        ([11 * MIB], 12 * MIB, 12 * MIB),  # what is left is not split off up to 1 MiB
+        ([int(10.9 * MIB)], int(10.9 * MIB) // 512 * 512 + 512, 12 * MIB),
+        ([72 * MIB, 72 * MIB], 144 * MIB, 144 * MIB),
+    ],
+)
+def test_segments_for_each_request(sizes: list[int], allocated: int, reserved: int) -> None:
+    assert taken(sizes, expandable=False) == (allocated, reserved)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "allocated", "reserved"),
+    [
+        ([1], 512, 2 * MIB),
+        ([MIB, MIB, 1], 2 * MIB + 512, 4 * MIB),
+        ([MIB + 1], MIB + 512, 20 * MIB),
+        ([11 * MIB, 11 * MIB], 22 * MIB, 40 * MIB),
+        ([72 * MIB, 72 * MIB], 144 * MIB, 160 * MIB),
+    ],
+)
+def test_pages_of_an_expandable_segment(sizes: list[int], allocated: int, reserved: int) -> None:
+    assert taken(sizes, expandable=True) == (allocated, reserved)
+
+
+def test_the_smallest_free_block_that_is_large_enough_is_taken_and_split() -> None:
+    allocator = CachingAllocator(expandable=False)
+    blocks = [allocator.allocate(size * MIB) for size in (100, 60, 80)]
+    for block in blocks:
+        allocator.free(block)
+    assert allocator.allocate(50 * MIB).address == blocks[1].address
+    assert allocator.allocate(9 * MIB).address == blocks[1].address + 50 * MIB
+    assert allocator.allocate(70 * MIB).address == blocks[2].address
+    assert allocator.reserved_bytes == 240 * MIB
+
+
+def test_what_lies_between_tensors_is_lost_without_expandable_segments_only() -> None:
+    """Sizes that change from step to step: the example of the note on expandable segments in PyTorch."""
+    reserved = {}
+    for expandable in (False, True):
+        allocator = CachingAllocator(expandable=expandable)
+        for size in (96, 97, 98, 99, 100):
+            blocks = [allocator.allocate(size * MIB) for _ in range(50)]
+            for block in blocks:
+                allocator.free(block)
+        reserved[expandable] = allocator.most_reserved_bytes
+    assert reserved[True] == 5000 * MIB
+    assert reserved[False] > 2 * reserved[True]
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_caches_are_given_back_before_a_request_fails(expandable: bool) -> None:
+    allocator = CachingAllocator(expandable=expandable, limit_bytes=200 * MIB)
+    first, second = allocator.allocate(100 * MIB), allocator.allocate(60 * MIB)
+    allocator.free(first)
+    allocator.allocate(120 * MIB)
+    assert (allocator.retries, allocator.reserved_bytes) == (1, 180 * MIB)
+    with pytest.raises(OutOfMemory, match="180 MiB|188,743,680"):
+        allocator.allocate(60 * MIB)
+    allocator.free(second)
+    assert allocator.allocate(60 * MIB).size == 60 * MIB
+
+
+def test_a_segment_in_use_anywhere_is_not_given_back_but_its_pages_are() -> None:
+    for expandable, left in ((False, 120 * MIB), (True, 20 * MIB)):
+        allocator = CachingAllocator(expandable=expandable)
+        whole = allocator.allocate(120 * MIB)
+        allocator.free(whole)
+        allocator.allocate(2 * MIB)
+        allocator.release()
+        assert allocator.reserved_bytes == left
+
+
+def test_a_bound_counts_the_whole_request_where_a_segment_could_grow() -> None:
+    """`set_per_process_memory_fraction` refuses before it looks at what is mapped; caches then help."""
+    for bounded, retries in ((False, 0), (True, 1)):
+        allocator = CachingAllocator(expandable=True, limit_bytes=100 * MIB, bounded=bounded)
+        allocator.allocate(20 * MIB)
+        allocator.free(allocator.allocate(40 * MIB))
+        allocator.allocate(60 * MIB)  # 40 of them are there
+        assert (allocator.retries, allocator.reserved_bytes) == (retries, 80 * MIB)
+
+
+def test_half_of_a_card_can_be_had_and_not_more() -> None:
+    """test_set_per_process_memory_fraction of PyTorch."""
+    allocator = CachingAllocator(expandable=False, limit_bytes=4 * GIB, bounded=True)
+    allocator.free(allocator.allocate(int(8 * GIB * 0.499)))
+    allocator.release()
+    with pytest.raises(OutOfMemory):
+        allocator.allocate(4 * GIB + 1)
+
+
+def run(
+    operations: Sequence[tuple[bool, int, int]], allocator: CachingAllocator
+) -> tuple[list[tuple[int, int]], list[Block]]:
+    """Allocate, or free one that is picked, and check after each; return all sizes on the way."""
+    alive: list[Block] = []
+    sums = []
+    for frees, size, pick in operations:
+        if frees and alive:
+            allocator.free(alive.pop(pick % len(alive)))
+        else:
+            try:
+                alive.append(allocator.allocate(size))
+            except OutOfMemory:
+                continue
+        check(allocator, alive)
+        sums.append((allocator.allocated_bytes, allocator.reserved_bytes))
+    return sums, alive
+
+
+def check(allocator: CachingAllocator, alive: Sequence[Block]) -> None:
+    placed = sorted((block.address, block.size) for block in alive)
+    for (address, size), (following, _) in zip(placed, placed[1:], strict=False):
+        assert address + size <= following, "two tensors in one place"
+    assert allocator.allocated_bytes == sum(size for _, size in placed)
+    assert allocator.allocated_bytes <= allocator.reserved_bytes
+    assert allocator.limit_bytes is None or allocator.reserved_bytes <= allocator.limit_bytes
+
+
+@given(
+    operations=OPERATIONS, expandable=st.booleans(), limited=st.booleans(), bounded=st.booleans()
+)
+def test_any_sequence_keeps_tensors_apart_and_within_the_limit(
+    operations: list[tuple[bool, int, int]], expandable: bool, limited: bool, bounded: bool
+) -> None:
+    def fresh() -> CachingAllocator:
+        limit = GIB if limited else None
+        return CachingAllocator(expandable=expandable, limit_bytes=limit, bounded=bounded)
+
+    allocator = fresh()
+    sums, alive = run(operations, allocator)
+    assert run(operations, fresh())[0] == sums, "a replay gives the same"
+    for block in alive:
+        allocator.free(block)
+    assert allocator.allocated_bytes == 0
+    allocator.release()
+    assert allocator.reserved_bytes == 0, "neighbours were joined to whole segments"
+
+
+@given(operations=OPERATIONS)
+def test_with_expandable_segments_a_stack_of_tensors_takes_a_page_more(
+    operations: list[tuple[bool, int, int]],
+) -> None:
+    """Tensors that go in the opposite order of their coming leave no holes."""
+    allocator = CachingAllocator(expandable=True)
+    stack = []
+    for frees, size, _ in operations:
+        if frees and stack:
+            allocator.free(stack.pop())
+        else:
+            stack.append(allocator.allocate(MIB + size))
+    assert allocator.most_reserved_bytes <= allocator.most_allocated_bytes + 20 * MIB
+
+
+def test_a_sequence_ends_as_it_began() -> None:
+    replay = Replay(allocator=CachingAllocator(expandable=True))
+    give_back = replay.hold([3 * MIB, 5 * MIB])
+    events = [(1, 30 * MIB), (2, 7 * MIB), (1, 0), (3, 40 * MIB)]
+    assert highest_sum(events) == 47 * MIB
+    replay.run(events)
+    assert replay.allocator.allocated_bytes == 8 * MIB
+    assert replay.allocator.most_allocated_bytes == 55 * MIB
+    give_back()
+    assert replay.allocator.allocated_bytes == 0

@@ -1,0 +1,178 @@
+"""A training beside other programs: what they take is seen, and threads then wait asleep; results stay."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_trainer.cores import (
+    CALM_INTERVALS,
+    Cores,
+    CpuTimes,
+    IdleTeams,
+    SharedCores,
+    Waiting,
+    after_interval,
+    cpu_times,
+    openmp,
+)
+from lora_trainer.events import Event, EventStream
+from lora_trainer.hardware import usable_processors
+from tests.fakes.runs import events, toy, trajectory
+
+needs_libgomp = pytest.mark.skipif(openmp() != "libgomp", reason="another OpenMP computes here")
+START = CpuTimes(at_s=0.0, all_s=100.0, own_s=10.0, group_s=50.0)
+
+
+def later(*, all_s: float, own_s: float, group_s: float = 0.0) -> CpuTimes:
+    return CpuTimes(at_s=2.0, all_s=100 + all_s, own_s=10 + own_s, group_s=50 + group_s)
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "now", "missing"),
+    [
+        (Cores(processors=2), 2, later(all_s=4, own_s=4), 0),
+        (Cores(processors=2), 2, later(all_s=4, own_s=2), 1),
+        (Cores(processors=2), 1, later(all_s=4, own_s=2), 0),
+        # Eight threads on eight cores of two processors each: eight more find room.
+        (Cores(processors=16), 8, later(all_s=32, own_s=16), 0),
+        (Cores(processors=16), 8, later(all_s=32, own_s=12), 2),
+        # The container's limit counts, whatever the machine has.
+        (Cores(processors=64, quota=2.0), 2, later(all_s=90, own_s=2, group_s=4), 1),
+        (Cores(processors=64, quota=2.0), 2, later(all_s=90, own_s=4, group_s=4), 0),
+        # A system that tells of nobody's time.
+        (Cores(processors=2), 2, later(all_s=0, own_s=4), 0),
+    ],
+)
+def test_cores_that_threads_miss(cores: Cores, threads: int, now: CpuTimes, missing: float) -> None:
+    assert cores.missing(START, now, threads=threads) == pytest.approx(missing)
+
+
+def test_threads_sleep_at_once_and_spin_again_after_a_while_of_calm() -> None:
+    waiting = after_interval(Waiting(), 0.4)
+    assert not waiting.asleep
+    waiting = after_interval(waiting, 1.0)
+    assert waiting.asleep
+    for _ in range(CALM_INTERVALS - 1):
+        waiting = after_interval(waiting, 0.0)
+    waiting = after_interval(waiting, 0.3)  # others pause; that is no calm
+    for _ in range(CALM_INTERVALS - 1):
+        waiting = after_interval(waiting, 0.0)
+        assert waiting.asleep
+    assert not after_interval(waiting, 0.0).asleep
+
+
+def test_own_and_other_processor_time_are_told_apart() -> None:
+    numbers = list(range(os.cpu_count() or 1))
+    before = cpu_times(numbers)
+    sum(range(10**7))
+    after = cpu_times(numbers)
+    assert after.own_s > before.own_s
+    assert after.all_s - before.all_s <= len(numbers) * (after.at_s - before.at_s) + 0.1
+
+
+def waits() -> int:
+    """How often threads of this process have gone to sleep by themselves."""
+    found = 0
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            lines = (task / "status").read_text().splitlines()
+        except OSError:  # it has just ended
+            continue
+        found += sum(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
+    return found
+
+
+@contextmanager
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_libgomp
+def test_with_idle_teams_threads_sleep_and_compute_the_same() -> None:
+    operations = 300
+    x = torch.randn(2**17, generator=torch.Generator().manual_seed(0))
+
+    def slept() -> tuple[int, torch.Tensor]:
+        before = waits()
+        for _ in range(operations):
+            y = x * x + x.sum()
+        return waits() - before, y
+
+    with two_threads():
+        slept()
+        _, spinning = slept()
+        teams = IdleTeams(threads=2, processors=len(usable_processors()))
+        count, asleep = slept()
+        teams.end()
+    assert count >= operations
+    assert torch.equal(asleep, spinning)
+
+
+@needs_libgomp
+def test_what_others_take_is_watched_and_told() -> None:
+    """Others take a core for three looks, then none; the process takes one core all the time."""
+    told: list[Event] = []
+    stream, watched = EventStream(), threading.Event()
+    stream.subscribe(told.append)
+    looks = 0
+
+    def measure(numbers: Sequence[int]) -> CpuTimes:
+        nonlocal looks
+        looks += 1
+        if looks == 6 + CALM_INTERVALS:
+            watched.set()
+        others_s = min(looks, 3) * (len(numbers) - 1.0)
+        return CpuTimes(at_s=looks, all_s=looks + others_s, own_s=looks)
+
+    numbers = usable_processors()
+    with two_threads(), SharedCores(events=stream, measure=measure, interval_s=0.001):
+        assert watched.wait(60)
+    if len(numbers) == 1:
+        assert not told
+        return
+    assert [(event.kind, event.fields["waiting"]) for event in told] == [
+        ("cores", "asleep"),
+        ("cores", "spinning"),
+    ]
+    assert told[0].fields["taken"] == len(numbers) - 1
+    left = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in left if name.startswith("lora-train-")]
+
+
+def test_one_thread_waits_for_nobody() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with SharedCores(events=EventStream()) as shared:
+        assert shared._thread is None
+    torch.set_num_threads(before)
+
+
+@needs_libgomp
+@pytest.mark.skipif(os.cpu_count() == 1, reason="one processor has one thread")
+def test_a_training_beside_busy_programs_sleeps_and_comes_to_the_same_bits(tmp_path: Path) -> None:
+    place, processors = toy(tmp_path).with_base(), os.cpu_count() or 1
+    asked = {"hardware__threads": processors, "steps": 60}
+    assert place.train("--name", "alone", **asked) == 0
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processors)]
+    try:
+        assert place.train("--name", "beside", **asked) == 0
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    told = events(place.runs / "beside", "cores")
+    assert told[0]["waiting"] == "asleep"
+    assert told[0]["taken"] > 0.5
+    assert trajectory(place.runs / "beside") == trajectory(place.runs / "alone")

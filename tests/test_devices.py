@@ -1,0 +1,373 @@
+"""Machines that are not here: which GPU is taken, what a kind of GPU cannot have, and that one file knows it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from lora_trainer import device, devices, hardware
+from lora_trainer.config import OptimizerSettings
+from lora_trainer.device_calls import found_by_torch, require_kernels
+from lora_trainer.devices import KINDS, TorchBuild, torch_build
+from lora_trainer.errors import MachineError, RequestError
+from lora_trainer.hardware import Hardware, detect
+from lora_trainer.nvml import Gpu
+from lora_trainer.prepare import Prepared
+from lora_trainer.train import optimizer_kinds
+from lora_trainer.train.optimizer_kinds import make_optimizer
+from tests.fakes.nvml import GIB, FakeCard, FakeNvml
+from tests.fakes.runs import ROOT
+from tests.fakes.torch_builds import FakeGpu, fake_torch
+from tests.planning.test_allocation import machine, planned
+
+SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
+FLUX = "black-forest-labs/FLUX.1-dev"
+CU130 = TorchBuild(version="2.13.0+cu130", kind="cuda", toolkit="13.0")
+OLD = FakeCard(
+    name="NVIDIA GeForce GTX 1080 Ti", total_bytes=11 * GIB, free_bytes=11 * GIB, capability=(6, 1)
+)
+SMALL = FakeCard(uuid="GPU-b")
+LARGE = FakeCard(
+    name="NVIDIA GeForce RTX 3090", total_bytes=24 * GIB, free_bytes=20 * GIB, uuid="GPU-c"
+)
+BUSY = replace(LARGE, free_bytes=2 * GIB, uuid="GPU-d")
+
+
+def with_cards(*cards: FakeCard, build: TorchBuild = CU130) -> Hardware:
+    found = detect(nvml=FakeNvml(cards=cards), environment={})
+    return replace(found, torch=build, packages={**found.packages, "torch": build.version})
+
+
+def of_kind(fake: Any, build: TorchBuild) -> Hardware:
+    """A machine of another maker, as `detect` finds it with that torch."""
+    found = tuple(
+        Gpu(**fields, compute_capability=None, driver=build.toolkit)
+        for fields in json.loads(json.dumps(found_by_torch(torch=fake)))
+    )
+    plain = machine(12)
+    return replace(
+        plain, gpus=found, packages={**plain.packages, "torch": build.version}, torch=build
+    )
+
+
+ROCM = of_kind(
+    fake_torch(
+        cuda=(
+            FakeGpu(name="AMD Radeon RX 6800", arch="gfx1030:sramecc-"),
+            FakeGpu(name="AMD Radeon RX 7900 XTX", arch="gfx1100", total_bytes=24 * GIB),
+        ),
+        hip="6.4",
+    ),
+    TorchBuild(version="2.13.0+rocm6.4", kind="rocm", toolkit="6.4"),
+)
+MPS = of_kind(fake_torch(mps_bytes=48 * GIB), TorchBuild(version="2.13.0", kind="mps"))
+XPU = of_kind(
+    fake_torch(xpu=(FakeGpu(name="Intel(R) Arc(TM) A770 Graphics"),)),
+    TorchBuild(version="2.13.0+xpu", kind="xpu", toolkit="20250302"),
+)
+OTHERS = pytest.mark.parametrize(
+    ("here", "kind"), [(ROCM, "rocm"), (MPS, "mps"), (XPU, "xpu")], ids=["rocm", "mps", "xpu"]
+)
+
+
+# ---- the best of several
+
+
+def test_the_best_card_is_taken_and_not_the_first() -> None:
+    found = with_cards(SMALL, BUSY, LARGE).accelerator()
+    assert found.value is not None and (found.value.index, found.value.name) == (2, LARGE.name)
+    assert "GPU 2 is the best of them" in found.reason
+
+
+def test_a_card_that_this_torch_was_not_built_for_is_passed_over() -> None:
+    found = with_cards(OLD, SMALL).accelerator().value
+    assert found is not None and found.index == 1
+
+
+@pytest.mark.parametrize(
+    ("card", "build", "command"),
+    [
+        (OLD, CU130, "https://download.pytorch.org/whl/cu126"),
+        (
+            replace(LARGE, name="NVIDIA GeForce RTX 5090", capability=(12, 0)),
+            TorchBuild(version="2.10.0+cu126", kind="cuda", toolkit="12.6"),
+            "https://download.pytorch.org/whl/cu128",
+        ),
+        (
+            SMALL,
+            TorchBuild(version="2.13.0+rocm6.4", kind="rocm", toolkit="6.4"),
+            "https://download.pytorch.org/whl/cu128",
+        ),
+    ],
+    ids=["pascal on cu130", "blackwell on cu126", "rocm"],
+)
+def test_a_card_without_kernels_is_refused_in_a_line_with_the_command(
+    card: FakeCard, build: TorchBuild, command: str
+) -> None:
+    here = with_cards(card, build=build)
+    found = here.accelerator()
+    assert found.value is None
+    assert card.name in found.reason and found.reason.endswith(command)
+    with pytest.raises(MachineError, match=re.escape(command)):
+        planned(SDXL, here, hardware__device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "runs"),
+    [
+        ((8, 9), ("sm_75", "sm_80", "sm_86", "sm_90"), True),
+        ((12, 1), ("sm_90", "sm_100", "sm_120"), True),
+        ((12, 0), ("sm_80", "sm_86", "sm_90"), False),
+        ((12, 0), ("sm_80", "compute_90"), True),
+        ((6, 1), ("sm_75", "sm_80"), False),
+        ((7, 0), ("sm_75", "sm_80"), False),
+        ((10, 3), ("sm_100a",), False),
+        ((8, 6), (), True),
+    ],
+)
+def test_kernels_are_matched_as_cuda_does(
+    capability: tuple[int, int], archs: tuple[str, ...], runs: bool
+) -> None:
+    fake = fake_torch(cuda=(FakeGpu(name="card", capability=capability),), archs=archs)
+    problem = require_kernels(torch.device("cuda", 0), torch=fake)
+    assert (problem == "") is runs
+    assert runs or "download.pytorch.org/whl/cu" in problem
+
+
+def test_several_processes_are_planned_for_the_smallest_card_that_takes_part() -> None:
+    here = with_cards(SMALL, BUSY, LARGE)
+    two = here.accelerator(sharing=2).value
+    assert two is not None and (two.name, two.free_bytes) == (LARGE.name, BUSY.free_bytes)
+    three = here.accelerator(sharing=3).value
+    assert three is not None and three.free_bytes == BUSY.free_bytes
+    assert "the smallest of the 3 that take part" in here.accelerator(sharing=3).reason
+    alone = with_cards(SMALL).accelerator(sharing=2)
+    assert alone.value is not None and alone.value.free_bytes == SMALL.free_bytes // 2
+    assert "2 processes on each" in alone.reason
+
+
+def test_processes_agree_on_their_cards_while_they_fill_them() -> None:
+    """The order follows from what does not change when the first of them has loaded its base."""
+    before = with_cards(SMALL, LARGE, replace(LARGE, uuid="GPU-e"))
+    after = with_cards(SMALL, BUSY, replace(LARGE, uuid="GPU-e"))
+    orders = [[gpu.index for gpu in here.usable(sharing=3)] for here in (before, after)]
+    assert orders[0] == orders[1] == [1, 2, 0]
+
+
+def prepared(here: Hardware, *, sharing: int = 1, needs_gib: float = 1) -> Prepared:
+    needed = int(needs_gib * GIB)
+    made = SimpleNamespace(
+        config=SimpleNamespace(hardware=SimpleNamespace(device="cuda")),
+        hardware=here,
+        sharing=sharing,
+        processes=sharing,
+        plan=SimpleNamespace(memory=SimpleNamespace(phases={"images": needed, "texts": needed})),
+    )
+    return cast(Prepared, made)
+
+
+@pytest.fixture
+def seen_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch sees the cards; whoever asks one for its memory would open a context on it."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a context was opened")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_86"])
+
+
+@pytest.mark.usefixtures("seen_cards")
+def test_a_process_trains_on_the_card_it_was_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = with_cards(SMALL, BUSY, LARGE)
+    assert device.planned_device(prepared(here)) == torch.device("cuda", 2)
+    taken = []
+    for rank in range(3):
+        monkeypatch.setattr(device, "place", lambda rank=rank: SimpleNamespace(local_rank=rank))
+        taken.append(device.planned_device(prepared(here, sharing=3)).index)
+    assert sorted(taken) == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("seen_cards")
+def test_a_scheduler_may_show_each_process_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then that one is number 0, and all of its memory is this process's."""
+    nvml = FakeNvml(cards=(SMALL, LARGE))
+    found = detect(nvml=nvml, environment={"CUDA_VISIBLE_DEVICES": "1"})
+    here = replace(found, torch=CU130, packages={**found.packages, "torch": CU130.version})
+    monkeypatch.setattr(device, "place", lambda: SimpleNamespace(local_rank=1))
+    assert device.planned_device(prepared(here, sharing=2)) == torch.device("cuda", 0)
+    card = here.accelerator(sharing=2).value
+    assert card is not None and card.free_bytes == LARGE.free_bytes
+
+
+@pytest.mark.usefixtures("seen_cards")
+@pytest.mark.parametrize(
+    ("other", "needs_gib", "index"),
+    [
+        (LARGE, 4, 1),
+        (LARGE, 19.5, 1),
+        (BUSY, 4, 0),
+        (replace(LARGE, capability=(7, 5)), 4, 0),
+        (replace(LARGE, capability=(6, 1)), 4, 0),
+    ],
+    ids=["roomy", "just enough", "full", "older", "unusable"],
+)
+def test_encoders_take_another_card_that_is_as_good_without_opening_it(
+    other: FakeCard, needs_gib: float, index: int
+) -> None:
+    first = replace(LARGE, free_bytes=21 * GIB, uuid="GPU-f")
+    made = prepared(with_cards(first, other), needs_gib=needs_gib)
+    assert device.encoder_device(made) == torch.device("cuda", index)
+
+
+# ---- other makers
+
+
+@OTHERS
+def test_a_gpu_of_another_maker_is_found_and_planned_for(here: Hardware, kind: str) -> None:
+    made = planned(SDXL, here)
+    assert made.config.hardware.device == KINDS[kind].torch_type  # type: ignore[index]
+    assert made.config.train.precision == "bf16"
+    assert made.memory.fits
+    assert made.config.hardware.cuda_graphs is False
+    assert made.config.hardware.compile == "none"
+    assert made.config.memory.base_matmul == "dequantized"
+
+
+def test_of_two_amd_cards_the_one_that_computes_bf16_is_taken() -> None:
+    found = ROCM.accelerator().value
+    assert found is not None and (found.index, found.kind) == (1, "rocm")
+    assert [gpu.has_bf16 for gpu in ROCM.gpus] == [False, True]
+
+
+def test_memory_that_is_shared_holds_nothing_back_in_itself() -> None:
+    """On Apple's machines nothing can wait beside the GPU: what does not fit does not fit."""
+    made = planned(SDXL, MPS)
+    memory = made.config.memory
+    assert (memory.streamed_blocks, memory.modulation_cache, memory.text_encoder_offload) == (
+        0,
+        False,
+        False,
+    )
+    assert made.host is None
+    for setting in ("memory__streamed_blocks", "memory__text_encoder_offload"):
+        with pytest.raises(RequestError, match="shares the machine's"):
+            planned(SDXL, MPS, **{setting: 2 if "blocks" in setting else True})
+
+
+@OTHERS
+def test_what_a_kind_lacks_is_refused_where_it_was_typed(here: Hardware, kind: str) -> None:
+    libraries = dict.fromkeys(("bitsandbytes", "xformers", "triton"), "1")
+    here = replace(here, packages={**here.packages, **libraries})
+    for wish, why in KINDS[kind].lacks.items():  # type: ignore[index]
+        key, _, value = wish.partition("=")
+        typed: Any = True if value == "True" else value
+        with pytest.raises(MachineError, match=re.escape(why)):
+            planned(SDXL, here, **{key.replace(".", "__"): typed})
+
+
+def test_a_preset_gives_way_to_what_the_gpu_has() -> None:
+    here = replace(MPS, packages={**MPS.packages, "bitsandbytes": "0.50"})
+    made = planned(FLUX, here)
+    assert made.config.optimizer.name == "adamw"
+    assert "no 8-bit optimizer" in made.origins["optimizer.name"].reason
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_adamw_is_fused_only_where_that_heeds_a_bad_step(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On MPS fused optimizers took a step of NaN all the same (pytorch#186360)."""
+    monkeypatch.setattr(optimizer_kinds, "kind_of", lambda _: KINDS[kind])  # type: ignore[index]
+    group = {"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 1e-3, "lr_scale": 1.0}
+    made = make_optimizer([group], OptimizerSettings(name="adamw"))
+    heeds = bool(getattr(made, "_step_supports_amp_scaling", False))
+    assert heeds is (kind in ("cuda", "rocm", "cpu"))
+
+
+def test_detect_asks_a_torch_of_another_maker_in_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build = TorchBuild(version="2.13.0+rocm6.4", kind="rocm", toolkit="6.4")
+    answer = json.dumps(found_by_torch(torch=fake_torch(cuda=(FakeGpu(name="X"),), hip="6.4")))
+    monkeypatch.setattr(hardware, "torch_build", lambda: build)
+    monkeypatch.setattr(
+        subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=f"noise\n{answer}\n".encode())
+    )
+    found = detect(nvml=FakeNvml(refuses={"nvmlInit": "Driver Not Loaded"}), environment={})
+    assert [(gpu.name, gpu.kind) for gpu in found.gpus] == [("X", "rocm")]
+    assert "1 GPU found by torch 2.13.0+rocm6.4, built for ROCM 6.4" in found.gpu_reason
+
+
+def test_a_card_that_waits_for_another_torch_is_named(tmp_path: Path) -> None:
+    vendor = tmp_path / "sys/class/drm/card0/device/vendor"
+    vendor.parent.mkdir(parents=True)
+    vendor.write_text("0x1002\n", encoding="utf-8")
+    nvml = FakeNvml(refuses={"nvmlInit": "Shared Library Not Found"})
+    found = detect(nvml=nvml, environment={}, root=tmp_path)
+    assert found.gpus == ()
+    assert "a GPU of AMD" in found.gpu_reason and "whl/rocm" in found.gpu_reason
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "toolkit"),
+    [
+        ("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", "cuda", "13.0"),
+        ("__version__ = '2.13.0+rocm6.4'\ncuda: Optional[str] = None\nhip: Optional[str] = '6.4.4'\n", "rocm", "6.4.4"),
+        ("__version__ = '2.13.0+xpu'\ncuda = None\nhip = None\nxpu = '20250302'\n", "xpu", "20250302"),
+        ("__version__ = '2.13.0+cpu'\ncuda = None\nhip = None\nxpu = None\n", "cpu", ""),
+    ],
+)  # fmt: skip
+def test_the_build_of_torch_is_read_and_not_imported(
+    tmp_path: Path, text: str, kind: str, toolkit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices.sys, "platform", "linux")
+    (tmp_path / "version.py").write_text(text, encoding="utf-8")
+    found = torch_build(tmp_path)
+    assert found is not None and (found.kind, found.toolkit) == (kind, toolkit)
+
+
+def test_a_mac_has_one_build_for_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "version.py").write_text("__version__ = '2.13.0'\ncuda = None\n", encoding="utf-8")
+    monkeypatch.setattr(devices.sys, "platform", "darwin")
+    monkeypatch.setattr(devices.platform, "machine", lambda: "arm64")
+    found = torch_build(tmp_path)
+    assert found is not None and found.kind == "mps"
+
+
+# ---- one description
+
+
+ASKS = re.compile(
+    r"torch\.(cuda|mps|xpu)\.|\.is_(cuda|mps|xpu)\b|non_blocking=True"
+    r"|(device(\.type)?|torch_type)\s*[!=]=\s*\"(cuda|mps|xpu)\""
+)
+MAY_ASK = {
+    "lora_trainer/devices.py": "the description itself",
+    "lora_trainer/device_calls.py": "the calls of torch that differ by device",
+    "lora_trainer/train/learning.py": "names a kind as the likely cause of learning nothing",
+    "lora_trainer/model/graph.py": "records CUDA graphs, which are torch.cuda's",
+    "lora_trainer/model/copy_stream.py": "copies on a stream, which it has only where there are streams",
+    "lora_trainer/model/readback.py": "copies behind an event, which it has only where there are streams",
+    "lora_trainer/tools/captioners/tagger.py": "onnxruntime's providers, not torch's devices",
+}
+
+
+def test_nobody_but_the_description_asks_what_a_device_is() -> None:
+    found: dict[str, list[str]] = {}
+    for file in sorted([*(ROOT / "lora_trainer").rglob("*.py"), *(ROOT / "gui").rglob("*.py")]):
+        name = file.relative_to(ROOT).as_posix()
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+            if ASKS.search(line.partition("  #")[0]) and name not in MAY_ASK:
+                found.setdefault(name, []).append(f"{number}: {line.strip()}")
+    assert found == {}

@@ -1,0 +1,118 @@
+"""What a run says of itself, through the command line: slow steps with their cause, memory that grows, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lora_trainer import run as run_module
+from lora_trainer import surroundings
+from lora_trainer.cores import CpuTimes
+from lora_trainer.events import read_jsonl
+from lora_trainer.model.device_memory import DeviceMemory, device_memory
+from lora_trainer.notices import Notices
+from lora_trainer.train import loop, pace
+from tests.fakes.runs import Toy, toy
+
+STEPS = 40
+QUIET: dict[str, Any] = {
+    "sampling__every_steps": 0,
+    "train__validate_every_steps": 0,
+    "output__save_every_steps": 0,
+    "logging__trackers": [],
+    "output__measure": False,
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Toy:
+    return toy(tmp_path).with_base()
+
+
+SLOW, GROWING = "steps take", "host memory grows"
+
+
+def problems(place: Toy, beginning: str) -> list[dict[str, Any]]:
+    rows = read_jsonl(place.run / "problems.jsonl")
+    return [row for row in rows if row["what"].startswith(beginning)]
+
+
+def slow_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps take 2 s each, 5 s from that one on; five stand for the fifteen that are usual."""
+    monkeypatch.setattr(pace, "BASELINE_STEPS", 5)
+    seconds = iter([2.0] * step + [5.0] * STEPS)
+    monkeypatch.setattr(loop._Lap, "done", lambda self: next(seconds))
+
+
+def processors(taken: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let other programs use nothing at the first look at the machine, and so many processors at others."""
+
+    def times() -> Iterator[CpuTimes]:
+        yield CpuTimes(at_s=0.0, all_s=0.0, own_s=0.0)
+        yield CpuTimes(at_s=1.0, all_s=1.0, own_s=1.0)
+        while True:
+            yield CpuTimes(at_s=2.0, all_s=2.0, own_s=2.0)
+            yield CpuTimes(at_s=3.0, all_s=3.0 + taken, own_s=3.0)
+
+    measured = times()
+    monkeypatch.setattr(surroundings, "_WATCHED_S", 0.0)
+    monkeypatch.setattr(surroundings, "_times", lambda numbers: next(measured))
+
+
+def test_steps_that_became_slow_are_explained_once(
+    place: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow_from(20, monkeypatch)
+    processors(1000.0, monkeypatch)
+    assert (
+        place.train(steps=STEPS, train__validate_every_steps=20, output__save_every_steps=15) == 0
+    )
+    (problem,) = problems(place, SLOW)
+    assert problem["what"].startswith("steps take 2.5 times as long as before, 5 s instead of 2")
+    assert "other programs use" in problem["what"]
+    assert problem["severity"] == "warning"
+    assert "steps take 2.5 times" in capsys.readouterr().out
+    assert "steps take 2.5 times" in (place.run / "report.html").read_text(encoding="utf-8")
+
+
+def test_what_nothing_explains_is_said_too(place: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_from(20, monkeypatch)
+    processors(0.0, monkeypatch)
+    assert place.train(steps=STEPS, **QUIET) == 0
+    (problem,) = problems(place, SLOW)
+    assert "nothing that can be seen here explains it" in problem["what"]
+
+
+def test_steps_as_they_were_say_nothing(place: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_from(STEPS, monkeypatch)
+    processors(1000.0, monkeypatch)
+    assert place.train(steps=STEPS, **QUIET) == 0
+    assert not problems(place, SLOW)
+    assert not problems(place, GROWING)
+
+
+@pytest.mark.parametrize("free_mib", [16, 10**6])
+def test_host_memory_that_grows_is_said_once(
+    place: Toy, monkeypatch: pytest.MonkeyPatch, free_mib: int
+) -> None:
+    """Ten MiB a step; blocks of one step stand for those of twenty-five."""
+    used = iter(range(10**9, 10**12, 10 * 2**20))
+
+    def leaking(device: torch.device) -> DeviceMemory:
+        return replace(device_memory(device), host_own_bytes=next(used))
+
+    monkeypatch.setattr(pace, "BLOCK_STEPS", 1)
+    monkeypatch.setattr(loop, "device_memory", leaking)
+    noticing = partial(Notices, free_host_bytes=lambda: free_mib * 2**20)
+    monkeypatch.setattr(run_module, "Notices", noticing)
+    assert place.train(steps=STEPS, **QUIET) == 0
+    (problem,) = problems(place, GROWING)
+    assert problem["what"].startswith("host memory grows by 1000 MiB every 100 steps")
+    assert ("before the end" in problem["what"]) == (free_mib == 16)
+    assert problem["severity"] == ("warning" if free_mib == 16 else "note")

@@ -1,0 +1,179 @@
+"""Why steps became slow, from two looks at a faked card and machine; nothing that fails raises."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lora_trainer.config import Config, build_config
+from lora_trainer.nvml import Gpu
+from lora_trainer.surroundings import CardState, Cause, Surroundings, card_state, causes, look
+from lora_trainer.train.pace import Slow
+from tests.fakes.nvml import GIB, FakeCard, FakeNvml
+
+SLOW = Slow(factor=2.0, seconds=4.0, usual_s=2.0, wait_s=0.1, usual_wait_s=0.1)
+US, OTHER = 4711, 4712
+CARD = CardState(
+    total_bytes=12 * GIB,
+    used_bytes=9 * GIB,
+    clock_mhz=1900,
+    celsius=70,
+    users=frozenset({US}),
+    busy_percent={US: 95},
+)
+QUIET = Surroundings(card=CARD, beside_card=True, processors=8)
+
+
+def settings(values: Mapping[str, Any]) -> Config:
+    plain = {"hardware.threads": 8, "memory.streamed_blocks": 0}
+    return build_config({**plain, **values})
+
+
+def found(
+    now: Surroundings, *, slow: Slow = SLOW, spills: bool = False, **values: Any
+) -> list[Cause]:
+    config = settings({key.replace("__", "."): value for key, value in values.items()})
+    return list(causes(slow, QUIET, now, spills=spills, config=config))
+
+
+def with_card(**changes: Any) -> Surroundings:
+    return replace(QUIET, card=replace(CARD, **changes))
+
+
+def test_nothing_that_changed_is_no_cause() -> None:
+    assert not found(QUIET, spills=True)
+    assert not found(with_card(celsius=83, held_back=0x4))
+    assert not found(Surroundings(processors=8))
+
+
+@pytest.mark.parametrize(
+    ("now", "name", "said", "setting"),
+    [
+        (with_card(used_bytes=int(11.9 * GIB)), "spill", "11.9 of 12.0 GiB", "vram_limit_gib=8.6"),
+        (
+            with_card(clock_mhz=1200, celsius=88, held_back=0x40),
+            "heat",
+            "88 degrees Celsius and has lowered its clock from 1900 to 1200 MHz",
+            "fans",
+        ),
+        (with_card(clock_mhz=600, held_back=0x80), "power supply", "1900 to 600", "power cables"),
+        (with_card(clock_mhz=600, held_back=0x4), "clock", "1900 to 600", "laptop"),
+        (with_card(users=frozenset({US, OTHER})), "others", f"process {OTHER}", "end them"),
+        (with_card(busy_percent={US: 50, OTHER: 45}), "others", f"process {OTHER}", "end them"),
+        (
+            replace(QUIET, swapped_bytes_per_s=3e7),
+            "swap",
+            "swaps 29 MiB/s",
+            "memory.base_precision=int8",
+        ),
+        (replace(QUIET, cores_taken=7.6), "processor", "7.6 of 8 processors", "end them"),
+    ],
+)
+def test_each_cause_is_named_with_what_to_do(
+    now: Surroundings, name: str, said: str, setting: str
+) -> None:
+    (cause,) = found(now, spills=True)
+    assert cause.name == name
+    assert said in cause.found
+    assert setting in cause.fix
+
+
+def test_waiting_for_data_comes_first() -> None:
+    waits = replace(SLOW, wait_s=1.9)
+    first, second = found(with_card(users=frozenset({US, OTHER})), slow=waits)
+    assert (first.name, second.name) == ("data", "others")
+    assert "48 %" in first.found
+    assert "data.prefetch_steps" in first.fix
+
+
+def test_a_full_card_spills_only_where_its_driver_does() -> None:
+    assert not found(with_card(used_bytes=12 * GIB))
+
+
+def test_processors_count_where_the_training_wants_them() -> None:
+    busy = replace(QUIET, cores_taken=3.0)
+    assert not found(busy)
+    (cause,) = found(replace(busy, beside_card=False))
+    assert cause.name == "processor"
+
+
+def test_less_host_memory_is_asked_for_where_it_went() -> None:
+    (cause,) = found(replace(QUIET, swapped_bytes_per_s=3e7), memory__streamed_blocks=20)
+    assert "memory.streamed_blocks (now 20)" in cause.fix
+
+
+# ---- asking the driver
+
+BUSY = FakeCard(
+    uuid="GPU-b",
+    clock_mhz=1500,
+    celsius=66,
+    held_back=0x4,
+    compute_pids=(US,),
+    graphics_pids=(OTHER,),
+    busy_percent={US: 90},
+)
+GPU = Gpu(
+    index=1,
+    name="a card",
+    total_bytes=12 * GIB,
+    free_bytes=11 * GIB,
+    compute_capability=(8, 6),
+    driver="",
+    uuid="GPU-b",
+)
+
+
+def test_the_driver_is_asked_about_this_card() -> None:
+    nvml = FakeNvml(cards=(FakeCard(), BUSY))
+    assert card_state(GPU, nvml) == CardState(
+        total_bytes=12 * GIB,
+        used_bytes=GIB,
+        clock_mhz=1500,
+        celsius=66,
+        held_back=0x4,
+        users=frozenset({US, OTHER}),
+        busy_percent={US: 90},
+    )
+    assert nvml.sessions == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "nvmlDeviceGetClockInfo",
+        "nvmlDeviceGetTemperature",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+        "nvmlDeviceGetComputeRunningProcesses",
+        "nvmlDeviceGetGraphicsRunningProcesses",
+        "nvmlDeviceGetProcessUtilization",
+    ],
+)
+def test_what_a_driver_does_not_tell_is_left_out(call: str) -> None:
+    card = replace(BUSY, refuses={call: "Not Supported"})
+    state = card_state(GPU, FakeNvml(cards=(card,)))
+    assert state is not None
+    assert state.total_bytes == 12 * GIB
+
+
+@pytest.mark.parametrize(
+    "nvml",
+    [
+        FakeNvml(refuses={"nvmlInit": "Driver Not Loaded"}),
+        FakeNvml(cards=()),
+        FakeNvml(cards=(replace(BUSY, refuses={"nvmlDeviceGetMemoryInfo": "GPU is lost"}),)),
+    ],
+)
+def test_a_driver_that_says_nothing_is_no_error(nvml: FakeNvml) -> None:
+    assert card_state(GPU, nvml) is None
+
+
+def test_a_look_at_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lora_trainer.surroundings._WATCHED_S", 0.05)
+    seen = look(None)
+    assert seen.card is None
+    assert 0 <= seen.cores_taken <= seen.processors == len(os.sched_getaffinity(0))

@@ -1,0 +1,326 @@
+"""Windows, played on this machine: whole files, whole commands, and no name that exists on POSIX only."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from lora_trainer.gui import jobs
+from lora_trainer.gui.workplace import Workplace
+
+from lora_trainer import files, queue_worker, run_folder
+from lora_trainer.errors import MachineError, RequestError
+from lora_trainer.files import read_json_object, write_atomic
+from lora_trainer.output.state_files import append_durably
+from lora_trainer.output.status import Control
+from lora_trainer.queue_files import Item
+from lora_trainer.stopping import StopFlag, taking_signals
+from tests.fakes import runs
+from tests.fakes.runs import ROOT, Toy
+from tests.fakes.windows import MISSING, MISSING_MODULES, on_windows
+
+MODULES = [
+    file for name in ("lora_trainer", "gui", "presets") for file in (ROOT / name).rglob("*.py")
+]
+ALL_BYTES = bytes(range(256)) * 64 + b"\r\n\n\r\x1a" * 8
+
+
+def test_binary_files_hold_the_bytes_that_were_written(tmp_path: Path) -> None:
+    """Without O_BINARY the C runtime makes 16,456 bytes longer, and reading ends at Ctrl-Z."""
+    with on_windows():
+        write_atomic(tmp_path / "a.bin", ALL_BYTES)
+        for line in (b"one\x1a", b"two"):
+            append_durably(tmp_path / "lines", line)
+    assert (tmp_path / "a.bin").read_bytes() == ALL_BYTES
+    assert (tmp_path / "lines").read_bytes() == b"one\x1a\ntwo\n"
+
+
+def test_the_emulation_translates_as_the_c_runtime_does(tmp_path: Path) -> None:
+    """Else the tests here could not fail."""
+    ours = {"os": os, "path": tmp_path / "a", "flags": os.O_WRONLY | os.O_CREAT}
+    with on_windows():
+        descriptor = eval("os.open(path, flags)", {**ours, "__name__": files.__name__})
+        assert os.write(descriptor, b"a\nb\n") == 4
+        os.close(descriptor)
+    assert (tmp_path / "a").read_bytes() == b"a\r\nb\r\n"
+
+
+def on_windows_command(arguments: Iterable[str], *, timeout_s: float = 300) -> str:
+    """Run the real command in a process that plays Windows; return its error output."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::EncodingWarning", "-m", "tests.fakes.windows", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="backslashreplace",
+        check=False,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Toy, Toy]:
+    """The same training here and there: defaults of a fresh install, and states to resume from."""
+    here, there = (tmp_path_factory.mktemp(name) for name in ("here", "there"))
+    places = (runs.toy(here).with_base(), runs.toy(there).with_base())
+    assert places[0].train() == 0
+    on_windows_command(places[1].arguments())
+    return places
+
+
+@pytest.mark.timeout(600)
+def test_a_training_leaves_the_same_files_as_elsewhere(trained: tuple[Toy, Toy]) -> None:
+    here, there = trained
+    assert runs.trajectory(there.run) == runs.trajectory(here.run)
+    same = runs.contents(here.run / "samples")
+    assert same and runs.contents(there.run / "samples") == same
+    entries = runs.contents(here.cache, without={".whole", ".verified"})
+    assert (
+        entries
+        and runs.contents(there.cache).items()
+        >= {
+            name: digest for name, digest in entries.items() if name.endswith(".safetensors")
+        }.items()
+    )
+    for file in there.run.glob("*.jsonl"):
+        assert b"\r" not in file.read_bytes()
+
+
+@pytest.mark.timeout(600)
+def test_a_training_resumes_and_its_file_reads(trained: tuple[Toy, Toy]) -> None:
+    here, there = trained
+    on_windows_command(there.arguments("--resume", steps=9))
+    assert here.train("--resume", steps=9) == 0
+    assert runs.trajectory(there.run) == runs.trajectory(here.run)
+    exported = next(there.run.glob("toy.safetensors"))
+    with on_windows():
+        for words in (["inspect", str(exported)], ["check", str(there.dataset)], ["doctor"]):
+            assert runs.run_cli(words) == 0, words
+        assert runs.run_cli(["plan", str(there.dataset), "--base", str(there.base)]) == 0
+
+
+# ---- processes, names, consoles
+
+
+def test_what_is_started_outlives_its_console(tmp_path: Path) -> None:
+    """A session means nothing to Windows: a Ctrl-C or closed window would take the training along."""
+    work = Workplace(runs=tmp_path)
+    with on_windows() as started:
+        job = jobs.start(
+            work, kind="try", argv=[sys.executable, "-c", "import time; time.sleep(60)"]
+        )
+        (runner,) = started
+        until(lambda: (job.folder / jobs.RUNNER_FILE).exists())
+        children = psutil.Process(_runner(job)).children
+        until(lambda: bool(children()))
+        jobs.stop(jobs.read(work, job.id))
+        until(lambda: jobs.read(work, job.id).state != "running")
+        assert jobs.read(work, job.id).exit_code is not None  # its runner lived on to write it down
+    assert "start_new_session" not in runner
+    assert (
+        runner["creationflags"] == 0x200 | 0x0800_0000
+    )  # a process group and a console of its own
+
+
+def test_a_training_is_stopped_by_files_where_there_are_no_signals(tmp_path: Path) -> None:
+    """What the buttons Stop and Force stop do; Ctrl-Break and a closing window stop it as SIGTERM does."""
+    control = Control(tmp_path)
+    with on_windows():
+        stop = StopFlag(control=control)
+        assert stop() is None
+        control.request("stop")
+        assert stop() == signal.SIGTERM and control.pending() == set()
+        control.request("stop_now")
+        with pytest.raises(KeyboardInterrupt):
+            stop()
+        assert control.pending() == set()
+        with taking_signals(StopFlag()):
+            assert signal.getsignal(signal.SIGBREAK) != signal.SIG_DFL  # type: ignore[attr-defined]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < ends_s, "it did not come to it"
+        os.sched_yield()
+
+
+def _runner(job: jobs.Job) -> int:
+    return int(read_json_object(job.folder / jobs.RUNNER_FILE)["pid"])
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "said"),
+    [
+        (0xC0000005, "failed", "crashed (Windows error 0xC0000005)"),
+        (0xC000013A, "interrupted", "a closed window"),
+        (15, "interrupted", "somebody killed it"),
+        (1, "failed", "said nothing"),
+        (0, "finished", ""),
+    ],
+)
+def test_exit_codes_of_windows_say_how_a_training_ended(code: int, state: str, said: str) -> None:
+    item = Item(id="a", argv=(), folder="", label="", added_s=0.0, order=0)
+    with on_windows():
+        ended = queue_worker._exited(item, code, said="")
+    assert ended.state == state and said in ended.error
+
+
+def test_a_file_that_is_open_for_a_moment_is_replaced_when_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A virus scanner, an indexer, or the GUI reading status.json must not end a training."""
+    file = tmp_path / "status.json"
+    file.write_bytes(b"old")
+    reader = file.open("rb")
+    monkeypatch.setattr(time, "sleep", lambda _: reader.close())
+    with on_windows():
+        write_atomic(file, b"new")
+    assert file.read_bytes() == b"new"
+
+
+def test_a_file_that_stays_open_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_HELD_OPEN_S", 0.0)
+    file = tmp_path / "lora.safetensors"
+    file.write_bytes(b"old")
+    with file.open("rb"), on_windows(), pytest.raises(MachineError, match="close the program"):
+        write_atomic(file, b"new")
+    assert file.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["a:b", "nul", "Aux.v2", "COM3", "what?", "toy.", 'a"b'])
+def test_a_name_that_windows_refuses_is_refused_before_anything_is_made(name: str) -> None:
+    assert run_folder.checked_name(name) == name
+    with on_windows(), pytest.raises(RequestError, match="--name"):
+        run_folder.checked_name(name)
+
+
+def test_a_pipe_with_another_encoding_gets_utf_8(tmp_path: Path) -> None:
+    """Else logs hold cp1252 and the words of a child can not be decoded."""
+    folder = tmp_path / "日本 – ✓"
+    folder.mkdir()
+    script = "import sys; from tests.fakes.windows import on_windows\n"
+    script += "with on_windows():\n from lora_trainer.cli import main\n main(sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "check", str(folder)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "cp1252"},
+        capture_output=True,
+        check=False,
+    )
+    assert "日本 – ✓" in done.stderr.decode("utf-8"), done.stderr
+
+
+# ---- what the code may not do
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """A place that may use what Windows lacks, with the reason."""
+
+    file: str
+    name: str
+    why: str
+
+
+ALLOWED = (
+    Allowed("lora_trainer/files.py", "os.statvfs", "behind sys.platform: shutil.disk_usage there"),
+    Allowed("lora_trainer/files.py", "os.open", "open_binary, which adds O_BINARY, and folders"),
+    Allowed("lora_trainer/detached.py", "os.kill", "behind sys.platform"),
+    Allowed("lora_trainer/detached.py", "start_new_session", "behind sys.platform"),
+)
+_BEHAVES_OTHERWISE = {"os.open", "os.kill", "os.rename", "os.link"}
+ALLOWED += (
+    Allowed("lora_trainer/output/state_files.py", "os.rename", "tried again while it is open"),
+    Allowed("lora_trainer/output/checkpoints.py", "os.rename", "onto a free name, tried again"),
+    Allowed("gui/journal.py", "os.sync", "where it is there, else file by file"),
+    Allowed("gui/access.py", "os.link", "a rename where there are no links"),
+)
+
+
+def test_no_code_relies_on_what_windows_lacks() -> None:
+    allowed = {(place.file, place.name) for place in ALLOWED}
+    used = {(file, name) for file, _, name in _uses() if name is not None}
+    missing = {
+        (file, name)
+        for file, name in used
+        if name in _BEHAVES_OTHERWISE | {"start_new_session", "preexec_fn", "close_fds", "pass_fds"}
+        or name.partition(".")[2] in MISSING.get(name.partition(".")[0], ())
+        or name.partition(".")[0] in MISSING_MODULES
+    }
+    assert missing - allowed == set()
+    assert allowed - missing == set(), "no longer used: take it out of ALLOWED"
+
+
+def test_text_files_are_written_as_utf_8_with_unix_lines() -> None:
+    """The system's code page cannot hold every caption, and "\\r\\n" changes what is hashed and counted."""
+    wrong = [
+        f"{file}:{call.lineno}"
+        for file, call, _ in _uses()
+        if isinstance(call, ast.Call) and _text_mode_fault(call)
+    ]
+    assert wrong == []
+
+
+def _uses() -> Iterator[tuple[str, ast.AST, str | None]]:
+    """Yield each call, each `module.name` and each keyword of a call in the package, with its file."""
+    for path in MODULES:
+        file = path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                yield file, node, f"{node.value.id}.{node.attr}"
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                for alias in node.names:
+                    yield file, node, f"{node.module}.{alias.name}"
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield file, node, alias.name
+            elif isinstance(node, ast.Call):
+                yield file, node, None
+            elif isinstance(node, ast.keyword) and node.arg:
+                yield file, node, node.arg
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield file, node, node.value if node.value == "start_new_session" else None
+
+
+def _text_mode_fault(call: ast.Call) -> bool:
+    named = {keyword.arg for keyword in call.keywords}
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    words = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
+    if name == "read_text":
+        return "encoding" not in named and not words
+    if name == "write_text":
+        return not {"encoding", "newline"} <= named
+    if name == "open" and not (isinstance(call.func, ast.Attribute) and _opens_no_file(call.func)):
+        mode = next((word for word in words if isinstance(word, str)), "r")
+        return (
+            "b" not in mode
+            and not ({"encoding"} | ({"newline"} if mode != "r" else set())) <= named
+        )
+    return False
+
+
+def _opens_no_file(function: ast.Attribute) -> bool:
+    owner = function.value
+    return isinstance(owner, ast.Name) and owner.id in {
+        "Image",
+        "os",
+        "webbrowser",
+        "tarfile",
+        "content",  # of an archive
+        "self",
+    }

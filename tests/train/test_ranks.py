@@ -1,0 +1,193 @@
+"""What keeps a start of several processes from hanging, without starting several."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.errors import RequestError
+from lora_trainer.launch import Place
+from lora_trainer.output.trackers import PACKAGES
+from lora_trainer.prepare import Request
+from lora_trainer.run import TrainRequest, train
+from lora_trainer.train.heartbeat import Activity
+from tests.fakes.runs import python
+
+LAUNCHERS = {
+    "torchrun": {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+    "accelerate launch": {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_MIXED_PRECISION": "no",
+    },
+    "srun, mpirun": {"PMI_RANK": "0", "PMI_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2"},
+    "nothing": {},
+}
+_TRACKERS = """
+import json, sys
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import torch.distributed as dist
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from PIL import Image
+
+def refused(*args, **options):
+    raise RuntimeError("the process group is started in one process alone")
+
+dist.init_process_group = dist.distributed_c10d.init_process_group = refused
+for name in json.loads(sys.argv[2]):
+    sys.modules[name] = MagicMock(__spec__=MagicMock(), __version__="4.0.0")
+sys.modules["dvclive.plots"] = MagicMock()
+mlflow = sys.modules["mlflow"]
+mlflow.search_experiments.return_value = []
+mlflow.utils.validation.MAX_PARAM_VAL_LENGTH = 500
+mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH = 100
+
+from lora_trainer.events import EventStream
+from lora_trainer.output.trackers import start_trackers
+from lora_trainer.train.ranks import isolate_accelerate
+
+isolate_accelerate()
+folder, events, problems = Path(sys.argv[1]), EventStream(), []
+def listen(event):
+    if event.kind == "problem" and event.fields["code"] == "TRN-05":
+        problems.append(event.fields["what"])
+
+events.subscribe(listen)
+Image.new("RGB", (8, 8)).save(folder / "00.png")
+names = sorted(map(str, LOGGER_TYPE_TO_CLASS), reverse=True)  # wandb first: it asks for a state, and makes none
+start_trackers(names, run_folder=folder, settings={"train.seed": 1}, events=events)
+fields = dict(step=1, images=1, loss=0.5, lr=1e-4, grad_norm=1.0, seconds=1.0, data_wait_s=0.0)
+fields |= dict.fromkeys(["vram_bytes", "vram_reserved_bytes", "vram_used_bytes", "host_bytes"], 0)
+events.emit("step", **fields)
+events.emit("sample", step=1, images=[{"file": "00.png", "prompt": "a toy"}])
+events.emit("finished", step=1)
+print(json.dumps({"problems": problems, "logged": sys.modules["wandb"].init.return_value.log.called}))
+"""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_no_tracker_of_accelerate_waits_for_other_processes(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in {key for environment in LAUNCHERS.values() for key in environment}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in LAUNCHERS[launcher].items():
+        monkeypatch.setenv(name, value)
+    fakes = [name for name in PACKAGES if name != "tensorboard"]
+    done = python(_TRACKERS, str(tmp_path), json.dumps(fakes))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"problems": [], "logged": True}
+    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+    assert dict(os.environ).items() >= LAUNCHERS[launcher].items()
+
+
+# ---- the time a start may take
+
+
+class MetError(Exception):
+    """The processes would meet now."""
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Collects the time limit that a start of several processes gets."""
+    collected: list[float] = []
+
+    @contextmanager
+    def joined(place: Place, *, timeout_s: float) -> Iterator[Any]:
+        collected.append(timeout_s)
+        raise MetError
+        yield
+
+    monkeypatch.setattr("lora_trainer.run.joined", joined)
+    return collected
+
+
+def _start(tmp_path: Path, *, resume: bool = False, **more: Any) -> None:
+    overrides = {"output.folder": str(tmp_path), "output.name": "cat", **more.pop("overrides", {})}
+    request = Request(dataset=tmp_path / "cats", overrides=overrides, **more)
+    with pytest.raises(MetError):
+        train(TrainRequest(request=request, resume=resume))
+
+
+def test_processes_meet_within_the_time_that_the_user_set(
+    tmp_path: Path, limits: list[float]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"hardware": {"process_timeout_s": 33}}), encoding="utf-8")
+    typed = {"hardware.process_timeout_s": 44}
+    _start(tmp_path)
+    _start(tmp_path, config_file=file)
+    _start(tmp_path, config_file=file, overrides=typed)
+    _start(tmp_path, resume=True)  # no run to resume: the leader says so
+    run = {
+        "name": "cat",
+        "started_at_s": 1,
+        "settings": {"hardware.process_timeout_s": 55},
+        "base": {"source": "x", "identities": {}},
+        "environment": {"exactness": {}},
+        "plan": {"memory": {"images_at_once": {}}},
+        "dataset": {"fingerprint": ""},
+    }
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "run.json").write_text(json.dumps(run), encoding="utf-8")
+    _start(tmp_path, resume=True)
+    _start(tmp_path, resume=True, overrides=typed)
+    assert limits == [120, 33, 44, 120, 55, 44]
+
+
+def test_a_time_limit_that_is_none_is_refused_before_anything_waits(
+    tmp_path: Path, limits: list[float]
+) -> None:
+    request = Request(dataset=tmp_path, overrides={"hardware.process_timeout_s": 0})
+    with pytest.raises(RequestError, match="process_timeout_s"):
+        train(TrainRequest(request=request))
+    assert limits == []
+
+
+# ---- whether a process does anything
+
+
+def test_a_process_that_computes_reads_or_writes_is_not_idle() -> None:
+    now_s, processor_s, stored = 0.0, 0.0, 0
+    activity = Activity(
+        clock=lambda: now_s, processor_s=lambda: processor_s, stored_bytes=lambda: stored
+    )
+
+    def idle_s() -> float:
+        return activity.idle_s(window_s=120)
+
+    assert idle_s() == 0
+    now_s = 100.0
+    assert idle_s() == 100
+    processor_s = 1.0  # polls of a thread that waits
+    assert idle_s() == 100
+    processor_s = 1.3
+    assert idle_s() == 0
+    now_s = 220.0
+    assert idle_s() == 120
+    stored = 2_000_000
+    assert idle_s() == 0
+    now_s = 240.0
+    activity.reset()
+    assert idle_s() == 0
+
+
+def test_this_process_uses_its_processor_and_its_disk(tmp_path: Path) -> None:
+    activity = Activity(clock=lambda: 0.0)
+    sum(range(2_000_000))
+    assert activity.processor_s() < 0.5 + activity.processor_s()
+    before = activity.stored_bytes()
+    (tmp_path / "file").write_bytes(b"x" * 3_000_000)
+    assert activity.stored_bytes() >= before
