@@ -194,8 +194,11 @@ def test_a_single_file_trains_as_the_folder_it_was_made_from(place: Place, tmp_p
     line = place.command("rslora", "single", base__companion=str(base_of("sd15")))
     line[line.index("--base") + 1] = str(file)
     assert run_cli(line) == 0
-    assert trajectory(place.runs / "single") == trajectory(place.runs / "rslora")
-    assert np.array_equal(shown(place.runs / "single", 3), shown(place.runs / "rslora", 3))
+    folder = trajectory(place.runs / "rslora")
+    # Up to rounding: products on a CPU depend on where in a file, and so in memory, the weights begin.
+    for one, other in zip(trajectory(place.runs / "single"), folder, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    assert np.abs(shown(place.runs / "single", 3) - shown(place.runs / "rslora", 3)).max() <= 1
     assert run_cli([*line, "--resume"]) == 0
 
 

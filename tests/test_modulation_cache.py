@@ -1,4 +1,4 @@
-"""Whole runs with modulation made ahead: the bits of runs without, interrupted too; refused where it cannot be."""
+"""Whole runs with modulation made ahead: the numbers of runs without; the same bits when interrupted."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from lora_trainer import families
@@ -20,7 +22,6 @@ from lora_trainer.train.training import Model
 from tests.fakes.family_bases import base_of, facts_at, side_of
 from tests.fakes.runs import (
     Toy,
-    contents,
     events,
     last_state,
     toy,
@@ -62,8 +63,26 @@ def same_result(one: Path, other: Path) -> None:
         assert all(torch.equal(first[key], second[key]) for key in first), file
 
 
-def validations(run: Path) -> list[Any]:
-    return [(row["loss"], row["by_timestep"]) for row in events(run, "validation")]
+def close_result(one: Path, other: Path) -> None:
+    """The same up to rounding: products on a CPU depend on where in memory the weights begin."""
+    for left, right in zip(trajectory(one), trajectory(other), strict=True):
+        assert left == pytest.approx(right, rel=1e-5)
+    first, second = load_file(last_state(one) / ADAPTER), load_file(last_state(other) / ADAPTER)
+    assert first.keys() == second.keys()
+    difference = sum(float((first[key] - second[key]).abs().sum()) for key in first)
+    assert difference < 1e-4 * sum(float(first[key].abs().sum()) for key in first)
+
+
+def validations(run: Path) -> list[list[float]]:
+    """Return the loss of each validation and of each of its timesteps."""
+    return [
+        [row["loss"], *(loss for pair in row["by_timestep"] for loss in pair)]
+        for row in events(run, "validation")
+    ]
+
+
+def pixels(image: Path) -> np.ndarray[Any, Any]:
+    return np.asarray(Image.open(image), dtype=np.int16)
 
 
 @pytest.fixture(autouse=True)
@@ -91,15 +110,19 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def test_losses_validations_samples_and_weights_are_the_same_bits(
-    place: Toy, made: list[int]
-) -> None:
+def test_losses_validations_samples_and_weights_are_the_same(place: Toy, made: list[int]) -> None:
     plain = train(place, "plain", cached=False)
     assert not made
     cached = train(place, "cached")
-    same_result(cached, plain)
-    assert validations(cached) == validations(plain) != []
-    assert contents(cached / "samples") == contents(plain / "samples") != {}
+    close_result(cached, plain)
+    assert len(events(plain, "validation")) > 2
+    for one, other in zip(validations(cached), validations(plain), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    images = list((plain / "samples").rglob("*.png"))
+    assert images
+    for image in images:
+        twin = cached / image.relative_to(plain)
+        assert np.abs(pixels(twin) - pixels(image)).max() <= 1
     assert 6 <= max(made) < 18, "no window of several steps, or one for all"
 
 
@@ -123,9 +146,7 @@ def test_an_interrupted_run_goes_on_within_a_window_to_the_same_bits(
     same_result(train(place, "broken", "--resume"), whole)
 
 
-def test_a_batch_in_parts_and_priors_are_the_same_bits_as_without(
-    place: Toy, made: list[int]
-) -> None:
+def test_a_batch_in_parts_and_priors_are_the_same_as_without(place: Toy, made: list[int]) -> None:
     """Two and one at once, some of them twice and some to stay as the base says; dropout keyed by sample."""
     priors = write_priors(place) if not (place.dataset / "masks").exists() else {}
     settings = {**priors, "memory__micro_batch": 2, "adapter__dropout": 0.1}
@@ -133,7 +154,7 @@ def test_a_batch_in_parts_and_priors_are_the_same_bits_as_without(
     plain = train(place, "plain-priors", cached=False, **settings)
     assert not made
     cached = train(place, "cached-priors", **settings)
-    same_result(cached, plain)
+    close_result(cached, plain)
     assert made and -1 not in made, "weights came for a single pass of training"
     steps = len(trajectory(cached))
     assert len(made) < 2 * steps + len(validations(cached)) * 8

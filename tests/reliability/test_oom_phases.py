@@ -21,7 +21,7 @@ from lora_trainer.data import encode
 from lora_trainer.events import read_jsonl
 from lora_trainer.output.checkpoints import ADAPTER
 from lora_trainer.output.samples import SampleAction
-from lora_trainer.train.actions import SaveAction, ValidateAction
+from lora_trainer.train.actions import FixedLosses, SaveAction
 from lora_trainer.train.training import Model
 from tests.fakes.runs import STEPS, Toy, events, last_state, toy, trajectory
 from tests.fakes.training import distance
@@ -69,7 +69,7 @@ PHASES: dict[str, tuple[Any, str, int]] = {
     "forward": (Model, "losses_of", 30),
     "backward": (Tensor, "backward", 2),
     "optimizer": (torch.optim.AdamW, "step", 4),
-    "validation": (ValidateAction, "_loss_sum", 3),
+    "validation": (FixedLosses, "_loss_sum", 3),
     "samples": (SampleAction, "_write", 2),
     "state": (SaveAction, "state", 3),
 }

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lora_trainer.config import OptimizerSettings
+from lora_trainer.devices import KINDS
 from lora_trainer.errors import MachineError, RequestError
 from lora_trainer.train.optim import (
     build_optimizer,
@@ -104,7 +105,7 @@ def test_a_gpu_gets_the_paged_class_and_a_cpu_the_plain_one(
 
     own = parameters()
     assert type(build_optimizer([one_group(own)], settings("paged_adamw8bit"))) is AdamW8bit
-    monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
+    monkeypatch.setattr("lora_trainer.train.optimizer_kinds.kind_of", lambda _: KINDS["cuda"])
     made = []
     monkeypatch.setattr("lora_trainer.train.optim._allocate", made.append)
     build_optimizer([one_group(own)], settings("paged_adamw8bit"))

@@ -206,10 +206,11 @@ def test_what_is_to_stay_as_the_base_costs_nothing_until_something_is_learned() 
     as_base = [sample.as_base for sample in samples]
     assert as_base == [sample.sample.startswith(("s2", "s3")) for sample in samples]
     start = losses_of(training, samples)
-    assert [loss == 0.0 for loss in start] == as_base
+    # Up to the rounding of products of two images and of four.
+    assert [loss < 1e-12 for loss in start] == as_base
     awaken(training.adapter)
     after = losses_of(training, samples)
-    assert all(loss > 0.0 for loss in after)
+    assert all(loss > 1e-6 for loss in after)
 
 
 def test_dropout_is_not_done_to_what_the_base_says() -> None:
