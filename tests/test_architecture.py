@@ -128,6 +128,7 @@ def test_module_starts_without_torch(name: str, loaded_by: dict[str, list[str]])
 
 
 ABOUT_RELEASES = (
+    ROOT / "lora_trainer" / "importing" / "trainers",
     ROOT / "lora_trainer" / "tools" / "captioners" / "catalogue.py",
     ROOT / "scripts" / "readers",
     ROOT / "scripts" / "allocator_table.py",
@@ -136,8 +137,8 @@ ABOUT_RELEASES = (
     ROOT / "benchmarks" / "capped_cards.py",
     ROOT / "benchmarks" / "mid_size_base.py",
 )
-"""What is about releases by the names the world has for them: captioning models, which share names with
-families; programs run by hand about other programs, what trainers draw, and true sizes."""
+"""What is about releases by the names the world has for them: other trainers' keys; captioning models, which
+share names with families; programs run by hand about other programs, what trainers draw, and true sizes."""
 
 
 @pytest.mark.parametrize("family", families.MODULES)

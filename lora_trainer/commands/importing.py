@@ -24,9 +24,9 @@ def import_settings(
     force: Annotated[bool, Parameter(negative="", help="replace an existing output")] = False,
     json: Json = False,
 ) -> Answer:
-    """Turn a dataset or training TOML of kohya's trainers into settings; names every key it cannot."""
+    """Turn another trainer's settings file into ours; says what becomes of every key."""
     from lora_trainer.files import write_atomic
-    from lora_trainer.importing.kohya import import_kohya
+    from lora_trainer.importing.reading import import_file
     from lora_trainer.importing.writing import report, settings_json, settings_toml
 
     writers = {".toml": settings_toml, ".json": settings_json}
@@ -34,7 +34,7 @@ def import_settings(
         raise RequestError(f"{output} is no settings file", fix="name it .toml or .json")
     if output is not None and output.exists() and not force:
         raise RequestError(f"{output} exists", fix="choose another --output, or add --force")
-    imported = import_kohya(file)
+    imported = import_file(file)
     if output is not None:
         write_atomic(output, writers[output.suffix.lower()](imported).encode())
     if json:

@@ -1,29 +1,36 @@
-"""What becomes of each key of a foreign settings file: a setting, nothing to do, no equivalent, unknown.
+"""What becomes of each key of a foreign settings file, and the settings that come of them.
 
-Input: keys and values one by one. Output: `Imported`, in which every key of the file is named once.
+A key is a setting, is a setting by the nearest that there is, needs none, has no equivalent, or is unknown.
+Input: keys and values one by one. Output: `Imported`, in which every key of the file is named.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lora_trainer.config import overlaid, setting_keys, setting_of
+from lora_trainer.redaction import without_secrets
+
+OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "None")
+"""Values with which an option of another trainer does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
     """Settings by key, where each comes from, and what was not carried over, by the foreign key.
 
-    What `data.folders` holds has a source for each of its parts.
-    `dataset` is the folder to train on as the file has it, None where it names none.
+    `trainer` is the program whose file it is. What `data.folders` holds has a source for each of its
+    parts. `nearest` says which keys are only approximated, and how. `dataset` is the folder to train on
+    as the file has it, None where it names none.
     """
 
+    trainer: str
     values: Mapping[str, Any]
     sources: Mapping[str, str]
+    nearest: Mapping[str, str]
     nothing_to_set: Mapping[str, str]
     without_equivalent: Mapping[str, str]
     unknown: tuple[str, ...]
@@ -32,8 +39,10 @@ class Imported:
     def to_json(self) -> dict[str, Any]:
         """Return plain values for `import --json`."""
         return {
+            "trainer": self.trainer,
             "settings": dict(self.values),
             "from": dict(self.sources),
+            "nearest": dict(self.nearest),
             "nothing_to_set": dict(self.nothing_to_set),
             "without_equivalent": dict(self.without_equivalent),
             "unknown": list(self.unknown),
@@ -43,42 +52,49 @@ class Imported:
 
 @dataclass(kw_only=True)
 class Findings:
-    """Collects what becomes of the keys."""
+    """Collects what becomes of the keys; `named` holds the foreign keys of which something is said."""
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    nearest: dict[str, str] = field(default_factory=dict)
     nothing_to_set: dict[str, str] = field(default_factory=dict)
     without_equivalent: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     dataset: str | None = None
+    named: set[str] = field(default_factory=set)
 
-    def set(self, key: str, value: Any, source: str) -> None:
-        """Set one of our settings; `source` is the foreign key, or says why it is set."""
+    def set(self, key: str, value: Any, *names: str, note: str = "") -> None:
+        """Set one of our settings; `names` are the foreign keys it comes from, `note` says more of them."""
         assert setting_of(key) in setting_keys(), key
         self.values = overlaid(self.values, {key: value})
-        self.sources[key] = source
+        self.sources[key] = " ".join(part for part in (" x ".join(names), note) if part)
+        self.named.update(names)
 
     def stays(self, key: str, why: str) -> None:
         """Say that a key needs no setting here."""
         self.nothing_to_set[key] = why
+        self.named.add(key)
 
-    def lacks(self, key: str, value: Any, why: str) -> None:
-        """Say that a key has no equivalent; one that is off there needs none."""
-        if value in (False, None, 0, "", [], {}):
-            self.nothing_to_set[key] = f"is off ({_shown(value)})"
+    def is_nearest(self, key: str, how: str) -> None:
+        """Say that a key is only approximated, and how."""
+        self.nearest[key] = how
+        self.named.add(key)
+
+    def lacks(self, key: str, value: Any, why: str, *, off: tuple[Any, ...] = ()) -> None:
+        """Say that a key has no equivalent; one that is off there needs none, `off` has more such values."""
+        self.named.add(key)
+        if any(type(value) is type(idle) and value == idle for idle in (*OFF, 0.0, *off)):
+            self.nothing_to_set[key] = f"is off there ({shown(value)})"
         else:
-            self.without_equivalent[key] = f"{_shown(value)}: {why}"
+            self.without_equivalent[key] = f"{shown(value)}: {why}"
 
-    def names(self, key: str) -> bool:
-        """Say whether anything is said of a foreign key by now."""
-        said = (*self.sources.values(), *self.nothing_to_set, *self.without_equivalent)
-        return any(key in re.findall(r"\w+", text) for text in said)
-
-    def done(self) -> Imported:
+    def done(self, trainer: str) -> Imported:
         """Return all of it."""
         return Imported(
+            trainer=trainer,
             values=self.values,
             sources=self.sources,
+            nearest=self.nearest,
             nothing_to_set=self.nothing_to_set,
             without_equivalent=self.without_equivalent,
             unknown=tuple(self.unknown),
@@ -86,5 +102,7 @@ class Findings:
         )
 
 
-def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+def shown(value: Any) -> str:
+    """Return a foreign value as one short line without tokens in it."""
+    text = without_secrets(json.dumps(value, ensure_ascii=False, default=str))
+    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -45,9 +45,11 @@ def report(imported: Imported) -> str:
 
 def remarks(imported: Imported) -> Iterator[str]:
     """Yield lines that say what to train on, and name each key that is not among the settings."""
+    yield f"A settings file of {imported.trainer}"
     if imported.dataset is not None:
         yield f"Train on: {imported.dataset}"
     parts = (
+        ("The nearest that there is here:", imported.nearest),
         ("Without an equivalent here:", imported.without_equivalent),
         ("Nothing to set for:", imported.nothing_to_set),
     )

@@ -11,11 +11,10 @@ import pytest
 
 from lora_trainer.config import build_config
 from lora_trainer.errors import InputError, RequestError
-from lora_trainer.importing import training
-from lora_trainer.importing.dataset import SUBSET_KEYS
 from lora_trainer.importing.findings import Imported
-from lora_trainer.importing.kohya import import_kohya
-from lora_trainer.importing.training_keys import NOTHING_TO_SET, SAME, WITHOUT_EQUIVALENT
+from lora_trainer.importing.reading import import_file
+from lora_trainer.importing.trainers.sd_scripts_dataset import KEYS as DATASET_KEYS
+from lora_trainer.importing.trainers.sd_scripts_keys import KEYS
 from lora_trainer.settings_file import read_settings_file
 from tests.fakes.runs import python, run_cli, write_dataset
 
@@ -99,13 +98,13 @@ def write(folder: Path, text: str, name: str = "their.toml") -> Path:
 
 def named(found: Imported) -> str:
     """Return everything that says what became of keys."""
-    rows = (*found.sources.values(), *found.nothing_to_set, *found.without_equivalent)
-    return "\n".join((*rows, *found.unknown))
+    rows = (*found.sources.values(), *found.nearest, *found.nothing_to_set)
+    return "\n".join((*rows, *found.without_equivalent, *found.unknown))
 
 
 def test_a_training_file(tmp_path: Path) -> None:
     write_dataset(tmp_path / "pictures" / "3_zibbo", images=4)
-    found = import_kohya(write(tmp_path, TRAINING))
+    found = import_file(write(tmp_path, TRAINING))
     assert found.dataset == "pictures"
     assert found.values == {
         "base.model": "someone/base",
@@ -127,6 +126,7 @@ def test_a_training_file(tmp_path: Path) -> None:
         "optimizer.beta1": 0.9,
         "optimizer.beta2": 0.99,
         "optimizer.schedule": "cosine",
+        "optimizer.warmup_fraction": 0.0,
         "train.batch_size": 4,
         "memory.micro_batch": 2,
         "train.steps": 30,
@@ -136,8 +136,15 @@ def test_a_training_file(tmp_path: Path) -> None:
         "objective.min_snr_gamma": 5,
         "objective.noise_offset": 0.05,
         "objective.loss": "smooth_l1",
+        "objective.huber_delta": 0.1,
+        "objective.huber_schedule": "snr",
+        "objective.timestep_sampling": "uniform",
+        "objective.zero_terminal_snr": False,
         "objective.max_timestep": 999,
-        "data.resolution": 627,
+        "train.max_grad_norm": 1.0,
+        "train.lower_on_plateau": False,
+        "train.tighten_on_spike": False,
+        "data.resolution": 640,
         "data.buckets": True,
         "data.shuffle_tags": True,
         "data.keep_tokens": 2,
@@ -149,21 +156,20 @@ def test_a_training_file(tmp_path: Path) -> None:
         "output.save_every_epochs": 2,
         "output.keep_last": 3,
         "memory.attention": "xformers",
-        "memory.gradient_checkpointing": "full",
     }
     assert sorted(found.without_equivalent) == [
         "lr_warmup_steps",
-        "max_bucket_reso",
-        "network_args preset",
-        "optimizer_args odd",
+        "optimizer_args.odd",
     ]
+    assert list(found.nearest) == ["resolution"]
+    assert found.trainer == "sd-scripts"
     assert found.unknown == ("some_new_option",)
-    assert found.nothing_to_set["color_aug"] == "is off (false)"
+    assert found.nothing_to_set["color_aug"] == "is off there (false)"
     assert "hf_abcdef" not in json.dumps(found.to_json()), "a token is nobody's setting"
 
 
 def test_a_dataset_file(tmp_path: Path) -> None:
-    found = import_kohya(write(tmp_path, DATASET))
+    found = import_file(write(tmp_path, DATASET))
     assert found.dataset == str(Path("/data/cat"))
     assert found.values == {
         "data.resolution": 512,
@@ -193,15 +199,15 @@ def test_a_dataset_file(tmp_path: Path) -> None:
     assert found.sources["data.folders.others.shuffle_tags"].startswith("datasets[0].subsets[1].")
     assert sorted(found.without_equivalent) == [
         "datasets[0].bucket_no_upscale",
-        "datasets[0].subsets[0].caption_prefix among the tags",
         "datasets[0].subsets[1].class_tokens",
     ]
+    assert list(found.nearest) == ["datasets[0].subsets[0].caption_prefix"]
     assert found.unknown == ("datasets[0].subsets[1].odd",)
 
 
 def test_one_subset_is_the_dataset(tmp_path: Path) -> None:
     text = '[[datasets]]\n[[datasets.subsets]]\nimage_dir = "/data/10_cat"\nflip_aug = true\n'
-    found = import_kohya(write(tmp_path, text))
+    found = import_file(write(tmp_path, text))
     assert found.dataset == str(Path("/data/10_cat"))
     assert (found.values["data.flip"], found.values["data.repeats"]) == (True, 1)
     assert "data.folders" not in found.values
@@ -213,11 +219,11 @@ def test_the_same_pictures_in_two_datasets_are_trained_at_two_resolutions(tmp_pa
         f'[[datasets.subsets]]\nimage_dir = "/data/{folder}"\n'
         for side, folder in ((1024, "cat"), (768, "cat"), (512, "dog"))
     )
-    found = import_kohya(write(tmp_path, text))
+    found = import_file(write(tmp_path, text))
     assert found.values["data.resolution"] == 1024
     assert found.values["data.more_resolutions"] == [768]
     assert sorted(found.without_equivalent) == [
-        "datasets[1].batch_size", "datasets[2].batch_size", "datasets[2].resolution",
+        "datasets[2].resolution",
     ]  # fmt: skip
     assert "datasets[1].subsets[0].image_dir" in found.nothing_to_set
 
@@ -227,7 +233,7 @@ def test_regularisation_and_masks_are_carried_over(tmp_path: Path) -> None:
         f'[[datasets.subsets]]\nimage_dir = "/data/cat/{folder}"\nnum_repeats = 1\n{more}\n'
         for folder, more in (("own", "alpha_mask = true"), ("others", "is_reg = true"))
     )
-    found = import_kohya(write(tmp_path, text)).values
+    found = import_file(write(tmp_path, text)).values
     assert found["data.folders"] == {
         "own": {"repeats": 1},
         "others": {"repeats": 1, "regularisation": True},
@@ -235,14 +241,14 @@ def test_regularisation_and_masks_are_carried_over(tmp_path: Path) -> None:
     assert (found["data.masks"], found["data.mask_background"]) == ("alpha", 0.0)
 
     training = 'reg_data_dir = "/others"\nprior_loss_weight = 0.5\nmasked_loss = true\n'
-    found = import_kohya(write(tmp_path, training)).values
+    found = import_file(write(tmp_path, training)).values
     assert found["data.regularisation_dir"] == "/others"
     assert (found["objective.prior_weight"], found["data.masks"]) == (0.5, "files")
 
     off = 'reg_data_dir = ""\nprior_loss_weight = 0.0\nmasked_loss = false\nseed = 1\n'
-    nothing = import_kohya(write(tmp_path, off))
+    nothing = import_file(write(tmp_path, off))
     assert "data.masks" not in nothing.values and "data.regularisation_dir" not in nothing.values
-    assert nothing.without_equivalent.keys() <= {"learning_rate"}
+    assert not nothing.without_equivalent
 
 
 def test_pictures_beside_a_subfolder_are_called_by_a_dot(tmp_path: Path) -> None:
@@ -250,7 +256,7 @@ def test_pictures_beside_a_subfolder_are_called_by_a_dot(tmp_path: Path) -> None
         f'[[datasets.subsets]]\nimage_dir = "{folder}"\nnum_repeats = {repeats}\n'
         for folder, repeats in (("/data/cat/more", 2), ("/data/cat", 5))
     )
-    found = import_kohya(write(tmp_path, text))
+    found = import_file(write(tmp_path, text))
     assert found.dataset == str(Path("/data/cat"))
     assert found.values["data.folders"] == {"more": {"repeats": 2}, ".": {"repeats": 5}}
 
@@ -258,20 +264,15 @@ def test_pictures_beside_a_subfolder_are_called_by_a_dot(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            '[[datasets]]\n[[datasets.subsets]]\nimage_dir = "/a/x"\n'
-            '[[datasets.subsets]]\nimage_dir = "/b/y"\n',
-            "lie in different folders (/a, /b)",
-        ),
-        ("[[datasets]]\n[[datasets.subsets]]\nnum_repeats = 2\n", "names no folder of pictures"),
+        ("[[datasets]]\n[[datasets.subsets]]\nnum_repeats = 2\n", "names no folder of images"),
         ("[[datasets]]\nresolution = 512\n", "names no subset"),
-        ("datasets = 3\n", "is no list of tables"),
-        ("network_dim = 0\n", "says what cannot be done here: adapter.rank=0"),
+        ("general = 3\n[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'a'\n", "is no table"),
+        ("seed = 1\ngemma2 = 'g'\nnetwork_module = 'networks.lora'\n", "is of a model that is not"),
     ],
 )
 def test_what_cannot_be_done_is_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError) as caught:
-        import_kohya(write(tmp_path, text))
+        import_file(write(tmp_path, text))
     assert message in caught.value.found
 
 
@@ -297,23 +298,23 @@ def test_what_cannot_be_done_is_refused(text: str, message: str, tmp_path: Path)
     ],
 )
 def test_optimizers_are_carried_over(text: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    found = import_kohya(write(tmp_path, text))
+    found = import_file(write(tmp_path, text))
     own = {key: value for key, value in found.values.items() if key.startswith("optimizer.")}
     assert settings.items() <= {key.partition(".")[2]: v for key, v in own.items()}.items()
     assert not {key for key in found.without_equivalent if "optimizer" in key}
-    assert "optimizer.text_encoder_learning_rate" not in own
+    assert ("optimizer.text_encoder_learning_rate" in own) == (settings["name"] != "prodigy")
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is no TOML"):
-        import_kohya(write(tmp_path, "a = = 1"))
+        import_file(write(tmp_path, "a = = 1"))
     with pytest.raises(InputError, match="cannot read"):
-        import_kohya(tmp_path / "none.toml")
+        import_file(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize("name", ["train.toml", "data.toml"])
 def test_missing_options_are_what_they_are_there_by_default(name: str, tmp_path: Path) -> None:
-    found = import_kohya(write(tmp_path, "network_dim = 4\n")).values
+    found = import_file(write(tmp_path, "network_dim = 4\n")).values
     assert found["adapter.alpha"] == 1
     assert found["objective.weighting"] == "none"
     assert (found["optimizer.schedule"], found["optimizer.warmup_fraction"]) == ("constant", 0.0)
@@ -327,16 +328,16 @@ def test_a_training_file_brings_its_dataset_file(tmp_path: Path) -> None:
     for folder in ("10_zibbo", "others"):
         write_dataset(tmp_path / "cat" / folder, images=3)
     text = 'dataset_config = "data.toml"\nmax_train_epochs = 2\nnetwork_train_unet_only = true\n'
-    found = import_kohya(write(tmp_path, text))
+    found = import_file(write(tmp_path, text))
     assert found.dataset == "cat"
     assert found.values["train.steps"] == 2 * 3  # 3 x 3 + 3 samples, 4 a step
     assert found.values["adapter.text_encoder"] is False
-    lost = import_kohya(write(tmp_path, 'dataset_config = "gone.toml"\nmax_train_epochs = 2\n'))
+    lost = import_file(write(tmp_path, 'dataset_config = "gone.toml"\nmax_train_epochs = 2\n'))
     assert sorted(lost.without_equivalent) == [
         "dataset_config",
-        "learning_rate",
         "max_train_epochs",
     ]
+    assert lost.values["optimizer.learning_rate"] == 2e-6
 
 
 SAMPLES: dict[str, Any] = {
@@ -357,20 +358,19 @@ SAMPLES: dict[str, Any] = {
     "sigmoid_scale": 2.0,
     "lr_warmup_steps": 10,
 }
-READ = {name for names in (*training._READERS, *training._LATER) for name in names}
 WORDS = {"pretrained_model_name_or_path", "vae", "output_dir", "output_name", "network_weights"}
 WORDS |= {"train_data_dir", "caption_extension", "caption_separator", "keep_tokens_separator"}
 WORDS |= {"secondary_separator", "caption_prefix", "caption_suffix", "huggingface_repo_id"}
-WORDS |= {name for name in SAME if name.startswith("metadata")} | {"dataset_config"}
+WORDS |= {name for name in KEYS if name.startswith("metadata")} | {"dataset_config"}
 
 
-@pytest.mark.parametrize("name", sorted(READ | {*SAME, *NOTHING_TO_SET, *WITHOUT_EQUIVALENT}))
+@pytest.mark.parametrize("name", sorted(KEYS))
 def test_no_option_is_lost(name: str, tmp_path: Path) -> None:
     """Each one alone in a file, as it is usually given and as it is switched off."""
     on = SAMPLES.get(name, "x" if name in WORDS else True if name in FLAGS else 0.5)
     for value in (on, 1, 0, False, ""):
         try:
-            found = import_kohya(write(tmp_path, f"{name} = {json.dumps(value)}\n"))
+            found = import_file(write(tmp_path, f"{name} = {json.dumps(value)}\n"))
         except RequestError as error:
             assert "cannot be done here" in error.found
             continue
@@ -381,16 +381,24 @@ FLAGS = {"weighted_captions", "zero_terminal_snr", "shuffle_caption", "flip_aug"
 FLAGS |= {"network_train_unet_only", "enable_bucket", "use_lion_optimizer", "v_parameterization"}
 
 
-@pytest.mark.parametrize("name", sorted(SUBSET_KEYS - {"image_dir"}))
+SUBSET_KEYS = sorted(
+    key.removeprefix("datasets[].subsets[].")
+    for key in DATASET_KEYS
+    if key.startswith("datasets[].subsets[].") and not key.endswith("image_dir")
+)
+
+
+@pytest.mark.parametrize("name", SUBSET_KEYS)
 @pytest.mark.parametrize("place", ["general", "datasets", "datasets.subsets"])
 def test_no_key_of_a_subset_is_lost(name: str, place: str, tmp_path: Path) -> None:
     sample: Any = "x" if name in WORDS or name == "class_tokens" else True if name in FLAGS else 1
     tables = {"general": "[general]", "datasets": "[[datasets]]"}
     tables["datasets.subsets"] = '[[datasets.subsets]]\nimage_dir = "a"'
     lines = []
+    sample = 0.2 if name == "validation_split" else sample
     for table, head in tables.items():
         lines += [head, *([f"{name} = {json.dumps(sample)}"] if table == place else [])]
-    found = import_kohya(write(tmp_path, "\n".join(lines)))
+    found = import_file(write(tmp_path, "\n".join(lines)))
     assert name in named(found)
     assert not found.unknown
 
@@ -404,7 +412,7 @@ def test_the_command_writes_a_settings_file(
     said = capsys.readouterr().out
     assert "Train on: " in said and "class_tokens" in said and "Not known: " in said
     values = read_settings_file(ours).values
-    assert values == import_kohya(theirs).values
+    assert values == import_file(theirs).values
     assert build_config(values).data.of_folder("10_zibbo").repeats == 3
     assert run_cli(["import", str(theirs), "--output", str(ours)]) == 2, "it exists"
     assert run_cli(["import", str(theirs), "--output", str(ours), "--force"]) == 0
@@ -421,7 +429,7 @@ def test_printed_settings_are_a_file_with_all_that_was_found(
     data = tomllib.loads(text)
     assert data["data"]["folders"]["10_my.zibbo \u732b"]["repeats"] == 3
     assert run_cli(["import", str(theirs), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == import_kohya(theirs).to_json()
+    assert json.loads(capsys.readouterr().out) == import_file(theirs).to_json()
 
 
 def test_importing_needs_no_torch(tmp_path: Path) -> None:

@@ -1,0 +1,135 @@
+"""Settings files of other trainers, read as settings of this one: the file, the trainer, every key.
+
+Input: a TOML, JSON or YAML file. Output: `Imported`. The trainer is told by its keys; what is nobody's, or is
+of this program, is refused and says why.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lora_trainer.config import build_config, setting_keys
+from lora_trainer.errors import InputError, RequestError
+from lora_trainer.importing.findings import Findings, Imported
+from lora_trainer.importing.rules import Foreign, Trainer, apply
+from lora_trainer.importing.trainers.sd_scripts import SD_SCRIPTS, SD_SCRIPTS_DATASET
+
+TRAINERS: tuple[Trainer, ...] = (SD_SCRIPTS_DATASET, SD_SCRIPTS)
+"""Those that are known, in the order in which they are asked."""
+MAX_BYTES = 4 << 20
+
+
+def import_file(file: Path) -> Imported:
+    """Read a settings file of another trainer.
+
+    Raises InputError for one that cannot be read or is no known trainer's, RequestError for what it says
+    and cannot be done here.
+    """
+    data = read_tables(file)
+    trainer, values = recognised(data, file)
+    foreign = Foreign(values=values, data=data, beside=file.parent)
+    try:
+        apply(trainer, foreign)
+        _finish(foreign.findings)
+        build_config(foreign.findings.values)
+    except RequestError as error:
+        raise RequestError(
+            f"{file} is of {trainer.name} and says what cannot be done here: {error.found}",
+            fix=error.fix,
+        ) from None
+    return foreign.findings.done(trainer.name)
+
+
+def read_tables(file: Path) -> Mapping[str, Any]:
+    """Return what a TOML, JSON or YAML file holds; raises InputError."""
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+        text = raw.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {file}: {error}", fix="give a readable UTF-8 file") from None
+    if len(raw) > MAX_BYTES:
+        raise InputError(
+            f"{file} is larger than a settings file can be", fix="give a settings file"
+        )
+    kind, parse = _PARSERS.get(file.suffix.lower(), ("TOML", tomllib.loads))
+    try:
+        data = parse(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        line = " ".join(str(error).split())[:200]
+        raise InputError(f"{file} is no {kind}: {line}", fix="correct that line") from None
+    if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
+        raise InputError(
+            f"{file} holds no table of settings", fix=f"give a settings file of {_names()}"
+        )
+    return data
+
+
+def recognised(data: Mapping[str, Any], file: Path) -> tuple[Trainer, dict[str, Any]]:
+    """Return whose file it is, and its values by flat key; raises InputError."""
+    for trainer in TRAINERS:
+        values = trainer.flat(data)
+        if values is not None:
+            return trainer, values
+    known = set(setting_keys())
+    sections = {key.partition(".")[0] for key in known}
+    own = {
+        key for key in data if key in known or (key in sections and isinstance(data[key], Mapping))
+    }
+    if own or ("settings" in data and isinstance(data["settings"], Mapping)):
+        raise InputError(
+            f"{file} is a settings file of this program already", fix=f"use it with --config {file}"
+        )
+    keys = ", ".join(sorted(data)[:6]) or "nothing"
+    raise InputError(
+        f"{file} is of no trainer that is known here (it holds {keys})",
+        fix=f"give a settings file of {_names()}",
+    )
+
+
+def _names() -> str:
+    return ", ".join(dict.fromkeys(trainer.name.partition(" (")[0] for trainer in TRAINERS))
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no annotations
+    """Refuses aliases, of which a short file can make gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not read")
+        return super().compose_node(parent, index)
+
+
+def _yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+
+
+def _json(text: str) -> Any:
+    return json.loads(text)
+
+
+_PARSERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    ".toml": ("TOML", tomllib.loads),
+    ".json": ("JSON", _json),
+    ".yaml": ("YAML", _yaml),
+    ".yml": ("YAML", _yaml),
+}
+
+
+def _finish(findings: Findings) -> None:
+    """Settle what trainers allow and settings here do not: saves after the end, a share of nothing."""
+    values = findings.values
+    steps, every = values.get("train.steps"), values.get("output.save_every_steps")
+    if steps and every and every > steps:
+        source = findings.sources["output.save_every_steps"]
+        findings.set(
+            "output.save_every_steps", 0, source, note=f"({every}: there is no save before the end)"
+        )
+    if "data.validation_fraction" not in values:
+        findings.set("data.validation_fraction", 0.0, note="nothing is held out there")
