@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from true_size import RELEASES, ROOT, write_true_size
+from random_bases import RELEASES, ROOT, write_true_size
 
 from lora_trainer.events import read_jsonl
 from lora_trainer.files import read_json_object

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from true_size import replace_part
+from random_bases import replace_part
 
 _CHANNELS = {"sample_size": 32, "block_out_channels": [64, 128, 256], "norm_num_groups": 32}
 MID_SIZE: Mapping[str, Mapping[str, Any]] = {  # entries of the denoiser's configuration

@@ -35,8 +35,8 @@ sys.path.insert(0, str(ROOT))
 from ladder_rungs import Bare, Ours, Rung, our_adapter, peft_adapter  # noqa: E402
 from mid_size_base import NAMES  # noqa: E402
 from plots import bars  # noqa: E402
+from random_bases import LADDER  # noqa: E402
 from trainee import Case, batches, frozen_network, sharing  # noqa: E402
-from true_size import LADDER  # noqa: E402
 
 from lora_trainer.errors import TrainingStopped  # noqa: E402
 from lora_trainer.model.adapters import Adapter  # noqa: E402

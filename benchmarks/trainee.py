@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from diffusers import DDPMScheduler
 from mid_size_base import MID_SIZE
+from random_bases import RELEASES, random_network
 from torch import Tensor, nn
-from true_size import RELEASES, random_network
 
 from lora_trainer import families
 from lora_trainer.config import Checkpointing, Config, build_config

@@ -1,159 +1,401 @@
-"""Random base models of true size, written on this machine: what memory and speed are measured on.
+"""Whole trainings at true sizes on this processor: SD1.5 at 512 px, SDXL at 1024 px, as folder and single file.
 
-Output is a diffusers folder: the denoiser and the VAE as released, CLIP as released, large language
-encoders with their width and three layers. Weights are noise, which takes as much memory and time as
-trained ones.
+Usage: python benchmarks/true_size.py --results FOLDER [--only NAME ...] [--keep-bases] [--tiny]
+
+Each case makes a random base with the files, names and configurations of its release, then runs the command
+`lora-train` three times with a fresh install's defaults, but for what the size forces (bf16, three steps, four
+images, one prompt): whole; killed with SIGKILL in the third step; resumed. It compares both results bit by
+bit, and the predicted memory of the machine with what the kernel measured, phase by phase. A case that was
+interrupted goes on with the part that is missing; FOLDER/true_size.json and a table are written after each.
+Needs 14 GB (SD1.5) or 32 GB (SDXL) of disk, and 24 GB of memory. `--tiny` tries the script with tiny networks.
 """
 
 from __future__ import annotations
 
-import importlib
+import argparse
 import json
+import multiprocessing
+import os
 import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+import psutil
+from host_watch import HostWatch
+from PIL import Image
+from random_bases import ROOT
+from released_bases import BASES, remove_base, tiny, write_file, write_folder
+from safetensors.numpy import load_file
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from lora_trainer import families  # noqa: E402
+from lora_trainer.events import read_jsonl  # noqa: E402
+from lora_trainer.files import read_json_object  # noqa: E402
 
-CLIP_L = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_attention_heads": 12,
-    "num_hidden_layers": 12,
-    "projection_dim": 768,
+GIB = 1 << 30
+STEPS, SAVED_STEP = 3, 2
+SIZES_PX = ((1280, 1280), (1536, 1024), (1024, 1536), (1280, 1280))
+BOUND = 0.1
+PREDICTED_BY = {
+    "caching images": "images",
+    "caching texts": "texts",
+    "loading": "loading",
+    "training": "training",
+    "sampling": "sampling",
 }
-CLIP_G = {
-    "hidden_size": 1280,
-    "intermediate_size": 5120,
-    "num_attention_heads": 20,
-    "num_hidden_layers": 32,
-    "projection_dim": 1280,
-}
-T5_XXL = {"d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64, "num_layers": 3}
-QWEN3_4B = {
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "num_hidden_layers": 3,
-}
-VAE = {
-    "block_out_channels": [128, 256, 512, 512],
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "layers_per_block": 2,
-    "norm_num_groups": 32,
-    "mid_block_add_attention": True,
-}
+"""Measured phase -> the plan's."""
+TEXT_MESSAGES = ("loading the text encoders", "captions")
+EXIT_CODES = {"whole": 0, "killed": -signal.SIGKILL, "resumed": 0}
+STATE_FILES = ("adapter.safetensors", "optim.safetensors", "optim.json", "state.json")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Release:
-    """A public release: its Hub id, the folder of its denoiser, its text encoders and VAE as config entries."""
+class Case:
+    """One base in one layout."""
 
-    source: str
-    denoiser: str
-    texts: Mapping[str, Mapping[str, Any]]
-    vae: Mapping[str, Any] = field(default_factory=dict)
+    base: str
+    as_file: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.base}-{'file' if self.as_file else 'folder'}"
 
 
-LADDER = (
-    "sd15:512:1:bf16",
-    "sd15:512:4:bf16",
-    "sdxl:1024:1:bf16",
-    "sdxl:1024:4:bf16",
-    "zimage:512:1:bf16",
-    "zimage:512:4:bf16",
-    "zimage:1024:1:bf16",
-    "zimage:1024:4:bf16:full",
-)
-"""Cases of the step ladder on a card of 80 GB; the last would not fit without recomputing."""
-RELEASES: Mapping[str, Release] = {
-    "sd15": Release(
-        source="stable-diffusion-v1-5/stable-diffusion-v1-5",
-        denoiser="unet",
-        texts={"text_encoder": CLIP_L},
-    ),
-    "sdxl": Release(
-        source="stabilityai/stable-diffusion-xl-base-1.0",
-        denoiser="unet",
-        texts={"text_encoder": CLIP_L, "text_encoder_2": CLIP_G},
-    ),
-    "flux": Release(
-        source="black-forest-labs/FLUX.1-dev",
-        denoiser="transformer",
-        texts={"text_encoder": CLIP_L, "text_encoder_2": T5_XXL},
-    ),
-    "zimage": Release(
-        source="Tongyi-MAI/Z-Image",
-        denoiser="transformer",
-        texts={"text_encoder": QWEN3_4B},
-        vae={"latent_channels": 16},
-    ),
+CASES = {
+    case.name: case
+    for case in (Case(base=base, as_file=as_file) for base in BASES for as_file in (False, True))
 }
 
 
-def write_true_size(name: str, folder: Path, *, device: torch.device) -> Path:
-    """Write a random base of true size and return its folder; made on `device`, bf16 denoiser."""
-    release = RELEASES[name]
-    importlib.import_module(f"tests.fakes.bases.{name}").write_base(folder)
-    replace_part(folder / "vae", {**VAE, **release.vae}, device=device, dtype=torch.float32)
-    for part, entries in release.texts.items():
-        replace_part(folder / part, entries, device=device, dtype=torch.bfloat16)
-    facts = families.known_base(release.source)
-    assert facts is not None
-    target = folder / release.denoiser
-    shutil.rmtree(target)
-    family = families.family(facts.family)
-    _save(random_network(lambda: family.empty_denoiser(facts.architecture), device), target)
+def main() -> None:
+    options = _options()
+    results: Path = options.results.resolve()
+    results.mkdir(parents=True, exist_ok=True)
+    dataset = _dataset(results / "pictures")
+    for name in options.only or CASES:
+        work = _Work(case=CASES[name], folder=results / name, tiny=options.tiny, dataset=dataset)
+        work.do()
+        if not options.keep_bases:
+            remove_base(work.base_folder)
+            work.base_file.unlink(missing_ok=True)
+        _write_results(results)
+    print(_write_results(results))
+    reports = [read_json_object(results / f"{name}.json") for name in options.only or CASES]
+    sys.exit(0 if all(report["problems"] == [] for report in reports) else 1)
+
+
+def _write_results(results: Path) -> str:
+    """Sum up all cases that are done, in true_size.json and as the table that is returned."""
+    reports = [
+        read_json_object(file) for name in CASES if (file := results / f"{name}.json").is_file()
+    ]
+    (results / "true_size.json").write_text(json.dumps(reports, indent=1) + "\n")
+    return table(reports)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """The parts of one case; what is done is in FOLDER.json."""
+
+    case: Case
+    folder: Path
+    dataset: Path
+    tiny: bool
+
+    @property
+    def base_folder(self) -> Path:
+        return self.folder / "base"
+
+    @property
+    def base_file(self) -> Path:
+        return self.folder / "base.safetensors"
+
+    @property
+    def runs(self) -> Path:
+        return self.folder / "runs"
+
+    @property
+    def record(self) -> Path:
+        return self.folder.with_suffix(".json")
+
+    def do(self) -> None:
+        """Do what is not done yet, in the order of a person: train; train, lose the machine, go on."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        parts = {"whole": self._whole, "killed": self._killed, "resumed": self._resumed}
+        for part, how in parts.items():
+            done = self._done()
+            if done["parts"].get(part, {}).get("exit_code") == EXIT_CODES[part]:
+                continue
+            self._make_base()
+            done["parts"][part] = how()
+            self._write(done)
+            if done["parts"][part]["exit_code"] != EXIT_CODES[part]:
+                break
+        done = self._done()
+        done["phases"] = self._phases(done)
+        done["problems"] = self._problems(done)
+        self._write(done)
+
+    def _done(self) -> dict[str, Any]:
+        if self.record.is_file():
+            return dict(read_json_object(self.record))
+        return {"case": self.case.name, "parts": {}, **_machine()}
+
+    def _write(self, done: Mapping[str, Any]) -> None:
+        self.record.write_text(json.dumps(done, indent=1) + "\n")
+
+    def _make_base(self) -> None:
+        """Write the base in a process of its own, so that this one stays small."""
+        whole = self.base_folder / "whole"
+        if whole.is_file():
+            return
+        remove_base(self.base_folder)
+        maker = multiprocessing.get_context("spawn").Process(target=_write_base, args=(self,))
+        maker.start()
+        maker.join()
+        if maker.exitcode:
+            sys.exit(f"the base of {self.case.name} could not be written")
+        whole.touch()
+
+    # ---- the three runs
+
+    def _whole(self) -> dict[str, Any]:
+        shutil.rmtree(self.runs, ignore_errors=True)  # of an attempt that failed
+        return self._run("whole", "whole")
+
+    def _killed(self) -> dict[str, Any]:
+        shutil.rmtree(self.runs / "broken", ignore_errors=True)
+        state = self.runs / "broken" / "states" / f"step-{SAVED_STEP:08d}"
+        return self._run("broken", "killed", kill_when=state.is_dir)
+
+    def _resumed(self) -> dict[str, Any]:
+        return self._run("broken", "resumed", "--resume")
+
+    def _run(
+        self, name: str, part: str, *more: str, kill_when: Callable[[], bool] | None = None
+    ) -> dict[str, Any]:
+        """Run `lora-train` and return its exit code, time and memory; its words go to a log file."""
+        run, began_s = self.runs / name, time.monotonic()
+        (run / "status.json").unlink(missing_ok=True)
+        with (self.folder / f"{part}.log").open("w") as log:
+            process = subprocess.Popen(
+                [*self._command(name), *more], stdout=log, stderr=subprocess.STDOUT, cwd=self.folder
+            )
+            with HostWatch(
+                process=psutil.Process(process.pid), run_folder=run, phase_of=_phase
+            ) as watch:
+                while kill_when is not None and process.poll() is None and not kill_when():
+                    time.sleep(0.05)
+                if kill_when is not None:
+                    process.send_signal(signal.SIGKILL)
+                code = process.wait()
+        return {
+            "exit_code": code,
+            "seconds": time.monotonic() - began_s,
+            "peaks": watch.as_json(),
+            "command": " ".join(self._command(name)[1:]),
+        }
+
+    def _command(self, name: str) -> list[str]:
+        settings = {
+            "train.precision": "bf16",
+            "train.validate_every_steps": STEPS,
+            "output.save_every_steps": SAVED_STEP,
+            "data.validation_fraction": 0.25,
+            "data.cache_dir": str(self.folder / "cache"),
+            "sampling.every_steps": STEPS,
+            "sampling.steps": 2,
+            "sampling.prompts_from_captions": 1,
+            "hardware.device": "cpu",
+        }
+        base = self.base_folder
+        if self.case.as_file:
+            base, settings["base.companion"] = self.base_file, str(self.base_folder)
+        command = [str(Path(sys.executable).with_name("lora-train")), str(self.dataset)]
+        command += ["--base", str(base), "--steps", str(STEPS), "--output", str(self.runs)]
+        command += ["--name", name]
+        for key, value in settings.items():
+            command += ["--set", f"{key}={value}"]
+        return command
+
+    # ---- what they came to
+
+    def _phases(self, done: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return for each phase of the whole run what was predicted and measured."""
+        record = self.runs / "whole" / "run.json"
+        if not record.is_file():
+            return []
+        plan = read_json_object(record)["plan"]["memory"]
+        predicted, rows = plan["phases"], []
+        for name, peak in done["parts"]["whole"]["peaks"].items():
+            size = predicted.get(PREDICTED_BY.get(name, ""))
+            measured = peak["resident_bytes"]
+            rows.append(
+                {
+                    "phase": name,
+                    "seconds": peak["seconds"],
+                    "predicted_bytes": size,
+                    "measured_bytes": measured,
+                    "without_files_bytes": peak["own_bytes"],
+                    "deviation": None if size is None else size / measured - 1,
+                }
+            )
+        rows.append(
+            {
+                "phase": "peak of all",
+                "seconds": done["parts"]["whole"]["seconds"],
+                "predicted_bytes": max(predicted.values()),
+                "measured_bytes": max(row["measured_bytes"] for row in rows),
+                "without_files_bytes": max(row["without_files_bytes"] for row in rows),
+            }
+        )
+        rows[-1]["deviation"] = rows[-1]["predicted_bytes"] / rows[-1]["measured_bytes"] - 1
+        return rows
+
+    def _differences(self) -> list[str]:
+        """Return what of the resumed run is not, bit by bit, what the whole one has."""
+        whole, broken = self.runs / "whole", self.runs / "broken"
+        state = Path("states") / f"step-{STEPS:08d}"
+        files = [state / name for name in STATE_FILES]
+        files += [file.relative_to(whole) for file in sorted((whole / "samples").rglob("*.png"))]
+        unequal = [
+            str(file) for file in files if not _same(whole / file, broken / file, Path.read_bytes)
+        ]
+        if not _same(whole / "whole.safetensors", broken / "broken.safetensors", _tensors):
+            unequal.append("the exported file's tensors")
+        if not _same(whole, broken, _losses):
+            unequal.append("the losses of steps and validations")
+        return unequal
+
+    def _problems(self, done: Mapping[str, Any]) -> list[str]:
+        for part, result in done["parts"].items():
+            if result["exit_code"] != EXIT_CODES[part]:
+                said = (self.folder / f"{part}.log").read_text().strip().splitlines()
+                return [f"{part} ended with {result['exit_code']}: {said[-1] if said else ''}"]
+        problems = [f"after the resume: {what}" for what in self._differences()]
+        resumed = [row for row in _events(self.runs / "broken") if row["event"] == "resumed"]
+        if [(row["step"], row["exactness"]) for row in resumed] != [(SAVED_STEP, "EXACT")]:
+            problems.append(f"resumed as {resumed}")
+        peak = done["phases"][-1]
+        if not self.tiny and abs(peak["deviation"]) > BOUND:
+            problems.append(f"the predicted peak is {peak['deviation']:+.1%} off")
+        return problems
+
+
+def _write_base(work: _Work) -> None:
+    base = BASES[work.case.base]
+    if work.tiny:
+        base = tiny(base)
+    if work.case.as_file:
+        write_file(base, work.base_folder, work.base_file)
+    else:
+        write_folder(base, work.base_folder)
+
+
+def _phase(status: Mapping[str, Any]) -> str:
+    """Name the phase that status.json is in."""
+    phase = str(status["phase"])
+    if phase == "cache":
+        return f"caching {'texts' if status['message'] in TEXT_MESSAGES else 'images'}"
+    names = {"load": "loading", "train": "training", "sample": "sampling", "export": "exporting"}
+    return names.get(phase, phase or "start")
+
+
+def _same(one: Path, other: Path, read: Callable[[Path], Any]) -> bool:
+    try:
+        return bool(read(one) == read(other))
+    except FileNotFoundError:
+        return False
+
+
+def _tensors(file: Path) -> dict[str, tuple[Any, bytes]]:
+    return {name: (value.shape, value.tobytes()) for name, value in load_file(file).items()}
+
+
+def _events(run: Path) -> list[dict[str, Any]]:
+    return read_jsonl(run / "events.jsonl")
+
+
+def _losses(run: Path) -> list[tuple[Any, ...]]:
+    rows = [row for row in _events(run) if row["event"] in ("step", "validation")]
+    return [(row["event"], row["step"], row["loss"], row.get("grad_norm")) for row in rows]
+
+
+def _dataset(folder: Path) -> Path:
+    """Write four images that fill the largest bucket, with captions, made from the example's."""
+    if folder.is_dir():
+        return folder
+    folder.mkdir(parents=True)
+    names = sorted(path.stem for path in (ROOT / "datasets" / "example").glob("*.txt"))
+    for number, (name, size) in enumerate(zip(names, SIZES_PX, strict=False)):
+        (example,) = (path for path in (ROOT / "datasets" / "example").glob(f"{name}.*[gp]"))
+        Image.open(example).convert("RGB").resize(size).save(folder / f"{number}.jpg", quality=95)
+        text = (ROOT / "datasets" / "example" / f"{name}.txt").read_text(encoding="utf-8")
+        (folder / f"{number}.txt").write_text(text, encoding="utf-8")
     return folder
 
 
-def replace_part(
-    folder: Path, entries: Mapping[str, Any], *, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Put a network of another size in the place of one of the same class: `entries` of its config change."""
-    config = json.loads((folder / "config.json").read_text()) | dict(entries)
-    shutil.rmtree(folder)
-    if "_class_name" in config:
-        kind = getattr(importlib.import_module("diffusers"), config["_class_name"])
-        network = random_network(lambda: kind.from_config(config), device)
-    else:
-        transformers = importlib.import_module("transformers")
-        (architecture,) = config["architectures"]
-        kind = getattr(transformers, architecture)
-        made = kind.config_class.from_dict(config)
-        network = random_network(lambda: kind(made), device)
-    _save(network.to(dtype), folder)
+def _machine() -> dict[str, Any]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "commit": commit.stdout.strip(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+    }
 
 
-def random_network(
-    build: Callable[[], Any], device: torch.device, dtype: torch.dtype = torch.bfloat16
-) -> nn.Module:
-    """Build without memory, then fill with noise on the device."""
-    with torch.device("meta"):
-        network: nn.Module = build()
-    network = network.to(dtype).to_empty(device=device)
-    with torch.no_grad():
-        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-            if not tensor.is_floating_point():
-                tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape))  # position ids
-            elif tensor.dim() > 1:
-                tensor.normal_(std=tensor.shape[-1] ** -0.5 / 2)
-            else:
-                tensor.fill_(1.0 if name.endswith("weight") else 0.0)
-    return network
+def table(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Return all phases of all cases as Markdown, sizes in GiB."""
+    lines = [
+        "| case | phase | predicted | measured | without mapped files | deviation | seconds |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for report in reports:
+        for row in report.get("phases", ()):
+            guess, off = row["predicted_bytes"], row["deviation"]
+            cells = [
+                report["case"],
+                row["phase"],
+                "" if guess is None else f"{guess / GIB:.2f}",
+                f"{row['measured_bytes'] / GIB:.2f}",
+                f"{row['without_files_bytes'] / GIB:.2f}",
+                "" if off is None else f"{off:+.1%}",
+                f"{row['seconds']:.0f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
+    for report in reports:
+        said = "; ".join(report.get("problems", ["not done yet"])) or (
+            f"killed after step {SAVED_STEP} and resumed: the same bits"
+        )
+        lines.append(f"{report['case']}: {said}")
+    return "\n".join(lines)
 
 
-def _save(network: Any, folder: Path) -> None:
-    network.save_pretrained(folder, max_shard_size="5GB")
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--results", type=Path, required=True, help="folder for bases, runs, figures"
+    )
+    parser.add_argument("--only", nargs="+", choices=CASES, help="cases [default: all]")
+    parser.add_argument(
+        "--keep-bases", action="store_true", help="do not remove bases that are done"
+    )
+    parser.add_argument("--tiny", action="store_true", help="tiny networks: tries the script")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

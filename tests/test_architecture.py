@@ -133,6 +133,8 @@ ABOUT_RELEASES = (
     ROOT / "scripts" / "readers",
     ROOT / "scripts" / "allocator_table.py",
     ROOT / "scripts" / "timestep_table.py",
+    ROOT / "benchmarks" / "random_bases.py",
+    ROOT / "benchmarks" / "released_bases.py",
     ROOT / "benchmarks" / "true_size.py",
     ROOT / "benchmarks" / "capped_cards.py",
     ROOT / "benchmarks" / "mid_size_base.py",

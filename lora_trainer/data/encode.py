@@ -85,10 +85,12 @@ def fill(
         work = _Pass(cache=cache, events=events, stop=stop, total=total, later=later)
         _add_masks(masks, work, settings=settings)
         if latents:
+            work.begin("loading the image encoder")
             images = _Encoding(load=load_image_encoder, devices=devices, events=events)
             _add_latents(latents, work, images, settings=settings)
             images.close()
         if texts:
+            work.begin("loading the text encoders")
             captions = _Encoding(load=load_text_encoder, devices=devices, events=events)
             _add_texts(texts, work, captions, texts_as=texts_as, settings=settings)
             captions.close()
@@ -115,6 +117,10 @@ class _Pass:
                 found=f"stopped while caching, {self.done} of {self.total} done; they stay cached",
                 fix=RESUME,
             )
+
+    def begin(self, message: str) -> None:
+        """Say what comes next: loading an encoder can take minutes, in which no entry is done."""
+        self.events.emit("phase", phase="cache", message=message, done=self.done, total=self.total)
 
     def add(self, key: CacheKey, entry: Entry, *, message: str) -> None:
         """Have an entry written, and say so."""

@@ -90,9 +90,9 @@ class StatusWriter:
 
     def __call__(self, event: Event) -> None:
         """Take an event; a disk that refuses the file is reported once and training goes on."""
-        self.status = after(self.status, event)
+        before, self.status = self.status, after(self.status, event)
         # What begins may take minutes without an event: the file must not name what was before it.
-        self.beat(at_once=event.kind == "phase" and not event.fields["done"])
+        self.beat(at_once=_begins(event, before, self.status))
 
     def beat(self, *, at_once: bool = False) -> None:
         """Show that the process lives; cheap enough for every micro-batch."""
@@ -122,6 +122,12 @@ class StatusWriter:
                 )
 
 
+def _begins(event: Event, before: Status, now: Status) -> bool:
+    """Say whether something begins: another phase, or a part of one that nothing was done of since the last."""
+    within = event.kind == "phase" and event.fields["done"] in (0, before.done)
+    return within or now.phase != before.phase
+
+
 def after(status: Status, event: Event) -> Status:
     """Return the status once `event` has happened; the end of a run is final."""
     fields = event.fields
@@ -143,6 +149,12 @@ def after(status: Status, event: Event) -> Status:
         return _in_phase(status, event)
     if event.kind == "step":
         return _after_step(status, event)
+    if (
+        event.kind == "sample" and status.phase == "sample"
+    ):  # made between steps: the next one begins
+        return replace(
+            status, phase="train", done=status.step, total=status.steps, message="training"
+        )
     if event.kind == "finished":
         return replace(
             status,

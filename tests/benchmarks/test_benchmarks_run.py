@@ -142,3 +142,27 @@ def test_large_dataset(tmp_path: Path) -> None:
     found = json.loads(file.read_bytes())
     assert found["cold"]["encoded"] == found["cold"]["entries"] == 40 + 40 + 1
     assert found["warm"][0]["encoded"] == found["read_again"]["encoded"] == 0
+
+
+def test_true_size(tmp_path: Path) -> None:
+    """With tiny networks: the released files, the command, the kill, the resume and the figures."""
+    done = run(
+        "benchmarks/true_size.py",
+        *("--results", str(tmp_path), "--only", "sd15-file", "--tiny"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (report,) = json.loads((tmp_path / "true_size.json").read_bytes())
+    assert report["problems"] == []
+    assert {name: part["exit_code"] for name, part in report["parts"].items()} == {
+        "whole": 0,
+        "killed": -9,
+        "resumed": 0,
+    }
+    measured = {row["phase"]: row["measured_bytes"] for row in report["phases"]}
+    phases = {"caching images", "loading", "training", "sampling", "peak of all"}
+    assert phases <= measured.keys()
+    assert all(2**28 < measured[phase] < 2**31 for phase in phases), (
+        "Python with torch, and no more"
+    )
+    assert "killed after step 2 and resumed: the same bits" in done.stdout
+    assert not (tmp_path / "sd15-file" / "base").exists(), "bases are removed"

@@ -149,6 +149,20 @@ def test_what_begins_is_named_at_once(tmp_path: Path) -> None:
     for done, message in ((0, "training"), (0, "sample images"), (1, "the second image")):
         events.emit("phase", phase="train", message=message, done=done, total=4)
     assert content(tmp_path)["message"] == "sample images", "the half second is not over"
+    for message in ("an image", "loading the text encoders"):
+        events.emit("phase", phase="train", message=message, done=2, total=4)
+    assert content(tmp_path)["message"] == "loading the text encoders"
+
+
+def test_the_steps_after_sample_images_are_no_sampling(tmp_path: Path) -> None:
+    """A step on a processor can take minutes, in which the status said that images were made."""
+    events, _ = writer(tmp_path)
+    start(events)
+    step(events, 1)
+    events.emit("phase", phase="sample", message="sample images", done=0, total=1)
+    assert content(tmp_path)["phase"] == "sample"
+    events.emit("sample", step=1, images=[])
+    assert [content(tmp_path)[key] for key in ("phase", "done", "total")] == ["train", 1, 9]
 
 
 def test_beat_moves_the_heartbeat_between_events(tmp_path: Path) -> None:
