@@ -1,0 +1,369 @@
+#!/usr/bin/env python3
+"""Installs lora-train into an environment of its own, with the build of PyTorch for the GPU of this machine.
+
+Started by install.sh (Linux, macOS) or install.ps1 (Windows); needs nothing but Python 3.11 to 3.13. It says
+every step before it does the first, asks, never wants administrator's rights, and writes in two places only:
+one folder with the environment, and one link (Windows: a .cmd file) to the command. `--uninstall` removes
+both and nothing else: runs, caches and datasets stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+WINDOWS = os.name == "nt"
+PYTHONS = ((3, 11), (3, 13))
+"""The oldest and the newest Python that lora-train is tested with."""
+TORCH = "torch==2.13.0"
+INDEXES = "https://download.pytorch.org/whl"
+"""PyTorch's own builds, one folder for each toolkit; LORA_TRAIN_TORCH_INDEXES names a mirror."""
+FOLDERS = {
+    "cuda": ("cu128",),
+    "cuda-old": ("cu126",),
+    "rocm": ("rocm6.4", "rocm7.0", "rocm7.1", "rocm7.2"),
+    "xpu": ("xpu",),
+    "cpu": ("cpu",),
+    "mps": (),
+}
+"""Folders of each build, the first that has this torch is taken; Apple's GPUs are in the ordinary macOS build."""
+CUDA_13, CUDA_13_DRIVER = "cu130", 580
+OLDEST_DRIVER = 525
+"""The first NVIDIA driver that runs CUDA 12 (CUDA's minor version compatibility)."""
+TURING = 7.5
+"""Compute capability from which on builds for CUDA 12.8 have kernels; older GPUs take those for 12.6."""
+NEEDED_BYTES = {"cuda": 9 * GIB, "cuda-old": 9 * GIB, "rocm": 22 * GIB, "xpu": 8 * GIB}
+NEEDED_WITHOUT_GPU_BYTES = 3 * GIB
+EXTRAS = {"cuda": "cuda,gui,log", "cuda-old": "cuda,gui,log"}
+EXTRAS_ELSEWHERE = "gui,log"
+MARKER = "installed-by-lora-train"
+"""A file in the environment's folder: a folder without it is never removed."""
+
+
+class Refused(Exception):
+    """The installation cannot go on; the text is one line with the remedy."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Which build of PyTorch this machine needs, and what was seen that says so."""
+
+    build: str
+    reason: str
+    driver: float = 0.0  # NVIDIA's; 0: not known
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders of PyTorch's indexes that may have the build, the best first."""
+        newer = (CUDA_13,) if self.build == "cuda" and self.driver >= CUDA_13_DRIVER else ()
+        return (*FOLDERS[self.build], *newer)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where the environment and the command are put."""
+
+    environment: Path
+    command: Path
+
+    @property
+    def python(self) -> Path:
+        return _in_environment(self.environment, "python")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    paths = locations(options.prefix)
+    try:
+        _refuse_administrator()
+        if options.uninstall:
+            return uninstall(paths, yes=options.yes)
+        return install(options, paths)
+    except Refused as refusal:
+        print(f"install: {refusal}", file=sys.stderr)
+        return 1
+
+
+def install(options: argparse.Namespace, paths: Paths) -> int:
+    """Say what will be done, ask, and do it; returns the exit code."""
+    _refuse_python()
+    gpu = find_gpu() if options.gpu == "auto" else Gpu(options.gpu, "chosen with --gpu")
+    refuse_small_disk(paths.environment, gpu.build)
+    _refuse_foreign(paths)
+    torch, trainer = torch_commands(gpu, paths), trainer_command(gpu, paths, source=options.source)
+    print(f"GPU: {gpu.reason}")
+    print("This will")
+    print(f"  1. make a Python environment in {paths.environment}")
+    print(f"  2. run {_words(torch[0])}")
+    for other in torch[1:]:
+        print(f"     or, where that has no {TORCH}, {_words(other)}")
+    print(f"  3. run {_words(trainer)}")
+    print(f"  4. put the command lora-train at {paths.command}")
+    if options.dry_run:
+        return 0
+    if not (options.yes or _agreed("Go on?")):
+        print("Nothing was changed.")
+        return 1
+    _make_environment(paths.environment)
+    if not any(_succeeds(command) for command in torch) or not _succeeds(trainer):
+        raise Refused(
+            "pip failed, see above; run the installer again to go on, or with --uninstall to undo"
+        )
+    _link(paths)
+    print(f"Done. Try: {_shown_command(paths)} doctor")
+    return 0
+
+
+def uninstall(paths: Paths, *, yes: bool) -> int:
+    """Remove the environment and the command, after asking; returns the exit code."""
+    if not (paths.environment / MARKER).exists():
+        raise Refused(f"nothing to remove: lora-train is not installed in {paths.environment}")
+    print(f"This removes {paths.environment} and {paths.command}; runs, caches and datasets stay.")
+    if not (yes or _agreed("Go on?")):
+        print("Nothing was changed.")
+        return 1
+    _refuse_foreign(paths)
+    paths.command.unlink(missing_ok=True)
+    shutil.rmtree(paths.environment)
+    if not any(paths.environment.parent.iterdir()):
+        paths.environment.parent.rmdir()
+    print("Removed.")
+    return 0
+
+
+def torch_commands(gpu: Gpu, paths: Paths) -> list[list[str]]:
+    """Return the pip commands that install PyTorch, one for each index that may have the build, the best first."""
+    indexes = os.environ.get("LORA_TRAIN_TORCH_INDEXES", INDEXES).rstrip("/")
+    sources = [["--index-url", f"{indexes}/{folder}"] for folder in gpu.folders]
+    return [[*_pip(paths), TORCH, *source] for source in sources or [[]]]
+
+
+def trainer_command(gpu: Gpu, paths: Paths, *, source: str) -> list[str]:
+    """Return the pip command that installs lora-train, which keeps the PyTorch that is there."""
+    return [*_pip(paths), f"{source}[{EXTRAS.get(gpu.build, EXTRAS_ELSEWHERE)}]"]
+
+
+def _pip(paths: Paths) -> list[str]:
+    return [str(paths.python), "-m", "pip", "install", "--upgrade"]
+
+
+def _words(command: list[str]) -> str:
+    return " ".join(["python", *command[1:]])
+
+
+def _succeeds(command: list[str]) -> bool:
+    return subprocess.run(command, check=False).returncode == 0
+
+
+# ---- the machine
+
+
+def find_gpu() -> Gpu:
+    """Return the build for the GPU of this machine, judged by drivers and without any package."""
+    if sys.platform == "darwin":
+        if platform.machine() == "arm64":
+            return Gpu("mps", "an Apple GPU")
+        return Gpu(
+            "cpu", "none that PyTorch can use on an Intel Mac; training runs on the processor"
+        )
+    if shutil.which("nvidia-smi"):
+        fields = "name,driver_version"
+        # Old drivers do not know the field compute_cap, and then answer nothing at all.
+        return _nvidia(_nvidia_table(f"{fields},compute_cap") or _nvidia_table(fields))
+    if sys.platform == "linux":
+        if Path("/dev/kfd").exists() and "gfx" in _ask("rocminfo"):
+            return Gpu("rocm", "an AMD GPU with the ROCm driver")
+        if Path("/dev/kfd").exists():
+            raise Refused(
+                "an AMD GPU was found, but not rocminfo; install AMD's ROCm packages, or use --gpu rocm or --gpu cpu"
+            )
+    if "Device Name" in _ask("xpu-smi", "discovery"):
+        return Gpu("xpu", "an Intel GPU (xpu-smi)")
+    return Gpu("cpu", "none found (no nvidia-smi, ROCm or xpu-smi); training runs on the processor")
+
+
+def _nvidia_table(fields: str) -> str:
+    return _ask("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+
+
+def _nvidia(table: str) -> Gpu:
+    """Choose by the oldest GPU and the driver; `table` has a line `name, driver, compute capability` for each."""
+    rows = [[field.strip() for field in line.split(",")] for line in table.splitlines()]
+    rows = [row for row in rows if len(row) >= 2]
+    if not rows:
+        raise Refused(
+            "nvidia-smi is here, but names no GPU; reinstall NVIDIA's driver, or use --gpu cpu"
+        )
+    name, driver, capability = rows[0][0], rows[0][1], min(_number(row[-1]) for row in rows)
+    if _number(driver) < OLDEST_DRIVER:
+        raise Refused(
+            f"{name} has driver {driver}, PyTorch needs {OLDEST_DRIVER} or newer; "
+            "update NVIDIA's driver, or use --gpu cpu"
+        )
+    build = "cuda" if capability >= TURING else "cuda-old"
+    reason = f"{name}, driver {driver}, compute capability {capability}"
+    return Gpu(build, reason, _number(driver))
+
+
+def refuse_small_disk(environment: Path, build: str) -> None:
+    """Raise Refused where the disk of the environment has less room than PyTorch and the packages need."""
+    existing = next(folder for folder in (environment, *environment.parents) if folder.exists())
+    free, needed = (
+        shutil.disk_usage(existing).free,
+        NEEDED_BYTES.get(build, NEEDED_WITHOUT_GPU_BYTES),
+    )
+    if free < needed:
+        raise Refused(
+            f"{existing} has {free / GIB:.1f} GiB free, PyTorch and its packages need {needed / GIB:.0f}; "
+            "make room, or choose another disk with --prefix"
+        )
+
+
+def locations(prefix: Path | None) -> Paths:
+    """Return the folders of this system, or those below `prefix`."""
+    name = "lora-train.cmd" if WINDOWS else "lora-train"
+    if prefix is not None:
+        return Paths(
+            prefix.expanduser().absolute() / "environment",
+            prefix.expanduser().absolute() / "bin" / name,
+        )
+    if WINDOWS:
+        local = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+        return Paths(local / "lora-train" / "environment", local / "lora-train" / "bin" / name)
+    data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    return Paths(data / "lora-train" / "environment", Path.home() / ".local" / "bin" / name)
+
+
+def _make_environment(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    # First the marker: an installation that was interrupted can be taken up again, or removed.
+    (folder / MARKER).touch()
+    if subprocess.run([sys.executable, "-m", "venv", str(folder)], check=False).returncode != 0:
+        raise Refused(
+            "python cannot make environments; on Debian and Ubuntu: apt install python3-venv"
+        )
+
+
+def _link(paths: Paths) -> None:
+    """Put the command in place of an older one."""
+    target = _in_environment(paths.environment, "lora-train")
+    paths.command.parent.mkdir(parents=True, exist_ok=True)
+    if WINDOWS:
+        paths.command.write_text(f'@"{target}" %*\n', encoding="utf-8")
+        return
+    paths.command.unlink(missing_ok=True)
+    paths.command.symlink_to(target)
+
+
+def _refuse_foreign(paths: Paths) -> None:
+    """Raise Refused where something that this installer did not make stands in its two places."""
+    environment, command = paths.environment, paths.command
+    if environment.exists() and not (environment / MARKER).exists():
+        raise Refused(
+            f"{environment} exists and is not lora-train's; choose another place with --prefix"
+        )
+    if not (command.is_symlink() or command.exists()):
+        return
+    if WINDOWS:
+        own = str(environment) in command.read_text(encoding="utf-8", errors="replace")
+    else:
+        own = command.is_symlink() and environment in command.readlink().parents
+    if not own:
+        raise Refused(
+            f"{command} exists and is not this installer's; move it away, or use --prefix"
+        )
+
+
+def _shown_command(paths: Paths) -> str:
+    """Return how the command is started: its name where the folder is on PATH, else its whole path."""
+    on_path = str(paths.command.parent) in os.environ.get("PATH", "").split(os.pathsep)
+    return "lora-train" if on_path else str(paths.command)
+
+
+def _in_environment(folder: Path, name: str) -> Path:
+    return folder / "Scripts" / f"{name}.exe" if WINDOWS else folder / "bin" / name
+
+
+def _refuse_administrator() -> None:
+    if not WINDOWS and os.geteuid() == 0 and "LORA_TRAIN_INSTALL_AS_ROOT" not in os.environ:
+        raise Refused(
+            "do not run this as root: lora-train needs no rights of the system; "
+            "in a container set LORA_TRAIN_INSTALL_AS_ROOT=1"
+        )
+
+
+def _refuse_python() -> None:
+    here, (oldest, newest) = sys.version_info[:2], PYTHONS
+    if not oldest <= here <= newest:
+        raise Refused(
+            f"this is Python {here[0]}.{here[1]}, lora-train needs 3.{oldest[1]} to 3.{newest[1]}; "
+            "install one from python.org"
+        )
+
+
+def _agreed(question: str) -> bool:
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:  # started by a pipe: without an answer nothing is done
+        print("\nNo terminal to ask; run it again with --yes.")
+        return False
+
+
+def _ask(*command: str) -> str:
+    """Return the output of a program, empty where it is not there or fails."""
+    program = shutil.which(command[0])
+    if program is None:
+        return ""
+    try:
+        answer = subprocess.run(
+            [program, *command[1:]], capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout if answer.returncode == 0 else ""
+
+
+def _number(text: str) -> float:
+    """Return the number that a version begins with; 0 where it begins with none ("[N/A]")."""
+    match = re.match(r"\d+(\.\d+)?", text)
+    return float(match.group()) if match else 0.0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="install", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "--gpu",
+        choices=("auto", *FOLDERS),
+        default="auto",
+        help="build of PyTorch; auto: by what is found",
+    )
+    parser.add_argument("--prefix", type=Path, help="folder for the environment and the command")
+    parser.add_argument(
+        "--source",
+        default=_own_source(),
+        help="what pip installs: a folder, a wheel or `lora-train`",
+    )
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be done, and do nothing"
+    )
+    parser.add_argument("--uninstall", action="store_true", help="remove what this installer made")
+    return parser
+
+
+def _own_source() -> str:
+    """Return the checkout that this file lies in, or the name on PyPI where it lies alone."""
+    checkout = Path(__file__).resolve().parent.parent
+    return str(checkout) if (checkout / "pyproject.toml").exists() else "lora-train"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,272 @@
+"""The installers: the build of PyTorch for each machine, refusals, and a whole offline installation and removal.
+
+Drivers are stand-ins on PATH; packages come from a folder instead of an index. install.ps1 only finds a
+Python and is not run here (no PowerShell): `os.name` is Windows' in one test of install.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALLER = ROOT / "install" / "install.py"
+NVIDIA = "nvidia-smi"
+AS_ROOT = "LORA_TRAIN_INSTALL_AS_ROOT"
+INDEX = "--index-url https://download.pytorch.org/whl/"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("installer_of_lora_train", INSTALLER)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+installer = load()
+
+
+def run(
+    *arguments: str, programs: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run install.sh with stand-ins for drivers' programs, in a home of its own."""
+    path = os.pathsep.join([*([str(programs)] if programs else []), os.environ["PATH"]])
+    return subprocess.run(
+        ["sh", str(ROOT / "install" / "install.sh"), *arguments],
+        env={**os.environ, AS_ROOT: "1", "PATH": path, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
+
+
+def program(folder: Path, name: str, answer: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\ncat <<'END'\n{answer}\nEND\n")
+    (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def roomy_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil._ntuple_diskusage(10**12, 0, 10**12)  # type: ignore[attr-defined]  # its own type of answer
+    monkeypatch.setattr(installer.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setenv(AS_ROOT, "1")
+
+
+@pytest.mark.parametrize(
+    ("answer", "folders"),
+    [
+        ("NVIDIA GeForce RTX 4060, 560.94, 8.9", ["cu128"]),
+        ("NVIDIA GeForce RTX 5090, 580.65, 12.0", ["cu128", "cu130"]),
+        ("NVIDIA GeForce GTX 1080 Ti, 580.65, 6.1", ["cu126"]),
+        ("NVIDIA RTX A6000, 535.1, 8.6\nTesla P40, 535.1, 6.1", ["cu126"]),
+    ],
+)
+def test_nvidia_gpus_get_the_cuda_build_with_kernels_for_the_oldest_of_them(
+    answer: str, folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = program(tmp_path / "programs", NVIDIA, answer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(programs), prepend=os.pathsep)
+        assert installer.main(["--dry-run", "--prefix", str(tmp_path / "prefix")]) == 0
+    shown = capsys.readouterr().out
+    assert [shown.index(f"{INDEX}{folder}") for folder in folders]
+    assert shown.count(INDEX) == len(folders)
+    assert "[cuda,gui,log]" in shown
+    assert not (tmp_path / "prefix").exists(), "a dry run writes nothing"
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ("NVIDIA GeForce GTX 970, 470.82, 5.2", "driver 470.82, PyTorch needs 525 or newer"),
+        ("no devices", "names no GPU"),
+        ("NVIDIA GeForce GT 710, 390.157", "driver 390.157, PyTorch needs 525 or newer"),
+    ],
+)
+def test_a_driver_that_cannot_work_is_refused_with_the_remedy(
+    answer: str,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(
+        "PATH", str(program(tmp_path / "programs", NVIDIA, answer)), prepend=os.pathsep
+    )
+    assert installer.main(["--dry-run", "--prefix", str(tmp_path / "prefix")]) == 1
+    said = capsys.readouterr().err
+    assert sentence in said and "--gpu cpu" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("programs", "folder"),
+    [
+        ({"rocminfo": "  Name: gfx1100"}, "rocm6.4"),
+        ({"xpu-smi": "Device Name: Intel(R) Arc(TM) A770"}, "xpu"),
+        ({}, "cpu"),
+    ],
+    ids=["amd", "intel", "none"],
+)
+def test_other_gpus_get_their_build(
+    programs: Mapping[str, str],
+    folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(installer, "_ask", lambda name, *_: programs.get(name, ""))
+    exists = Path.exists
+    monkeypatch.setattr(
+        Path,
+        "exists",
+        lambda path: "rocminfo" in programs if str(path) == "/dev/kfd" else exists(path),
+    )
+    assert installer.main(["--dry-run", "--prefix", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{INDEX}{folder}" in shown and "[gui,log]" in shown
+
+
+def test_an_apple_gpu_takes_the_ordinary_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(installer.sys, "platform", "darwin")
+    monkeypatch.setattr(installer.platform, "machine", lambda: "arm64")
+    assert installer.main(["--dry-run", "--prefix", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "install --upgrade torch==2.13.0\n" in shown and "--index-url" not in shown
+
+
+def test_a_small_disk_root_and_an_old_python_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = shutil._ntuple_diskusage(10**10, 9 * 10**9, 10**9)  # type: ignore[attr-defined]  # as above
+    with monkeypatch.context() as patch:
+        patch.setattr(installer.shutil, "disk_usage", lambda _: usage)
+        assert installer.main(["--gpu", "rocm", "--prefix", str(tmp_path)]) == 1
+    assert "has 0.9 GiB free, PyTorch and its packages need 22" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.delenv(AS_ROOT)
+        patch.setattr(installer.os, "geteuid", lambda: 0, raising=False)
+        assert installer.main(["--yes", "--prefix", str(tmp_path)]) == 1
+    assert "do not run this as root" in capsys.readouterr().err
+    monkeypatch.setattr(installer.sys, "version_info", (3, 10, 4))
+    assert installer.main(["--prefix", str(tmp_path)]) == 1
+    assert "Python 3.10, lora-train needs 3.11 to 3.13" in capsys.readouterr().err
+
+
+def test_windows_paths_are_below_localappdata(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Path("C:/Users/ann/AppData/Local")
+    monkeypatch.setenv("LOCALAPPDATA", str(home))
+    monkeypatch.setattr(installer, "WINDOWS", True)
+    paths = installer.locations(None)
+    assert paths.python == home / "lora-train" / "environment" / "Scripts" / "python.exe"
+    assert paths.command == home / "lora-train" / "bin" / "lora-train.cmd"
+
+
+def wheel(folder: Path, name: str, version: str, files: Mapping[str, str], extra: str = "") -> Path:
+    """Write a wheel of a package with these files."""
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    every = {
+        **files,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{extra}",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in every.items():
+            archive.writestr(file, text)
+        archive.writestr(f"{info}/RECORD", "".join(f"{file},,\n" for file in every))
+    return path
+
+
+def test_installs_offline_runs_goes_on_and_is_removed_without_a_trace(tmp_path: Path) -> None:
+    """From install.sh to the command that runs, with stand-ins for the two packages."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    wheel(packages, "torch", "2.13.0", {"torch/__init__.py": "__version__ = '2.13.0'\n"})
+    main = "import torch\n\ndef main():\n    print('trains with', torch.__version__)\n"
+    trainer = wheel(
+        packages,
+        "lora_train",
+        "9.9",
+        {
+            "lora_trainer_stand_in.py": main,
+            "lora_train-9.9.dist-info/entry_points.txt": "[console_scripts]\nlora-train = lora_trainer_stand_in:main\n",
+        },
+        "Provides-Extra: gui\nProvides-Extra: log\n",
+    )
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "precious").write_text("a run")
+    environment = {
+        "HOME": str(home),
+        "XDG_DATA_HOME": "",
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(packages),
+    }
+    line = ["--gpu", "cpu", "--source", str(trainer)]
+    unanswered = run(*line, **environment)
+    assert unanswered.returncode == 1 and "--yes" in unanswered.stdout
+    assert sorted(path.name for path in home.iterdir()) == ["precious"]
+    for _ in range(2):
+        done = run(*line, "--yes", **environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+    command = home / ".local" / "bin" / "lora-train"
+    assert f"Try: {command} doctor" in done.stdout
+    answer = subprocess.run([command], capture_output=True, text=True, check=True)
+    assert answer.stdout == "trains with 2.13.0\n"
+    removed = run("--uninstall", "--yes", **environment)
+    assert removed.returncode == 0, removed.stderr
+    left = [
+        path for path in (home / ".local").rglob("*") if not path.is_dir() or "lora" in path.name
+    ]
+    assert left == [] and (home / "precious").exists()
+    again = run("--uninstall", "--yes", **environment)
+    assert again.returncode == 1 and "nothing to remove" in again.stderr
+
+
+def test_what_others_put_there_is_left_alone(tmp_path: Path) -> None:
+    prefix = tmp_path / "prefix"
+    (prefix / "bin").mkdir(parents=True)
+    (prefix / "bin" / "lora-train").write_text("mine")
+    refused = run("--gpu", "cpu", "--yes", "--prefix", str(prefix))
+    assert refused.returncode == 1 and "is not this installer's" in refused.stderr
+    (prefix / "bin" / "lora-train").unlink()
+    (prefix / "environment").mkdir()
+    (prefix / "environment" / "thesis.txt").write_text("mine")
+    for arguments in (["--gpu", "cpu"], ["--uninstall"]):
+        refused = run(*arguments, "--yes", "--prefix", str(prefix))
+        assert refused.returncode == 1
+    assert (prefix / "environment" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_failing_pip_says_how_to_go_on_or_undo(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    failed = run(
+        "--gpu",
+        "cpu",
+        "--yes",
+        "--prefix",
+        str(tmp_path / "prefix"),
+        PIP_NO_INDEX="1",
+        PIP_FIND_LINKS=str(tmp_path / "empty"),
+    )
+    assert failed.returncode == 1
+    assert "run the installer again to go on, or with --uninstall to undo" in failed.stderr
+    removed = run("--uninstall", "--yes", "--prefix", str(tmp_path / "prefix"))
+    assert removed.returncode == 0 and not (tmp_path / "prefix" / "environment").exists()
