@@ -18,9 +18,10 @@ from lora_trainer.config import build_config, setting_keys
 from lora_trainer.errors import InputError, RequestError
 from lora_trainer.importing.findings import Findings, Imported
 from lora_trainer.importing.rules import Foreign, Trainer, apply
+from lora_trainer.importing.trainers.onetrainer import ONETRAINER
 from lora_trainer.importing.trainers.sd_scripts import SD_SCRIPTS, SD_SCRIPTS_DATASET
 
-TRAINERS: tuple[Trainer, ...] = (SD_SCRIPTS_DATASET, SD_SCRIPTS)
+TRAINERS: tuple[Trainer, ...] = (ONETRAINER, SD_SCRIPTS_DATASET, SD_SCRIPTS)
 """Those that are known, in the order in which they are asked."""
 MAX_BYTES = 4 << 20
 
