@@ -83,8 +83,10 @@ class Findings:
     def lacks(self, key: str, value: Any, why: str, *, off: tuple[Any, ...] = ()) -> None:
         """Say that a key has no equivalent; one that is off there needs none, `off` has more such values."""
         self.named.add(key)
-        if any(type(value) is type(idle) and value == idle for idle in (*OFF, 0.0, *off)):
+        if any(type(value) is type(idle) and value == idle for idle in (*OFF, 0.0)):
             self.nothing_to_set[key] = f"is off there ({shown(value)})"
+        elif any(type(value) is type(idle) and value == idle for idle in off):
+            self.nothing_to_set[key] = f"changes nothing with this value ({shown(value)})"
         else:
             self.without_equivalent[key] = f"{shown(value)}: {why}"
 

@@ -119,29 +119,22 @@ def _lie_apart(findings: Findings, folders: Sequence[ImageFolder]) -> None:
         findings.named.add(folder.key)
 
 
-def set_length(
-    foreign: Foreign, *, epochs: float | None, source: str, steps: float | None, steps_source: str
-) -> None:
-    """Set `train.steps`: epochs where they are given, for which the images are counted, else steps.
+def set_length(foreign: Foreign, *, epochs: float | None, source: str) -> None:
+    """Set `train.steps` from epochs, for which the images are counted; nothing without epochs.
 
     Call it when the dataset, its repeats and the batch size are set.
     """
     findings = foreign.findings
-    if not epochs:
-        if steps:
-            carry(findings, "train.steps", steps_source, steps)
+    if not epochs or epochs < 0:
         return
     samples = samples_per_epoch(foreign)
     if samples is None:
         why = "give train.steps = epochs x images with repeats / train.batch_size: the images are not there"
         findings.lacks(source, epochs, why)
         return
-    batch = findings.values.get("train.batch_size", 1)
-    total = math.ceil(samples / batch) * epochs
+    steps = math.ceil(samples / findings.values.get("train.batch_size", 1)) * epochs
     note = f"of {samples} images, repeats included"
-    findings.set("train.steps", max(1, math.ceil(total)), source, note=note)
-    if steps and steps < total:
-        findings.set("train.steps", int(steps), steps_source, note=f"below {source}")
+    findings.set("train.steps", max(1, math.ceil(steps)), source, note=note)
 
 
 def samples_per_epoch(foreign: Foreign) -> int | None:
@@ -168,6 +161,7 @@ def set_resolutions(foreign: Foreign, sizes: Sequence[tuple[float, float]], sour
     rounded = [
         f"{width:g} x {height:g}" for width, height in sizes if width != height or width % 64
     ]
+    rounded = list(dict.fromkeys(rounded))
     if rounded:
         how = f"the side of a square of that area in steps of 64 px is {', '.join(map(str, sides))}"
         findings.is_nearest(source, f"{', '.join(rounded)}: {how}")

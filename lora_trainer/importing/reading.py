@@ -18,10 +18,21 @@ from lora_trainer.config import build_config, setting_keys
 from lora_trainer.errors import InputError, RequestError
 from lora_trainer.importing.findings import Findings, Imported
 from lora_trainer.importing.rules import Foreign, Trainer, apply
+from lora_trainer.importing.trainers.ai_toolkit import AI_TOOLKIT
+from lora_trainer.importing.trainers.musubi import MUSUBI, MUSUBI_DATASET
 from lora_trainer.importing.trainers.onetrainer import ONETRAINER
 from lora_trainer.importing.trainers.sd_scripts import SD_SCRIPTS, SD_SCRIPTS_DATASET
 
-TRAINERS: tuple[Trainer, ...] = (ONETRAINER, SD_SCRIPTS_DATASET, SD_SCRIPTS)
+TRAINERS: tuple[Trainer, ...] = (
+    AI_TOOLKIT,
+    ONETRAINER,
+    DIFFUSION_PIPE,
+    DIFFUSION_PIPE_DATASET,
+    MUSUBI_DATASET,
+    MUSUBI,
+    SD_SCRIPTS_DATASET,
+    SD_SCRIPTS,
+)
 """Those that are known, in the order in which they are asked."""
 MAX_BYTES = 4 << 20
 
@@ -79,7 +90,6 @@ def recognised(data: Mapping[str, Any], file: Path) -> tuple[Trainer, dict[str, 
         if values is not None:
             return trainer, values
     known = set(setting_keys())
-    sections = {key.partition(".")[0] for key in known}
     own = {
         key for key in data if key in known or (key in sections and isinstance(data[key], Mapping))
     }

@@ -219,9 +219,10 @@ def set_saves(
     carry(foreign.findings, f"output.save_every_{unit}", source, every)
 
 
-def no_remedies(foreign: Foreign) -> None:
-    """Settle what presets of quality do and no other trainer does: react to the loss."""
+def settle(foreign: Foreign) -> None:
+    """Settle what presets here do and other trainers do not unless it is asked for."""
     for key, value in (
+        ("data.caption_dropout", 0.0),
         ("train.lower_on_plateau", False),
         ("train.tighten_on_spike", False),
     ):

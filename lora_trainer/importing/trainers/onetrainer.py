@@ -54,7 +54,7 @@ def read(foreign: Foreign) -> None:
     _timesteps(foreign)
     _data(foreign)
     _output(foreign)
-    shared.no_remedies(foreign)
+    shared.settle(foreign)
 
 
 def _model(foreign: Foreign) -> None:
@@ -278,8 +278,6 @@ def _text_encoders(foreign: Foreign, rate: float | None) -> None:
             else "is no part that is trained"
         )
         foreign.stay(why, *(f"{n}.{key}" for key in keys.split()), f"{n}.model_name")
-    if not foreign.findings.values.get("data.caption_dropout"):
-        foreign.findings.set("data.caption_dropout", 0.0, note=THERE)
 
 
 def _loss(foreign: Foreign) -> None:
@@ -404,8 +402,7 @@ def _data(foreign: Foreign) -> None:
                      times_source="gradient_accumulation_steps")  # fmt: skip
     set_concepts(foreign)
     epochs = foreign.number("epochs", 100)
-    set_length(foreign, epochs=epochs, source="epochs",
-               steps=None, steps_source=THERE)  # fmt: skip
+    set_length(foreign, epochs=epochs, source="epochs")
     _warmup(foreign)
 
 

@@ -59,28 +59,30 @@ def _flat_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:
 def read_training(foreign: Foreign) -> None:
     """Read the options of a training, and the dataset file that they name."""
     _base(foreign)
-    _adapter(foreign)
-    _optimizer(foreign)
+    read_adapter(foreign)
+    _text_encoder(foreign, read_optimizer(foreign))
     read_objective(foreign)
     _dataset(foreign)
-    _precision(foreign)
-    _output(foreign)
-    shared.set_batch(
-        foreign,
-        size=foreign.number("train_batch_size"),
-        source="train_batch_size",
-        times=foreign.number("gradient_accumulation_steps"),
-        times_source="gradient_accumulation_steps",
-    ) if "train.batch_size" not in foreign.findings.values else _accumulate(foreign)
-    set_length(
-        foreign,
-        epochs=foreign.number("max_train_epochs"),
-        source="max_train_epochs",
-        steps=None,
-        steps_source="max_train_steps",
-    )
+    read_precision(foreign)
+    read_output(foreign)
+    read_length(foreign)
+    shared.settle(foreign)
+
+
+def read_length(foreign: Foreign) -> None:
+    """Set the batch and the steps; call it when the dataset is read."""
+    if "train.batch_size" in foreign.findings.values:
+        _accumulate(foreign)
+    else:
+        shared.set_batch(
+            foreign,
+            size=foreign.number("train_batch_size"),
+            source="train_batch_size",
+            times=foreign.number("gradient_accumulation_steps"),
+            times_source="gradient_accumulation_steps",
+        )
+    set_length(foreign, epochs=foreign.number("max_train_epochs"), source="max_train_epochs")
     _steps(foreign)
-    shared.no_remedies(foreign)
 
 
 def _base(foreign: Foreign) -> None:
@@ -115,7 +117,8 @@ def _base(foreign: Foreign) -> None:
         foreign.stay("is not given", "clip_skip")
 
 
-def _adapter(foreign: Foreign) -> None:
+def read_adapter(foreign: Foreign) -> None:
+    """Set kind, rank, layers and dropouts of the adapter."""
     module = str(foreign.get("network_module", "networks.lora"))
     arguments = shared.as_pairs(foreign.values.get("network_args"))
     is_lycoris = module.startswith("lycoris")
@@ -202,7 +205,8 @@ def _targets(foreign: Foreign, arguments: Mapping[str, Any], *, is_lycoris: bool
         findings.set("adapter.targets", "transformer", note=THERE)
 
 
-def _optimizer(foreign: Foreign) -> None:
+def read_optimizer(foreign: Foreign) -> float | None:
+    """Set optimizer, rate and schedule; return the rate of the denoiser."""
     findings = foreign.findings
     flags = {"use_8bit_adam": "AdamW8bit", "use_lion_optimizer": "Lion"}
     flag = next((name for name in flags if foreign.on(name)), None)
@@ -212,9 +216,7 @@ def _optimizer(foreign: Foreign) -> None:
     rate = foreign.number(rate_source) if rate_source != THERE else 2e-6
     arguments = shared.as_pairs(foreign.values.get("optimizer_args"))
     relative = str(arguments.get("relative_step", "true")).lower() == "true"
-    ours = set_optimizer(
-        foreign, name, source, rate=rate, rate_source=rate_source, relative_step=relative
-    )
+    set_optimizer(foreign, name, source, rate=rate, rate_source=rate_source, relative_step=relative)
     set_arguments(foreign, "optimizer_args.", arguments)
     findings.named.add("optimizer_args" if arguments else "")
     foreign.stay("is not given", "optimizer_args")
@@ -244,7 +246,7 @@ def _optimizer(foreign: Foreign) -> None:
         findings.lacks(f"lr_scheduler_args.{name}", value, "is no option of schedules here")
         findings.named.add("lr_scheduler_args")
     foreign.stay("is not given", "lr_scheduler_args")
-    _text_encoder(foreign, ours, rate)
+    return rate
 
 
 def _warmup(foreign: Foreign) -> float:
@@ -257,7 +259,7 @@ def _planned_steps(foreign: Foreign) -> float | None:
     return foreign.number("max_train_steps", DEFAULT_STEPS)
 
 
-def _text_encoder(foreign: Foreign, optimizer: str, rate: float | None) -> None:
+def _text_encoder(foreign: Foreign, rate: float | None) -> None:
     """There, text encoders are trained unless something says no."""
     given = foreign.values.get("text_encoder_lr")
     parts = given if isinstance(given, list) else [] if given in (None, "") else [given]
@@ -313,7 +315,8 @@ def _dataset(foreign: Foreign) -> None:
     foreign.stay("the dataset file says more", "resolution")
 
 
-def _precision(foreign: Foreign) -> None:
+def read_precision(foreign: Foreign) -> None:
+    """Set the dtype and how the base is kept."""
     shared.set_precision(foreign, "mixed_precision", missing="no")
     for name in ("fp8_base", "fp8_base_unet", "fp8_scaled"):
         if foreign.on(name):
@@ -321,7 +324,8 @@ def _precision(foreign: Foreign) -> None:
         foreign.stay("is off there", name)
 
 
-def _output(foreign: Foreign) -> None:
+def read_output(foreign: Foreign) -> None:
+    """Set saves, samples, precision and words of the exported file."""
     findings = foreign.findings
     for unit in ("epochs", "steps"):
         name, last_name = f"save_every_n_{unit}", f"save_last_n_{unit}"
