@@ -17,8 +17,12 @@ import yaml
 from lora_trainer.config import build_config, setting_keys
 from lora_trainer.errors import InputError, RequestError
 from lora_trainer.importing.findings import Findings, Imported
-from lora_trainer.importing.rules import Foreign, Trainer, apply
+from lora_trainer.importing.rules import Foreign, Trainer, apply, flattened
 from lora_trainer.importing.trainers.ai_toolkit import AI_TOOLKIT
+from lora_trainer.importing.trainers.diffusion_pipe import (
+    DIFFUSION_PIPE,
+    DIFFUSION_PIPE_DATASET,
+)
 from lora_trainer.importing.trainers.musubi import MUSUBI, MUSUBI_DATASET
 from lora_trainer.importing.trainers.onetrainer import ONETRAINER
 from lora_trainer.importing.trainers.sd_scripts import SD_SCRIPTS, SD_SCRIPTS_DATASET
@@ -90,9 +94,7 @@ def recognised(data: Mapping[str, Any], file: Path) -> tuple[Trainer, dict[str, 
         if values is not None:
             return trainer, values
     known = set(setting_keys())
-    own = {
-        key for key in data if key in known or (key in sections and isinstance(data[key], Mapping))
-    }
+    own = known & {*data, *flattened(data)}
     if own or ("settings" in data and isinstance(data["settings"], Mapping)):
         raise InputError(
             f"{file} is a settings file of this program already", fix=f"use it with --config {file}"
