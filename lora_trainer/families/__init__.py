@@ -23,10 +23,10 @@ DEFAULT_FAMILY = "sd15"
 
 
 def family(name: str) -> Family:
-    """Return the family of that name; raises KeyError for an unregistered one."""
-    found = importlib.import_module(MODULES[name]).FAMILY
-    assert isinstance(found, Family)
-    return found
+    """Return the family of that name; raises KeyError for an unregistered name."""
+    instance = importlib.import_module(MODULES[name]).FAMILY
+    assert isinstance(instance, Family)
+    return instance
 
 
 def known_base(source: str) -> BaseFacts | None:
@@ -35,7 +35,7 @@ def known_base(source: str) -> BaseFacts | None:
 
 
 def detect(folder: Path) -> Family:
-    """Return the family of a diffusers folder; raises InputError saying what was found there."""
+    """Return the family of a diffusers folder; raises InputError that lists the folder's contents."""
     for name in MODULES:
         if family(name).detect(folder):
             return family(name)

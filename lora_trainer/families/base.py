@@ -1,8 +1,8 @@
-"""The seam a model family fills: facts, loading, encoding, prediction, names. Nothing else knows families.
+"""The interface of a model family: facts, loading, encoding, prediction, names.
 
-Importing a family costs no torch: facts are plain data, heavy imports live inside its methods. A new
-family is one module with a `FAMILY`, one line in the registry and its presets; the tests iterate the
-registry.
+No module outside this folder names a family. Importing a family does not import torch: facts are plain
+data, and its methods import the heavy libraries. A new family is one module with a `FAMILY`, one line in
+the registry and its presets; the tests iterate the registry.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 Prediction = Literal["epsilon", "v_prediction", "flow"]
 Part = Literal["denoiser", "vae", "text_encoder"]
 PARTS: tuple[Part, ...] = ("denoiser", "vae", "text_encoder")
-"""`text_encoder` is everything that turns a prompt into conditioning: all encoders and tokenizers."""
+"""`text_encoder` stands for all text encoders and tokenizers of a base together."""
 FileFormat = Literal["kohya", "diffusers", "comfyui"]
 WEIGHTS = ".weights"
-"""End of the name under which the weights of an encoder's tokens are, beside the tokens themselves."""
+"""Suffix of the key of an encoder's prompt weights; the key of its tokens has no suffix."""
 DENOISER = "denoiser"
 """Component name of the denoiser in adapter keys; text encoders are `text_encoder`, `text_encoder_2`."""
 
@@ -50,7 +50,7 @@ Header = Mapping[str, TensorInfo]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPlace:
-    """Where a layer's weight lies in a checkpoint: a tensor, or the `rows` (first, end) of a fused one."""
+    """Where a checkpoint keeps a layer's weight: a whole tensor, or the `rows` (first, end) of a fused tensor."""
 
     tensor: str
     rows: tuple[int, int] | None = None
@@ -61,9 +61,9 @@ class Layout:
     """Where the parts of a base lie on this machine.
 
     `folder` is a diffusers folder: configs, tokenizers, scheduler, and the weights of every part that
-    has no entry in `files`. `files` names a `.safetensors` checkpoint (all parts or one), or a folder
-    with a part's own config.json and weights, that is used instead: a checkpoint from ComfyUI, a
-    separate VAE.
+    has no entry in `files`. An entry of `files` replaces the folder's weights: it is a `.safetensors`
+    checkpoint of one or all parts (as ComfyUI has them), or a folder with the part's config.json and
+    weights (a separate VAE).
     """
 
     folder: Path
@@ -80,7 +80,7 @@ class PartFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Assumption:
-    """A fact that no file of a base tells: a sentence on how it was taken, and the setting that says otherwise."""
+    """A fact that no file of a base contains: a sentence with the value assumed, and the setting that changes it."""
 
     sentence: str
     setting: str
@@ -88,15 +88,15 @@ class Assumption:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseFacts:
-    """What is known about a base model without loading a weight.
+    """Facts of a base model that are read without loading a weight.
 
-    `source` is what the user wrote, `layout` where it is (None: known by name only, not downloaded).
-    `parts` has an entry per `PARTS`; `architecture` is the denoiser's configuration as diffusers
-    writes it, `scheduler` the scheduler's. `variant` names the release within the family where
-    that matters ("medium", "schnell"); `distilled` bases lose their few-step ability in training.
-    `zero_terminal_snr` says that the last training timestep is pure noise. Texts are read in `chunks`
-    of `max_tokens` each, from the layer that `clip_skip` counts from the last one, which is 1.
-    `assumed` is what nothing tells.
+    `source` is the user's spelling of the base, `layout` its files (None: a public release that is not
+    downloaded). `parts` has an entry per `PARTS`; `architecture` is the denoiser's configuration as
+    diffusers writes it, `scheduler` the scheduler's. `variant` names the release where a family has
+    several ("medium", "schnell"); `distilled` bases lose their few-step ability in training.
+    `zero_terminal_snr`: the last training timestep is pure noise. Text encoders read a prompt in `chunks`
+    of `max_tokens` tokens and return the hidden states of layer `clip_skip`, counted from the last (1).
+    `assumed`: a fact that no file contains, None where all are read.
     """
 
     family: str
@@ -121,17 +121,17 @@ class BaseFacts:
 
     @property
     def chunk_room(self) -> int:
-        """Tokens of a text that one chunk holds, without its begin and end."""
+        """Prompt tokens in one chunk, begin and end tokens excluded."""
         return self.max_tokens - AROUND
 
     @property
     def text_tokens(self) -> int:
-        """The tokens of a text that the denoiser is told, begin, end and padding among them."""
+        """Length of the text conditioning in tokens: begin, end and padding included."""
         return self.max_tokens + (self.chunks - 1) * self.chunk_room
 
     @property
     def located(self) -> Layout:
-        """The layout of a base that is on this machine; a base known by name only is a bug here."""
+        """The layout of a base that is on this machine; AssertionError for a base that is not downloaded."""
         if self.layout is None:
             raise AssertionError(f"{self.source} is known by name only; locate it before loading")
         return self.layout
@@ -139,9 +139,10 @@ class BaseFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """How an image became its bucket, in pixels: size as scaled, crop corner in that, size trained.
+    """How an image was scaled and cropped to its bucket, in pixels.
 
-    `original_px` is (width, height) before scaling; `corner_px` (left, top); `target_px` the bucket.
+    `original_px` is (width, height) before scaling, `corner_px` the (left, top) of the crop in the scaled
+    image, `target_px` the bucket's (width, height).
     """
 
     original_px: tuple[int, int]
@@ -160,13 +161,13 @@ class Latents:
 Conditioning = Mapping[str, "Tensor"]
 """Named tensors beside the noisy latents; each tensor's first dimension is the batch.
 
-A family with texts of varying length returns them unpadded for a single prompt, with a
-`text_mask` of ones [1, length]; batches are padded with zeros on dimension 1 to the longest.
+A family with texts of varying length returns a single prompt unpadded, with a `text_mask` of ones
+[1, length]; a batch is padded with zeros on dimension 1 to its longest text.
 """
 
 
 class ImageEncoder(ABC):
-    """The VAE, needed while caching only."""
+    """The VAE; only caching uses it."""
 
     @abstractmethod
     def encode_images(self, pixels: Tensor) -> list[Latents]:
@@ -174,58 +175,58 @@ class ImageEncoder(ABC):
 
 
 class TextEncoder(ABC):
-    """Tokenizers and text networks on one device, needed while caching, or trained along."""
+    """Tokenizers and text networks on one device, for caching and for training the text encoders."""
 
     networks: Mapping[str, nn.Module]
     """Component name ("text_encoder", "text_encoder_2") -> network, in the family's order."""
 
     @abstractmethod
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return what the networks read, int64 [B, ...] by name, on the CPU; truncated to their limits."""
+        """Return token ids (and masks) int64 [B, ...] by name, on the CPU, truncated to the networks' limits."""
 
     @abstractmethod
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
-        """Run the networks on what `tokenize` gave, with gradients where they are enabled; on the device."""
+        """Run the networks on tokens of `tokenize`; with gradients where enabled, result on the device."""
 
     def learn(self, word: NewWord) -> None:
-        """Read a word as tokens of its own from now on; if the family is `teachable`."""
+        """Tokenize `word` as new tokens from now on; for `teachable` families."""
         raise AssertionError("these text encoders learn no new words")
 
     def numbers(self, text: str) -> Mapping[str, Sequence[int]]:
-        """Return by component the numbers of a text's tokens, without any around it; if `teachable`."""
+        """Return a text's token ids by component, without special tokens; for `teachable` families."""
         raise AssertionError("these text encoders learn no new words")
 
     def tokenize_weighted(self, parts: Sequence[Weighted]) -> Mapping[str, Tensor]:
-        """Return what `tokenize` gives for the parts as one text, and under names that end in `WEIGHTS`
-        the weight of each token, float32 [1, ...]; if the family `weighs_words`."""
+        """Tokenize the joined parts and add each token's prompt weight, float32 [1, ...], under
+        names that end in `WEIGHTS`; for families that `weighs_words`."""
         raise AssertionError("these text encoders do not weigh words")
 
     @abstractmethod
     def count_tokens(self, prompt: str) -> int:
-        """Return the tokens of `prompt` before truncation, special tokens and template excepted."""
+        """Return the number of tokens of `prompt` before truncation, without special tokens and template."""
 
     @abstractmethod
     def prompt_room(self) -> int:
-        """Return how many tokens, counted so, a prompt may have without anything being cut."""
+        """Return the largest `count_tokens` of a prompt that is not truncated."""
 
     def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
         """Encode texts to float32 (masks: int64) tensors on the CPU, without gradients."""
         return self.encode_tokens(self.tokenize(prompts))
 
     def encode_tokens(self, tokens: Mapping[str, Tensor]) -> Conditioning:
-        """Do what `encode_prompts` does with what a text was tokenized to."""
+        """Encode tokens of `tokenize` to float32 (masks: int64) tensors on the CPU, without gradients."""
         import torch
 
         with torch.no_grad():
-            found = self.embed(tokens)
+            conditioning = self.embed(tokens)
         return {
             name: (tensor.float() if tensor.is_floating_point() else tensor).cpu()
-            for name, tensor in found.items()
+            for name, tensor in conditioning.items()
         }
 
 
 class Sampler(ABC):
-    """Makes images with the denoiser being trained, with the base's own scheduler, text already encoded."""
+    """Samples images from encoded prompts with the denoiser in training and the base's own scheduler."""
 
     @abstractmethod
     def image(
@@ -242,7 +243,7 @@ class Sampler(ABC):
 
 
 class Family(ABC):
-    """One model family. Instances hold no state; everything is passed in."""
+    """One model family; instances hold no state."""
 
     name: str
     default_source: str
@@ -250,40 +251,40 @@ class Family(ABC):
     file_formats: tuple[FileFormat, ...]
     """Key formats its adapters can be written in, the most widely read first (`output.format=auto`)."""
     refused_formats: Mapping[FileFormat, str]
-    """Why each other format is refused: who could not read it, and what to use."""
+    """Why each other format is refused: the programs that could not read it, and the format to use."""
     trainable_text: bool = False
-    """Whether its text encoders can be trained along."""
+    """Whether its text encoders can be trained."""
     teachable: Mapping[str, str] = {}
     """Component of each text encoder that can learn a new word -> key of its vectors in embedding files."""
     weighs_words: bool = False
-    """Whether its text encoders take weights of words, as in `(word:1.2)`."""
+    """Whether its text encoders support prompt weights, as in `(word:1.2)`."""
     reads_chunks: bool = False
-    """Whether texts that are too long for its encoders are read in chunks (`BaseFacts.chunks`)."""
+    """Whether its encoders read prompts above their limit in chunks (`BaseFacts.chunks`)."""
     precisions: tuple[Precision, ...]
-    """What its denoiser can be trained in, the best first: in any other its numbers leave the range."""
+    """Precisions its denoiser can be trained in, the best first; in any other its activations overflow."""
     encoding_elements_per_px: int = 5 * 128
     decoding_elements_per_px: int = 6 * 128
-    """What its VAE has alive at the peak, in elements for each pixel of one image: of AutoencoderKL 5 and 6
-    maps of its 128 channels at full size, which `LiveStorages` counts on its networks."""
+    """Peak of its VAE's live tensors in elements per pixel of one image: AutoencoderKL holds 5 (encoding)
+    and 6 (decoding) full-size maps of 128 channels, as `LiveStorages` counts them on its networks."""
     one_text_length: bool = True
-    """Whether all texts are as long, padding included; else each has a length of its own and a mask."""
+    """Whether all texts are padded to one length; else each text keeps its length and has a mask."""
     block_pattern: str = r"\w+\.\d+(?=\.)"
-    """Matches the beginning of a layer's name that is the name of its repeated block."""
+    """Matches the name of the repeated block at the start of a layer's name."""
     unquantised: tuple[str, ...] = ()
-    """Parts of the names of layers inside blocks that a quantised base keeps in full precision."""
+    """Substrings of the names of layers inside blocks that a quantised base keeps in full precision."""
     modulation: tuple[str, ...] = ()
-    """Endings of the names of linear layers inside blocks that nothing of the image reaches; empty: too
-    few weights are in such layers to keep them elsewhere."""
+    """Endings of the names of linear layers inside blocks whose input depends on timestep and pooled text,
+    never on the image; empty where such layers hold too few weights to be worth precomputing."""
 
     # ---- facts, without torch
 
     @abstractmethod
     def known(self, source: str) -> BaseFacts | None:
-        """Return facts of a well-known Hub id from its name alone, else None."""
+        """Return facts of a public release from its Hub id alone, None for any other id."""
 
     @abstractmethod
     def detect(self, folder: Path) -> bool:
-        """Say whether a diffusers folder is of this family, from its JSON files alone."""
+        """Return whether a diffusers folder is of this family, from its JSON files alone."""
 
     @abstractmethod
     def detect_file(self, header: Header) -> frozenset[Part]:
@@ -295,7 +296,7 @@ class Family(ABC):
 
     @abstractmethod
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
-        """Return the files that make the identity of each of `PARTS`."""
+        """Return the files of each of `PARTS`; their hash is the part's identity."""
 
     def public_architectures(self) -> tuple[Mapping[str, Any], ...]:
         """Return the denoiser's configuration of each public release, the default one first."""
@@ -303,26 +304,28 @@ class Family(ABC):
         return (facts.architecture,) if facts is not None else ()
 
     def with_clip_skip(self, facts: BaseFacts, clip_skip: int) -> BaseFacts:
-        """Return facts with texts read from another layer (1: the last); raises RequestError."""
+        """Return facts with text taken from layer `clip_skip`, counted from the last (1); raises RequestError."""
         if clip_skip != 1:
-            found = f"base.clip_skip={clip_skip}, but {facts.source} reads text from one layer only"
-            raise RequestError(found, fix="leave base.clip_skip out")
+            raise RequestError(
+                f"base.clip_skip={clip_skip}, but {facts.source} reads text from one layer only",
+                fix="leave base.clip_skip out",
+            )
         return facts
 
     def guides_by_two_passes(self, facts: BaseFacts) -> bool:
-        """Say whether a guidance scale above 1 takes two predictions a step, with the prompt and without."""
+        """Return whether a guidance scale above 1 needs two predictions a step, one per prompt and negative."""
         return True
 
     def passes_with(self, conditioning: Conditioning) -> int:
-        """Return what one sample's conditioning must share with others to be rows of the same passes."""
+        """Return the key that samples of one forward pass must share, such as the length of their text."""
         return 0
 
     def text_modules(self) -> Mapping[str, Sequence[str]]:
-        """Return by component the layers of text networks that adapter files of any trainer may change."""
+        """Return by component the text encoders' layers that adapter files of any trainer may contain."""
         return {}
 
     def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
-        """Return by "component.module" where a single-file checkpoint keeps the layers; empty: not known."""
+        """Return where a single-file checkpoint keeps each "component.module"; empty where that is unknown."""
         return {}
 
     @abstractmethod
@@ -332,7 +335,7 @@ class Family(ABC):
     def known_checkpointing(
         self, facts: BaseFacts, *, element_bytes: int, targets: Targets, wide_adapter: bool
     ) -> tuple[Checkpointing, ...]:
-        """Return the kinds of checkpointing whose `sample_cost` is known without running the network."""
+        """Return the checkpointing levels whose `sample_cost` is known without tracing the network."""
         return CHECKPOINTING
 
     @abstractmethod
@@ -341,20 +344,21 @@ class Family(ABC):
     ) -> Mapping[str, tuple[int, ...]]:
         """Return (fan_in, out) of each denoiser module that gets an adapter, in module order.
 
-        `fan_in` counts the kernel; where that has more than one element, its size comes third.
+        `fan_in` is input channels times kernel elements; a kernel of several elements adds its size as
+        a third number.
         """
 
     def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """Return by component what `adapter_shapes` does, of the modules that `text_targets` names."""
+        """Return `adapter_shapes` of the text encoders' `text_targets`, by component."""
         return {}
 
     def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
         """Return (fan_in, out) of the linear layers in the denoiser's repeated blocks, in module order."""
-        found = self.adapter_shapes(facts, targets="all")
-        return {name: (shape[0], shape[1]) for name, shape in found.items() if len(shape) == 2}
+        shapes = self.adapter_shapes(facts, targets="all")
+        return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
 
     def modulation_layers(self, facts: BaseFacts) -> tuple[str, ...]:
-        """Return the names of the layers that end in one of `modulation`, in module order."""
+        """Return the names of the denoiser's `modulation` layers, in module order."""
         endings = tuple(f".{ending}" for ending in self.modulation)
         return tuple(name for name in self.linear_shapes(facts) if name.endswith(endings))
 
@@ -396,25 +400,25 @@ class Family(ABC):
 
     def alphas_cumprod(self, facts: BaseFacts) -> Tensor:
         """Return the cumulative signal level of every training timestep, float64 [timesteps]."""
-        raise AssertionError(f"{self.name} is trained by flow matching: it has no such levels")
+        raise AssertionError(f"{self.name} is trained by flow matching: it has no alphas_cumprod")
 
     def flow_shift(self, facts: BaseFacts, *, width_px: int, height_px: int) -> float:
         """Return s of sigma' = s sigma / (1 + (s - 1) sigma) that the base's own sampler uses at this size."""
         raise AssertionError(f"{self.name} is no flow-matching family")
 
     def geometry_conditioning(self, facts: BaseFacts, geometry: Geometry) -> Conditioning:
-        """Return what the denoiser is told about the image's geometry, batch 1; most are told nothing."""
+        """Return the conditioning made from the image's sizes and crop, batch 1; empty for most families."""
         return {}
 
     def guidance_conditioning(self, facts: BaseFacts, *, guidance_scale: float) -> Conditioning:
-        """Return the guidance embedding's input where the base has one, batch 1 (float32 [1])."""
+        """Return the guidance embedding's input, float32 [1]; empty for a base without that embedding."""
         return {}
 
     @abstractmethod
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """One forward pass: [B, C, H, W] -> prediction of the same shape.
+        """Run one forward pass: [B, C, H, W] -> prediction of the same shape.
 
         `timesteps` is int64 [B] in [0, 999] for epsilon and v, float32 [B] = 1000 sigma for flow.
         """
@@ -427,9 +431,9 @@ class Family(ABC):
         *,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return what `predict` gives the layers of `modulation`, bit by bit: [B, width] in `dtype`.
+        """Return the input of the `modulation` layers in `predict`, equal bit by bit: [B, width] in `dtype`.
 
-        `timesteps` are those of `predict`; of the conditioning there is `modulated_by`.
+        `timesteps` are those of `predict`; `conditioning` has only the tensors of `modulated_by`.
         """
         raise AssertionError(f"{self.name} has no modulation layers to compute ahead")
 
@@ -452,9 +456,9 @@ class Family(ABC):
         """
 
     def checkpoint_module(self, module: str) -> str | None:
-        """Return what the releases' own code calls a denoiser's module, None where it has the same names or none.
+        """Return a denoiser module's name in the release's original code, None where there is no other name.
 
-        Adapter files of other trainers use those names.
+        Adapter files of other trainers use the original names.
         """
         return None
 
@@ -471,13 +475,13 @@ class Family(ABC):
     ) -> Sampler:
         """Return a sampler around a denoiser that is on `device`.
 
-        The VAE comes only for an image, to `decode_on`, which is `device` where nothing is said.
+        The VAE moves to `decode_on` (None: `device`) only while it decodes an image.
         """
 
     def prompt_arguments(
         self, prompt: str, negative: str, *, guidance_scale: float
     ) -> Mapping[str, Any]:
-        """Return the plain pipeline's arguments with which it draws what the sampler draws."""
+        """Return the plain pipeline's arguments that reproduce the sampler's images."""
         return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": guidance_scale}
 
     def pipeline_arguments(
@@ -489,7 +493,7 @@ class Family(ABC):
         *,
         guidance_scale: float,
     ) -> Mapping[str, Any]:
-        """Return what `prompt_arguments` does, of texts as long as `facts` reads them."""
+        """Return `prompt_arguments`, with prompts encoded here where `facts` reads them in chunks."""
         return self.prompt_arguments(prompt, negative, guidance_scale=guidance_scale)
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""Chroma: FLUX.1 schnell without its modulation layers and CLIP, undistilled, with text that ends where it ends.
+"""Chroma: FLUX.1 schnell without modulation layers and CLIP, undistilled, with texts of their own length.
 
 Conditioning: `text` [B, tokens, 4096] of T5 with one token of padding, `text_mask` [B, tokens]. The network
-was trained with all further padding masked out, so it is left away here.
+was trained with all further padding masked out, so no further padding is passed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ IN_FILE = frozenset(
         "final_layer.linear.weight",
     }
 )
-"""Names in the original layout; Chroma Radiance, which has no VAE, lacks the last."""
+"""Names in the original layout; Chroma Radiance, which works on pixels without a VAE, lacks the last."""
 RELEASE = Release(
     ids=("lodestones/Chroma1-HD", "lodestones/Chroma1-Base"),
     architecture={
@@ -159,22 +159,22 @@ class Chroma(FlowFamily):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """One forward pass for each length of text in the batch, which leaves nothing to mask.
+        """Run one forward pass per text length in the batch, so that no pass needs a mask.
 
-        A mask would rule out flash attention and keep a bias of tokens^2 for every block, and
-        diffusers 0.42.1 does not hand it to the single blocks under gradient checkpointing. Reading
-        the lengths waits for the device once.
+        A mask would rule out flash attention and store a bias of tokens^2 for each block, and
+        diffusers 0.42.1 does not pass it to the single blocks under gradient checkpointing. Reading
+        the lengths synchronises with the device once.
         """
         import torch
 
         text, mask = conditioning["text"], conditioning["text_mask"]
-        if mask.is_meta:  # costs are traced without values
+        if mask.is_meta:  # cost tracing: the mask has no values, and its one sample no padding
             return _velocity(denoiser, noisy, timesteps, text)
         lengths = [int(length) for length in mask.sum(dim=1).tolist()]
         if len(set(lengths)) == 1:
             return _velocity(denoiser, noisy, timesteps, text[:, : lengths[0]])
         groups = {
-            length: [row for row, found in enumerate(lengths) if found == length]
+            length: [row for row, row_length in enumerate(lengths) if row_length == length]
             for length in sorted(set(lengths))
         }
         parts = [
@@ -218,18 +218,18 @@ class Chroma(FlowFamily):
     def plain_pipeline(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> DiffusionPipeline:
-        """Return diffusers' pipeline, with its mask as booleans.
+        """Return diffusers' pipeline with a boolean attention mask.
 
-        diffusers 0.42.1 makes it of floats, which attention adds instead of masking (its issue
-        12116): padding then dilutes short prompts, unlike in training and in other programs.
+        diffusers 0.42.1 makes the mask of floats, which attention adds to the scores instead of masking
+        (diffusers issue 12116): padding then dilutes short prompts, unlike in training and other programs.
         """
         pipeline = super().plain_pipeline(facts, dtype=dtype, device=device)
         prepare = pipeline._prepare_attention_mask
 
         def as_booleans(*, attention_mask: Tensor | None = None, **other: Any) -> Tensor | None:
             mask = None if attention_mask is None else attention_mask.bool()
-            found: Tensor | None = prepare(attention_mask=mask, **other)
-            return found
+            prepared: Tensor | None = prepare(attention_mask=mask, **other)
+            return prepared
 
         pipeline._prepare_attention_mask = as_booleans
         return pipeline
@@ -237,14 +237,14 @@ class Chroma(FlowFamily):
 
 @dataclass(frozen=True, kw_only=True)
 class ChromaTextEncoder(TextEncoder):
-    """T5 that does not see its padding; its output ends with one token of it."""
+    """T5 with masked padding; its output ends with one padding token."""
 
     networks: Mapping[str, nn.Module]
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
 
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return `ids` and `mask` [B, tokens], as long as the longest prompt and its one token of padding."""
+        """Return `ids` and `mask` [B, tokens] of the longest prompt's length plus one padding token."""
         ids, mask = padded(self.tokenizer, prompts, length=self.max_tokens)
         longest = min(int(mask.sum(dim=1).max()) + 1, self.max_tokens)
         return {"ids": ids[:, :longest], "mask": mask[:, :longest]}
@@ -256,8 +256,8 @@ class ChromaTextEncoder(TextEncoder):
         states = hidden_states(self.networks["text_encoder"], tokens["ids"], mask=tokens["mask"])
         mask = tokens["mask"].to(states.device)
         positions = torch.arange(mask.shape[1], device=mask.device)
-        kept = positions <= mask.sum(dim=1, keepdim=True)
-        return {"text": states * kept[..., None], "text_mask": kept.long()}
+        visible = positions <= mask.sum(dim=1, keepdim=True)
+        return {"text": states * visible[..., None], "text_mask": visible.long()}
 
     def count_tokens(self, prompt: str) -> int:
         return count_tokens(self.tokenizer, prompt)
@@ -271,7 +271,7 @@ FAMILY = Chroma()
 
 @contextmanager
 def _without_upstream_warning() -> Iterator[None]:
-    # diffusers 0.42.1 builds this network with a class that it has itself deprecated.
+    # diffusers 0.42.1 builds this network with a class that diffusers itself deprecated.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`FluxPosEmbed` is deprecated")
         yield

@@ -1,10 +1,9 @@
-"""Long texts for encoders that read few tokens: pieces of a text encoded one by one, joined again.
+"""Long prompts for encoders with a short limit: a prompt is split into chunks, encoded, and joined again.
 
-Inputs: a text's tokens without begin and end, or the hidden states of its chunks. Outputs: tokens in
-chunks that each have their own begin and end, and hidden states in which only the first begin and the
-last end are left: 77, 152 or 227 tokens for 1, 2 or 3 chunks of CLIP, as kohya's trainers have it
-(`max_token_length` 75, 150, 225). Web user interfaces draw with every begin and end left in; diffusers'
-community pipelines join as this does. Importing this needs no torch.
+Inputs: a prompt's tokens without begin and end, or the hidden states of its chunks. Outputs: chunks of
+tokens with a begin and an end each, and joined hidden states with the first begin and the last end only:
+77, 152 or 227 tokens for 1, 2 or 3 chunks of CLIP, as in kohya's trainers (`max_token_length` 75, 150,
+225) and diffusers' community pipelines. Web user interfaces keep every begin and end. Torch-free to import.
 """
 
 from __future__ import annotations
@@ -23,35 +22,36 @@ AROUND = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """`count` chunks of `width` tokens, begin and end among them; a text is cut where they end."""
+    """`count` chunks of `width` tokens, begin and end included; a longer prompt is truncated."""
 
     count: int
     width: int
 
     @property
     def room(self) -> int:
-        """Tokens of a text that are read."""
+        """Largest number of prompt tokens that all chunks hold, begin and end excluded."""
         return self.count * (self.width - AROUND)
 
     def row(
         self, values: Sequence[Value], *, begin: Value, end: Value, padding: Value
     ) -> list[Value]:
-        """Return the values of a text's tokens in all chunks, `count` * `width` of them.
+        """Return the `count` * `width` values of a prompt's tokens laid out in chunks.
 
-        A chunk without any of the text is that of the empty text.
+        `values` has one entry per prompt token. A chunk behind the prompt's end equals the chunk of an
+        empty prompt.
         """
-        room, found = self.width - AROUND, list[Value]()
+        room, row = self.width - AROUND, list[Value]()
         for first in range(0, self.room, room):
             part = values[first : min(first + room, self.room)]
-            found += [begin, *part, end, *[padding] * (room - len(part))]
-        return found
+            row += [begin, *part, end, *[padding] * (room - len(part))]
+        return row
 
     def apart(self, tokens: Tensor) -> Tensor:
-        """Return [B, count * width] as the rows that are encoded, [B * count, width]."""
+        """Split tokens [B, count * width] into the encoder's rows [B * count, width]."""
         return tokens.reshape(-1, self.width)
 
     def joined(self, states: Tensor) -> Tensor:
-        """Return hidden states [B * count, width, C] as those of whole texts, [B, room + 2, C]."""
+        """Join hidden states [B * count, width, C] to those of whole prompts, [B, room + 2, C]."""
         import torch
 
         if self.count == 1:

@@ -1,7 +1,7 @@
 """CLIP text encoders: tokenizing, embedding with gradients, loading from folders and checkpoints.
 
-A `ClipPart` says where one encoder lies and what it is called in files. Output is `text`, the hidden
-states that the U-Net attends to; a pair of encoders also gives `pooled`. Importing this needs no torch.
+A `ClipPart` states the place and the names of one encoder in files. Output is `text`, the hidden states
+that the U-Net attends to; a pair of encoders also returns `pooled`. Torch-free to import.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 TEXT_MODEL = "text_model."
 MAX_LAYERS = 32
-"""Of the largest one in use, OpenCLIP's bigG."""
+"""Layers of the largest CLIP text encoder in use, OpenCLIP's bigG."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "mlp.fc1", "mlp.fc2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipSize:
-    """What decides the shapes of an encoder's layers: how many, their width and that of their MLP."""
+    """The numbers that fix the shapes of an encoder: layers, their width, and the width of their MLP."""
 
     layers: int
     width: int
@@ -42,9 +42,9 @@ class ClipPart:
     """One CLIP text encoder of a family; `released` is the size of the public releases'.
 
     `component` is its folder and its name in adapter keys, `network` its transformers class,
-    `tokenizer` the tokenizer's folder, `kohya` the prefix of its adapter in kohya's files, and
-    `checkpoint` the prefix of its weights in single-file checkpoints: OpenCLIP's layout where that
-    ends with `model.`, transformers' where it ends with `transformer.`. `embedding` is the key of its
+    `tokenizer` the tokenizer's folder, `kohya` the prefix of its adapter in kohya's files.
+    `checkpoint` is the prefix of its weights in single-file checkpoints; a prefix that ends with
+    `model.` means OpenCLIP's layout, with `transformer.` transformers'. `embedding` is the key of its
     vectors in embedding files.
     """
 
@@ -107,14 +107,14 @@ class ClipEncoder(TextEncoder):
         if self.word is None:
             return self._plain_numbers(prompt, tokenizer)
         first, *rest = self.word.split(prompt)
-        found = self._plain_numbers(first, tokenizer)
+        numbers = self._plain_numbers(first, tokenizer)
         for part in rest:
-            found += [*self.word.numbers, *self._plain_numbers(part, tokenizer)]
-        return found
+            numbers += [*self.word.numbers, *self._plain_numbers(part, tokenizer)]
+        return numbers
 
     @staticmethod
     def _plain_numbers(text: str, tokenizer: CLIPTokenizer) -> list[int]:
-        # Not verbose: what is cut is said in our own words.
+        # verbose=False: transformers' warning on truncation would repeat the report of our caption check.
         return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
     def tokenize_weighted(self, parts: Sequence[Weighted]) -> Mapping[str, Tensor]:
@@ -125,7 +125,7 @@ class ClipEncoder(TextEncoder):
         return {**self.tokenize([words_of(parts)]), **weights}
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
-        """Return `text` [B, tokens, width]: after the final norm, as Stable Diffusion 1 and 2 read it."""
+        """Return `text` [B, tokens, width]: the states after the final norm, for Stable Diffusion 1 and 2."""
         ((component, network),) = self.networks.items()
         return {"text": self._text(tokens, component, self._outputs(tokens, component)[0])}
 
@@ -135,7 +135,7 @@ class ClipEncoder(TextEncoder):
         return network(self.chunks.apart(tokens[component]).to(device_of(network)), **options)
 
     def _text(self, tokens: Mapping[str, Tensor], component: str, states: Tensor) -> Tensor:
-        """Return the hidden states of all chunks with their weights applied, as those of whole texts."""
+        """Apply prompt weights to the hidden states of all chunks and join the chunks to whole prompts."""
         weights = tokens.get(component + WEIGHTS)
         apart = None if weights is None else self.chunks.apart(weights)
         return self.chunks.joined(emphasised(states, apart))
@@ -156,20 +156,20 @@ class ClipPairEncoder(ClipEncoder):
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """Return `text` [B, tokens, sum of widths] and the last encoder's `pooled` [B, projection].
 
-        Of several chunks it is the first one's that is pooled, as kohya's trainers do.
+        Of several chunks only the first gives `pooled`, as in kohya's trainers.
         """
         import torch
 
-        found = [
+        outputs = [
             self._outputs(tokens, component, output_hidden_states=True)
             for component in self.networks
         ]
-        read = [
+        states = [
             self._text(tokens, component, output.hidden_states[-2])
-            for component, output in zip(self.networks, found, strict=True)
+            for component, output in zip(self.networks, outputs, strict=True)
         ]
-        pooled = found[-1].text_embeds[:: self.chunks.count]
-        return {"text": torch.cat(read, dim=-1), "pooled": pooled}
+        pooled = outputs[-1].text_embeds[:: self.chunks.count]
+        return {"text": torch.cat(states, dim=-1), "pooled": pooled}
 
 
 def load_network(
@@ -182,8 +182,8 @@ def load_network(
 ) -> nn.Module:
     """Load one encoder frozen, from the checkpoint that holds it or else from its folder.
 
-    The last `clip_skip` - 1 layers are left out: what is then the last one's output goes through the
-    final norm, as web user interfaces and kohya's trainers have it.
+    The last `clip_skip` - 1 layers are deleted, so the final norm reads an earlier layer's output, as in
+    web user interfaces and kohya's trainers.
     """
     import transformers
 
@@ -218,28 +218,28 @@ def load_tokenizers(layout: Layout, parts: Sequence[ClipPart]) -> dict[str, CLIP
     """Load the tokenizer of each encoder, by component."""
     from transformers import CLIPTokenizer
 
-    found = {
+    tokenizers = {
         part.component: CLIPTokenizer.from_pretrained(layout.folder, subfolder=part.tokenizer)
         for part in parts
     }
-    for tokenizer in found.values():
+    for tokenizer in tokenizers.values():
         read_padding_as_text(tokenizer)
-    return found
+    return tokenizers
 
 
 def read_padding_as_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let a tokenizer that pads with an ordinary character read it in captions as any other.
+    """Make a tokenizer that pads with an ordinary character tokenize that character in captions normally.
 
-    OpenCLIP pads with number 0, which is "!"; the configurations of Stable Diffusion 2 and of bigG therefore
-    name "!" as a special token, and "wow!" loses its end of a word: 0 for the 256 that OpenCLIP, ComfyUI,
-    A1111 and sd-scripts read there.
+    OpenCLIP pads with token 0, which is "!"; the configurations of Stable Diffusion 2 and of bigG therefore
+    name "!" as a special token. transformers then tokenizes "wow!" with token 0 for "!" instead of token
+    256 ("!" at the end of a word), which OpenCLIP, ComfyUI, A1111 and sd-scripts use.
     """
     if tokenizer.pad_token not in (tokenizer.bos_token, tokenizer.eos_token):
         tokenizer.split_special_tokens = True
 
 
 def layer_names() -> list[str]:
-    """Return what the adapted layers of any CLIP encoder are called, without `text_model.`."""
+    """Return the names of the adapted layers of the largest CLIP encoder, without `text_model.`."""
     inner = [name if "." in name else f"self_attn.{name}" for name in TARGETS]
     return [f"encoder.layers.{number}.{name}" for number in range(MAX_LAYERS) for name in inner]
 
@@ -267,11 +267,11 @@ def target_shapes(size: ClipSize) -> dict[str, tuple[int, int]]:
 
 
 def stable_name(module: str) -> str:
-    """Return a module's name as files have it: with `text_model.`, which transformers 5 left out."""
+    """Return a module's name in adapter files: with `text_model.`, which transformers 5 dropped."""
     return module if module.startswith((TEXT_MODEL, "text_projection")) else TEXT_MODEL + module
 
 
 def device_of(network: Any) -> torch.device:
     """Return the device that a network's weights are on."""
-    found: torch.device = next(network.parameters()).device
-    return found
+    device: torch.device = next(network.parameters()).device
+    return device

@@ -1,7 +1,7 @@
-"""From a few traced points of a network to its cost at any image size, rank, micro-batch and text length.
+"""Interpolates a network's cost from a few traces to any image size, rank, micro-batch and text length.
 
-Saved bytes grow linearly with tokens and rank. A peak is the largest of several such sums, so it is
-convex and straight lines between points never fall below it. FLOPs are quadratic in tokens. Inputs
+Saved bytes grow linearly with tokens and rank. A peak is the maximum of several linear sums and therefore
+convex, so straight lines between traced points never fall below it. FLOPs are quadratic in tokens. Inputs
 are the values of one quantity at `POINTS`. Torch-free.
 """
 
@@ -20,7 +20,7 @@ SHORT_TEXT_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What is traced: a square image; everything else at its least, or its text at the limit."""
+    """One traced workload: a square image at the smallest rank, one sample, text at the limit by default."""
 
     side_px: int
     rank: int = RANKS[0]
@@ -51,37 +51,40 @@ POINTS = (
     *(Point(side_px=side, micro_batch=2) for side in _ENDS),
     *(Point(side_px=side, short_text=True) for side in _ENDS),
 )
-"""The last two only where the length of the text varies."""
+"""The last two are traced only for families whose text length varies."""
 _AREAS = tuple(side**2 for side in SIDES_PX)
 Curve = Callable[[Sequence[float], float], float]
 
 
 def bytes_at(values: Sequence[float], workload: Workload, *, max_tokens: int) -> float:
-    """Return a peak, or what is saved, of one sample."""
+    """Interpolate a peak or the saved bytes of one sample."""
     return _at(values, workload, max_tokens=max_tokens, over_size=_polyline)
 
 
 def flops_at(values: Sequence[float], workload: Workload, *, max_tokens: int) -> float:
-    """Return the FLOPs of one sample."""
+    """Interpolate the FLOPs of one sample."""
     return _at(values, workload, max_tokens=max_tokens, over_size=_parabola)
 
 
 def _at(values: Sequence[float], workload: Workload, *, max_tokens: int, over_size: Curve) -> float:
-    """Start from the smallest rank, one sample and the longest text, and add what each change adds."""
+    """Interpolate over size at the smallest rank, one sample and the longest text, then add each change.
+
+    Rank, micro-batch and text length are treated as independent; each difference is linear in the area.
+    """
     area = workload.height_px * workload.width_px
     sizes, least, most = values[:3], values[0], values[2]
 
     def change(first: int) -> float:
         return _line((values[first] - least, values[first + 1] - most), area)
 
-    found = over_size(sizes, area)
-    found += (workload.rank - RANKS[0]) / (RANKS[1] - RANKS[0]) * change(3)
-    if workload.micro_batch > 1:  # per sample, two are like any number
-        found += change(5)
+    cost = over_size(sizes, area)
+    cost += (workload.rank - RANKS[0]) / (RANKS[1] - RANKS[0]) * change(3)
+    if workload.micro_batch > 1:  # per sample, two samples cost the same as more
+        cost += change(5)
     if len(values) > 7 and workload.text_tokens is not None:
         missing = max_tokens - min(workload.text_tokens, max_tokens)
-        found += missing / (max_tokens - SHORT_TEXT_TOKENS) * change(7)
-    return found
+        cost += missing / (max_tokens - SHORT_TEXT_TOKENS) * change(7)
+    return cost
 
 
 def _line(values: Sequence[float], area: float) -> float:
@@ -97,11 +100,11 @@ def _polyline(values: Sequence[float], area: float) -> float:
 
 
 def _parabola(values: Sequence[float], area: float) -> float:
-    """Lagrange's parabola through the three sizes."""
-    found = 0.0
+    """Evaluate Lagrange's parabola through the values at the three sizes."""
+    total = 0.0
     for here, value in zip(_AREAS, values, strict=True):
         for other in _AREAS:
             if other != here:
                 value *= (area - other) / (here - other)
-        found += value
-    return found
+        total += value
+    return total

@@ -1,7 +1,7 @@
-"""What a flow-matching transformer costs: from a shipped table of traces, else traced on the spot.
+"""Costs of a flow-matching transformer: from a shipped table of traces, else traced when asked.
 
 Inputs are a family, the facts of a base and a workload; outputs the planner's `SampleCost` and the
-sizes of adapters. Architectures in the table need no torch. `scripts/write_cost_tables.py` makes it.
+sizes of adapters. Architectures in the table need no torch; `scripts/write_cost_tables.py` writes the table.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ FILE = Path(__file__).with_name("cost_tables.json")
 KIB = 1024
 MEGA = 10**6
 TARGETS: tuple[Targets, ...] = tuple(TARGET_GROUPS)
-"""From the fewest modules to the most; each has those of the one before."""
+"""From the fewest modules to the most; each includes the modules of the previous."""
 
 
 class TabledFamily(Family):
-    """A family whose costs are looked up among those of its public releases, or traced."""
+    """A family whose public releases have costs in the table; other architectures are traced."""
 
     text_multiple: int = 1
     """The network pads texts to a multiple of this many tokens."""
@@ -40,13 +40,13 @@ class TabledFamily(Family):
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int
     ) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of each tensor that a text of this many tokens is encoded to, batch 1.
+        """Return the shape of each conditioning tensor of a text of `text_tokens` tokens, batch 1.
 
         `text_tokens` counts like `max_tokens`. Names that end in `mask` are int64, all others float.
         """
 
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
-        """An unknown architecture is traced, once per workload."""
+        """Return the cost from the table; an unknown architecture is traced, once per workload."""
         case = case_of(self, facts, text_tokens=workload.text_tokens)
         release = _release(facts)
         if release is not None and _covers(release, workload):
@@ -58,7 +58,7 @@ class TabledFamily(Family):
     def known_checkpointing(
         self, facts: BaseFacts, *, element_bytes: int, targets: Targets, wide_adapter: bool
     ) -> tuple[Checkpointing, ...]:
-        """An architecture that is not in the table is traced anyway."""
+        """Return the levels in the table; all levels for an architecture that is traced anyway."""
         release = _release(facts)
         if release is None:
             return CHECKPOINTING
@@ -71,13 +71,13 @@ class TabledFamily(Family):
         release = _release(facts)
         if release is None:
             return built_shapes(case_of(self, facts), targets)
-        wanted = TARGETS[: TARGETS.index(targets) + 1]
+        included = TARGETS[: TARGETS.index(targets) + 1]
         return {
             f"{prefix}{index}.{name}": (fan_in, out)
             for prefix, first, count, modules in release["modules"]
             for index in range(first, first + count)
             for name, (fan_in, out, least) in modules.items()
-            if least in wanted
+            if least in included
         }
 
     def _padded(self, workload: Workload) -> Workload:
@@ -89,7 +89,7 @@ class TabledFamily(Family):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A base as far as its costs go, told apart by `key`, with the shapes of one encoded prompt."""
+    """The parts of a base that decide its costs, compared by `key`, and the shapes of one encoded prompt."""
 
     key: str
     family: TabledFamily = field(compare=False)
@@ -104,12 +104,12 @@ class Case:
 
     @property
     def text_varies(self) -> bool:
-        """Whether texts are as long as they are, which a mask tells, instead of padded to the limit."""
+        """Whether texts keep their own length (then there is a mask) instead of being padded to the limit."""
         return any(name.endswith("mask") for name in self.prompt)
 
 
 def case_of(family: TabledFamily, facts: BaseFacts, *, text_tokens: int | None = None) -> Case:
-    """Return what is traced for a base, with a prompt of so many tokens where their number varies."""
+    """Return the case to trace for a base; `text_tokens` counts where the family's text length varies."""
     case = Case(
         key=json.dumps([facts.family, facts.max_tokens, text_tokens, dict(facts.architecture)]),
         family=family,
@@ -126,7 +126,7 @@ def case_of(family: TabledFamily, facts: BaseFacts, *, text_tokens: int | None =
 
 
 def entry(element_bytes: int, *, wide: bool) -> str:
-    """Return the key of a release's traces with this dtype, and with adapters that are wide or not."""
+    """Return the table's key of a dtype's traces, with plain or wide adapters."""
     return f"{element_bytes} wide" if wide else str(element_bytes)
 
 
@@ -136,30 +136,33 @@ def _entry(workload: Workload) -> str:
 
 @lru_cache(maxsize=1)
 def _table() -> Mapping[str, Any]:
-    found: Mapping[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+    table: Mapping[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return table
 
 
 def _release(facts: BaseFacts) -> Mapping[str, Any] | None:
-    """Return the traces of a base's architecture; keys left out of a configuration have diffusers' defaults."""
+    """Return the traces of a base's architecture, None where the table has none.
+
+    Keys left out of a configuration have diffusers' defaults.
+    """
     family = _table().get(facts.family)
     if family is None:
         return None
-    given = {**family["defaults"], **configuration(facts.architecture)}
+    config = {**family["defaults"], **configuration(facts.architecture)}
     for release in family["releases"]:
-        found: Mapping[str, Any] = release
-        if given == {**family["defaults"], **found["config"]} and (
-            facts.max_tokens == found["max_tokens"]
+        release_traces: Mapping[str, Any] = release
+        if config == {**family["defaults"], **release_traces["config"]} and (
+            facts.max_tokens == release_traces["max_tokens"]
         ):
-            return found
+            return release_traces
     return None
 
 
 def configuration(architecture: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what makes the network: no private keys, sequences as JSON has them."""
+    """Return an architecture without private keys, with sequences as JSON lists, for comparison."""
     public = {key: value for key, value in architecture.items() if not key.startswith("_")}
-    found: dict[str, Any] = json.loads(json.dumps(public))
-    return found
+    plain: dict[str, Any] = json.loads(json.dumps(public))
+    return plain
 
 
 def _covers(release: Mapping[str, Any], workload: Workload) -> bool:
@@ -171,7 +174,9 @@ def _covers(release: Mapping[str, Any], workload: Workload) -> bool:
 def _tabled(release: Mapping[str, Any], workload: Workload) -> SampleCost:
     traces = release["costs"][_entry(workload)][workload.targets]
     step = traces[workload.checkpointing]
-    if workload.checkpointing == "offloaded":  # the same work, other places
+    if (
+        workload.checkpointing == "offloaded"
+    ):  # same FLOPs and kernels as "full", saved tensors elsewhere
         step = {**traces["full"], **step}
 
     def kib(values: Sequence[int]) -> int:
@@ -199,8 +204,8 @@ def _tabled(release: Mapping[str, Any], workload: Workload) -> SampleCost:
 
 @lru_cache(maxsize=256)
 def traced(case: Case, workload: Workload) -> SampleCost:
-    """Run the network of a base without memory; `conditioning_bytes` is left out."""
-    # What the network itself depends on; the rest is the size of its inputs.
+    """Trace a base's network on the meta device; `conditioning_bytes` stays 0."""
+    # Cache key: only the fields that change the network; the others are sizes of its inputs.
     built = replace(workload, height_px=0, width_px=0, checkpointing="none", micro_batch=1)
     return _network(case, built).sample_cost(workload)
 
@@ -214,7 +219,7 @@ def _network(case: Case, workload: Workload) -> TracedNetwork:
 
 @lru_cache(maxsize=16)
 def built_shapes(case: Case, targets: Targets) -> Mapping[str, tuple[int, int]]:
-    """Build the network without memory and read off what `adapter_shapes` gives."""
+    """Build the network on the meta device and return its `adapter_shapes`."""
     import torch
 
     with torch.device("meta"):

@@ -1,9 +1,9 @@
-"""What one sample costs: a symbolic forward pass that knows what autograd keeps.
+"""Cost of one sample: a symbolic forward pass that records the tensors autograd keeps.
 
-A family writes its network as calls on a `Tape`: no torch, no weights, nothing but sizes. The
-tape knows which tensors each operation keeps for its gradient, that the base is frozen, and how
-an adapter runs: with its layer as one operation, or beside it on an fp32 copy of the input.
-`liveness.py` turns the recorded operations into the bytes, FLOPs and kernels of one sample.
+A family writes its network as calls on a `Tape`: no torch, no weights, only sizes. The tape models
+which tensors each operation saves for its gradient, that the base is frozen, and how an adapter runs:
+fused with its layer as one operation, or beside it on an fp32 copy of the input. `liveness.py` turns
+the recorded operations into the bytes, FLOPs and kernels of one sample.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ TARGET_GROUPS: Mapping[Targets, frozenset[Group]] = {
 class Workload:
     """How one sample is trained; `element_bytes` is the size of the base's dtype.
 
-    `micro_batch` samples go through the network together: some views of one sample are copies of
-    several. `text_tokens` are those of the longest prompt, for families that do not pad; None: the limit.
-    `wide_adapter`: the adapter reads fp32 copies of its inputs, as DoRA, PiSSA and all but LoRA do.
-    `kept_share` of the blocks keep a step more than `checkpointing` says, see `mixed`.
+    `micro_batch` samples go through the network together; some tensors that are views for one sample are
+    copies for several. `text_tokens` is the length of the longest prompt, for families that do not pad
+    (None: the limit). `wide_adapter`: the adapter reads fp32 copies of its inputs, as every kind but
+    plain LoRA does. `kept_share`: fraction of the blocks that use the next lighter checkpointing level,
+    see `mixed`.
     """
 
     height_px: int
@@ -51,12 +52,12 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCost:
-    """Cost of training on one sample; everything but `kernels` is to be multiplied by the micro-batch.
+    """Cost of training on one sample; multiply all fields but `kernels` by the micro-batch.
 
-    `saved_bytes` are alive between forward and backward; `adapter_saved_bytes` of them are what a
-    wide adapter makes for itself: fp32 copies and middles. `temporary_bytes` is what the step's peak needs beyond them,
-    `host_bytes` what waits for backward in pinned host memory instead. `forward_bytes` is the peak
-    of a pass without gradients, `conditioning_bytes` one prompt's text embedding in fp32.
+    `saved_bytes` are alive between forward and backward; `adapter_saved_bytes` of them are a wide
+    adapter's fp32 copies and rank-sized intermediates. `temporary_bytes` is the step's peak minus
+    `saved_bytes`. `host_bytes` wait for backward in pinned host memory. `forward_bytes` is the peak of a
+    pass without gradients, `conditioning_bytes` one prompt's text embedding in fp32.
     """
 
     saved_bytes: int
@@ -71,16 +72,17 @@ class SampleCost:
 
 
 KEEP_ATTENTION: tuple[Checkpointing, ...] = ("light", "selective")
-"""Kinds of checkpointing that keep what attention returns in recomputed blocks."""
+"""Checkpointing levels that keep the output of attention in recomputed blocks."""
 LEAST_SHAPE = 1 / 16
-"""Products of fewer numbers for each one they make, over those, are of adapters: nothing is gained."""
+"""Smallest fan_in / out of a matrix product that `light` keeps. A smaller ratio means an adapter's up
+projection (fan_in is the rank): recomputing it costs next to nothing."""
 
 
 def keeps_product(checkpointing: Checkpointing, *, fan_in: int, out: int) -> bool:
-    """Say whether a recomputed block keeps what a frozen layer returns, a convolution's kernel in `fan_in`.
+    """Return whether a recomputed block keeps a frozen layer's output; `fan_in` counts a convolution's kernel.
 
-    The arithmetic for a byte of it grows with `fan_in`: `light` spares all of it, `selective` that of
-    layers that take in more than they give out.
+    The FLOPs to recompute one byte of output grow with `fan_in`: `light` keeps all such outputs,
+    `selective` only those of layers with more inputs than outputs.
     """
     if checkpointing == "light":
         return fan_in >= LEAST_SHAPE * out
@@ -88,23 +90,25 @@ def keeps_product(checkpointing: Checkpointing, *, fan_in: int, out: int) -> boo
 
 
 def kept_blocks(count: int, share: float) -> frozenset[int]:
-    """Return which of so many blocks in the order they run keep more: evenly spread, the last among them.
+    """Return the indices, in running order, of the blocks that use the next lighter checkpointing level.
 
-    The backward pass frees the last one's before it makes room for what another block makes again.
+    They are evenly spaced and include the last block: backward frees the last block's saved tensors
+    before it recomputes any other block, so these do not raise the peak.
     """
-    kept = int(share * count + 1e-9)
+    lighter = int(share * count + 1e-9)
     return frozenset(
-        count - 1 - place
-        for place in range(count)
-        if -(-(place + 1) * kept // count) > -(-place * kept // count)
+        count - 1 - from_end
+        for from_end in range(count)
+        if -(-(from_end + 1) * lighter // count) > -(-from_end * lighter // count)
     )
 
 
 def mixed(cost: SampleCost, keeping_more: SampleCost, *, share: float) -> SampleCost:
-    """Return the cost where this share of the blocks keeps more, from those of all blocks alike.
+    """Return the cost with a fraction `share` of the blocks at the next lighter level.
 
-    The last block is one of them: the backward pass needs what that does beyond what is kept, and has
-    freed it when it comes to a block that makes more again.
+    `cost` and `keeping_more` are the costs with all blocks at one level and at the lighter level. The last
+    block uses the lighter level: backward starts with that block's temporaries and has freed them before
+    it recomputes a block of the heavier level.
     """
 
     def between(least: int, most: int) -> int:
@@ -138,15 +142,15 @@ class Layer:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(fan_in, out), and the size of the kernel where that has more than one element."""
+        """(fan_in, out), and the kernel's size where the kernel has several elements."""
         return (self.fan_in, self.out, self.kernel) if self.kernel > 1 else (self.fan_in, self.out)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Array:
-    """A tensor of one sample, compared by identity; a view of all of another is the same Array.
+    """A tensor of one sample, compared by identity; a full view of a tensor is the same Array.
 
-    A part of another has no bytes but those of its gradient: the storage is the whole's.
+    A partial view (`part_of`) has a gradient of its own but no bytes: it shares the whole's storage.
     """
 
     elements: int
@@ -170,11 +174,11 @@ class Array:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """Reads `inputs`, whose storages are `reads`, and makes `output`: in one kernel, or in `kernels`.
+    """An operation that reads `inputs` (their storages: `reads`) and writes `output` in `kernels` kernels.
 
-    Autograd keeps `keeps`, storages too, and when `keeps_late` not before the output is there; local
-    variables keep `holds` alive until here, read or not. `kept_by` are the kinds of checkpointing that
-    keep `results`, the output among them: one kernel of `spared_flops` does not run again.
+    Autograd saves the storages `keeps`, with `keeps_late` only after the output exists; local variables
+    keep `holds` alive until here. The checkpointing levels in `kept_by` keep `results` (the output among
+    them), so one kernel of `spared_flops` is not recomputed.
     """
 
     inputs: tuple[Array, ...]
@@ -195,7 +199,7 @@ class Op:
 
 @dataclass(kw_only=True)
 class Tape:
-    """Records a network's forward pass; rank 0 means no adapter."""
+    """Recorder of a network's forward pass; rank 0 means no adapter."""
 
     element_bytes: int
     rank: int = 0
@@ -206,18 +210,18 @@ class Tape:
     _segment: str | None = None
 
     def array(self, elements: int) -> Array:
-        """Return an input of the network; it needs no gradient."""
+        """Return an input of the network, which needs no gradient."""
         return Array(elements, self.element_bytes)
 
     @contextmanager
     def segment(self, name: str) -> Iterator[None]:
-        """Record what gradient checkpointing recomputes as one piece: the module of this name."""
+        """Record the operations inside as module `name`, which gradient checkpointing recomputes as a whole."""
         self._segment = name
         yield
         self._segment = None
 
     def linear(self, x: Array, layer: Layer) -> Array:
-        """A frozen linear layer keeps nothing; its adapter keeps what it reads."""
+        """Record a linear layer: the frozen layer saves nothing, its adapter saves its input."""
         rows = x.elements // layer.fan_in
         self.layers.append(layer)
         flops = 2 * rows * layer.fan_in * layer.out
@@ -233,7 +237,7 @@ class Tape:
         return self._adapted(x, y, layer, rows=rows)
 
     def conv(self, x: Array, layer: Layer, *, positions: int) -> Array:
-        """A convolution keeps its input even when frozen: one call makes all its gradients."""
+        """Record a convolution: it saves its input even when frozen, because one call makes all gradients."""
         self.layers.append(layer)
         flops = 2 * positions * layer.fan_in * layer.out
         y = self._record(
@@ -247,12 +251,12 @@ class Tape:
         return self._adapted(x, y, layer, rows=positions)
 
     def norm(self, x: Array, layer: Layer, *, groups: int) -> Array:
-        """Keeps its input, and the mean and inverse deviation of each group in fp32."""
+        """Record a norm: it saves its input, and the mean and inverse deviation of each group in fp32."""
         self.layers.append(layer)
         return self._record((x,), _like(x), keeps=(x, Array(2 * groups, 4)))
 
     def halves(self, x: Array) -> tuple[Array, Array]:
-        """Two views; their gradients are joined to one of the whole."""
+        """Record two half views of `x`; backward joins their gradients."""
         first, second = (
             Array(x.elements // 2, x.element_bytes, x.requires_grad, part_of=x) for _ in range(2)
         )
@@ -260,32 +264,32 @@ class Tape:
         return first, self._record((x,), second)
 
     def activation(self, x: Array) -> Array:
-        """Keeps its input."""
+        """Record an activation, which saves its input."""
         return self._record((x,), _like(x), keeps=(x,))
 
     def product(self, a: Array, b: Array) -> Array:
-        """Elementwise product as wide as `b`; keeps both factors."""
+        """Record an elementwise product of `b`'s size, which saves both factors."""
         output = Array(b.elements, a.element_bytes, a.requires_grad or b.requires_grad)
         return self._record((a, b), output, keeps=(a, b))
 
     def add(self, a: Array, b: Array) -> Array:
-        """A sum shaped like `a`, in the wider dtype; keeps nothing."""
+        """Record a sum of `a`'s size in the wider dtype, which saves nothing."""
         wider = max(a.element_bytes, b.element_bytes)
         return self._record((a, b), Array(a.elements, wider, a.requires_grad or b.requires_grad))
 
     def copy(
         self, x: Array, *, elements: int | None = None, element_bytes: int | None = None
     ) -> Array:
-        """A cast, a change of layout, a resize or a scaling: a new storage, nothing kept."""
+        """Record a cast, layout change, resize or scaling: a new storage, nothing saved."""
         return self._record((x,), _like(x, elements, element_bytes))
 
     def concat(self, a: Array, b: Array) -> Array:
-        """Keeps nothing."""
+        """Record a concatenation, which saves nothing."""
         output = Array(a.elements + b.elements, a.element_bytes, a.requires_grad or b.requires_grad)
         return self._record((a, b), output)
 
     def attention(self, q: Array, k: Array, v: Array, *, heads: int, channels: int) -> Array:
-        """Fused attention keeps q, k, v, output and an fp32 log-sum per query and head."""
+        """Record fused attention, which saves q, k, v, output and an fp32 log-sum per query and head."""
         queries, keys = q.elements // channels, k.elements // channels
         needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
         output = Array(q.elements, q.element_bytes, needs_grad)
@@ -307,7 +311,7 @@ class Tape:
         self.ops[-1] = replace(last, holds=(*last.holds, *arrays))
 
     def _keepers(self, layer: Layer) -> tuple[Checkpointing, ...]:
-        """Return the kinds of checkpointing that keep what a layer alone returns."""
+        """Return the checkpointing levels that keep the output of a frozen layer."""
         if min(layer.fan_in, layer.out) <= self.rank:
             return ()
         return tuple(
@@ -320,9 +324,9 @@ class Tape:
         return bool(self.rank) and layer.group in TARGET_GROUPS[self.targets]
 
     def _fused(self, x: Array, layer: Layer, *, rows: int, flops: int) -> Array:
-        """Record a linear layer and its adapter as one: the input is kept, the middle made again."""
+        """Record a linear layer fused with its adapter: the input is saved, the product with A recomputed."""
         down, up = (2 * rows * self.rank * width for width in (layer.fan_in, layer.out))
-        casts = 2 * (x.element_bytes != ADAPTER_BYTES)  # of A and B, and back of their gradients
+        casts = 2 * (x.element_bytes != ADAPTER_BYTES)  # A and B forward, their gradients backward
         return self._record(
             (x,),
             Array(rows * layer.out, x.element_bytes, True),
@@ -337,7 +341,7 @@ class Tape:
         )
 
     def _adapted(self, x: Array, y: Array, layer: Layer, *, rows: int) -> Array:
-        """Record an adapter beside its layer, of a convolution or a wide one."""
+        """Record an adapter beside its layer: a convolution's, or a wide adapter."""
         if not self._adapts(layer):
             return y
         if self.wide_adapter:

@@ -1,10 +1,10 @@
-"""Weights of words in CLIP's outputs, as Stable Diffusion web UI and kohya's trainers apply them.
+"""Prompt weights on CLIP's hidden states, as Stable Diffusion web UI and kohya's trainers apply them.
 
-Inputs: the weighted parts of a text, a tokenizer, an encoder's hidden states. Outputs: a weight for each
-token, and hidden states in which token i is multiplied by its weight w_i and all of them by mean(h) /
-mean(w h), over tokens and channels of one chunk: what is stressed grows, the whole stays as strong as
-it was. Means that are next to nothing or of opposite signs say nothing of strength, and restore
-nothing. Pooled outputs have no tokens and stay as they are. Importing this needs no torch.
+Inputs: the weighted parts of a prompt, a tokenizer, an encoder's hidden states h. Outputs: a weight w_i per
+token i, and the states w_i h_i * mean(h) / mean(w h), with means over tokens and channels of one chunk:
+weighted words grow relative to the rest while the mean stays the same. The ratio is left out where a mean
+is near zero or the means differ in sign, because it would then explode or flip the states. Pooled outputs
+have no tokens and stay unchanged. Torch-free to import.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 NEGLIGIBLE = 0.02
-"""Share of the root mean square below which a mean is little more than what a layer norm left of it."""
+"""Fraction of the root mean square below which a mean counts as zero: the final layer norm leaves means
+close to zero, and a ratio of two such means says nothing about strength."""
 
 
 def token_weights(
@@ -32,42 +33,42 @@ def token_weights(
     chunks: Chunks,
     word: NewWord | None = None,
 ) -> Tensor:
-    """Return float32 [1, tokens of all chunks]: each token's weight, that of its last letter; 1 around the text.
+    """Return the weight of each token, float32 [1, tokens of all chunks]; special tokens weigh 1.
 
-    `word` is what is read as tokens of its own.
+    A token has the weight of its last letter. `word` is a new word that is read as new tokens.
     """
     import torch
 
     text, letters = words_of(parts), list(_by_letter(parts))
-    found: list[float] = []
+    weights: list[float] = []
     first = 0
     for number, piece in enumerate([text] if word is None else word.split(text)):
         if word is not None and number > 0:
-            found += [letters[first]] * word.tokens
+            weights += [letters[first]] * word.tokens
             first += len(word.text)
-        # Not verbose: what is cut is said in our own words.
-        places = tokenizer(
+        # verbose=False: transformers' warning on truncation would repeat the report of our caption check.
+        ends = tokenizer(
             piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )["offset_mapping"]
-        found += [letters[first + end - 1] for _, end in places]
+        weights += [letters[first + end - 1] for _, end in ends]
         first += len(piece)
-    return torch.tensor([chunks.row(found, begin=1.0, end=1.0, padding=1.0)])
+    return torch.tensor([chunks.row(weights, begin=1.0, end=1.0, padding=1.0)])
 
 
 def emphasised(hidden: Tensor, weights: Tensor | None) -> Tensor:
-    """Return hidden states [B, tokens, width] with weights [B, tokens] applied; None: as they are."""
+    """Apply weights [B, tokens] to hidden states [B, tokens, width]; None returns the states unchanged."""
     import torch
 
     if weights is None:
         return hidden
     states = hidden.float()
     weighted = states * weights.to(states.device, states.dtype).unsqueeze(-1)
-    before, after = (found.mean(dim=(1, 2), keepdim=True) for found in (states, weighted))
+    before, after = (values.mean(dim=(1, 2), keepdim=True) for values in (states, weighted))
     strength = states.square().mean(dim=(1, 2), keepdim=True).sqrt()
     both = torch.minimum(before * before.sign(), after * before.sign())
-    counts, one = both > NEGLIGIBLE * strength, torch.ones_like(after)
-    # Chosen before they are divided: what is not chosen would still have gradients, of 1 / 0.
-    scale = torch.where(counts, before, one) / torch.where(counts, after, one)
+    has_mean, one = both > NEGLIGIBLE * strength, torch.ones_like(after)
+    # Choose before dividing: torch.where passes gradients through both branches, and 0 * (1 / 0) is NaN.
+    scale = torch.where(has_mean, before, one) / torch.where(has_mean, after, one)
     return (weighted * scale).to(hidden.dtype)
 
 

@@ -1,8 +1,8 @@
-"""What the flow-matching transformer families share: folders, loading, shift, sampling scaffolding.
+"""The base class of the flow-matching transformer families: folders, loading, shift, sampling.
 
-A family names its classes and parts, and fills what differs: text, prediction, targets, names. A base
-is a diffusers folder with `transformer`, `vae`, a scheduler, and one or more text encoders, each
-part replaceable by a file (`Layout`).
+A family states its classes and parts and implements text, prediction, targets and names. A base is a
+diffusers folder with `transformer`, `vae`, a scheduler, and one or more text encoders, each part
+replaceable by a file (`Layout`).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """A public release, so that a plan needs no download: Hub ids, configurations, sizes.
+    """A public release that can be planned without a download: Hub ids, configurations, sizes.
 
-    `vae` needs only what `latent_shape` reads; `scheduler` only what `flow_shift` reads.
+    `vae` has the keys that `latent_shape` reads, `scheduler` the keys that `flow_shift` reads.
     """
 
     ids: tuple[str, ...]
@@ -72,54 +72,54 @@ class FlowFamily(TabledFamily):
     """A family of diffusion transformers trained by flow matching (Lipman et al. 2022, arXiv 2210.02747)."""
 
     pipeline_class: str
-    """diffusers' text-to-image pipeline; its name in model_index.json is what detection goes by."""
+    """diffusers' text-to-image pipeline; `detect` looks for its name in model_index.json."""
     denoiser_class: str
     """diffusers' transformer class."""
     text_folders: tuple[str, ...]
     """Folders of the text encoders, in the order of the pipeline."""
     tokenizer_folders: tuple[str, ...]
     # In fp16 activations of large transformers pass 65,504 and the loss is NaN: FLUX.1 (sd-scripts #1571, #1595,
-    # #1846), FLUX.2 and Z-Image (musubi-tuner #795, #897; Z-Image #14). Programs that only draw clamp them.
+    # #1846), FLUX.2 and Z-Image (musubi-tuner #795, #897; Z-Image #14). Inference programs clamp them.
     precisions: tuple[Precision, ...] = ("bf16", "fp32")
     unread_text: tuple[str, ...] = ()
-    """Prefixes of tensors in the text encoders' files that loading leaves out: they cost no memory."""
+    """Prefixes of tensors in the text encoders' files that are never loaded and so cost no memory."""
     releases: tuple[Release, ...] = ()
-    """Public releases that are known by name."""
+    """Public releases whose Hub ids are recognised without their files."""
     native_latents = 128
-    """Side of an image of the native resolution in latents: 1024 px of an 8x VAE."""
+    """Side of an image of the native resolution, in latents: 1024 px at 8 px per latent."""
     patch = 2
     """Side of the square of latents that becomes one token."""
 
-    # ---- what a family file fills besides the seam
+    # ---- to implement besides the members of `Family`
 
     @abstractmethod
     def max_tokens(self, layout: Layout) -> int:
-        """Return how many tokens of a prompt count, special tokens included."""
+        """Return the token limit of a prompt, special tokens included."""
 
     @abstractmethod
     def targets(self, targets: Targets) -> tuple[str, ...]:
-        """Return the endings of the module names that get an adapter, blocks only."""
+        """Return the endings of the names of the block modules that get an adapter."""
 
     def latent_shape(self, vae: Mapping[str, Any]) -> tuple[int, int]:
-        """Return (channels, pixels per latent) as `predict` sees latents, from the VAE's configuration."""
+        """Return (channels, pixels per latent) of `predict`'s latents, from the VAE's configuration."""
         return int(vae["latent_channels"]), 2 ** (len(vae["block_out_channels"]) - 1)
 
     def normalised(self, vae: nn.Module, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a posterior [B, C, H, W] as the denoiser wants it: (x - shift) scale."""
+        """Return mean and deviation of a posterior [B, C, H, W] scaled for the denoiser: (x - shift) scale."""
         config: Any = vae.config
         shift, scale = config.shift_factor or 0.0, config.scaling_factor
         return (mean - shift) * scale, std * scale
 
     def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
-        """Return (variant, distilled) of a base; most families have one release."""
+        """Return (variant, distilled) of a base; ("", False) for a family of one release."""
         return "", False
 
     def architecture(self, layout: Layout) -> Mapping[str, Any]:
-        """Return the denoiser's configuration; a family whose files differ from it says so here."""
+        """Return the denoiser's configuration; override it where a single file may differ from its companion."""
         return read_json(part_folder(layout, "denoiser", "transformer") / "config.json")
 
     def scheduler(self, layout: Layout) -> Mapping[str, Any]:
-        """Return the scheduler's configuration; a family whose files need another says so here."""
+        """Return the scheduler's configuration; override it where a single file needs another scheduler."""
         return read_json(layout.folder / "scheduler" / "scheduler_config.json")
 
     # ---- facts
@@ -128,7 +128,7 @@ class FlowFamily(TabledFamily):
         return tuple(release.architecture for release in self.releases)
 
     def known(self, source: str) -> BaseFacts | None:
-        release = next((found for found in self.releases if source in found.ids), None)
+        release = next((candidate for candidate in self.releases if source in candidate.ids), None)
         if release is None:
             return None
         channels, factor = self.latent_shape(release.vae)
@@ -151,9 +151,9 @@ class FlowFamily(TabledFamily):
         )
 
     def detect(self, folder: Path) -> bool:
-        found = components(folder)
-        return found.get("") == self.pipeline_class or (
-            found.get("transformer") == self.denoiser_class
+        classes = components(folder)
+        return classes.get("") == self.pipeline_class or (
+            classes.get("transformer") == self.denoiser_class
         )
 
     def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
@@ -162,10 +162,12 @@ class FlowFamily(TabledFamily):
             read_json(part_folder(layout, "vae", "vae") / "config.json")
         )
         files = self.parts(layout)
-        for file in (file for found in files.values() for file in found):
+        for file in (file for part_files in files.values() for file in part_files):
             if not file.is_file():
                 raise InputError(f"base model file {file} is missing", fix=AGAIN)
-        counted = {part: self._count(layout, part, found) for part, found in files.items()}
+        counted = {
+            part: self._count(layout, part, part_files) for part, part_files in files.items()
+        }
         release, distilled = self.release(architecture, layout)
         return BaseFacts(
             family=self.name,
@@ -205,12 +207,12 @@ class FlowFamily(TabledFamily):
         }
 
     def _count(self, layout: Layout, part: str, files: tuple[Path, ...]) -> int:
-        named = next((known for known in PARTS_IN_FILES if known == part), None)
-        if named is not None and (single := part_file(layout, named)) is not None:
-            return parameters_in(single, named)
+        file_part = next((candidate for candidate in PARTS_IN_FILES if candidate == part), None)
+        if file_part is not None and (single := part_file(layout, file_part)) is not None:
+            return parameters_in(single, file_part)
         unread = self.unread_text if part == "text_encoder" else ()
-        found = (file for file in files if file.suffix == ".safetensors")
-        return count_parameters(found, unread=unread)
+        weight_files = (file for file in files if file.suffix == ".safetensors")
+        return count_parameters(weight_files, unread=unread)
 
     def _part(self, layout: Layout, part: Part, subfolder: str) -> tuple[Path, ...]:
         folder, single = part_folder(layout, part, subfolder), part_file(layout, part)
@@ -242,7 +244,7 @@ class FlowFamily(TabledFamily):
         return FlowImageEncoder(vae=vae.to(device), family=self)
 
     def load_vae(self, layout: Layout, *, dtype: torch.dtype | None = None) -> nn.Module:
-        """Load the VAE frozen, on the CPU, in float32 unless told: in fp16 some overflow."""
+        """Load the VAE frozen, on the CPU, in `dtype` (None: float32, because some VAEs overflow in fp16)."""
         import torch
 
         folder, single = part_folder(layout, "vae", "vae"), part_file(layout, "vae")
@@ -266,26 +268,31 @@ class FlowFamily(TabledFamily):
         return [
             name
             for name, module in denoiser.named_modules()
-            if name.endswith(endings) and hasattr(module, "weight")  # no lists, no activations
+            # `to_out` and `net` are also names of ModuleLists and activations, which have no weight.
+            if name.endswith(endings) and hasattr(module, "weight")
         ]
 
     # ---- the base's own timestep shift
 
     def flow_shift(self, facts: BaseFacts, *, width_px: int, height_px: int) -> float:
-        """exp(mu), mu linear in the number of image tokens, where the scheduler shifts dynamically.
+        """Return the base's timestep shift at an image size.
 
-        Esser et al. 2024 (arXiv 2403.03206), section 5.3.2; FLUX.1's sampler. Else the fixed shift,
-        or mu itself where the scheduler says so.
+        With dynamic shifting it is exp(mu), mu linear in the number of image tokens (Esser et al. 2024,
+        arXiv 2403.03206, section 5.3.2; FLUX.1's sampler), or mu itself for `time_shift_type` "linear";
+        else the scheduler's fixed shift.
         """
-        found = facts.scheduler
-        if not found.get("use_dynamic_shifting", False):  # absent in the oldest configurations
-            return float(found.get("shift", 1.0))  # diffusers' own default
+        scheduler = facts.scheduler
+        if not scheduler.get("use_dynamic_shifting", False):  # absent in the oldest configurations
+            return float(scheduler.get("shift", 1.0))  # diffusers' own default
         token_px = facts.vae_factor * self.patch
         tokens = (width_px // token_px) * (height_px // token_px)
-        first, last = found.get("base_image_seq_len", 256), found.get("max_image_seq_len", 4096)
-        low, high = found.get("base_shift", 0.5), found.get("max_shift", 1.15)
+        first, last = (
+            scheduler.get("base_image_seq_len", 256),
+            scheduler.get("max_image_seq_len", 4096),
+        )
+        low, high = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)
         mu = low + (high - low) * (tokens - first) / (last - first)
-        return mu if found.get("time_shift_type", "exponential") == "linear" else math.exp(mu)
+        return mu if scheduler.get("time_shift_type", "exponential") == "linear" else math.exp(mu)
 
     # ---- images
 
@@ -293,13 +300,13 @@ class FlowFamily(TabledFamily):
     def sampler_arguments(
         self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
     ) -> Mapping[str, Any]:
-        """Return the pipeline's arguments for texts that are encoded, on the device, in its dtype."""
+        """Return the pipeline's arguments for encoded prompts on the device, in the denoiser's dtype."""
 
     @abstractmethod
     def decodable(
         self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
     ) -> Tensor:
-        """Return what the VAE decodes, from what the pipeline gives as `output_type="latent"`; float32."""
+        """Return the VAE's input, float32, from the pipeline's output with `output_type="latent"`."""
 
     def build_sampler(
         self,
@@ -311,7 +318,7 @@ class FlowFamily(TabledFamily):
     ) -> Sampler:
         kind, folder = _diffusers(self.pipeline_class), facts.located.folder
         encoders = dict.fromkeys((*self.text_folders, *self.tokenizer_folders))
-        # Without a VAE the pipeline's device is the denoiser's; the VAE comes only to decode.
+        # Without a VAE the pipeline runs on the denoiser's device; the VAE moves there only to decode.
         pipeline = kind.from_pretrained(
             folder,
             transformer=denoiser,
@@ -337,12 +344,12 @@ class FlowFamily(TabledFamily):
         pipeline = _diffusers(self.pipeline_class).from_pretrained(
             layout.folder,
             **{
-                name: load_tokenizer(folder)  # which transformers alone does not read
+                name: load_tokenizer(folder)  # transformers alone cannot read a bare spiece.model
                 for name, folder in tokenizers.items()
                 if has_spiece_only(folder)
             },
             transformer=self.load_denoiser(facts, dtype=dtype, device=torch.device("cpu")),
-            vae=self.load_vae(layout, dtype=dtype),  # these pipelines do not cast what they decode
+            vae=self.load_vae(layout, dtype=dtype),  # these pipelines pass latents to it uncast
             scheduler=_scheduler(facts),
             dtype=dtype,
             use_safetensors=True,
@@ -351,9 +358,9 @@ class FlowFamily(TabledFamily):
 
 
 def transformer_name(format: FileFormat, component: str, module: str) -> str:
-    """Return the key that ComfyUI and diffusers share: `transformer.` and diffusers' module name.
+    """Return the module key that ComfyUI and diffusers share: `transformer.` and diffusers' module name.
 
-    ComfyUI finds the rows of to_q, to_k and to_v in its fused weight by it, for every kind of adapter.
+    ComfyUI maps such keys of to_q, to_k and to_v to rows of its fused weight, for every kind of adapter.
     """
     assert format in ("diffusers", "comfyui") and component == "denoiser"
     return f"transformer.{module}"

@@ -1,4 +1,4 @@
-"""What a single-file checkpoint of a transformer family holds, from its header: parts, sizes, quantisation.
+"""Contents of a transformer family's single-file checkpoint, from its header: parts, sizes, quantisation.
 
 ComfyUI's all-in-one files put `model.diffusion_model.`, `vae.` or `first_stage_model.` and
 `text_encoders.` before the names of each part; files of one part have none. Torch-free.
@@ -28,30 +28,30 @@ _SCALES = frozenset(
 
 
 def part_tensors(header: Header, part: FilePart) -> Mapping[str, TensorInfo]:
-    """Return the tensors of one part by their names without the prefix."""
+    """Return the tensors of one part, names without the part's prefix."""
     if part == "denoiser":
         if any(name.startswith(DENOISER_PREFIX) for name in header):
             return _without(header, DENOISER_PREFIX)
         other = (*VAE_PREFIXES, *_OTHERS, *_VAE_MODULES)
         return {name: info for name, info in header.items() if not name.startswith(other)}
     for prefix in VAE_PREFIXES:
-        if found := _without(header, prefix):
-            return found
+        if tensors := _without(header, prefix):
+            return tensors
     return {name: info for name, info in header.items() if name.startswith(_VAE_MODULES)}
 
 
 def parameters_in(file: Path, part: FilePart) -> int:
     """Count the parameters of one part of a checkpoint."""
-    found = part_tensors(read_header(file), part)
-    return sum(math.prod(info.shape) for info in found.values())
+    tensors = part_tensors(read_header(file), part)
+    return sum(math.prod(info.shape) for info in tensors.values())
 
 
 def holds_vae(header: Header, *, latent_channels: int) -> bool:
-    """Say whether there is a whole image VAE with that many latent channels, in any of its layouts."""
-    found = part_tensors(header, "vae")
-    first = found.get("decoder.conv_in.weight")
+    """Return whether a file has a whole image VAE with `latent_channels`, in any of the VAE's layouts."""
+    tensors = part_tensors(header, "vae")
+    first = tensors.get("decoder.conv_in.weight")
     return (
-        "encoder.conv_in.weight" in found
+        "encoder.conv_in.weight" in tensors
         and first is not None
         and len(first.shape) == 4
         and first.shape[1] == latent_channels
@@ -59,11 +59,11 @@ def holds_vae(header: Header, *, latent_channels: int) -> bool:
 
 
 def refuse_scaled_weights(tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise InputError for weights with scales of their own: read plainly they are noise."""
-    found = next((name for name in tensors if name.rsplit(".", 1)[-1] in _SCALES), None)
-    if found is not None:
+    """Raise InputError for weights with separate scales: without their scales the weights are noise."""
+    scale_name = next((name for name in tensors if name.rsplit(".", 1)[-1] in _SCALES), None)
+    if scale_name is not None:
         raise InputError(
-            f"the checkpoint is quantised with scales ({found}); readable are fp32, bf16, fp16 and plain fp8",
+            f"the checkpoint is quantised with scales ({scale_name}); readable are fp32, bf16, fp16 and plain fp8",
             fix="use the bf16, fp16 or plain fp8 version of this base model",
         )
 

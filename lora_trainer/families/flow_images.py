@@ -1,6 +1,6 @@
 """Encoding and sampling images for flow-matching families: the VAE's posterior, the base's own pipeline.
 
-A family says how latents are normalised, what its pipeline takes, and what its VAE decodes.
+A family normalises latents, names its pipeline's arguments and prepares latents for its VAE (`Painter`).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 class Painter(Protocol):
-    """What of a family encoding and sampling need."""
+    """The members of a family that encoding and sampling use."""
 
     def normalised(self, vae: nn.Module, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a posterior as the denoiser wants it."""
+        """Return mean and deviation of a posterior, scaled for the denoiser."""
 
     def sampler_arguments(
         self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
     ) -> Mapping[str, Any]:
-        """Return the pipeline's arguments for texts that are encoded."""
+        """Return the pipeline's arguments for encoded prompts."""
 
     def decodable(
         self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
     ) -> Tensor:
-        """Return what the VAE decodes."""
+        """Return the VAE's input, float32, for latents that the pipeline returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class FlowImageEncoder(ImageEncoder):
 
 @dataclass(frozen=True, kw_only=True)
 class FlowSampler(Sampler):
-    """The base's own pipeline with the denoiser in training; decoding is done in float32."""
+    """The base's own pipeline with the denoiser in training; the VAE decodes in float32."""
 
     pipeline: Any
     vae: Any
@@ -97,8 +97,9 @@ class FlowSampler(Sampler):
                 ready = self.family.decodable(self.pipeline, vae, latents, size_px)
                 pixels = vae.decode(ready.float(), return_dict=False)[0]
         finally:
-            self.vae.to("cpu")  # training needs the room, most of all where decoding had too little
-        if pixels.dim() == 5:  # a video VAE: one frame
+            # Also after an error: training needs the memory, most of all when decoding ran out of it.
+            self.vae.to("cpu")
+        if pixels.dim() == 5:  # a video VAE returns [B, C, frames, H, W] with one frame
             pixels = pixels[:, :, 0]
         image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
         return image

@@ -1,8 +1,8 @@
 """FLUX.1 dev and schnell: a transformer of joint and single blocks, CLIP's pooled text and T5's tokens.
 
-Dev is told a guidance scale it was distilled for; schnell was distilled to few steps and has none.
-Conditioning: `text` [B, 512 or 256, 4096], padding attended to as the base was trained, `pooled` [B, 768],
-and `guidance` [B] of dev.
+Dev was distilled with an embedded guidance scale; schnell was distilled to few steps without guidance.
+Conditioning: `text` [B, 512 or 256, 4096] with padding unmasked as in the base's training, `pooled`
+[B, 768], and `guidance` [B] for dev.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ IN_FILE = frozenset(
         "single_blocks.0.linear1.weight",
     }
 )
-"""Names in the original layout that only FLUX.1 has together."""
+"""Names in the original layout; no other family has all of them."""
 LATENT_CHANNELS = 16
 DEV: Mapping[str, Any] = {
     "_class_name": "FluxTransformer2DModel",
@@ -153,33 +153,36 @@ class Flux(FlowFamily):
         parts: set[Part] = {"vae"} if holds_vae(header, latent_channels=LATENT_CHANNELS) else set()
         if denoiser.keys() >= IN_FILE:
             refuse_scaled_weights(denoiser)
-            _require_text_to_image(denoiser["img_in.weight"].shape[-1], what="the checkpoint")
+            _require_text_to_image(denoiser["img_in.weight"].shape[-1], source="the checkpoint")
             parts.add("denoiser")
         return frozenset(parts)
 
     def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
-        found = super().facts(layout, source=source, identities=identities)
-        _require_text_to_image(int(found.architecture["in_channels"]), what=source)
-        return found
+        facts = super().facts(layout, source=source, identities=identities)
+        _require_text_to_image(int(facts.architecture["in_channels"]), source=source)
+        return facts
 
     def architecture(self, layout: Layout) -> Mapping[str, Any]:
-        """Return the folder's configuration, corrected where a dev file has a schnell folder or the reverse."""
-        found, single = super().architecture(layout), part_file(layout, "denoiser")
-        return found if single is None else {**found, "guidance_embeds": _told_guidance(single)}
+        """Return the folder's configuration with `guidance_embeds` of the single file.
+
+        A dev file may have a schnell folder as companion, or the reverse.
+        """
+        config, single = super().architecture(layout), part_file(layout, "denoiser")
+        return config if single is None else {**config, "guidance_embeds": _reads_guidance(single)}
 
     def scheduler(self, layout: Layout) -> Mapping[str, Any]:
-        found, single = super().scheduler(layout), part_file(layout, "denoiser")
-        if single is None or _told_guidance(single) == super().architecture(layout).get(
+        config, single = super().scheduler(layout), part_file(layout, "denoiser")
+        if single is None or _reads_guidance(single) == super().architecture(layout).get(
             "guidance_embeds", False
         ):
-            return found
-        return RELEASES[0 if _told_guidance(single) else 1].scheduler
+            return config
+        return RELEASES[0 if _reads_guidance(single) else 1].scheduler
 
     def max_tokens(self, layout: Layout) -> int:
         return self._release(self.architecture(layout)).max_tokens
 
     def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
-        return (found := self._release(architecture)).variant, found.distilled
+        return (release := self._release(architecture)).variant, release.distilled
 
     def _release(self, architecture: Mapping[str, Any]) -> Release:
         return RELEASES[0 if architecture.get("guidance_embeds", False) else 1]
@@ -225,14 +228,14 @@ class Flux(FlowFamily):
     # ---- training
 
     def guides_by_two_passes(self, facts: BaseFacts) -> bool:
-        """Dev is told its guidance scale, schnell has none."""
+        """Return False: dev embeds its guidance scale, schnell has no guidance."""
         return False
 
     def guidance_conditioning(self, facts: BaseFacts, *, guidance_scale: float) -> Conditioning:
         import torch
 
-        told = bool(facts.architecture.get("guidance_embeds", False))
-        return {"guidance": torch.tensor([guidance_scale])} if told else {}
+        reads_guidance = bool(facts.architecture.get("guidance_embeds", False))
+        return {"guidance": torch.tensor([guidance_scale])} if reads_guidance else {}
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
@@ -261,10 +264,10 @@ class Flux(FlowFamily):
         from torch.nn import functional as F
 
         network: Any = denoiser
-        told = [(timesteps / 1000).to(dtype) * 1000]
+        embedded = [(timesteps / 1000).to(dtype) * 1000]
         if (guidance := conditioning.get("guidance")) is not None:
-            told.append(guidance.to(dtype) * 1000)
-        return F.silu(network.time_text_embed(*told, conditioning["pooled"]))
+            embedded.append(guidance.to(dtype) * 1000)
+        return F.silu(network.time_text_embed(*embedded, conditioning["pooled"]))
 
     def targets(self, targets: Targets) -> tuple[str, ...]:
         return ENDINGS[targets]
@@ -290,7 +293,7 @@ class Flux(FlowFamily):
     def prompt_arguments(
         self, prompt: str, negative: str, *, guidance_scale: float
     ) -> Mapping[str, Any]:
-        """A guidance-distilled base takes no negative prompt."""
+        """Return the plain pipeline's arguments; a guidance-distilled base takes no negative prompt."""
         return {"prompt": prompt, "guidance_scale": guidance_scale}
 
     def decodable(
@@ -300,7 +303,7 @@ class Flux(FlowFamily):
 
 
 def decodable_tokens(vae: nn.Module, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
-    """Return float32 [B, C, H, W] for the VAE of the packed latents [B, tokens, 4 C] of an image."""
+    """Return the VAE's input, float32 [B, C, H, W], from packed latents [B, tokens, 4 C]."""
     config: Any = vae.config
     factor = 2 ** (len(config.block_out_channels) - 1)
     width, height = (side // factor for side in size_px)
@@ -312,13 +315,14 @@ def decodable_tokens(vae: nn.Module, latents: Tensor, size_px: tuple[int, int]) 
 FAMILY = Flux()
 
 
-def _told_guidance(file: Path) -> bool:
+def _reads_guidance(file: Path) -> bool:
     return "guidance_in.in_layer.weight" in part_tensors(read_header(file), "denoiser")
 
 
-def _require_text_to_image(in_channels: int, *, what: str) -> None:
+def _require_text_to_image(in_channels: int, *, source: str) -> None:
     if in_channels != 4 * LATENT_CHANNELS:
         raise InputError(
-            f"{what} takes {in_channels} channels: a fill or control release; text-to-image has {4 * LATENT_CHANNELS}",
+            f"{source} takes {in_channels} channels: a fill or control release; "
+            f"text-to-image has {4 * LATENT_CHANNELS}",
             fix="use FLUX.1-dev or a base fine-tuned from it",
         )

@@ -1,7 +1,7 @@
 """FLUX.2 klein, 4B and 9B, distilled and base: a Qwen3 text encoder, a VAE normalised per channel.
 
-The denoiser sees 2x2 squares of the VAE's latents as channels, [B, 128, H/16, W/16]; so do caches and
-`predict`. Architectures and names are those of FLUX.2-dev too, but its text encoder is another.
+Caches, `predict` and the denoiser have 2x2 squares of the VAE's latents as channels, [B, 128, H/16, W/16].
+FLUX.2-dev has the same architecture and names but another text encoder.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from torch import Tensor, nn
 
-# The layers that diffusers' pipeline joins; its training script's other default is not what samples.
+# The layers that diffusers' pipeline joins; the default of diffusers' training script differs from it.
 PROMPT = PromptFormat(layers=(9, 18, 27), padded=True, thinking=False)
 ATTENTION = (
     *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
     *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
-    # Blocks of a single stream: attention and feed-forward in one matrix each.
+    # Single-stream blocks: one matrix joins q, k, v and the MLP's input, another both outputs.
     *(f"attn.{name}" for name in ("to_qkv_mlp_proj", "to_out")),
 )
 TRANSFORMER = (
@@ -55,7 +55,7 @@ TRANSFORMER = (
 )
 IN_FILE = "double_stream_modulation_img.lin.weight"
 IN_DIFFUSERS = "double_stream_modulation_img.linear.weight"
-# For many steps (200) the sampler's shift is FLUX.1's: linear in the tokens. Fewer steps shift more.
+# At 200 steps the sampler's shift equals FLUX.1's, exp of a line in the tokens; fewer steps shift more.
 SCHEDULER: Mapping[str, Any] = {
     "num_train_timesteps": 1000,
     "use_dynamic_shifting": True,
@@ -99,7 +99,7 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 DENOISER_PARAMETERS = {"4B": 3_875_544_576, "9B": 9_078_581_248}
 TEXT_PARAMETERS = {"4B": 4_022_468_096, "9B": 7_568_405_504}
 HEAD_PARAMETERS = {"4B": 0, "9B": 622_329_856}
-"""Of the text encoder's language head where it is not its embedding: downloaded, not loaded."""
+"""Parameters of a language head that is separate from the embedding: downloaded, never loaded."""
 
 
 def _release(size: str, *, distilled: bool) -> Release:
@@ -119,8 +119,8 @@ def _release(size: str, *, distilled: bool) -> Release:
 
 def _size(architecture: Mapping[str, Any]) -> str:
     """Return "4b" or "9b", "" for another size."""
-    found = (size for size, numbers in SIZES.items() if numbers.items() <= architecture.items())
-    return next(found, "").lower()
+    sizes = (size for size, numbers in SIZES.items() if numbers.items() <= architecture.items())
+    return next(sizes, "").lower()
 
 
 def _variant(size: str, *, distilled: bool) -> str:
@@ -143,7 +143,9 @@ class Flux2(FlowFamily):
     unread_text = UNREAD
     tokenizer_folders = ("tokenizer",)
     native_latents = 64
-    patch = 1  # the squares are made before the denoiser
+    patch = (
+        1  # `normalised` folds the squares into channels, so the denoiser has one token per latent
+    )
     releases = tuple(
         _release(size, distilled=distilled) for size in ("4B", "9B") for distilled in (False, True)
     )
@@ -154,7 +156,7 @@ class Flux2(FlowFamily):
         return MAX_TOKENS
 
     def targets(self, targets: Targets) -> tuple[str, ...]:
-        """Modulation is shared by all blocks and lies outside of them: "all" has nothing to add."""
+        """Return the endings; "all" equals "transformer" because the modulation lies outside the blocks."""
         return ATTENTION if targets == "attention" else TRANSFORMER
 
     def prompt_shapes(
@@ -167,27 +169,27 @@ class Flux2(FlowFamily):
         return 4 * channels, 2 * factor
 
     def detect_file(self, header: Header) -> frozenset[Part]:
-        found = part_tensors(header, "denoiser")
-        own = IN_FILE in found or IN_DIFFUSERS in found
-        return frozenset({"denoiser"}) if own else frozenset()
+        tensors = part_tensors(header, "denoiser")
+        is_flux2 = IN_FILE in tensors or IN_DIFFUSERS in tensors
+        return frozenset({"denoiser"}) if is_flux2 else frozenset()
 
     def architecture(self, layout: Layout) -> Mapping[str, Any]:
-        found, text = super().architecture(layout), text_config(layout.folder)
-        width, read = len(PROMPT.layers) * text["hidden_size"], found["joint_attention_dim"]
-        if width != read:
+        config, text = super().architecture(layout), text_config(layout.folder)
+        width, joint_width = len(PROMPT.layers) * text["hidden_size"], config["joint_attention_dim"]
+        if width != joint_width:
             raise InputError(
-                f"the text encoder of {layout.folder} gives {width} channels, its denoiser reads {read}",
+                f"the text encoder of {layout.folder} gives {width} channels, its denoiser reads {joint_width}",
                 fix="give denoiser and text encoder of one release",
             )
         if (single := part_file(layout, "denoiser")) is not None:
-            inner = found["num_attention_heads"] * found["attention_head_dim"]
+            inner = config["num_attention_heads"] * config["attention_head_dim"]
             check_companion(
                 single,
                 shapes={"txt_in.weight": (inner, width), "context_embedder.weight": (inner, width)},
                 blocks={
-                    **dict.fromkeys(("double_blocks", "transformer_blocks"), found["num_layers"]),
+                    **dict.fromkeys(("double_blocks", "transformer_blocks"), config["num_layers"]),
                     **dict.fromkeys(
-                        ("single_blocks", "single_transformer_blocks"), found["num_single_layers"]
+                        ("single_blocks", "single_transformer_blocks"), config["num_single_layers"]
                     ),
                 },
             )
@@ -196,10 +198,13 @@ class Flux2(FlowFamily):
                 "a FLUX.2 VAE cannot be read from a single file",
                 fix="give a folder with its config.json and weights: --set base.vae=FOLDER",
             )
-        return found
+        return config
 
     def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
-        """The pipeline's index says what is distilled; of a single file of klein only its name does."""
+        """Return (variant, distilled), distilled by the pipeline's index or by a single file's name.
+
+        A single file has no index: "klein" in its name without "base" means distilled.
+        """
         distilled = bool(read_json(layout.folder / "model_index.json").get("is_distilled", False))
         single = part_file(layout, "denoiser")
         if single is not None and "klein" in single.name.lower():
@@ -216,7 +221,7 @@ class Flux2(FlowFamily):
     # ---- networks
 
     def normalised(self, vae: nn.Module, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Squares of latents as channels, then (x - mean) / deviation of the VAE's batch norm."""
+        """Fold squares of latents into channels, then scale by (x - mean) / deviation of the VAE's batch norm."""
         shift, scale = _statistics(vae)
         return (_squares(mean) - shift) / scale, _squares(std) / scale
 
@@ -226,14 +231,14 @@ class Flux2(FlowFamily):
         return load_qwen3(facts.located.folder, format=PROMPT, dtype=dtype, device=device)
 
     def guides_by_two_passes(self, facts: BaseFacts) -> bool:
-        """Distilled releases ignore the guidance scale."""
+        """Return whether the base is undistilled: distilled releases ignore the guidance scale."""
         return not facts.distilled
 
     def guidance_conditioning(self, facts: BaseFacts, *, guidance_scale: float) -> Conditioning:
         import torch
 
-        told = facts.architecture.get("guidance_embeds", True)  # diffusers' own default
-        return {"guidance": torch.tensor([guidance_scale])} if told else {}
+        reads_guidance = facts.architecture.get("guidance_embeds", True)  # diffusers' own default
+        return {"guidance": torch.tensor([guidance_scale])} if reads_guidance else {}
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
@@ -271,7 +276,8 @@ class Flux2(FlowFamily):
         )
         assert isinstance(sampler, FlowSampler)
         pipeline, vae = sampler.pipeline, sampler.vae
-        # It reads the VAE's statistics even where it decodes nothing, and its factor has no squares.
+        # The pipeline reads the VAE's statistics even with output_type="latent", so it gets these without
+        # the network; its own factor counts latents before they are folded to squares.
         pipeline.vae = SimpleNamespace(bn=vae.bn, config=vae.config)
         pipeline.vae_scale_factor = facts.vae_factor // 2
         return sampler
@@ -288,20 +294,20 @@ class Flux2(FlowFamily):
     def prompt_arguments(
         self, prompt: str, negative: str, *, guidance_scale: float
     ) -> Mapping[str, Any]:
-        """The pipeline takes no negative prompt; where it guides, it is against the empty one."""
+        """Return the plain pipeline's arguments; it has no negative prompt and guides against the empty prompt."""
         return {"prompt": prompt, "guidance_scale": guidance_scale}
 
     def decodable(
         self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
     ) -> Tensor:
-        return latents.float()  # the pipeline has undone normalisation and squares
+        return latents.float()  # the pipeline itself undoes normalisation and squares
 
 
 FAMILY = Flux2()
 
 
 def _squares(latents: Tensor) -> Tensor:
-    """Return [B, 4 C, H/2, W/2] of [B, C, H, W]: channels, then row and column in the square."""
+    """Fold [B, C, H, W] to [B, 4 C, H/2, W/2]; channels vary slowest, then row and column in the square."""
     from torch.nn.functional import pixel_unshuffle
 
     return pixel_unshuffle(latents, 2)
@@ -315,7 +321,7 @@ def _statistics(vae: Any) -> tuple[Tensor, Tensor]:
 
 
 def _positions(like: Tensor, *, rows: int = 1, columns: int = 1, tokens: int = 1) -> Tensor:
-    """Return int64 [rows columns tokens, 4]: image (always 0), row, column, place in the text."""
+    """Return int64 [rows columns tokens, 4]: image (always 0), row, column, index in the text."""
     import torch
 
     axes = [torch.arange(count, device=like.device) for count in (1, rows, columns, tokens)]

@@ -1,6 +1,6 @@
 """Reading a base model's folders and files without loading a weight: JSON, headers, shards, counts.
 
-Input is a `Layout`; every function raises InputError naming the part and what is missing. Torch-free.
+Input is a `Layout`; every function raises InputError naming the part and the missing file. Torch-free.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lora_trainer.errors import InputError
 from lora_trainer.families.base import Header, Layout, Part, TensorInfo
 
 MAX_HEADER_BYTES = 16_000_000
-"""Of a safetensors file; the format allows six times as much, the largest base models need 1 MB."""
+"""Largest header read of a safetensors file; the format allows 100 MB, the largest base models need 1 MB."""
 MAX_TENSORS = 100_000
 MAX_DIMENSIONS = 16
 MAX_KEY_LENGTH = 1_000
@@ -42,29 +42,32 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def components(folder: Path) -> Mapping[str, str]:
-    """Return component name -> class name of a diffusers folder; empty where there is no index."""
+    """Return component name -> class name of a diffusers folder; empty without model_index.json.
+
+    The pipeline's own class has the key "".
+    """
     index = folder / "model_index.json"
     if not index.is_file():
         return {}
-    found = read_json(index)
-    named = {
+    index_json = read_json(index)
+    classes = {
         name: value[1]
-        for name, value in found.items()
+        for name, value in index_json.items()
         if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)
     }
-    return {"": str(found.get("_class_name", "")), **named}
+    return {"": str(index_json.get("_class_name", "")), **classes}
 
 
 def part_folder(layout: Layout, part: Part, subfolder: str) -> Path:
-    """Return the folder that holds a part's config.json: its own folder where one is named."""
-    own = layout.files.get(part)
-    return own if own is not None and own.is_dir() else layout.folder / subfolder
+    """Return the folder of a part's config.json: the folder in `layout.files`, else `subfolder`."""
+    override = layout.files.get(part)
+    return override if override is not None and override.is_dir() else layout.folder / subfolder
 
 
 def part_file(layout: Layout, part: Part) -> Path | None:
     """Return the single file that holds a part's weights, None where they are in a folder."""
-    own = layout.files.get(part)
-    return own if own is not None and own.is_file() else None
+    override = layout.files.get(part)
+    return override if override is not None and override.is_file() else None
 
 
 def weights(folder: Path) -> tuple[Path, ...]:
@@ -81,34 +84,34 @@ def weights(folder: Path) -> tuple[Path, ...]:
             if index.is_file():
                 return _shards(index)
     pickles = [path.name for path in folder.glob("*.bin")]
-    found = f"only {pickles[0]}, a pickle that can run code" if pickles else "no weights"
+    contents = f"only {pickles[0]}, a pickle that can run code" if pickles else "no weights"
     raise InputError(
-        f"base model part {folder} has {found}; allowed is {_STEMS[0]}.safetensors or {_STEMS[1]}.safetensors",
+        f"base model part {folder} has {contents}; allowed is {_STEMS[0]}.safetensors or {_STEMS[1]}.safetensors",
         fix="download the safetensors version of the base model",
     )
 
 
 def variant(folder: Path) -> str | None:
-    """Return diffusers' `variant` argument for the files that `weights` chose."""
+    """Return diffusers' `variant` argument that loads the files of `weights`."""
     return "fp16" if ".fp16" in weights(folder)[0].name else None
 
 
 def tokenizer_files(folder: Path) -> tuple[Path, ...]:
-    """Return what a tokenizer is made of; raises InputError when there is no vocabulary."""
-    found = {path.name: path for path in folder.glob("*") if path.suffix in _TOKENIZER_SUFFIXES}
-    if not found.keys() & _VOCABULARIES:
+    """Return the files of a tokenizer; raises InputError when there is no vocabulary."""
+    files = {path.name: path for path in folder.glob("*") if path.suffix in _TOKENIZER_SUFFIXES}
+    if not files.keys() & _VOCABULARIES:
         raise InputError(
             f"base model part {folder} has none of {', '.join(sorted(_VOCABULARIES))}", fix=AGAIN
         )
-    if "vocab.json" in found and not found.keys() & {"tokenizer.json", "merges.txt"}:
+    if "vocab.json" in files and not files.keys() & {"tokenizer.json", "merges.txt"}:
         raise InputError(f"base model part {folder} has vocab.json without merges.txt", fix=AGAIN)
-    return tuple(sorted(found.values()))
+    return tuple(sorted(files.values()))
 
 
 def check_chat_template(folder: Path) -> None:
-    """Raise InputError when a language model's tokenizer does not say how a chat is written.
+    """Raise InputError when a language model's tokenizer has no chat template.
 
-    Some releases have the template in tokenizer_config.json, others in a file of its own.
+    Some releases keep the template in tokenizer_config.json, others in chat_template.jinja.
     """
     settings = folder / "tokenizer_config.json"
     if not (folder / CHAT_TEMPLATE).is_file() and "chat_template" not in read_json(settings):
@@ -120,25 +123,25 @@ def check_chat_template(folder: Path) -> None:
 
 
 def read_header(file: Path) -> Header:
-    """Return the tensors of a safetensors file; raises InputError when it is cut short or no such file."""
+    """Return the tensors of a safetensors file; raises InputError for a truncated or foreign file."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if not 2 <= length <= MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length:,} bytes")
             text = stream.read(length)
-            if is_crowded(text):
+            if is_crowded(text):  # before json.loads, which would build all its objects
                 raise ValueError(f"it names more than {MAX_TENSORS:,} tensors")
             header = json.loads(text)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-        found = {
+        tensors = {
             name: TensorInfo(dtype=str(entry["dtype"]), shape=tuple(map(int, entry["shape"])))
             for name, entry in entries.items()
         }
-        if any(len(name) > MAX_KEY_LENGTH for name in found):
+        if any(len(name) > MAX_KEY_LENGTH for name in tensors):
             raise ValueError(f"a tensor's name of more than {MAX_KEY_LENGTH:,} characters")
-        if any(len(info.shape) > MAX_DIMENSIONS for info in found.values()):
+        if any(len(info.shape) > MAX_DIMENSIONS for info in tensors.values()):
             raise ValueError(f"a tensor of more than {MAX_DIMENSIONS} dimensions")
         size = file.stat().st_size
     except (
@@ -150,11 +153,11 @@ def read_header(file: Path) -> Header:
         raise InputError(
             f"{file} has {size:,} bytes, its header says {8 + length + end:,}", fix=AGAIN
         )
-    return found
+    return tensors
 
 
 def is_crowded(header: bytes) -> bool:
-    """Say whether a header has more brackets than tensors need; as objects it might fill the memory."""
+    """Return whether a header has more brackets than `MAX_TENSORS` need; parsed it could fill the memory."""
     return header.count(b"{") + header.count(b"[") > 4 * MAX_TENSORS
 
 
@@ -175,7 +178,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise InputError(f"base model file {index} lists no weights", fix=AGAIN)
-    # Only the last name counts: an index is no reason to look outside its folder.
+    # Keep only each file's last path component: an index must not point outside its folder.
     files = [index.parent / Path(str(name)).name for name in sorted(set(names.values()))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:

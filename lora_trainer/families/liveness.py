@@ -1,9 +1,9 @@
-"""When each storage of a recorded network is alive: the peak of a forward pass and of a step.
+"""Lifetimes of the storages of a recorded network: the peak of a forward pass and of a step.
 
-Input is a `Tape`, output the `SampleCost` of one sample. Every storage is an interval on the line
-of operations, so a peak is the highest sum of overlapping intervals. Checkpointed segments keep
-what they read from outside, on the device or in host memory, and the results of some operations; what
-else they keep inside comes back while backward is in them.
+Input is a `Tape`, output the `SampleCost` of one sample. Each storage is an interval on the line of
+operations, so a peak is the highest sum of overlapping intervals. A checkpointed segment keeps its
+outside inputs, on the device or in host memory, and the results of some operations; all other saved
+tensors of the segment exist again only while backward runs through it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lora_trainer.config import Checkpointing
 from lora_trainer.families.costs import Array, Op, SampleCost, Tape
 
 SEGMENTS_ON_DEVICE = 2
-"""Segments whose offloaded inputs are on the device at a time: one at work, one on its way."""
+"""Segments whose offloaded inputs are on the device at a time: one running, one being copied."""
 Interval = tuple[int, int, int]
 """Bytes alive from the first to the last operation, both included."""
 
@@ -51,9 +51,9 @@ class _Segment:
     first: int
     last: int
     stop: int
-    """The last operation that keeps something: torch recomputes no further. -1: it recomputes nothing."""
+    """The last operation that saves a tensor: torch recomputes no further. -1: nothing is recomputed."""
     inside: frozenset[Array]
-    """Storages made inside: they vanish after forward and are made again for backward."""
+    """Storages made inside: freed after forward and made again for backward."""
 
     @property
     def size(self) -> int:
@@ -75,20 +75,22 @@ class _Timeline:
             self.alive_until.update(dict.fromkeys((*op.reads, *op.holds), index))
         self.segments = list(_segments(ops, checkpointing))
         self.host_bytes = 0
-        self.offloaded: dict[Array, int] = {}  # to the segment that reads it
-        self.handed_out: set[Array] = set()  # results that recomputing asks for and nobody keeps
+        self.offloaded: dict[Array, int] = {}  # input -> number of the segment that reads it
+        self.handed_out: set[Array] = (
+            set()
+        )  # kept results that recomputing reads and autograd does not save
         self.needed_from = self._needed_from(offload=checkpointing == "offloaded")
 
     def _needed_from(self, *, offload: bool) -> dict[Array, int]:
-        """Return what forward leaves on the device, each with the operation whose backward frees it."""
+        """Return the storages that forward leaves on the device -> the operation whose backward frees them."""
         covered = {
             index for segment in self.segments for index in range(segment.first, segment.last + 1)
         }
-        needed: dict[Array, int] = {}
+        freed_at: dict[Array, int] = {}
         for index, op in enumerate(self.ops):
             if index not in covered:
                 for array in op.keeps:
-                    needed.setdefault(array, index)
+                    freed_at.setdefault(array, index)
         for number, segment in enumerate(self.segments):
             leaves = offload and number < len(self.segments) - SEGMENTS_ON_DEVICE
             for array in self._inputs(segment):
@@ -96,14 +98,14 @@ class _Timeline:
                 if leaves and array.requires_grad:
                     self.offloaded[array] = number
                 else:
-                    needed[array] = min(needed.get(array, segment.first), segment.first)
-            needed.update(self._results(segment))
-        return needed
+                    freed_at[array] = min(freed_at.get(array, segment.first), segment.first)
+            freed_at.update(self._results(segment))
+        return freed_at
 
     def _results(self, segment: _Segment) -> dict[Array, int]:
-        """Return the kept results of a segment, each with the operation whose backward frees it.
+        """Return the kept results of a segment -> the operation whose backward frees them.
 
-        Those that no operation keeps are gone before, when the segment has run again.
+        Results that no operation saves are freed earlier, once the segment is recomputed.
         """
         inside = range(segment.first, segment.last + 1)
         results = {
@@ -114,13 +116,13 @@ class _Timeline:
         }
         self.handed_out.update(results)
         for index in reversed(inside):
-            kept = [array for array in self.ops[index].keeps if array in results]
-            results.update(dict.fromkeys(kept, index))
-            self.handed_out.difference_update(kept)
+            kept_results = [array for array in self.ops[index].keeps if array in results]
+            results.update(dict.fromkeys(kept_results, index))
+            self.handed_out.difference_update(kept_results)
         return results
 
     def _inputs(self, segment: _Segment) -> set[Array]:
-        """Return what a segment that keeps anything is given."""
+        """Return the outside inputs of a segment; empty for a segment that saves nothing."""
         inside = self.ops[segment.first : segment.last + 1]
         if not any(op.keeps for op in inside):
             return set()
@@ -129,8 +131,9 @@ class _Timeline:
     def recomputed(self, segment: _Segment) -> list[Op]:
         """Return the operations of a segment that run again before its backward.
 
-        Kernels keep inputs before they run and outputs after: one that keeps no more than its
-        inputs does not run when it is the last, except that of a function of ours.
+        Autograd saves inputs before a kernel runs and outputs after it. torch stops recomputing at the
+        last saved tensor, so a last kernel that saves only its inputs does not run again; our own
+        autograd functions save late (`keeps_late`) and do run.
         """
         if segment.stop < 0:
             return []
@@ -139,41 +142,41 @@ class _Timeline:
         return self.ops[segment.first : segment.stop + runs]
 
     def peaks(self) -> tuple[int, ...]:
-        """Return the highest sum of a step while forward runs, while backward runs, while recomputing."""
+        """Return a step's peaks in bytes: while forward runs, while backward runs, while recomputing."""
         return self.forward_peak(), self.backward_peak(), self.recompute_peak()
 
     def forward_peak(self) -> int:
-        """A pass that leaves the needed storages behind."""
+        """Return the peak of a forward pass that leaves the saved storages behind."""
         until = {**self.alive_until, **dict.fromkeys(self.needed_from, self.end)}
         for array, number in self.offloaded.items():
             gone = self.segments[number + SEGMENTS_ON_DEVICE].first - 1
             until[array] = max(until[array], gone)
         return _peak(
             (
-                (array.bytes, made, until[array])
-                for array, made in self.made_at.items()
+                (array.bytes, made_at, until[array])
+                for array, made_at in self.made_at.items()
                 if array in until
             ),
             len(self.ops),
         )
 
     def inference_peak(self) -> int:
-        """A pass without gradients: storages live from their making to their last reader."""
+        """Return the peak of a pass without gradients: storages live until their last reader."""
         return _peak(
             (
-                (array.bytes, made, self.alive_until[array])
-                for array, made in self.made_at.items()
+                (array.bytes, made_at, self.alive_until[array])
+                for array, made_at in self.made_at.items()
                 if array in self.alive_until
             ),
             len(self.ops),
         )
 
     def backward_peak(self) -> int:
-        """Saved storages fall away as backward comes down; gradients come and go on the way."""
+        """Return the peak of backward: saved storages are freed one by one, gradients come and go."""
         return _peak(self._backward_intervals(), len(self.ops))
 
     def _saved_intervals(self) -> Iterator[Interval]:
-        """When backward finds what it needs on the device; offloaded inputs return a segment early."""
+        """Yield the saved storages' lifetimes on the device; offloaded inputs return a segment early."""
         for array, freed_at in self.needed_from.items():
             yield array.bytes, freed_at, self.end
         for array, number in self.offloaded.items():
@@ -183,9 +186,9 @@ class _Timeline:
 
     def _backward_intervals(self) -> Iterator[Interval]:
         yield from self._saved_intervals()
-        for array, made in self.made_at.items():
+        for array, made_at in self.made_at.items():
             if array.requires_grad:
-                yield array.gradient_bytes, made, self.read_last_at.get(array, self.end)
+                yield array.gradient_bytes, made_at, self.read_last_at.get(array, self.end)
         for segment in self.segments:
             recomputed: dict[Array, int] = {}
             for index in range(segment.first, segment.last + 1):
@@ -196,13 +199,13 @@ class _Timeline:
                     yield array.bytes, freed_at, segment.last
 
     def recompute_peak(self) -> int:
-        """A segment runs forward again when backward first needs what it keeps.
+        """Return the peak while a segment runs forward again, which happens before its backward.
 
-        Everything before it is saved, and gradients wait that have come down to this operation.
+        Then all saved storages before the segment and the gradients of its outputs are alive too.
         """
         gradients = (
-            (array.gradient_bytes, made, self.read_last_at.get(array, self.end) - 1)
-            for array, made in self.made_at.items()
+            (array.gradient_bytes, made_at, self.read_last_at.get(array, self.end) - 1)
+            for array, made_at in self.made_at.items()
             if array.requires_grad
         )
         waiting = _sums(chain(self._saved_intervals(), gradients), len(self.ops))
@@ -216,7 +219,7 @@ class _Timeline:
         )
 
     def _recompute_intervals(self, segment: _Segment) -> Iterator[Interval]:
-        """Count operations from the segment's first."""
+        """Yield lifetimes while a segment is recomputed, counted from the segment's first operation."""
         until: dict[Array, int] = {}
         for index, op in enumerate(self.recomputed(segment), start=segment.first):
             until.setdefault(op.output, index)
@@ -231,7 +234,8 @@ class _Timeline:
                 yield array.bytes, self.made_at[array] - segment.first, last - segment.first
         for index, op in enumerate(self.recomputed(segment)):
             if self.checkpointing in op.kept_by and op.spared_flops < op.flops:
-                yield op.output.bytes, index, index  # of the adapter, which runs for nothing
+                # A fused layer's adapter is recomputed although its sum with the kept output is not.
+                yield op.output.bytes, index, index
 
 
 def _peak(intervals: Iterable[Interval], operations: int) -> int:

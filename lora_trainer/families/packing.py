@@ -1,6 +1,6 @@
 """Latents as the tokens of FLUX-like transformers: 2x2 squares, channels before rows before columns.
 
-Float [B, C, H, W] to [B, H/2 W/2, 4 C] and back, and where each token lies. Pure functions.
+Float [B, C, H, W] to [B, H/2 W/2, 4 C] and back, and the position of each token. Pure functions.
 """
 
 from __future__ import annotations

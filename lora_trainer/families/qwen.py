@@ -1,7 +1,7 @@
-"""Qwen-Image and Qwen-Image-2512: a joint transformer told by Qwen2.5-VL (Wu et al. 2025, arXiv 2508.02324).
+"""Qwen-Image and Qwen-Image-2512: a joint transformer on Qwen2.5-VL's text (Wu et al. 2025, arXiv 2508.02324).
 
 Conditioning: `text` [B, L, 3584], the prompt within a template whose first 34 tokens are dropped, and
-`text_mask` [B, L]. The VAE is one for video; an image is its first frame. Editing models are other
+`text_mask` [B, L]. The VAE is a video VAE; an image is a video of one frame. Editing models are other
 pipelines and refused. Single files have diffusers' names, with or without ComfyUI's prefix.
 """
 
@@ -73,7 +73,7 @@ ENDINGS: Mapping[Targets, tuple[str, ...]] = {
     "transformer": TRANSFORMER,
     "all": (*TRANSFORMER, *MODULATION),
 }
-# The last block drops its text, so nothing comes of these; they would not even get a gradient.
+# The last block drops its text output: these layers change nothing and would get no gradient.
 UNUSED_IN_LAST_BLOCK = (
     "attn.add_q_proj",
     "attn.to_add_out",
@@ -82,7 +82,7 @@ UNUSED_IN_LAST_BLOCK = (
 )
 FILE_NAMES: Mapping[FileFormat, str] = {"diffusers": "transformer.", "comfyui": "diffusion_model."}
 OTHER_MODELS = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope", "zero_cond_t")
-"""Settings of the denoiser that only editing and layered models turn on."""
+"""Settings of the denoiser that only editing and layered models switch on."""
 
 ARCHITECTURE: Mapping[str, Any] = {
     "_class_name": "QwenImageTransformer2DModel",
@@ -113,7 +113,7 @@ PARAMETERS: Mapping[Part, int] = {
     "text_encoder": 7_070_619_136,
 }
 UNREAD_PARAMETERS = 1_221_547_520
-"""Of the text encoder's vision tower and language head: downloaded, not loaded."""
+"""Parameters of the text encoder's vision tower and language head: downloaded, never loaded."""
 
 
 class QwenImage(FlowFamily):
@@ -128,7 +128,7 @@ class QwenImage(FlowFamily):
     tokenizer_folders = ("tokenizer",)
     unread_text = UNREAD
     modulation = MODULATION
-    # A VAE for video pads each map by two frames, and keeps maps for a next frame that never comes.
+    # A video VAE pads each map by two frames and caches maps for a next frame, which an image never has.
     encoding_elements_per_px = 970
     decoding_elements_per_px = 1740
     # InvokeAI reads LoKr in kohya's names and nothing in ComfyUI's.
@@ -149,13 +149,13 @@ class QwenImage(FlowFamily):
     # ---- facts
 
     def detect(self, folder: Path) -> bool:
-        """Say whether a folder is a text-to-image base; raises InputError for an editing model."""
-        found = components(folder)
-        if found.get("") == self.pipeline_class:
+        """Return whether a folder is a text-to-image base; raises InputError for an editing model."""
+        classes = components(folder)
+        if classes.get("") == self.pipeline_class:
             return True
-        if found.get("transformer") == self.denoiser_class:
+        if classes.get("transformer") == self.denoiser_class:
             raise InputError(
-                f"{folder} is for {found['']}, allowed is {self.pipeline_class}",
+                f"{folder} is for {classes['']}, allowed is {self.pipeline_class}",
                 fix="give a text-to-image release such as Qwen/Qwen-Image, no editing or layered one",
             )
         return False
@@ -168,18 +168,18 @@ class QwenImage(FlowFamily):
     def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
         for file in {file for file in layout.files.values() if file.is_file()}:
             refuse_scaled_weights(read_header(file))
-        found = super().facts(layout, source=source, identities=identities)
-        other = [name for name in OTHER_MODELS if found.architecture.get(name)]
-        if other:
+        facts = super().facts(layout, source=source, identities=identities)
+        foreign = [name for name in OTHER_MODELS if facts.architecture.get(name)]
+        if foreign:
             raise InputError(
-                f"the denoiser of {source} has {', '.join(other)}: an editing or layered model",
+                f"the denoiser of {source} has {', '.join(foreign)}: an editing or layered model",
                 fix="give a text-to-image release such as Qwen/Qwen-Image",
             )
         check_text_encoder(layout.folder)
-        return found
+        return facts
 
     def architecture(self, layout: Layout) -> Mapping[str, Any]:
-        """Return the configuration; how many blocks there are, a single file says itself: some are pruned."""
+        """Return the configuration with a single file's own number of blocks: some releases are pruned."""
         configured, single = super().architecture(layout), part_file(layout, "denoiser")
         if single is None:
             return configured
@@ -199,8 +199,8 @@ class QwenImage(FlowFamily):
 
     def _count(self, layout: Layout, part: str, files: tuple[Path, ...]) -> int:
         unread = self.unread_text if part == "text_encoder" else ()
-        found = (file for file in files if file.suffix == ".safetensors")
-        return count_parameters(found, unread=unread)
+        weight_files = (file for file in files if file.suffix == ".safetensors")
+        return count_parameters(weight_files, unread=unread)
 
     def base_model_version(self, facts: BaseFacts) -> str:
         return "qwen_image"
@@ -228,7 +228,7 @@ class QwenImage(FlowFamily):
     # ---- training and files
 
     def normalised(self, vae: nn.Module, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Return [B, C, H, W] of the posterior of one frame [B, C, 1, H, W], standardised by channel."""
+        """Standardise one frame's posterior [B, C, 1, H, W] per channel; return mean and deviation [B, C, H, W]."""
         shift, scale = _statistics(vae, like=mean)
         return ((mean - shift) / scale).squeeze(2), (std / scale).squeeze(2)
 
@@ -240,7 +240,7 @@ class QwenImage(FlowFamily):
             hidden_states=pack(noisy),
             timestep=timesteps / 1000,
             encoder_hidden_states=conditioning["text"],
-            # One text has no padding; without a mask attention takes its fastest kernel.
+            # A single text has no padding, and without a mask attention can use its fastest kernel.
             encoder_hidden_states_mask=conditioning["text_mask"] if batch > 1 else None,
             img_shapes=[[(1, height // 2, width // 2)]] * batch,
             return_dict=False,
@@ -259,7 +259,7 @@ class QwenImage(FlowFamily):
 
         network: Any = denoiser
         timesteps = (timesteps / 1000).to(dtype)
-        # Of its second argument it reads the dtype.
+        # time_text_embed uses its second argument for its dtype only.
         return F.silu(network.time_text_embed(timesteps, timesteps))
 
     def targets(self, targets: Targets) -> tuple[str, ...]:
@@ -297,9 +297,9 @@ class QwenImage(FlowFamily):
     def prompt_arguments(
         self, prompt: str, negative: str, *, guidance_scale: float
     ) -> Mapping[str, Any]:
-        """What the pipeline calls `guidance_scale` it does not use."""
-        told = {"prompt": prompt, "true_cfg_scale": guidance_scale}
-        return told if guidance_scale <= 1 else {**told, "negative_prompt": negative}
+        """Return the plain pipeline's arguments: it guides by `true_cfg_scale` and ignores `guidance_scale`."""
+        arguments = {"prompt": prompt, "true_cfg_scale": guidance_scale}
+        return arguments if guidance_scale <= 1 else {**arguments, "negative_prompt": negative}
 
     def decodable(
         self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]

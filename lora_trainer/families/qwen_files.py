@@ -1,6 +1,6 @@
-"""Single files of Qwen-Image: transformers with diffusers' names, VAEs with these or the video model's.
+"""Single files of Qwen-Image: transformers with diffusers' names, VAEs with diffusers' or Wan's names.
 
-What a file is, is told from names and shapes in its header. Importing this needs no torch.
+Names and shapes in a header decide the kind of a file. Torch-free to import.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _EDITING = frozenset({"__index_timestep_zero__", "time_text_embed.addition_t_emb
 
 
 def is_text_to_image(header: Header) -> bool:
-    """Say whether a file holds a denoiser, and none that only editing or layered models can be."""
+    """Return whether a file holds a denoiser without the tensors of editing and layered models."""
     names = part_tensors(header, "denoiser").keys()
     return names >= _OWN and not names & _EDITING
 
 
 def is_vae(header: Header) -> bool:
-    """Say whether a file holds a 16-channel VAE of this kind, by its first and its middle layers."""
+    """Return whether a file holds a 16-channel Qwen-Image VAE, by its first and its middle layers."""
     for first, middle in (
         ("conv1.weight", "decoder.middle.0.residual.0.gamma"),
         ("quant_conv.weight", "decoder.mid_block.resnets.0.norm1.gamma"),
@@ -41,17 +41,17 @@ def is_vae(header: Header) -> bool:
 
 
 def count_blocks(header: Header) -> int:
-    """Count the denoiser's blocks: some releases are pruned."""
+    """Count the denoiser's blocks; pruned releases have fewer than 60."""
     pattern = re.compile(r"transformer_blocks\.(\d+)\.")
     return len(
-        {found[1] for name in part_tensors(header, "denoiser") if (found := pattern.match(name))}
+        {match[1] for name in part_tensors(header, "denoiser") if (match := pattern.match(name))}
     )
 
 
 def load_frame_vae(
     file: Path, config: Mapping[str, Any], *, dtype: torch.dtype | None
 ) -> nn.Module:
-    """Load a VAE, in float32 unless told; raises InputError when it does not fit its configuration."""
+    """Load a VAE in `dtype` (None: float32); raises InputError when it does not match its configuration."""
     import torch
     from accelerate import init_empty_weights
     from diffusers import AutoencoderKLQwenImage
@@ -60,11 +60,11 @@ def load_frame_vae(
 
     with init_empty_weights():
         network: nn.Module = AutoencoderKLQwenImage.from_config(dict(config))
-    found = {name: tensor.to(dtype or torch.float32) for name, tensor in load_file(file).items()}
-    if "conv1.weight" in found:  # the names of the video model it comes from
-        found = convert_wan_vae_to_diffusers(found)
+    tensors = {name: tensor.to(dtype or torch.float32) for name, tensor in load_file(file).items()}
+    if "conv1.weight" in tensors:  # names of Wan, the video model that the VAE comes from
+        tensors = convert_wan_vae_to_diffusers(tensors)
     try:
-        network.load_state_dict(found, strict=True, assign=True)
+        network.load_state_dict(tensors, strict=True, assign=True)
     except RuntimeError as error:
         detail = " ".join(str(error).split())[:300]
         raise InputError(

@@ -1,7 +1,7 @@
 """Qwen3 language models as text encoders: chat template, tokens, hidden states of chosen layers.
 
-Input is a diffusers folder with `text_encoder` and `tokenizer`; outputs are conditioning tensors as
-diffusers' pipelines make them. Which layers, padded or not, thinking or not is the family's to say.
+Input is a diffusers folder with `text_encoder` and `tokenizer`; outputs are conditioning tensors equal to
+those of diffusers' pipelines. A family chooses layers, padding and thinking by its `PromptFormat`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _SUPPORTED = "qwen3"
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFormat:
-    """How a family makes conditioning of a prompt.
+    """How a family encodes a prompt.
 
     `layers` index the hidden states (0: embeddings, -2: before the last layer); several are joined
-    along the channels. `padded`: every prompt has `MAX_TOKENS` tokens and no mask, else prompts keep
-    their length and `text_mask` says it. `thinking` goes to the chat template.
+    along the channels. `padded`: each prompt has `MAX_TOKENS` tokens and no mask; otherwise prompts keep
+    their length and get a `text_mask`. `thinking` is the chat template's `enable_thinking`.
     """
 
     layers: tuple[int, ...]
@@ -45,23 +45,23 @@ class PromptFormat:
 def text_config(folder: Path) -> Mapping[str, Any]:
     """Return the text encoder's configuration.
 
-    Raises InputError when it is no Qwen3, or when its tokenizer lacks the chat template.
+    Raises InputError for a network other than Qwen3 and for a tokenizer without a chat template.
     """
-    found = read_json(folder / "text_encoder" / "config.json")
-    kind = found.get("model_type")
+    config = read_json(folder / "text_encoder" / "config.json")
+    kind = config.get("model_type")
     if kind != _SUPPORTED:
         raise InputError(
             f"{folder / 'text_encoder'} is a text encoder of type {kind!r}, allowed is {_SUPPORTED!r}",
             fix="give a base model with a Qwen3 text encoder",
         )
     check_chat_template(folder / "tokenizer")
-    return found
+    return config
 
 
 def load_qwen3(
     folder: Path, *, format: PromptFormat, dtype: torch.dtype, device: torch.device
 ) -> TextEncoder:
-    """Load tokenizer and network of a diffusers folder, frozen; the language head is left out."""
+    """Load tokenizer and network of a diffusers folder, frozen, without the language head."""
     from transformers import AutoTokenizer, Qwen3Model
 
     part = folder / "text_encoder"
@@ -74,9 +74,10 @@ def load_qwen3(
 
 
 def unpadded(text: Tensor, mask: Tensor) -> list[Tensor]:
-    """Return the texts of a batch [B, L, D] at their own lengths, which `mask` [B, L] tells."""
+    """Split texts [B, L, D] into tensors [length, D] without padding; `mask` [B, L] is 1 on real tokens."""
     if len(text) == 1 or mask.is_meta:
-        # A single text is never padded; asking the mask would wait for the device, meta has no answer.
+        # A single text has no padding. Reading the mask would synchronise with the device, and a meta
+        # tensor has no values to read.
         return list(text)
     return [states[:length] for states, length in zip(text, mask.sum(1).tolist(), strict=True)]
 
@@ -113,11 +114,11 @@ class _Qwen3TextEncoder(TextEncoder):
         text = torch.cat([states[layer] for layer in self.format.layers], dim=-1)
         if self.format.padded:
             return {"text": text}
-        texts = [states[kept] for states, kept in zip(text, mask.bool(), strict=True)]
-        kept = [torch.ones(len(states), dtype=torch.int64, device=device) for states in texts]
+        texts = [states[is_token] for states, is_token in zip(text, mask.bool(), strict=True)]
+        masks = [torch.ones(len(states), dtype=torch.int64, device=device) for states in texts]
         return {
             "text": pad_sequence(texts, batch_first=True),
-            "text_mask": pad_sequence(kept, batch_first=True),
+            "text_mask": pad_sequence(masks, batch_first=True),
         }
 
     def count_tokens(self, prompt: str) -> int:

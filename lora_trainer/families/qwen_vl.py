@@ -1,7 +1,7 @@
 """Qwen2.5-VL as Qwen-Image's text encoder: prompt template, tokens, last hidden states.
 
 Input is a diffusers folder with `text_encoder` and `tokenizer`; outputs are `text` [B, L, width] and
-`text_mask` [B, L] as diffusers' pipeline makes them. Importing this needs no torch.
+`text_mask` [B, L] as diffusers' pipeline makes them. Torch-free to import.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ TEMPLATE = (
     "<|im_end|>\n<|im_start|>assistant\n"
 )
 TEMPLATE_TOKENS = 34
-"""Tokens before the prompt: the network reads them, the denoiser is not told."""
+"""Template tokens before the prompt: the language model reads them, the denoiser does not get them."""
 MAX_TOKENS = 512
-"""What diffusers' pipeline keeps of a prompt and the template's end."""
+"""Limit of diffusers' pipeline for a prompt and the template's end together."""
 UNREAD = ("visual.", "model.visual.", "lm_head.")
-"""Its eyes and its scores of 152,000 words, in old and new names: 1.2 of 8.3 billion parameters."""
+"""Prefixes of the vision tower and the language head, in old and new names: 1.2 of 8.3 billion parameters."""
 
 
 def check_text_encoder(folder: Path) -> None:
-    """Raise InputError when a folder's text encoder is of another kind."""
+    """Raise InputError when a folder's text encoder is no Qwen2.5-VL."""
     kind = read_json(folder / "text_encoder" / "config.json").get("model_type")
     if kind != "qwen2_5_vl":
         raise InputError(
@@ -55,7 +55,7 @@ def load_qwen_vl(folder: Path, *, dtype: torch.dtype, device: torch.device) -> T
         dtype=dtype,
         device=torch.device("cpu"),
     )
-    # What is UNREAD stays behind.
+    # Keep the language model only: the vision tower and the language head (UNREAD) are freed here.
     network: nn.Module = whole.model.language_model
     return QwenVLTextEncoder(
         networks={"text_encoder": network.to(device)},

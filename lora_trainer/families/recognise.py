@@ -1,7 +1,7 @@
-"""Which model family an adapter file is for, from its module names, the widths of its tensors and its metadata.
+"""The model family of an adapter file, from its module names, the widths of its tensors and its metadata.
 
-Names are compared with `_` for `.`, so that kohya's, diffusers' and ComfyUI's spelling are one. Families
-this program cannot train are named too where they are plain. Torch-free; input is what the header says.
+Names are compared with `_` for `.`, which makes kohya's, diffusers' and ComfyUI's spelling equal. Some
+families that this program cannot train are recognised too. Torch-free; the input is a file's header.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 UNKNOWN = "unknown"
 Shapes = Mapping[str, tuple[int, ...]]
-"""By module name, the shape of its down matrix: [rank, in, ...]."""
+"""Module name -> shape of its down matrix, [rank, in, ...]."""
 
 _UNET = re.compile(
     r"(?:(?:down|up)_blocks_\d+|mid_block)_(?:attentions|resnets|downsamplers|upsamplers)_"
@@ -24,7 +24,7 @@ _DEEP = re.compile(r"_transformer_blocks_[1-9]")
 _SECOND_ENCODER = re.compile(r"lora_te2_|text_encoder_2_")
 _IN_A1111 = {"sd15": "SD1", "sd2": "SD2", "sdxl": "SDXL"}
 
-# What only one family has. Flux's successors first: they have most of its names.
+# Name patterns of a single family. FLUX.1's successors come first because they share most of its names.
 _PLAIN = (
     ("flux2", r"to_qkv_mlp_proj|single_transformer_blocks_\d+_attn_to_out|(?:double|single)_stream_modulation"),
     ("flux2", r"(?<!single_)transformer_blocks_\d+_ff(?:_context)?_linear_(?:in|out)"),
@@ -35,7 +35,7 @@ _PLAIN = (
 )  # fmt: skip
 _PLAIN_NAMES = tuple((family, re.compile(pattern)) for family, pattern in _PLAIN)
 _FLUX = re.compile(r"(?:double|single)_blocks_\d+_|single_transformer_blocks_\d+_")
-_FLUX2_WIDTHS = {4096, 6144}  # klein 9B, dev; klein 4B is as wide as FLUX.1
+_FLUX2_WIDTHS = {4096, 6144}  # klein 9B, dev; klein 4B has the width of FLUX.1
 _JOINT = re.compile(r"(?:^|lora_unet_|transformer_|model_)transformer_blocks_(\d+)_attn_")
 """Blocks that attend to image and text at once: SD 3, FLUX.1 without its single blocks, Qwen-Image."""
 _SD3_WIDTHS = {1536, 2432}
@@ -60,104 +60,111 @@ _VERSIONS = tuple(
 
 
 def adapter_family(shapes: Shapes, *, metadata: Mapping[str, str]) -> str:
-    """Name the family of an adapter, `unknown` where neither names, widths nor metadata tell."""
-    named = {module.replace(".", "_"): shape for module, shape in shapes.items()}
-    stated = stated_family(metadata) or _version(metadata.get("modelspec.architecture", ""))
-    if any(_UNET.search(name) for name in named):
-        return _unet_family(named) or stated or _small_unet(named)
-    return _transformer_family(named, stated) or _text_family(named) or stated or UNKNOWN
+    """Return the family of an adapter, `unknown` where names, widths and metadata leave it open."""
+    modules = {module.replace(".", "_"): shape for module, shape in shapes.items()}
+    metadata_family = stated_family(metadata) or _version(
+        metadata.get("modelspec.architecture", "")
+    )
+    if any(_UNET.search(name) for name in modules):
+        return _unet_family(modules) or metadata_family or _small_unet(modules)
+    return (
+        _transformer_family(modules, metadata_family)
+        or _text_family(modules)
+        or metadata_family
+        or UNKNOWN
+    )
 
 
 def stated_family(metadata: Mapping[str, str]) -> str | None:
-    """Return the family that `ss_base_model_version` names, None where it is absent or not known."""
+    """Return the family that `ss_base_model_version` names, None where the key is absent or unknown."""
     return _version(metadata.get("ss_base_model_version", ""))
 
 
 def a1111_version(family: str) -> str | None:
-    """Return what A1111 and Forge call the models a family's LoRAs are for; None: they know no name."""
+    """Return A1111's and Forge's name of a family's base models, None where they have none."""
     return _IN_A1111.get(family)
 
 
-def _version(stated: str) -> str | None:
-    normal = stated.lower().replace("_", "-")
+def _version(text: str) -> str | None:
+    normal = text.lower().replace("_", "-")
     return next((family for family, start in _VERSIONS if start.match(normal)), None)
 
 
 # ---- U-Nets
 
 
-def _unet_family(named: Shapes) -> str | None:
-    widths = _widths(named, _CROSS_ATTENTION)
-    known = {_TEXT_WIDTHS[width] for width in widths & _TEXT_WIDTHS.keys()}
-    if len(known) == 1:
-        return known.pop()
-    deep = any(_DEEP.search(name) or _SECOND_ENCODER.search(name) for name in named)
+def _unet_family(modules: Shapes) -> str | None:
+    widths = _widths(modules, _CROSS_ATTENTION)
+    candidates = {_TEXT_WIDTHS[width] for width in widths & _TEXT_WIDTHS.keys()}
+    if len(candidates) == 1:
+        return candidates.pop()
+    deep = any(_DEEP.search(name) or _SECOND_ENCODER.search(name) for name in modules)
     return "sdxl" if deep else None
 
 
-def _small_unet(named: Shapes) -> str:
-    """Small bases with the architecture of Stable Diffusion 1 have text embeddings of any width."""
-    return "sd15" if _widths(named, _CROSS_ATTENTION) else UNKNOWN
+def _small_unet(modules: Shapes) -> str:
+    """Return sd15 for any U-Net with cross-attention: miniature bases have text embeddings of any width."""
+    return "sd15" if _widths(modules, _CROSS_ATTENTION) else UNKNOWN
 
 
 # ---- transformers
 
 
-def _transformer_family(named: Shapes, stated: str | None) -> str | None:
+def _transformer_family(modules: Shapes, metadata_family: str | None) -> str | None:
     for family, pattern in _PLAIN_NAMES:
-        if any(pattern.search(name) for name in named):
+        if any(pattern.search(name) for name in modules):
             return family
-    if any(_FLUX.search(name) for name in named):
-        return _flux_family(named, stated)
-    if any(_JOINT.search(name) for name in named):
-        return _joint_family(named, stated)
-    if any(_SINGLE_STREAM.search(name) for name in named):
-        # Lumina 2 has the same names.
-        return stated or (
-            "lumina2" if _LUMINA2_WIDTH in _widths(named, _SINGLE_STREAM) else "zimage"
+    if any(_FLUX.search(name) for name in modules):
+        return _flux_family(modules, metadata_family)
+    if any(_JOINT.search(name) for name in modules):
+        return _joint_family(modules, metadata_family)
+    if any(_SINGLE_STREAM.search(name) for name in modules):
+        # Lumina 2 has the same module names as Z-Image; only its width differs.
+        return metadata_family or (
+            "lumina2" if _LUMINA2_WIDTH in _widths(modules, _SINGLE_STREAM) else "zimage"
         )
     return None
 
 
-def _flux_family(named: Shapes, stated: str | None) -> str:
-    """FLUX.2 has other widths, and a narrower way back from its MLP: 3 (FLUX.1: 4) times its own.
+def _flux_family(modules: Shapes, metadata_family: str | None) -> str:
+    """Return flux, flux2 or chroma for a network with FLUX.1's block names.
 
-    Chroma has FLUX.1's blocks to the last name and width: only metadata tells them apart.
+    FLUX.2's MLP is 3 times as wide as its tokens, FLUX.1's 4 times. Chroma's blocks equal FLUX.1's in
+    every name and width, so only metadata distinguishes them.
     """
-    if _widths(named, _FLUX) & _FLUX2_WIDTHS:
+    if _widths(modules, _FLUX) & _FLUX2_WIDTHS:
         return "flux2"
     outer, inner = (
-        _widths(named, re.compile(r"qkv$|linear1$")),
-        _widths(named, re.compile(r"img_mlp_2$")),
+        _widths(modules, re.compile(r"qkv$|linear1$")),
+        _widths(modules, re.compile(r"img_mlp_2$")),
     )
-    joined = _widths(named, re.compile(r"single_blocks_\d+_linear2$"))
+    joined = _widths(modules, re.compile(r"single_blocks_\d+_linear2$"))
     if any(wide == 3 * width for width in outer for wide in inner) or any(
         wide == 4 * width for width in outer for wide in joined
     ):
         return "flux2"
-    return stated if stated in ("flux2", "chroma") else "flux"
+    return metadata_family if metadata_family in ("flux2", "chroma") else "flux"
 
 
-def _joint_family(named: Shapes, stated: str | None) -> str:
-    if _widths(named, _JOINT) & _SD3_WIDTHS:
+def _joint_family(modules: Shapes, metadata_family: str | None) -> str:
+    if _widths(modules, _JOINT) & _SD3_WIDTHS:
         return "sd3"
-    numbers = [int(found[1]) for name in named if (found := _JOINT.search(name))]
-    if stated:
-        return stated
-    if 3072 in _widths(
-        named, _JOINT
-    ):  # FLUX.1 and Qwen-Image are as wide; the latter has 60 blocks
+    numbers = [int(match[1]) for name in modules if (match := _JOINT.search(name))]
+    if metadata_family:
+        return metadata_family
+    # FLUX.1 and Qwen-Image are both 3072 wide; FLUX.1 has 19 joint blocks, Qwen-Image 60.
+    if 3072 in _widths(modules, _JOINT):
         return "qwen" if max(numbers) >= _FLUX_DOUBLE_BLOCKS else "flux"
     return "sd3"
 
 
-def _text_family(named: Iterable[str]) -> str | None:
-    """Adapters of text encoders alone: of SDXL where there is a second one and no third."""
-    if any(re.search(r"lora_te3_|text_encoder_3_", name) for name in named):
+def _text_family(modules: Iterable[str]) -> str | None:
+    """Return the family of an adapter of text encoders alone: SD 3 has three encoders, SDXL two."""
+    if any(re.search(r"lora_te3_|text_encoder_3_", name) for name in modules):
         return "sd3"
-    return "sdxl" if any(_SECOND_ENCODER.search(name) for name in named) else None
+    return "sdxl" if any(_SECOND_ENCODER.search(name) for name in modules) else None
 
 
-def _widths(named: Shapes, pattern: re.Pattern[str]) -> set[int]:
-    """Return how wide the inputs of the modules are whose name the pattern finds."""
-    return {shape[1] for name, shape in named.items() if len(shape) > 1 and pattern.search(name)}
+def _widths(modules: Shapes, pattern: re.Pattern[str]) -> set[int]:
+    """Return the input widths of the modules whose name matches the pattern."""
+    return {shape[1] for name, shape in modules.items() if len(shape) > 1 and pattern.search(name)}

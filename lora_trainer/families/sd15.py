@@ -1,7 +1,7 @@
 """Stable Diffusion 1.x: one CLIP text encoder, a 4-channel VAE, a convolutional U-Net, epsilon prediction.
 
-Also the family of the embedded miniature base, which is the same pipeline with small numbers: all
-sizes are read from the base's own configs, none is assumed.
+The embedded miniature base is of this family too: the same pipeline with small numbers. All sizes are
+therefore read from the base's own configs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StableDiffusion1(UNetFamily):
     )
 
     def owns(self, traits: UNetTraits) -> bool:
-        """Projections around attention are convolutions; text of any width, for miniature bases."""
+        """Return whether projections around attention are convolutions; miniature bases have any text width."""
         return traits.in_channels == 4 and not traits.linear_projection and not traits.added_width
 
     def known(self, source: str) -> BaseFacts | None:

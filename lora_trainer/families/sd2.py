@@ -1,7 +1,7 @@
 """Stable Diffusion 2.x: an OpenCLIP text encoder, linear projections, epsilon at 512 px or velocity at 768 px.
 
-The text encoder's configuration has one layer less than OpenCLIP's, so its last hidden state is the
-penultimate one. A checkpoint does not state what it predicts; it is told from one of its weights.
+The text encoder's configuration has one layer less than OpenCLIP's, so its last hidden state is
+OpenCLIP's penultimate. A checkpoint does not state its prediction type; one of its weights shows it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ RELEASES: Mapping[str, Prediction] = {
 NATIVE_PX: Mapping[Prediction, int] = {"epsilon": 512, "v_prediction": 768}
 TELLING_WEIGHT = f"{UNET}output_blocks.11.1.transformer_blocks.0.norm1.bias"
 TELLING_DEVIATION = 0.09
-"""Above it in the public v-prediction releases, below it in the others; ComfyUI goes by it too."""
+"""The weight's deviation is above it in the public v-prediction releases, below it in the others;
+ComfyUI tests the same weight."""
 
 
 class StableDiffusion2(UNetFamily):
@@ -80,7 +81,7 @@ class StableDiffusion2(UNetFamily):
     )
 
     def owns(self, traits: UNetTraits) -> bool:
-        """Projections around attention are linear, and there is no vector beside the timestep."""
+        """Return whether projections around attention are linear and no vector stands beside the timestep."""
         return traits.in_channels == 4 and traits.linear_projection and not traits.added_width
 
     def known(self, source: str) -> BaseFacts | None:
@@ -125,7 +126,7 @@ class StableDiffusion2(UNetFamily):
 
 
 def checkpoint_prediction(file: Path) -> Prediction | None:
-    """Tell what a checkpoint predicts from the spread of one of its weights; None where it has none."""
+    """Return a checkpoint's prediction type from the deviation of one weight, None without that weight."""
     values = read_numbers(file, TELLING_WEIGHT)
     if not values:
         return None

@@ -1,8 +1,8 @@
 """Stable Diffusion 3 medium, 3.5 medium and large: MMDiT (Esser et al. 2024, arXiv 2403.03206).
 
-Conditioning: `text` [B, 77 + 256, 4096] of two CLIPs and T5, `pooled` [B, 2048]. 3.5 medium also
-attends within the image apart (`attn2`). Single files are those of ComfyUI; the sizes of their denoiser
-are read from the header, so that one companion serves all releases.
+Conditioning: `text` [B, 77 + 256, 4096] of two CLIPs and T5, `pooled` [B, 2048]. 3.5 medium has a second
+attention among the image tokens alone (`attn2`). Single files have ComfyUI's layout; their header gives the
+denoiser's sizes, so one companion serves all releases.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ ENDINGS: Mapping[Targets, tuple[str, ...]] = {
     "transformer": TRANSFORMER,
     "all": (*TRANSFORMER, *MODULATION),
 }
-# The last block drops its text: nothing comes of this query, and ComfyUI has the halves of this
-# modulation the other way round, where an adapter would shift what it scales here.
+# The last block drops its text output. Its text query therefore changes nothing, and ComfyUI stores shift
+# and scale of its text modulation in the other order, so an adapter of it would do the wrong thing there.
 UNUSED_IN_LAST_BLOCK = ("attn.add_q_proj", "norm1_context.linear")
 LATENT_CHANNELS = 16
 
@@ -109,7 +109,7 @@ FIRST_MEDIUM: Mapping[str, Any] = {
 
 def _release(name: str, architecture: Mapping[str, Any], denoiser: int, *, variant: str) -> Release:
     parameters: Mapping[Part, int] = {
-        "denoiser": denoiser,  # with the table of positions: a buffer, in files and memory like a weight
+        "denoiser": denoiser,  # with the position table: a buffer that takes file space and memory too
         "vae": 83_819_683,
         "text_encoder": 123_650_304 + 694_659_840 + 4_762_310_656,  # CLIP-L, bigG, T5-XXL
     }
@@ -154,21 +154,21 @@ class StableDiffusion3(FlowFamily):
     # ---- facts
 
     def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
-        """Read facts; of a distilled release only the name tells it, so a renamed one is not known."""
+        """Read facts; only its name marks a distilled release, so a renamed one counts as undistilled."""
         for file in {file for file in layout.files.values() if file.is_file()}:
             refuse_scaled_weights(read_header(file))
-        found = super().facts(layout, source=source, identities=identities)
-        if found.architecture["in_channels"] != found.latent_channels:
+        facts = super().facts(layout, source=source, identities=identities)
+        if facts.architecture["in_channels"] != facts.latent_channels:
             raise InputError(
-                f"the denoiser of {source} takes {found.architecture['in_channels']} channels, its VAE "
-                f"gives {found.latent_channels}",
+                f"the denoiser of {source} takes {facts.architecture['in_channels']} channels, its VAE "
+                f"gives {facts.latent_channels}",
                 fix="give a text-to-image base, no inpainting or control model",
             )
         turbo = "turbo" in Path(source).name.lower()
-        release = found.variant + ("-turbo" if turbo else "")
+        release = facts.variant + ("-turbo" if turbo else "")
         with_t5 = T5 in encoders_of(layout)
         return replace(
-            found, distilled=turbo, variant=release if with_t5 else f"{release} without T5"
+            facts, distilled=turbo, variant=release if with_t5 else f"{release} without T5"
         )
 
     def max_tokens(self, layout: Layout) -> int:
@@ -180,7 +180,7 @@ class StableDiffusion3(FlowFamily):
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int
     ) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of `text` and `pooled`: every text is padded to the limits of its encoders."""
+        """Return the shapes of `text` and `pooled`: each text is padded to the limits of its encoders."""
         tokens = ENCODERS[0].tokens + T5.tokens
         return {
             "text": (1, tokens, int(architecture["joint_attention_dim"])),
@@ -200,20 +200,20 @@ class StableDiffusion3(FlowFamily):
         return ("medium" if architecture.get("dual_attention_layers") else "large"), False
 
     def detect_file(self, header: Header) -> frozenset[Part]:
-        found: set[Part] = set()
+        parts: set[Part] = set()
         tensors, vae = part_tensors(header, "denoiser"), part_tensors(header, "vae")
         patches = tensors.get("x_embedder.proj.weight")
         block = "joint_blocks.0.context_block.adaLN_modulation.1.weight"
         if block in tensors and patches and patches.shape[1] == LATENT_CHANNELS:
-            found.add("denoiser")
-        # Another family's checkpoint has a VAE of the same shape: it must be ours, or alone.
+            parts.add("denoiser")
+        # Other families' VAEs have the same shape: accept one beside an SD 3 denoiser or alone in its file.
         if holds_vae(header, latent_channels=LATENT_CHANNELS) and (
-            found or len(vae) == len(header)
+            parts or len(vae) == len(header)
         ):
-            found.add("vae")
+            parts.add("vae")
         if holds_encoders(header):
-            found.add("text_encoder")
-        return frozenset(found)
+            parts.add("text_encoder")
+        return frozenset(parts)
 
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
         return {
@@ -228,7 +228,7 @@ class StableDiffusion3(FlowFamily):
         return super()._count(layout, part, files)
 
     def base_model_version(self, facts: BaseFacts) -> str:
-        """Return `3-medium`, `3-5-medium` or `3-5-large`: what sd-scripts writes."""
+        """Return `3-medium`, `3-5-medium` or `3-5-large`, as sd-scripts writes it."""
         size = facts.variant.partition(" ")[0].removesuffix("-turbo")
         return size if size.startswith("3-") else f"3-5-{size}"
 
@@ -250,8 +250,8 @@ class StableDiffusion3(FlowFamily):
         from diffusers import StableDiffusion3Pipeline
 
         layout, cpu = facts.located, torch.device("cpu")
-        # What a base is used without must be said to be None.
-        without = (
+        # from_pretrained raises for a missing component unless it is passed as None.
+        absent = (
             dict.fromkeys((T5.component, T5.tokenizer)) if T5 not in encoders_of(layout) else {}
         )
         pipeline: DiffusionPipeline = StableDiffusion3Pipeline.from_pretrained(
@@ -260,7 +260,7 @@ class StableDiffusion3(FlowFamily):
             vae=self.load_vae(layout, dtype=dtype),
             use_safetensors=True,
             **load_networks(layout, dtype=dtype, device=cpu),
-            **without,
+            **absent,
         )
         return pipeline.to(device)
 

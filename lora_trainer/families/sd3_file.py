@@ -1,4 +1,4 @@
-"""What a Stable Diffusion 3 checkpoint in ComfyUI's layout says about its denoiser. Torch-free."""
+"""The denoiser's configuration of a Stable Diffusion 3 checkpoint in ComfyUI's layout. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lora_trainer.families.folder import AGAIN, read_header
 
 
 def file_architecture(file: Path, *, head_channels: int) -> Mapping[str, Any]:
-    """Return the configuration that the shapes in a file tell; raises InputError when tensors lack."""
+    """Derive the configuration from the shapes in a file; raises InputError when tensors are missing."""
     tensors = part_tensors(read_header(file), "denoiser")
     shapes = {name: info.shape for name, info in tensors.items()}
     blocks = {
-        int(found[1]) for name in shapes if (found := re.match(r"joint_blocks\.(\d+)\.", name))
+        int(match[1]) for name in shapes if (match := re.match(r"joint_blocks\.(\d+)\.", name))
     }
     dual = {block for block in blocks if f"joint_blocks.{block}.x_block.attn2.qkv.weight" in shapes}
     normed = "joint_blocks.0.x_block.attn.ln_q.weight" in shapes

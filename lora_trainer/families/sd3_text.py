@@ -2,7 +2,7 @@
 
 Input is a base's layout; outputs are `text` [B, 77 + 256, width of T5] and `pooled` [B, widths of both
 CLIPs]. A folder whose model_index.json has `text_encoder_3: [null, null]` is used without T5: its
-256 tokens are zeros. A checkpoint that holds encoders holds all three. Importing this needs no torch.
+256 tokens are zeros. A checkpoint with encoders must have all three. Torch-free to import.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """One encoder: its folders, its class of transformers, its tokens, its prefix in single files."""
+    """One text encoder: its folders, transformers class, number of tokens and prefix in single files."""
 
     component: str
     tokenizer: str
@@ -75,30 +75,30 @@ ENCODERS = (CLIP_L, CLIP_G, T5)
 
 
 def encoders_of(layout: Layout) -> tuple[Encoder, ...]:
-    """Return the encoders of a base: all, or without T5 where its index says so."""
+    """Return the encoders of a base; a folder whose model_index.json has no T5 gives the two CLIPs."""
     if part_file(layout, "text_encoder") or T5.component in components(layout.folder):
         return ENCODERS
     return CLIP_L, CLIP_G
 
 
 def holds_encoders(header: Header) -> bool:
-    """Say whether a checkpoint holds all three; one with the two CLIPs only takes its companion's."""
-    return all(any(name.startswith(one.checkpoint) for name in header) for one in ENCODERS)
+    """Return whether a checkpoint holds all three encoders; one without T5 uses its companion's encoders."""
+    return all(any(name.startswith(encoder.checkpoint) for name in header) for encoder in ENCODERS)
 
 
 def text_files(layout: Layout) -> tuple[Path, ...]:
-    """Return the files that make conditioning: weights, configurations, tokenizers."""
+    """Return the files of all text encoders: weights, configurations, tokenizers."""
     single = part_file(layout, "text_encoder")
-    found = [] if single is None else [single]
+    files = [] if single is None else [single]
     for encoder in encoders_of(layout):
         folder = layout.folder / encoder.component
-        found += () if single else weights(folder)
-        found += (folder / "config.json", *tokenizer_files(layout.folder / encoder.tokenizer))
-    return tuple(found)
+        files += () if single else weights(folder)
+        files += (folder / "config.json", *tokenizer_files(layout.folder / encoder.tokenizer))
+    return tuple(files)
 
 
 def text_parameters(layout: Layout) -> int:
-    """Count the parameters of the encoders."""
+    """Count the parameters of all text encoders."""
     single = part_file(layout, "text_encoder")
     if single is None:
         return count_parameters(
@@ -112,24 +112,24 @@ def text_parameters(layout: Layout) -> int:
 def load_networks(
     layout: Layout, *, dtype: torch.dtype, device: torch.device
 ) -> dict[str, nn.Module]:
-    """Load each encoder frozen, by component, from the checkpoint that holds them or else its folder."""
+    """Load the encoders frozen, by component, from the checkpoint that holds them, else from folders."""
     import transformers
 
-    single, found = part_file(layout, "text_encoder"), {}
+    single, networks = part_file(layout, "text_encoder"), {}
     for encoder in encoders_of(layout):
         kind, folder = getattr(transformers, encoder.network), layout.folder / encoder.component
         if single is None:
             network = load_text_network(kind, folder, dtype=dtype, device=device)
         else:
             network = _from_checkpoint(single, encoder, kind, folder, dtype=dtype).to(device)
-        found[encoder.component] = network
-    return found
+        networks[encoder.component] = network
+    return networks
 
 
 def load_encoder(
     layout: Layout, *, width: int, dtype: torch.dtype, device: torch.device
 ) -> TextEncoder:
-    """Load tokenizers and networks; `width` is that of T5, which a base without T5 needs to be told."""
+    """Load tokenizers and networks; `width` is T5's, for the zeros of a base without T5."""
     tokenizers = {
         encoder.component: load_tokenizer(layout.folder / encoder.tokenizer)
         for encoder in encoders_of(layout)
@@ -166,13 +166,15 @@ class SD3TextEncoder(TextEncoder):
         from torch.nn.functional import pad
 
         clips = [self._clip(encoder, tokens) for encoder in (CLIP_L, CLIP_G)]
-        clip = torch.cat([found.hidden_states[-2] for found in clips], dim=-1)
-        if T5.component in self.networks:  # the base was trained with padding attended to
+        clip = torch.cat([output.hidden_states[-2] for output in clips], dim=-1)
+        if (
+            T5.component in self.networks
+        ):  # without a mask: the base was trained on unmasked padding
             t5 = hidden_states(self.networks[T5.component], tokens[T5.component])
         else:
             t5 = clip.new_zeros((len(clip), T5.tokens, self.width))
         text = torch.cat([pad(clip, (0, t5.shape[-1] - clip.shape[-1])), t5], dim=-2)
-        return {"text": text, "pooled": torch.cat([found.text_embeds for found in clips], dim=-1)}
+        return {"text": text, "pooled": torch.cat([output.text_embeds for output in clips], dim=-1)}
 
     def count_tokens(self, prompt: str) -> int:
         return count_tokens(self.tokenizers[self._longest().component], prompt)
@@ -193,23 +195,22 @@ class SD3TextEncoder(TextEncoder):
 def _from_checkpoint(
     file: Path, encoder: Encoder, kind: Any, folder: Path, *, dtype: torch.dtype
 ) -> nn.Module:
-    """Build one encoder from its tensors in a checkpoint, fp8 too; raises InputError when some lack."""
+    """Build one encoder from its tensors in a checkpoint (fp8 too); raises InputError for missing tensors."""
     import torch
     from safetensors import safe_open
 
     config = kind.config_class.from_pretrained(folder, local_files_only=True)
     names = [name for name in read_header(file) if name.startswith(encoder.checkpoint)]
     with safe_open(file, framework="pt") as tensors:
-        found = {
+        state = {
             name.removeprefix(encoder.checkpoint): tensors.get_tensor(name).to(dtype)
             for name in names
         }
-    if (
-        encoder is CLIP_L
-    ):  # its pooled vector is used as it is: checkpoints leave the projection out
-        found.setdefault("text_projection.weight", torch.eye(config.hidden_size, dtype=dtype))
+    # CLIP-L's pooled vector is used unprojected and checkpoints have no projection: insert the identity.
+    if encoder is CLIP_L:
+        state.setdefault("text_projection.weight", torch.eye(config.hidden_size, dtype=dtype))
     network, report = kind.from_pretrained(
-        None, config=config, state_dict=found, dtype=dtype, output_loading_info=True
+        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
     )
     if missing := sorted(report["missing_keys"]):
         raise InputError(

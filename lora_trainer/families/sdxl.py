@@ -1,4 +1,4 @@
-"""Stable Diffusion XL: two CLIP text encoders, a U-Net that is told the image's size and crop, 1024 px.
+"""Stable Diffusion XL: two CLIP text encoders, a U-Net conditioned on the image's size and crop, 1024 px.
 
 Podell et al. 2023 (arXiv 2307.01952). Illustrious, Pony and NoobAI are this network with other weights;
 some predict velocity. Conditioning is `text`, `pooled` and `time_ids`.
@@ -70,14 +70,14 @@ IDS: Mapping[str, tuple[Prediction, int]] = {
     "Laxhar/noobai-XL-1.1": ("epsilon", HALF_BYTES),
     "Laxhar/noobai-XL-Vpred-1.0": ("v_prediction", HALF_BYTES),
 }
-"""Hub id -> what it predicts (velocity: with zero-terminal SNR), and the size of its weights."""
+"""Hub id -> prediction type (velocity implies zero-terminal SNR) and bytes of its weights."""
 REFINER_TRAITS = UNetTraits(
     in_channels=4, text_width=1280, linear_projection=True, added_width=2560
 )
 
 
 class StableDiffusionXL(UNetFamily):
-    """The family of SDXL 1.0 and everything fine-tuned from it; the refiner is another network."""
+    """The family of SDXL 1.0 and everything fine-tuned from it, without the refiner."""
 
     name = "sdxl"
     default_source = BASE
@@ -103,7 +103,7 @@ class StableDiffusionXL(UNetFamily):
     text_encoder_class = clip.ClipPairEncoder
 
     def owns(self, traits: UNetTraits) -> bool:
-        """Sizes and pooled text beside the timestep; of any width, for miniature bases."""
+        """Return whether sizes and pooled text stand beside the timestep; miniature bases have any width."""
         return traits.in_channels == 4 and traits.added_width > 0 and traits != REFINER_TRAITS
 
     # ---- facts
@@ -142,30 +142,30 @@ class StableDiffusionXL(UNetFamily):
                 f"{layout.folder} is a refiner: it has no first text encoder, and adapters are not trained on it",
                 fix=f"give the base model, such as {BASE}",
             )
-        found = super().facts(layout, source=source, identities=identities)
-        _check(found, layout)
-        # Fine-tunes that predict velocity are known to have been published with the base's scheduler.
-        stated = self.known(source)
-        if stated is None or stated.prediction == "epsilon":
-            return found
+        facts = super().facts(layout, source=source, identities=identities)
+        _check(facts, layout)
+        # Some velocity fine-tunes were published with the scheduler of SDXL base, which states epsilon.
+        release = self.known(source)
+        if release is None or release.prediction == "epsilon":
+            return facts
         return replace(
-            found,
-            prediction=stated.prediction,
-            zero_terminal_snr=stated.zero_terminal_snr,
+            facts,
+            prediction=release.prediction,
+            zero_terminal_snr=release.zero_terminal_snr,
         )
 
     def with_clip_skip(self, facts: BaseFacts, clip_skip: int) -> BaseFacts:
-        """Text is always that of the layer before the last, which is what 2 means; 1 is the default."""
+        """Accept 1 (the default) and 2: SDXL always reads the layer before the last, which 2 means."""
         return facts if clip_skip == 2 else Family.with_clip_skip(self, facts, clip_skip)
 
     def base_model_version(self, facts: BaseFacts) -> str:
-        return "sdxl_base_v1-0"  # A1111 goes by "sdxl_"
+        return "sdxl_base_v1-0"  # A1111 recognises SDXL LoRAs by the start "sdxl_"
 
     def modelspec_architecture(self, facts: BaseFacts) -> str:
         return "stable-diffusion-xl-v1-base/lora"
 
     def trained_size(self, part: clip.ClipPart, facts: BaseFacts) -> clip.ClipSize:
-        """Leave out what `text_targets` does: the last layer of the encoder that is read before it."""
+        """Return the size without the last layer that `text_targets` leaves out."""
         size = super().trained_size(part, facts)
         whole = part is self.texts[-1]
         return size if whole else replace(size, layers=size.layers - 1)
@@ -175,7 +175,7 @@ class StableDiffusionXL(UNetFamily):
     def geometry_conditioning(self, facts: BaseFacts, geometry: Geometry) -> Conditioning:
         """Return `time_ids` int64 [1, 6]: original height, width, crop top, left, target height, width.
 
-        Whole numbers, because bf16 has none between 1024 and 1032.
+        They stay integers because bf16 has no numbers between 1024 and 1032.
         """
         import torch
 
@@ -186,22 +186,26 @@ class StableDiffusionXL(UNetFamily):
         return {"text_embeds": conditioning["pooled"], "time_ids": conditioning["time_ids"]}
 
     def text_targets(self, network: nn.Module) -> list[str]:
-        """Leave out the last layer of the encoder that is read before it: it would get no gradient."""
-        found = super().text_targets(network)
+        """Return the linear layers that get a gradient.
+
+        The U-Net reads both encoders one layer before the last, so the first encoder's last layer gets no
+        gradient; the second encoder's last layer gets one through `pooled`.
+        """
+        names = super().text_targets(network)
         if hasattr(network, "text_projection"):
-            return found
+            return names
         layers: Any = network.config
         unread = f"layers.{layers.num_hidden_layers - 1}."
-        return [name for name in found if unread not in name]
+        return [name for name in names if unread not in name]
 
     # ---- files
 
     def file_module(self, format: FileFormat, component: str, module: str) -> str:
-        """Return a name as the base class does, but of the U-Net in kohya's files the checkpoint's.
+        """Return the checkpoint's name for the U-Net in kohya's files, the base class's name otherwise.
 
-        All readers take these: ComfyUI and A1111 hold the U-Net under them, diffusers 0.42 maps every
-        one of them back. With diffusers' names A1111 would lose the upsamplers, whose place it
-        computes as in Stable Diffusion 1.
+        All readers accept checkpoint names: ComfyUI and A1111 use them for the U-Net, diffusers 0.42 maps
+        all of them back. With diffusers' names A1111 would lose the upsamplers because it computes
+        their block numbers as in Stable Diffusion 1.
         """
         if component == DENOISER and format == "kohya":
             return "lora_unet_" + ldm_module(module, architecture=ARCHITECTURE).replace(".", "_")
@@ -212,7 +216,7 @@ class StableDiffusionXL(UNetFamily):
     def sampler_arguments(
         self, conditioning: Conditioning, negative: Conditioning
     ) -> Mapping[str, Any]:
-        """Sizes are left to the pipeline: original and target are the image's own, nothing is cropped."""
+        """Return the pipeline's arguments; the pipeline fills in the image's own size and no crop."""
         return {
             **super().sampler_arguments(conditioning, negative),
             "pooled_prompt_embeds": conditioning["pooled"],
@@ -227,26 +231,26 @@ FAMILY = StableDiffusionXL()
 
 
 def _is_refiner(folder: Path) -> bool:
-    found = components(folder)
-    return "unet" in found and "text_encoder_2" in found and "text_encoder" not in found
+    classes = components(folder)
+    return "unet" in classes and "text_encoder_2" in classes and "text_encoder" not in classes
 
 
 def _check(facts: BaseFacts, layout: Layout) -> None:
-    """Refuse relatives: files could not name their modules, or their latents are scaled otherwise."""
-    found, wanted = read_unet(facts.architecture), read_unet(ARCHITECTURE)
-    if (found.resnets, found.down_attention, found.up_attention) != (
-        wanted.resnets,
-        wanted.down_attention,
-        wanted.up_attention,
+    """Raise InputError for relatives of SDXL: other blocks (adapter files have no names for them) or EDM."""
+    unet, released = read_unet(facts.architecture), read_unet(ARCHITECTURE)
+    if (unet.resnets, unet.down_attention, unet.up_attention) != (
+        released.resnets,
+        released.down_attention,
+        released.up_attention,
     ):
         raise InputError(
-            f"the U-Net of {facts.source} has resnets {found.resnets} with attention {found.down_attention}, "
-            f"SDXL's {wanted.resnets} with {wanted.down_attention}",
+            f"the U-Net of {facts.source} has resnets {unet.resnets} with attention {unet.down_attention}, "
+            f"SDXL's {released.resnets} with {released.down_attention}",
             fix=f"use SDXL or a fine-tune of it, such as {BASE}",
         )
     scheduler = str(facts.scheduler.get("_class_name", ""))
     if scheduler.startswith("EDM"):
         raise InputError(
-            f"{layout.folder / 'scheduler'} is {scheduler}: noise levels of EDM, which are not trained here",
+            f"{layout.folder / 'scheduler'} is {scheduler}: training with EDM's noise levels is not supported",
             fix=f"use SDXL or a fine-tune of it, such as {BASE}",
         )

@@ -1,7 +1,7 @@
 """T5's vocabulary from SentencePiece's own file, for tokenizers that were published without tokenizer.json.
 
-`spiece.model` is a protocol buffer (sentencepiece_model.proto of github.com/google/sentencepiece). transformers reads
-it with two more packages, neither of which tokenizes: that is done by `tokenizers` in either case. Torch-free.
+`spiece.model` is a protocol buffer (sentencepiece_model.proto of github.com/google/sentencepiece). transformers
+would need two more packages to parse it, although `tokenizers` does the tokenizing either way. Torch-free.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _TEXT, _SCORE = 1, 2
 _MODEL_TYPE, _UNKNOWN = 3, 40
 _CHARACTERS = 2
 _UNIGRAM = 1
-# How a field's value is written: the lower three bits of its key.
+# Wire types: the lower three bits of a field's key say how its value is encoded.
 _VARINT, _EIGHT_BYTES, _SIZED, _FOUR_BYTES = 0, 1, 2, 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class SentencePieces:
-    """A unigram vocabulary: (piece, log probability) by number, the number of `unk`, and the table that
-    normalises characters (b"": none)."""
+    """A unigram vocabulary: (piece, log probability) by token id, the id of `unk`, and the compiled
+    character normalisation (b"": none)."""
 
     pieces: tuple[tuple[str, float], ...]
     unknown: int
@@ -42,7 +42,7 @@ class SentencePieces:
 
 
 def read_pieces(file: Path) -> SentencePieces:
-    """Read SentencePiece's file; raises InputError when it is none, or has another kind of model."""
+    """Read SentencePiece's file; raises InputError for any other file and for other kinds of model."""
     pieces, unknown, kind, characters = [], 0, _UNIGRAM, b""
     try:
         for field, value in _fields(file.read_bytes()):
@@ -67,15 +67,15 @@ def read_pieces(file: Path) -> SentencePieces:
 
 
 def load_spiece_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder that has SPIECE and no tokenizer.json, from this folder alone."""
+    """Load the tokenizer of a folder that has SPIECE and no tokenizer.json, without network access."""
     from tokenizers import Tokenizer, models, normalizers
     from transformers import AutoTokenizer
 
-    found = read_pieces(folder / SPIECE)
-    tokenizer = Tokenizer(models.Unigram(list(found.pieces), unk_id=found.unknown))
-    if found.characters:
-        tokenizer.normalizer = normalizers.Precompiled(found.characters)
-    # The rest of a T5 tokenizer is made by its class, from this file and from the folder's own settings.
+    pieces = read_pieces(folder / SPIECE)
+    tokenizer = Tokenizer(models.Unigram(list(pieces.pieces), unk_id=pieces.unknown))
+    if pieces.characters:
+        tokenizer.normalizer = normalizers.Precompiled(pieces.characters)
+    # AutoTokenizer adds special tokens and settings from the folder's JSON files to the written vocabulary.
     with tempfile.TemporaryDirectory(prefix="lora-train-") as whole:
         for settings in folder.glob("*.json"):
             shutil.copyfile(settings, Path(whole) / settings.name)
@@ -87,7 +87,7 @@ def load_spiece_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield (number, value) of a message's fields: varints as numbers, the rest as bytes."""
+    """Yield (number, value) of a message's fields: varints as int, all other values as bytes."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
@@ -109,7 +109,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return a number in groups of seven bits, the lowest first, and where it ends."""
+    """Decode a varint (groups of seven bits, the lowest first); return (value, offset behind it)."""
     value = shift = 0
     while True:
         byte = data[at]

@@ -1,9 +1,9 @@
 """U-Net checkpoints in one `.safetensors` file, as ComfyUI and A1111 read and write them.
 
 The layout is that of the latent diffusion code: `model.diffusion_model.`, `first_stage_model.`,
-`cond_stage_model.` or `conditioner.`; a file may hold one part only. What a file is, is told from
-names and shapes; loading reads the tensors of one part, casts them (fp8 too) and renames them with
-diffusers' own conversion. Importing this needs no torch.
+`cond_stage_model.` or `conditioner.`; a file may hold one part only. Names and shapes in the header
+decide a file's family and parts. Loading reads the tensors of one part, casts them (fp8 too) and renames
+them with diffusers' own conversion. Torch-free to import.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ UNET_MODULES = (
     *("down_blocks.", "mid_block.", "up_blocks.", "conv_in.", "conv_norm_out.", "conv_out."),
     *("time_embedding.", "add_embedding."),
 )
-"""Names of a U-Net alone, in the checkpoints' layout or diffusers'."""
+"""Starts of tensor names in a file of a U-Net alone, in the checkpoints' layout or diffusers'."""
 VAE = "first_stage_model."
 VAE_MODULES = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
 VAE_EXTRAS = ("loss.", "model_ema.")
-"""What training left in files of a VAE alone."""
+"""Starts of tensors that VAE training code left in files of a VAE alone."""
 
 _NUMBERS: Mapping[str, str] = {"F16": "<e", "BF16": "<f", "F32": "<f", "F64": "<d"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class UNetTraits:
-    """What tells the U-Net families apart.
+    """The numbers that distinguish the U-Net families.
 
-    `added_width` is the width of the vector beside the timestep (sizes, pooled text), 0 without.
+    `added_width` is the width of the vector beside the timestep (sizes, pooled text), 0 without it.
     """
 
     in_channels: int
@@ -52,7 +52,7 @@ class UNetTraits:
 
 
 def config_traits(architecture: Mapping[str, Any]) -> UNetTraits | None:
-    """Return the traits of a U-Net from diffusers' configuration, None where it has no such numbers."""
+    """Return the traits of a U-Net from diffusers' configuration, None where a value is no number."""
     text_width = architecture.get("cross_attention_dim", 1280)  # diffusers' own defaults
     in_channels = architecture.get("in_channels", 4)
     added = architecture.get("addition_embed_type") is not None
@@ -74,7 +74,7 @@ def config_traits(architecture: Mapping[str, Any]) -> UNetTraits | None:
 
 
 def header_traits(header: Header) -> UNetTraits | None:
-    """Return the traits of the U-Net in a file, None where there is none."""
+    """Return the traits of the U-Net in a file, None for a file without a U-Net."""
     shapes = {name: header[full].shape for name, full in unet_names(header).items()}
     first = shapes.get("input_blocks.0.0.weight", shapes.get("conv_in.weight", ()))
     text = _first(shapes, "attn2.to_k.weight")
@@ -91,14 +91,14 @@ def header_traits(header: Header) -> UNetTraits | None:
 
 
 def unet_names(header: Header) -> dict[str, str]:
-    """Return name without prefix -> name in the file, of the U-Net's tensors."""
+    """Return the U-Net's tensors, name without prefix -> name in the file."""
     if any(name.startswith(UNET) for name in header):
         return {name.removeprefix(UNET): name for name in header if name.startswith(UNET)}
     return {name: name for name in header if name.startswith(UNET_MODULES)}
 
 
 def vae_names(header: Header) -> dict[str, str]:
-    """Return name without prefix -> name in the file, of the VAE's tensors."""
+    """Return the VAE's tensors, name without prefix -> name in the file."""
     prefix = VAE if any(name.startswith(VAE) for name in header) else ""
     starts = tuple(prefix + start for start in VAE_MODULES)
     return {name.removeprefix(prefix): name for name in header if name.startswith(starts)}
@@ -113,16 +113,16 @@ def vae_shape(header: Header) -> tuple[int, int] | None:
 
 
 def only_vae(header: Header) -> bool:
-    """Say whether a file holds a VAE and nothing else."""
+    """Return whether a file holds a VAE and nothing else."""
     rest = header.keys() - set(vae_names(header).values())
     extras = (*VAE_EXTRAS, *(VAE + extra for extra in VAE_EXTRAS))
     return all(name.startswith(extras) for name in rest)
 
 
 def read_numbers(file: Path, name: str) -> tuple[float, ...]:
-    """Return the values of a small floating-point tensor, () where the file has none of that name.
+    """Return the values of a small floating-point tensor, () where the file has no tensor of that name.
 
-    Read without torch, for what facts depend on; formats narrower than 16 bits count as absent.
+    Reads without torch because facts depend on it; a tensor narrower than 16 bits counts as absent.
     """
     try:
         with file.open("rb") as stream:
@@ -144,28 +144,30 @@ def read_numbers(file: Path, name: str) -> tuple[float, ...]:
 
 
 def load_unet(file: Path, network: nn.Module, *, dtype: torch.dtype) -> nn.Module:
-    """Fill a U-Net whose parameters are on `meta` from a file; raises InputError when they do not fit."""
+    """Fill a U-Net on `meta` with the weights of a file; raises InputError when the weights do not fit."""
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 
     names = unet_names(read_header(file))
-    found = _read(file, names, dtype=dtype)
-    if "input_blocks.0.0.weight" in found:
-        prefixed = {UNET + name: tensor for name, tensor in found.items()}
-        found = _converted(file, lambda: convert_ldm_unet_checkpoint(prefixed, network.config))
-    return _filled(network, found, file=file, part="denoiser")
+    tensors = _read(file, names, dtype=dtype)
+    if "input_blocks.0.0.weight" in tensors:
+        prefixed = {UNET + name: tensor for name, tensor in tensors.items()}
+        tensors = _converted(file, lambda: convert_ldm_unet_checkpoint(prefixed, network.config))
+    return _filled(network, tensors, file=file, part="denoiser")
 
 
 def load_vae(file: Path, network: Any, *, dtype: torch.dtype) -> Any:
-    """Fill a VAE whose parameters are on `meta` from a file; raises InputError when they do not fit."""
+    """Fill a VAE on `meta` with the weights of a file; raises InputError when the weights do not fit."""
     from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 
-    found = _read(file, vae_names(read_header(file)), dtype=dtype)
-    if not any(".down_blocks." in name for name in found):
-        prefixed = {VAE + name: tensor for name, tensor in found.items()}
-        found = _converted(file, lambda: convert_ldm_vae_checkpoint(prefixed, network.config))
+    tensors = _read(file, vae_names(read_header(file)), dtype=dtype)
+    if not any(".down_blocks." in name for name in tensors):
+        prefixed = {VAE + name: tensor for name, tensor in tensors.items()}
+        tensors = _converted(file, lambda: convert_ldm_vae_checkpoint(prefixed, network.config))
     else:
-        network._fix_state_dict_keys_on_load(found)  # attention has other names in old files
-    return _filled(network, found, file=file, part="vae")
+        network._fix_state_dict_keys_on_load(
+            tensors
+        )  # old diffusers files: attention's former names
+    return _filled(network, tensors, file=file, part="vae")
 
 
 def load_clip(file: Path, kind: Any, config: Any, *, prefix: str, dtype: torch.dtype) -> nn.Module:
@@ -176,16 +178,20 @@ def load_clip(file: Path, kind: Any, config: Any, *, prefix: str, dtype: torch.d
     with init_empty_weights():
         network: nn.Module = kind(config)
     names = {name: name for name in read_header(file) if name.startswith(prefix)}
-    found = _read(file, names, dtype=dtype)
+    tensors = _read(file, names, dtype=dtype)
     if prefix.endswith(".model."):
-        full = found
-        found = _converted(file, lambda: convert_open_clip_checkpoint(network, full, prefix=prefix))
-    bare = {name.removeprefix(prefix).removeprefix("text_model."): found[name] for name in found}
-    wanted = {name: name.removeprefix("text_model.") for name in network.state_dict()}
-    # Layers beyond the configured ones, projections and position ids are in files but not used.
+        full = tensors
+        tensors = _converted(
+            file, lambda: convert_open_clip_checkpoint(network, full, prefix=prefix)
+        )
+    bare = {
+        name.removeprefix(prefix).removeprefix("text_model."): tensors[name] for name in tensors
+    }
+    short_names = {name: name.removeprefix("text_model.") for name in network.state_dict()}
+    # Files also hold layers beyond the configured number, projections and position ids: all unused here.
     return _filled(
         network,
-        {name: bare[short] for name, short in wanted.items() if short in bare},
+        {name: bare[short] for name, short in short_names.items() if short in bare},
         file=file,
         part="text_encoder",
     )
@@ -204,13 +210,15 @@ def _read(file: Path, names: Mapping[str, str], *, dtype: torch.dtype) -> dict[s
 def _converted(file: Path, convert: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     try:
         return convert()
-    except (KeyError, IndexError, AttributeError) as error:  # what it raises for absent tensors
+    except (KeyError, IndexError, AttributeError) as error:  # diffusers' errors on absent tensors
         raise InputError(f"{file} lacks tensors of its layout ({error})", fix=AGAIN) from None
 
 
-def _filled(network: nn.Module, found: Mapping[str, Tensor], *, file: Path, part: str) -> nn.Module:
+def _filled(
+    network: nn.Module, tensors: Mapping[str, Tensor], *, file: Path, part: str
+) -> nn.Module:
     try:
-        network.load_state_dict(dict(found), strict=True, assign=True)
+        network.load_state_dict(dict(tensors), strict=True, assign=True)
     except RuntimeError as error:
         detail = " ".join(str(error).split())[:300]
         raise InputError(

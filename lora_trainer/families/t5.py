@@ -1,7 +1,7 @@
 """T5 text encoders of flow-matching families: loading, tokens of one length, hidden states, counting.
 
 Inputs are a part's folder and prompts; outputs int64 ids and masks on the CPU, and float hidden states on
-the network's device. `PooledT5Encoder` is T5 beside one CLIP that gives a vector.
+the network's device. `PooledT5Encoder` joins T5 with one CLIP for the pooled vector.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def load_t5(folder: Path, *, dtype: torch.dtype, device: torch.device) -> nn.Mod
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer as its own files declare it, from this folder alone."""
+    """Load a tokenizer of the class that its own files declare, without network access."""
     from transformers import AutoTokenizer
 
     if has_spiece_only(folder):
@@ -50,7 +50,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def has_spiece_only(folder: Path) -> bool:
-    """Say whether a tokenizer's vocabulary is SentencePiece's own file, as in Chroma's releases."""
+    """Return whether a tokenizer has SentencePiece's file and no tokenizer.json, as in Chroma's releases."""
     return (folder / SPIECE).is_file() and not (folder / "tokenizer.json").is_file()
 
 
@@ -69,7 +69,7 @@ def padded(
 
 
 def hidden_states(network: nn.Module, ids: Tensor, *, mask: Tensor | None = None) -> Tensor:
-    """Return the last hidden states [B, length, channels]; without a mask padding is attended to."""
+    """Return the last hidden states [B, length, channels]; without a mask tokens attend to padding too."""
     device = next(network.parameters()).device
     states: Tensor = network(
         ids.to(device), attention_mask=None if mask is None else mask.to(device)
@@ -78,13 +78,13 @@ def hidden_states(network: nn.Module, ids: Tensor, *, mask: Tensor | None = None
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> int:
-    """Return the tokens of `prompt` before truncation, special tokens excepted."""
-    # Not verbose: what is cut is said in our own words.
+    """Return the number of tokens of `prompt` before truncation, without special tokens."""
+    # verbose=False: transformers' warning on truncation would repeat the report of our caption check.
     return len(tokenizer(prompt, add_special_tokens=False, verbose=False).input_ids)
 
 
 def room(tokenizer: PreTrainedTokenizerBase, *, length: int, template: str = "") -> int:
-    """Return the tokens left of `length` by special tokens and an empty template."""
+    """Return the prompt tokens that fit into `length` beside special tokens and the empty template."""
     return length - len(tokenizer(template).input_ids)
 
 

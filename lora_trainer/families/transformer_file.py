@@ -1,7 +1,7 @@
-"""A diffusion transformer from one `.safetensors` file, as ComfyUI keeps it, into diffusers' network.
+"""Loads a diffusion transformer from one `.safetensors` file in ComfyUI's layout into diffusers' network.
 
-Inputs are the file and the configuration of its companion folder; a file that does not fit ends in one
-InputError before anything is loaded, or while loading when single tensors are missing. Torch-free to
+Inputs are the file and the configuration of its companion folder. A file that does not match raises
+InputError before a weight is loaded, or while loading where single tensors are missing. Torch-free to
 import.
 """
 
@@ -29,32 +29,34 @@ def check_companion(
     shapes: Mapping[str, tuple[int, ...]],
     blocks: Mapping[str, int],
 ) -> None:
-    """Compare a file's header with what its companion's configuration says.
+    """Compare a file's header with the configuration of its companion.
 
-    `shapes` has names of tensors as files have them, `blocks` the number of blocks by the start of
-    their names. Raises InputError for the first that differs, and for weights with scales.
+    `shapes`: tensor name in the file -> expected shape. `blocks`: start of the blocks' names -> expected
+    number of blocks. Raises InputError for the first difference, and for weights with scales.
     """
-    found = part_tensors(read_header(file), "denoiser")
-    refuse_scaled_weights(found)
+    tensors = part_tensors(read_header(file), "denoiser")
+    refuse_scaled_weights(tensors)
     for name, shape in shapes.items():
-        if name in found and found[name].shape != shape:
-            raise _unlike(file, f"{name} is {list(found[name].shape)}, there {list(shape)}")
+        if name in tensors and tensors[name].shape != shape:
+            raise _unlike(
+                file, f"{name} is {list(tensors[name].shape)}, the companion's {list(shape)}"
+            )
     for start, count in blocks.items():
-        numbers = {name.split(".")[1] for name in found if name.startswith(start + ".")}
+        numbers = {name.split(".")[1] for name in tensors if name.startswith(start + ".")}
         if numbers and len(numbers) != count:
-            raise _unlike(file, f"it has {len(numbers)} {start}, there are {count}")
+            raise _unlike(file, f"it has {len(numbers)} {start}, the companion {count}")
 
 
 def whole(kind: Any, folder: Path, **settings: Any) -> nn.Module:
     """Load a network of diffusers or transformers from its folder; raises InputError when tensors are missing.
 
-    Both libraries fill what is missing with random numbers, or nothing, and go on.
+    Both libraries would leave missing tensors random or uninitialised and only log a warning.
     """
     network: nn.Module
-    network, found = kind.from_pretrained(
+    network, report = kind.from_pretrained(
         folder, output_loading_info=True, use_safetensors=True, **settings
     )
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(report["missing_keys"]):
         raise InputError(
             f"base model part {folder} lacks {len(missing)} tensors, first {missing[0]}", fix=AGAIN
         )
@@ -62,14 +64,14 @@ def whole(kind: Any, folder: Path, **settings: Any) -> nn.Module:
 
 
 def original_names(network: str, architecture: Mapping[str, Any]) -> Convert:
-    """Return diffusers' own conversion from the layout that a transformer class was released in."""
+    """Return diffusers' own conversion from the original layout of a transformer class."""
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     convert = SINGLE_FILE_LOADABLE_CLASSES[network]["checkpoint_mapping_fn"]
 
     def converted(state: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        found: Mapping[str, Tensor] = convert(checkpoint=state, config=dict(architecture))
-        return found
+        tensors: Mapping[str, Tensor] = convert(checkpoint=state, config=dict(architecture))
+        return tensors
 
     return converted
 
@@ -79,7 +81,7 @@ def load_transformer(
 ) -> nn.Module:
     """Build a diffusers transformer of class `kind` and fill it from a file, in `dtype`, on the CPU.
 
-    `convert` renames and splits tensors; it is not asked where the names are diffusers' own.
+    `convert` renames and splits tensors; it is skipped for a file that has diffusers' own names.
     """
     from accelerate import init_empty_weights
 

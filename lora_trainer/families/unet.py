@@ -1,9 +1,9 @@
-"""What the U-Net families share: folders and checkpoints, noise levels, loading, names, sampling.
+"""The base class of the U-Net families: folders and checkpoints, noise levels, loading, names, sampling.
 
-A family names its pipeline, its CLIP encoders and what tells its U-Net apart, and overrides what
-differs. A base is a diffusers folder with `unet`, `vae`, `scheduler` and CLIP text encoders, each
-part replaceable by a file (`Layout`). Prediction type and noise levels are those of the facts, so an
-override of these reaches training, samples and plain pipelines alike.
+A family states its pipeline, its CLIP encoders and the traits of its U-Net (`owns`), and overrides the
+members that differ. A base is a diffusers folder with `unet`, `vae`, `scheduler` and CLIP text encoders,
+each part replaceable by a file (`Layout`). Prediction type and noise levels come from the facts, so an
+override of the facts reaches training, samples and plain pipelines.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class UNetFamily(Family):
     pipeline_class: str
     """diffusers' text-to-image pipeline."""
     released_unet: Mapping[str, Any]
-    """The U-Net of the releases as diffusers configures it: checkpoints number blocks by it."""
+    """diffusers' configuration of the releases' U-Net; it fixes the block numbers in checkpoint names."""
     texts: tuple[clip.ClipPart, ...]
     """The CLIP encoders, in the order of the pipeline."""
     text_encoder_class: ClassVar[type[clip.ClipEncoder]] = clip.ClipEncoder
@@ -90,26 +90,27 @@ class UNetFamily(Family):
     weighs_words = True
     reads_chunks = True
     block_pattern = r".*?\.transformer_blocks\.\d+(?=\.)"
-    unquantised = ("time_emb_proj",)  # 1-3 % of the weights; the noise level goes through it
+    # 1-3 % of the weights, and the only way of the timestep into a resnet.
+    unquantised = ("time_emb_proj",)
 
     @property
     def teachable(self) -> Mapping[str, str]:  # type: ignore[override]  # follows from the encoders
         return {part.component: part.embedding for part in self.texts}
 
-    # ---- what a family file fills besides the seam
+    # ---- to implement besides the members of `Family`
 
     @abstractmethod
     def owns(self, traits: UNetTraits) -> bool:
-        """Say whether a U-Net with these traits is of this family."""
+        """Return whether a U-Net with these traits is of this family."""
 
     def added_conditioning(self, conditioning: Conditioning) -> Mapping[str, Tensor] | None:
-        """Return the U-Net's `added_cond_kwargs`, None for families without."""
+        """Return the U-Net's `added_cond_kwargs`, None for a U-Net without added conditioning."""
         return None
 
     def sampler_arguments(
         self, conditioning: Conditioning, negative: Conditioning
     ) -> Mapping[str, Any]:
-        """Return the pipeline's arguments for texts that are on the device, in the denoiser's dtype."""
+        """Return the pipeline's arguments for encoded prompts on the device, in the denoiser's dtype."""
         return {
             "prompt_embeds": conditioning["text"],
             "negative_prompt_embeds": negative["text"],
@@ -118,9 +119,9 @@ class UNetFamily(Family):
     # ---- facts
 
     def detect(self, folder: Path) -> bool:
-        found = components(folder)
-        encoders = {name for name in found if name.startswith("text_encoder")}
-        if "unet" not in found or encoders != {part.component for part in self.texts}:
+        classes = components(folder)
+        encoders = {name for name in classes if name.startswith("text_encoder")}
+        if "unet" not in classes or encoders != {part.component for part in self.texts}:
             return False
         traits = config_traits(read_json(folder / "unet" / "config.json"))
         return traits is not None and self.owns(traits)
@@ -132,12 +133,12 @@ class UNetFamily(Family):
             return frozenset({"vae"} if alone else ())
         if not self.owns(traits):
             return frozenset()
-        found: set[Part] = {"denoiser"}
+        parts: set[Part] = {"denoiser"}
         if vae is not None and vae[0] == 4:
-            found.add("vae")
+            parts.add("vae")
         if all(_starts(header, part.checkpoint) for part in self.texts):
-            found.add("text_encoder")
-        return frozenset(found)
+            parts.add("text_encoder")
+        return frozenset(parts)
 
     def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
         unet = read_json(part_folder(layout, "denoiser", "unet") / "config.json")
@@ -176,7 +177,7 @@ class UNetFamily(Family):
         )
 
     def with_clip_skip(self, facts: BaseFacts, clip_skip: int) -> BaseFacts:
-        """Count from the last layer of the base's own configuration."""
+        """Return facts with `clip_skip`; raises RequestError above the encoder's number of layers."""
         layers = clip_size(facts.layout, self.texts[0]).layers
         if clip_skip > layers:
             raise RequestError(
@@ -215,10 +216,10 @@ class UNetFamily(Family):
     def adapter_shapes(
         self, facts: BaseFacts, *, targets: Targets
     ) -> Mapping[str, tuple[int, ...]]:
-        found = adapter_layers(facts.architecture, targets=targets)
+        layers = adapter_layers(facts.architecture, targets=targets)
         return {
             layer.name: layer.shape
-            for layer in sorted(found, key=lambda layer: module_order(layer.name))
+            for layer in sorted(layers, key=lambda layer: module_order(layer.name))
         }
 
     def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, int]]]:
@@ -228,13 +229,13 @@ class UNetFamily(Family):
         }
 
     def trained_size(self, part: clip.ClipPart, facts: BaseFacts) -> clip.ClipSize:
-        """Return the size of a text encoder as far as it is trained: what is not read gets no gradient."""
+        """Return the size of a text encoder without its last layers that `clip_skip` drops."""
         size = clip_size(facts.layout, part)
         return replace(size, layers=size.layers - (facts.clip_skip - 1))
 
     def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
-        found = linear_shapes(facts.architecture)
-        return {name: found[name] for name in sorted(found, key=module_order)}
+        shapes = linear_shapes(facts.architecture)
+        return {name: shapes[name] for name in sorted(shapes, key=module_order)}
 
     # ---- networks
 
@@ -335,7 +336,7 @@ class UNetFamily(Family):
         decode_on: torch.device | None = None,
     ) -> Sampler:
         absent = {name: None for part in self.texts for name in (part.component, part.tokenizer)}
-        # Without a VAE the pipeline's device is the denoiser's; the VAE comes only to decode.
+        # Without a VAE the pipeline runs on the denoiser's device; the VAE moves there only to decode.
         pipeline = self._pipeline(facts, unet=denoiser, vae=None, **absent)
         pipeline.vae_scale_factor = facts.vae_factor
         pipeline.set_progress_bar_config(disable=True)
@@ -373,7 +374,7 @@ class UNetFamily(Family):
         *,
         guidance_scale: float,
     ) -> Mapping[str, Any]:
-        """Encode with the pipeline's own networks and tokenizers where texts are read in chunks."""
+        """Return the pipeline's arguments; chunked prompts are encoded with the pipeline's own encoders."""
         if facts.chunks == 1:
             return self.prompt_arguments(prompt, negative, guidance_scale=guidance_scale)
         encoder = self.text_encoder_class(
@@ -393,7 +394,7 @@ class UNetFamily(Family):
         ]
         return {**self.sampler_arguments(*texts), "guidance_scale": guidance_scale}
 
-    def _pipeline(self, facts: BaseFacts, **given: Any) -> Any:
+    def _pipeline(self, facts: BaseFacts, **components: Any) -> Any:
         import diffusers
 
         extras = self.pipeline_extras()
@@ -401,12 +402,12 @@ class UNetFamily(Family):
             facts.located.folder,
             scheduler=sampling_scheduler(facts),
             use_safetensors=True,
-            **given,
+            **components,
             **extras,
         )
 
     def pipeline_extras(self) -> Mapping[str, Any]:
-        """Return the pipeline's other arguments: components that are not needed."""
+        """Return arguments that switch off the pipeline's optional components."""
         return {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
 
 

@@ -1,8 +1,8 @@
-"""Where single-file checkpoints of the U-Net families keep the weights of layers, from the header alone.
+"""The place of each layer's weight in single-file checkpoints of the U-Net families, from the header alone.
 
 Input is a header in the layout of ComfyUI and A1111, or with diffusers' names; output "component.module"
-in diffusers' names -> tensor. How many resnets a level has, and which levels attend to text, is read off
-the file itself, so no configuration is needed. Torch-free.
+in diffusers' names -> tensor. The header itself shows the number of resnets and the attention of each
+level, so no configuration is needed. Torch-free.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _FUSED = "attn.in_proj_weight"
 
 
 def weight_places(header: Header, texts: Iterable[ClipPart]) -> dict[str, WeightPlace]:
-    """Return the place of every weight of the U-Net and the text encoders in a checkpoint, norms included."""
-    found = dict(_unet_places(header))
+    """Return the place of each weight of the U-Net and the text encoders in a checkpoint, norms included."""
+    places = dict(_unet_places(header))
     for text in texts:
-        found |= dict(_text_places(header, text))
-    return found
+        places |= dict(_text_places(header, text))
+    return places
 
 
 def _unet_places(header: Header) -> Iterator[tuple[str, WeightPlace]]:
@@ -56,12 +56,12 @@ def _unet_places(header: Header) -> Iterator[tuple[str, WeightPlace]]:
                 else diffusers_module(module, architecture=architecture)
             )
         except KeyError:
-            continue  # no module of this network
+            continue  # a tensor of the file that is no module of the U-Net
         yield f"{DENOISER}.{ours}", WeightPlace(tensor=full)
 
 
 def _architecture(names: Iterable[str]) -> Mapping[str, Any]:
-    """Return what decides about the numbers of blocks, as diffusers' configuration has it."""
+    """Return the part of diffusers' configuration that decides the block numbers, from a file's names."""
     resnets, attended = [0], [False]
     blocks = sorted(
         (int(match[1]), match.lastindex or 0) for name in names if (match := _DOWN.fullmatch(name))
@@ -78,7 +78,7 @@ def _architecture(names: Iterable[str]) -> Mapping[str, Any]:
     down = ["CrossAttnDownBlock2D" if attends else "DownBlock2D" for attends in attended]
     up = ["CrossAttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(attended)]
     return {
-        "block_out_channels": [1] * len(resnets),  # only their number counts for names
+        "block_out_channels": [1] * len(resnets),  # names depend on the number of levels only
         "layers_per_block": resnets,
         "down_block_types": down,
         "up_block_types": up,
@@ -91,8 +91,10 @@ def _text_places(header: Header, text: ClipPart) -> Iterator[tuple[str, WeightPl
         name = full.removeprefix(text.checkpoint)
         if name == full or not info.shape:
             continue
-        found = _open_clip_modules(name, height=info.shape[0]) if open_clip else _clip_module(name)
-        for module, rows in found:
+        modules = (
+            _open_clip_modules(name, height=info.shape[0]) if open_clip else _clip_module(name)
+        )
+        for module, rows in modules:
             yield f"{text.component}.{module}", WeightPlace(tensor=full, rows=rows)
 
 
@@ -103,7 +105,10 @@ def _clip_module(name: str) -> Iterator[tuple[str, None]]:
 
 
 def _open_clip_modules(name: str, *, height: int) -> Iterator[tuple[str, tuple[int, int] | None]]:
-    """OpenCLIP keeps query, key and value of a layer in one matrix, in this order."""
+    """Yield transformers' modules in an OpenCLIP tensor of `height` rows, each with its rows.
+
+    OpenCLIP keeps query, key and value of a layer in one matrix, in this order.
+    """
     layer = _OPEN_CLIP_LAYER.fullmatch(name)
     if layer is None:
         if module := _OPEN_CLIP_ENDS.get(name):

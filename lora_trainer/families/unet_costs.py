@@ -1,4 +1,4 @@
-"""What a `UNet2DConditionModel` costs, from its configuration alone.
+"""Costs of a `UNet2DConditionModel`, from its configuration alone.
 
 Parameters by kind, adapter parameters, bytes and FLOPs of one sample: the planner's source for the
 families built on this network. Input is the configuration as diffusers writes it, a plain mapping;
@@ -67,7 +67,7 @@ WITH_ATTENTION = {
     "UpBlock2D": False,
 }
 TIME_IDS = 6
-"""Numbers beside the text that `text_time` embeds: original size, crop corner, target size."""
+"""Numbers that `text_time` embeds beside the pooled text: original size, crop corner, target size."""
 CONDITIONING_BYTES = 4
 
 
@@ -80,7 +80,7 @@ def layers(architecture: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 
 def parameters(architecture: Mapping[str, Any]) -> dict[Group, int]:
-    """Return how many parameters each kind of layer has; their sum is the model's."""
+    """Return the number of parameters by group of layers; their sum is the model's."""
     counts: dict[Group, int] = {}
     for layer in layers(architecture):
         counts[layer.group] = counts.get(layer.group, 0) + layer.parameters
@@ -95,7 +95,7 @@ def adapter_layers(architecture: Mapping[str, Any], *, targets: Targets) -> tupl
 def linear_shapes(architecture: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Return (fan_in, out) of the linear layers in blocks, in the order they run.
 
-    The projections around the transformers are convolutions of one pixel in the oldest networks.
+    The projections around the transformers are 1x1 convolutions in the oldest networks.
     """
     config = {**DEFAULTS, **architecture}
     convolutions = () if config["use_linear_projection"] else (".proj_in", ".proj_out")
@@ -107,7 +107,7 @@ def linear_shapes(architecture: Mapping[str, Any]) -> dict[str, tuple[int, int]]
 
 
 def adapter_parameters(architecture: Mapping[str, Any], *, rank: int, targets: Targets) -> int:
-    """Return how many parameters an adapter of this rank has."""
+    """Return the number of parameters of an adapter of this rank."""
     adapted = adapter_layers(architecture, targets=targets)
     return sum(rank * (layer.fan_in + layer.out) for layer in adapted)
 
@@ -115,12 +115,14 @@ def adapter_parameters(architecture: Mapping[str, Any], *, rank: int, targets: T
 def sample_cost(
     architecture: Mapping[str, Any], workload: Workload, *, vae_factor: int, text_tokens: int
 ) -> SampleCost:
-    """Return what one sample costs with this network frozen and an fp32 adapter beside it.
+    """Return the cost of one sample with this network frozen and an fp32 adapter beside it.
 
     Raises InputError for a network the walk does not know.
     """
     written = json.dumps(dict(architecture), sort_keys=True)
-    alone = replace(workload, micro_batch=1)  # no view of one sample is a copy of several
+    alone = replace(
+        workload, micro_batch=1
+    )  # a U-Net's cost per sample does not depend on the batch
     return _sample_cost(written, alone, vae_factor=vae_factor, text_tokens=text_tokens)
 
 
@@ -129,8 +131,8 @@ def _sample_cost(
     architecture: str, workload: Workload, *, vae_factor: int, text_tokens: int
 ) -> SampleCost:
     unet = read_unet(json.loads(architecture))
-    kept = replace(workload, checkpointing="none")  # any kind is read off the same tape
-    tape = _recorded(architecture, kept, vae_factor=vae_factor, text_tokens=text_tokens)
+    uncheckpointed = replace(workload, checkpointing="none")  # one tape serves all levels
+    tape = _recorded(architecture, uncheckpointed, vae_factor=vae_factor, text_tokens=text_tokens)
     return cost_of(
         tape,
         checkpointing=workload.checkpointing,
@@ -154,7 +156,7 @@ def _recorded(architecture: str, workload: Workload, *, vae_factor: int, text_to
 def prompt_shapes(
     architecture: Mapping[str, Any], *, text_tokens: int
 ) -> Mapping[str, tuple[int, ...]]:
-    """Return the shape of each tensor that one prompt is encoded to, batch 1."""
+    """Return the shape of each conditioning tensor of one prompt, batch 1."""
     unet = read_unet(architecture)
     text = {"text": (1, text_tokens, unet.text_width)}
     return {**text, "pooled": (1, unet.pooled_width)} if unet.pooled_width else text
@@ -174,7 +176,7 @@ def read_unet(architecture: Mapping[str, Any]) -> UNet:
         wrong.append(f"addition_embed_type={config['addition_embed_type']!r}")
     if wrong:
         raise InputError(
-            f"the U-Net has {', '.join(wrong)}, which is not known here",
+            f"the U-Net has {', '.join(wrong)}, which is not supported",
             fix="use a base model of a supported family",
         )
     channels = tuple(int(width) for width in config["block_out_channels"])
@@ -202,7 +204,7 @@ def read_unet(architecture: Mapping[str, Any]) -> UNet:
 
 
 def _added(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the width of what `text_time` embeds beside the timestep, and of the pooled text in it."""
+    """Return the width of `text_time`'s whole input and of the pooled text in it; (0, 0) without it."""
     if config["addition_embed_type"] is None:
         return 0, 0
     width = int(config["projection_class_embeddings_input_dim"])
@@ -210,5 +212,5 @@ def _added(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _per_level(value: Any, levels: int) -> tuple[int, ...]:
-    """diffusers writes one number for all levels, or a list with one per level."""
+    """Expand diffusers' spelling (one number for all levels, or a list) to one number per level."""
     return tuple(map(int, value)) if isinstance(value, list | tuple) else (int(value),) * levels

@@ -1,6 +1,6 @@
 """Images of the U-Net families: the VAE, and samples from a denoiser in training.
 
-The VAE runs in float32 whatever the denoiser's dtype, because some overflow in fp16. Input and
+The VAE runs in float32 beside a denoiser of any dtype, because some VAEs overflow in fp16. Input and
 output are those of `ImageEncoder` and `Sampler`.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def load_vae(layout: Layout) -> Any:
-    """Load the VAE in float32, frozen, on the CPU; in fp16 some overflow."""
+    """Load the VAE in float32, frozen, on the CPU."""
     import torch
     from accelerate import init_empty_weights
     from diffusers import AutoencoderKL
@@ -40,7 +40,7 @@ def load_vae(layout: Layout) -> Any:
 
 
 def in_float32(decode: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a float32 VAE decode the latents of a pipeline in another dtype, which hands them on as they are."""
+    """Wrap a float32 VAE's `decode` for a pipeline that passes latents in its own, narrower dtype."""
 
     def decode_in_float32(latents: Tensor, *args: Any, **kwargs: Any) -> Any:
         return decode(latents.float(), *args, **kwargs)
@@ -71,7 +71,7 @@ class VaeEncoder(ImageEncoder):
 
 @dataclass(frozen=True, kw_only=True)
 class UNetSampler(Sampler):
-    """The base's own pipeline with the denoiser in training; decoding is done in float32."""
+    """The base's own pipeline with the denoiser in training; the VAE decodes in float32."""
 
     pipeline: Any
     vae: Any
@@ -107,7 +107,8 @@ class UNetSampler(Sampler):
             with torch.no_grad():
                 pixels = vae.decode(latents.float() / vae.config.scaling_factor).sample
         finally:
-            self.vae.to("cpu")  # training needs the room, most of all where decoding had too little
+            # Also after an error: training needs the memory, most of all when decoding ran out of it.
+            self.vae.to("cpu")
         image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
         return image
 

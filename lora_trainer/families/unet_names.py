@@ -1,8 +1,8 @@
 """Names of the modules of a U-Net: diffusers' on one side, those of single-file checkpoints on the other.
 
-The checkpoints' names are those of the code the models were published with (Rombach et al. 2022,
-arXiv 2112.10752): blocks are numbered through, a resnet's layers by their place in a sequence.
-SDXL's LoRA files use them too. Input is the configuration as diffusers writes it; torch-free.
+The checkpoints' names come from the original code (Rombach et al. 2022, arXiv 2112.10752): blocks have
+consecutive numbers, a resnet's layers have their index in a sequence. SDXL's LoRA files use these names
+too. Input is the configuration as diffusers writes it; torch-free.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MIDDLE = ("resnets.0", "attentions.0", "resnets.1")
 
 
 def ldm_module(module: str, *, architecture: Mapping[str, Any]) -> str:
-    """Return the checkpoint's name of diffusers' module; raises KeyError for one that is not of this U-Net."""
+    """Return the checkpoint's name of diffusers' module; raises KeyError for a module of another U-Net."""
     if module in _ENDS:
         return _ENDS[module]
     blocks = dict(_blocks(read_unet(architecture)))
@@ -67,8 +67,8 @@ def _blocks(unet: UNet) -> Iterator[tuple[str, str]]:
         if level < last:
             yield f"down_blocks.{level}.downsamplers.0.conv", f"input_blocks.{number}.0.op"
             number += 1
-    for place, name in enumerate(_MIDDLE):
-        yield f"mid_block.{name}", f"middle_block.{place}"
+    for middle, name in enumerate(_MIDDLE):
+        yield f"mid_block.{name}", f"middle_block.{middle}"
     number = 0
     for up, resnets in enumerate(reversed(unet.resnets)):
         attention = unet.up_attention[up]
@@ -83,7 +83,10 @@ def _blocks(unet: UNet) -> Iterator[tuple[str, str]]:
 
 
 def _split(module: str, blocks: Mapping[str, str]) -> tuple[str, str]:
-    """Return (block, name inside it), the longest block first: `input_blocks.3.0.op` is one."""
+    """Split a module into (block, name inside the block).
+
+    The longest matching block wins: `input_blocks.3.0.op` is a whole block (a downsampler).
+    """
     parts = module.split(".")
     for count in range(len(parts), 0, -1):
         if (block := ".".join(parts[:count])) in blocks:

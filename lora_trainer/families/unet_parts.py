@@ -1,7 +1,7 @@
 """Counting and checking the parts of a U-Net base, each in a folder or in a checkpoint, before loading.
 
-Input is a `Layout` and its configurations; every function raises InputError naming the part and the
-file that do not fit. Torch-free.
+Input is a `Layout` and its configurations; every function raises InputError with the part and the
+file that do not match. Torch-free.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ V_PREDICTION = "v_pred"
 ZERO_TERMINAL_SNR = "ztsnr"
 _EDM = ("edm_", "edm_vpred.")
 DEFAULT_SCALE = 0.18215
-"""diffusers' own, absent in the oldest configurations."""
+"""diffusers' default scaling_factor, which the oldest VAE configurations leave out."""
 _OTHER_VAE = "use a VAE made for this base model"
 _WRONG_COMPANION = "name the base model it was made from with --set base.companion=..."
 
 
 def number(config: Mapping[str, Any], key: str) -> int:
-    """Return a whole number of a configuration; raises InputError when it is none."""
+    """Return an integer of a configuration; raises InputError when it is missing or no integer."""
     value = config.get(key)
     if not isinstance(value, int):
         raise InputError(
@@ -47,7 +47,7 @@ def number(config: Mapping[str, Any], key: str) -> int:
 
 
 def levels(config: Mapping[str, Any]) -> list[int]:
-    """Return the channels of each resolution level; raises InputError when there are none."""
+    """Return the channels of each resolution level; raises InputError when the list is missing or empty."""
     value = config.get("block_out_channels")
     if not isinstance(value, list) or not value or not all(isinstance(n, int) for n in value):
         raise InputError(
@@ -62,7 +62,10 @@ def _title(config: Mapping[str, Any]) -> str:
 
 
 def training_marks(layout: Layout) -> frozenset[str]:
-    """Return the marker tensors of a checkpoint: names of how it was trained, without values."""
+    """Return a checkpoint's marker tensors: empty tensors whose names state how it was trained.
+
+    Raises InputError for a checkpoint trained with EDM's noise levels.
+    """
     single = part_file(layout, "denoiser")
     names = read_header(single).keys() if single else ()
     edm = [name for name in names if name.startswith(_EDM)]
@@ -75,7 +78,7 @@ def training_marks(layout: Layout) -> frozenset[str]:
 
 
 def count_unet(layout: Layout, architecture: Mapping[str, Any]) -> int:
-    """Count a U-Net's parameters; a checkpoint must be what the configuration describes."""
+    """Count a U-Net's parameters; raises InputError for a checkpoint that its configuration does not match."""
     single = part_file(layout, "denoiser")
     if single is None:
         return count_parameters(weights(part_folder(layout, "denoiser", "unet")))
@@ -87,64 +90,77 @@ def count_unet(layout: Layout, architecture: Mapping[str, Any]) -> int:
             fix="use the fp16 or bf16 version of the checkpoint",
         )
     names = single_file.unet_names(header).values()
-    found, wanted = _elements(header, names), sum(parameters(architecture).values())
-    if found != wanted or header_traits(header) != config_traits(architecture):
+    count, companion_count = _elements(header, names), sum(parameters(architecture).values())
+    if count != companion_count or header_traits(header) != config_traits(architecture):
         raise InputError(
-            f"the denoiser in {single} has {found:,} parameters, its companion's in {layout.folder} {wanted:,}",
+            f"the denoiser in {single} has {count:,} parameters, "
+            f"its companion's in {layout.folder} {companion_count:,}",
             fix=_WRONG_COMPANION,
         )
-    return found
+    return count
 
 
 def count_vae(layout: Layout, config: Mapping[str, Any]) -> int:
-    """Count a VAE's parameters; a separate one must make latents like the base's own."""
+    """Count a VAE's parameters; raises InputError for a separate VAE whose latents differ from the base's."""
     single, folder = part_file(layout, "vae"), part_folder(layout, "vae", "vae")
     if folder != layout.folder / "vae":
-        _check_scale(folder, config, own=read_json(layout.folder / "vae" / "config.json"))
+        _check_scale(folder, config, base_config=read_json(layout.folder / "vae" / "config.json"))
     if single is None:
         return count_parameters(weights(folder))
     header = read_header(single)
-    found, wanted = (
+    file_shape, base_shape = (
         single_file.vae_shape(header),
         (number(config, "latent_channels"), *levels(config)[:1]),
     )
-    if found != wanted:
-        shape = "no VAE" if found is None else f"a VAE with (latent, first level) channels {found}"
-        raise InputError(f"{single} holds {shape}; the base model's has {wanted}", fix=_OTHER_VAE)
+    if file_shape != base_shape:
+        contents = (
+            "no VAE"
+            if file_shape is None
+            else f"a VAE with (latent, first level) channels {file_shape}"
+        )
+        raise InputError(
+            f"{single} holds {contents}; the base model's has {base_shape}", fix=_OTHER_VAE
+        )
     return _elements(header, single_file.vae_names(header).values())
 
 
-def _check_scale(folder: Path, config: Mapping[str, Any], *, own: Mapping[str, Any]) -> None:
-    """Latents of another scale or number of channels would train silently and wrongly."""
-    found, wanted = [
+def _check_scale(
+    folder: Path, config: Mapping[str, Any], *, base_config: Mapping[str, Any]
+) -> None:
+    """Raise InputError for latents of another scale or number of channels: training would silently go wrong."""
+    used, base = [
         (number(each, "latent_channels"), float(each.get("scaling_factor", DEFAULT_SCALE)))
-        for each in (config, own)
+        for each in (config, base_config)
     ]
-    if found[0] != wanted[0] or not math.isclose(found[1], wanted[1], rel_tol=1e-3):
+    if used[0] != base[0] or not math.isclose(used[1], base[1], rel_tol=1e-3):
         raise InputError(
-            f"the VAE in {folder} has {found[0]} channels scaled by {found[1]:g}, the base model's "
-            f"{wanted[0]} scaled by {wanted[1]:g}",
+            f"the VAE in {folder} has {used[0]} channels scaled by {used[1]:g}, the base model's "
+            f"{base[0]} scaled by {base[1]:g}",
             fix=_OTHER_VAE,
         )
 
 
 def count_text(layout: Layout, part: ClipPart) -> int:
-    """Count a text encoder's parameters; a checkpoint may hold layers that are not used."""
+    """Count a text encoder's used parameters; a checkpoint may hold more layers, not fewer."""
     single, folder = part_file(layout, "text_encoder"), layout.folder / part.component
     if single is None:
         return count_parameters(weights(folder))
-    header, wanted = read_header(single), clip_parameters(part, read_json(folder / "config.json"))
-    found = _elements(header, (name for name in header if name.startswith(part.checkpoint)))
-    if found < wanted:
+    header, needed_count = (
+        read_header(single),
+        clip_parameters(part, read_json(folder / "config.json")),
+    )
+    count = _elements(header, (name for name in header if name.startswith(part.checkpoint)))
+    if count < needed_count:
         raise InputError(
-            f"{part.component} in {single} has {found:,} parameters, its companion's in {layout.folder} {wanted:,}",
+            f"{part.component} in {single} has {count:,} parameters, "
+            f"its companion's in {layout.folder} {needed_count:,}",
             fix=_WRONG_COMPANION,
         )
-    return wanted
+    return needed_count
 
 
 def clip_size(layout: Layout | None, part: ClipPart) -> ClipSize:
-    """Return the size of a text encoder, that of the releases where the base is not on this machine."""
+    """Return the size of a text encoder; the releases' size where the base is not downloaded."""
     if layout is None:
         return part.released
     config = read_json(layout.folder / part.component / "config.json")

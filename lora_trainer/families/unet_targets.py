@@ -1,6 +1,7 @@
-"""Which modules of a U-Net get an adapter, by the endings of diffusers' names, and their order. Torch-free.
+"""The U-Net modules that get an adapter, by the endings of diffusers' names, and their order. Torch-free.
 
-Embeddings of time and size, and the first and last convolution, never do: they are few and fragile.
+The time and size embeddings and the first and last convolution never get an adapter: they hold few
+weights, and a small change of them disturbs every image.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The forward pass of a `UNet2DConditionModel`, written down on a `Tape`.
+"""The forward pass of a `UNet2DConditionModel`, recorded on a `Tape`.
 
-It mirrors diffusers 0.42 operation by operation: resnets, transformers, samplers, and the pieces
+It mirrors diffusers 0.42 operation by operation: resnets, transformers, samplers, and the modules
 that gradient checkpointing recomputes. Module names are diffusers' own.
 """
 
@@ -28,7 +28,7 @@ class UNet:
     linear_projection: bool
     time_width: int
     added_width: int
-    """Width of what is embedded beside the timestep, 0 where nothing is; `pooled_width` of it is text."""
+    """Width of the vector embedded beside the timestep (0: none); `pooled_width` of it is pooled text."""
     pooled_width: int
     kernel_in: int
     kernel_out: int
@@ -113,7 +113,7 @@ class _Walk:
 
     def _mid_block(self, x: _Map, time: Array) -> _Map:
         level = len(self.unet.channels) - 1
-        # diffusers checkpoints every resnet but this one
+        # diffusers checkpoints every resnet but the mid block's first
         x = self._resnet_body("mid_block.resnets.0", x, time, x.channels)
         x = self._transformer("mid_block.attentions.0", x, level=level)
         return self._resnet("mid_block.resnets.1", x, time, x.channels)
@@ -122,7 +122,7 @@ class _Walk:
         level = len(self.unet.channels) - 1 - index
         name, channels = f"up_blocks.{index}", self.unet.channels[level]
         count = self.unet.resnets[level] + 1
-        held = [x.array, *(skip.array for skip in skips[-count:])]
+        inputs = [x.array, *(skip.array for skip in skips[-count:])]
         for layer in range(count):
             skip = skips.pop()
             joined = self.tape.concat(x.array, skip.array)
@@ -130,7 +130,7 @@ class _Walk:
             x = self._resnet(f"{name}.resnets.{layer}", x, time, channels)
             if self.unet.up_attention[index]:
                 x = self._transformer(f"{name}.attentions.{layer}", x, level=level)
-        self.tape.hold(*held)
+        self.tape.hold(*inputs)
         if level > 0:
             shape = skips[-1].shape
             x = _Map(self.tape.copy(x.array, elements=channels * shape.area), channels, shape)
@@ -142,7 +142,7 @@ class _Walk:
             return self._resnet_body(name, x, time, out)
 
     def _resnet_body(self, name: str, x: _Map, time: Array, out: int) -> _Map:
-        given = x.array
+        block_input = x.array
         h = self._silu(self._group_norm(f"{name}.norm1", x))
         h = self._conv(f"{name}.conv1", h, out)
         shift = self._linear(
@@ -158,7 +158,7 @@ class _Walk:
         if x.channels != out:
             x = self._conv(f"{name}.conv_shortcut", x, out, kernel=1)
         scaled = self.tape.copy(self.tape.add(x.array, h.array))
-        self.tape.hold(given)
+        self.tape.hold(block_input)
         return _Map(scaled, out, x.shape)
 
     def _transformer(self, name: str, x: _Map, *, level: int) -> _Map:
@@ -172,7 +172,7 @@ class _Walk:
         return _Map(self.tape.add(out.array, x.array), x.channels, x.shape)
 
     def _project_in(self, name: str, x: _Map) -> _Map:
-        """Channels first to tokens: a copy on one side of the projection or the other."""
+        """Record channels first to tokens: a copy before a linear or after a convolutional projection."""
         if self.unet.linear_projection:
             return self._tokens_linear(name, self._copy(x))
         return self._copy(self._conv(name, x, x.channels, kernel=1, group="projection"))
@@ -238,7 +238,7 @@ class _Walk:
         to: Shape | None = None,
         group: Group = "convolution",
     ) -> _Map:
-        """A convolution; `to` is the shape it writes where a stride makes that smaller."""
+        """Record a convolution; `to` is the output's shape where a stride makes it smaller."""
         shape, fan_in = to or x.shape, x.channels * kernel * kernel
         layer = Layer(
             name=name,

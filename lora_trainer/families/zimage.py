@@ -1,7 +1,7 @@
 """Z-Image, base and Turbo: a Qwen3 text encoder, FLUX.1's VAE, one stream of image and text tokens.
 
-diffusers' network counts time from noise (0) to image (1) and gives the velocity towards the image;
-here as everywhere time is 1000 sigma and the target is noise - image.
+diffusers' network counts time from noise (0) to image (1) and predicts the velocity towards the image.
+`predict` converts both to the convention of the flow families: timestep = 1000 sigma, target = noise - image.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ENDINGS: Mapping[Targets, tuple[str, ...]] = {
 SHIFTS: Mapping[str, float] = {"base": 6.0, "turbo": 3.0, "de-turbo": 3.0}
 """The scheduler's shift by release: De-Turbo is a Turbo that was trained back to a base."""
 RELEASED = re.compile(r"z[-_ ]?image([-_ ]?base)?([-_ ](bf16|fp16|fp32|fp8\w*))?")
-"""Names that the base release's files have; a file that was made from either release has any other."""
+"""File names of the base release; a fine-tune of either release may have any other name."""
 IN_FILE = frozenset({"noise_refiner.0.attention.qkv.weight", "cap_pad_token"})
 IN_DIFFUSERS = frozenset({"noise_refiner.0.attention.to_q.weight", "cap_pad_token"})
 ARCHITECTURE: Mapping[str, Any] = {
@@ -99,8 +99,8 @@ def _release(name: str, release: str, *, download_bytes: int) -> Release:
     )
 
 
-def _named(name: str) -> str | None:
-    """Return the release that the name of a folder or file tells, None where it tells none."""
+def _release_in_name(name: str) -> str | None:
+    """Return the release that a folder's or file's name contains, None where it contains none."""
     letters = re.sub(r"[^a-z]", "", name.lower())
     if "turbo" in letters:
         return "de-turbo" if "deturbo" in letters else "turbo"
@@ -145,42 +145,44 @@ class ZImage(FlowFamily):
         return {"text": (1, text_tokens, width), "text_mask": (1, text_tokens)}
 
     def detect_file(self, header: Header) -> frozenset[Part]:
-        found = part_tensors(header, "denoiser")
-        # Lumina 2 has the same blocks, but no token that pads its captions.
-        own = found.keys() >= IN_FILE or found.keys() >= IN_DIFFUSERS
-        return frozenset({"denoiser"}) if own else frozenset()
+        tensors = part_tensors(header, "denoiser")
+        # Lumina 2 has the same blocks but no caption padding token, hence cap_pad_token in both sets.
+        is_zimage = tensors.keys() >= IN_FILE or tensors.keys() >= IN_DIFFUSERS
+        return frozenset({"denoiser"}) if is_zimage else frozenset()
 
     def architecture(self, layout: Layout) -> Mapping[str, Any]:
-        found, text = super().architecture(layout), text_config(layout.folder)
+        config, text = super().architecture(layout), text_config(layout.folder)
         if (single := part_file(layout, "denoiser")) is not None:
             check_companion(
                 single,
-                shapes={"cap_embedder.1.weight": (found["dim"], text["hidden_size"])},
-                blocks={"layers": found["n_layers"], "noise_refiner": found["n_refiner_layers"]},
+                shapes={"cap_embedder.1.weight": (config["dim"], text["hidden_size"])},
+                blocks={"layers": config["n_layers"], "noise_refiner": config["n_refiner_layers"]},
             )
-        return found
+        return config
 
     def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
-        """Read facts; base and Turbo have the same tensors, so that names and the scheduler have to tell.
+        """Read facts; base and Turbo have equal tensors, so names and the scheduler's shift decide.
 
-        Of a folder its name or its own scheduler's shift tells. Of a single file its name does, and the
-        scheduler is that of the release it names; where the name is silent, its companion tells.
+        A folder is a Turbo by its name or by its scheduler's shift. A single file is the release in its
+        name and gets that release's shift; without a release in its name it counts as its companion's.
         """
-        found = super().facts(layout, source=source, identities=identities)
+        facts = super().facts(layout, source=source, identities=identities)
         single = part_file(layout, "denoiser")
-        named = _named((single or Path(source)).name)
-        beside = "turbo" if found.scheduler.get("shift") == SHIFTS["turbo"] else "base"
-        if single is None and named == "base":
-            named = None  # a folder of that name still has its own scheduler
-        distilled = (named or beside) == "turbo"
-        found = replace(found, variant="turbo" if distilled else "base", distilled=distilled)
+        named_release = _release_in_name((single or Path(source)).name)
+        companion_release = "turbo" if facts.scheduler.get("shift") == SHIFTS["turbo"] else "base"
+        if single is None and named_release == "base":
+            named_release = (
+                None  # a folder named "Z-Image" still brings its own scheduler: trust that
+            )
+        distilled = (named_release or companion_release) == "turbo"
+        facts = replace(facts, variant="turbo" if distilled else "base", distilled=distilled)
         if single is None:
-            return found
-        if named is not None:
-            return replace(found, scheduler={**found.scheduler, "shift": SHIFTS[named]})
-        other = self.releases[beside == "base"]
+            return facts
+        if named_release is not None:
+            return replace(facts, scheduler={**facts.scheduler, "shift": SHIFTS[named_release]})
+        other = self.releases[companion_release == "base"]
         return replace(
-            found,
+            facts,
             assumed=Assumption(
                 sentence=f"nothing in {single.name} tells Z-Image from Z-Image-Turbo: it is taken for "
                 f"{'a Turbo' if distilled else 'the base'}, as its companion is",
@@ -226,7 +228,7 @@ class ZImage(FlowFamily):
     def sampler_arguments(
         self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
     ) -> Mapping[str, Any]:
-        """The pipeline's scale counts from 0: prompt + scale (prompt - negative)."""
+        """Return the pipeline's arguments; its guidance counts from 0: prompt + scale (prompt - negative)."""
         return {
             "prompt_embeds": unpadded(conditioning["text"], conditioning["text_mask"]),
             "negative_prompt_embeds": unpadded(negative["text"], negative["text_mask"]),
@@ -236,7 +238,7 @@ class ZImage(FlowFamily):
     def prompt_arguments(
         self, prompt: str, negative: str, *, guidance_scale: float
     ) -> Mapping[str, Any]:
-        """The pipeline's scale counts from 0."""
+        """Return the plain pipeline's arguments; its guidance scale is one less than ours."""
         scale = guidance_scale - 1.0
         return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": scale}
 
