@@ -511,7 +511,7 @@ def test_a_unet_whose_modules_files_cannot_name_is_refused(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"_class_name": "EDMDPMSolverMultistepScheduler"}, "noise levels of EDM"),
+        ({"_class_name": "EDMDPMSolverMultistepScheduler"}, "EDM's noise levels"),
         ({"prediction_type": "sample"}, "prediction_type='sample'"),
     ],
 )
