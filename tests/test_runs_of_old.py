@@ -1,0 +1,77 @@
+"""Runs, caches and settings of earlier releases stay readable (docs/releases.md): `fakes/release_N`.
+
+`run.tar.xz` is a run of 0.1 of which the newest state is lost: the example's first four images, 4 steps of
+batch 2 with an adapter of rank 1, saved every 2; its cache; its settings in `run.json`. Beside the state of
+step 2 it holds the log of all four steps, as 0.1 computed them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.runs import events, run_cli
+
+RELEASES = sorted((Path(__file__).parent / "fakes").glob("release_*"))
+pytestmark = pytest.mark.parametrize("release", RELEASES, ids=lambda folder: folder.name)
+
+
+@pytest.fixture
+def home(release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the dataset, the cache and the run of that release, and the current folder."""
+    with tarfile.open(release / "run.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def settings_of(home: Path) -> dict[str, Any]:
+    """Return every setting of the run by its key, as that release wrote them."""
+    run: dict[str, Any] = json.loads((home / "runs/kept/run.json").read_text())
+    settings: dict[str, Any] = run["settings"]
+    return settings
+
+
+def losses(home: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in events(home / "runs" / "kept", "step")}
+
+
+def test_a_run_goes_on_from_its_state_and_finds_its_cache(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = losses(home)
+    settings = settings_of(home)
+    chosen = ("adapter.rank", "train.batch_size", "output.save_every_steps", "sampling.steps")
+    line = ["dataset", "--name", "kept", "--steps", "4", "--resume", "--set", "data.cache_dir=cache"]
+    for key in chosen:
+        line += ["--set", f"{key}={json.dumps(settings[key])}"]
+    assert run_cli(line) == 0
+    printed = capsys.readouterr().out
+    assert "resumed at step 2" in printed
+    assert "encoding: 9 cached, 0 to encode" in printed
+    after = losses(home)
+    assert sorted(after) == [1, 2, 3, 4]
+    for step in (3, 4):
+        assert after[step] == pytest.approx(before[step], rel=1e-4)
+    assert (home / "runs/kept/kept.safetensors").is_file()
+
+
+def test_every_setting_of_it_is_read_from_a_settings_file(home: Path) -> None:
+    """Each is accepted with the value that the release planned; a setting that is gone would be an error."""
+    settings = {key: value for key, value in settings_of(home).items() if value is not None}
+    (home / "old.json").write_text(json.dumps(settings))
+    shutil.rmtree(home / "runs")
+    assert run_cli(["plan", "dataset", "--config", "old.json"]) == 0
+
+
+def test_its_exported_file_is_read(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file,) = (home / "runs" / "kept").glob("*.safetensors")
+    assert run_cli(["inspect", str(file)]) == 0
+    printed = capsys.readouterr().out
+    for name, value in (("family", "sd15"), ("rank", "1"), ("lora_train.version", "0.1.0")):
+        assert [name, value] in [line.split() for line in printed.splitlines()]
