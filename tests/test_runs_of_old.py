@@ -47,7 +47,16 @@ def test_a_run_goes_on_from_its_state_and_finds_its_cache(
     before = losses(home)
     settings = settings_of(home)
     chosen = ("adapter.rank", "train.batch_size", "output.save_every_steps", "sampling.steps")
-    line = ["dataset", "--name", "kept", "--steps", "4", "--resume", "--set", "data.cache_dir=cache"]
+    line = [
+        "dataset",
+        "--name",
+        "kept",
+        "--steps",
+        "4",
+        "--resume",
+        "--set",
+        "data.cache_dir=cache",
+    ]
     for key in chosen:
         line += ["--set", f"{key}={json.dumps(settings[key])}"]
     assert run_cli(line) == 0
