@@ -90,16 +90,24 @@ class Findings:
         else:
             self.without_equivalent[key] = f"{shown(value)}: {why}"
 
-    def done(self, trainer: str) -> Imported:
-        """Return all of it."""
+    def done(self, trainer: str, *, called: Mapping[str, str]) -> Imported:
+        """Return all of it; `called` has what the file calls a key that is read under another name."""
+
+        def renamed(rows: Mapping[str, str]) -> dict[str, str]:
+            return {called.get(key, key): why for key, why in rows.items()}
+
+        sources = {
+            key: " ".join(called.get(word, word) for word in source.split(" "))
+            for key, source in self.sources.items()
+        }
         return Imported(
             trainer=trainer,
             values=self.values,
-            sources=self.sources,
-            nearest=self.nearest,
-            nothing_to_set=self.nothing_to_set,
-            without_equivalent=self.without_equivalent,
-            unknown=tuple(self.unknown),
+            sources=sources if called else self.sources,
+            nearest=renamed(self.nearest),
+            nothing_to_set=renamed(self.nothing_to_set),
+            without_equivalent=renamed(self.without_equivalent),
+            unknown=tuple(called.get(key, key) for key in self.unknown),
             dataset=self.dataset,
         )
 

@@ -23,11 +23,15 @@ from lora_trainer.importing.trainers.diffusion_pipe import (
     DIFFUSION_PIPE,
     DIFFUSION_PIPE_DATASET,
 )
+from lora_trainer.importing.trainers.kohya_gui import KOHYA_GUI
+from lora_trainer.importing.trainers.lora_easy import LORA_EASY
 from lora_trainer.importing.trainers.musubi import MUSUBI, MUSUBI_DATASET
 from lora_trainer.importing.trainers.onetrainer import ONETRAINER
 from lora_trainer.importing.trainers.sd_scripts import SD_SCRIPTS, SD_SCRIPTS_DATASET
 
 TRAINERS: tuple[Trainer, ...] = (
+    KOHYA_GUI,
+    LORA_EASY,
     AI_TOOLKIT,
     ONETRAINER,
     DIFFUSION_PIPE,
@@ -59,7 +63,7 @@ def import_file(file: Path) -> Imported:
             f"{file} is of {trainer.name} and says what cannot be done here: {error.found}",
             fix=error.fix,
         ) from None
-    return foreign.findings.done(trainer.name)
+    return foreign.findings.done(trainer.name, called=foreign.called)
 
 
 def read_tables(file: Path) -> Mapping[str, Any]:

@@ -129,14 +129,16 @@ class Foreign:
     """A foreign file while it is read: its values by flat key, what was found, and what is known of it.
 
     `data` are its tables, `extra` flat keys of further files that it names, `beside` the folder it lies
-    in. `is_flow` says whether the base is trained by flow matching, `trains_text` whether its text encoders
-    can be trained here; None: the file does not say which base it is.
+    in, `called` what the file calls a key that is read under another name. `is_flow` says whether the base
+    is trained by flow matching, `trains_text` whether its text encoders can be trained here; None: the file
+    does not say which base it is.
     """
 
     values: Mapping[str, Any]
     beside: Path
     data: Mapping[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    called: dict[str, str] = field(default_factory=dict)
     findings: Findings = field(default_factory=Findings)
     is_flow: bool | None = None
     trains_text: bool | None = None

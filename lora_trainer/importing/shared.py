@@ -6,6 +6,7 @@ line for each thing that is only approximated or missing here.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -234,9 +235,17 @@ def as_pairs(value: Any) -> dict[str, Any]:
     """Return the options of an option: a table, `name=value` words in a list or a text."""
     if isinstance(value, Mapping):
         return dict(value)
-    parts = value if isinstance(value, list) else str(value or "").split()
-    pairs = (str(part).partition("=") for part in parts)
+    parts = value if isinstance(value, list) else _words(str(value or ""))
+    pairs = (str(part).strip("\"' ").partition("=") for part in parts)
     return {name.strip(): text.strip() for name, _, text in pairs if name.strip()}
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a command line."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return text.split()
 
 
 def refused_model(named: str, source: str) -> str:

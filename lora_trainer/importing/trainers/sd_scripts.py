@@ -34,6 +34,7 @@ NAME = "sd-scripts"
 DEFAULT_STEPS = 1600
 _FLOW_KEYS = ("ae", "clip_g", "t5xxl", "clip_l", "model_prediction_type", "timestep_sampling",
               "discrete_flow_shift", "training_shift", "guidance_scale", "sigmoid_scale")  # fmt: skip
+_LAYERS = ("algo", "preset", "conv_dim", "conv_alpha", "enable_conv")
 _OTHER_MODULES = ("lumina", "hunyuan", "anima", "lllite", "leco")
 
 
@@ -121,12 +122,15 @@ def read_adapter(foreign: Foreign) -> None:
     """Set kind, rank, layers and dropouts of the adapter."""
     module = str(foreign.get("network_module", "networks.lora"))
     arguments = shared.as_pairs(foreign.values.get("network_args"))
-    is_lycoris = module.startswith("lycoris")
+    is_lycoris = module.startswith("lycoris") or (
+        "algo" in arguments and "network_module" not in foreign.values
+    )
     word = module.rpartition(".")[2].partition("_")[0]
     word = "lora_fa" if module.endswith("lora_fa") else word
     algorithm = str(arguments.get("algo", "lora")) if is_lycoris else word
-    if "network_module" in foreign.values:
-        kind = shared.set_kind(foreign, algorithm, "network_module")
+    if "network_module" in foreign.values or is_lycoris:
+        source = "network_module" if "network_module" in foreign.values else "network_args.algo"
+        kind = shared.set_kind(foreign, algorithm, source)
     else:
         kind = "lora"
         foreign.findings.set("adapter.kind", kind, note=THERE)
@@ -147,6 +151,11 @@ def read_adapter(foreign: Foreign) -> None:
     for name, value in arguments.items():
         _network_argument(foreign, name, value, kind)
     _targets(foreign, arguments, is_lycoris=is_lycoris)
+    for name in ("factor", *_LAYERS):
+        if name in arguments and f"network_args.{name}" not in foreign.findings.named:
+            foreign.findings.stays(
+                f"network_args.{name}", "says the kind of adapter, or is of another kind"
+            )
     norm = foreign.number("scale_weight_norms")
     if norm and (kind == "oft" or foreign.findings.values.get("adapter.dora")):
         foreign.findings.lacks("scale_weight_norms", norm, "is not for this kind of adapter")
@@ -169,8 +178,8 @@ def _network_argument(foreign: Foreign, name: str, value: Any, kind: str) -> Non
             findings.stays(told, "is off there")
     elif name == "factor" and kind == "lokr":
         carry(findings, "adapter.lokr_factor", told, value)
-    elif name in ("factor", "algo", "preset", "conv_dim", "conv_alpha", "enable_conv"):
-        findings.stays(told, "says which layers there are" if name != "factor" else "is LoKr's")
+    elif name in ("factor", *_LAYERS):
+        pass  # said when all of them are known
     elif isinstance(rule, To):
         if str(value).lower() in ("", "0", "0.0", "false", "none"):
             findings.stays(told, "is off there")
@@ -197,12 +206,17 @@ def _targets(foreign: Foreign, arguments: Mapping[str, Any], *, is_lycoris: bool
         findings.set("adapter.targets", everything, *((source,) if source else ()),
                      note="" if source else THERE)  # fmt: skip
         if has_conv:
-            carry(findings, "adapter.conv_rank", name, conv)
+            carry(findings, "adapter.conv_rank", name, _within(conv))
             alpha = arguments.get("conv_alpha", 1)
             if findings.values["adapter.kind"] != "oft":
                 carry(findings, "adapter.conv_alpha", "network_args.conv_alpha", alpha)
     else:
         findings.set("adapter.targets", "transformer", note=THERE)
+
+
+def _within(rank: Any) -> Any:
+    """Return a rank as it is, the highest there is for one that stands for whole matrices."""
+    return shared.FULL_RANK if _is_number(rank) and as_number(rank) > shared.FULL_RANK else rank
 
 
 def read_optimizer(foreign: Foreign) -> float | None:

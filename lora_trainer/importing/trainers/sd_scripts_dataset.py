@@ -115,7 +115,7 @@ def read_training_options(foreign: Foreign) -> None:
         findings.dataset = str(path_of(values["train_data_dir"]))
         findings.stays("train_data_dir", "is the DATASET of the command")
     foreign.stay("is not given, or the dataset file says more", "train_data_dir")
-    if named is None:
+    if named is None and "data.buckets" not in findings.values:
         own = {name: values[name] for name in SUBSET_FIELDS if name in values}
         for field, (value, key) in caption_fields(foreign, own, names).items():
             if key == THERE:
@@ -134,8 +134,8 @@ def read_training_options(foreign: Foreign) -> None:
         )
         if extension:
             findings.set("data.caption_extensions", [str(values[extension])], extension)
-        _set_masks(foreign)
         _set_held_out(foreign, values, names)
+    _set_masks(foreign)
     why = "the dataset file says more" if named is not None else "is not given"
     foreign.stay(why, *SUBSET_FIELDS, "enable_bucket", "caption_extension", "caption_extention",
                  "min_bucket_reso", "max_bucket_reso", "validation_split", "token_warmup_min")  # fmt: skip
