@@ -28,10 +28,14 @@ from lora_trainer.importing.trainers.lora_easy import LORA_EASY
 from lora_trainer.importing.trainers.musubi import MUSUBI, MUSUBI_DATASET
 from lora_trainer.importing.trainers.onetrainer import ONETRAINER
 from lora_trainer.importing.trainers.sd_scripts import SD_SCRIPTS, SD_SCRIPTS_DATASET
+from lora_trainer.importing.trainers.simpletuner import SIMPLETUNER, SIMPLETUNER_BACKENDS
+from lora_trainer.importing.trainers.simpletuner_data import LIST
 
 TRAINERS: tuple[Trainer, ...] = (
     KOHYA_GUI,
     LORA_EASY,
+    SIMPLETUNER,
+    SIMPLETUNER_BACKENDS,
     AI_TOOLKIT,
     ONETRAINER,
     DIFFUSION_PIPE,
@@ -84,6 +88,8 @@ def read_tables(file: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         line = " ".join(str(error).split())[:200]
         raise InputError(f"{file} is no {kind}: {line}", fix="correct that line") from None
+    if isinstance(data, list):
+        data = {LIST: data}
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
         raise InputError(
             f"{file} holds no table of settings", fix=f"give a settings file of {_names()}"
