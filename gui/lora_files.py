@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.errors import InputError, RequestError
-from lora_trainer.families.recognise import adapter_family
 from lora_trainer.files import read_json_object
+from lora_trainer.output.adapter_family import recognise
 from lora_trainer.output.adapter_file import read_contents
 from lora_trainer.output.adapter_problems import key_format
 from lora_trainer.output.history import mapping, number
@@ -235,11 +235,10 @@ def _header(path: Path, stamp: Stamp) -> Header:
         contents = read_contents(path)
     except InputError as error:
         return Header(metadata={}, problem=one_line(error.found.removeprefix(f"{path} ")))
-    shapes = {name: part.down_shape for name, part in contents.parts.items()}
     ranks = Counter(rank for part in contents.parts.values() for rank in part.ranks)
     return Header(
         metadata=contents.metadata,
-        family=adapter_family(shapes, metadata=contents.metadata),
+        family=recognise(contents.parts, contents.metadata).family,
         format=key_format(contents.parts),
         rank=ranks.most_common(1)[0][0] if ranks else None,
         problem="" if contents.parts else "holds no LoRA",

@@ -15,7 +15,16 @@ from lora_trainer.errors import RequestError
 from lora_trainer.families.base import Family, FileFormat
 
 Asked = Literal["auto"] | FileFormat
-_NAMES = {"loha": "LoHa", "lokr": "LoKr", "oft": "OFT"}
+_NAMES = {
+    "loha": "LoHa",
+    "lokr": "LoKr",
+    "oft": "OFT",
+    "oft_in": "OFT of inputs",
+    "glora": "GLoRA",
+    "ia3": "IA3",
+    "full": "a whole difference",
+    "norm": "a change of norms",
+}
 _KINDS_REFUSED: Mapping[FileFormat, str] = {
     "diffusers": "diffusers cannot load it again under its own names",
 }
@@ -29,20 +38,31 @@ _DORA_IN_DIFFUSERS = (
     "only diffusers reads DoRA in this format; ComfyUI and Forge drop the magnitudes, InvokeAI refuses "
     "the file"
 )
+_TEXT_IN_COMFYUI = "only ComfyUI finds the text encoders' layers under these names"
 _MISSED: Mapping[str, str] = {
     "loha": "diffusers cannot load a LoHa, InvokeAI only those of U-Nets; ComfyUI can",
     "lokr": "diffusers and InvokeAI load the LoKr of some families only; ComfyUI can",
     "oft": "diffusers, Forge and InvokeAI cannot load an OFT; ComfyUI and A1111 can",
+    "oft_in": "of the readers checked, none but OneTrainer loads such an OFT",
+    "glora": "diffusers cannot load a GLoRA; ComfyUI, Forge and A1111 can",
+    "ia3": "diffusers, ComfyUI and Forge cannot load an IA3; A1111 can",
+    "full": "diffusers cannot load whole differences; ComfyUI, Forge and A1111 can",
+    "norm": "diffusers cannot load changes of norms; ComfyUI, Forge and A1111 can",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What an adapter holds as far as formats care: its kinds, DoRA, trained text encoders."""
+    """What an adapter holds as far as formats care: its kinds, DoRA, trained text encoders, biases.
+
+    `input_dora`: some magnitudes are of inputs, as OneTrainer has them.
+    """
 
     kinds: frozenset[str]
     dora: bool
     text: bool
+    bias: bool = False
+    input_dora: bool = False
 
 
 def resolve_format(family: Family, asked: Asked, *, adapter: AdapterSettings) -> FileFormat:
@@ -66,7 +86,7 @@ def format_for(family: Family, asked: Asked, contents: Contents) -> FileFormat:
         reasons = "; ".join(f"{format}: {reason}" for format, reason in refused.items())
         raise RequestError(
             f"no file format of {family.name} can hold this adapter ({reasons})",
-            fix="train with --set adapter.kind=lora",
+            fix="make a LoRA of it with `lora-train resize --rank`, or train with --set adapter.kind=lora",
         )
     if asked == "auto":
         return possible[0]
@@ -82,13 +102,16 @@ def format_for(family: Family, asked: Asked, contents: Contents) -> FileFormat:
 def format_notes(format: FileFormat, contents: Contents) -> tuple[str, ...]:
     """Return what readers of such a file will miss, a sentence each; they are allowed, not silent."""
     dora = (_DORA_IN_DIFFUSERS if format == "diffusers" else _DORA,) if contents.dora else ()
-    return (*dora, *(_MISSED[kind] for kind in sorted(contents.kinds) if kind in _MISSED))
+    text = (_TEXT_IN_COMFYUI,) if contents.text and format == "comfyui" else ()
+    return (*dora, *text, *(_MISSED[kind] for kind in sorted(contents.kinds) if kind in _MISSED))
 
 
 def _refusal(format: FileFormat, contents: Contents) -> str | None:
     others = sorted(contents.kinds - {"lora"})
     if others and format in _KINDS_REFUSED:
         return f"{_NAMES[others[0]]} is not written in it, because {_KINDS_REFUSED[format]}"
-    if contents.text and format == "comfyui":
-        return "trained text encoders are not written in it, because only ComfyUI would find them"
+    if format == "diffusers" and contents.bias:
+        return "changes of biases are not written in it, because diffusers has no names for them"
+    if format == "diffusers" and contents.input_dora:
+        return "DoRA's magnitudes of inputs are not written in it, because peft knows those of outputs only"
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from lora_trainer.config import Config, concrete
 from lora_trainer.data.tokens import new_word
 from lora_trainer.device import CPU, DTYPES, planned_device
 from lora_trainer.families.base import DENOISER, WEIGHTS, Conditioning, TextEncoder
-from lora_trainer.model.adapters import Adapter, inject, layer_names
+from lora_trainer.model.adapters import Adapter, denoiser_layers, inject, layer_shapes
 from lora_trainer.model.assistant import Assistant, attach
 from lora_trainer.model.attention import apply_attention
 from lora_trainer.model.checkpointing import apply_checkpointing
@@ -89,7 +89,7 @@ def _assistant(prepared: Prepared, denoiser: nn.Module) -> Assistant | None:
     file = prepared.config.base.assistant
     if file is None:
         return None
-    names = file_names(prepared.family, {DENOISER: layer_names(denoiser)})
+    names = file_names(prepared.family, _layers(prepared, {}))
     return attach(denoiser, read_tensors(Path(file).expanduser(), names=names))
 
 
@@ -102,6 +102,9 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
         modules |= {
             name: family.text_targets(network) for name, network in networks.text.networks.items()
         }
+    starts = config.train.init_from if state is None else None
+    text = {} if networks.text is None else networks.text.networks
+    layers = _layers(prepared, text) if starts is not None else {}  # as they are without an adapter
     adapter = inject(
         inside,
         modules=modules,
@@ -113,11 +116,22 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
         new_tokens=_new_tokens(config, networks.text),
         keep_best=config.output.keep_best,
     )
-    if config.train.init_from is not None and state is None:
-        names = file_names(family, modules)
-        file = Path(config.train.init_from).expanduser()
-        adapter.load_tensors(read_tensors(file, names=names))
+    if starts is not None:
+        names = file_names(family, layers)
+        adapter.load_tensors(read_tensors(Path(starts).expanduser(), names=names))
     return adapter
+
+
+def _layers(
+    prepared: Prepared, text: Mapping[str, nn.Module]
+) -> dict[str, Mapping[str, tuple[int, ...]]]:
+    """Return the shapes of all layers by component, those of loaded text encoders by their own names."""
+    family = prepared.family
+    return {
+        DENOISER: denoiser_layers(family, prepared.facts.architecture),
+        **family.text_modules(),
+        **{name: layer_shapes(network) for name, network in text.items()},
+    }
 
 
 def _new_tokens(config: Config, text: TextEncoder | None) -> dict[str, nn.Parameter]:

@@ -19,7 +19,7 @@ from lora_trainer.errors import InputError, RequestError
 from lora_trainer.families.base import Family
 from lora_trainer.files import disk_error, write_atomic
 from lora_trainer.model.load import locate, with_caption_tokens, with_choices
-from lora_trainer.output.adapter_file import read_adapter
+from lora_trainer.output.adapter_file import read_contents
 from lora_trainer.output.embedding_file import embedding_path, read_embedding, trained_words
 from lora_trainer.output.export import final_export_name
 from lora_trainer.output.sample_files import try_name
@@ -46,7 +46,7 @@ def make_images(
     if not all(map(math.isfinite, strengths)):
         raise RequestError("a strength is no number", fix="give numbers such as --strength 0.8")
     file = adapter_of(run) if run.is_dir() else run
-    metadata = read_adapter(file).metadata
+    metadata = read_contents(file).metadata
     config = stated_settings(metadata)
     source = base or (config.base.model if config else None)
     if run.is_dir():

@@ -65,7 +65,6 @@ def test_what_is_asked_is_given_where_it_can_be(format: FileFormat) -> None:
         (UNET, "diffusers", {"kind": "loha"}, "LoHa.*cannot load it again", "output.format=kohya"),
         (UNET, "diffusers", {"kind": "oft"}, "OFT.*cannot load it again", "output.format=kohya"),
         (TRANSFORMER, "kohya", {}, "nobody finds them", "output.format=diffusers"),
-        (TRANSFORMER, "comfyui", {"text_encoder": True}, "only ComfyUI", "output.format=diffusers"),
         (ONLY_DIFFUSERS, "auto", {"kind": "lokr"}, "no file format.*LoKr", "adapter.kind=lora"),
         (ONLY_DIFFUSERS, "kohya", {}, "nothing reads it", "output.format=diffusers"),
     ],
@@ -76,6 +75,25 @@ def test_what_cannot_be_read_is_refused_with_the_reason(
     with pytest.raises(RequestError, match=reason) as raised:
         resolve_format(family, format, adapter=settings(**changes))
     assert fix in raised.value.fix
+
+
+def test_text_encoders_in_comfyuis_names_are_said_to_be_found_by_it_alone() -> None:
+    assert resolve_format(TRANSFORMER, "comfyui", adapter=settings(text_encoder=True)) == "comfyui"
+    contents = Contents(kinds=frozenset({"lora"}), dora=False, text=True)
+    (note,) = format_notes("comfyui", contents)
+    assert "only ComfyUI" in note
+
+
+@pytest.mark.parametrize(
+    ("held", "reason"),
+    [({"bias": True}, "biases"), ({"dora": True, "input_dora": True}, "outputs only")],
+)
+def test_what_diffusers_has_no_names_for_is_refused_there(
+    held: dict[str, Any], reason: str
+) -> None:
+    contents = Contents(**{"kinds": frozenset({"lora"}), "dora": False, "text": False, **held})
+    with pytest.raises(RequestError, match=reason):
+        format_for(UNET, "diffusers", contents)
 
 
 def test_a_file_of_mixed_kinds_is_judged_by_all_of_them() -> None:

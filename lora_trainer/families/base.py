@@ -8,7 +8,7 @@ the registry and its presets; the tests iterate the registry.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,7 @@ from lora_trainer.config import CHECKPOINTING, Checkpointing, Precision
 from lora_trainer.errors import RequestError
 from lora_trainer.families.chunks import AROUND
 from lora_trainer.families.costs import SampleCost, Targets, Workload
+from lora_trainer.families.layer_tables import released_layers
 
 if TYPE_CHECKING:
     import torch
@@ -256,6 +257,8 @@ class Family(ABC):
     """Whether its text encoders can be trained."""
     teachable: Mapping[str, str] = {}
     """Component of each text encoder that can learn a new word -> key of its vectors in embedding files."""
+    text_roles: Mapping[str, str] = {}
+    """What ComfyUI calls each text encoder in files ("clip_l", "t5xxl", ...), by component."""
     weighs_words: bool = False
     """Whether its text encoders support prompt weights, as in `(word:1.2)`."""
     reads_chunks: bool = False
@@ -320,9 +323,16 @@ class Family(ABC):
         """Return the key that samples of one forward pass must share, such as the length of their text."""
         return 0
 
-    def text_modules(self) -> Mapping[str, Sequence[str]]:
-        """Return by component the text encoders' layers that adapter files of any trainer may contain."""
+    def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        """Return by component the layers of text networks that adapter files of any trainer may change.
+
+        Shapes are those of the weights in the public releases, [out, in].
+        """
         return {}
+
+    def released_layers(self) -> tuple[Mapping[str, tuple[int, ...]], ...]:
+        """Return the shape [out, in, ...] of the denoiser's weights by layer, of each released architecture."""
+        return released_layers(self.name)
 
     def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
         """Return where a single-file checkpoint keeps each "component.module"; empty where that is unknown."""
@@ -455,12 +465,17 @@ class Family(ABC):
         `load_denoiser` or `load_text_encoder` gives.
         """
 
-    def checkpoint_module(self, module: str) -> str | None:
-        """Return a denoiser module's name in the release's original code, None where there is no other name.
+    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+        """Return other names than diffusers' that adapter files have for denoiser layers.
 
-        Adapter files of other trainers use the original names.
+        Each has the layers it stands for, in the order of their rows: the releases' own code keeps
+        several of them in one weight.
         """
-        return None
+        return {}
+
+    def swaps_halves(self, layer: str, shape: tuple[int, ...]) -> bool:
+        """Say whether the two halves of a denoiser layer's rows change places under its other names."""
+        return False
 
     # ---- images
 

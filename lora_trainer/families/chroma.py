@@ -7,12 +7,14 @@ was trained with all further padding masked out, so no further padding is passed
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
+    DENOISER,
     BaseFacts,
     Conditioning,
     FileFormat,
@@ -22,7 +24,7 @@ from lora_trainer.families.base import (
     TextEncoder,
 )
 from lora_trainer.families.costs import Targets
-from lora_trainer.families.flow import FlowFamily, Release, transformer_name
+from lora_trainer.families.flow import FlowFamily, Release, text_name, transformer_name
 from lora_trainer.families.flow_files import holds_vae, part_tensors, refuse_scaled_weights
 from lora_trainer.families.flux import (
     BLOCKS,
@@ -42,6 +44,8 @@ from lora_trainer.families.t5 import (
     padded,
     room,
 )
+from lora_trainer.families.text_layers import T5_XXL
+from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
     import torch
@@ -101,6 +105,7 @@ class Chroma(FlowFamily):
     pipeline_class = "ChromaPipeline"
     denoiser_class = "ChromaTransformer2DModel"
     text_folders = ("text_encoder",)
+    text_roles = {"text_encoder": "t5xxl"}
     tokenizer_folders = ("tokenizer",)
     releases = (RELEASE,)
     unquantised = ("distilled_guidance_layer",)  # makes the modulation of all blocks
@@ -195,7 +200,15 @@ class Chroma(FlowFamily):
         return [name for name in names if name.startswith(BLOCKS)]
 
     def file_module(self, format: FileFormat, component: str, module: str) -> str:
-        return transformer_name(format, component, module)
+        if component != DENOISER:
+            return text_name(format, component, module, roles=self.text_roles)
+        return transformer_name(module)
+
+    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+        return other_names(transformer_names.CHROMA, layers)
+
+    def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        return {"text_encoder": T5_XXL}
 
     # ---- images
 

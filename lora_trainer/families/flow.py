@@ -357,13 +357,29 @@ class FlowFamily(TabledFamily):
         return pipeline.to(device)
 
 
-def transformer_name(format: FileFormat, component: str, module: str) -> str:
+def transformer_name(module: str) -> str:
     """Return the module key that ComfyUI and diffusers share: `transformer.` and diffusers' module name.
 
     ComfyUI maps such keys of to_q, to_k and to_v to rows of its fused weight, for every kind of adapter.
     """
-    assert format in ("diffusers", "comfyui") and component == "denoiser"
     return f"transformer.{module}"
+
+
+_TEXT_MODELS = {"clip": "text_model.", "qwen": "model."}
+"""What the names of layers begin with in the releases of text encoders, by the start of their role."""
+
+
+def text_name(format: FileFormat, component: str, module: str, *, roles: Mapping[str, str]) -> str:
+    """Return the key of a text encoder's layer: ComfyUI goes by what the encoder is, others by its folder."""
+    role = roles[component]
+    start = _TEXT_MODELS.get(role.partition("_")[0].rstrip("0123456789"), "")
+    whole = module if module.startswith((start or " ", "text_projection")) else start + module
+    if format == "comfyui":
+        return f"text_encoders.{role}.transformer.{whole}"
+    if format == "kohya":
+        number = component.rpartition("_")[2]
+        return f"lora_te{number if number.isdigit() else 1}_{whole}".replace(".", "_")
+    return f"{component}.{whole}"
 
 
 def _scheduler(facts: BaseFacts) -> Any:

@@ -7,13 +7,15 @@ Conditioning: `text` [B, 512 or 256, 4096] with padding unmasked as in the base'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.errors import InputError
+from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
+    DENOISER,
     BaseFacts,
     Conditioning,
     FileFormat,
@@ -23,11 +25,13 @@ from lora_trainer.families.base import (
     TextEncoder,
 )
 from lora_trainer.families.costs import Targets
-from lora_trainer.families.flow import FlowFamily, Release, transformer_name
+from lora_trainer.families.flow import FlowFamily, Release, text_name, transformer_name
 from lora_trainer.families.flow_files import holds_vae, part_tensors, refuse_scaled_weights
 from lora_trainer.families.folder import part_file, read_header
 from lora_trainer.families.packing import pack, position_ids, unpack
 from lora_trainer.families.t5 import PooledT5Encoder, load_t5, load_text_network, load_tokenizer
+from lora_trainer.families.text_layers import CLIP_L, T5_XXL
+from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
     import torch
@@ -142,6 +146,7 @@ class Flux(FlowFamily):
     pipeline_class = "FluxPipeline"
     denoiser_class = "FluxTransformer2DModel"
     text_folders = ("text_encoder", "text_encoder_2")
+    text_roles = {"text_encoder": "clip_l", "text_encoder_2": "t5xxl"}
     tokenizer_folders = ("tokenizer", "tokenizer_2")
     releases = RELEASES
     modulation = MODULATION
@@ -277,7 +282,19 @@ class Flux(FlowFamily):
         return [name for name in names if name.startswith(BLOCKS)]
 
     def file_module(self, format: FileFormat, component: str, module: str) -> str:
-        return transformer_name(format, component, module)
+        if component != DENOISER:
+            return text_name(format, component, module, roles=self.text_roles)
+        return transformer_name(module)
+
+    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+        return other_names(transformer_names.FLUX, layers)
+
+    def swaps_halves(self, layer: str, shape: tuple[int, ...]) -> bool:
+        """diffusers' last norm has scale before shift, the releases' code shift before scale."""
+        return layer == "norm_out.linear"
+
+    def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        return {"text_encoder": CLIP_L, "text_encoder_2": T5_XXL}
 
     # ---- images
 

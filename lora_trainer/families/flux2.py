@@ -6,12 +6,14 @@ FLUX.2-dev has the same architecture and names but another text encoder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.errors import InputError
+from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
+    DENOISER,
     BaseFacts,
     Conditioning,
     FileFormat,
@@ -22,7 +24,7 @@ from lora_trainer.families.base import (
     TextEncoder,
 )
 from lora_trainer.families.costs import Targets
-from lora_trainer.families.flow import FlowFamily, Release, transformer_name
+from lora_trainer.families.flow import FlowFamily, Release, text_name, transformer_name
 from lora_trainer.families.flow_files import part_tensors
 from lora_trainer.families.flow_images import FlowSampler
 from lora_trainer.families.folder import part_file, read_json
@@ -33,7 +35,9 @@ from lora_trainer.families.qwen_text import (
     load_qwen3,
     text_config,
 )
+from lora_trainer.families.text_layers import QWEN3_4B
 from lora_trainer.families.transformer_file import check_companion
+from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
     import torch
@@ -140,6 +144,7 @@ class Flux2(FlowFamily):
     pipeline_class = "Flux2KleinPipeline"
     denoiser_class = "Flux2Transformer2DModel"
     text_folders = ("text_encoder",)
+    text_roles = {"text_encoder": "qwen3_4b"}
     unread_text = UNREAD
     tokenizer_folders = ("tokenizer",)
     native_latents = 64
@@ -259,7 +264,19 @@ class Flux2(FlowFamily):
     # ---- files
 
     def file_module(self, format: FileFormat, component: str, module: str) -> str:
-        return transformer_name(format, component, module)
+        if component != DENOISER:
+            return text_name(format, component, module, roles=self.text_roles)
+        return transformer_name(module)
+
+    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+        return other_names(transformer_names.FLUX2, layers)
+
+    def swaps_halves(self, layer: str, shape: tuple[int, ...]) -> bool:
+        """diffusers' last norm has scale before shift, the releases' code shift before scale."""
+        return layer == "norm_out.linear"
+
+    def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        return {"text_encoder": QWEN3_4B}
 
     # ---- images
 

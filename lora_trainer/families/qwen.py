@@ -7,13 +7,15 @@ pipelines and refused. Single files have diffusers' names, with or without Comfy
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.errors import InputError
+from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
+    DENOISER,
     BaseFacts,
     Conditioning,
     FileFormat,
@@ -25,7 +27,7 @@ from lora_trainer.families.base import (
     TextEncoder,
 )
 from lora_trainer.families.costs import Targets
-from lora_trainer.families.flow import FlowFamily, Release
+from lora_trainer.families.flow import FlowFamily, Release, text_name
 from lora_trainer.families.flow_files import refuse_scaled_weights
 from lora_trainer.families.flow_images import FlowImageEncoder
 from lora_trainer.families.folder import (
@@ -44,6 +46,8 @@ from lora_trainer.families.qwen_files import (
     load_frame_vae,
 )
 from lora_trainer.families.qwen_vl import MAX_TOKENS, UNREAD, check_text_encoder, load_qwen_vl
+from lora_trainer.families.text_layers import QWEN25_VL_7B
+from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
     import torch
@@ -125,6 +129,7 @@ class QwenImage(FlowFamily):
     pipeline_class = "QwenImagePipeline"
     denoiser_class = "QwenImageTransformer2DModel"
     text_folders = ("text_encoder",)
+    text_roles = {"text_encoder": "qwen25_7b"}
     tokenizer_folders = ("tokenizer",)
     unread_text = UNREAD
     modulation = MODULATION
@@ -272,9 +277,17 @@ class QwenImage(FlowFamily):
         return [name for name in super().lora_targets(denoiser, targets) if name not in unused]
 
     def file_module(self, format: FileFormat, component: str, module: str) -> str:
+        if component != DENOISER:
+            return text_name(format, component, module, roles=self.text_roles)
         if format == "kohya":
             return "lora_unet_" + module.replace(".", "_")
         return FILE_NAMES[format] + module
+
+    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+        return other_names(transformer_names.QWEN, layers)
+
+    def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        return {"text_encoder": QWEN25_VL_7B}
 
     # ---- images
 

@@ -29,12 +29,18 @@ _PLAIN = (
     ("flux2", r"to_qkv_mlp_proj|single_transformer_blocks_\d+_attn_to_out|(?:double|single)_stream_modulation"),
     ("flux2", r"(?<!single_)transformer_blocks_\d+_ff(?:_context)?_linear_(?:in|out)"),
     ("chroma", r"distilled_guidance_layer"),
+    ("hunyuan", r"individual_token_refiner_|double_blocks_\d+_(?:img|txt)_(?:mlp_fc\d|mod_linear)"),
+    ("hunyuan", r"single_blocks_\d+_modulation_linear"),
+    ("wan", r"(?<![a-z]_)blocks_\d+_(?:self|cross)_attn_[qkvo]$|(?<![a-z]_)blocks_\d+_ffn_[02]$"),
+    ("hidream", r"(?:double|single)_stream_blocks_\d+_block_"),
+    ("pixart", r"adaln_single_"),
     ("qwen", r"(?<!single_)transformer_blocks_\d+_(?:img|txt)_m(?:lp|od)_"),
     ("sd3", r"joint_blocks_\d+_(?:x|context)_block_|transformer_blocks_\d+_attn2_(?:to|add)_"),
     ("zimage", r"(?:^|_)layers_\d+_attention_to_|(?:noise|context)_refiner_\d+_attention_to_"),
 )  # fmt: skip
 _PLAIN_NAMES = tuple((family, re.compile(pattern)) for family, pattern in _PLAIN)
 _FLUX = re.compile(r"(?:double|single)_blocks_\d+_|single_transformer_blocks_\d+_")
+_HUNYUAN_WIDTH = 3584
 _FLUX2_WIDTHS = {4096, 6144}  # klein 9B, dev; klein 4B has the width of FLUX.1
 _JOINT = re.compile(r"(?:^|lora_unet_|transformer_|model_)transformer_blocks_(\d+)_attn_")
 """Blocks that attend to image and text at once: SD 3, FLUX.1 without its single blocks, Qwen-Image."""
@@ -62,9 +68,7 @@ _VERSIONS = tuple(
 def adapter_family(shapes: Shapes, *, metadata: Mapping[str, str]) -> str:
     """Return the family of an adapter, `unknown` where names, widths and metadata leave it open."""
     modules = {module.replace(".", "_"): shape for module, shape in shapes.items()}
-    metadata_family = stated_family(metadata) or _version(
-        metadata.get("modelspec.architecture", "")
-    )
+    metadata_family = stated_version(metadata)
     if any(_UNET.search(name) for name in modules):
         return _unet_family(modules) or metadata_family or _small_unet(modules)
     return (
@@ -78,6 +82,12 @@ def adapter_family(shapes: Shapes, *, metadata: Mapping[str, str]) -> str:
 def stated_family(metadata: Mapping[str, str]) -> str | None:
     """Return the family that `ss_base_model_version` names, None where the key is absent or unknown."""
     return _version(metadata.get("ss_base_model_version", ""))
+
+
+def stated_version(metadata: Mapping[str, str]) -> str | None:
+    """Return the family that the metadata of any trainer names, None where none does."""
+    keys = ("ss_base_model_version", "modelspec.architecture", "base_model", "model_type")
+    return next((found for key in keys if (found := _version(metadata.get(key, "")))), None)
 
 
 def a1111_version(family: str) -> str | None:
@@ -134,6 +144,8 @@ def _flux_family(modules: Shapes, metadata_family: str | None) -> str:
     """
     if _widths(modules, _FLUX) & _FLUX2_WIDTHS:
         return "flux2"
+    if _HUNYUAN_WIDTH in _widths(modules, _FLUX):
+        return "hunyuan"
     outer, inner = (
         _widths(modules, re.compile(r"qkv$|linear1$")),
         _widths(modules, re.compile(r"img_mlp_2$")),

@@ -63,6 +63,7 @@ class StableDiffusion1(UNetFamily):
     default_source = IDS[0]
     pipeline_class = "StableDiffusionPipeline"
     released_unet = ARCHITECTURE
+    text_roles = {"text_encoder": "clip_l"}
     texts = (
         ClipPart(
             checkpoint="cond_stage_model.transformer.",

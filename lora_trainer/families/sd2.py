@@ -73,6 +73,7 @@ class StableDiffusion2(UNetFamily):
     default_source = f"{OWNERS[0]}/stable-diffusion-2-1"
     pipeline_class = "StableDiffusionPipeline"
     released_unet = ARCHITECTURE
+    text_roles = {"text_encoder": "clip_h"}
     texts = (
         ClipPart(
             checkpoint="cond_stage_model.model.",

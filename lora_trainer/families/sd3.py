@@ -7,13 +7,15 @@ denoiser's sizes, so one companion serves all releases.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.errors import InputError
+from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
+    DENOISER,
     BaseFacts,
     Conditioning,
     FileFormat,
@@ -23,7 +25,7 @@ from lora_trainer.families.base import (
     TextEncoder,
 )
 from lora_trainer.families.costs import Targets
-from lora_trainer.families.flow import FlowFamily, Release, transformer_name
+from lora_trainer.families.flow import FlowFamily, Release, text_name, transformer_name
 from lora_trainer.families.flow_files import holds_vae, part_tensors, refuse_scaled_weights
 from lora_trainer.families.folder import part_file, read_header
 from lora_trainer.families.sd3_file import file_architecture
@@ -37,6 +39,8 @@ from lora_trainer.families.sd3_text import (
     text_files,
     text_parameters,
 )
+from lora_trainer.families.text_layers import CLIP_G, CLIP_L, T5_XXL
+from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
     import torch
@@ -134,6 +138,11 @@ class StableDiffusion3(FlowFamily):
     pipeline_class = "StableDiffusion3Pipeline"
     denoiser_class = "SD3Transformer2DModel"
     text_folders = tuple(encoder.component for encoder in ENCODERS)
+    text_roles = {
+        "text_encoder": "clip_l",
+        "text_encoder_2": "clip_g",
+        "text_encoder_3": "t5xxl",
+    }
     tokenizer_folders = tuple(encoder.tokenizer for encoder in ENCODERS)
     file_formats: tuple[FileFormat, ...] = ("diffusers", "comfyui")
     refused_formats: Mapping[FileFormat, str] = {
@@ -301,7 +310,24 @@ class StableDiffusion3(FlowFamily):
         return [name for name in super().lora_targets(denoiser, targets) if name not in unused]
 
     def file_module(self, format: FileFormat, component: str, module: str) -> str:
-        return transformer_name(format, component, module)
+        if component != DENOISER:
+            return text_name(format, component, module, roles=self.text_roles)
+        return transformer_name(module)
+
+    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+        return other_names(transformer_names.SD3, layers)
+
+    def swaps_halves(self, layer: str, shape: tuple[int, ...]) -> bool:
+        """diffusers' last norms have scale before shift, the releases' code shift before scale.
+
+        The last block's norm of the text is one of these: two parts, where the others have six.
+        """
+        return layer == "norm_out.linear" or (
+            layer.endswith("norm1_context.linear") and shape[:1] == (2 * shape[-1],)
+        )
+
+    def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        return {"text_encoder": CLIP_L, "text_encoder_2": CLIP_G, "text_encoder_3": T5_XXL}
 
     # ---- images
 

@@ -83,6 +83,7 @@ class StableDiffusionXL(UNetFamily):
     default_source = BASE
     pipeline_class = "StableDiffusionXLPipeline"
     released_unet = ARCHITECTURE
+    text_roles = {"text_encoder": "clip_l", "text_encoder_2": "clip_g"}
     texts = (
         clip.ClipPart(
             kohya="lora_te1",

@@ -9,7 +9,7 @@ override of the facts reaches training, samples and plain pipelines.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -48,10 +48,11 @@ from lora_trainer.families.noise_levels import (
     stated_prediction,
 )
 from lora_trainer.families.single_file import UNetTraits, config_traits, header_traits
+from lora_trainer.families.text_layers import clip_layers
 from lora_trainer.families.unet_checkpoint import weight_places
 from lora_trainer.families.unet_costs import adapter_layers, linear_shapes, sample_cost
 from lora_trainer.families.unet_images import UNetSampler, VaeEncoder, in_float32, load_vae
-from lora_trainer.families.unet_names import ldm_module
+from lora_trainer.families.unet_names import checkpoint_names
 from lora_trainer.families.unet_parts import (
     V_PREDICTION,
     ZERO_TERMINAL_SNR,
@@ -200,8 +201,14 @@ class UNetFamily(Family):
             ),
         }
 
-    def text_modules(self) -> Mapping[str, Sequence[str]]:
-        return {part.component: clip.layer_names() for part in self.texts}
+    def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        """Return as many layers as any encoder has: miniature bases have other numbers of them."""
+        return {
+            part.component: clip_layers(
+                layers=clip.MAX_LAYERS, width=part.released.width, inner=part.released.inner
+            )
+            for part in self.texts
+        }
 
     def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
         return weight_places(header, self.texts)
@@ -319,11 +326,8 @@ class UNetFamily(Family):
             module = clip.stable_name(module)
         return prefix + (module.replace(".", "_") if format == "kohya" else module)
 
-    def checkpoint_module(self, module: str) -> str | None:
-        try:
-            return ldm_module(module, architecture=self.released_unet)
-        except KeyError:  # a block that no release has
-            return None
+    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+        return checkpoint_names(layers, architecture=self.released_unet)
 
     # ---- images
 

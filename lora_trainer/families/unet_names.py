@@ -7,7 +7,7 @@ too. Input is the configuration as diffusers writes it; torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lora_trainer.families.unet_costs import read_unet
@@ -35,11 +35,28 @@ _MIDDLE = ("resnets.0", "attentions.0", "resnets.1")
 
 def ldm_module(module: str, *, architecture: Mapping[str, Any]) -> str:
     """Return the checkpoint's name of diffusers' module; raises KeyError for a module of another U-Net."""
+    return _ldm_name(module, dict(_blocks(read_unet(architecture))))
+
+
+def _ldm_name(module: str, blocks: Mapping[str, str]) -> str:
     if module in _ENDS:
         return _ENDS[module]
-    blocks = dict(_blocks(read_unet(architecture)))
     block, inner = _split(module, blocks)
     return _joined(blocks[block], _RESNET[inner] if inner and "resnets" in block else inner)
+
+
+def checkpoint_names(
+    modules: Iterable[str], *, architecture: Mapping[str, Any]
+) -> dict[str, tuple[str, ...]]:
+    """Return diffusers' module by the checkpoint's name; modules that no release has are left out."""
+    blocks = dict(_blocks(read_unet(architecture)))
+    found: dict[str, tuple[str, ...]] = {}
+    for module in modules:
+        try:
+            found[_ldm_name(module, blocks)] = (module,)
+        except KeyError:
+            continue
+    return found
 
 
 def diffusers_module(ldm: str, *, architecture: Mapping[str, Any]) -> str:

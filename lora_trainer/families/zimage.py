@@ -7,12 +7,14 @@ diffusers' network counts time from noise (0) to image (1) and predicts the velo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
+    DENOISER,
     Assumption,
     BaseFacts,
     Conditioning,
@@ -23,7 +25,7 @@ from lora_trainer.families.base import (
     TextEncoder,
 )
 from lora_trainer.families.costs import Targets
-from lora_trainer.families.flow import FlowFamily, Release, transformer_name
+from lora_trainer.families.flow import FlowFamily, Release, text_name, transformer_name
 from lora_trainer.families.flow_files import part_tensors
 from lora_trainer.families.folder import part_file
 from lora_trainer.families.qwen_text import (
@@ -34,7 +36,9 @@ from lora_trainer.families.qwen_text import (
     text_config,
     unpadded,
 )
+from lora_trainer.families.text_layers import QWEN3_4B
 from lora_trainer.families.transformer_file import check_companion
+from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
     import torch
@@ -121,6 +125,7 @@ class ZImage(FlowFamily):
     pipeline_class = "ZImagePipeline"
     denoiser_class = "ZImageTransformer2DModel"
     text_folders = ("text_encoder",)
+    text_roles = {"text_encoder": "qwen3_4b"}
     unread_text = UNREAD
     tokenizer_folders = ("tokenizer",)
     text_multiple = 32  # diffusers' SEQ_MULTI_OF
@@ -219,9 +224,15 @@ class ZImage(FlowFamily):
     # ---- files
 
     def file_module(self, format: FileFormat, component: str, module: str) -> str:
-        if format == "comfyui":
-            return f"diffusion_model.{module}"
-        return transformer_name(format, component, module)
+        if component != DENOISER:
+            return text_name(format, component, module, roles=self.text_roles)
+        return f"diffusion_model.{module}" if format == "comfyui" else transformer_name(module)
+
+    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+        return other_names(transformer_names.ZIMAGE, layers)
+
+    def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        return {"text_encoder": QWEN3_4B}
 
     # ---- images
 

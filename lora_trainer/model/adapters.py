@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lora_trainer.config import AdapterSettings, OptimizerSettings
 from lora_trainer.errors import RequestError
-from lora_trainer.families.base import DENOISER
+from lora_trainer.families.base import DENOISER, Family
 from lora_trainer.model.dropout import SampleMasks, drops
 from lora_trainer.model.injection import AdaptedLayer, adapt
 from lora_trainer.output.adapter_tensors import (
@@ -283,6 +283,22 @@ def layer_names(network: nn.Module) -> list[str]:
         for name, module in network.named_modules()
         if isinstance(module, nn.Linear | nn.Conv2d)
     ]
+
+
+def layer_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight that an adapter file could change, by layer, in module order."""
+    return {
+        name: tuple(module.weight.shape)
+        for name, module in network.named_modules()
+        if isinstance(getattr(module, "weight", None), nn.Parameter)
+        and not isinstance(module, nn.Embedding)
+    }
+
+
+def denoiser_layers(family: Family, architecture: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return what `layer_shapes` does of a denoiser that need not be loaded, nor be quantised as it is."""
+    with torch.device("meta"):
+        return layer_shapes(family.empty_denoiser(architecture))
 
 
 def _learning_rate_scale(key: str, settings: OptimizerSettings) -> float:

@@ -1,21 +1,29 @@
-"""How adapter files spell things: the role of a tensor by the end of its key, a module by the rest.
+"""How adapter files spell things: the role of a tensor by the end of its key, a layer by the rest.
 
-Input is a key, or a family and its module names; output is plain names. Torch-free. What other
-trainers write is listed here once, so that inspecting, reading and converting agree on it.
+Input is a key, or a family and its layers; output is plain names. Torch-free. What other trainers
+write is told by rules, so that inspecting, reading and converting agree on it: dots and underscores
+are one, known prefixes fall away, and a family has tables of its layers' other names.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from lora_trainer.families.base import DENOISER, Family, FileFormat
 
 Role = Literal[
-    "alpha", "down", "up", "mid", "magnitude", "w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "blocks"
-]
-Kind = Literal["lora", "loha", "lokr", "oft"]
+    "alpha", "down", "up", "mid", "magnitude",
+    "w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t1", "t2",
+    "blocks", "rescale", "skew", "scaled",
+    "a1", "a2", "b1", "b2", "bm",
+    "factor", "on_input", "difference", "bias", "up_bias",
+]  # fmt: skip
+Kind = Literal["lora", "loha", "lokr", "oft", "oft_in", "glora", "ia3", "full", "norm"]
+Shape = tuple[int, ...]
 
 ENDINGS: Mapping[Kind, Mapping[Role, str]] = {
     "lora": {
@@ -23,12 +31,25 @@ ENDINGS: Mapping[Kind, Mapping[Role, str]] = {
         "up": ".lora_up.weight",
         "magnitude": ".dora_scale",
     },
-    "loha": {role: f".hada_{role}" for role in ("w1_a", "w1_b", "w2_a", "w2_b")},
-    "lokr": {role: f".lokr_{role}" for role in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b")},
-    "oft": {"blocks": ".oft_blocks"},
+    "loha": {
+        **{role: f".hada_{role}" for role in ("w1_a", "w1_b", "w2_a", "w2_b")},
+        "magnitude": ".dora_scale",
+    },
+    "lokr": {
+        **{role: f".lokr_{role}" for role in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b")},
+        "magnitude": ".dora_scale",
+    },
+    "oft": {"blocks": ".oft_blocks", "rescale": ".rescale"},
+    "oft_in": {"skew": ".oft_R.weight", "scaled": ".oft_R.scaled_oft"},
+    "glora": {role: f".{role}.weight" for role in ("a1", "a2", "b1", "b2")},
+    "ia3": {"factor": ".weight", "on_input": ".on_input"},
+    "full": {"difference": ".diff"},
+    "norm": {"difference": ".w_norm", "bias": ".b_norm"},
 }
 """Ends of keys as kohya and LyCORIS write them, by kind and role; files with dotted names of
 ComfyUI's own use them too, but for the two factors of a LoRA."""
+BIAS = ".diff_b"
+"""What a bias changes by, beside any kind but a norm."""
 PEFT_ENDINGS: Mapping[Role, str] = {
     "down": ".lora_A.weight",
     "up": ".lora_B.weight",
@@ -36,101 +57,300 @@ PEFT_ENDINGS: Mapping[Role, str] = {
 }
 ALPHA = ".alpha"
 
+_NAME = r"(?:\.(?!weight|bias|alpha)\w+)?"
+"""peft's name of an adapter, such as `.default`."""
 _KEY = re.compile(
     r"(?P<module>.+?)(?:"
-    r"\.(?P<alpha>alpha)|"
-    r"(?:\.lora_down|\.lora_A(?:\.\w+)?|[._]lora\.down|\.lora_linear_layer\.down)(?P<down>\.weight)|"
-    r"(?:\.lora_up|\.lora_B(?:\.\w+)?|[._]lora\.up|\.lora_linear_layer\.up)(?P<up>\.weight)|"
+    r"\.(?P<alpha>(?:lora_)?alpha)|"
+    r"(?:\.lora_down|\.lora_A|[._]lora(?P<xd>\d?)\.down|\.lora_linear_layer\.down)"
+    rf"(?:\.(?P<nd>\d+)|{_NAME})(?P<down>\.weight)|"
+    r"(?:\.lora_up|\.lora_B|[._]lora(?P<xu>\d?)\.up|\.lora_linear_layer\.up)"
+    rf"(?:\.(?P<nu>\d+)|{_NAME})\.(?P<up>weight|bias)|"
     r"\.(?P<mid>lora_mid)\.weight|"
     r"\.(?P<magnitude>dora_scale|lora_magnitude_vector)(?:\.\w+)*|"
-    r"\.(?P<factor>hada_w[12]_[ab]|lokr_w[12](?:_[ab])?)|"
-    r"\.(?P<blocks>oft_blocks)"
+    rf"\.(?P<hada>hada_(?:w[12]_[ab]|t[12])){_NAME}|"
+    rf"\.(?P<lokr>lokr_(?:w[12](?:_[ab])?|t2)){_NAME}|"
+    r"\.(?P<oft>oft_blocks|rescale)|"
+    rf"\.oft_R{_NAME}\.(?P<oft_in>weight|scaled_oft)|"
+    r"\.(?P<glora>a1|a2|b1|b2|bm)\.weight|"
+    r"\.(?P<on_input>on_input)|"
+    r"\.(?P<full>diff|diff_b)|"
+    r"\.(?P<norm>w_norm|b_norm)"
     r")"
 )
-_FACTORS: Mapping[str, tuple[Kind, Role]] = {
-    ending[1:]: (kind, role) for kind in ("loha", "lokr") for role, ending in ENDINGS[kind].items()
-}
 _ROLES: Mapping[str, tuple[Kind | None, Role]] = {
+    "lora_alpha": (None, "alpha"),
     "alpha": (None, "alpha"),
-    "down": ("lora", "down"),
-    "up": ("lora", "up"),
-    "mid": ("lora", "mid"),
-    "magnitude": ("lora", "magnitude"),
-    "blocks": ("oft", "blocks"),
+    "lora_mid": ("lora", "mid"),
+    "dora_scale": ("lora", "magnitude"),
+    "lora_magnitude_vector": ("lora", "magnitude"),
+    "oft_blocks": ("oft", "blocks"),
+    "rescale": ("oft", "rescale"),
+    "scaled_oft": ("oft_in", "scaled"),
+    "on_input": ("ia3", "on_input"),
+    "diff": ("full", "difference"),
+    "diff_b": (None, "bias"),
+    "w_norm": ("norm", "difference"),
+    "b_norm": ("norm", "bias"),
 }
-_ATTENTION = re.compile(r"(.+\.self_attn\.)(q|k|v|out)_proj")
-_PREFIXES = ("", "unet.", "transformer.", "diffusion_model.", "base_model.model.")
-"""Before the denoiser's module in files of diffusers, ComfyUI, ai-toolkit, DiffSynth and peft."""
-_FLAT_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
-"""The same where dots became underscores: kohya, OneTrainer, SimpleTuner."""
+PART_MARK = "#"
+"""Between the name of a joined layer and the number of the part that a pair of factors is for."""
 
 
 def parse_key(key: str) -> tuple[str, Kind | None, Role] | None:
     """Return (module as spelt, kind, role) of a tensor, None for what is no part of an adapter.
 
-    The kind of an alpha is that of the tensors beside it. A magnitude is a LoRA's, which is the
-    only kind trained with one here.
+    The kind of an alpha is that of the tensors beside it. A magnitude is said to be a LoRA's, whatever
+    it stands beside. Factors in a list (`lora_down.0`) are of a part of the module: `module#0`.
     """
     match = _KEY.fullmatch(key)
     if match is None:
         return None
-    group = match.lastgroup
-    if match["factor"]:
-        return (match["module"], *_FACTORS[match["factor"]])
+    module, group = match["module"], match.lastgroup
     assert group is not None
-    return (match["module"], *_ROLES[group])
+    if match["down"] or match["up"]:
+        module += match["xd"] or match["xu"] or ""
+        number = match["nd"] or match["nu"]
+        module += f"{PART_MARK}{number}" if number else ""
+        role: Role = "down" if match["down"] else "up" if match["up"] == "weight" else "up_bias"
+        return module, "lora", role
+    value = match[group]
+    for kind in ("loha", "lokr"):
+        prefix = "hada_" if kind == "loha" else "lokr_"
+        if value.startswith(prefix):
+            return module, kind, _factor(value.removeprefix(prefix))
+    if group == "glora":
+        return module, "glora", _factor(value)
+    if group == "oft_in" and value == "weight":
+        return module, "oft_in", "skew"
+    return (module, *_ROLES[value])
 
 
-def file_names(family: Family, modules: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return "component.module" by every spelling that files of any trainer have for it.
+def _factor(name: str) -> Role:
+    roles: tuple[Role, ...] = (
+        "w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t1", "t2", "a1", "a2", "b1", "b2", "bm",
+    )  # fmt: skip
+    return next(role for role in roles if role == name)
 
-    `modules` has the module names of each component ("denoiser", "text_encoder", ...). What the
-    family writes itself goes before what it only reads; of two modules that would share a
-    spelling, the first keeps it.
+
+# ---- layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRows:
+    """The rows of a spelt layer, first and end, that one layer of the network has; None: all of them.
+
+    `swapped` says that the two halves of the rows change places.
     """
-    found: dict[str, str] = {}
-    keys = {
-        f"{component}.{module}": (component, module)
-        for component, names in modules.items()
-        for module in names
-    }
-    for format in family.file_formats:
-        for key, (component, module) in keys.items():
-            found.setdefault(family.file_module(format, component, module), key)
-    for key, (component, module) in keys.items():
-        spellings = (
-            _denoiser_spellings(module, family.checkpoint_module(module))
-            if component == DENOISER
-            else _text_spellings(component, module)
-        )
-        for spelling in spellings:
-            found.setdefault(spelling, key)
-    return found
+
+    key: str
+    rows: tuple[int, int] | None = None
+    swapped: bool = False
 
 
-def _denoiser_spellings(module: str, original: str | None) -> Iterator[str]:
-    for name in (module, original):
-        if name is not None:
-            yield from (prefix + name for prefix in _PREFIXES)
-            yield from (prefix + name.replace(".", "_") for prefix in _FLAT_PREFIXES)
-    if ".to_" in module:
-        # The attention processors that diffusers had until 2023 held the LoRA layers.
-        processor = module.replace(".to_", ".processor.to_").removesuffix(".0")
-        yield from (processor, f"unet.{processor}")
+Layers = Mapping[str, Mapping[str, Shape]]
+"""By component the layers of a network and the shapes [out, in, ...] of their weights; () where unknown."""
+
+_PREFIX = re.compile(
+    r"(?:lora_unet|oft_unet|lora_transformer|lora_prior_unet|lora_dit|lycoris|lora|model_diffusion_model|diffusion_model"
+    r"|base_model_model|unet|transformer|denoiser|pipe_dit|dit|model|module|_orig_mod|net|_fsdp_wrapped_module)_"
+)
+_TEXT_PREFIX = re.compile(
+    r"(?:lora_|lycoris_)?(?:te(?P<flat>\d?)"
+    r"|text_encoders_(?P<role>clip_[lgh]|t5xxl|\w+?(?=_transformer_)|[a-z0-9]+)"
+    r"|text_encoder(?:_(?P<number>\d))?"
+    r"|(?P<bare>clip_[lgh]|t5xxl|t5))_(?:transformer_)?"
+)
+_TEXT_INNER = re.compile(
+    r"(?:base_model_model|model|language_model|text_model|transformer|module)_"
+)
+_OLD_CLIP = re.compile(r"(.+_self_attn)_to_(q|k|v|out)")
+_ROLE_NAMES = {"t5": "t5xxl"}
 
 
-def _text_spellings(component: str, module: str) -> Iterator[str]:
-    """CLIP lost its `text_model.` in transformers 5; files have it, or had it taken away."""
-    number = component.rpartition("_")[2]
-    flat = (f"lora_te{number}_",) if number.isdigit() else ("lora_te_", "lora_te1_")
-    bare = module.removeprefix("text_model.")
-    for name in (f"text_model.{bare}", bare):
-        yield f"{component}.{name}"
-        yield f"{component}.base_model.model.{name}"
-        yield from (prefix + name.replace(".", "_") for prefix in flat)
-        if processor := _ATTENTION.fullmatch(name):
-            # Old diffusers named the projections of CLIP as those of its own attention.
-            yield f"{component}.{processor[1]}to_{processor[2]}"
+class LayerNames:
+    """Finds layers by every spelling that files of any trainer have for them."""
+
+    def __init__(self, family: Family, layers: Layers) -> None:
+        self.family = family
+        self.layers = layers
+        self._written: dict[str, LayerRows] = {}
+        self._denoiser: dict[str, tuple[LayerRows, ...]] = {}
+        self._text: dict[str, dict[str, LayerRows]] = {}
+        for component, shapes in layers.items():
+            if component == DENOISER:
+                self._add_denoiser(shapes)
+            else:
+                self._text[component] = {
+                    flat: LayerRows(key=f"{component}.{name}")
+                    for name in shapes
+                    for flat in _inner_names(_flat(name))
+                }
+        self._numbers = {
+            component: int(number) if (number := component.rpartition("_")[2]).isdigit() else 1
+            for component in self._text
+        }
+
+    def _add_denoiser(self, shapes: Mapping[str, Shape]) -> None:
+        own = {name: (LayerRows(key=f"{DENOISER}.{name}"),) for name in shapes}
+        for name, layer in own.items():
+            self._denoiser.setdefault(_flat(name), layer)
+        for spelt, names in self.family.layer_names(shapes).items():
+            self._denoiser.setdefault(_flat(spelt), self._joined(names, shapes))
+        for name, layer in own.items():
+            # Old files have the output of an attention without its place in a list of two.
+            if name.endswith("to_out.0"):
+                self._denoiser.setdefault(_flat(name.removesuffix(".0")), layer)
+
+    def _joined(self, names: Sequence[str], shapes: Mapping[str, Shape]) -> tuple[LayerRows, ...]:
+        if len(names) == 1:
+            swapped = self.family.swaps_halves(names[0], shapes[names[0]])
+            return (LayerRows(key=f"{DENOISER}.{names[0]}", swapped=swapped),)
+        found, start = [], 0
+        for name in names:
+            end = start + (shapes[name][0] if shapes[name] else 0)
+            found.append(LayerRows(key=f"{DENOISER}.{name}", rows=(start, end)))
+            start = end
+        return tuple(found)
+
+    def __contains__(self, spelling: object) -> bool:
+        return isinstance(spelling, str) and bool(self.find(spelling))
+
+    def __getitem__(self, spelling: str) -> str:
+        """Return "component.module" of a layer that is spelt alone; raises KeyError for any other."""
+        found = self.find(spelling)
+        if len(found) != 1:
+            raise KeyError(spelling)
+        return found[0].key
+
+    def shape(self, key: str) -> Shape:
+        """Return the shape of a layer's weight by "component.module", () where it is not known."""
+        component, _, name = key.partition(".")
+        return self.layers.get(component, {}).get(name, ())
+
+    def find(self, spelling: str, *, size: tuple[int, int] | None = None) -> tuple[LayerRows, ...]:
+        """Return the layers that a spelling stands for, in the order of their rows; () for no layer.
+
+        `size` is (out, fan in) of the update, as far as it is known, 0 where not: it tells text
+        encoders apart whose layers have the same names, and how the rows of joined layers lie where
+        this base is smaller or larger than the releases.
+        """
+        spelling, _, part = spelling.partition(PART_MARK)
+        found = self._text_layer(spelling, size) or self._denoiser_layer(_flat(spelling))
+        if part:
+            place = int(part)
+            return (LayerRows(key=found[place].key),) if place < len(found) else ()
+        return _spread(found, size) if size and len(found) > 1 else found
+
+    def _denoiser_layer(self, name: str) -> tuple[LayerRows, ...]:
+        for candidate in _stripped(name, _PREFIX):
+            if found := self._denoiser.get(candidate):
+                return found
+            without = candidate.replace("_processor_", "_")
+            if found := self._denoiser.get(without):
+                return found
+            if candidate.startswith("sformer_blocks_"):  # written by a replacement gone wrong
+                return self._denoiser.get(f"tran{candidate}", ())
+        return ()
+
+    def _text_layer(self, spelling: str, size: tuple[int, int] | None) -> tuple[LayerRows, ...]:
+        flat = _flat(spelling)
+        if flat.startswith("base_model_model_"):
+            flat = flat.removeprefix("base_model_model_")
+        match = _TEXT_PREFIX.match(flat)
+        rest = [flat] if match is None else [flat[match.end() :], flat]
+        hits = {
+            component: layer
+            for name in rest
+            for component, table in self._text.items()
+            if (layer := _in_text(table, name)) is not None
+        }
+        if match is None and (flat.startswith("lora_") or len(hits) != 1):
+            hits = {key: layer for key, layer in hits.items() if self._fits(layer, size)}
+            return tuple(hits.values()) if len(hits) == 1 else ()
+        if match is not None:
+            role = match["role"] or match["bare"]
+            if role and (named := self._by_role(role, hits)):
+                return (named,)
+            number = int(match["flat"] or match["number"] or 1)
+            for component, layer in hits.items():
+                if self._numbers[component] == number and not role:
+                    return (layer,)
+        return tuple(hits.values())[:1]
+
+    def _by_role(self, role: str, hits: Mapping[str, LayerRows]) -> LayerRows | None:
+        name = _ROLE_NAMES.get(role, role)
+        for component, layer in hits.items():
+            if self.family.text_roles.get(component) == name:
+                return layer
+        return None
+
+    def _fits(self, layer: LayerRows, size: tuple[int, int] | None) -> bool:
+        shape = self.shape(layer.key)
+        return size is None or len(shape) < 2 or size == (shape[0], math.prod(shape[1:]))
+
+
+def file_names(
+    family: Family, modules: Mapping[str, Mapping[str, Shape] | Sequence[str]]
+) -> LayerNames:
+    """Return what finds layers in files of any trainer.
+
+    `modules` has the layers of each component ("denoiser", "text_encoder", ...), with the shapes of their
+    weights where they are known: joined layers are taken apart by them.
+    """
+    return LayerNames(
+        family,
+        {
+            component: dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, ())
+            for component, names in modules.items()
+        },
+    )
+
+
+def _flat(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def _stripped(name: str, prefix: re.Pattern[str]) -> Iterator[str]:
+    """Yield a name, then with one known prefix after the other taken away."""
+    yield name
+    while match := prefix.match(name):
+        name = name[match.end() :]
+        yield name
+
+
+def _inner_names(flat: str) -> Iterator[str]:
+    yield from _stripped(flat, _TEXT_INNER)
+
+
+def _in_text(table: Mapping[str, LayerRows], name: str) -> LayerRows | None:
+    for candidate in _stripped(name, _TEXT_INNER):
+        if (layer := table.get(candidate)) is not None:
+            return layer
+        if (old := _OLD_CLIP.fullmatch(candidate)) and (
+            layer := table.get(f"{old[1]}_{old[2]}_proj")
+        ) is not None:
+            return layer
+    return None
+
+
+def _spread(layers: tuple[LayerRows, ...], size: tuple[int, int]) -> tuple[LayerRows, ...]:
+    """Return the rows of joined layers in a base of another width, in the same proportion."""
+    out, whole = size[0], layers[-1].rows[1] if layers[-1].rows else 0
+    if (
+        out in (0, whole)
+        or not whole
+        or any(layer.rows is None or layer.rows[1] * out % whole for layer in layers)
+    ):
+        return layers
+    return tuple(
+        LayerRows(key=layer.key, rows=(layer.rows[0] * out // whole, layer.rows[1] * out // whole))
+        for layer in layers
+        if layer.rows is not None
+    )
+
+
+# ---- writing
 
 
 def file_endings(format: FileFormat, kind: Kind, *, component: str) -> Mapping[Role, str]:

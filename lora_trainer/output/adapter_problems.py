@@ -1,6 +1,6 @@
 """What readers of an adapter file will stumble over, found in its keys, alphas and metadata.
 
-Input is an AdapterFile, output Problems with advice. Torch-free.
+Input is what header and bytes of a file say, output Problems with advice. Torch-free.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Literal
 
 from lora_trainer.events import Severity
 from lora_trainer.families.recognise import stated_family
-from lora_trainer.output.adapter_file import AdapterFile
-from lora_trainer.output.adapter_strength import DIFFUSERS_METADATA, FOLDED, Strengths
+from lora_trainer.output.adapter_family import Fit, sized
+from lora_trainer.output.adapter_file import Contents, Part
+from lora_trainer.output.adapter_strength import DIFFUSERS_METADATA, FOLDED
 from lora_trainer.output.embedding_file import BUNDLED, bundled, trained_words
 
 KeyFormat = Literal["kohya", "diffusers", "peft", "comfyui", "mixed", "unknown"]
@@ -25,6 +26,10 @@ _FORMATS: tuple[tuple[KeyFormat, re.Pattern[str]], ...] = (
     ("peft", re.compile(r"base_model\.model\..+")),
     ("diffusers", re.compile(r"(?:unet|transformer|text_encoder(?:_\d)?)\..+")),
 )
+
+
+_SCALED = frozenset({"lora", "loha", "lokr", "glora"})
+"""Kinds whose alpha is a strength."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,20 @@ class Problem:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Body:
+    """What the bytes of a file say, beyond its header.
+
+    `not_finite` has the keys of tensors with NaN or infinity, `misshapen` modules whose tensors do not fit
+    together and why; `sha256` is the hash of all tensor bytes.
+    """
+
+    alphas: Mapping[str, float]
+    not_finite: tuple[str, ...]
+    misshapen: Mapping[str, str]
+    sha256: str
+
+
 def key_format(modules: Iterable[str]) -> KeyFormat:
     """Return the key format all modules share; bare names without a prefix are of no format."""
     found: set[KeyFormat] = {
@@ -54,12 +73,14 @@ def key_format(modules: Iterable[str]) -> KeyFormat:
     return found.pop() if len(found) == 1 else "mixed"
 
 
-def find_problems(contents: AdapterFile, *, family: str, strengths: Strengths) -> Iterator[Problem]:
-    """Yield all that is wrong or odd; `family` is what the tensors say."""
-    yield from _tensor_problems(contents)
-    yield from _factor_problems(contents)
-    yield from _alpha_problems(contents, strengths)
-    yield from _metadata_problems(contents, family, strengths)
+def find_problems(contents: Contents, body: Body, fit: Fit) -> Iterator[Problem]:
+    """Yield all that is wrong or odd; `fit` is what the tensors say about the base."""
+    yield from _tensor_problems(contents, body)
+    yield from _factor_problems(contents, body)
+    yield from _family_problems(fit)
+    yield from _reader_problems(contents)
+    yield from _alpha_problems(contents, body)
+    yield from _metadata_problems(contents, body, fit.family)
     if words := trained_words(contents.metadata):
         yield Problem(
             kind="needs-embedding",
@@ -69,9 +90,9 @@ def find_problems(contents: AdapterFile, *, family: str, strengths: Strengths) -
         )
 
 
-def _tensor_problems(contents: AdapterFile) -> Iterator[Problem]:
-    if contents.not_finite:
-        spoilt, first = len(contents.not_finite), contents.not_finite[0]
+def _tensor_problems(contents: Contents, body: Body) -> Iterator[Problem]:
+    if body.not_finite:
+        spoilt, first = len(body.not_finite), body.not_finite[0]
         what = f"{spoilt} tensors hold NaN or infinity, first {first!r}"
         yield Problem(
             kind="not-finite",
@@ -80,7 +101,7 @@ def _tensor_problems(contents: AdapterFile) -> Iterator[Problem]:
             advice="images will be black or noise; train again",
         )
     stated = contents.metadata.get("modelspec.hash_sha256")
-    if stated is not None and stated.lower().removeprefix("0x") != contents.body_sha256:
+    if stated is not None and stated.lower().removeprefix("0x") != body.sha256:
         yield Problem(
             kind="hash-differs",
             severity="warning",
@@ -89,7 +110,7 @@ def _tensor_problems(contents: AdapterFile) -> Iterator[Problem]:
         )
 
 
-def _factor_problems(contents: AdapterFile) -> Iterator[Problem]:
+def _factor_problems(contents: Contents, body: Body) -> Iterator[Problem]:
     parts = contents.parts
     for have, lack in (("down", "up"), ("up", "down")):
         alone = sorted(
@@ -116,13 +137,22 @@ def _factor_problems(contents: AdapterFile) -> Iterator[Problem]:
             what=f"{len(broken)} modules lack tensors, first {broken[0]!r}",
             advice="the file is incomplete; make it again",
         )
-    unequal = [name for name, part in contents.whole.items() if len(part.ranks) > 1]
+    unequal = [name for name, part in contents.whole.items() if _ranks_differ(part)]
     if unequal:
         yield Problem(
             kind="rank-differs",
             severity="error",
             what=f"{len(unequal)} modules have factors of different rank, first {unequal[0]!r}",
             advice="the file is broken; make it again",
+        )
+    others = {name: why for name, why in body.misshapen.items() if name not in unequal}
+    if others:
+        name, why = next(iter(others.items()))
+        yield Problem(
+            kind="misshapen",
+            severity="error",
+            what=f"{len(others)} modules cannot be used, first {name!r}: it {why}",
+            advice="the file is broken, or of a kind that no reader here knows",
         )
     if key_format(contents.whole) == "mixed":
         yield Problem(
@@ -131,10 +161,32 @@ def _factor_problems(contents: AdapterFile) -> Iterator[Problem]:
             what="keys are in several formats",
             advice="diffusers drops all but one of them; export again in one format",
         )
-    yield from _reader_problems(contents)
 
 
-def _reader_problems(contents: AdapterFile) -> Iterator[Problem]:
+def _ranks_differ(part: Part) -> bool:
+    return len(part.ranks) > 1 and part.kind != "glora"
+
+
+def _family_problems(fit: Fit) -> Iterator[Problem]:
+    if fit.others:
+        yield Problem(
+            kind="family-unsure",
+            severity="note",
+            what=f"its layers are those of {fit.family}, but of {' and '.join(fit.others)} as well",
+            advice="nothing in the file tells which; --base names the one it was made for",
+        )
+    if fit.misfits:
+        first = fit.misfits[0]
+        yield Problem(
+            kind="shapes-differ",
+            severity="error",
+            what=f"{len(fit.misfits)} modules have sizes that no layer of {fit.family} has, first "
+            f"{first.module!r}: {sized(first.size)}, the layer is {sized(first.expected)}",
+            advice="the file is broken or was put together from two; make it again",
+        )
+
+
+def _reader_problems(contents: Contents) -> Iterator[Problem]:
     dora = [
         part.entries["magnitude"] for part in contents.parts.values() if "magnitude" in part.entries
     ]
@@ -163,20 +215,18 @@ def _reader_problems(contents: AdapterFile) -> Iterator[Problem]:
         )
 
 
-def _alpha_problems(contents: AdapterFile, strengths: Strengths) -> Iterator[Problem]:
+def _alpha_problems(contents: Contents, body: Body) -> Iterator[Problem]:
     # The alpha of an OFT is no strength; that of a LoKr counts only beside a decomposed factor.
-    scaled = [name for name, part in contents.whole.items() if part.kind != "oft" and part.ranks]
-    missing = [name for name in scaled if name not in contents.alphas]
-    if missing and not strengths.stated and FOLDED not in contents.metadata:
+    scaled = [name for name, part in contents.whole.items() if part.kind in _SCALED and part.ranks]
+    missing = [name for name in scaled if "alpha" not in contents.parts[name].entries]
+    if missing and not contents.strengths.stated and FOLDED not in contents.metadata:
         yield Problem(
             kind="missing-alpha",
-            severity="warning"
-            if contents.alphas or key_format(contents.whole) == "kohya"
-            else "note",
+            severity="warning" if body.alphas or key_format(contents.whole) == "kohya" else "note",
             what=f"{len(missing)} modules have no alpha, first {missing[0]!r}",
             advice="readers take alpha = rank; make sure that it was trained so",
         )
-    if contents.alphas and DIFFUSERS_METADATA in contents.metadata:
+    if body.alphas and DIFFUSERS_METADATA in contents.metadata:
         yield Problem(
             kind="alpha-twice",
             severity="error",
@@ -185,11 +235,11 @@ def _alpha_problems(contents: AdapterFile, strengths: Strengths) -> Iterator[Pro
         )
 
 
-def _metadata_problems(
-    contents: AdapterFile, family: str, strengths: Strengths
-) -> Iterator[Problem]:
+def _metadata_problems(contents: Contents, body: Body, family: str) -> Iterator[Problem]:
     ranks = {float(rank) for part in contents.whole.values() for rank in part.ranks}
-    alphas = set() if _odd_alphas(contents) else {*contents.alphas.values(), *strengths.alphas()}
+    alphas = (
+        set() if _odd_alphas(contents) else {*body.alphas.values(), *contents.strengths.alphas()}
+    )
     for key, found in (("ss_network_alpha", alphas), ("ss_network_dim", ranks)):
         stated = _number(contents.metadata, key)
         if (
@@ -213,7 +263,7 @@ def _metadata_problems(
         )
 
 
-def _odd_alphas(contents: AdapterFile) -> bool:
+def _odd_alphas(contents: Contents) -> bool:
     """Say whether alphas are not what was trained with: a limit (OFT), or alpha sqrt(rank) (rsLoRA)."""
     kinds = {part.kind for part in contents.whole.values()}
     return "oft" in kinds or "rs_lora" in contents.metadata.get("ss_network_args", "")

@@ -1,37 +1,33 @@
-"""Reading the adapter out of a file of any trainer, module by module, as tensors under this program's names.
+"""Reading the adapter out of a file of any trainer, layer by layer, as tensors under this program's names.
 
-Input is a safetensors file (or its bytes) and the spellings of `adapter_names.file_names`, output
-ModuleTensors in the file's dtypes. Tensors are read when asked for, so that any number of files can
-be worked on in the memory of one module.
+Input is a safetensors file (or its bytes) and the layers of a base (`adapter_names.file_names`), output
+ModuleTensors. A module that stands for several layers of the base is taken apart by its rows. Tensors
+are read when asked for, so that any number of files can be worked on in the memory of one module.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load
-from torch import Tensor
 
 from lora_trainer.errors import InputError
-from lora_trainer.output.adapter_file import Part, read_contents
-from lora_trainer.output.adapter_names import Role
-from lora_trainer.output.adapter_strength import Strengths, read_strengths
-from lora_trainer.output.adapter_tensors import AdapterKind, ModuleTensors, split_key
-from lora_trainer.output.checked_header import refuse
+from lora_trainer.output.adapter_file import Part, SpeltAdapter, open_spelt
+from lora_trainer.output.adapter_names import LayerNames, LayerRows
+from lora_trainer.output.adapter_tensors import ModuleTensors
+from lora_trainer.output.adapter_update import NoRows, Update, swap_halves, take_rows
+from lora_trainer.output.embedding_file import BUNDLED
+from lora_trainer.output.tensor_slots import DTYPES
+
+_OTHER_BASE = "give an adapter made for this base model, or name its base with --base"
 
 
-class _Tensors(Protocol):
-    def get_tensor(self, name: str) -> Tensor: ...
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class OpenAdapter(Mapping[str, ModuleTensors]):
     """An adapter file that is open for reading: modules by "component.module", each read when looked up.
 
@@ -40,190 +36,126 @@ class OpenAdapter(Mapping[str, ModuleTensors]):
 
     name: str
     metadata: Mapping[str, str]
-    _tensors: _Tensors
-    _parts: Mapping[str, tuple[str, Part]]
-    _strengths: Strengths
+    _spelt: SpeltAdapter
+    _places: Mapping[str, tuple[str, LayerRows]]
+    _last: tuple[str, Update] | None = field(default=None, init=False)
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._places)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
+        return iter(self._places)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._parts  # the base class would read the module
+        return key in self._places  # the base class would read the module
 
     def __getitem__(self, key: str) -> ModuleTensors:
-        """Return one module's tensors, in the file's dtype on the CPU; raises InputError for misshapen ones."""
-        spelling, part = self._parts[key]
-        tensors = {
-            role: self._tensors.get_tensor(entry.key) for role, entry in part.entries.items()
-        }
-        alpha = tensors.pop("alpha", None)
-        assert part.kind is not None
+        """Return one module's tensors on the CPU; raises InputError for misshapen ones.
+
+        They have the file's dtype, and float64 where they had to be computed.
+        """
+        spelling, place = self._places[key]
+        if (
+            self._last is None or self._last[0] != spelling
+        ):  # joined layers come one after the other
+            self._last = (spelling, self._spelt.update(spelling))
+        update = self._last[1]
         try:
-            return _module(part.kind, tensors, alpha=alpha, strengths=self._strengths, key=key)
-        except (ValueError, RuntimeError, IndexError) as error:
+            if place.rows is not None:
+                update = take_rows(update, *place.rows)
+            if place.swapped:
+                update = swap_halves(update)
+        except NoRows as error:
             raise InputError(
-                f"{self.name} cannot be used: {spelling!r} {str(error).splitlines()[0]}",
-                fix="give an adapter made for this base model, whole",
+                f"{self.name} cannot be used with one weight for each layer: {spelling!r} {error}",
+                fix="use it in the program it was made with, which keeps these layers in one weight",
             ) from None
+        return _tensors(update)
 
 
 @contextmanager
-def open_adapter(source: Path | bytes, *, names: Mapping[str, str]) -> Iterator[OpenAdapter]:
-    """Open an adapter file of any trainer; `names` has "component.module" by spelling.
+def open_adapter(source: Path | bytes, *, names: LayerNames) -> Iterator[OpenAdapter]:
+    """Open an adapter file of any trainer; `names` finds the layers of the base by spelling.
 
     Raises InputError where the file is no whole safetensors file, where modules are unknown or lack
     tensors, and where a tensor belongs to no kind of adapter that is known.
     """
-    name = source.name if isinstance(source, Path) else "the file in memory"
-    contents = read_contents(source)
-    parts = _known_parts(contents.parts, names, name=name)
-    if contents.unknown:
-        _refuse(
-            name,
-            f"holds {len(contents.unknown)} tensors of no known kind, first {contents.unknown[0]!r}",
-        )
-    if not parts:
-        _refuse(name, "holds no adapter")
-    strengths = read_strengths(contents.metadata, source if isinstance(source, Path) else None)
-    with _tensors_of(source) as tensors:
+    with open_spelt(source) as spelt:
+        contents = spelt.contents
+        places = _places(contents.parts, names, name=spelt.name)
+        unknown = [key for key in contents.unknown if not key.startswith(BUNDLED)]
+        if unknown:
+            _refuse(
+                spelt.name, f"holds {len(unknown)} tensors of no known kind, first {unknown[0]!r}"
+            )
+        if not places:
+            _refuse(spelt.name, "holds no adapter")
         yield OpenAdapter(
-            name=name,
+            name=spelt.name,
             metadata=contents.metadata,
-            _tensors=tensors,
-            _parts=dict(sorted(parts.items())),
-            _strengths=strengths,
+            _spelt=spelt,
+            _places=dict(sorted(places.items())),
         )
 
 
-def read_tensors(source: Path | bytes, *, names: Mapping[str, str]) -> dict[str, ModuleTensors]:
+def read_tensors(source: Path | bytes, *, names: LayerNames) -> dict[str, ModuleTensors]:
     """Return all modules of an adapter file at once; see `open_adapter`."""
     with open_adapter(source, names=names) as adapter:
         return dict(adapter)
 
 
-@contextmanager
-def _tensors_of(source: Path | bytes) -> Iterator[_Tensors]:
-    try:
-        if isinstance(source, bytes):
-            yield _Loaded(load(source))
-            return
-        with safe_open(source, framework="pt", device="cpu") as file:
-            yield file
-    except SafetensorError as error:
-        refuse(Path(source if isinstance(source, Path) else "."), f"cannot be read ({error})")
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    tensors: Mapping[str, Tensor]
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-
-def _known_parts(
-    parts: Mapping[str, Part], names: Mapping[str, str], *, name: str
-) -> dict[str, tuple[str, Part]]:
-    unknown = sorted(spelling for spelling in parts if spelling not in names)
+def _places(
+    parts: Mapping[str, Part], names: LayerNames, *, name: str
+) -> dict[str, tuple[str, LayerRows]]:
+    found = {spelling: names.find(spelling, size=part.size) for spelling, part in parts.items()}
+    unknown = sorted(spelling for spelling, layers in found.items() if not layers)
     if unknown:
         _refuse(
             name,
             f"has {len(unknown)} of {len(parts)} modules that the base model lacks, first {unknown[0]!r}",
-            fix="give an adapter made for this base model, or name its base with --base",
+            fix=_OTHER_BASE,
         )
-    found: dict[str, tuple[str, Part]] = {}
+    places: dict[str, tuple[str, LayerRows]] = {}
     for spelling, part in parts.items():
-        key = names[spelling]
-        if key in found:
-            _refuse(name, f"names one module twice, {spelling!r} and {found[key][0]!r}")
         if not part.complete:
             _refuse(name, f"lacks tensors of {spelling!r}: it has only {', '.join(part.entries)}")
-        found[key] = (spelling, part)
-    return found
+        for layer in found[spelling]:
+            if layer.key in places:
+                _refuse(name, f"names one module twice, {spelling!r} and {places[layer.key][0]!r}")
+            _check_rows(name, spelling, part, layer)
+            places[layer.key] = (spelling, layer)
+    return places
 
 
-def _module(
-    kind: AdapterKind,
-    tensors: dict[Role, Tensor],
-    *,
-    alpha: Tensor | None,
-    strengths: Strengths,
-    key: str,
-) -> ModuleTensors:
-    """Build the module; raises ValueError, whose text follows the module's name, for odd shapes."""
-    value = None if alpha is None else float(alpha)
-    if kind == "oft":
-        return _oft(tensors, constraint=value)
-    if "mid" in tensors:
-        # LyCORIS's Tucker form: two small products are the ordinary down matrix.
-        tensors["down"] = _without_mid(tensors["down"], tensors.pop("mid"))
-    if "magnitude" in tensors:
-        if kind != "lora":
-            raise ValueError(f"is a {kind} with magnitudes (DoRA), which only LoRA can have here")
-        tensors["magnitude"] = _magnitude(tensors["magnitude"], outputs=tensors["up"].shape[0])
-    rank = _rank(kind, tensors, alpha=value)
+def _check_rows(name: str, spelling: str, part: Part, layer: LayerRows) -> None:
+    """Raise InputError for rows that a joined layer does not have, which a slice would pass over."""
+    if layer.rows is None:
+        return
+    if layer.rows[0] >= layer.rows[1]:
+        _refuse(name, f"joins layers in {spelling!r} whose sizes are not known", fix=_OTHER_BASE)
+    if part.size[0] and layer.rows[1] > part.size[0]:
+        _refuse(
+            name,
+            f"has {part.size[0]} outputs in {spelling!r}, the layers that it joins have more",
+            fix=_OTHER_BASE,
+        )
+
+
+def _tensors(update: Update) -> ModuleTensors:
     return ModuleTensors(
-        kind=kind,
-        tensors={str(role): tensor for role, tensor in sorted(tensors.items())},
-        rank=rank,
-        scale=_scale(kind, tensors, alpha=value, rank=rank, strengths=strengths, key=key),
+        kind=update.kind,
+        tensors={
+            name: torch.from_numpy(np.array(array)).to(DTYPES[update.dtypes.get(name, _own(array))])
+            for name, array in sorted(update.arrays.items())
+        },
+        rank=update.rank,
+        scale=update.scale,
+        rows=update.rows,
     )
 
 
-def _rank(kind: AdapterKind, tensors: Mapping[Role, Tensor], *, alpha: float | None) -> int:
-    pairs: tuple[tuple[Role, Role], ...] = (("up", "down"), ("w1_a", "w1_b"), ("w2_a", "w2_b"))
-    found = {
-        (tensors[left].shape[1], tensors[right].shape[0])
-        for left, right in pairs
-        if left in tensors
-    }
-    ranks = {rank for both in found for rank in both}
-    if not ranks:  # two whole LoKr factors: LyCORIS states the rank as alpha
-        return max(1, round(alpha)) if alpha is not None and math.isfinite(alpha) else 1
-    if len(ranks) > 1 or 0 in ranks:
-        raise ValueError(f"has factors of different rank ({', '.join(map(str, sorted(ranks)))})")
-    return ranks.pop()
-
-
-def _scale(
-    kind: AdapterKind,
-    tensors: Mapping[Role, Tensor],
-    *,
-    alpha: float | None,
-    rank: int,
-    strengths: Strengths,
-    key: str,
-) -> float:
-    if kind == "lokr" and {"w1", "w2"} <= tensors.keys():
-        return 1.0  # by LyCORIS's rule, alpha counts only where a factor is decomposed
-    scale = alpha / rank if alpha is not None else strengths.scale(*split_key(key), rank=rank)
-    if not math.isfinite(scale):
-        raise ValueError(f"has an alpha of {alpha}")
-    return scale
-
-
-def _oft(tensors: Mapping[Role, Tensor], *, constraint: float | None) -> ModuleTensors:
-    blocks = tensors["blocks"]
-    if blocks.ndim != 3 or blocks.shape[1] != blocks.shape[2]:
-        raise ValueError(f"has rotations of shape {tuple(blocks.shape)}, not (count, size, size)")
-    if constraint:
-        raise ValueError("is an OFT with a constraint on its rotations, which is not supported")
-    return ModuleTensors(kind="oft", tensors={"blocks": blocks}, rank=blocks.shape[1], scale=1.0)
-
-
-def _without_mid(down: Tensor, mid: Tensor) -> Tensor:
-    product = torch.einsum("ij...,jn->in...", mid.double(), down.double().flatten(1))
-    return product.to(down.dtype)
-
-
-def _magnitude(tensor: Tensor, *, outputs: int) -> Tensor:
-    """Flatten to [out]; DoRA files from before 2024's end can hold a norm for each input instead."""
-    if tensor.numel() != outputs or (tensor.ndim == 2 and tensor.shape[0] != outputs):
-        raise ValueError("has a magnitude for each input (old DoRA), not for each output")
-    return tensor.flatten()
+def _own(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> str:
+    return {"f2": "F16", "f8": "F64"}.get(array.dtype.str[1:], "F32")
 
 
 def _refuse(

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config import Precision
-from lora_trainer.errors import MachineError, TrainingStopped
+from lora_trainer.errors import InputError, MachineError, TrainingStopped
 from lora_trainer.families.base import Family, FileFormat
 from lora_trainer.files import disk_error, retry_while_open, sha256_bytes, sha256_file, write_atomic
 from lora_trainer.formats import Contents, resolve_format
-from lora_trainer.output.adapter_names import ALPHA, Role, file_endings
+from lora_trainer.output.adapter_names import ALPHA, BIAS, file_endings
 from lora_trainer.output.adapter_strength import DIFFUSERS_METADATA, FOLDED
 from lora_trainer.output.adapter_tensors import (
     DTYPES,
@@ -54,9 +54,11 @@ __all__ = [
     "write_export",
 ]
 
-_STRONG: frozenset[Role] = frozenset({"up", "w1", "w1_a"})
-"""The factor that takes what of the strength the file does not state: each kind has one of these."""
-_FLAT: frozenset[Role] = frozenset({"w1_b", "w2_b"})
+_STRONG = frozenset({"up", "w1", "w1_a", "a1", "b1"})
+"""The factors that take what of the strength the file does not state: each product has one of these."""
+_SCALED = frozenset({"lora", "loha", "lokr", "glora"})
+"""Kinds whose alpha is a strength."""
+_FLAT = frozenset({"w1_b", "w2_b"})
 """Factors that readers multiply as matrices: a convolution's kernel is flattened into the rows."""
 
 
@@ -66,6 +68,8 @@ def contents_of(tensors: AdapterTensors) -> Contents:
         kinds=frozenset(module.kind for module in tensors.values()),
         dora=any(module.dora for module in tensors.values()),
         text=any(split_key(key)[0].startswith("text_encoder") for key in tensors),
+        bias=any("bias" in module.tensors and module.kind != "norm" for module in tensors.values()),
+        input_dora=any("input_magnitude" in module.tensors for module in tensors.values()),
     )
 
 
@@ -221,23 +225,36 @@ def file_tensors(
 
     `lora_alpha` is `common_alpha` of all modules of the file.
     """
+    if module.rows is not None:
+        raise InputError(
+            f"{key} has some rows of a Kronecker product only (LoKr of joined layers), which no file "
+            "with one weight for each layer can state",
+            fix="make a LoRA of it with `lora-train resize --rank`, or merge it with --into",
+        )
     name = family.file_module(format, *split_key(key))
     alpha = _alpha(module, format=format, lora_alpha=lora_alpha)
     factor = _folded(module, alpha)
-    endings = file_endings(format, module.kind, component=split_key(key)[0])
-    for role, ending in endings.items():
-        if role not in module.tensors:
-            continue
-        tensor = module.tensors[role].detach().cpu().to(torch.float64)  # MPS has no float64
+    own = file_endings(format, module.kind, component=split_key(key)[0])
+    endings: dict[str, str] = {
+        **{str(role): ending for role, ending in own.items()},
+        **({} if module.kind == "norm" else {"bias": BIAS}),
+    }
+    endings |= {"input_magnitude": endings.get("magnitude", "")}
+    endings |= dict.fromkeys(("by_output", "by_input"), endings.get("factor", ""))
+    for role, tensor in module.tensors.items():
+        wide = tensor.detach().cpu().to(torch.float64)  # MPS has no float64
         if role in _STRONG:
-            tensor = tensor * factor
+            wide = wide * factor
         if role in _FLAT:
-            tensor = tensor.flatten(1)
-        if role == "magnitude":
-            found = _magnitude(tensor, module, key=key, format=format, precision=precision)
+            wide = wide.flatten(1)
+        if role in ("magnitude", "input_magnitude"):
+            found = _magnitude(wide, module, role, key=key, format=format, precision=precision)
         else:
-            found = _rounded(tensor, key=key, precision=precision)
-        yield f"{name}{ending}", found
+            found = _rounded(wide, key=key, precision=precision)
+        yield f"{name}{endings[role]}", found
+    if module.kind == "ia3":
+        on_input = "by_input" in module.tensors
+        yield f"{name}{endings['on_input']}", torch.tensor(float(on_input))
     if alpha is not None:
         yield f"{name}{ALPHA}", torch.tensor(alpha, dtype=torch.float32)
 
@@ -249,22 +266,28 @@ def _alpha(module: ModuleTensors, *, format: FileFormat, lora_alpha: float) -> f
     LyCORIS 4.1 merges alpha / rank squared. Readers of ComfyUI's names take an alpha for all kinds,
     but diffusers 0.42 refuses it beside a LoRA or a LoKr.
     """
-    if format == "diffusers" or (format == "comfyui" and module.kind != "oft"):
+    if module.kind not in _SCALED or format == "diffusers":
+        return 0.0 if module.kind == "oft" and format != "diffusers" else None
+    if format == "comfyui":
         return None
-    if module.kind == "oft":
-        return 0.0
     return lora_alpha if module.kind == "lora" else float(module.rank)
 
 
 def _folded(module: ModuleTensors, alpha: float | None) -> float:
     """Return what one of the factors takes of the strength."""
-    if module.kind == "oft" or module.scale * module.rank == alpha:
+    if module.kind not in _SCALED or module.scale * module.rank == alpha:
         return 1.0
     return module.scale if alpha is None else module.scale * module.rank / alpha
 
 
 def _magnitude(
-    tensor: Tensor, module: ModuleTensors, *, key: str, format: FileFormat, precision: Precision
+    tensor: Tensor,
+    module: ModuleTensors,
+    role: str,
+    *,
+    key: str,
+    format: FileFormat,
+    precision: Precision,
 ) -> Tensor:
     """Round a magnitude as little as its readers allow: it scales the base's weight, not the update.
 
@@ -274,7 +297,9 @@ def _magnitude(
     if format == "diffusers":
         closest: Precision = "fp32" if precision == "fp32" else "fp16"
         return _rounded(_as_peft(tensor, module), key=key, precision=closest)
-    column = tensor.reshape(-1, *(1,) * (module.tensors["down"].ndim - 1))
+    column = tensor
+    if module.kind == "lora" and role == "magnitude":
+        column = tensor.reshape(-1, *(1,) * (module.tensors["down"].ndim - 1))
     return _rounded(column, key=key, precision="fp32")
 
 

@@ -95,12 +95,14 @@ def _match(key: str, live: ModuleTensors, read: ModuleTensors, *, precision: Pre
     if live.kind == "lora":
         error, size = _low_rank_norms(live, read)
         explained = error <= _low_rank_rounding(live, read, precision=precision)
-        explained &= "magnitude" not in live.tensors or _is_rounding(
-            read.tensors["magnitude"], live.tensors["magnitude"], precision=precision
+        explained &= all(
+            _is_rounding(read.tensors[name], exact, precision=precision)
+            for name, exact in live.tensors.items()
+            if name not in ("up", "down")
         )
     else:
         # The update multiplies factors element by element: bounds on its norm would pass anything.
-        error, size = _NORMS[live.kind](live, read)
+        error, size = _NORMS.get(live.kind, _tensor_norms)(live, read)
         explained = all(
             _is_rounding(read.tensors[name].reshape(exact.shape), exact, precision=precision)
             for name, exact in _at_scale(live, read.scale).items()
@@ -109,12 +111,14 @@ def _match(key: str, live: ModuleTensors, read: ModuleTensors, *, precision: Pre
 
 
 def _at_scale(module: ModuleTensors, scale: float) -> Mapping[str, Tensor]:
-    """Return the tensors of a LoHa, LoKr or OFT as a file of this strength must hold them."""
-    if module.kind == "oft" or scale == module.scale:
+    """Return the tensors of a module as a file of this strength must hold them."""
+    if module.kind not in ("loha", "lokr", "glora") or scale == module.scale:
         return module.tensors
-    strong = "w1" if "w1" in module.tensors else "w1_a"
+    strong = ("a1", "b1") if module.kind == "glora" else ("w1",)
+    strong = strong if strong[0] in module.tensors else ("w1_a",)
     factor = module.scale / scale if scale else math.inf  # nothing explains a strength that is lost
-    return {**module.tensors, strong: module.tensors[strong] * factor}
+    changed = {name: module.tensors[name] * factor for name in strong}
+    return {**module.tensors, **changed}
 
 
 def _exact(module: ModuleTensors) -> ModuleTensors:
@@ -227,6 +231,13 @@ def _oft_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, float]:
     rotations, rotations_read = rotation(live.tensors["blocks"]), rotation(read.tensors["blocks"])
     identity = torch.eye(rotations.shape[-1], dtype=torch.float64)
     return float((rotations_read - rotations).norm()), float((rotations - identity).norm())
+
+
+def _tensor_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, float]:
+    """Norms over all numbers of a module, for kinds whose update is made of the weight, or is them."""
+    pairs = [(exact, read.tensors[name]) for name, exact in _at_scale(live, read.scale).items()]
+    error = sum(_dot(other - exact, other - exact) for exact, other in pairs)
+    return math.sqrt(error), math.sqrt(sum(_dot(exact, exact) for exact, _ in pairs))
 
 
 _NORMS = {"loha": _loha_norms, "lokr": _lokr_norms, "oft": _oft_norms}

@@ -9,14 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.families.recognise import adapter_family
-from lora_trainer.output.adapter_file import AdapterFile, read_adapter
-from lora_trainer.output.adapter_norms import block_of
-from lora_trainer.output.adapter_problems import KeyFormat, Problem, find_problems, key_format
-from lora_trainer.output.adapter_strength import Strengths, read_strengths
+import numpy as np
+
+from lora_trainer.errors import InputError
+from lora_trainer.output.adapter_family import recognise
+from lora_trainer.output.adapter_file import Contents, SpeltAdapter, numbers, open_spelt
+from lora_trainer.output.adapter_norms import block_of, update_norm
+from lora_trainer.output.adapter_problems import (
+    Body,
+    KeyFormat,
+    Problem,
+    find_problems,
+    key_format,
+)
 from lora_trainer.output.checked_header import refuse
 from lora_trainer.output.embedding_file import KEYS, WORD, read_embedding
 
@@ -73,26 +82,25 @@ class Inspection:
 
 def inspect_file(path: Path) -> Inspection:
     """Look into an adapter file; raises InputError for what is unreadable or holds no adapter."""
-    contents = read_adapter(path)
-    whole = contents.whole
-    if not contents.parts and contents.unknown and set(contents.unknown) <= set(KEYS):
-        return _embedding(path)
-    if not whole:
-        refuse(path, f"holds {_describe(contents)}, but no LoRA")
-    strengths = read_strengths(contents.metadata, path)
-    family = adapter_family(
-        {name: part.down_shape for name, part in whole.items()}, metadata=contents.metadata
-    )
+    with open_spelt(path) as spelt:
+        contents = spelt.contents
+        whole = contents.whole
+        if not contents.parts and contents.unknown and set(contents.unknown) <= set(KEYS):
+            return _embedding(path)
+        if not whole:
+            refuse(path, f"holds {_describe(contents)}, but no LoRA")
+        fit = recognise(whole, contents.metadata)
+        body, norms = _read(spelt)
     return Inspection(
-        family=family,
+        family=fit.family,
         format=key_format(whole),
         rank=_spread(rank for part in whole.values() for rank in part.ranks),
-        alpha=_spread([*contents.alphas.values(), *strengths.alphas()]),
+        alpha=_spread([*body.alphas.values(), *contents.strengths.alphas()]),
         modules=len(whole),
         metadata=contents.metadata,
-        problems=tuple(find_problems(contents, family=family, strengths=strengths)),
+        problems=tuple(find_problems(contents, body, fit)),
         kinds=tuple(sorted({str(part.kind) for part in whole.values()})),
-        norms=_norms(contents, strengths),
+        norms=norms,
     )
 
 
@@ -125,7 +133,7 @@ def _spread(values: Iterable[float]) -> Spread | None:
     return Spread(low=min(found), high=max(found)) if found else None
 
 
-def _describe(contents: AdapterFile) -> str:
+def _describe(contents: Contents) -> str:
     names = [
         *contents.unknown,
         *(entry.key for part in contents.parts.values() for entry in part.entries.values()),
@@ -133,25 +141,43 @@ def _describe(contents: AdapterFile) -> str:
     return f"{len(names):,} tensors such as {names[0]!r}" if names else "no tensors"
 
 
-def _norms(contents: AdapterFile, strengths: Strengths) -> dict[str, float]:
-    """Add up the squares of the modules' norms by block, blocks in their order."""
+def _read(spelt: SpeltAdapter) -> tuple[Body, dict[str, float]]:
+    """Return what the bytes of a file say, and the norm of what it changes by block."""
+    digest, alphas, not_finite, misshapen = sha256(), dict[str, float](), [], dict[str, str]()
     squares: dict[str, float] = {}
-    for module, norm in contents.norms.items():
-        rank = max(contents.parts[module].ranks, default=0)
-        alpha = contents.alphas.get(module)
-        if rank == 0:
-            scale = 1.0  # of two whole LoKr factors, readers ignore the alpha
-        elif alpha is not None:
-            scale = alpha / rank
-        else:
-            scale = strengths.scale_of(module, rank=rank)
-        block = block_of(module)
-        squares[block] = squares.get(block, 0.0) + (norm * scale) ** 2
-    return {
+    for entry in spelt.opened.entries:
+        data = spelt.data(entry)
+        digest.update(data)
+        values = numbers(data, entry)
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            not_finite.append(entry.key)
+    spoilt = set(not_finite)
+    for module, part in spelt.contents.parts.items():
+        alpha = part.entries.get("alpha")
+        if alpha is not None and math.prod(alpha.shape) == 1 and alpha.key not in spoilt:
+            alphas[module] = float(spelt.array(alpha).reshape(()))
+        if not part.complete or spoilt & {entry.key for entry in part.entries.values()}:
+            continue
+        try:
+            norm = update_norm(spelt.update(module))
+        except InputError as error:
+            misshapen[module] = error.found.partition(f"{module!r} ")[2] or error.found
+            continue
+        if norm is not None:
+            block = block_of(module)
+            squares[block] = squares.get(block, 0.0) + norm**2
+    body = Body(
+        alphas=alphas,
+        not_finite=tuple(not_finite),
+        misshapen=misshapen,
+        sha256=digest.hexdigest(),
+    )
+    norms = {
         block: math.sqrt(squares[block])
         for block in sorted(squares, key=_natural)
         if math.isfinite(squares[block])
     }
+    return body, norms
 
 
 def _natural(block: str) -> tuple[str, int]:

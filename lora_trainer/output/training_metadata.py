@@ -17,7 +17,17 @@ MAX_TAGS = 1000
 """Tags listed per file, the most frequent first; ComfyUI ignores headers above 8 MiB."""
 MAX_TAG_CHARACTERS = 300
 _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
-ALGORITHMS = {"lora": "lora", "loha": "loha", "lokr": "lokr", "oft": "diag-oft"}
+ALGORITHMS = {
+    "lora": "lora",
+    "loha": "loha",
+    "lokr": "lokr",
+    "oft": "diag-oft",
+    "oft_in": "oft",
+    "glora": "glora",
+    "ia3": "ia3",
+    "full": "full",
+    "norm": "full",
+}
 """LyCORIS's names of our kinds of adapter."""
 _FALSE_IN_KOHYA = (
     *("bucket_no_upscale", "color_aug", "random_crop", "lowram", "full_fp16", "fp8_base"),

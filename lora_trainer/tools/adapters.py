@@ -13,34 +13,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from lora_trainer import families
 from lora_trainer.config import BaseSettings, Precision
 from lora_trainer.errors import InputError, LoraTrainError
 from lora_trainer.families.base import DENOISER, Family
-from lora_trainer.families.recognise import adapter_family
 from lora_trainer.formats import Contents
-from lora_trainer.model.adapters import layer_names
+from lora_trainer.model.adapters import denoiser_layers
 from lora_trainer.model.load import EMBEDDED, describe
 from lora_trainer.output import adapter_file
-from lora_trainer.output.adapter_names import Role, file_names
+from lora_trainer.output.adapter_family import Fit, check_usable, released_names
+from lora_trainer.output.adapter_file import Part
+from lora_trainer.output.adapter_names import LayerNames, Role, file_names
 from lora_trainer.output.adapter_problems import KeyFormat, key_format
 from lora_trainer.output.adapter_read import OpenAdapter, open_adapter
 from lora_trainer.output.adapter_tensors import ModuleTensors, split_key
+from lora_trainer.output.embedding_file import bundled
 from lora_trainer.tools.header_entries import stated_base
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NO_FACTORS: frozenset[Role] = frozenset({"alpha", "magnitude"})
-_ADAPTER = "give a LoRA in a whole .safetensors file"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """An adapter file that is open: its family, how it spells keys, the precision of its factors.
 
-    `kernels` has the kernel sizes of the base's convolutions by "component.module".
+    `names` finds the layers of its base, `words` are those whose vectors are in the file too.
     """
 
     path: Path
@@ -48,12 +46,17 @@ class Source:
     contents: Contents
     format: KeyFormat
     precision: Precision
-    kernels: Mapping[str, tuple[int, ...]]
+    names: LayerNames
+    words: Sequence[str]
     adapter: OpenAdapter
 
     @property
     def metadata(self) -> Mapping[str, str]:
         return self.adapter.metadata
+
+    def kernel(self, key: str) -> tuple[int, ...]:
+        """Return the size of a layer's kernel, () where it has none or its shape is not known."""
+        return self.names.shape(key)[2:]
 
     def read(self, key: str) -> ModuleTensors:
         """Return one module; raises InputError naming a tensor that holds NaN or infinity."""
@@ -85,11 +88,10 @@ class CheckedModules(Mapping[str, ModuleTensors]):
 
 @dataclass(frozen=True, kw_only=True)
 class Naming:
-    """What a network's modules are called in files of any trainer, and the kernels of its convolutions."""
+    """A family, and what finds the layers of one of its networks in files of any trainer."""
 
     family: Family
-    names: Mapping[str, str]
-    kernels: Mapping[str, tuple[int, ...]]
+    names: LayerNames
 
 
 @contextmanager
@@ -99,64 +101,72 @@ def open_source(
     """Open an adapter file; `base` is the model it was made for, the family's public release by default.
 
     `naming` says what `base` would, for a base that is open already. Raises InputError where the file is
-    no whole adapter, its family is not known or it has modules that the base lacks.
+    no whole adapter, its family is not known or it has modules that the base lacks or has in another
+    size.
     """
-    contents = adapter_file.read_contents(path)
+    asked = naming
+    if asked is None and base is not None:
+        asked = _naming_of(base)
+    contents, fit = check_usable(path, names=asked.names if asked else None)
     parts = {name: part for name, part in contents.parts.items() if part.kind is not None}
-    if not parts:
-        raise InputError(f"{path.name} holds no adapter", fix=_ADAPTER)
-    naming = naming or _naming(path, contents, base=base)
+    naming = asked or _naming(contents, fit)
     with open_adapter(path, names=naming.names) as adapter:
         yield Source(
             path=path,
             family=naming.family,
-            contents=Contents(
-                kinds=frozenset(str(part.kind) for part in parts.values()),
-                dora=any("magnitude" in part.entries for part in parts.values()),
-                text=any(split_key(key)[0] != DENOISER for key in adapter),
-            ),
+            contents=_held(parts, text=any(split_key(key)[0] != DENOISER for key in adapter)),
             format=key_format(parts),
             precision=_precision(parts.values()),
-            kernels=naming.kernels,
+            names=naming.names,
+            words=bundled(contents.unknown),
             adapter=adapter,
         )
 
 
-def _naming(path: Path, contents: adapter_file.Contents, *, base: str | None) -> Naming:
-    """Return the names in the first network that has all of the file's modules."""
-    if base is not None:
-        facts = describe(BaseSettings(model=base))
-        return _names_in(families.family(facts.family), facts.architecture)
-    family = _family(path, contents)
-    found = [_names_in(family, architecture) for architecture in family.public_architectures()]
-    for naming in found:
-        if contents.parts.keys() <= naming.names.keys():
-            return naming
+def _held(parts: Mapping[str, Part], *, text: bool) -> Contents:
+    magnitudes = [
+        part.entries["magnitude"] for part in parts.values() if "magnitude" in part.entries
+    ]
+    return Contents(
+        kinds=frozenset(str(part.kind) for part in parts.values()),
+        dora=bool(magnitudes),
+        text=text,
+        bias=any(
+            {"bias", "up_bias"} & part.entries.keys() and part.kind != "norm"
+            for part in parts.values()
+        ),
+        input_dora=any(
+            entry.key.endswith("dora_scale") and entry.shape[:1] == (1,) != entry.shape[1:2]
+            for entry in magnitudes
+        ),
+    )
+
+
+def _naming(contents: adapter_file.Contents, fit: Fit) -> Naming:
+    """Return the names in the release that the file's modules fit, else in the base that our metadata name."""
+    family = families.family(fit.family)
+    if fit.exact and fit.names is not None:
+        return Naming(family=family, names=fit.names)
     stated = _stated_architecture(contents.metadata, family)
-    return found[0] if stated is None else _names_in(family, stated)
+    if stated is not None:
+        return _names_in(family, stated)
+    if fit.names is not None:
+        return Naming(family=family, names=fit.names)
+    return Naming(family=family, names=released_names(family.name, 0))
 
 
-def _family(path: Path, contents: adapter_file.Contents) -> Family:
-    shapes = {name: part.down_shape for name, part in contents.parts.items()}
-    name = adapter_family(shapes, metadata=contents.metadata)
-    if name not in families.MODULES:
-        raise InputError(
-            f"{path.name} is an adapter of family {name}; known are {', '.join(families.MODULES)}",
-            fix="name the base model it was made for with --base",
-        )
-    return families.family(name)
+def _naming_of(base: str) -> Naming:
+    facts = describe(BaseSettings(model=base))
+    return _names_in(families.family(facts.family), facts.architecture)
 
 
 def _names_in(family: Family, architecture: Mapping[str, Any]) -> Naming:
-    with torch.device("meta"):
-        network = family.empty_denoiser(architecture)
-    kernels = {
-        f"{DENOISER}.{name}": tuple(module.kernel_size)
-        for name, module in network.named_modules()
-        if isinstance(module, nn.Conv2d)
+    layers: dict[str, Mapping[str, tuple[int, ...]]] = {
+        DENOISER: denoiser_layers(family, architecture)
     }
-    modules: dict[str, Sequence[str]] = {DENOISER: layer_names(network), **family.text_modules()}
-    return Naming(family=family, names=file_names(family, modules), kernels=kernels)
+    for component, modules in family.text_modules().items():
+        layers[component] = dict.fromkeys(modules, ())  # of what sizes, only the weights tell
+    return Naming(family=family, names=file_names(family, layers))
 
 
 def _stated_architecture(metadata: Mapping[str, str], family: Family) -> Mapping[str, Any] | None:

@@ -114,12 +114,16 @@ class BaseWeights:
 
     def naming(self) -> Naming:
         """Return what files of any trainer call the layers of this base."""
-        modules: dict[str, list[str]] = {}
-        for key in self.places:
+        layers: dict[str, dict[str, tuple[int, ...]]] = {}
+        for key, place in self.places.items():
             component, module = split_key(key)
-            modules.setdefault(component, []).append(module)
-        kernels = {key: place.shape[2:] for key, place in self.places.items() if place.shape[2:]}
-        return Naming(family=self.family, names=file_names(self.family, modules), kernels=kernels)
+            layers.setdefault(component, {})[module] = place.shape
+        for key, place in self.rest.items():
+            component, tensor = split_key(key)
+            module, _, name = tensor.rpartition(".")
+            if name == "weight" and len(place.shape) == 1:
+                layers.setdefault(component, {})[module] = place.shape
+        return Naming(family=self.family, names=file_names(self.family, layers))
 
 
 @contextmanager

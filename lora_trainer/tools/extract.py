@@ -7,7 +7,6 @@ reach (norms, biases, embeddings) is measured and said.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,7 +26,7 @@ from lora_trainer.output.export import contents_of
 from lora_trainer.tools.adapter_writer import refuse_output, write_adapter
 from lora_trainer.tools.base_weights import BaseWeights, Place, open_base
 from lora_trainer.tools.header_entries import extracted
-from lora_trainer.tools.low_rank import Singular, truncated
+from lora_trainer.tools.low_rank import Singular, seeded, truncated
 from lora_trainer.tools.resize import Cut, Limits
 from lora_trainer.tools.spelling import Spelling, asked_format, reader_notes
 from lora_trainer.tools.spool import ModuleSpool, module_spool
@@ -167,10 +166,10 @@ class _Difference:
         most = min(difference.flatten(1).shape)
         limit = most if self.rank is None else min(self.rank, most)
         if self.energy is None:
-            return truncated(difference, rank=limit, generator=_generator(key)), limit
+            return truncated(difference, rank=limit, generator=seeded(key)), limit
         rank = min(_FIRST_RANK, limit)
         while True:
-            found = truncated(difference, rank=rank, generator=_generator(key))
+            found = truncated(difference, rank=rank, generator=seeded(key))
             wanted = found.rank_for_energy(self.energy)
             if wanted is not None or rank >= limit:
                 return found, min(wanted or limit, limit)
@@ -257,9 +256,3 @@ def _sized(shape: tuple[int, ...]) -> str:
 
 def _energy(difference: Tensor) -> float:
     return float(torch.linalg.vector_norm(difference, dtype=torch.float64)) ** 2
-
-
-def _generator(key: str) -> torch.Generator:
-    """The same draws for a layer in every run, whatever else differs."""
-    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
-    return torch.Generator().manual_seed(seed)

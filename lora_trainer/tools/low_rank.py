@@ -7,18 +7,31 @@ is formed only where it is what is given. "Energy" is a squared Frobenius norm t
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lora_trainer.output.adapter_tensors import ModuleTensors
+from lora_trainer.output.adapter_tensors import AdapterKind, ModuleTensors, needs_weight
 
 EXACT_SIDE = 512
 """Matrices with a side up to this are decomposed in full: it takes less than a second."""
 _FACTORS = ("w1", "w2")
+_FIRST_RANK = 16
+KIND_NAMES: Mapping[AdapterKind, str] = {
+    "lora": "LoRA",
+    "loha": "LoHa",
+    "lokr": "LoKr",
+    "oft": "OFT",
+    "oft_in": "OFT",
+    "glora": "GLoRA",
+    "ia3": "IA3",
+    "full": "a whole difference",
+    "norm": "a change of a norm",
+}
 OVERSAMPLING, ITERATIONS = 16, 8
 
 
@@ -95,6 +108,11 @@ def lora(*, up: Tensor, down: Tensor, inputs: tuple[int, ...], scale: float = 1.
     )
 
 
+def kind_name(module: ModuleTensors) -> str:
+    """Return what people call a module's kind."""
+    return "DoRA" if module.dora else KIND_NAMES[module.kind]
+
+
 def product(module: ModuleTensors, *, kernel: tuple[int, ...] = ()) -> Product:
     """Return the update of a module as one product; raises NotLowRank where it is none.
 
@@ -102,9 +120,10 @@ def product(module: ModuleTensors, *, kernel: tuple[int, ...] = ()) -> Product:
     the product of its factors' ranks; where these are no longer thin, they are refused too. `kernel`
     is the layer's, for files that have it flattened.
     """
-    if module.dora or module.kind == "oft":
-        kind = "DoRA" if module.dora else "OFT"
-        raise NotLowRank(f"what {kind} changes depends on the base's weights")
+    if needs_weight(module):
+        raise NotLowRank(f"what {kind_name(module)} changes depends on the base's weights")
+    if module.kind in ("full", "norm"):
+        raise NotLowRank(f"it is {kind_name(module)}, no product of factors")
     tensors = {name: tensor.double() for name, tensor in module.tensors.items()}
     if module.kind == "lora":
         up, down = tensors["up"].flatten(1), tensors["down"]
@@ -112,6 +131,8 @@ def product(module: ModuleTensors, *, kernel: tuple[int, ...] = ()) -> Product:
         up, down = _hadamard(tensors)
     else:
         up, down = _kronecker(tensors)
+    if module.rows is not None:
+        up = up[slice(*module.rows)]
     own = tuple(down.shape[1:])
     down = down.flatten(1)
     inputs = own if len(own) > 1 else (down.shape[1] // math.prod(kernel), *kernel)
@@ -120,7 +141,13 @@ def product(module: ModuleTensors, *, kernel: tuple[int, ...] = ()) -> Product:
 
 def fits(module: ModuleTensors, *, out: int, fan_in: int) -> bool:
     """Say whether a module's update has the size of a weight, from the shapes of its factors."""
-    shapes = {name: (tensor.shape[0], tensor[0].numel()) for name, tensor in module.tensors.items()}
+    shapes = {
+        name: (tensor.shape[0], tensor[0].numel())
+        for name, tensor in module.tensors.items()
+        if tensor.dim()
+    }
+    if "bias" in shapes and shapes["bias"][0] != out:
+        return False
     match module.kind:
         case "lora":
             return (shapes["up"][0], shapes["down"][1]) == (out, fan_in)
@@ -131,10 +158,23 @@ def fits(module: ModuleTensors, *, out: int, fan_in: int) -> bool:
         case "lokr":
             ups = (shapes.get(w, shapes.get(f"{w}_a", (0, 0)))[0] for w in _FACTORS)
             downs = (shapes.get(w, shapes.get(f"{w}_b", (0, 0)))[1] for w in _FACTORS)
-            return (math.prod(ups), math.prod(downs)) == (out, fan_in)
+            height = math.prod(ups)
+            if module.rows is not None:
+                height = module.rows[1] - module.rows[0]
+            return (height, math.prod(downs)) == (out, fan_in)
         case "oft":
             blocks = module.tensors["blocks"].shape
             return blocks[0] * blocks[1] == out
+        case "oft_in":
+            count = module.tensors["skew"].shape[0]
+            return fan_in % module.rank == 0 and count in (1, fan_in // module.rank)
+        case "glora":
+            return (shapes["b1"][0], shapes["b2"][1]) == (out, fan_in)
+        case "ia3":
+            outputs = "by_output" in shapes
+            return shapes["by_output"][0] == out if outputs else fan_in % shapes["by_input"][0] == 0
+        case _:
+            return "difference" not in shapes or shapes["difference"] == (out, fan_in)
 
 
 def added(parts: Sequence[tuple[Product, float]]) -> Product:
@@ -187,6 +227,30 @@ def truncated(weight: Tensor, *, rank: int, generator: torch.Generator) -> Singu
         inputs=tuple(weight.shape[1:]),
         energy=energy,
     )
+
+
+def approximated(
+    change: Tensor, *, enough: Callable[[Singular], int], limit: int | None, seed: str
+) -> Singular:
+    """Return the largest singular values of a whole update [out, in, ...], as many as are asked for.
+
+    `enough` says how many of those it is given a rank needs; all of them: there may be more to come.
+    `limit` is the most that are wanted, `seed` makes the same draws in every run.
+    """
+    most = min(change.flatten(1).shape)
+    most = most if limit is None else min(limit, most)
+    rank = most if limit is not None else min(_FIRST_RANK, most)
+    while True:
+        found = truncated(change, rank=rank, generator=seeded(seed))
+        if rank >= most or enough(found) < len(found.values):
+            return found
+        rank = min(2 * rank, most)
+
+
+def seeded(text: str) -> torch.Generator:
+    """Return a generator with the same draws for a text in every run, whatever else differs."""
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+    return torch.Generator().manual_seed(seed)
 
 
 def _hadamard(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -13,11 +13,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from lora_trainer.config import Precision
 from lora_trainer.errors import InputError, RequestError
 from lora_trainer.families.base import FileFormat
 from lora_trainer.formats import Asked
-from lora_trainer.output.adapter_tensors import ModuleTensors
+from lora_trainer.output.adapter_tensors import ModuleTensors, needs_weight, update
 from lora_trainer.output.export import contents_of
 from lora_trainer.tools.adapter_writer import refuse_output, write_adapter
 from lora_trainer.tools.adapters import Source, open_source
@@ -25,7 +27,10 @@ from lora_trainer.tools.header_entries import merged
 from lora_trainer.tools.low_rank import (
     NotLowRank,
     Product,
+    Singular,
     added,
+    approximated,
+    kind_name,
     lora,
     product,
     singular,
@@ -151,12 +156,14 @@ class _Sum(Mapping[str, ModuleTensors]):
         parts = self.parts(key)
         if len(parts) == 1:
             return _scaled(key, *parts[0])
+        if all(module.kind in ("full", "norm") for module, _ in parts):
+            return _differences(key, parts)
         if all(module.kind == "lora" and not module.dora for module, _ in parts):
             scales = {module.scale * weight for module, weight in parts}
             if len(scales) == 1:  # nothing needs to be multiplied in, and rounded
                 units = [(replace(module, scale=1.0), 1.0) for module, _ in parts]
-                return _as_lora(self.products(key, units), scale=scales.pop())
-        return _as_lora(self.products(key, parts))
+                return _with_bias(_as_lora(self.products(key, units), scale=scales.pop()), parts)
+        return _with_bias(_as_lora(self.products(key, parts)), parts)
 
     def parts(self, key: str) -> list[tuple[ModuleTensors, float]]:
         """Return (module, weight) of each file that has the module."""
@@ -165,7 +172,7 @@ class _Sum(Mapping[str, ModuleTensors]):
 
     def products(self, key: str, parts: Sequence[tuple[ModuleTensors, float]]) -> Product:
         """Return the sum as thin factors; raises RequestError where a part is none, or sizes differ."""
-        kernel = self.sources[0].kernels.get(key, ())
+        kernel = self.sources[0].kernel(key)
         try:
             found = [(product(module, kernel=kernel), weight) for module, weight in parts]
         except NotLowRank as error:
@@ -184,19 +191,51 @@ def _scaled(key: str, module: ModuleTensors, weight: float) -> ModuleTensors:
     """Return a module of one file with its weight on it; raises RequestError where that is not linear."""
     if weight == 1:
         return module
-    if module.dora or module.kind == "oft":
-        kind = "DoRA" if module.dora else "OFT"
+    if module.dora or module.kind in ("oft", "oft_in"):
         raise RequestError(
-            f"{key} is {kind}, whose update does not grow with its factors: weight {weight:g} cannot "
+            f"{key} is {kind_name(module)}, whose update does not grow with its factors: weight {weight:g} cannot "
             "be written",
             fix=_BAKE,
         )
+    tensors = module.tensors
+    if "bias" in tensors:
+        module = replace(module, tensors={**tensors, "bias": tensors["bias"].float() * weight})
+    if module.kind in ("full", "norm", "ia3"):
+        names = {"difference", "by_output", "by_input"} & tensors.keys()
+        changed = {name: tensors[name].float() * weight for name in names}
+        return replace(module, tensors={**module.tensors, **changed})
     if module.kind == "lokr" and {"w1", "w2"} <= module.tensors.keys():
         # Readers ignore the strength of a LoKr whose factors are both whole.
         return replace(
             module, tensors={**module.tensors, "w1": module.tensors["w1"].float() * weight}
         )
     return replace(module, scale=module.scale * weight)
+
+
+def _differences(key: str, parts: Sequence[tuple[ModuleTensors, float]]) -> ModuleTensors:
+    """Return the sum of whole differences, of weights or of norms."""
+    scaled = [_scaled(key, module, weight) for module, weight in parts]
+    kinds = {module.kind for module in scaled}
+    names = {name for module in scaled for name in module.tensors}
+    return replace(
+        scaled[0],
+        kind=kinds.pop(),
+        tensors={
+            name: torch.stack(
+                [module.tensors[name].float() for module in scaled if name in module.tensors]
+            ).sum(0)
+            for name in sorted(names)
+        },
+    )
+
+
+def _with_bias(
+    module: ModuleTensors, parts: Sequence[tuple[ModuleTensors, float]]
+) -> ModuleTensors:
+    biases = [part.tensors["bias"].float() * w for part, w in parts if "bias" in part.tensors]
+    if not biases:
+        return module
+    return replace(module, tensors={**module.tensors, "bias": torch.stack(biases).sum(0)})
 
 
 def _as_lora(total: Product, scale: float = 1.0) -> ModuleTensors:
@@ -207,11 +246,31 @@ def _cut(total: _Sum, spool: ModuleSpool, *, rank: int) -> float:
     """Put the best LoRA of a rank of every module into `spool`; return the share of energy kept."""
     kept = whole = 0.0
     for key in total:
-        found = singular(total.products(key, total.parts(key)))
+        parts = total.parts(key)
+        if all(module.kind == "norm" for module, _ in parts):  # a vector has no rank
+            spool.add(key, total[key])
+            continue
+        found = _singular(total, key, parts, rank=rank)
         whole += found.energy
         kept += found.kept(rank) * found.energy
-        spool.add(key, found.lora(min(rank, len(found.values))))
+        spool.add(key, _with_bias(found.lora(min(rank, len(found.values))), parts))
     return kept / whole if whole > 0 else 1.0
+
+
+def _singular(
+    total: _Sum, key: str, parts: Sequence[tuple[ModuleTensors, float]], *, rank: int
+) -> Singular:
+    """Return the singular values of a sum: exactly of thin factors, else the largest of the whole matrix."""
+    if any(needs_weight(module) for module, _ in parts):
+        return singular(total.products(key, parts))  # which says why it cannot be
+    try:
+        return singular(total.products(key, parts))
+    except RequestError:
+        kernel = total.sources[0].kernel(key)
+        changes = [weight * update(module) for module, weight in parts]
+        shape = (changes[0].shape[0], -1, *kernel)
+        change = sum(changes[1:], changes[0]).reshape(shape if kernel else changes[0].shape)
+        return approximated(change, enough=lambda _: rank, limit=rank, seed=key)
 
 
 def _refuse_other_families(sources: Sequence[Source]) -> None:

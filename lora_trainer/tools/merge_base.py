@@ -29,6 +29,7 @@ from lora_trainer.tools.adapters import Source, open_source
 from lora_trainer.tools.base_weights import (
     SUFFIX,
     BaseWeights,
+    Place,
     TensorFile,
     module_of,
     open_base,
@@ -38,6 +39,8 @@ from lora_trainer.tools.low_rank import fits
 from lora_trainer.tools.merge import Weighted
 
 INDEX = "model_index.json"
+BIAS = ":bias"
+"""End of a layer's name that means its bias instead of its weight."""
 _WEIGHTS = frozenset(
     {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".msgpack", ".h5", ".onnx", ".gguf"}
 )
@@ -79,8 +82,13 @@ class _Change:
         changed = weight.to(wide, copy=True)
         for key, rows in layers:
             part = slice(None) if rows is None else slice(*rows)
+            key, _, bias = key.partition(BIAS)
             for module, strength in self.parts(key):
-                changed[part] += strength * update(module, weight[part])
+                if not bias:
+                    if module.kind != "full" or "difference" in module.tensors:
+                        changed[part] += strength * update(module, weight[part])
+                elif "bias" in module.tensors:
+                    changed[part] += strength * module.tensors["bias"].to(wide)
         largest, limit = float(changed.abs().max()), torch.finfo(weight.dtype).max
         if not largest <= limit:  # fp8 would be clipped without a word
             raise RequestError(
@@ -151,10 +159,18 @@ def _refuse_replacing(inputs: Sequence[Weighted], base: BaseWeights, output: Pat
 def _check_fit(change: _Change, base: BaseWeights) -> None:
     """Read every module once before anything is written; raises InputError naming the first misfit."""
     for key in change.layers:
-        shape = base.places[key].shape
+        shape = _place(base, key).shape
         out, fan_in = shape[0], math.prod(shape[1:])
         for source in change.sources:
-            if key in source.adapter and not fits(source.read(key), out=out, fan_in=fan_in):
+            module = source.read(key) if key in source.adapter else None
+            if module is None:
+                continue
+            if "bias" in module.tensors and f"{key}.bias" not in base.rest:
+                raise InputError(
+                    f"{source.path.name} changes the bias of {key}, which has none in the base",
+                    fix="give the base model that the adapter was made for",
+                )
+            if not fits(module, out=out, fan_in=fan_in):
                 raise InputError(
                     f"{source.path.name} changes {key}, whose weight is {out}x{fan_in} in the base, in "
                     "another size",
@@ -162,12 +178,29 @@ def _check_fit(change: _Change, base: BaseWeights) -> None:
                 )
 
 
+def _place(base: BaseWeights, key: str) -> Place:
+    """Return where the weight of a layer lies: a matrix, a kernel or the vector of a norm."""
+    return base.places[key] if key in base.places else base.rest[f"{key}.weight"]
+
+
+def _biased(change: _Change) -> frozenset[str]:
+    """Return the layers whose biases the adapters change."""
+    return frozenset(
+        key
+        for key in change.layers
+        if any("bias" in module.tensors for module, _ in change.parts(key))
+    )
+
+
 def _write_single(base: BaseWeights, change: _Change, output: Path, *, force: bool) -> list[str]:
     file = next(iter(base.places.values())).file
     layers: dict[str, list[tuple[str, Rows]]] = {}
     for key in change.layers:
-        at = base.places[key].at
+        at = _place(base, key).at
         layers.setdefault(at.tensor, []).append((key, at.rows))
+    for key in _biased(change):
+        at = base.rest[f"{key}.bias"].at
+        layers.setdefault(at.tensor, []).append((f"{key}{BIAS}", at.rows))
     names = [file.path.stem, *(source.path.stem for source in change.sources)]
     merged_from = {"modelspec.merged_from": public_text(", ".join(names))}
     _rewrite(file, output, change, layers, metadata={**file.metadata, **merged_from}, force=force)
@@ -225,12 +258,17 @@ def _fill(
 def _rewrite_shard(file: Path, new: Path, change: _Change, *, component: str) -> None:
     with ExitStack() as stack:
         shard = open_file(file, stack)
-        keys = set(change.layers)
-        layers: dict[str, list[tuple[str, Rows]]] = {
-            name: [(key, None)]
-            for name in shard.entries
-            if (key := f"{component}.{module_of(name, component)}") in keys
-        }
+        keys, biased = set(change.layers), _biased(change)
+        layers: dict[str, list[tuple[str, Rows]]] = {}
+        for name in shard.entries:
+            key = f"{component}.{module_of(name, component)}"
+            if key in keys:
+                layers[name] = [(key, None)]
+            elif name.endswith(".bias"):
+                weight = f"{name.removesuffix('.bias')}.weight"
+                key = f"{component}.{module_of(weight, component)}"
+                if key in biased:
+                    layers[name] = [(f"{key}{BIAS}", None)]
         _rewrite(shard, new, change, layers, metadata=shard.metadata, force=False)
 
 

@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from torch import Tensor
 
 from lora_trainer.config import Precision
 from lora_trainer.errors import RequestError
 from lora_trainer.families.base import FileFormat
 from lora_trainer.formats import Asked
-from lora_trainer.output.adapter_tensors import ModuleTensors
+from lora_trainer.output.adapter_tensors import ModuleTensors, needs_weight, update
 from lora_trainer.output.export import contents_of
 from lora_trainer.tools.adapter_writer import refuse_output, write_adapter
 from lora_trainer.tools.adapters import Source, open_source
+from lora_trainer.tools.base_weights import BaseWeights, open_base
 from lora_trainer.tools.header_entries import carried
-from lora_trainer.tools.low_rank import NotLowRank, Singular, product, singular
+from lora_trainer.tools.low_rank import (
+    NotLowRank,
+    Singular,
+    approximated,
+    kind_name,
+    product,
+    singular,
+)
 from lora_trainer.tools.spelling import Spelling, asked_format, reader_notes
 from lora_trainer.tools.spool import ModuleSpool, module_spool
 
@@ -98,14 +109,15 @@ def resize(
 ) -> Resized:
     """Write `file` with lower ranks; format and precision are the file's own where they can be.
 
-    Modules that keep all their values stay as they are, alpha included; LoHa and LoKr become LoRA.
-    Raises RequestError where an update has no singular values of its own (DoRA, OFT), or for limits
-    that are none, and InputError for a file that cannot be used; nothing is written then.
+    Modules that keep all their values stay as they are, alpha included; all other kinds become LoRA,
+    approximated by the largest singular values of their whole update, and norms stay. Raises
+    RequestError where an update depends on weights and `base` is not named (DoRA, OFT, GLoRA, IA3), or
+    for limits that are none, and InputError for a file that cannot be used; nothing is written then.
     """
     limits.check()
     refuse_output(output, force=force)
     with open_source(file, base=base) as source, module_spool(output.parent) as spool:
-        cuts, energy = _cut(source, spool, limits)
+        cuts, energy = _cut(source, spool, limits, base=base)
         contents = contents_of(spool)
         spelling = Spelling(
             family=source.family,
@@ -130,32 +142,75 @@ def resize(
     )
 
 
-def _cut(source: Source, spool: ModuleSpool, limits: Limits) -> tuple[dict[str, Cut], float]:
+def _cut(
+    source: Source, spool: ModuleSpool, limits: Limits, *, base: str | None
+) -> tuple[dict[str, Cut], float]:
     """Put every module, cut, into `spool`; return what became of each, and the energy kept of all."""
     cuts: dict[str, Cut] = {}
     kept = whole = 0.0
-    for key in source.adapter:
-        module = source.read(key)
-        found = singular_of(source, key, module)
-        rank = limits.rank_of(found)
-        unchanged = module.kind == "lora" and rank >= min(module.rank, len(found.values))
-        spool.add(key, module if unchanged else found.lora(rank))
-        new_rank = module.rank if unchanged else rank
-        share = 1.0 if unchanged else found.kept(rank)
-        cuts[key] = Cut(old_rank=module.rank, new_rank=new_rank, energy=share)
-        whole += found.energy
-        kept += share * found.energy
+    with ExitStack() as stack:
+        weights = _Weights(base=base, stack=stack)
+        for key in source.adapter:
+            module = source.read(key)
+            if module.kind == "norm":  # a vector has no rank
+                spool.add(key, module)
+                continue
+            found = singular_of(source, key, module, limits=limits, weights=weights)
+            rank = limits.rank_of(found)
+            unchanged = module.kind == "lora" and not module.dora
+            unchanged = unchanged and rank >= min(module.rank, len(found.values))
+            spool.add(key, module if unchanged else _with_bias(found.lora(rank), module))
+            new_rank = module.rank if unchanged else rank
+            share = 1.0 if unchanged else found.kept(rank)
+            cuts[key] = Cut(old_rank=module.rank, new_rank=new_rank, energy=share)
+            whole += found.energy
+            kept += share * found.energy
     return cuts, kept / whole if whole > 0 else 1.0
 
 
-def singular_of(source: Source, key: str, module: ModuleTensors) -> Singular:
-    """Return the singular values of a module's update; raises RequestError where it has none of its own."""
-    try:
-        return singular(product(module, kernel=source.kernels.get(key, ())))
-    except NotLowRank as error:
-        raise RequestError(
-            f"{key} cannot be resized: {error}", fix="give a LoRA, LoHa or LoKr without DoRA"
-        ) from None
+def _with_bias(cut: ModuleTensors, module: ModuleTensors) -> ModuleTensors:
+    if "bias" not in module.tensors:
+        return cut
+    return replace(cut, tensors={**cut.tensors, "bias": module.tensors["bias"].float()})
+
+
+@dataclass(kw_only=True)
+class _Weights:
+    """The weights of the base that was named, opened when the first of them is needed."""
+
+    base: str | None
+    stack: ExitStack
+    _opened: BaseWeights | None = None
+
+    def of(self, key: str, module: ModuleTensors) -> Tensor:
+        """Return the weight that a module changes; raises RequestError where no base was named."""
+        if self.base is None:
+            raise RequestError(
+                f"{key} cannot be resized: what {kind_name(module)} changes depends on the base's weights",
+                fix="name the base model it was made for with --base, a folder or a checkpoint",
+            )
+        if self._opened is None:
+            self._opened = self.stack.enter_context(open_base(self.base))
+        if key not in self._opened.places:
+            raise RequestError(f"{self.base} has no weight of {key}", fix="name its own base")
+        return self._opened.places[key].weight()
+
+
+def singular_of(
+    source: Source, key: str, module: ModuleTensors, *, limits: Limits, weights: _Weights
+) -> Singular:
+    """Return the singular values of a module's update, those of a LoRA exactly, else the largest."""
+    if not needs_weight(module):
+        try:
+            return singular(product(module, kernel=source.kernel(key)))
+        except NotLowRank:
+            change = update(module)
+            kernel = source.kernel(key)
+            if change.dim() == 2 and kernel:
+                change = change.reshape(change.shape[0], -1, *kernel)
+    else:
+        change = update(module, weights.of(key, module))
+    return approximated(change, enough=limits.rank_of, limit=limits.rank, seed=key)
 
 
 def _own_format(source: Source, asked: Asked) -> Asked:

@@ -31,7 +31,7 @@ from lora_trainer.events import EventStream
 from lora_trainer.exporting import Job
 from lora_trainer.families.base import DENOISER, Geometry, Sampler
 from lora_trainer.feeding import build_feeder
-from lora_trainer.model.adapters import Adapter, layer_names
+from lora_trainer.model.adapters import Adapter, denoiser_layers, layer_shapes
 from lora_trainer.model.attached import attach_dial
 from lora_trainer.model.new_tokens import add_new_tokens
 from lora_trainer.networks import Networks, arrange, build_model, load_networks
@@ -157,7 +157,8 @@ def plan_of(subject: Subject, dataset: Path) -> Plan:
 
 def _changes_text(file: Path, plan: Plan) -> bool:
     spellings = file_names(plan.family, plan.family.text_modules())
-    return any(part in spellings for part in read_contents(file).parts)
+    parts = read_contents(file).parts
+    return any(spellings.find(name, size=part.size) for name, part in parts.items())
 
 
 def build_scene(
@@ -183,7 +184,11 @@ def build_scene(
     _add_words(subject.file, plan, networks)
     inside = _inside(networks)
     names = file_names(
-        plan.family, {name: layer_names(network) for name, network in inside.items()}
+        plan.family,
+        {
+            **{name: layer_shapes(network) for name, network in inside.items()},
+            DENOISER: denoiser_layers(plan.family, plan.facts.architecture),
+        },
     )
     tensors = read_tensors(subject.file, names=names)
     weights = weight_figures(inside, tensors)

@@ -38,10 +38,10 @@ CLIP = "text_model.encoder.layers.3.self_attn.q_proj"
         ("diffusion_model.a.lokr_w1", ("diffusion_model.a", "lokr", "w1")),
         ("lycoris_a.lokr_w2_a", ("lycoris_a", "lokr", "w2_a")),
         ("lora_unet_a.oft_blocks", ("lora_unet_a", "oft", "blocks")),
-        ("lora_unet_a.hada_t1", None),
+        ("lora_unet_a.hada_t1", ("lora_unet_a", "loha", "t1")),
         ("emb_params", None),
         ("unet.a.weight", None),
-        ("unet.a.lora_B.bias", None),
+        ("unet.a.lora_B.bias", ("unet.a", "lora", "up_bias")),
     ],
 )
 def test_the_end_of_a_key_is_the_role_of_its_tensor(key: str, expected: Any) -> None:
@@ -140,10 +140,9 @@ def test_modules_of_a_unet_are_found_by_the_names_of_checkpoints(
 
 def test_modules_that_no_release_has_keep_their_own_names() -> None:
     module = "down_blocks.7.resnets.0.conv1"
-    found = file_names(family("sdxl"), {"denoiser": []})
-    assert found == {}
-    assert family("sdxl").checkpoint_module(module) is None
-    assert family("flux").checkpoint_module("transformer_blocks.0.attn.to_q") is None
+    assert f"unet.{module}" not in file_names(family("sdxl"), {"denoiser": []})
+    assert f"unet.{module}" in file_names(family("sdxl"), {"denoiser": [module]})
+    assert family("sdxl").layer_names([module]) == {}
 
 
 def test_diffusers_understands_the_attention_names() -> None:

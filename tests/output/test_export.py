@@ -6,7 +6,7 @@ import json
 import os
 import random
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -70,8 +70,11 @@ class ComfyUINames:
             return f"diffusion_model.{module}"
         return FAMILY.file_module(format, component, module)
 
-    def checkpoint_module(self, module: str) -> str | None:
-        return FAMILY.checkpoint_module(module)
+    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+        return FAMILY.layer_names(layers)
+
+    def swaps_halves(self, layer: str, shape: tuple[int, ...]) -> bool:
+        return FAMILY.swaps_halves(layer, shape)
 
 
 ANY: Any = ComfyUINames()

@@ -96,7 +96,7 @@ def _names_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The empty network of the public release, built for its names, is as large as it is real."""
     family = families.family("sd15")
     naming = adapters._names_in(family, family.public_architectures()[0])
-    monkeypatch.setattr(adapters, "_naming", lambda *_, base: naming)
+    monkeypatch.setattr(adapters, "_naming", lambda *_: naming)
 
 
 @pytest.mark.parametrize("tool", ["convert", "merge", "cut", "resize"])

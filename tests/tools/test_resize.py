@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer import families
@@ -106,12 +106,23 @@ def test_other_kinds_become_lora(kind: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"dora": True}, {"kind": "oft"}])
-def test_what_has_no_singular_values_of_its_own_is_refused(
+def test_what_depends_on_the_base_is_approximated_with_its_weights(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     file = saved(tmp_path / "a.safetensors", "sd15", adapter_of("sd15", **options), format="kohya")
-    with pytest.raises(RequestError, match="cannot be resized"):
-        resize(file, Limits(rank=1), output=tmp_path / "b.safetensors", base=str(base_of("sd15")))
+    base, limits = str(base_of("sd15")), Limits(energy=1.0)
+    done = resize(file, limits, output=tmp_path / "b.safetensors", base=base, precision="fp32")
+    assert inspect_file(done.file).kinds == ("lora",)
+    assert distance(deltas(done.file, base), deltas(file, base)) < 1e-5
+
+
+def test_what_depends_on_the_base_is_refused_without_it(tmp_path: Path) -> None:
+    layer = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
+    blocks = {f"{layer}.oft_blocks": torch.zeros(20, 64, 64), f"{layer}.alpha": torch.tensor(0.0)}
+    file = tmp_path / "a.safetensors"
+    save_file(blocks, file)
+    with pytest.raises(RequestError, match="what OFT changes depends on the base's weights"):
+        resize(file, Limits(rank=1), output=tmp_path / "b.safetensors")
     assert list(tmp_path.iterdir()) == [file]
 
 

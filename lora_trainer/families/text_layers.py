@@ -1,0 +1,51 @@
+"""The layers of text encoders that adapter files may change: names and shapes [out, in], without torch.
+
+Names are those of transformers without `text_model.`, `model.` and `language_model.`, which its
+versions and the trainers put before them or not.
+"""
+
+from __future__ import annotations
+
+Layers = dict[str, tuple[int, ...]]
+
+
+def clip_layers(*, layers: int, width: int, inner: int) -> Layers:
+    """Return those of a CLIP text encoder."""
+    square = ("k_proj", "v_proj", "q_proj", "out_proj")
+    block: Layers = {f"self_attn.{name}": (width, width) for name in square}
+    block |= {"layer_norm1": (width,), "mlp.fc1": (inner, width), "mlp.fc2": (width, inner)}
+    block |= {"layer_norm2": (width,)}
+    found = {
+        f"encoder.layers.{n}.{name}": shape for n in range(layers) for name, shape in block.items()
+    }
+    return {**found, "final_layer_norm": (width,), "text_projection": (width, width)}
+
+
+def t5_xxl_layers() -> Layers:
+    """Return those of T5-XXL's encoder."""
+    width, inner = 4096, 10240
+    block: Layers = {f"layer.0.SelfAttention.{name}": (width, width) for name in "qkvo"}
+    block |= {f"layer.1.DenseReluDense.{name}": (inner, width) for name in ("wi_0", "wi_1")}
+    block |= {"layer.1.DenseReluDense.wo": (width, inner)}
+    return {f"encoder.block.{n}.{name}": shape for n in range(24) for name, shape in block.items()}
+
+
+def qwen_layers(*, layers: int, width: int, inner: int, queries: int, keys: int) -> Layers:
+    """Return those of a Qwen language model; `queries` and `keys` are the widths of its heads together."""
+    block: Layers = {
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, queries),
+        "mlp.gate_proj": (inner, width),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+    }
+    return {f"layers.{n}.{name}": shape for n in range(layers) for name, shape in block.items()}
+
+
+CLIP_L = clip_layers(layers=12, width=768, inner=3072)
+CLIP_G = clip_layers(layers=32, width=1280, inner=5120)
+T5_XXL = t5_xxl_layers()
+QWEN3_4B = qwen_layers(layers=36, width=2560, inner=9728, queries=4096, keys=1024)
+QWEN25_VL_7B = qwen_layers(layers=28, width=3584, inner=18944, queries=3584, keys=512)
