@@ -238,12 +238,6 @@ def read_padding_as_text(tokenizer: PreTrainedTokenizerBase) -> None:
         tokenizer.split_special_tokens = True
 
 
-def layer_names() -> list[str]:
-    """Return the names of the adapted layers of the largest CLIP encoder, without `text_model.`."""
-    inner = [name if "." in name else f"self_attn.{name}" for name in TARGETS]
-    return [f"encoder.layers.{number}.{name}" for number in range(MAX_LAYERS) for name in inner]
-
-
 def text_targets(network: nn.Module) -> list[str]:
     """Return the linear layers of attention and MLP, in module order."""
     return [
