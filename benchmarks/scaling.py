@@ -115,7 +115,7 @@ def work(task: Task, pipe: Connection) -> None:
     torch.set_num_threads(1)
     with ExitStack() as stack:
         shared = stack.enter_context(joined(task.place, timeout_s=TIMEOUT_S))
-        ranks = TimedRanks(place=task.place, monitor=shared.monitor)
+        ranks = TimedRanks(dist_env=task.place, monitor=shared.monitor)
         training = build_training(task, ranks, pipe)
         ranks.connect(CPU, lag=0)
         run(training, Progress(step=0, images=0, guard=GuardState(micro_batch=task.batch)))

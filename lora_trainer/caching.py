@@ -69,7 +69,7 @@ def fill_caches(job: Job, cache: Cache) -> Needs:
         found=done[-1].found,
         seconds=time.monotonic() - began,
     )
-    if job.ranks.place.local_rank == 0:
+    if job.ranks.dist_env.local_rank == 0:
         cache.prune(wanted.keys())
     return wanted
 
@@ -80,7 +80,7 @@ def shares(wanted: Needs, ranks: Ranks) -> Iterator[Needs]:
     Between them it waits until the others have done theirs, without a collective: a machine without
     the shared cache encodes what it needs.
     """
-    place = ranks.place
+    place = ranks.dist_env
     if not ranks.alone:
         yield wanted.share(place.rank, place.count)
         ranks.wait_for_all("encoded")

@@ -36,7 +36,7 @@ def build_feeder(job: Job, wanted: Needs, cache: Cache) -> Feeder:
         seed=config.train.seed,
         regularisation=regularisation,
         regularisation_per_epoch=prepared.regularisation_per_epoch,
-        place=job.ranks.place,
+        place=job.ranks.dist_env,
         window=_window(job),
     )
 
@@ -47,7 +47,7 @@ def _window(job: Job) -> Window | None:
     facts, config = prepared.facts, prepared.config
     if not concrete(config.memory.modulation_cache):
         return None
-    each = math.ceil(config.train.batch_size / job.ranks.place.count)
+    each = math.ceil(config.train.batch_size / job.ranks.dist_env.count)
 
     def latent_shape(size_px: tuple[int, int]) -> tuple[int, ...]:
         width_px, height_px = size_px

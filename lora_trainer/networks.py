@@ -177,7 +177,7 @@ def build_model(prepared: Prepared, networks: Networks, adapter: Adapter) -> Mod
         precision=DTYPES[concrete(prepared.config.train.precision)],
         device=planned_device(prepared),
         masks=adapter.masks,
-        alike=prepared.family.passes_with,
+        batch_group_key=prepared.family.passes_with,
         without_adapter=adapter.off,
         foresight=_foresight(prepared, networks),
     )

@@ -65,7 +65,7 @@ def gather(
             f"{width}x{height}": count
             for (width, height), count in prepared.plan.images_at_once.items()
         },
-        sharing=ranks.place.local_count,
+        sharing=ranks.dist_env.local_count,
         hardware=asdict(prepared.hardware),
         fingerprint=prepared.dataset.fingerprint,
         identities={name: part.identity for name, part in prepared.facts.parts.items()},
@@ -96,7 +96,7 @@ def follow(asked: Request, ranks: Ranks) -> Path:
     if (prepared.dataset.fingerprint, identities) != (orders.fingerprint, orders.identities):
         what = "base" if identities != orders.identities else "dataset"
         raise InputError(
-            f"process {ranks.place.rank} finds another {what} under the same name than process 0",
+            f"process {ranks.dist_env.rank} finds another {what} under the same name than process 0",
             fix="give all machines the same files",
         )
     setup_torch(prepared)

@@ -96,7 +96,7 @@ def _lead(asked: TrainRequest, ranks: Ranks, listeners: tuple[Listener, ...]) ->
     """Plan, write and speak for all processes, and do a share of the work."""
     previous = _previous(asked)
     before = read_run(previous) if previous is not None and not is_unborn(previous) else None
-    request = replace(asked.request, **_as_planned(before, processes=ranks.place.count))
+    request = replace(asked.request, **_as_planned(before, processes=ranks.dist_env.count))
     prepared = prepare_with_base(request)
     if asked.strict:
         _refuse_problems(prepared)

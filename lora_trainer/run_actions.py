@@ -160,7 +160,7 @@ def save_action(job: Job, writer: StateWriter, parts: Parts, best: BestExport) -
         every_images=None if every_epochs is None else every_epochs * per_epoch,
         batch_size=config.train.batch_size,
         fingerprint=job.prepared.dataset.fingerprint,
-        asked=_asked(job, "save"),
+        save_requested=_asked(job, "save"),
     )
 
 

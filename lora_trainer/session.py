@@ -185,9 +185,9 @@ def _training(
         parts.networks.denoiser,
         config.memory,
         device=parts.model.device,
-        sharing=job.ranks.place.local_count,
+        sharing=job.ranks.dist_env.local_count,
     )
-    plain = plain_way(config, parts, sharing=job.ranks.place.local_count)
+    plain = plain_way(config, parts, sharing=job.ranks.dist_env.local_count)
     if start.guard.plain:  # what this run found out before it was interrupted
         for change in plain.changes:
             change.apply()

@@ -143,7 +143,7 @@ def plain(place: Toy) -> Path:
 
 
 def retries(run: Path) -> list[str]:
-    return [row["what"] for row in problems(run) if "no lack of memory" in row["what"]]
+    return [row["what"] for row in problems(run) if "not for lack of memory" in row["what"]]
 
 
 def same_result(one: Path, other: Path) -> None:

@@ -32,7 +32,7 @@ FAILED = {
     "killed 0": "the process that kept the launcher's store ended",
     "killed 1": "process 1 of 2 was killed or crashed",
     "frozen": "process 1 of 2 has been silent for",
-    "apart": "process 1 of 2 came to other weights than process 0 by step 4",
+    "apart": "process 1 of 2 has other weights than process 0 at step 4",
     "absent": "process 1 of 2 never came within hardware.process_timeout_s=5",
     "leader hangs": "process 0: did nothing for",
     "follower hangs": "process 1: did nothing for",

@@ -1,7 +1,7 @@
-"""What happens between steps besides samples: the validation loss, and saving.
+"""The actions between steps, except sample images: validation loss, check for learning, saving.
 
-Saving comes last of a step's actions: a state on disk then means that everything logged up to that
-step has happened, and a resume repeats nothing.
+Saving is the last action of a step: a state on disk then means that everything logged up to that step
+has happened, and a resume repeats nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from lora_trainer.train.training import Model
 
 @dataclass(frozen=True, kw_only=True)
 class FixedLosses:
-    """Mean unweighted losses of the same pictures at the same timesteps with the same noise, whenever asked.
+    """Computes mean unweighted losses of fixed images at fixed timesteps with fixed noise.
 
-    `batches` hold every picture, one batch a timestep; each of `ranks` does its share.
+    Two calls differ only by the weights, so small changes of the loss can be seen. `batches` hold every
+    image, one batch per timestep; each process of `ranks` computes its share.
     """
 
     batches: Sequence[StepBatch]
@@ -45,7 +46,7 @@ class FixedLosses:
 
     @torch.no_grad()
     def by_timestep(self, *, cap: int) -> list[float]:
-        """Return the loss of each batch, at most `cap` pictures at once."""
+        """Return the mean loss of each batch, at most `cap` images in one pass."""
         passes = [self._passes(batch, cap=cap) for batch in self.batches]
         if self.model.foresight is not None:
             self.model.foresight.expect_passes([samples for each in passes for samples in each])
@@ -54,9 +55,9 @@ class FixedLosses:
         return [total / images for total in sums]
 
     def _passes(self, batch: StepBatch, *, cap: int) -> list[tuple[Prepared, ...]]:
-        place = self.ranks.place
-        own = replace(batch, samples=batch.samples[place.rank :: place.count])
-        return micro_batches(own, cap=cap)
+        dist_env = self.ranks.dist_env
+        share = replace(batch, samples=batch.samples[dist_env.rank :: dist_env.count])
+        return micro_batches(share, cap=cap)
 
     def _loss_sum(self, passes: Sequence[tuple[Prepared, ...]]) -> float:
         sums = []
@@ -68,11 +69,11 @@ class FixedLosses:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateAction:
-    """Mean unweighted loss of the held-out pictures over stratified timesteps, with fixed noise.
+    """Computes the mean unweighted loss of the held-out images over stratified timesteps with fixed noise.
 
-    Step 0 is the untouched base, so the gain of the adapter can be read off. `chosen()` puts the weights
-    that are measured in force; `on_best`, called with them in force, remembers those with the lowest loss
-    so far.
+    Step 0 is the untouched base, so the gain of the adapter can be read off. `chosen()` puts the weights to
+    measure (averaged weights, say) in place while a block runs; `on_best` is called inside it whenever the
+    loss is the lowest so far, and keeps a copy of those weights.
     """
 
     what: ClassVar = "the validation"
@@ -103,7 +104,7 @@ class ValidateAction:
         return self._judged(progress, mean)
 
     def _judged(self, progress: Progress, loss: float) -> GuardState | None:
-        """Return what the guards make of a loss that all processes have alike; None: nothing."""
+        """Return the guard state after a validation loss, the same on all processes; None if unused."""
         guard = progress.guard
         if self.watch_plateaus:
             guard = after_validation(guard, loss)
@@ -117,13 +118,14 @@ class ValidateAction:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningAction:
-    """Compares the losses of a few trained pictures, once in a run, with those before its first step.
+    """Compares, once in a run, the losses of a few training images with their losses before the first step.
 
-    `step` is when, None: never, in a short run. `so_far` is the share of all learning rates, added up,
-    that is behind the run then. Raises TrainingStopped when they are the same and will stay so.
+    `step` is the step of the comparison, None in a run too short for one. `so_far` is the sum of the
+    learning rates up to it as a share of the sum over the run. Raises TrainingStopped when the losses are
+    the same and will be at the end.
     """
 
-    what: ClassVar = "the look at what was learned"
+    what: ClassVar = "the check that the adapter learns"
     fixed: FixedLosses
     step: int | None
     so_far: float
@@ -149,13 +151,13 @@ class LearningAction:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveAction:
-    """Saves a resume state and a rolling export every so often, when asked, and when the run ends early.
+    """Saves a resume state and a rolling export at regular steps, on request, and when the run ends early.
 
-    `export(progress, copy)` copies the adapter and returns what writes the rolling file and prunes;
-    there is none at the very end, where the final export takes its place. Training waits only for
-    copies, except at the end, where it waits for the acknowledgement. The last save is tried whatever
-    became of those before: refused at the very end it is a problem, refused at a stop it is the error
-    that the run ends with, as then nothing else holds the work.
+    `export(progress, copy)` copies the adapter and returns the function that writes the rolling file and
+    prunes old ones; at the end of the run there is none, as the final export takes its place. Training
+    waits only for copies, except at the end, where it waits until the state is on disk. The last save is
+    tried even if earlier ones failed. A failure at the end of the run is a reported problem; a failure at
+    a requested stop is the error that the run ends with, because nothing else holds the result.
     """
 
     what: ClassVar = "the saved state"
@@ -168,24 +170,25 @@ class SaveAction:
     every_images: int | None
     batch_size: int
     fingerprint: str
-    asked: Callable[[], bool]
+    save_requested: Callable[[], bool]
 
     def due(self, progress: Progress) -> bool:
         if progress.step == 0:
             return False
-        return self.is_regular(progress) or self.asked()
+        return self.is_regular(progress) or self.save_requested()
 
     def is_regular(self, progress: Progress) -> bool:
-        """Say whether a save is due here by itself, which all processes answer alike."""
+        """Say whether a save is due by the schedule alone; the answer is the same on all processes."""
         if progress.step == 0:
             return False
         regular = self.every_steps > 0 and progress.step % self.every_steps == 0
         return regular or progress.ending or self._ends_epoch(progress)
 
     def __call__(self, progress: Progress) -> None:
-        """Copy the state and start writing it; raises as `StateWriter.save`, Unstable if it is spoilt.
+        """Copy the state and start writing it; raises Unstable if the adapter is not finite.
 
-        Raises MachineError when the run is asked to stop and the disk refuses its state.
+        Raises the errors of `StateWriter.save`, and MachineError when the run is to stop and its state
+        cannot be written.
         """
         finished = _at_the_end(progress)
         export = None if finished else partial(self.export, progress)
@@ -194,12 +197,12 @@ class SaveAction:
         except SpoiltAdapter as error:
             raise Unstable(error.found, progress.guard) from None
         if finished:
-            self.writer.wait()  # a state that was refused is no reason to lose the final export
+            self.writer.wait()  # reports a failed write; the final export is still to be made
         elif progress.ending:
             self.writer.wait_for_acknowledgement()
 
     def state(self, progress: Progress) -> TrainingState:
-        """Return what a resume at this point needs; its tensors are the live ones."""
+        """Return the state of a resume at this point; its tensors are the live ones, not copies."""
         return TrainingState(
             step=progress.step,
             images_seen=progress.images,
@@ -211,6 +214,7 @@ class SaveAction:
     def _ends_epoch(self, progress: Progress) -> bool:
         if self.every_images is None:
             return False
+        # A batch may contain the end of an epoch, and several epochs may end in one batch.
         return (
             progress.images // self.every_images
             > (progress.images - self.batch_size) // self.every_images
@@ -219,7 +223,7 @@ class SaveAction:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareAction:
-    """Before each save: every process has come to the same weights and moments, or none saves."""
+    """Compares weights and moments of all processes before each scheduled save; if they differ, none saves."""
 
     what: ClassVar = "the comparison of states"
     saves: SaveAction
@@ -229,7 +233,7 @@ class CompareAction:
         return not self.ranks.alone and self.saves.is_regular(progress)
 
     def __call__(self, progress: Progress) -> None:
-        """Raise Unstable for weights that are no numbers and TrainingStopped for others; on all alike."""
+        """Raise Unstable for non-finite weights, TrainingStopped for differing ones; on every process."""
         try:
             frozen = freeze(self.saves.state(progress))
         except SpoiltAdapter as error:
@@ -238,12 +242,12 @@ class CompareAction:
 
 
 def _at_the_end(progress: Progress) -> bool:
-    """Whether training is finished; one that stops half-way must decide as if it had gone on."""
+    """Say whether training is finished. A run that stops half-way must decide as if it had gone on."""
     return progress.ending and not progress.stopping
 
 
 def extras(progress: Progress, scaler: torch.amp.GradScaler, fingerprint: str) -> dict[str, Any]:
-    """Return what a state holds besides tensors: the guards' memory, the loss scale, what run it is of."""
+    """Return the plain values of a resume state: guard state, fp16 loss scale, fingerprint of the run."""
     return {
         "fingerprint": fingerprint,
         "guard": to_plain(progress.guard),
@@ -261,6 +265,6 @@ def load_scaler(scaler: torch.amp.GradScaler, values: Mapping[str, Any]) -> None
             scaler.state_dict()
             | {"scale": values["loss_scale"], "_growth_tracker": values["loss_scale_growth"]}
         )
-        # A step that was torn after unscaling would else count as unscaled for ever; torch resets
-        # this in `update` only, which would also change the scale.
+        # After a step that failed between `unscale_` and `step`, the scaler would refuse to unscale again.
+        # torch resets this record in `update` only, which would also change the scale.
         scaler._per_optimizer_states.clear()

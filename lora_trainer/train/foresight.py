@@ -1,9 +1,11 @@
-"""What is computed of samples ahead of their pass: the outputs of modulation layers kept in host memory.
+"""Computes the outputs of modulation layers for many passes ahead, while their weights are in host memory.
 
-`Foresight` is told of the passes to come and is asked for each when it is due. What it does not hold yet
-it makes, together with as many of the next as it has room for: a weight comes to the device once for
-all of them. A pass is known by what its rows depend on, so another split of a step, a step done again
-or a resume can at worst have the weights come once more, and never meet rows of other samples.
+Modulation layers depend only on the timestep and the conditioning, not on the latents, so their outputs
+can be computed before a sample's pass. `Foresight` is given the coming passes, and returns the outputs of
+each pass when it is due. If it lacks them, it computes them together with those of as many following
+passes as fit: each weight is then copied to the device once for all of them. Outputs are keyed by the
+inputs they depend on. Another split of a step, a repeated step or a resume therefore costs at worst one
+more copy of the weights, and never uses the outputs of other samples.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from lora_trainer.families.base import Conditioning
 from lora_trainer.model.modulation import ModulatedNetwork
 
 Key = tuple[tuple[float | bytes, ...], ...]
-"""For each sample of a pass its noise level and the bytes of what it is told."""
+"""For each sample of a pass its timestep and the bytes of its conditioning."""
 
 
 class Seen(Sized, Protocol):
-    """A sample of which the noise level is known: prepared, or glimpsed."""
+    """A sample whose timestep is known: a `Prepared` or a `Glimpse`."""
 
     @property
     def timestep(self) -> float: ...
@@ -37,10 +39,10 @@ class Seen(Sized, Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class Foresight:
-    """The modulation of passes to come, at most `most_samples` at a time (one pass in any case).
+    """The modulation outputs of coming passes, for at most `most_samples` at a time (at least one pass).
 
-    `inputs` makes the layers' input [B, width] of timesteps [B] and of the tensors `names` of the
-    conditioning, on `device`, as the denoiser itself does.
+    `inputs` computes the layers' input [B, width] from timesteps [B] and the tensors `names` of the
+    conditioning, on `device`, as the denoiser does.
     """
 
     network: ModulatedNetwork
@@ -57,7 +59,7 @@ class Foresight:
     _ended: bool = False
 
     def end(self) -> None:
-        """Make nothing ahead any more: the layers are where they were, and give it themselves."""
+        """Compute nothing ahead any more: the layers are back on the device and run as usual."""
         self._ended = True
         self._coming.clear()
         self._rows.clear()
@@ -69,26 +71,28 @@ class Foresight:
         cap: int,
         split: Callable[[Sequence[Glimpse]], Sequence[Sequence[Glimpse]]],
     ) -> None:
-        """Note the passes from this step to the end of its window, which `split` makes with this cap."""
+        """Note the passes from this step to the end of its window, as `split` makes them with `cap`."""
         if self._ended:
             return
         if batch.window:
             self._window, self._first_step = batch.window, batch.step
         elif cap == self._cap:
             return
-        left = self._window[batch.step - self._first_step :]
-        self.expect_passes([samples for step in left for samples in split(step)])
+        remaining_steps = self._window[batch.step - self._first_step :]
+        self.expect_passes([samples for step in remaining_steps for samples in split(step)])
         self._cap = cap
 
     def expect_passes(self, passes: Sequence[Sequence[Seen]]) -> None:
-        """Note what comes next, in this order, instead of what was noted before."""
+        """Replace the noted passes by these, in this order."""
         if self._ended:
             return
         self._coming = {self._key(samples): samples for samples in passes}
-        self._cap = 0  # those of training are noted again by its next step
+        self._cap = (
+            0  # no real cap: the next training step notes its passes anew, after a validation
+        )
 
     def of(self, samples: Sequence[Seen]) -> AbstractContextManager[None]:
-        """Let the modulation layers give the rows of these samples, forwards and backwards."""
+        """Let the modulation layers return the rows of these samples, in forward and backward passes."""
         if self._ended:
             return nullcontext()
         key = self._key(samples)
@@ -97,29 +101,29 @@ class Foresight:
         return self.network.giving(self._rows[key])
 
     def _make(self, key: Key, samples: Sequence[Seen]) -> None:
-        """Make the rows of a pass and of those that are noted after it, as far as there is room."""
+        """Compute the rows of a pass and of as many noted passes after it as there is room for."""
         chosen, count = dict[Key, Sequence[Seen]](), 0
         for coming in (samples, *self._after(key)):
-            # Of some samples the base's own prediction is made first, in a pass of their own.
+            # With class preservation the base model predicts some samples first, in a pass of their own.
             of_base = [sample for sample in coming if sample.as_base]
             count += len(coming) + len(of_base)
             if chosen and count > self.most_samples:
                 break
             chosen |= {self._key(part): part for part in (coming, of_base) if part}
-        self._rows.clear()  # before the new ones, not beside them
+        self._rows.clear()  # free the old rows first: there is room for one set only
         rows = self.network.outputs([self._input(part) for part in chosen.values()])
         self._rows = dict(zip(chosen, rows, strict=True))
 
     def _after(self, key: Key) -> Iterator[Sequence[Seen]]:
         if key in self._coming:
-            place = list(self._coming).index(key) + 1
-            yield from islice(self._coming.values(), place, None)
+            first_index = list(self._coming).index(key) + 1
+            yield from islice(self._coming.values(), first_index, None)
 
     @torch.no_grad()
     def _input(self, samples: Sequence[Seen]) -> Tensor:
-        told = conditioning_of(samples, self.names, device=self.device, dtype=self.dtype)
+        conditioning = conditioning_of(samples, self.names, device=self.device, dtype=self.dtype)
         levels = [sample.timestep for sample in samples]
-        return self.inputs(moved(torch.tensor(levels), self.device), told)
+        return self.inputs(moved(torch.tensor(levels), self.device), conditioning)
 
     def _key(self, samples: Sequence[Seen]) -> Key:
         return tuple(

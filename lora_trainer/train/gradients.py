@@ -1,8 +1,9 @@
-"""The gradients of one optimizer step and what they do to the weights, within what the device can hold.
+"""The two halves of an optimizer step: accumulate the gradients, then clip them and update the weights.
 
-A step that does not fit is done again with the next remedy; its draws are made, so the result is the
-same. So is one that fails otherwise, if it is one of the first, plainly. One that runs out of memory while
-weights are changing is torn: the loop goes back.
+The first half may be repeated: it changes no weight, and the batch already holds its random draws. A
+step that runs out of memory is repeated with the next remedy, a first step that fails for another reason
+is repeated on the plain way (plainly.py). The second half may not: an optimizer that runs out of memory
+has updated some weights only, so it raises TornStep and the loop goes back to the last good state.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from lora_trainer.train.training import First, TornStep, Training
 def gradients_that_fit(
     training: Training, batch: StepBatch, guard: GuardState
 ) -> tuple[Tensor, GuardState]:
-    """Accumulate the step's gradients, taking one remedy after the other until the device can hold it.
+    """Accumulate the step's gradients, applying one remedy after another until the step fits the device.
 
-    The whole step is done again: its draws are already made, so nothing is lost or seen twice. So is
-    one in which compiled code failed, without it, and one of the first that failed otherwise, plainly.
+    Return the loss of this process's samples, detached on the device, and the guard state. The whole
+    step is repeated, from zeroed gradients, after out of memory, after compiled code has failed (then
+    without it), and after another error in a first pass (then on the plain way).
     """
     while True:
         failed: Literal["code", "way", "memory"]
@@ -52,7 +54,7 @@ def gradients_that_fit(
                 reason, failed = why_again(training, guard, error, firsts=firsts), "way"
         else:
             return loss, _with_given_up(training, _grown(training, guard))
-        # Outside the except block: its traceback would keep the tensors alive that must go.
+        # Outside the except block, whose traceback would keep alive the tensors that have to be freed.
         if failed == "way":
             guard = go_plainly(training, guard, reason=reason)
             continue
@@ -65,7 +67,7 @@ def gradients_that_fit(
 
 
 def _passes(training: Training, batch: StepBatch, guard: GuardState) -> frozenset[First]:
-    """Return what tells the passes of a step from those that may fail where these did not."""
+    """Return the keys of a step's passes: a pass may fail where one with another key has worked."""
     return frozenset(
         (*group[0].shape, len(group), guard.remedies, guard.plain)
         for group in _split(batch.samples, training, cap=guard.micro_batch)
@@ -73,10 +75,12 @@ def _passes(training: Training, batch: StepBatch, guard: GuardState) -> frozense
 
 
 def relieved(training: Training, guard: GuardState, *, images: int, reason: str) -> GuardState:
-    """Take the next remedy after `images` at once did not fit; raises TrainingStopped without one."""
+    """Apply the next remedy after a pass of `images` did not fit; raises TrainingStopped without one."""
     training.events.emit("out_of_memory", images_at_once=images, reason=reason)
     recorded = training.speedups.keeps_gradients
-    if recorded:  # the memory of recordings is the first to go
+    # Recordings own memory that the allocator cannot use for anything else. Freeing it costs speed only,
+    # so it comes before every remedy, and the step is tried again before one is applied.
+    if recorded:
         give_up_graphs(training, reason=reason)
     training.optimizer.zero_grad(set_to_none=True)
     free_memory()
@@ -85,7 +89,8 @@ def relieved(training: Training, guard: GuardState, *, images: int, reason: str)
     remedies = training.remedies_of(guard)
     smaller = after_out_of_memory(guard, images=images, remedies=len(remedies))
     if smaller.remedies > guard.remedies and training.speedups.graphs is not None:
-        # What waits in host memory cannot be recorded, and nothing was recorded yet.
+        # A remedy may move weights to host memory, and a copy from there cannot be part of a recording.
+        # No pass has been recorded so far, so there is no memory to free first.
         give_up_graphs(training, reason=reason)
         smaller = _with_given_up(training, smaller)
     for remedy in remedies[guard.remedies : smaller.remedies]:
@@ -98,7 +103,7 @@ def relieved(training: Training, guard: GuardState, *, images: int, reason: str)
 
 
 def _with_given_up(training: Training, guard: GuardState) -> GuardState:
-    """Remember what was tried in vain, so that a resumed run does not try it again."""
+    """Return `guard` with the speed-ups that failed, so that a resumed run does not try them again."""
     uncompiled, ungraphed = training.speedups.uncompiled, training.speedups.ungraphed
     if uncompiled <= guard.uncompiled and ungraphed <= guard.ungraphed:
         return guard
@@ -110,7 +115,7 @@ def _with_given_up(training: Training, guard: GuardState) -> GuardState:
 
 
 def _grown(training: Training, guard: GuardState) -> GuardState:
-    """Count a step that fitted; the next may hold more images at once again."""
+    """Count a step that fitted; after enough of them the next step may use a larger micro-batch again."""
     larger = after_fitting(guard, planned=training.micro_batch)
     reason = f"{guard.patience_steps} steps in a row fitted"
     _tell_micro_batch(training, guard, larger, reason=reason)
@@ -130,7 +135,7 @@ def _tell_micro_batch(training: Training, old: GuardState, new: GuardState, *, r
 
 def add_gradients(training: Training, batch: StepBatch, *, cap: int) -> Tensor:
     """Add the gradients of (1/B) sum of weight_i loss_i; return that loss, detached, on the device."""
-    total = torch.zeros((), device=training.model.device)
+    total = torch.zeros((), device=training.model.device)  # summed there: reading it would wait
     if training.model.foresight is not None:
         split = partial(_split, training=training, cap=cap)
         training.model.foresight.expect(batch, cap=cap, split=split)
@@ -140,16 +145,19 @@ def add_gradients(training: Training, batch: StepBatch, *, cap: int) -> Tensor:
 
 
 def _split(samples: Sequence[AnySized], training: Training, cap: int) -> list[tuple[AnySized, ...]]:
-    """Return what goes through the network together."""
+    """Split samples into micro-batches of one shape and at most `cap` images."""
     if training.model.masks is None:
         return groups(samples, cap=cap, at_once=training.images_at_once)
-    return groups(samples, cap=cap, at_once=training.images_at_once, alike=training.model.alike)
+    return groups(
+        samples, cap=cap, at_once=training.images_at_once, alike=training.model.batch_group_key
+    )
 
 
 def apply_whole(training: Training, loss: Tensor, guard: GuardState, *, step: int) -> Tensor:
-    """Apply the gradients and what comes `afterwards`; `step` counts from 1. Return the gradient norm.
+    """Update the weights and run `afterwards`; `step` counts from 1. Return the norm of the gradients.
 
-    Raises TornStep when the device ran out of memory on the way.
+    The norm is taken before clipping and stays on the device. Raises TornStep if the device runs out of
+    memory.
     """
     try:
         norm = _apply_gradients(training, loss, clip_scale=guard.clip_scale)
@@ -166,12 +174,14 @@ def apply_whole(training: Training, loss: Tensor, guard: GuardState, *, step: in
 def _apply_gradients(training: Training, loss: Tensor, *, clip_scale: float) -> Tensor:
     """Clip and step unless loss or gradients are not finite; return the norm before clipping.
 
-    Fused optimizers mask the step on the device through `found_inf`; others make the host wait.
+    There are three ways to skip a step: the fp16 scaler does it by itself; a fused optimizer masks its
+    update on the device when `found_inf` is 1; for the others the host has to read the norm, and waits.
     """
     optimizer, scaler = training.optimizer, training.scaler
-    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)  # clipping and the reported norm are of the true gradients
     limit = training.max_grad_norm * clip_scale or float("inf")
     norm = nn.utils.clip_grad_norm_(training.parameters, limit, foreach=True)
+    # One number then says whether the step counts: gradients may be finite although the loss is not.
     norm = torch.where(loss.isfinite(), norm, loss)
     if scaler.is_enabled():
         scaler.step(optimizer)
@@ -181,5 +191,6 @@ def _apply_gradients(training: Training, loss: Tensor, *, clip_scale: float) -> 
         optimizer.step()
     elif bool(norm.isfinite()):
         optimizer.step()
+    # A recorded graph adds to gradients at fixed addresses, so they are zeroed; else they are freed.
     optimizer.zero_grad(set_to_none=not training.speedups.keeps_gradients)
     return norm.detach()

@@ -1,12 +1,14 @@
-"""Passes of a step recorded once for each shape and replayed: a forward and a backward as one launch.
+"""CUDA graphs of passes: a forward and backward pass is recorded once per shape and replayed in one launch.
 
-Input is a stacked group of samples and the function that adds its gradients; output its loss. The first
-passes of a shape run as they would without graphs (they warm up what the recording needs, and count),
-the next is recorded and from then on replayed: inputs are copied into memory that stays where it is, and
-gradients add up in memory that stays where it is. Clipping, the reduction over processes and the optimizer
-stay outside: they are the same for all shapes, a few launches of many tensors each, which the host has
-queued long before a replay is over. So every optimizer works, and nothing in a recording changes from
-step to step but its inputs.
+Input is a stacked group of samples and the function that adds their gradients; output is their loss. The
+first passes of a shape run without a graph and count as training (they also warm up libraries that must
+not initialise inside a recording). The next pass is recorded, and replayed from then on. A graph reads and
+writes fixed addresses, so inputs are copied into the recorded input tensors, and gradients add up in
+tensors that are never reallocated.
+
+Clipping, the reduction over processes and the optimizer are not recorded: they are the same for all
+shapes and take few launches of many tensors each, which the host has queued long before a replay ends.
+So every optimizer works, and nothing in a recording changes between steps except its inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from lora_trainer.model.compiling import CompilationFailed
 from lora_trainer.model.graph import Capture, Recording
 
 WARM_UPS = 2
-"""Passes of a shape before its recording: the first allocates, autotunes and compiles."""
+"""Passes of a shape before its recording: the first one allocates, autotunes and compiles."""
 
 Pass = Callable[[Stacked], Tensor]
 """Adds the gradients of samples on the device; returns their share of the step's loss, detached."""
@@ -39,8 +41,8 @@ class _Graph:
     inputs: Stacked
     recording: Recording
 
-    def run(self, given: Stacked) -> Tensor:
-        for name, tensor in given.tensors.items():
+    def run(self, stacked: Stacked) -> Tensor:
+        for name, tensor in stacked.tensors.items():
             self.inputs.tensors[name].copy_(tensor, non_blocking=may_copy_ahead(tensor.device))
         self.recording.replay()
         return self.recording.result
@@ -48,10 +50,10 @@ class _Graph:
 
 @dataclass(kw_only=True)
 class StepGraphs:
-    """The recordings of a training by shape, at most `most` of them; other shapes run as without.
+    """The recordings of a training by shape, at most `most` of them; other shapes run without one.
 
-    `parameters` are those with gradients. While there is a recording their gradients must be zeroed
-    in place, not dropped (`holding`).
+    `parameters` are the trained parameters. While there is a recording (`holding`), their gradients must
+    be zeroed in place: set to None they would be allocated anew, at addresses the graph does not write.
     """
 
     capture: Capture
@@ -64,41 +66,42 @@ class StepGraphs:
 
     @property
     def holding(self) -> bool:
-        """Whether gradients belong to recordings."""
+        """Whether there are recordings, which write to the present gradient tensors."""
         return bool(self._graphs)
 
-    def is_left_out(self, given: Stacked) -> bool:
-        """Say whether samples of this shape run without a recording: there are as many as there may be."""
-        return len(self._graphs) >= self.most and given.signature not in self._graphs
+    def is_left_out(self, stacked: Stacked) -> bool:
+        """Say whether samples of this shape run without a recording because `most` others exist."""
+        return len(self._graphs) >= self.most and stacked.signature not in self._graphs
 
-    def run(self, given: Stacked, run: Pass) -> Tensor:
+    def run(self, stacked: Stacked, run: Pass) -> Tensor:
         """Add the gradients of samples on the host; raises NotRecorded."""
-        shape = given.signature
+        shape = stacked.signature
         graph = self._graphs.get(shape)
         if graph is not None:
-            return graph.run(given)
-        if self.is_left_out(given):
-            return run(given.on(self.device))
+            return graph.run(stacked)
+        if self.is_left_out(stacked):
+            return run(stacked.on(self.device))
         warm = self._warm.get(shape, 0)
         if warm < WARM_UPS:
             self._warm[shape] = warm + 1
-            loss = self.capture.warm_up(lambda: run(given.on(self.device)))
+            loss = self.capture.warm_up(lambda: run(stacked.on(self.device)))
             self._trained = [p for p in self.parameters if p.grad is not None]
             return loss
-        self._graphs[shape] = graph = self._recorded(given, run)
-        return graph.run(given)
+        self._graphs[shape] = graph = self._recorded(stacked, run)
+        return graph.run(stacked)
 
     def release(self) -> None:
-        """Forget all recordings and give their memory back; shapes are recorded again when they come."""
+        """Drop all recordings and free their memory; shapes are recorded again when they come next."""
         self._graphs.clear()
         self._warm.clear()
         self.capture.release()
 
-    def _recorded(self, given: Stacked, run: Pass) -> _Graph:
+    def _recorded(self, stacked: Stacked, run: Pass) -> _Graph:
         if not self._graphs:
             self._own_gradients()
-        on_device = given.on(self.device)
-        # A copy even where that is the same device: what a recording reads is its own.
+        on_device = stacked.on(self.device)
+        # `on` does not copy if the samples are on the device already, but a recording's inputs are
+        # overwritten by every replay and must not be shared.
         inputs = Stacked(tensors={name: t.clone() for name, t in on_device.tensors.items()})
         try:
             recording = self.capture.record(lambda: run(inputs))
@@ -107,9 +110,9 @@ class StepGraphs:
         return _Graph(inputs=inputs, recording=recording)
 
     def _own_gradients(self) -> None:
-        """Give gradients memory of their own, which autograd would else make anew in every step.
+        """Allocate gradient tensors outside the recording, where autograd would otherwise allocate them.
 
-        What had none in the warm-up is not trained by this network, and stays without.
+        Parameters that had no gradient in the warm-up are not used by this network and stay without one.
         """
         for parameter in self._trained:
             before = parameter.grad

@@ -1,9 +1,9 @@
-"""What to do when training goes wrong, as a pure state machine: out of memory, not-a-number, nothing learned.
+"""The guards of a training as a pure state machine: out of memory, non-finite gradients, plateaus, jumps.
 
-No torch, no clock, no files: the loop reports what happened, gets the next state back, and the state
-travels in the resume state, so a resumed run decides as the uninterrupted one would have. Steps that
-are not finite are skipped; after five in a row training goes back to the last good state at half the
-learning rate; after three times it stops.
+No torch, no clock, no files: the loop reports an event and gets the next state back. The state is part of
+the resume state, so a resumed run decides as the uninterrupted run would have. Steps with non-finite
+gradients are skipped; after five in a row training goes back to the last good state at half the learning
+rate; after three such rollbacks it stops.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ from lora_trainer.train.trends import (
 )
 
 FIRST_PATIENCE_STEPS, MAX_PATIENCE_STEPS = 50, 3200
-"""Steps that must fit before more images at once are tried again; each failure doubles them."""
+"""Steps that must fit before a larger micro-batch is tried again; each out of memory doubles them.
+
+Without the doubling a device that is full now and then would be filled again every 50 steps.
+"""
 MAX_SKIPPED_IN_ROW = 5
 MAX_ROLLBACKS = 3
 LOWER_RATE = 0.5
 TIGHTER_CLIPPING = 0.5
 MIN_SCALE = 0.125
-"""Plateaus and spikes change nothing further once they have halved three times."""
+"""Plateaus and jumps lower a factor no further than this: three halvings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardState:
-    """What the guards remember and have decided.
+    """The memory and the decisions of the guards; written to the resume state by `to_plain`.
 
-    `micro_batch` is the present cap in images, `remedies` how many of the run's remedies against a
-    full device are in force, `plain` whether all is computed plainly after an error; `lr_scale` and
-    `clip_scale` are factors on the learning rate and on `train.max_grad_norm`; the counters are of
-    steps that fitted, non-finite steps and rollbacks.
+    `micro_batch` is the present cap in images, `remedies` the number of out-of-memory remedies in force,
+    `plain` whether the run is on the plain way after an error. `uncompiled` and `ungraphed` record
+    speed-ups that failed. `lr_scale` and `clip_scale` are factors on the learning rate and on
+    `train.max_grad_norm`. The counters count steps that fitted, non-finite steps and rollbacks.
     """
 
     micro_batch: int
@@ -70,17 +73,17 @@ _NESTED: Mapping[str, type[LossTrend | Plateau | Best | Learning]] = {
 
 
 class Unstable(Exception):
-    """Going on from here is pointless: go back to the last good state. `found` says why."""
+    """Asks the loop to go back to the last good state, for `reason`; `state` is the guard state then."""
 
-    def __init__(self, found: str, state: GuardState) -> None:
-        super().__init__(found)
-        self.found = found
+    def __init__(self, reason: str, state: GuardState) -> None:
+        super().__init__(reason)
+        self.reason = reason
         self.state = state
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Something a guard changed, as the `change` event shows it."""
+    """A factor that a guard changed, with the fields of the `change` event."""
 
     key: str
     old: float
@@ -89,7 +92,7 @@ class Change:
 
 
 def after_step(state: GuardState, *, finite: bool, step: int) -> GuardState:
-    """Count a step whose gradients were not finite; raises Unstable after too many in a row."""
+    """Count a step with non-finite gradients; raises Unstable after MAX_SKIPPED_IN_ROW in a row."""
     if finite:
         return replace(state, skipped_in_row=0) if state.skipped_in_row else state
     state = replace(state, skipped_in_row=state.skipped_in_row + 1, skipped=state.skipped + 1)
@@ -103,7 +106,7 @@ def after_step(state: GuardState, *, finite: bool, step: int) -> GuardState:
 
 
 def after_training_loss(state: GuardState, loss: float) -> GuardState:
-    """Take in the finite loss of a step; clip more tightly when the losses have jumped."""
+    """Return the state after the finite loss of a step; clip more tightly when the losses have jumped."""
     trend, jumped = after_loss(state.trend, loss)
     state = replace(state, trend=trend)
     if not jumped or state.clip_scale <= MIN_SCALE:
@@ -112,7 +115,7 @@ def after_training_loss(state: GuardState, loss: float) -> GuardState:
 
 
 def after_validation(state: GuardState, loss: float) -> GuardState:
-    """Take in a validation loss; halve the learning rate when it has stopped falling."""
+    """Return the state after a validation loss; halve the learning rate when it has stopped falling."""
     plateau, reached = after_validation_loss(state.plateau, loss)
     state = replace(state, plateau=plateau)
     if not reached or state.lr_scale <= MIN_SCALE:
@@ -121,14 +124,15 @@ def after_validation(state: GuardState, loss: float) -> GuardState:
 
 
 def with_best(state: GuardState, loss: float, *, step: int) -> GuardState:
-    """Take in the validation loss of a step as the lowest so far, or as one more that is not."""
+    """Return the state after the validation loss of a step, counted as the lowest so far or as no better."""
     return replace(state, best=after_validated(state.best, loss, step=step))
 
 
 def after_rollback(good: GuardState, unstable: Unstable) -> GuardState:
-    """Return the state to go on with from a good one; raises TrainingStopped after too many times.
+    """Return the guard state to continue with from `good`; raises TrainingStopped after MAX_ROLLBACKS.
 
-    What was learned on the way stays: the micro-batch that fits, and how often it went wrong.
+    The facts about the machine and the counts of failures come from the bad state: going back undoes the
+    weights, but the same micro-batch would not fit this time either.
     """
     bad = unstable.state
     if bad.rollbacks >= MAX_ROLLBACKS:
@@ -149,36 +153,38 @@ def after_rollback(good: GuardState, unstable: Unstable) -> GuardState:
 
 
 def stopped(unstable: Unstable, *, remedies: str = "") -> TrainingStopped:
-    """Return the end of a training that no remedy helped."""
+    """Return the error that ends an unstable training after all remedies."""
     return TrainingStopped(
-        f"{unstable.found}{remedies}; the adapter still holds its last good values",
+        f"{unstable.reason}{remedies}; the adapter still holds its last good values",
         fix="lower optimizer.learning_rate, or use --set train.precision=fp32, and resume",
     )
 
 
 def after_out_of_memory(state: GuardState, *, images: int, remedies: int) -> GuardState:
-    """Halve the micro-batch after `images` at once did not fit; at one image, take one more remedy.
+    """Halve the micro-batch after a pass of `images` did not fit; at one image, apply one more remedy.
 
-    `remedies` is how many there are. Raises TrainingStopped when all are in force.
+    `remedies` is the number of remedies the run has. Raises TrainingStopped when all are in force.
     """
     state = replace(
         state,
         fitting_steps=0,
         patience_steps=min(2 * state.patience_steps, MAX_PATIENCE_STEPS),
     )
+    # The cap may be larger than the pass that failed (few images of one shape in a batch, or a smaller cap
+    # for large images); halving the cap alone would repeat the same pass.
     largest = min(state.micro_batch, images)
     if largest > 1:
         return replace(state, micro_batch=(largest + 1) // 2)
     if state.remedies < remedies:
         return replace(state, micro_batch=1, remedies=state.remedies + 1)
     raise TrainingStopped(
-        "the device ran out of memory with one image at a time and every remedy taken",
+        "the device ran out of memory with one image at a time and every remedy applied",
         fix="use a lower data.resolution, a smaller adapter.rank, or free memory on the device",
     )
 
 
 def after_fitting(state: GuardState, *, planned: int) -> GuardState:
-    """Count a step that fitted; after enough of them try twice as many images at once, up to `planned`."""
+    """Count a step that fitted; after enough of them double the micro-batch, up to `planned`."""
     if state.micro_batch >= planned:
         return state
     if state.fitting_steps + 1 < state.patience_steps:
@@ -187,7 +193,10 @@ def after_fitting(state: GuardState, *, planned: int) -> GuardState:
 
 
 def after_torn_step(good: GuardState, torn: GuardState) -> GuardState:
-    """Return the state to go on with from a good one once an optimizer step ran out of memory half-way."""
+    """Return the guard state to continue with from `good` after an optimizer step ran out of memory.
+
+    The run is not unstable, so nothing counts as a rollback and the learning rate stays.
+    """
     return replace(
         good,
         micro_batch=torn.micro_batch,
@@ -202,7 +211,7 @@ def after_torn_step(good: GuardState, torn: GuardState) -> GuardState:
 
 
 def changes(before: GuardState, after: GuardState, *, reason: str) -> Iterator[Change]:
-    """Yield what a guard changed about the training, the micro-batch excepted."""
+    """Yield the factors on learning rate and clipping that differ between two guard states."""
     factors = {
         "optimizer.learning_rate factor": (before.lr_scale, after.lr_scale),
         "train.max_grad_norm factor": (before.clip_scale, after.clip_scale),
@@ -213,12 +222,12 @@ def changes(before: GuardState, after: GuardState, *, reason: str) -> Iterator[C
 
 
 def to_plain(state: GuardState) -> dict[str, Any]:
-    """Return a state as plain values, for a resume state."""
+    """Return a guard state as plain values, for a resume state."""
     nested = {name: vars(getattr(state, name)) for name in _NESTED}
     return {field.name: getattr(state, field.name) for field in fields(state)} | nested
 
 
 def from_plain(values: Mapping[str, Any]) -> GuardState:
-    """Return the state that `to_plain` took apart."""
+    """Return the guard state of the values of `to_plain`; groups that an older state lacks are as new."""
     nested = {name: kind(**values.get(name, {})) for name, kind in _NESTED.items()}
     return GuardState(**{**values, **nested})

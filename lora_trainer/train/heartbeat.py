@@ -1,15 +1,16 @@
-"""Sees that another process of a training has died, frozen or failed, or that this one does not start.
+"""Notices when another process of a training has died, frozen or failed, or when this one hangs at start.
 
-torch's launcher ends the processes of one machine when one of them exits; a collective raises when a
-connection closes. What is here is for what neither notices or says:
+torch's launcher ends the processes of one machine when one of them exits, and a collective raises when a
+connection closes. This module covers the cases that neither notices or explains:
 
-* a frozen process, or a machine that is switched off: nothing closes, collectives wait for ever;
+* a frozen process or a machine that is switched off: no connection closes, and collectives wait for ever;
 * a start that hangs in one process (a library that waits for the others, a network that refuses);
-* the reason: the launcher's log has an exit code, the survivors get SIGTERM, which reads like a user's stop.
+* the reason: the launcher's log has only an exit code, and the other processes get SIGTERM, which looks
+  like a stop by the user.
 
-Every process keeps a heartbeat in the launcher's key-value store and looks at those of the others from
-a thread of its own, because its main thread may wait in a collective for ever. What followers have to
-say reaches the leader the same way. Nothing here is a collective.
+Each process writes a heartbeat to the launcher's key-value store and reads the heartbeats of the others
+from a thread of its own, because its main thread may wait in a collective for ever. Followers send their
+events to the leader through the same store. Nothing here is a collective.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from lora_trainer.launch import Place
 
 INTERVAL_S = 0.5
 GRACE_S = 5.0
-"""What the main thread has to end by itself, with the reason, before it is ended."""
+"""Time that the main thread has to end the process itself, with the reason, before this thread does."""
 LOOK = f"look at what that process said, then {RESUME}"
 STORE_GONE = "the process that kept the launcher's store ended"
 _WORKING_SHARE = 0.01
-"""Of one core: a download or a checksum takes more, a thread that waits for something takes none."""
+"""Share of one core: a download or a checksum uses more, a waiting thread uses none."""
 _WORKING_BYTES = 1_000_000
 
 
 def _is_local(event: Event) -> bool:
-    """Whether an event belongs into the records of the run although the leader has not seen it.
+    """Say whether a follower's event concerns that process alone, so that the leader has to be sent it.
 
-    What the guards decide (TRN-01) follows from the same numbers everywhere: the leader says it.
+    Guards decide (TRN-01) by numbers that are the same on all processes: the leader reports those itself.
     """
     match event.kind:
         case "out_of_memory":
@@ -65,7 +66,7 @@ def _processor_s() -> float:
 
 
 def _stored_bytes() -> int:
-    """Return what this process has read from disks and written to them; 0 where that is not counted."""
+    """Return the bytes this process has read from and written to disks; 0 where the system has no counter."""
     try:
         counted = psutil.Process().io_counters()
     except (psutil.Error, OSError, NotImplementedError, AttributeError):  # macOS has no such call
@@ -75,10 +76,10 @@ def _stored_bytes() -> int:
 
 @dataclass(kw_only=True)
 class Activity:
-    """How long this process has done nothing: neither computed, nor read, nor written.
+    """Measures for how long this process has neither computed nor read nor written.
 
-    A base that is downloaded or hashed takes as long as it takes; a process that waits for what will
-    never come shows in that it uses nothing at all.
+    A start has no time limit, as downloading or hashing a base may take an hour. A process that waits for
+    something that never comes uses no processor and no disk, and is recognised by that.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -87,7 +88,10 @@ class Activity:
     _since: tuple[float, float, int] | None = None
 
     def idle_s(self, *, window_s: float) -> float:
-        """Return the seconds in which less was done than a hundredth of `window_s` on one core."""
+        """Return the seconds since this process last worked.
+
+        It worked if since then it used a hundredth of `window_s` in processor time, or a megabyte of I/O.
+        """
         now = (self.clock(), self.processor_s(), self.stored_bytes())
         since = self._since or now
         worked = now[1] - since[1] >= _WORKING_SHARE * window_s
@@ -96,12 +100,12 @@ class Activity:
         return now[0] - since[0]
 
     def reset(self) -> None:
-        """Count from now on."""
+        """Start measuring anew at the next call of `idle_s`."""
         self._since = None
 
 
 def place_of_main_thread() -> str:
-    """Return where the main thread is, and which line of this package led there."""
+    """Return the line the main thread is at, and the line of this package that called into it."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     names: list[str] = []
     ours = str(Path(lora_trainer.__file__).parent)
@@ -117,7 +121,10 @@ def place_of_main_thread() -> str:
 
 @dataclass(kw_only=True)
 class _Seen:
-    """A heartbeat as it was last seen to change, by this machine's clock."""
+    """A heartbeat and the time, by this machine's clock, at which it last changed.
+
+    Clocks of several machines differ, so a heartbeat is a counter and holds no time.
+    """
 
     beat: bytes
     at_s: float
@@ -125,12 +132,12 @@ class _Seen:
 
 @dataclass(kw_only=True)
 class PeerMonitor:
-    """A thread beside the training; `timeout_s` is how long a process may be silent, or hang in its start.
+    """A thread that watches the other processes; `timeout_s` limits silence, and idleness at the start.
 
-    `on_end(reason)` writes down why, just before this process is ended.
+    `on_end(reason)` records the reason just before the thread ends this process.
     """
 
-    place: Place
+    dist_env: Place
     store: Store
     timeout_s: float
     on_end: Callable[[str], None] = lambda reason: None
@@ -147,62 +154,62 @@ class PeerMonitor:
     _events: EventStream | None = None
 
     def start(self) -> None:
-        """Say who this is and begin to watch."""
+        """Publish this process's host, pid and start time, and start the thread."""
         self._began_s = self.clock()
         me = psutil.Process()
         about = {"host": socket.gethostname(), "pid": me.pid, "started_s": me.create_time()}
-        self.store.set(f"about/{self.place.rank}", json.dumps(about))
+        self.store.set(f"about/{self.dist_env.rank}", json.dumps(about))
         self._beat(0)
         self._thread = threading.Thread(target=self._work, name="lora-train-monitor", daemon=True)
         self._thread.start()
 
     def started(self) -> None:
-        """Say that this process is connected: from now on it may wait as long as others work."""
+        """Note that this process is connected: from now on it may wait for as long as others work."""
         self._starting = False
 
     def stop(self) -> None:
-        """End the thread; this process has done its part and may be silent from now on.
+        """End the thread and mark this process as done, so that its silence is no failure.
 
-        Who keeps the store waits a moment for the others, who still ask it why they end; for those who
-        have not come, as long as they may take.
+        The process that hosts the store waits a moment before it exits, because the others still read the
+        reason of their end from it; for processes that have not come yet it waits up to `timeout_s`.
         """
         self._done.set()
         if self._thread is not None:
             self._thread.join()
         with suppress(RuntimeError):
-            self.store.set(f"beat/{self.place.rank}", "done")
+            self.store.set(f"beat/{self.dist_env.rank}", "done")
             until_s = max(self.clock() + GRACE_S, self._began_s + self.timeout_s)
-            keeps = self.place.leads and not self.place.launcher_keeps_store
+            keeps = self.dist_env.leads and not self.dist_env.launcher_keeps_store
             while keeps and self.clock() < until_s and not all(map(self._has_left, self._others())):
                 time.sleep(INTERVAL_S / 10)
 
     def _others(self) -> Iterator[int]:
-        yield from (rank for rank in range(self.place.count) if rank != self.place.rank)
+        yield from (rank for rank in range(self.dist_env.count) if rank != self.dist_env.rank)
 
     def _has_left(self, rank: int) -> bool:
         if not self.store.check([f"beat/{rank}"]):
-            return False  # it may be about to come
+            return False  # the process may still be starting
         return bool(self.store.get(f"beat/{rank}") == b"done") or self._is_dead(rank)
 
     def record(self, events: EventStream) -> None:
-        """Take what followers tell into the records of the run (the leader calls this)."""
+        """Emit the events of followers in `events` (only the leader calls this)."""
         self._events = events
 
     def tell(self, event: Event) -> None:
-        """Listener of a follower's events: hand the leader what only happened here.
+        """Send the leader an event of this follower that concerns only this process (a listener).
 
-        Numbered keys: torch's store has queues, but not on Windows.
+        Each event gets a numbered key, because torch's store has no queues on Windows.
         """
         if _is_local(event):
-            number = self._rows.get(self.place.rank, 0)
+            number = self._rows.get(self.dist_env.rank, 0)
             row = {"kind": event.kind, "fields": dict(event.fields)}
-            self.store.set(f"row/{self.place.rank}/{number}", json.dumps(row))
-            self._rows[self.place.rank] = number + 1
+            self.store.set(f"row/{self.dist_env.rank}/{number}", json.dumps(row))
+            self._rows[self.dist_env.rank] = number + 1
 
     def fail(self, reason: str) -> None:
-        """Say that this process ends and why; the first reason is the one that counts."""
+        """Publish that this process ends and why; only the first reason of all processes is kept."""
         with suppress(RuntimeError):
-            self.store.compare_set("failed", "", f"process {self.place.rank}: {reason}")
+            self.store.compare_set("failed", "", f"process {self.dist_env.rank}: {reason}")
 
     @contextmanager
     def limited(self, doing: str, *, advice: str) -> Iterator[None]:
@@ -214,19 +221,19 @@ class PeerMonitor:
             self._limit = None
 
     def wait_for_all(self, name: str) -> None:
-        """Return when every process has called this with `name`; raises MachineError if one has ended."""
-        self.give(f"{name}/{self.place.rank}", "1")
-        for rank in range(self.place.count):
+        """Return once every process has called this with `name`; raises MachineError if one has ended."""
+        self.give(f"{name}/{self.dist_env.rank}", "1")
+        for rank in range(self.dist_env.count):
             self.take(f"{name}/{rank}")
 
     def give(self, key: str, value: str) -> None:
-        """Put a text where the others can take it."""
+        """Publish a text under `key` for the other processes."""
         self.store.set(key, value)
 
     def take(self, key: str) -> str:
-        """Return the text somebody gives, when it is there; raises MachineError if one has ended.
+        """Wait for the text published under `key`; raises MachineError if a process has ended.
 
-        Asks again and again: the store's own `wait` would hear of nobody's end.
+        Polls the store, because the store's own `wait` does not notice that a process has ended.
         """
         self._waiting = True
         try:
@@ -241,7 +248,7 @@ class PeerMonitor:
             self._waiting = False
 
     def reason(self) -> str:
-        """Return why another process ended, as soon as that is known; empty when nobody knows."""
+        """Return why another process ended, waiting up to GRACE_S / 2 for the reason; empty if unknown."""
         until_s = self.clock() + GRACE_S / 2
         while self.clock() < until_s:
             try:
@@ -263,21 +270,21 @@ class PeerMonitor:
                 self._beat(number)
                 self._listen()
                 reason = self._failure()
-                if not reason and (own := self._overdue()):
-                    self.fail(own)
-                    reason = f"process {self.place.rank}: {own}"
+                if not reason and (own_failure := self._overdue()):
+                    self.fail(own_failure)
+                    reason = f"process {self.dist_env.rank}: {own_failure}"
             except RuntimeError:
                 reason = STORE_GONE
             if reason:
                 self._end(reason)
 
     def _beat(self, number: int) -> None:
-        self.store.set(f"beat/{self.place.rank}", str(number))
+        self.store.set(f"beat/{self.dist_env.rank}", str(number))
 
     def _listen(self) -> None:
         if self._events is None:
             return
-        for rank in range(1, self.place.count):
+        for rank in range(1, self.dist_env.count):
             while self.store.check([key := f"row/{rank}/{self._rows.get(rank, 0)}"]):
                 row = json.loads(self.store.get(key))
                 fields = dict(row["fields"])
@@ -290,7 +297,7 @@ class PeerMonitor:
         return f"hardware.process_timeout_s={self.timeout_s:g}"
 
     def _overdue(self) -> str:
-        """Return how this process itself hangs in its start, empty while it does not."""
+        """Return a sentence if this process hangs in its start, else an empty string."""
         limit = self._limit
         if limit is not None:
             return limit[0] if self.clock() - limit[1] >= self.timeout_s else ""
@@ -308,15 +315,15 @@ class PeerMonitor:
     def _failure(self) -> str:
         if self.store.check(["failed"]):
             reason = self.store.get("failed").decode()
-            return "" if reason.startswith(f"process {self.place.rank}:") else reason
+            return "" if reason.startswith(f"process {self.dist_env.rank}:") else reason
         for rank in self._others():
             if reason := self._missing(rank):
                 return reason
         return ""
 
     def _missing(self, rank: int) -> str:
-        """Return what is wrong with a process, empty while nothing is."""
-        now_s, name = self.clock(), f"process {rank} of {self.place.count}"
+        """Return the failure of process `rank`, empty while it is alive."""
+        now_s, name = self.clock(), f"process {rank} of {self.dist_env.count}"
         if not self.store.check([f"beat/{rank}"]):
             late = now_s - self._began_s >= self.timeout_s
             return f"{name} never came within {self._limit_text()}" if late else ""
@@ -325,38 +332,41 @@ class PeerMonitor:
             return ""
         if self._is_dead(rank):
             return f"{name} was killed or crashed"
-        seen = self._seen.get(rank)
-        if seen is None or seen.beat != beat:
+        last_beat = self._seen.get(rank)
+        if last_beat is None or last_beat.beat != beat:
             self._seen[rank] = _Seen(beat=beat, at_s=now_s)
             return ""
-        if now_s - seen.at_s < self.timeout_s:
+        if now_s - last_beat.at_s < self.timeout_s:
             return ""
-        return f"{name} has been silent for {now_s - seen.at_s:.0f} s"
+        return f"{name} has been silent for {now_s - last_beat.at_s:.0f} s"
 
     def _about(self, rank: int) -> Mapping[str, Any]:
         about: Mapping[str, Any] = json.loads(self.store.get(f"about/{rank}"))
         return about
 
     def _is_dead(self, rank: int) -> bool:
-        """Whether a process on this machine is gone; others are known by their heartbeat only."""
+        """Say whether a process of this machine is gone; for other machines only heartbeats can tell."""
         about = self._about(rank)
         if about["host"] != socket.gethostname():
             return False
         try:
             process = psutil.Process(about["pid"])
+            # Systems reuse pids: another start time means another process.
             another = abs(process.create_time() - float(about["started_s"])) > 1.0
             return bool(another or process.status() == psutil.STATUS_ZOMBIE)
         except psutil.NoSuchProcess:
             return True
 
     def _end(self, reason: str) -> None:
-        """Give the main thread a moment to end by itself, then end this process at once.
+        """Give the main thread GRACE_S to end by itself, then end this process at once.
 
-        A frozen process is left to the launcher, which kills what does not answer its SIGTERM.
+        A frozen process is left to the launcher, which kills processes that do not react to its SIGTERM.
         """
         if self._done.wait(GRACE_S):
             return
         self.on_end(reason)
         sys.stderr.write(f"error: {reason}. Fix: {LOOK}.\n")
         sys.stderr.flush()
+        # The main thread may be inside a collective that never returns: `sys.exit` here would end only
+        # this thread, and an ordinary exit would wait for it.
         os._exit(MachineError.exit_code)

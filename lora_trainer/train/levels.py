@@ -1,8 +1,9 @@
-"""Which noise level a sample is trained at: a pure function of one uniform number, per kind of base.
+"""The noise level at which a sample is trained: a pure function of one uniform random number.
 
-A level says noisy = alpha x + sigma noise and which timestep the denoiser is told. Bases that predict
-noise or v have a table of levels (Ho et al. 2020, arXiv 2006.11239); flow matching has every level
-(Lipman et al. 2022, arXiv 2210.02747; alpha = 1 - sigma, timestep = 1000 sigma). Torch-free.
+A level fixes alpha and sigma in noisy = alpha x + sigma noise, and the timestep that the denoiser gets.
+Bases that predict noise or v have a table of 1000 levels (Ho et al. 2020, arXiv 2006.11239); flow matching
+has a continuum (Lipman et al. 2022, arXiv 2210.02747; alpha = 1 - sigma, timestep = 1000 sigma).
+Torch-free.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """One noise level; `signal` is alpha^2 where alpha^2 + sigma^2 = 1, None for flow matching."""
+    """One noise level; `signal` is alpha-bar = alpha^2 (with alpha^2 + sigma^2 = 1), None for flow matching."""
 
     timestep: float
     alpha: float
@@ -33,10 +34,10 @@ class Level:
 
 
 class Levels(Protocol):
-    """How a base is trained over noise levels."""
+    """The noise levels of a base: random ones for training, evenly spaced ones for validation."""
 
     def draw(self, uniform: float, *, size_px: Size) -> Level:
-        """Return the level for a uniform number in [0, 1), distributed as training wants it."""
+        """Return the level for a uniform number in [0, 1), by the sampling density of the settings."""
 
     def at(self, fraction: float, *, size_px: Size) -> Level:
         """Return the level at a fraction of the timesteps in (0, 1), for validation."""
@@ -44,7 +45,7 @@ class Levels(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TableLevels:
-    """The levels of a discrete schedule: alpha-bar per timestep, drawn by `density` between two of them."""
+    """Levels of a discrete schedule: `signal` is alpha-bar per timestep, `density` draws in [first, last]."""
 
     signal: Sequence[float]
     density: Callable[[float], float]
@@ -53,14 +54,15 @@ class TableLevels:
 
     def draw(self, uniform: float, *, size_px: Size) -> Level:
         count = self.last - self.first + 1
-        # A density may round up to 1, where there is no timestep any more.
+        # A density below 1 may round to 1.0, and the index would be one past the last timestep.
         return self._level(self.first + min(int(self.density(uniform) * count), count - 1))
 
     def at(self, fraction: float, *, size_px: Size) -> Level:
         return self._level(int(fraction * len(self.signal)))
 
     def _level(self, timestep: int) -> Level:
-        signal = np.float32(self.signal[timestep])  # as the tensors that these numbers multiply
+        # float32 like the tensors that alpha and sigma multiply, so that they equal the scheduler's values.
+        signal = np.float32(self.signal[timestep])
         return Level(
             timestep=timestep,
             alpha=float(np.sqrt(signal)),
@@ -71,10 +73,10 @@ class TableLevels:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowLevels:
-    """Levels of flow matching: `density` maps a uniform number to t, `shift` a size to s.
+    """Levels of flow matching: `density` maps a uniform number to t, `shift` an image size to s.
 
-    sigma = s t / (1 + (s - 1) t) (Esser et al. 2024, arXiv 2403.03206, section 5.3.2), kept between
-    `lowest` and `highest`.
+    sigma = s t / (1 + (s - 1) t) (Esser et al. 2024, arXiv 2403.03206, section 5.3.2), then mapped
+    linearly from (0, 1) to (`lowest`, `highest`). s > 1 moves training to higher noise.
     """
 
     density: Callable[[float], float]
@@ -108,7 +110,7 @@ def table_levels(signal: Sequence[float], settings: ObjectiveSettings) -> TableL
 
 
 def flow_levels(settings: ObjectiveSettings, *, base_shift: Callable[[Size], float]) -> FlowLevels:
-    """Return the levels of a flow-matching base; `base_shift` is what its own sampler uses at a size."""
+    """Return the levels of a flow-matching base; `base_shift` is the shift its sampler uses at a size."""
     fixed = settings.flow_shift
     return FlowLevels(
         density=_density(settings),
@@ -119,7 +121,7 @@ def flow_levels(settings: ObjectiveSettings, *, base_shift: Callable[[Size], flo
 
 
 def _density(settings: ObjectiveSettings) -> Callable[[float], float]:
-    """Return what maps a uniform number to t in (0, 1) (Esser et al. 2024, section 3.1)."""
+    """Return the quantile function that maps a uniform number to t in (0, 1) (Esser et al. 2024, section 3.1)."""
     match settings.timestep_sampling:
         case "uniform":
             return _midpoint
@@ -140,5 +142,5 @@ def _mode(uniform: float, *, scale: float) -> float:
 
 
 def _midpoint(uniform: float) -> float:
-    """Keep a draw off 0 and 1: at 0 there is no noise to learn from, and the normal has no quantile."""
+    """Clamp a draw off 0 and 1, where the normal quantile is infinite; at 0 there is no noise to learn."""
     return min(max(uniform, 2.0**-40), 1.0 - 2.0**-40)

@@ -1,8 +1,17 @@
 """The training loop: one readable function over plain values.
 
-It has never heard of presets, the command line or files. Each `Action` (save, sample, validate)
-decides for itself whether a step concerns it. The step is fenced by two rules: nothing in it decodes,
-encodes or touches the disk, and every random number it uses was drawn by the feeder.
+It knows nothing of presets, the command line or files. Each `Action` (save, sample, validate) decides
+for itself at which steps it runs. Two rules hold for every step: it decodes no image, encodes no
+caption and touches no disk, and every random number it uses was drawn by the dataloader.
+
+To follow one optimizer step, read `_train` from top to bottom, then these functions in this order:
+
+1. `gradients_that_fit` (gradients.py) splits the batch into micro-batches that fit the device;
+2. `add_pass` (passes.py) runs one forward and one backward pass per micro-batch;
+3. `Model.losses_of` (training.py) adds noise, predicts, and compares with the target (objective.py);
+4. `Ranks.reduce` (ranks.py) sums the gradients of all processes;
+5. `apply_whole` (gradients.py) clips the gradients and calls the optimizer;
+6. `_report` (below) logs the step and lets the guards judge it.
 """
 
 from __future__ import annotations
@@ -60,8 +69,8 @@ CUDA_REPORT_LAG = 2  # steps; reading a loss at once would make the host wait fo
 class _Report:
     """A finished step whose loss and gradient norm may still be on their way from the device.
 
-    `reached`: some parameter had a gradient. `left_zero`, of one step only: whether any of those that
-    began at zero is something else.
+    `reached` is true if at least one parameter had a gradient. `left_zero` is read at step ZERO_STEPS only:
+    1.0 if a parameter that began at zero has changed, else 0.0.
     """
 
     fields: dict[str, Any]
@@ -71,7 +80,11 @@ class _Report:
 
 
 class _Lap:
-    """The seconds from step to step, without what actions take: a step that is told late began late."""
+    """Measures the seconds from one report to the next, without the time that actions take.
+
+    On a GPU reports are a few steps late, so one lap is the duration of a step but not of the step that is
+    being reported.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -89,11 +102,11 @@ class _Lap:
 def run(training: Training, start: Progress) -> Progress:
     """Train from `start` to `training.steps` and return where it ended.
 
-    Raises StoppedBySignal after an asked-for stop, once the actions have seen `ending`, and
+    Raises StoppedBySignal when a stop was requested, after the actions have run with `ending` set, and
     TrainingStopped when no remedy is left; the adapter then still holds its last good values.
     """
     progress = start
-    if start.step == 0:  # a resumed run did these before it was interrupted
+    if start.step == 0:  # a resumed run has already validated and sampled the untouched base
         progress = _act(training, _due(training, progress), progress)
     while True:
         try:
@@ -103,7 +116,7 @@ def run(training: Training, start: Progress) -> Progress:
                 raise stopped(unstable) from None
             good = training.restore()
             guard = after_rollback(good.guard, unstable)
-            reason = f"back to step {good.step}: {unstable.found}"
+            reason = f"back to step {good.step}: {unstable.reason}"
             _tell_changes(training.events, unstable.state, guard, reason=reason)
             progress = replace(good, guard=guard, ending=False)
             continue
@@ -113,12 +126,13 @@ def run(training: Training, start: Progress) -> Progress:
             if not is_lost(error):
                 raise
             raise lost_device(training, progress.guard, error) from error
-        # Outside the except block: its traceback would keep gradients alive that must go.
+        # Recover outside the except block: inside it the traceback would hold the frames, and with them
+        # the gradients whose memory has to be freed.
         progress = _mended(training, *torn)
 
 
 def _mended(training: Training, torn: GuardState, reason: str) -> Progress:
-    """Go back before a step that ran out of memory while weights were changing, with a remedy taken."""
+    """Apply the next remedy and go back to the last good state after a half-applied optimizer step."""
     guard = relieved(training, torn, images=torn.micro_batch, reason=reason)
     if training.restore is None or not training.ranks.alone:
         raise TrainingStopped(
@@ -127,7 +141,7 @@ def _mended(training: Training, torn: GuardState, reason: str) -> Progress:
         )
     good = training.restore()
     training.events.problem(
-        f"back to step {good.step}: an optimizer step ran out of memory; the steps since are done again",
+        f"back to step {good.step}: an optimizer step ran out of memory; the steps since then are repeated",
         fix="nothing if this is rare; else lower hardware.vram_limit_gib",
         code="TRN-02",
     )
@@ -135,7 +149,7 @@ def _mended(training: Training, torn: GuardState, reason: str) -> Progress:
 
 
 def _train(training: Training, start: Progress) -> Progress:
-    """Train from `start` to the end; raises Unstable besides what `run` raises."""
+    """Train from `start` to the end; raises Unstable and TornStep, and the errors of `run`."""
     progress, pending = start, deque[_Report]()
     lag = report_lag(training.model.device)
     lap = _Lap(training.clock)
@@ -144,22 +158,28 @@ def _train(training: Training, start: Progress) -> Progress:
     ) as batches:
         while progress.step < training.steps and not _has_converged(training, progress):
             try:
-                # ---- data: prepared ahead, so what is measured here is only the wait for it
+                # ---- data: threads prepare batches ahead, so this is the time the device may sit idle
                 began = training.clock()
                 batch = next(batches)
                 waited = training.clock() - began
 
-                # ---- step: noise, predict, weighted loss, backward, clip, optimizer
+                # ---- step: noise, prediction, weighted loss, backward, clipping, optimizer
+                # The rate is a function of the step number and of the guards' factor, both of which
+                # the resume state holds: a resume needs no scheduler state.
                 rate = training.learning_rate(progress.step) * progress.guard.lr_scale
                 set_learning_rate(training.optimizer, rate)
                 enter_stages(training.stages, step=progress.step)
                 loss, guard = gradients_that_fit(training, batch, progress.guard)
             except (MachineError, TrainingStopped):
+                # The weights are those of the last whole step, so its state is worth saving. With several
+                # processes the others may be in the next collective already and would never save.
                 if progress.step > start.step and training.ranks.alone:
                     while pending:
                         progress = _report(training, pending.popleft(), progress, lap)
                     _save_whole_steps(training, progress)
                 raise
+            # No gradient has been averaged yet: each pass divides by the batch size of all processes, so
+            # their sum is the mean over the whole batch, however the images were shared out.
             loss = training.ranks.reduce(
                 training.parameters,
                 loss,
@@ -167,13 +187,15 @@ def _train(training: Training, start: Progress) -> Progress:
                 in_place=training.speedups.keeps_gradients,
             )
             reached = any(parameter.grad is not None for parameter in training.parameters)
+            # From here on `step` counts finished steps from 1; `progress.step` was the 0-based index.
             step, images = progress.step + 1, progress.images + training.batch_size
             grad_norm = apply_whole(training, loss, guard, step=step)
 
-            # ---- report, a few steps late on a GPU
+            # ---- report: the copy of loss and norm starts now and is read a few steps later on a GPU,
+            # because reading it now would make the host wait until the device has finished the step
             progress = Progress(step=step, images=images, guard=guard)
-            shown = effective_rate(training.optimizer, rate)
-            fields = {"step": step, "images": images, "lr": shown, "epoch": batch.epoch}
+            reported_rate = effective_rate(training.optimizer, rate)
+            fields = {"step": step, "images": images, "lr": reported_rate, "epoch": batch.epoch}
             fields |= {"data_wait_s": waited, "latents": _latents(batch)}
             measured = Readback(torch.stack([loss, grad_norm]))
             left_zero = _left_zero(training) if step == ZERO_STEPS else None
@@ -185,6 +207,7 @@ def _train(training: Training, start: Progress) -> Progress:
                 progress = _report(training, pending.popleft(), progress, lap)
 
             # ---- save, sample, validate, stop
+            # A signal after the last step changes nothing: the run ends as it would have.
             signal_number = (
                 training.ranks.stop_asked(training.stop) if step < training.steps else None
             )
@@ -193,6 +216,8 @@ def _train(training: Training, start: Progress) -> Progress:
                 progress, ending=stopping or step == training.steps, stopping=stopping
             )
             due = _due(training, progress)
+            # A state on disk must hold the guards' verdict on every step before it, so actions wait for
+            # the reports that are still pending.
             while due and pending:
                 progress = _report(training, pending.popleft(), progress, lap)
             progress = _act(training, due, progress)
@@ -210,33 +235,44 @@ def _train(training: Training, start: Progress) -> Progress:
 
 
 def _has_converged(training: Training, progress: Progress) -> bool:
-    """Say whether the validations ask for an end: a function of the saved state, so a resume agrees."""
+    """Say whether the validation loss has not fallen for `stop_after_validations` validations.
+
+    It is a function of the saved guard state alone, so a resumed run decides the same.
+    """
     limit = training.stop_after_validations
     return limit is not None and progress.guard.best.stale >= limit
 
 
-def _end_early(training: Training, done: Sequence[Action], progress: Progress) -> Progress:
-    """Do what the end asks for and this step did not."""
+def _end_early(
+    training: Training, finished_actions: Sequence[Action], progress: Progress
+) -> Progress:
+    """Run the actions that are due at the end of a training, except those this step has run already."""
     progress = replace(progress, ending=True)
     due = _due(training, progress)
     return _act(
-        training, [action for action in due if all(action is not one for one in done)], progress
+        training,
+        [action for action in due if all(action is not one for one in finished_actions)],
+        progress,
     )
 
 
 def report_lag(device: torch.device) -> int:
-    """Return how many steps late a loss is read; bit-exact runs do not depend on when they stop."""
+    """Return by how many steps the reading of a loss is delayed on `device`."""
+    # Guards act on a loss when it is read. Actions read all pending losses early, so with a lag a
+    # guard's reaction depends on when a run saves or stops; bit-exact runs must not depend on that.
     if not may_copy_ahead(device) or torch.are_deterministic_algorithms_enabled():
         return 0
     return CUDA_REPORT_LAG
 
 
 def _save_whole_steps(training: Training, progress: Progress) -> None:
-    """Save what the steps before one that cannot be done came to, as a stop would."""
+    """Save the result of all finished steps, as a requested stop would, because the next one failed."""
     progress = replace(progress, ending=True, stopping=True)
     try:
         _act(training, _due(training, progress), progress)
-    except LoraTrainError as error:  # what ends the run is what its user has to hear of
+    except (
+        LoraTrainError
+    ) as error:  # the caller raises the error of the step, which the user needs more
         training.events.problem(error.found, fix=error.fix, code="CKP-03")
 
 
@@ -245,7 +281,7 @@ def _due(training: Training, progress: Progress) -> list[Action]:
 
 
 def _act(training: Training, due: Sequence[Action], progress: Progress) -> Progress:
-    """Do what is due; each action sees what the guards made of the one before."""
+    """Run the due actions in order; each sees the guard state that the action before it returned."""
     for action in due:
         guard = _with_room(training, action, progress)
         if guard is not None:
@@ -256,11 +292,13 @@ def _act(training: Training, due: Sequence[Action], progress: Progress) -> Progr
 
 
 def _with_room(training: Training, action: Action, progress: Progress) -> GuardState | None:
-    """Do an action; where the device ran out of memory once more one image at a time, else without it.
+    """Run an action; out of memory, run it once more with one image at a time, then leave it out.
 
-    Training goes on as it would have: no action decides what the adapter becomes but by its guards. The
-    first of its kind is done again plainly after another error; alone, as others may have gone on.
+    Leaving an action out does not change the training: an action changes the adapter only through the
+    guard state it returns. After another error the first action of its class is repeated on the plain
+    way (see plainly.py), but only in a run of one process, as the other processes may have gone on.
     """
+    # Micro-batch sizes to try, last first.
     guard, images = progress.guard, [1, progress.guard.micro_batch]
     while images:
         tried = replace(progress, guard=replace(guard, micro_batch=images[-1]))
@@ -279,6 +317,7 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
         else:
             training.plain.proven.add(type(action))
             if judged is not None:
+                # One image at a time was for this action only; steps keep the micro-batch that fits them.
                 return replace(judged, micro_batch=progress.guard.micro_batch)
             return None if guard is progress.guard else guard
         if full:
@@ -287,12 +326,13 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
             free_memory()
         else:
             guard = go_plainly(training, guard, reason=reason)
-    if progress.stopping or not training.ranks.alone:  # it is needed, or others wait for this part
+    # A stop needs its saved state, and in a run of several processes the others wait for this one's share.
+    if progress.stopping or not training.ranks.alone:
         raise TrainingStopped(
             f"{action.what} of step {progress.step} is missing: {reason}", fix=RESUME
         )
     training.events.problem(
-        f"{action.what} of step {progress.step} had to be left out: {reason}",
+        f"{action.what} of step {progress.step} was skipped: {reason}",
         fix="free memory on the device, or lower hardware.vram_limit_gib",
         code="TRN-03",
     )
@@ -310,16 +350,19 @@ def _tell_changes(events: EventStream, old: GuardState, new: GuardState, *, reas
 
 
 def _left_zero(training: Training) -> Readback | None:
-    """Return whether any parameter that began at zero has left it, on its way to the host."""
+    """Start copying to the host whether any parameter that began at zero has changed: 1.0 or 0.0."""
     if not training.from_zero:
         return None
     device = training.model.device
-    left = [parameter.detach().any().to(device) for parameter in training.from_zero]
-    return Readback(torch.stack(left).any().float().reshape(1))
+    has_nonzero = [parameter.detach().any().to(device) for parameter in training.from_zero]
+    return Readback(torch.stack(has_nonzero).any().float().reshape(1))
 
 
 def _latents(batch: StepBatch) -> int:
-    """Return how many places of latents a step is computed for: what its time goes by."""
+    """Return the latent positions (height x width, summed over the images) that a step computes.
+
+    Steps of as many positions take about as long, which is how the pace of a run is judged.
+    """
     return sum(sample.shape[-2] * sample.shape[-1] for sample in batch.samples)
 
 
@@ -329,9 +372,11 @@ def _report(
     progress: Progress,
     lap: _Lap,
 ) -> Progress:
-    """Log one finished step and let the guard judge it; raises TrainingStopped."""
+    """Log one finished step and let the guards judge it; raises TrainingStopped and Unstable."""
     loss, norm = report.loss_and_norm.read()
     seconds = lap.done()
+    # x - x is 0 for finite numbers and NaN for NaN and infinities. A loss that is not
+    # finite has taken the place of the norm (see `_apply_gradients`).
     finite = norm - norm == 0.0
     memory = device_memory(training.model.device).fields()
     values = {"loss": loss if loss - loss == 0.0 else None, "grad_norm": norm if finite else None}
@@ -366,7 +411,7 @@ def _learning(
     loss: float,
     norm: float,
 ) -> GuardState:
-    """Let the guard see whether a finite step taught anything; raises TrainingStopped."""
+    """Update the check that the adapter learns at all with a finite step; raises TrainingStopped."""
     step, learning = report.fields["step"], after_gradient(guard.learning, norm=norm)
     if learning.zero_gradients >= ZERO_STEPS:
         raise without_gradients(step, _circumstances(training, report), loss=loss)
@@ -387,5 +432,9 @@ def _circumstances(training: Training, report: _Report) -> Circumstances:
 
 
 def _is_searching(scaler: torch.amp.GradScaler) -> bool:
-    """Say whether an overflow only means that the fp16 loss scale is being lowered, as it should be."""
+    """Say whether an overflow is part of the normal search for the fp16 loss scale.
+
+    torch's scaler starts at a high scale and halves it at each overflow. Below 1 the search has failed:
+    the gradients overflow by themselves, and the guards have to count the step.
+    """
     return bool(scaler.is_enabled() and scaler.get_scale() >= 1.0)

@@ -1,5 +1,9 @@
 """Noise, targets and errors of diffusion training as pure functions, each with its paper.
 
+The loss of a sample is the mean over its elements of error(prediction - target), where noisy latents are
+the network's input and `target` depends on what the base predicts. Timesteps and weights are drawn in
+levels.py and weighting.py.
+
 Notation: noisy = alpha latents + sigma noise (Ho et al. 2020, arXiv 2006.11239); latents and noise
 are [B, C, H, W]; per-sample quantities are [B].
 """
@@ -23,7 +27,7 @@ def add_noise(latents: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> T
 def target(
     latents: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, prediction: Prediction
 ) -> Tensor:
-    """Return what the denoiser should say.
+    """Return the target of the denoiser's prediction, [B, C, H, W].
 
     epsilon: the noise; v: alpha noise - sigma latents (Salimans & Ho 2022, arXiv 2202.00512); flow: the
     velocity noise - latents (Lipman et al. 2022, arXiv 2210.02747, from data to noise).
@@ -47,7 +51,8 @@ def draw_noise(
 
     `offset` adds a constant per channel (Guttenberg 2023, "Diffusion with offset noise"); `octaves`
     adds coarser noise, each `discount` times weaker, rescaled to unit variance (Whitaker 2023,
-    "Multi-resolution noise"). Off, both leave the draw of the base noise unchanged.
+    "Multi-resolution noise"). With both 0 the base noise is the same draw, so runs with and without
+    them can be compared.
     """
     channels, height, width = shape
     noise = torch.randn(shape, generator=generator)
@@ -66,24 +71,26 @@ def draw_noise(
 
 def sample_losses(
     predicted: Tensor,
-    wanted: Tensor,
+    targets: Tensor,
     *,
     delta: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
     """Return the float32 mean error of each sample over its own elements, [B].
 
-    `counts` [B, 1, H, W] are weights with a mean of 1 over each sample: what is masked out counts less,
-    and every sample as much as without a mask.
+    `counts` [B, 1, H, W] are the weights of a mask, with a mean of 1 over each sample: masked positions
+    count less, while each sample counts as much as without a mask.
 
-    Squared without `delta` [B]; else pseudo-Huber, 2 delta (sqrt(d^2 + delta^2) - delta) (Song &
-    Dhariwal 2023, arXiv 2310.14189, at the scale of sd-scripts): d^2 near 0, 2 delta |d| far away.
+    The error is squared without `delta` [B]; else it is pseudo-Huber, 2 delta (sqrt(d^2 + delta^2) - delta)
+    (Song & Dhariwal 2023, arXiv 2310.14189, at the scale of sd-scripts): d^2 near 0, 2 delta |d| far away.
     """
-    difference = predicted.float() - wanted.float()
+    # bf16 has 8 bits of mantissa: squares and their mean over 10^5 elements are computed in float32.
+    difference = predicted.float() - targets.float()
     errors = difference.square()
     if delta is not None:
         limit = _per_sample(delta, errors)
-        # As a quotient: the difference of two large roots would lose the digits of small errors.
+        # The formula multiplied by its conjugate: for d << delta the difference sqrt(d^2 + delta^2) - delta
+        # of two almost equal numbers would lose the digits of d.
         errors = 2 * limit * errors / ((errors + limit.square()).sqrt() + limit)
     if counts is not None:
         errors = errors * counts

@@ -1,9 +1,9 @@
-"""Optimizers and the learning rate as a formula of the step, both from libraries.
+"""Builds and restores optimizers, and gives the learning rate as a formula of the step.
 
-Parameters come in groups with a factor on the learning rate (`lr_scale`): text encoders, patterns,
-LoRA+. The learning rate is a pure function of the step (diffusers' schedule formulas), so a resume
-needs no scheduler state. Optimizer state is allocated before step 1: an optimizer step cannot run
-out of memory half-way.
+Parameters come in groups with a factor on the learning rate (`lr_scale`) for text encoders, layer patterns
+and LoRA+. The learning rate is a pure function of the step (diffusers' schedule formulas), so a resume
+needs no scheduler state. Optimizer state is allocated before step 1, so that a step cannot run out of
+memory because the state does not fit.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def build_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> tor
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a resume state into an optimizer of `build_optimizer`; its hyperparameters stay its own.
+    """Load a resume state into an optimizer of `build_optimizer`, but keep its hyperparameters.
 
-    A resume may change them; torch would put the old ones back without a word. What an optimizer has
-    learned for a whole group comes from the state. Paged state stays paged: bitsandbytes would
-    replace its managed memory by tensors on the device, and a run that fitted would not fit once it
-    is resumed. Raises RequestError when parameters are grouped otherwise.
+    A resume may change hyperparameters, and `load_state_dict` would silently restore the old ones. Values
+    that an optimizer learns per group (LEARNED_IN_GROUPS) do come from the state. Paged state stays
+    paged: bitsandbytes would replace its managed memory by tensors on the device, and a run that fitted
+    would not fit after a resume. Raises RequestError when the parameters are grouped otherwise.
     """
     saved = [len(group["params"]) for group in state["param_groups"]]
     if saved != [len(group["params"]) for group in optimizer.param_groups]:
@@ -51,9 +51,11 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
         for name, tensor in values.items()
         if getattr(tensor, "is_paged", False)
     ]
-    own = [_without(group, {"params", *LEARNED_IN_GROUPS}) for group in optimizer.param_groups]
+    hyperparameters = [
+        _without(group, {"params", *LEARNED_IN_GROUPS}) for group in optimizer.param_groups
+    ]
     optimizer.load_state_dict(dict(state))
-    for group, values in zip(optimizer.param_groups, own, strict=True):
+    for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
         group.update(values)
     for parameter, name, tensor in paged:
         tensor.copy_(optimizer.state[parameter][name])
@@ -80,22 +82,22 @@ def learning_rate(settings: OptimizerSettings, *, steps: int) -> LearningRate:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Set the learning rate of every parameter group: `value` times the group's factor."""
+    """Set the learning rate of every parameter group to `value` times the group's `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = value * group["lr_scale"]
 
 
 def effective_rate(optimizer: torch.optim.Optimizer, rate: float) -> float:
-    """Return the learning rate of a group whose factor is 1: Prodigy multiplies by what it has found."""
+    """Return the learning rate in force, without `lr_scale`: Prodigy multiplies `rate` by its estimate d."""
     return rate * float(optimizer.param_groups[0].get("d", 1.0))
 
 
 @contextmanager
 def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Put Schedule-Free's average in the place of the weights while the block runs.
+    """Replace the weights by Schedule-Free's average while the block runs.
 
-    The trained ones are set aside and come back to the bit: the library's own way back rounds them,
-    so that a run would depend on when it is sampled. Takes the memory of the weights once more.
+    The trained weights are set aside and come back bit for bit: the library converts back with rounding,
+    so a run's result would depend on when it makes sample images. Needs the memory of the weights twice.
     """
     switch: Any = optimizer
     parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
@@ -113,9 +115,9 @@ def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _allocate(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer create its state by a step that changes nothing: no gradient, rate zero.
+    """Make the optimizer allocate its state by a step that changes no weight: zero gradients, rate zero.
 
-    What it has counted and averaged meanwhile is forgotten: it goes on as if it were new.
+    Step counts and averages of that step are reset afterwards, so the optimizer is as new.
     """
     before = [_without(group, {"params"}) for group in optimizer.param_groups]
     set_learning_rate(optimizer, 0.0)

@@ -1,8 +1,9 @@
-"""Optimizers by name, each from the library that keeps it; what they keep per group is named here.
+"""Optimizers by name, each from its library, and the values that they keep per parameter group.
 
-Input is parameter groups, each with its learning rate, and the settings; output an optimizer without
-state. All take the same hyperparameters where they have them. torch's own Adafactor scales every step
-by the norm of the tensor, which is zero for a LoRA's `up`, and its Muon refuses what is no matrix.
+Input is parameter groups, each with its learning rate, and the settings; output is an optimizer without
+state. All use the same hyperparameters where they have them. torch's own Adafactor and Muon are not used:
+the first scales each step by the norm of the tensor, which is zero for a LoRA's `up`, and the second
+refuses tensors that are no matrices.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from lora_trainer.errors import BROKEN_PACKAGE, MachineError, package_problem
 from lora_trainer.planning.optimizers import OPTIMIZERS
 
 Group = Mapping[str, Any]
-"""`params`, a list of parameters, `lr_scale`, the factor on the learning rate, and so `lr`; `embedding`
-where they are rows of a table of words."""
+"""`params`, a list of parameters; `lr_scale`, the factor on the learning rate; `lr`, the product; `embedding`,
+true if the parameters are rows of a text encoder's embedding table."""
 Maker = Callable[[Sequence[Group], OptimizerSettings], torch.optim.Optimizer]
 CAME_BETA3 = 0.9999
 """Decay of the instability of updates (Luo et al. 2023, arXiv 2307.02047)."""
@@ -31,7 +32,8 @@ LEARNED_IN_GROUPS = frozenset(
         *("weight_sum", "lr_max", "scheduled_lr", "train_mode"),  # Schedule-Free, and its k
     }
 )
-"""What optimizers keep in their groups beside hyperparameters: state, though not of one tensor."""
+"""Keys of parameter groups that are state of the optimizer and no hyperparameters, so a resume restores
+them."""
 
 
 def make_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -67,7 +69,8 @@ def _adamw(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.
 def _adamw_8bit(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
     from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 
-    # Without memory of its own all state is in host memory anyway, where the same numbers need no pages.
+    # Paging moves state between device and host memory. A device that has no memory of its own keeps all
+    # state in host memory anyway, and the unpaged optimizer computes the same numbers.
     beside = kind_of(groups[0]["params"][0].device).own_memory
     make = PagedAdamW8bit if settings.name == "paged_adamw8bit" and beside else AdamW8bit
     optimizer: torch.optim.Optimizer = make(groups, **_adam_like(settings))
@@ -84,7 +87,7 @@ def _lion(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.O
 
 
 def _adafactor(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Shazeer and Stern 2018, arXiv 1804.04235, at the rate that is set and without momentum."""
+    """Shazeer and Stern 2018, arXiv 1804.04235, with the learning rate of the settings and without momentum."""
     from pytorch_optimizer import AdaFactor
 
     return AdaFactor(
@@ -110,15 +113,17 @@ def _came(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.O
 
 
 def _muon(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Jordan 2024 with the rates of Liu et al. 2025, arXiv 2502.16982; AdamW for what is no matrix."""
+    """Jordan 2024 with the rates of Liu et al. 2025, arXiv 2502.16982; AdamW for tensors that are no matrices."""
     from pytorch_optimizer import Muon
 
     split = []
     for group in groups:
         for is_matrix in (True, False):
-            own = [tensor for tensor in group["params"] if _is_matrix(tensor, group) is is_matrix]
-            if own:
-                split.append({**group, "params": own, "use_muon": is_matrix})
+            tensors = [
+                tensor for tensor in group["params"] if _is_matrix(tensor, group) is is_matrix
+            ]
+            if tensors:
+                split.append({**group, "params": tensors, "use_muon": is_matrix})
     return Muon(
         split,
         momentum=settings.muon_momentum,
@@ -139,7 +144,9 @@ def _prodigy(groups: Sequence[Group], settings: OptimizerSettings) -> torch.opti
     from prodigyopt import Prodigy
 
     shared = _adam_like(settings)
-    decay = shared.pop("weight_decay")  # as an argument it is announced on standard output
+    decay = shared.pop(
+        "weight_decay"
+    )  # set per group, because Prodigy prints it when it is an argument
     optimizer: torch.optim.Optimizer = Prodigy(
         [{**group, "weight_decay": decay} for group in groups],
         d_coef=settings.prodigy_d_coef,
@@ -155,10 +162,10 @@ def _schedule_free(groups: Sequence[Group], settings: OptimizerSettings) -> torc
     """Defazio et al. 2024, arXiv 2405.15682."""
     from schedulefree import AdamWScheduleFree
 
-    optimizer = AdamWScheduleFree(groups, **_adam_like(settings))
-    optimizer.train()
-    found: torch.optim.Optimizer = optimizer
-    return found
+    schedule_free = AdamWScheduleFree(groups, **_adam_like(settings))
+    schedule_free.train()
+    optimizer: torch.optim.Optimizer = schedule_free
+    return optimizer
 
 
 _MAKERS: Mapping[OptimizerName, Maker] = {

@@ -1,9 +1,9 @@
-"""Sees when a training's steps have become slower than its own were, and when its memory grows.
+"""Detects that a training's steps have become slower than they were, and that its memory keeps growing.
 
-Input is what each step measured, output a finding at most: pure arithmetic over the last steps, no clock.
-A step is compared with steps of as many latents; the first ones, those after samples, saves and
-validations, and single slow ones are no finding. It decides nothing about the training, so it is not
-part of the resume state.
+Input are the measurements of each step, output is a finding or None: pure arithmetic over the last steps,
+no clock. A step is compared with steps of about as many latent positions. The first steps, steps after
+samples, saves and validations, and single slow steps are ignored. Findings change nothing about the
+training, so nothing here is part of the resume state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import combinations
 WARM_UP_STEPS = 3
 BASELINE_STEPS = 15
 WINDOW_STEPS, WINDOW_S = 10, 10.0
-"""So many steps, together so long, are slow before it is said."""
+"""Slowness is reported once the median of so many steps is slow and they took at least so long together."""
 SLOW, USUAL = 1.5, 1.2
 _SAME_SIZE = math.log(1.25)
 
@@ -31,7 +31,7 @@ LEAST_GROWTH_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """What one step took, `wait_s` of it waiting for its batch, and for how many places of latents."""
+    """Duration of one step, `wait_s` of it spent waiting for the batch, and its latent positions."""
 
     seconds: float
     wait_s: float
@@ -40,7 +40,7 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Slow:
-    """Steps take `factor` times `usual_s`; seconds and waiting are medians, now and as they were."""
+    """A finding: steps take `factor` times as long as usual; all times are medians, in seconds a step."""
 
     factor: float
     seconds: float
@@ -57,10 +57,10 @@ class _Usual:
 
 @dataclass(kw_only=True)
 class _Size:
-    """The steps of one size: how many, those of the present block, and the median of each block.
+    """The steps of one size: their count, the steps of the present block, and the median of each full block.
 
-    Usual is the lower quartile of the blocks: a run that began beside others is known once it is alone,
-    while the least of many would be an accident.
+    The usual duration is the lower quartile of the block medians. The lowest median could be an accident;
+    the middle one would be too high in a run that began beside another and now has the GPU to itself.
     """
 
     count: int = 0
@@ -83,7 +83,7 @@ class _Size:
 
 @dataclass
 class Pace:
-    """How fast steps are, by their size; slowness is found anew only after steps were as usual again."""
+    """Judges the speed of steps by their size; slowness is reported again only after it had ended."""
 
     _sizes: dict[int, _Size] = field(default_factory=dict)
     _window: deque[tuple[Timed, _Usual]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
@@ -96,17 +96,18 @@ class Pace:
         return any(size.usual for size in self._sizes.values())
 
     def skip(self) -> None:
-        """Leave the next step out: something was done before it that is no step."""
+        """Ignore the next step, because an action ran between it and the step before."""
         self._skip = 1
 
     def forget(self) -> None:
-        """Begin anew: the training itself has changed."""
+        """Forget all measurements, because the training itself has changed (a remedy, say)."""
         self._sizes.clear()
         self._window.clear()
         self._slow = False
 
     def take(self, step: Timed) -> Slow | None:
-        """Take in a step; return a finding when the last ones have become slow."""
+        """Add a step; return a finding when the last WINDOW_STEPS have become slow."""
+        # Sizes within a factor of 1.25 share a baseline, else every bucket would need its own.
         key = round(math.log(max(step.latents, 1)) / _SAME_SIZE)
         size = self._sizes.setdefault(key, _Size())
         size.count += 1
@@ -139,7 +140,7 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """Memory that grows: so many bytes a step, `so_far_bytes` since the steps that warmed it up."""
+    """A finding: memory grows by so many bytes a step, by `so_far_bytes` since the warm-up blocks."""
 
     bytes_per_step: float
     so_far_bytes: int
@@ -147,11 +148,11 @@ class Growth:
 
 @dataclass
 class Creep:
-    """Whether a memory grows from step to step without end; found once.
+    """Detects a memory that keeps growing from step to step; reports it once.
 
-    The least of each block of steps counts, as batches, samples and saves come and go. A finding is a
-    trend six standard deviations beyond chance (Mann 1945, Kendall 1975) whose median slope (Theil
-    1950, Sen 1968) has not levelled off: what fills a cache does.
+    Each block of steps counts by its lowest value, because batches, samples and saves add to the others for
+    a while. A finding is a trend six standard deviations beyond chance (Mann 1945, Kendall 1975) whose
+    median slope (Theil 1950, Sen 1968) has not levelled off; the slope of a cache that fills does.
     """
 
     _block: list[int] = field(default_factory=list)
@@ -159,7 +160,7 @@ class Creep:
     _found: bool = False
 
     def take(self, used_bytes: int) -> Growth | None:
-        """Take in what is used after a step; return a finding when it has grown all the time."""
+        """Add the memory in use after a step; return a finding when it has kept growing."""
         self._block.append(used_bytes)
         if len(self._block) < BLOCK_STEPS:
             return None
@@ -179,13 +180,13 @@ class Creep:
 
 
 def _trend(values: Sequence[int]) -> float:
-    """Return the statistic of Mann and Kendall in standard deviations of a sequence without a trend."""
+    """Return the Mann-Kendall statistic, in its standard deviations for a sequence without a trend."""
     count = len(values)
     score = sum((b > a) - (b < a) for a, b in combinations(values, 2))
     return (score - 1) / math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
 
 
 def _slope(values: Sequence[int]) -> float:
-    """Return the median of all slopes between two values."""
+    """Return the Theil-Sen slope: the median of the slopes between all pairs of values."""
     places = combinations(range(len(values)), 2)
     return statistics.median((values[b] - values[a]) / (b - a) for a, b in places)

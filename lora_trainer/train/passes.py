@@ -1,7 +1,7 @@
-"""One pass of a step: the forward and backward pass over the images that are done at once.
+"""One forward and one backward pass over a micro-batch, the images that go through the network together.
 
-As it is, with compiled blocks, or replayed from a recording: the gradients and the loss are the same but
-for rounding. What fails on the way is given up, said once, and done without.
+The pass runs eagerly, with compiled blocks, or as the replay of a recorded CUDA graph; gradients and loss
+differ by rounding only. A speed-up that fails is reported once and switched off for the rest of the run.
 """
 
 from __future__ import annotations
@@ -20,45 +20,51 @@ from lora_trainer.train.training import Training
 def add_pass(training: Training, samples: Sequence[Prepared]) -> Tensor:
     """Add the gradients of samples of one shape; return their share of the step's loss, detached.
 
-    The host waits for nothing. Raises CompilationFailed, before which some gradients may have been added.
+    The host never waits for the device. Raises CompilationFailed; some gradients may have been added by
+    then, so the caller zeroes them and repeats the step.
     """
-    given, graphs = training.model.stacked(samples), training.speedups.graphs
+    stacked, graphs = training.model.stacked(samples), training.speedups.graphs
     run = partial(_pass, training)
-    _tell_unplanned(training, given)
+    _tell_unplanned(training, stacked)
     if graphs is None:
-        return run(given.on(training.model.device))
+        return run(stacked.on(training.model.device))
     try:
-        return graphs.run(given, run)
+        return graphs.run(stacked, run)
     except NotRecorded as error:
         reason = str(error)
+    # Outside the except block, whose traceback would keep the failed recording's tensors alive.
     give_up_graphs(training, reason=reason)
-    return run(given.on(training.model.device))
+    return run(stacked.on(training.model.device))
 
 
-def _pass(training: Training, given: Stacked) -> Tensor:
+def _pass(training: Training, stacked: Stacked) -> Tensor:
     model = training.model
-    with training.speedups.compilation(given):
-        batch = given.micro_batch(dtype=model.precision)
+    with training.speedups.compilation(stacked):
+        batch = stacked.micro_batch(dtype=model.precision)
+        # The masks and modulation outputs stay set during `backward`: checkpointing runs the forward
+        # pass again there and has to meet the same ones.
         with model.passing(batch):
+            # Divided by the whole step's images, not by this micro-batch's: the sum over all passes and
+            # processes is then the batch mean, and splitting a step differently changes rounding only.
             loss = (model.losses_of(batch) * batch.weights).sum() / training.batch_size
             training.scaler.scale(loss).backward()
     return loss.detach()
 
 
-def _tell_unplanned(training: Training, given: Stacked) -> None:
-    """Say once that there are shapes without a compiled graph or a recording of their own."""
-    speedups, (height, width, images) = training.speedups, given.latents_shape
-    for key in speedups.newly_unplanned(given):
+def _tell_unplanned(training: Training, stacked: Stacked) -> None:
+    """Emit a note, once per setting, when samples of an unplanned shape run without that speed-up."""
+    speedups, (height, width, images) = training.speedups, stacked.latents_shape
+    for key in speedups.newly_unplanned(stacked):
         training.events.problem(
-            f"latents of {width}x{height}, {images} at once, are none of the shapes that {key} is "
-            "planned for: they and others like them are computed as without",
-            fix="nothing; fewer buckets or a lower memory.micro_batch make fewer shapes",
+            f"{key} is not used for {images} latents of {width}x{height} at once and for other shapes "
+            "that the plan did not include",
+            fix="nothing; with fewer buckets or a lower memory.micro_batch there are fewer shapes",
             severity="note",
         )
 
 
 def give_up_compiling(training: Training, *, reason: str) -> None:
-    """Run the blocks as they are from now on, and say so; recordings of compiled blocks go too."""
+    """Run the blocks uncompiled from now on, report it, and drop recordings that contain compiled blocks."""
     training.speedups.give_up_compiling()
     graphs = training.speedups.graphs
     if graphs is not None:
@@ -67,7 +73,7 @@ def give_up_compiling(training: Training, *, reason: str) -> None:
 
 
 def give_up_graphs(training: Training, *, reason: str) -> None:
-    """Start kernels one by one from now on, and say so."""
+    """Launch kernels one by one instead of by CUDA graph from now on, and report it."""
     training.speedups.give_up_graphs()
     _tell(training, GRAPHS, old=True, new=False, what="CUDA graphs", reason=reason)
 
@@ -77,7 +83,7 @@ def _tell(
 ) -> None:
     training.events.emit("change", key=key, old=old, new=new, reason=reason)
     training.events.problem(
-        f"the run goes on without {what}, which change its speed only: {reason}",
-        fix=f"nothing; --set {key}={str(new).lower()} does not try them",
+        f"the run continues without {what}, which affect only its speed: {reason}",
+        fix=f"nothing; start with --set {key}={str(new).lower()} to skip the attempt",
         severity="note",
     )

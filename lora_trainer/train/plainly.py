@@ -1,13 +1,13 @@
-"""One more try, as plainly as it can be computed, of what failed for another reason than memory.
+"""The plain way: one retry, with every optional feature off, after an error that is not a lack of memory.
 
-What makes a step fit and fast (blocks that keep some results, streamed weights, integer products, compiled
-code, recordings, modulation made ahead) gives what the plain way gives, by means that a card, a driver or
-a version of a library may not have. So an error in one of the first steps is met once with the plain way,
-for the rest of the run and of those that go on with it. A second error is the end, with both reasons.
+Selective checkpointing, block swap, int8 products, compiled blocks, CUDA graphs and modulation computed
+ahead all give the same result as the plain way, but a GPU, a driver or a library version may not support
+them. So an error in a first pass switches all of them off, for the rest of the run and for every run
+that resumes it. A second error ends the run and names both reasons.
 
-A pass is one of the first until an optimizer step with its like has been made by this process: of this
-shape, with as many images, with the same remedies in force. An action is, until it has been done once.
-Later an error is no matter of the way, and ends the run.
+A pass counts as first until this process has finished an optimizer step with a pass of the same key: same
+latent shape, number of images and remedies in force. An action counts as first until it has run once.
+An error after that does not come from an unsupported feature, and ends the run.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from lora_trainer.train.speedups import COMPILE, GRAPHS
 from lora_trainer.train.training import First, Remedy, TornStep, Training
 
 _OUR_OWN = (LoraTrainError, TornStep, Unstable)
-"""What is raised on purpose, and means what it says."""
+"""Errors that this package raises on purpose: another way to compute does not cure them."""
 
 
 def why_again(
     training: Training, guard: GuardState, error: Exception, *, firsts: Set[First]
 ) -> str:
-    """Return in a line why the plain way is tried; raises `error` or TrainingStopped where it is not.
+    """Return, in one line, the reason to try the plain way; raises `error` or TrainingStopped otherwise.
 
-    `firsts` are the passes or the action in which it happened.
+    `firsts` are the keys of the passes, or the class of the action, in which `error` was raised.
     """
     if isinstance(error, _OUR_OWN):
         raise error
@@ -44,8 +44,9 @@ def why_again(
         raise error
     if guard.plain and plain.first_error:
         raise TrainingStopped(
-            f"it failed twice: {plain.first_error}; and computed as plainly as it can be: {_line(error)}",
-            fix=f"{RESUME} once the cause is gone; a report of it needs problems.jsonl",
+            f"training failed twice: {plain.first_error}; and with every optional feature off: "
+            f"{_line(error)}",
+            fix=f"{RESUME} once the cause is gone; include problems.jsonl if you report it",
         ) from error
     if guard.plain or not _changes(training, guard):
         raise error
@@ -53,7 +54,7 @@ def why_again(
 
 
 def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardState:
-    """Put the plain way in force and say so; call it outside the `except` block (see `free_memory`)."""
+    """Switch to the plain way and report it; call this outside the `except` block (see `free_memory`)."""
     changes = _changes(training, guard)
     if training.speedups.compiled is not None:
         training.speedups.give_up_compiling()
@@ -74,10 +75,12 @@ def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardSt
         )
     training.plain.first_error = reason
     training.events.problem(
-        f"an error that is no lack of memory: {reason}. It is tried again, and all the run from here on, as "
-        f"plainly as it can be: {', '.join(f'{c.key}={_value(c.new)}' for c in changes)}",
-        fix=f"nothing; a run that starts so: {_settings(changes)}",
+        f"an error, not for lack of memory: {reason}. It is tried again, and the run continues, with every "
+        f"optional feature off: {', '.join(f'{c.key}={_value(c.new)}' for c in changes)}",
+        fix=f"nothing; to start a run this way add {_settings(changes)}",
     )
+    # `guard.remedies` counts into the list of remedies in force. The plain way has a list of its own; a
+    # run that needed every remedy to fit needs all of these too.
     all_taken = 0 < len(training.remedies) <= guard.remedies
     return replace(
         guard,
@@ -89,7 +92,7 @@ def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardSt
 
 
 def lost_device(training: Training, guard: GuardState, error: BaseException) -> TrainingStopped:
-    """Return the end of a process whose device is lost: no way of computing helps it any more."""
+    """Return the error that ends a process whose device is lost; only a new process can use it again."""
     settings = "" if guard.plain else _settings(_changes(training, guard))
     again = f"; if it happens again add {settings}" if settings else ""
     return TrainingStopped(
@@ -99,19 +102,23 @@ def lost_device(training: Training, guard: GuardState, error: BaseException) -> 
 
 
 def _changes(training: Training, guard: GuardState) -> Sequence[Remedy]:
-    """Return what the plain way changes; recomputing by itself is no plainer than not."""
+    """Return the changes that lead to the plain way; empty when the run is on it already.
+
+    A change from "none" only adds recomputation. By itself that makes nothing plainer, but it gives the
+    memory that the other changes cost.
+    """
     speedups = training.speedups
-    found = list(training.plain.changes)
+    changes = list(training.plain.changes)
     if speedups.compiled is not None:
-        found.append(Remedy(key=COMPILE, old="blocks", new="none", apply=_nothing))
+        changes.append(Remedy(key=COMPILE, old="blocks", new="none", apply=_nothing))
     if speedups.graphs is not None:
-        found.append(Remedy(key=GRAPHS, old=True, new=False, apply=_nothing))
-    means = [change for change in found if change.old != "none"]
-    return found if means or guard.remedies else []
+        changes.append(Remedy(key=GRAPHS, old=True, new=False, apply=_nothing))
+    means = [change for change in changes if change.old != "none"]
+    return changes if means or guard.remedies else []
 
 
 def _nothing() -> None:
-    """The speed-ups are given up by themselves, before anything else."""
+    """Do nothing: `go_plainly` has switched the speed-ups off before it applies the changes."""
 
 
 def _settings(changes: Sequence[Remedy]) -> str:
@@ -125,7 +132,7 @@ def _value(value: object) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """Say in a line what an error is and where it came from."""
+    """Return an error's type, first line and source position (file:line) in one line."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {first_line(error)}{place}"
+    origin = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {first_line(error)}{origin}"

@@ -1,4 +1,4 @@
-"""Where a run is, and what may happen between its steps. Imported by the loop and by its actions."""
+"""The progress of a run, and the protocol of its actions. Imported by the loop and by the actions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lora_trainer.train.guards import GuardState
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Optimizer steps finished, images they used, the guards' memory.
+    """Optimizer steps finished, images they used, and the guard state.
 
-    `ending` is set when no further step follows in this process, `stopping` when somebody asked for
-    that: then only what a resume needs is done.
+    `ending` is set when no further step follows in this process. `stopping` is set as well when a stop was
+    requested: then only the actions that a resume needs are due.
     """
 
     step: int
@@ -24,13 +24,13 @@ class Progress:
 
 
 class Action(Protocol):
-    """Something done between steps; asked once before the first step and after every step."""
+    """Something that runs between steps; `due` is called before the first step and after every step."""
 
     what: ClassVar[str]
-    """What it makes, to begin a sentence with."""
+    """The result of the action as a noun phrase, to begin a message with: "the validation"."""
 
     def due(self, progress: Progress) -> bool:
-        """Say whether this step concerns it; must be cheap."""
+        """Say whether the action runs at this step; must be cheap."""
 
     def __call__(self, progress: Progress) -> GuardState | None:
-        """Do it; a guard state that is returned takes the place of the one of `progress`."""
+        """Run the action; a returned guard state replaces that of `progress`."""

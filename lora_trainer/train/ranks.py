@@ -1,9 +1,9 @@
-"""The processes of one training and the few things they do together; torch.distributed is the engine.
+"""The processes of one training and their few common operations, by torch.distributed.
 
-Each process sums the gradients of its own samples. One flat all-reduce(SUM) per optimizer step carries
-them with the loss and what somebody asked for, so that everything that changes a step follows from
-the same numbers on all of them. There is no DDP wrapper: an out-of-memory retry stays local, and a
-process may have more micro-batches than another, or none. Alone, nothing here does anything.
+Each process sums the gradients of its own samples. One flat all-reduce(SUM) per optimizer step carries the
+gradients, the loss and requested stops, so every decision that changes a step follows from the same
+numbers on all processes. There is no DDP wrapper: an out-of-memory retry stays local, and a process may
+have more micro-batches than another, or none. With a single process every operation here does nothing.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ from lora_trainer.model.readback import Readback
 from lora_trainer.train.heartbeat import LOOK, PeerMonitor
 
 PATIENCE = timedelta(days=7)
-"""The monitor tells who is gone; sampling or caching of another process may take as long as it takes."""
-CONNECT = "with several networks, NCCL_SOCKET_IFNAME (processors: GLOO_SOCKET_IFNAME) names the one to use"
+"""Time limit of collectives. It is long because the monitor notices processes that are gone, while another
+process may sample or cache for hours."""
+CONNECT = "if the machine has several network interfaces, set NCCL_SOCKET_IFNAME (on CPU: GLOO_SOCKET_IFNAME)"
 STOPS = (int(signal.SIGTERM), int(signal.SIGINT))
-"""What a run may be asked to end with; the first that anybody was asked for counts."""
+"""Signals that request a stop; if processes got different ones, the first in this order is used."""
 
 
 @dataclass(kw_only=True)
 class Ranks:
-    """All processes of a training, seen from one of them.
+    """All processes of a training, as one of them sees it.
 
-    `device` is where collectives take their tensors; `lag` the steps after which a request that went
-    round with the gradients is read, so that no step waits for the device.
+    `device` holds the tensors of collectives (the host for gloo). `lag` is the number of steps after which
+    stop requests, which travel with the gradients, are read, so that no step waits for the device.
     """
 
-    place: Place = field(default_factory=Place)
+    dist_env: Place = field(default_factory=Place)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     lag: int = 0
     monitor: PeerMonitor | None = None
@@ -62,7 +63,7 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        return self.place.count == 1
+        return self.dist_env.count == 1
 
     def connect(self, device: torch.device, *, lag: int) -> None:
         """Make collectives possible, once the plan says on which device; waits for all processes."""
@@ -71,25 +72,29 @@ class Ranks:
         backend = kind_of(device).collectives
         if not dist.is_backend_available(backend):
             backend = "gloo"  # on Windows, say
-        # gloo sums in host memory; the other backends on the device.
+        # gloo sums in host memory; the other backends sum on the device.
         self.device = torch.device("cpu" if backend == "gloo" else device.type)
         self.lag = lag
         self.monitor.wait_for_all("ready")
-        # torch has one time limit for connecting and for all collectives to come, which must be patient.
+        # torch uses one timeout for connecting and for all later collectives. It has to be long for the
+        # collectives, so the monitor limits the connecting.
         with self.monitor.limited("connecting to the other processes", advice=CONNECT):
             try:
                 dist.init_process_group(
                     backend,
-                    # A connection of its own: waiting on one blocks every other use, the monitor's too.
-                    store=_store(self.place, "collectives", timeout=PATIENCE, keep=False),
-                    rank=self.place.rank,
-                    world_size=self.place.count,
+                    # A connection of its own: a wait blocks its connection, and with a shared one the
+                    # monitor could not send heartbeats meanwhile.
+                    store=_store(self.dist_env, "collectives", timeout=PATIENCE, keep=False),
+                    rank=self.dist_env.rank,
+                    world_size=self.dist_env.count,
                     timeout=PATIENCE,
                 )
             except (RuntimeError, ValueError) as error:
                 reason = self.monitor.reason() or f"cannot connect: {first_line(error)}"
                 raise MachineError(reason, fix=CONNECT) from error
-            self.sum([1.0])  # NCCL connects in its first collective
+            self.sum(
+                [1.0]
+            )  # NCCL connects in its first collective, so have that one under the limit
         self.monitor.started()
 
     # ---- the step
@@ -104,45 +109,50 @@ class Ranks:
     ) -> Tensor:
         """Sum gradients and loss over all processes, in place; return the loss of the whole batch.
 
-        A parameter that has no gradient anywhere keeps none: optimizers leave it alone, as they do
-        in one process. `ask` returns the signal this process was asked to end with. `in_place`: the
-        sums go into the memory that gradients have.
+        A parameter without a gradient on every process keeps none, so optimizers skip it, as they do in a
+        run of one process. `ask` returns the stop signal of this process or None. `in_place` writes the
+        sums into the present gradient tensors instead of new ones.
         """
         if self.alone:
             return loss
         stop = ask()
+        # One flat buffer: all gradients | loss | one flag per stop signal | one flag per parameter, set
+        # where this process has a gradient. Each collective costs a fixed latency, so there is only one.
         flat = self._flat = self._buffer(parameters)
-        views, told = self._views(flat, parameters), flat[-len(parameters) - len(STOPS) - 1 :]
+        views, tail = self._views(flat, parameters), flat[-len(parameters) - len(STOPS) - 1 :]
         for view, parameter in zip(views, parameters, strict=True):
             if parameter.grad is None:
                 view.zero_()
             else:
                 view.copy_(parameter.grad)
-        told[0] = loss
+        tail[0] = loss
         flags = torch.tensor(
             [
                 *(float(number == stop) for number in STOPS),
                 *(float(parameter.grad is not None) for parameter in parameters),
             ]
         )
-        told[1:].copy_(
+        tail[1:].copy_(
             pinned_copy(flags, device=flat.device), non_blocking=may_copy_ahead(flat.device)
         )
         with self._together():
             dist.all_reduce(flat)
-        if self._trained is None:  # every sample passes the same network: once is enough
-            self._trained = [bool(count) for count in told[1 + len(STOPS) :].tolist()]
+        # Reading these flags waits for the device, so it is done in the first step only: all samples pass
+        # the same network, and the same parameters get gradients in every step.
+        if self._trained is None:
+            self._trained = [bool(count) for count in tail[1 + len(STOPS) :].tolist()]
         for view, parameter, trained in zip(views, parameters, self._trained, strict=True):
-            wanted = trained and parameter.requires_grad  # what has stopped was in the first step
-            if in_place and wanted and parameter.grad is not None:
+            # `requires_grad` is off for stages that have ended since the first step.
+            has_gradient = trained and parameter.requires_grad
+            if in_place and has_gradient and parameter.grad is not None:
                 parameter.grad.copy_(view)
             else:
-                parameter.grad = view.to(parameter.device) if wanted else None
-        self._asked.append(Readback(told[1 : 1 + len(STOPS)].clone()))
-        return told[0].clone().to(loss.device)
+                parameter.grad = view.to(parameter.device) if has_gradient else None
+        self._asked.append(Readback(tail[1 : 1 + len(STOPS)].clone()))
+        return tail[0].clone().to(loss.device)
 
     def _buffer(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Return the memory of the sum, the same in every step: nothing is allocated on the way."""
+        """Return the flat buffer of the sum; it is allocated once, so later steps need no new memory."""
         if self._flat is not None:
             return self._flat
         size = sum(parameter.numel() for parameter in parameters)
@@ -155,29 +165,32 @@ class Ranks:
         return [part.view_as(like) for part, like in zip(parts, parameters, strict=True)]
 
     def stop_asked(self, ask: Callable[[], int | None]) -> int | None:
-        """Return the signal to end with after this step, the same on all processes; alone, `ask` it."""
+        """Return the stop signal to end with after this step, the same on all processes, or None.
+
+        A single process calls `ask`; several read the flags that were reduced `lag` steps ago.
+        """
         if self.alone:
             return ask()
         while len(self._asked) > self.lag:
             counts = self._asked.popleft().read()
-            asked = [number for number, count in zip(STOPS, counts, strict=True) if count]
-            self._stop = asked[0] if asked else self._stop
+            requested = [number for number, count in zip(STOPS, counts, strict=True) if count]
+            self._stop = requested[0] if requested else self._stop
         return self._stop
 
     # ---- between steps
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over all processes, exact to float64."""
+        """Return the elementwise sums over all processes, in float64."""
         if self.alone:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         with self._together():
             dist.all_reduce(tensor)
-        found: list[float] = tensor.tolist()
-        return found
+        totals: list[float] = tensor.tolist()
+        return totals
 
     def from_leader(self, data: bytes | None) -> bytes:
-        """Return the bytes the first process gives; the others give None."""
+        """Return the `data` of the first process on all processes; the others pass None."""
         sent = [data]
         if not self.alone:
             with self._together():
@@ -187,38 +200,41 @@ class Ranks:
         return received
 
     def wait_for_all(self, what: str) -> None:
-        """Return when every process has come here; no collective, and the reason if one has ended."""
+        """Return once every process has called this; raises MachineError with the reason if one has ended.
+
+        It is no collective, so it works before `connect`.
+        """
         if self.alone or self.monitor is None:
             return
         self.monitor.wait_for_all(what)
 
     def end_together(self) -> None:
-        """Say that all is done (the leader), or wait for that (the others): success is of the whole run."""
+        """As leader publish that the run is done, else wait for it: a follower succeeds only with the run."""
         if self.alone or self.monitor is None:
             return
-        if self.place.leads:
+        if self.dist_env.leads:
             self.monitor.give("done", "1")
         else:
             self.monitor.take("done")
 
     def require_same(self, digest: bytes, *, step: int) -> None:
-        """Raise TrainingStopped, on all processes, where theirs came to another state than the first's."""
+        """Raise TrainingStopped on all processes if the digests of their states differ."""
         if self.alone:
             return
-        digests: list[bytes] = [b""] * self.place.count
+        digests: list[bytes] = [b""] * self.dist_env.count
         with self._together():
             dist.all_gather_object(digests, digest)
         other = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
         if other:
             raise TrainingStopped(
-                f"process {', '.join(map(str, other))} of {self.place.count} came to other weights than "
-                f"process 0 by step {step}; nothing of it was saved",
-                fix=f"check that all machines are alike, then {RESUME}",
+                f"process {', '.join(map(str, other))} of {self.dist_env.count} has other weights than "
+                f"process 0 at step {step}; this step was not saved",
+                fix=f"check that all machines have the same GPUs and library versions, then {RESUME}",
             )
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Turn what a collective raises when another process has ended into the reason for that."""
+        """Turn the error of a collective whose peer has ended into a MachineError with the peer's reason."""
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
@@ -229,27 +245,28 @@ class Ranks:
 
 
 def isolate_accelerate() -> None:
-    """Let accelerate take this process for the only one, whatever the launcher says.
+    """Make accelerate treat this process as a single one, whatever the launcher's variables say.
 
-    Its trackers, log lines and hooks ask `PartialState()`, which calls `init_process_group` where a
-    launcher started several processes. Only the first process has trackers: it would wait there for
-    the others, and they for it. The state is made once in a process, so nothing asks again.
+    accelerate's trackers, log lines and hooks create `PartialState()`, which calls `init_process_group` if
+    a launcher has started several processes. Only the first process has trackers, so it would wait there
+    for the others, and they elsewhere for it. `PartialState` is a singleton: created here once, without
+    the launcher's variables, it never connects.
     """
     with without_launcher():
         PartialState(cpu=True)
 
 
 @contextmanager
-def joined(place: Place, *, timeout_s: float) -> Iterator[Ranks]:
-    """Meet the other processes in the launcher's store; on an error of this one, they learn why."""
-    if place.count == 1:
+def joined(dist_env: Place, *, timeout_s: float) -> Iterator[Ranks]:
+    """Join the other processes at the launcher's store; an error of this process is published to them."""
+    if dist_env.count == 1:
         yield Ranks()
         return
-    own = _store(place, "monitor", timeout=timedelta(seconds=timeout_s), keep=place.leads)
-    monitor = PeerMonitor(place=place, store=own, timeout_s=timeout_s)
+    store = _store(dist_env, "monitor", timeout=timedelta(seconds=timeout_s), keep=dist_env.leads)
+    monitor = PeerMonitor(dist_env=dist_env, store=store, timeout_s=timeout_s)
     monitor.start()
     try:
-        yield Ranks(place=place, monitor=monitor)
+        yield Ranks(dist_env=dist_env, monitor=monitor)
     except StoppedBySignal:
         raise
     except LoraTrainError as error:
@@ -264,21 +281,21 @@ def joined(place: Place, *, timeout_s: float) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _store(place: Place, name: str, *, timeout: timedelta, keep: bool) -> PrefixStore:
-    """Connect to the store where all processes meet; `keep`: be the one that has it."""
+def _store(dist_env: Place, name: str, *, timeout: timedelta, keep: bool) -> PrefixStore:
+    """Connect to the store of all processes; with `keep` host it, unless the launcher does."""
     try:
         store = TCPStore(
-            place.address,
-            place.port,
-            is_master=keep and not place.launcher_keeps_store,
+            dist_env.address,
+            dist_env.port,
+            is_master=keep and not dist_env.launcher_keeps_store,
             timeout=timeout,
             use_libuv=sys.platform != "win32",  # torch is built without it there, and raises
-            wait_for_workers=False,  # the monitor sees who does not come, and says so
+            wait_for_workers=False,  # the monitor reports processes that never come
         )
     except RuntimeError as error:
         raise MachineError(
-            f"process {place.rank} of {place.count} does not reach the others at "
-            f"{place.address}:{place.port}: {first_line(error)}",
-            fix="look at the first process's output; it may have ended",
+            f"process {dist_env.rank} of {dist_env.count} cannot reach the others at "
+            f"{dist_env.address}:{dist_env.port}: {first_line(error)}",
+            fix="read the output of process 0; it may have ended",
         ) from error
-    return PrefixStore(f"lora-train/{place.attempt}/{name}", store)
+    return PrefixStore(f"lora-train/{dist_env.attempt}/{name}", store)

@@ -1,7 +1,7 @@
-"""What makes the passes of a step faster without changing what they compute: compiled blocks, graphs.
+"""Compiled blocks and CUDA graphs: they make the passes of a step faster and do not change their result.
 
-Either can be given up at any time, for good: the run goes on with the same draws. What was given up is
-part of the guards' state, so a resumed run does not try it again.
+Each can be switched off at any time, for good, and the run continues with the same random draws. The
+guard state records it, so a resumed run does not try it again.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from lora_trainer.model.compiling import CompiledBlocks
 from lora_trainer.train.graphed import StepGraphs
 
 COMPILE, GRAPHS = "hardware.compile", "hardware.cuda_graphs"
-"""The settings that ask for them."""
+"""The settings that switch them on."""
 LatentShape = tuple[int, int, int]
 """(height, width, images) of the latents of a pass."""
 
 
 @dataclass(kw_only=True)
 class Speedups:
-    """Compiled blocks and graphs in use; None: not asked for, or given up.
+    """Compiled blocks and CUDA graphs in use; None if not set, or after a failure.
 
-    Passes of `compiled_shapes` run compiled, others as without: which ones is known before the first
-    step, so that it does not depend on where a run was interrupted. None: all.
+    Only passes of `compiled_shapes` run compiled (None: all). The shapes are fixed before the first step,
+    because compiled code rounds differently: if they depended on the order in which shapes come up, an
+    interrupted run would end with other weights.
     """
 
     compiled: CompiledBlocks | None = None
@@ -33,46 +34,46 @@ class Speedups:
     graphs: StepGraphs | None = None
     uncompiled: bool = False
     ungraphed: bool = False
-    """Whether either was given up."""
+    """True after compiled blocks, or graphs, have failed and were switched off."""
     _told: set[str] = field(default_factory=set)
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients stay where they are from step to step, and are zeroed instead of dropped."""
+        """Whether gradient tensors stay allocated from step to step and are zeroed in place."""
         return self.graphs is not None and self.graphs.holding
 
-    def is_compiled(self, given: Stacked) -> bool:
+    def is_compiled(self, stacked: Stacked) -> bool:
         """Say whether a pass over these samples runs compiled."""
         planned = self.compiled_shapes
-        return self.compiled is not None and (planned is None or given.latents_shape in planned)
+        return self.compiled is not None and (planned is None or stacked.latents_shape in planned)
 
-    def compilation(self, given: Stacked) -> AbstractContextManager[None]:
-        """Let a pass over these samples run compiled, if it is to; raises CompilationFailed."""
-        if self.compiled is None or not self.is_compiled(given):
+    def compilation(self, stacked: Stacked) -> AbstractContextManager[None]:
+        """Run the blocks compiled inside the context if the shape is planned; raises CompilationFailed."""
+        if self.compiled is None or not self.is_compiled(stacked):
             return nullcontext()
         return self.compiled.used()
 
-    def newly_unplanned(self, given: Stacked) -> list[str]:
-        """Return the settings that these samples go without while they are in force, each once."""
+    def newly_unplanned(self, stacked: Stacked) -> list[str]:
+        """Return the settings in force that are not used for these samples, each setting only once."""
         without = {
-            COMPILE: self.compiled is not None and not self.is_compiled(given),
-            GRAPHS: self.graphs is not None and self.graphs.is_left_out(given),
+            COMPILE: self.compiled is not None and not self.is_compiled(stacked),
+            GRAPHS: self.graphs is not None and self.graphs.is_left_out(stacked),
         }
-        found = [key for key, out in without.items() if out and key not in self._told]
-        self._told.update(found)
-        return found
+        new_keys = [key for key, out in without.items() if out and key not in self._told]
+        self._told.update(new_keys)
+        return new_keys
 
     def make_room(self) -> None:
-        """Give the memory of recordings back between steps; the next steps are recorded anew."""
+        """Free the memory of recordings between steps; the next steps record again."""
         if self.keeps_gradients and self.graphs is not None:
             self.graphs.release()
 
     def give_up_compiling(self) -> None:
-        """Run the blocks as they are from now on."""
+        """Run the blocks uncompiled from now on."""
         self.compiled, self.uncompiled = None, True
 
     def give_up_graphs(self) -> None:
-        """Start kernels one by one from now on; the memory of the recordings is given back."""
+        """Launch kernels one by one from now on, and free the memory of the recordings."""
         if self.graphs is not None:
             self.graphs.release()
         self.graphs, self.ungraphed = None, True

@@ -1,7 +1,7 @@
-"""Which parts of the adapter are trained in a step: some of them stop before the end.
+"""Freezes parts of the adapter (a text encoder's, say) after a share of the steps.
 
-What has stopped gets no gradient, and optimizers leave a parameter without one alone: no weight decay
-and no momentum moves it. Which stage a step is in follows from its number, so a resume agrees.
+A frozen parameter gets no gradient, and optimizers skip parameters without one: neither weight decay nor
+momentum moves it. Freezing depends on the step number alone, so a resumed run does the same.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Parameters that are trained in the steps before `end_step` (0-based) and stay as they are then."""
+    """Parameters that are trained in the steps before `end_step` (0-based) and frozen from then on."""
 
     parameters: Sequence[nn.Parameter]
     end_step: int
 
 
 def end_step(share: float, *, steps: int) -> int:
-    """Return the first step after a share of all steps, at least one of which is before it."""
+    """Return the first step (0-based) after a share of all steps; at least 1, so that one step trains."""
     return max(1, round(share * steps))
 
 
 def enter_stages(stages: Sequence[Stage], *, step: int) -> None:
-    """Let gradients reach what is trained in this step (0-based), and nothing else of the stages."""
+    """Set `requires_grad` of the parameters of all stages for this step (0-based)."""
     for stage in stages:
         for parameter in stage.parameters:
             parameter.requires_grad_(step < stage.end_step)

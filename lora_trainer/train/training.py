@@ -1,4 +1,7 @@
-"""What a training consists of: the model, its parameters and data, and what it may fall back on."""
+"""The parts of a training as plain values: model, parameters, data, and remedies for a full device.
+
+`Model.losses_of` is the loss of one micro-batch; every training and validation loss is computed there.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,15 @@ from lora_trainer.train.stages import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The frozen denoiser with its adapter, and how it is asked for a prediction, in which dtype, where.
+    """The frozen denoiser with its adapter, the function that predicts with it, its dtype and its device.
 
-    `embed` turns what is cached of a prompt into conditioning: nothing is left to do, unless the text
-    encoders are trained along and run in every step. `masks` are those of the adapter's dropout, which
-    needs the whole batch in every pass of the denoiser: that of samples whose conditioning is `alike`.
-    `without_adapter` makes the networks the base while a block runs. `foresight` makes what the modulation
-    layers give where their weights are not on the device.
+    `predict(denoiser, noisy [B, C, H, W], timesteps [B], conditioning)` returns the prediction
+    [B, C, H, W] of kind `prediction`. `embed` turns cached prompts into conditioning; it does nothing
+    unless the text encoders are trained and therefore run in every step. `masks` hold the adapter's
+    dropout masks, one per sample, so the denoiser must see the whole batch in each of its forward calls:
+    only samples with the same `batch_group_key(conditioning)` share a micro-batch then.
+    `without_adapter` switches the adapter off while a block runs. `foresight` computes the outputs of
+    modulation layers whose weights are in host memory.
     """
 
     denoiser: nn.Module
@@ -44,26 +49,26 @@ class Model:
     precision: torch.dtype
     device: torch.device
     masks: SampleMasks | None = None
-    alike: Callable[[Conditioning], int] = lambda _: 0
+    batch_group_key: Callable[[Conditioning], int] = lambda _: 0
     without_adapter: Callable[[], AbstractContextManager[None]] = nullcontext
     foresight: Foresight | None = None
 
     @contextmanager
     def passing(self, batch: MicroBatch) -> Iterator[None]:
-        """Be ready for a pass of these samples, forwards and backwards: dropout, modulation."""
+        """Set the dropout masks and modulation outputs of these samples for a forward and a backward pass."""
         with self.dropping(batch), self.modulating(batch.samples):
             yield
 
     def modulating(self, samples: Sequence[Prepared]) -> AbstractContextManager[None]:
-        """Let the modulation layers give what was made of these samples."""
+        """Let the modulation layers return the outputs computed ahead for these samples, while a block runs."""
         return self.foresight.of(samples) if self.foresight is not None else nullcontext()
 
     def stacked(self, samples: Sequence[Prepared]) -> Stacked:
-        """Return samples of one shape on the host, ready to be copied to the device."""
+        """Stack samples of one shape in host memory (pinned where it helps), ready for the device."""
         return stack(samples, device=self.device)
 
     def dropping(self, batch: MicroBatch) -> AbstractContextManager[None]:
-        """Let the adapter drop what it drops for these samples, forwards and backwards."""
+        """Use the dropout masks of these samples in forward and backward passes, while a block runs."""
         return nullcontext() if self.masks is None else self.masks.of(batch.dropout_seeds)
 
     def losses(self, samples: Sequence[Prepared]) -> Tensor:
@@ -73,34 +78,42 @@ class Model:
         )
 
     def losses_of(self, batch: MicroBatch) -> Tensor:
-        """Return what `losses` does, of samples on the device; the host waits for nothing."""
-        level = (batch.alpha, batch.sigma)
+        """Return the unweighted losses, float32 [B], of a micro-batch on the device; the host never waits."""
+        level = (batch.alpha, batch.sigma)  # noisy = alpha latents + sigma noise
+        # The input may carry other noise than the target (`input_noise`, noise perturbation).
         noisy = add_noise(batch.latents, batch.input_noise, *level).to(self.precision)
-        wanted = target(batch.latents, batch.noise, *level, self.prediction)
+        targets = target(batch.latents, batch.noise, *level, self.prediction)
         if batch.as_base is not None:
-            wanted = self._as_base(wanted, batch.as_base, batch, noisy)
+            targets = self._as_base(targets, batch.as_base, batch, noisy)
         predicted = self.predict(
             self.denoiser, noisy, batch.timesteps, self.embed(batch.conditioning)
         )
-        return sample_losses(predicted, wanted, delta=batch.huber_delta, counts=batch.counts)
+        return sample_losses(predicted, targets, delta=batch.huber_delta, counts=batch.counts)
 
     @torch.no_grad()
-    def _as_base(self, wanted: Tensor, rows: Tensor, batch: MicroBatch, noisy: Tensor) -> Tensor:
-        """Return `wanted` with what the base says in the rows of the samples that are to stay as it."""
+    def _as_base(self, targets: Tensor, rows: Tensor, batch: MicroBatch, noisy: Tensor) -> Tensor:
+        """Return `targets` with the base model's own prediction in `rows`, int64 [N].
+
+        With class preservation each sample appears twice: once with its caption, once with the class word
+        and the base model's prediction as target.
+        """
         of_base = [sample for sample in batch.samples if sample.as_base]
         with self.without_adapter(), self.modulating(of_base):
-            said = self.predict(
+            base_prediction = self.predict(
                 self.denoiser,
                 noisy[rows],
                 batch.timesteps[rows],
                 self.embed(batch.base_conditioning),
             )
-        return wanted.index_copy(0, rows, said.to(wanted.dtype))
+        return targets.index_copy(0, rows, base_prediction.to(targets.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """Something that needs less memory for the same result; applied in place and for good."""
+    """An out-of-memory fallback: a setting's change that needs less memory for the same result.
+
+    `apply` changes the networks in place; a remedy is never taken back.
+    """
 
     key: str
     old: Any
@@ -109,15 +122,16 @@ class Remedy:
 
 
 First = Hashable
-"""A pass by what tells it from others, or the class of an action: see `train/plainly.py`."""
+"""A key that says which passes count as alike, or the class of an action: see `train/plainly.py`."""
 
 
 @dataclass(kw_only=True)
 class PlainWay:
-    """How the same training is computed without the means that make it fit and fast.
+    """The plain way to compute the same training, without the features that make it fit and fast.
 
-    `changes` lead there, `remedies` against a full device are left then. `tried` are the passes of the step
-    under way, `proven` those that worked; `first_error` is why the plain way is in force, in this process.
+    `changes` switch those features off; `remedies` are the out-of-memory fallbacks that remain afterwards.
+    `tried` holds the keys of the present step's passes, `proven` the keys that have worked; `first_error`
+    is the error that put the plain way in force in this process, empty before.
     """
 
     changes: Sequence[Remedy] = ()
@@ -128,7 +142,7 @@ class PlainWay:
 
 
 class TornStep(Exception):
-    """An optimizer step ran out of memory: adapter and optimizer may be half-way."""
+    """An optimizer step ran out of memory: some weights and moments may be updated, others not."""
 
     def __init__(self, guard: GuardState, *, reason: str) -> None:
         super().__init__(reason)
@@ -137,21 +151,23 @@ class TornStep(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """All the loop needs. `stop()` returns a signal number once the run should end; `clock` is in seconds.
+    """Everything the loop needs.
 
-    `batch_size` is images per optimizer step; `scaler` is enabled for fp16 only; `max_grad_norm` 0
-    means no clipping. `micro_batch` is the planned cap in images, `images_at_once` caps by (height,
-    width) of the latents. `remedies` are taken in their order when the device is full; those a
-    resumed run has taken are in force already.
-    `restore()` puts adapter and optimizer back to the last good state and returns where that was;
-    without it, instability is the end. `ranks` are the processes it is shared by. `watch_spikes`
-    clips tighter when losses jump. `stages` are parts of the adapter that stop being trained before
-    the end. `plain` is the way in which the first steps are tried once more. `afterwards` is done to
-    the weights after each optimizer step, in order, with the number of steps then; it must leave the
-    bits of weights that did not change. `from_zero` are the parameters that an update of zero began
-    with, while they are zero it stays so. `speedups` are what its passes are made faster by.
-    After `stop_after_validations` validations without a lower loss, training ends as if that had been
-    all its steps.
+    `batch_size` counts the images of one optimizer step over all processes. `micro_batch` is the planned
+    cap of images in one pass; `images_at_once` are caps by (height, width) of the latents.
+    `scaler` is enabled for fp16 only. `max_grad_norm` 0 means no clipping.
+    `stop()` returns a signal number once the run should end, else None. `clock` returns seconds.
+    `remedies` are applied in order when the device is out of memory; a resumed run begins with the
+    remedies it had applied before.
+    `plain` is the plain way that is tried once after another error in a first pass (plainly.py).
+    `restore()` puts adapter and optimizer back to the last good state and returns its progress; without
+    it, instability ends the run.
+    `watch_spikes`: clip more tightly after the loss has jumped. `stages`: parts of the adapter whose
+    training stops before the last step. `stop_after_validations`: end after so many validations
+    without a lower loss.
+    `afterwards` are called in order after each optimizer step with the number of finished steps; they may
+    change weights (a norm limit does) but must leave the bits of weights they do not mean to change.
+    `from_zero` are the parameters initialised to zero: while all are zero the adapter has no effect.
     """
 
     model: Model
@@ -182,5 +198,5 @@ class Training:
     clock: Callable[[], float] = time.perf_counter
 
     def remedies_of(self, guard: GuardState) -> Sequence[Remedy]:
-        """Return the remedies of the way that is in force."""
+        """Return the remedies that apply: the plain way has its own."""
         return self.plain.remedies if guard.plain else self.remedies

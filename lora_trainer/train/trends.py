@@ -1,8 +1,8 @@
-"""Whether the loss jumps or has stopped falling, from the losses alone.
+"""Detects from the losses alone that the training loss jumps or that the validation loss stops falling.
 
-Inputs are the training loss of each step and the validation losses, outputs the next state and
-whether something must be done about it. Pure functions over small values that travel in the resume
-state; the thresholds are in standard deviations of the run's own losses.
+Inputs are the training loss of each step and the validation losses; outputs are the next state and
+whether a guard must react. Pure functions over small values that are part of the resume state. Thresholds
+are in standard deviations of the run's own losses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 WARMUP_LOSSES = 100
 SLOW, FAST = 0.01, 0.1
-"""Weights of a new loss in the two running means: horizons of 100 and of 10 steps."""
+"""Weights of a new loss in the slow and the fast running mean: horizons of 100 and of 10 steps."""
 SPIKE_DEVIATIONS, SPIKE_FACTOR = 5.0, 2.0
 OUTLIER_DEVIATIONS = 3.0
 QUIET_STEPS = 20
@@ -22,7 +22,11 @@ MIN_IMPROVEMENT = 0.002
 
 @dataclass(frozen=True, kw_only=True)
 class LossTrend:
-    """Running statistics of log(loss): the slow mean and variance, and the fast mean."""
+    """Running statistics of log(loss): slow `mean` and `variance`, fast mean `recent`.
+
+    `quiet` counts down the steps after a jump in which no other jump is reported. The logarithm makes a
+    jump a factor, whatever the scale of the losses.
+    """
 
     count: int = 0
     mean: float = 0.0
@@ -33,7 +37,7 @@ class LossTrend:
 
 @dataclass(frozen=True, kw_only=True)
 class Plateau:
-    """The best validation loss, and how many have come since without a better one."""
+    """The best validation loss, and the number of validations since then that were not clearly better."""
 
     best: float | None = None
     stale: int = 0
@@ -41,7 +45,7 @@ class Plateau:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The lowest validation loss of a trained adapter, its step, and how many validations came since."""
+    """The lowest validation loss of a trained adapter, its step, and the number of validations since."""
 
     loss: float | None = None
     step: int = 0
@@ -49,7 +53,7 @@ class Best:
 
 
 def after_validated(best: Best, loss: float, *, step: int) -> Best:
-    """Take in the validation loss of a step; the untouched base, step 0, is no adapter to keep."""
+    """Return the state after a validation loss; step 0, the untouched base, is no adapter and is ignored."""
     if step == 0:
         return best
     if math.isfinite(loss) and (best.loss is None or loss < best.loss):
@@ -58,17 +62,20 @@ def after_validated(best: Best, loss: float, *, step: int) -> Best:
 
 
 def after_loss(trend: LossTrend, loss: float) -> tuple[LossTrend, bool]:
-    """Take in a finite training loss; return the trend and whether it has just jumped.
+    """Return the trend after a finite training loss, and whether the loss has just jumped.
 
-    A jump is a fast mean twice the slow one (as a geometric mean) and five standard deviations of a
-    mean of that horizon above it: single hard timesteps are none, a divergence is one within steps.
+    At a jump the fast (geometric) mean is more than twice the slow mean, and more than five standard
+    deviations of such a fast mean above it. A single hard timestep is no jump; a divergence is one within
+    a few steps.
     """
     value = math.log(max(loss, 1e-12))
     if trend.count == 0:
         return LossTrend(count=1, mean=value, recent=value), False
+    # A plain average at first: with the weight 0.01 the first loss would count for most of 100 steps.
     slow = max(SLOW, 1 / (trend.count + 1))
     difference = value - trend.mean
-    if trend.count >= WARMUP_LOSSES:  # what jumps must not widen what it is measured by
+    # Outliers are clamped, because a jump that raised the variance would hide itself.
+    if trend.count >= WARMUP_LOSSES:
         most = max(math.log(SPIKE_FACTOR), OUTLIER_DEVIATIONS * math.sqrt(trend.variance))
         difference = max(-most, min(most, difference))
     trend = LossTrend(
@@ -80,6 +87,7 @@ def after_loss(trend: LossTrend, loss: float) -> tuple[LossTrend, bool]:
     )
     if trend.count <= WARMUP_LOSSES or trend.quiet:
         return trend, False
+    # The variance of an exponential mean with weight w is w / (2 - w) times that of one value.
     deviation = math.sqrt(trend.variance * FAST / (2 - FAST))
     limit = max(math.log(SPIKE_FACTOR), SPIKE_DEVIATIONS * deviation)
     if trend.recent - trend.mean <= limit:
@@ -88,7 +96,10 @@ def after_loss(trend: LossTrend, loss: float) -> tuple[LossTrend, bool]:
 
 
 def after_validation_loss(plateau: Plateau, loss: float) -> tuple[Plateau, bool]:
-    """Take in a validation loss; return the plateau and whether patience has just run out."""
+    """Return the plateau after a validation loss, and whether the loss has just stopped falling.
+
+    It has after PATIENCE validations without an improvement of MIN_IMPROVEMENT; then counting restarts.
+    """
     if not math.isfinite(loss):
         return plateau, False
     if plateau.best is None or loss < plateau.best * (1 - MIN_IMPROVEMENT):

@@ -1,8 +1,8 @@
-"""How much a noise level counts: loss weights and Huber deltas as pure functions, each with its paper.
+"""Loss weights and Huber deltas per noise level as pure functions, each with its paper.
 
-SNR is alpha^2 / sigma^2 = signal / (1 - signal), with alpha-bar of Ho et al. 2020 (arXiv 2006.11239)
-as `signal`. The SNR weights are those of the loss of predicted noise; v's loss is (SNR + 1) / SNR
-times that, so its weights are SNR / (SNR + 1) = signal times theirs. Torch-free.
+SNR is alpha^2 / sigma^2 = signal / (1 - signal), with alpha-bar of Ho et al. 2020 (arXiv 2006.11239) as
+`signal`. The papers define SNR weights for the loss of predicted noise. The loss of v is (SNR + 1) / SNR
+times as large, so a weight for v is SNR / (SNR + 1) = signal times the weight for noise. Torch-free.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from lora_trainer.config import ObjectiveSettings, Weighting
 from lora_trainer.families.base import Prediction
 
 MAX_DEBIASED_SNR = 1000.0
-"""Debiased weights stop growing and falling at this SNR and its inverse, as sd-scripts' do at the former:
-a schedule that ends without signal would have an infinite one."""
+"""Debiased weights, 1 / sqrt(SNR), use an SNR clamped to [1 / this, this]. sd-scripts clamps at the top
+only; at zero-terminal SNR the weight would then be infinite."""
 MIN_WEIGHED_SIGMA = 1e-3
-"""sigma_sqrt weighs by sigma^-2 down to the lowest sigma of a sampler's table of 1000 steps."""
+"""Lowest sigma of the weight sigma^-2 (`sigma_sqrt`): that of a sampler's table of 1000 steps."""
 
 
 def loss_weight(
@@ -33,12 +33,14 @@ def loss_weight(
 
 
 def snr_of(signal: float) -> float:
-    """Return the signal-to-noise ratio of a level; infinite without noise."""
+    """Return the signal-to-noise ratio of a level with alpha-bar `signal`; infinite without noise."""
     return signal / (1.0 - signal) if signal < 1.0 else math.inf
 
 
 def noise_weight(kind: Weighting, snr: float, settings: ObjectiveSettings) -> float:
-    """Return the weight of a predicted noise's loss; finite at SNR 0 too (TRAPS C.6).
+    """Return the weight of the loss of predicted noise; finite at SNR 0 too.
+
+    The usual form of min-SNR, min(SNR, gamma) / SNR, is 0 / 0 at zero-terminal SNR.
 
     min_snr: Hang et al. 2023, arXiv 2303.09556; soft_min_snr: Crowson et al. 2024, arXiv 2401.11605;
     debiased: Yu et al. 2023, arXiv 2310.08442; p2: Choi et al. 2022, arXiv 2204.00227, with k = 1.
@@ -57,7 +59,7 @@ def noise_weight(kind: Weighting, snr: float, settings: ObjectiveSettings) -> fl
 
 
 def flow_weight(kind: Weighting, sigma: float) -> float:
-    """Return the weight of a velocity's loss (Esser et al. 2024, arXiv 2403.03206)."""
+    """Return the weight of the loss of a predicted velocity (Esser et al. 2024, arXiv 2403.03206)."""
     match kind:
         case "sigma_sqrt":
             return max(sigma, MIN_WEIGHED_SIGMA) ** -2
@@ -67,10 +69,10 @@ def flow_weight(kind: Weighting, sigma: float) -> float:
 
 
 def huber_delta(settings: ObjectiveSettings, *, time: float, alpha: float, sigma: float) -> float:
-    """Return where a sample's error turns from squared to linear; infinite for squared errors.
+    """Return the error at which a sample's loss turns from squared to linear; infinite for squared loss.
 
-    `time` is in [0, 1]. The schedules are sd-scripts' (Khrapov et al. 2024, arXiv 2403.16728): both
-    fall from 1 without noise to `huber_delta` at pure noise.
+    `time` is in [0, 1]. The schedules are those of sd-scripts (Khrapov et al. 2024, arXiv 2403.16728):
+    exponential and snr fall from 1 without noise to `huber_delta` at pure noise.
     """
     lowest = settings.huber_delta
     if settings.loss == "mse":
@@ -81,5 +83,5 @@ def huber_delta(settings: ObjectiveSettings, *, time: float, alpha: float, sigma
         case "exponential":
             return float(lowest**time)
         case "snr":
-            # 1 / (1 + sigma / alpha), as a quotient that pure noise does not divide by zero
+            # The paper's 1 / (1 + sigma / alpha), rearranged because alpha is 0 at pure noise.
             return (1.0 - lowest) * (alpha / (alpha + sigma)) ** 2 + lowest

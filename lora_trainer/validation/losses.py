@@ -33,7 +33,7 @@ class Probe:
             return [self._mean_loss(batch) for batch in batches]
 
     def _mean_loss(self, batch: StepBatch) -> float:
-        groups = micro_batches(batch, cap=self.at_once, alike=self.model.alike)
+        groups = micro_batches(batch, cap=self.at_once, alike=self.model.batch_group_key)
         losses = torch.cat([self.model.losses(group).cpu() for group in groups])
         return float(losses.double().mean())
 
@@ -42,7 +42,7 @@ class Probe:
         """Return (mean squared change of the predictions at strength 1, the base's mean squared error)."""
         changes, errors = [], []
         for batch in batches:
-            for group in micro_batches(batch, cap=self.at_once, alike=self.model.alike):
+            for group in micro_batches(batch, cap=self.at_once, alike=self.model.batch_group_key):
                 change, error = self._drift(group)
                 changes += change
                 errors += error

@@ -210,7 +210,7 @@ def note_draws(process: Process) -> None:
     def noted_reduce(self: Ranks, parameters: Any, loss: Any, **options: Any) -> Any:
         found = reduce(self, parameters, loss, **options)
         file = process.notes / "gradients.safetensors"
-        if self.place.leads and not file.exists():
+        if self.dist_env.leads and not file.exists():
             save_file({str(n): p.grad.clone() for n, p in enumerate(parameters)}, file)
         return found
 

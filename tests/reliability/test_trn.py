@@ -141,7 +141,7 @@ def tensors(run: Path) -> list[Tensor]:
 def test_trn_02_out_of_memory_in_the_optimizer_goes_back_to_whole_weights(
     place: Toy, figure: Figure
 ) -> None:
-    """Half of the weights may have moved: the steps since the last save are done again."""
+    """Half of the weights may have moved: the steps since the last save are repeated."""
     with pytest.MonkeyPatch.context() as patch:
         fault = Fault(torch.optim.AdamW.step, frozenset({6}), out_of_memory)
         patch.setattr(torch.optim.AdamW, "step", lambda *args, **options: fault(*args, **options))
@@ -197,7 +197,7 @@ def test_trn_03_samples_that_fail_are_a_problem_and_nothing_else(
     run = place.runs / name
     problems = [row for row in read_jsonl(run / "problems.jsonl") if row["code"] == "TRN-03"]
     told = [
-        f"the sample images of step {step} had to be left out"
+        f"the sample images of step {step} was skipped"
         if isinstance(error, torch.OutOfMemoryError)
         else f"no sample images at step {step}"
         for step in (0, 3, 6)

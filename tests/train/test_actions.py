@@ -46,7 +46,7 @@ def trained(
         every_images=None,
         batch_size=1,
         fingerprint="f",
-        asked=lambda: False,
+        save_requested=lambda: False,
     )
     with writer:
         return run(

@@ -93,7 +93,11 @@ def test_zero_gradients_name_their_cause(
 @pytest.mark.parametrize(
     ("about", "cause", "setting"),
     [
-        (replace(ABOUT, rate=1e-50, rate_sum=0.0), "1e-50, is zero", "optimizer.learning_rate"),
+        (
+            replace(ABOUT, rate=1e-50, rate_sum=0.0),
+            "1e-50, is too small",
+            "optimizer.learning_rate",
+        ),
         (replace(ABOUT, device="mps"), "MPS", "hardware.device=cpu"),
         (ABOUT, "optimizer does not change", "optimizer.name"),
     ],

@@ -136,7 +136,7 @@ def test_with_dropout_only_what_is_alike_is_done_at_once() -> None:
 
     for masks, expected in ((tiny.adapter.masks, [1, 3]), (None, [4])):
         asked.clear()
-        model = replace(tiny.training.model, predict=predict, alike=alike, masks=masks)
+        model = replace(tiny.training.model, predict=predict, batch_group_key=alike, masks=masks)
         add_gradients(replace(tiny.training, model=model), batch, cap=4)
         assert sorted(asked) == expected
 
@@ -669,7 +669,7 @@ def saving(tiny: TinyTraining, folder: Path) -> SaveAction:
         every_images=None,
         batch_size=tiny.training.batch_size,
         fingerprint="f",
-        asked=lambda: False,
+        save_requested=lambda: False,
     )
 
 

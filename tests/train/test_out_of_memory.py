@@ -349,7 +349,7 @@ def test_an_action_that_never_fits_is_left_out_and_said() -> None:
     tiny = build_training(build_feeder(), steps=3, actions=(Hungry(),))
     assert run(tiny.training, at_start(micro_batch=4)).step == 3
     (problem,) = tiny.of_kind("problem")
-    assert "the meal of step 2 had to be left out: " in problem["what"]
+    assert "the meal of step 2 was skipped: " in problem["what"]
     assert tiny.of_kind("change") == []
 
 

@@ -95,7 +95,7 @@ def voyage(folder: Path, weather: Weather, *, steps: int = 12, every: int = 4) -
         every_images=None,
         batch_size=2,
         fingerprint="f",
-        asked=lambda: False,
+        save_requested=lambda: False,
     )
     return Voyage(tiny=tiny, writer=writer, saves=saves)
 

@@ -69,7 +69,7 @@ def test_shapes_that_are_not_planned_run_as_they_are_and_it_is_said_once() -> No
     end = run(tiny.training, at_start(micro_batch=4))
     assert blocks.calls == 2 * len(blocks)
     (problem,) = tiny.of_kind("problem")
-    assert "hardware.compile" in problem["what"] and "10x6, 1 at once" in problem["what"]
+    assert "hardware.compile" in problem["what"] and "1 latents of 10x6 at once" in problem["what"]
     assert not end.guard.uncompiled
 
 
