@@ -1,8 +1,8 @@
-"""What may stand in captions and prompts beside words: `{a|b}`, `(word:1.2)`, brackets around commas, a new word.
+"""Markup in captions and prompts: `{a|b}`, `(word:1.2)`, brackets around commas, a new word.
 
-Inputs are one-line texts; outputs are texts, their parts, or their parts with weights. Nothing here
-raises: brackets without a partner and numbers out of range are words like others, and no depth of
-nesting is too much.
+Inputs are one-line texts; outputs are texts, their parts, or their parts with weights. No function raises:
+unmatched brackets and numbers out of range are ordinary text, and nesting has no depth limit because
+nothing here recurses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 STRONGER = 1.1
-"""What a pair of round brackets multiplies a weight by; a square one divides by it."""
+"""Factor of a pair of round brackets on a weight; square brackets divide by it."""
 MAX_WEIGHT = 100.0
 _CHOICE = {"{": "}"}
 _EMPHASIS = {"(": ")", "[": "]"}
@@ -25,10 +25,10 @@ Weighted = tuple[str, float]
 
 
 def with_choices_made(text: str, choose: Choose) -> str:
-    r"""Replace each `{a|b|c}`, also inside others, by the alternative that `choose(count, place)` names.
+    r"""Replace each `{a|b|c}`, nested ones too, by the alternative with index `choose(count, place)`.
 
-    `place` is where the bracket opens. `{a}` has no alternatives and stays; `\{`, `\|` and `\}` are
-    the characters themselves.
+    `place` is the opening bracket's index in the text. `{a}` has no alternatives and stays; `\{`, `\|` and
+    `\}` are the literal characters.
     """
     partners = _partners(text, _CHOICE)
     ends = set(partners.values())
@@ -44,9 +44,11 @@ def with_choices_made(text: str, choose: Choose) -> str:
         elif index in partners:
             groups.append((index, [""]))
         elif index in ends:
-            place, words = groups.pop()
-            made = words[choose(len(words), place)] if len(words) > 1 else f"{{{words[0]}}}"
-            (groups[-1][1] if groups else outer)[-1] += made
+            opened_at, words = groups.pop()
+            alternative = (
+                words[choose(len(words), opened_at)] if len(words) > 1 else f"{{{words[0]}}}"
+            )
+            (groups[-1][1] if groups else outer)[-1] += alternative
         elif mark == "|" and groups:
             words.append("")
         else:
@@ -60,25 +62,25 @@ _EMPHASIS_MARKS = ("(", ")", "[", "]", "\\")
 
 
 def has_choice(text: str) -> bool:
-    """Say whether there is anything to choose in a text."""
+    """Return whether a text has a bracket with alternatives."""
     if "{" not in text:
         return False
-    asked = 0
+    choices = 0
 
     def choose(count: int, place: int) -> int:
-        nonlocal asked
-        asked += 1
+        nonlocal choices
+        choices += 1
         return 0
 
     with_choices_made(text, choose)
-    return asked > 0
+    return choices > 0
 
 
 def weighted_parts(text: str) -> list[Weighted]:
     r"""Split a text into parts with weights, as Stable Diffusion web UI writes them.
 
-    `(word)` weighs 1.1, `[word]` 1 / 1.1, `(word:1.3)` 1.3; inside each other they multiply. `\(`,
-    `\)`, `\[`, `\]` and `\\` are the characters themselves.
+    `(word)` weighs 1.1, `[word]` 1 / 1.1, `(word:1.3)` 1.3; nested weights multiply. `\(`, `\)`, `\[`,
+    `\]` and `\\` are the literal characters.
     """
     partners = _partners(text, _EMPHASIS)
     ends = set(partners.values())
@@ -108,17 +110,17 @@ def weighted_parts(text: str) -> list[Weighted]:
 
 
 def plainly(text: str) -> list[Weighted]:
-    """Return the parts of a text in which nothing has a weight."""
+    """Return a text without markup as weighted parts: the whole text with weight 1."""
     return [(text, 1.0)] if text else []
 
 
 def words_of(parts: Iterable[Weighted]) -> str:
-    """Return the text of weighted parts."""
+    """Join the texts of weighted parts."""
     return "".join(words for words, _ in parts)
 
 
 def split_at_commas(text: str, *, whole_brackets: bool) -> list[str]:
-    """Split at commas; with `whole_brackets` not at those inside brackets that `weighted_parts` reads."""
+    """Split at commas; with `whole_brackets` not at commas inside brackets of `weighted_parts`."""
     if not whole_brackets:
         return text.split(",")
     partners = _partners(text, _EMPHASIS)
@@ -137,21 +139,21 @@ def split_at_commas(text: str, *, whole_brackets: bool) -> list[str]:
 def _factors(
     text: str, partners: Mapping[int, int]
 ) -> tuple[Mapping[int, float], Mapping[int, int]]:
-    """Return the factor of each bracket by its place, and of stated numbers begin and end."""
+    """Return opening index -> factor of each bracket, and begin -> end of each explicit number."""
     factors, numbers = dict[int, float](), dict[int, int]()
     for begin, end in partners.items():
         factors[begin] = STRONGER if text[begin] == "(" else 1 / STRONGER
         colon = text.rfind(":", begin, end)
-        stated = _WEIGHT.fullmatch(text, colon, end) if colon >= 0 else None
-        if text[begin] == "(" and stated and float(stated[1]) <= MAX_WEIGHT:
-            factors[begin] = float(stated[1])
+        number = _WEIGHT.fullmatch(text, colon, end) if colon >= 0 else None
+        if text[begin] == "(" and number and float(number[1]) <= MAX_WEIGHT:
+            factors[begin] = float(number[1])
             numbers[colon] = end
     return factors, numbers
 
 
 def _partners(text: str, kinds: Mapping[str, str]) -> dict[int, int]:
-    """Return where each bracket that has a partner opens and closes; escaped ones are none."""
-    found: dict[int, int] = {}
+    """Return opening -> closing index of each matched bracket; escaped brackets do not count."""
+    partners: dict[int, int] = {}
     waiting: list[tuple[str, int]] = []
     open_ones: Counter[str] = Counter()
     escaped = False
@@ -163,28 +165,28 @@ def _partners(text: str, kinds: Mapping[str, str]) -> dict[int, int]:
             open_ones[kinds[mark]] += 1
         elif open_ones[mark] > 0:
             closes = ""
-            while closes != mark:  # what was opened in between stays without a partner
+            while closes != mark:  # brackets opened in between stay unmatched
                 closes, begin = waiting.pop()
                 open_ones[closes] -= 1
-            found[begin] = index
-    return found
+            partners[begin] = index
+    return partners
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewWord:
-    """A word that text encoders read as `tokens` tokens of their own, numbered -1, -2 and so on.
+    """A word that text encoders read as `tokens` new tokens with ids -1, -2 and so on.
 
-    Numbers below zero, because CLIP finds the end of a text at its largest number.
+    The ids are negative because CLIP takes the position of the largest id as the end of the text.
     """
 
     text: str
     tokens: int
 
     def split(self, text: str) -> list[str]:
-        """Return the parts of a text between the places where the word stands by itself, in any case."""
+        """Split a text at whole-word occurrences of the word, upper or lower case."""
         return re.split(rf"(?<!\w){re.escape(self.text)}(?!\w)", text, flags=re.IGNORECASE)
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of its tokens, in order."""
+        """The ids of the word's tokens, in order."""
         return [-number for number in range(1, self.tokens + 1)]

@@ -1,7 +1,8 @@
-"""What a LoRA is to learn, a person, a style or an object, and which presets that changes, each with its reason.
+"""Presets by kind of subject (person, style, object), each with its reason.
 
-Only differences that follow from what such pictures are; docs/concepts.md says what was left alone and why.
-Input is the word of `train.concept`, output settings over a preset and the views of each picture.
+They change only settings for which the kind of image itself is a reason; docs/concepts.md explains which
+settings stay equal and why. Input is the value of `train.concept`, output the settings laid over a preset
+and a factor on the views of each image.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Literal
 Concept = Literal["any", "person", "style", "object"]
 CONCEPT = "train.concept"
 
-_BY_NAME = "it should come when its words are there, not without them"
+_BY_NAME = "the subject should appear with its words and not without them"
 SETTINGS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
     "any": {},
     "person": {
@@ -24,10 +25,10 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "data.caption_dropout": (0.0, _BY_NAME),
     },
     "style": {
-        "data.flip": (True, "a mirrored picture has the same style"),
-        "data.caption_dropout": (0.1, "a style should show whatever the words are"),
+        "data.flip": (True, "a mirrored image has the same style"),
+        "data.caption_dropout": (0.1, "a style should appear with any words"),
     },
 }
 VIEWS: Mapping[str, float] = {"style": 0.5}
-"""Factor on how often each picture is seen: a style is what many pictures have in common, and pictures
-that are seen again and again are learned themselves."""
+"""Factor on `train.views`: a style is common to many images, and repeating an image too often teaches the
+image itself."""

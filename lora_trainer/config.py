@@ -1,9 +1,8 @@
-"""Every setting, declared once: type, default, unit and one line of documentation.
+"""The list of all settings with their documentation, and conversion between typed values and a Config.
 
-The command line (`--set section.key=value`), config files, presets, the JSON Schema, the GUI form, the
-docs table, run.json and the metadata of exported files all derive from the model in `settings/`. Here
-is what they derive: the list of settings with all that is said of each, and a Config from typed values
-and back. Unknown keys are errors that name the nearest one.
+Each setting is declared once, in `settings/`. The command line (`--set section.key=value`), config files,
+presets, the JSON Schema, the GUI form, the docs table, run.json and the metadata of exported files derive
+from these declarations through this module. An unknown key is an error that names the nearest setting.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class SettingInfo:
-    """One setting as the tables, the form and the docs show it."""
+    """One setting as tables, GUI form and docs show it; see `settings.declare.setting` for the conditions."""
 
     key: str
     default: Any
@@ -108,24 +107,24 @@ class SettingInfo:
 
     @property
     def label(self) -> str:
-        """The name as people read it, without section and unit."""
+        """The name for display, without section and unit."""
         return label_of(self.key.partition(".")[2], unit=self.unit)
 
     def unused(self, values: Mapping[str, Any]) -> str:
-        """Return why it does not matter with these values of other settings; empty where it may.
+        """Return the reason why the setting has no effect with these values of others, else "".
 
-        `values` are by `section.name`; one that is missing or `auto` is not known yet.
+        `values` are by `section.name`; a missing value or `auto` may still become any value.
         """
-        known = {key: value for key, value in values.items() if value != "auto"}
-        for key, wanted in self.only_for.items():
-            if key in known and known[key] not in wanted:
-                needed = " or ".join(map(_typed, wanted))
-                return f"needs {key}={needed}, which is {_typed(known[key])}"
+        settled = {key: value for key, value in values.items() if value != "auto"}
+        for key, allowed in self.only_for.items():
+            if key in settled and settled[key] not in allowed:
+                alternatives = " or ".join(map(_typed, allowed))
+                return f"needs {key}={alternatives}, but it is {_typed(settled[key])}"
         for key, refused in self.not_for.items():
-            if key in known and known[key] in refused:
-                return f"without effect while {key} is {_typed(known[key])}"
-        if self.idle_with and all(known.get(key) in idle for key, idle in self.idle_with.items()):
-            idle = (f"{key} is {_typed(known[key])}" for key in self.idle_with)
+            if key in settled and settled[key] in refused:
+                return f"without effect while {key} is {_typed(settled[key])}"
+        if self.idle_with and all(settled.get(key) in idle for key, idle in self.idle_with.items()):
+            idle = (f"{key} is {_typed(settled[key])}" for key in self.idle_with)
             return f"without effect while {' and '.join(idle)}"
         return ""
 
@@ -162,43 +161,43 @@ def _settings() -> tuple[SettingInfo, ...]:
 
 def sections() -> dict[str, dict[str, FieldInfo]]:
     """Return the fields of each section, both in declaration order."""
-    found = {}
+    fields = {}
     for name, field in Config.model_fields.items():
         section = field.annotation
         assert isinstance(section, type) and issubclass(section, Section)
-        found[name] = section.model_fields
-    return found
+        fields[name] = section.model_fields
+    return fields
 
 
 def setting_schemas() -> dict[str, dict[str, Any]]:
     """Return the JSON Schema of every setting, by `section.name`."""
     schema = Config.model_json_schema()
-    found: dict[str, dict[str, Any]] = {}
+    schemas: dict[str, dict[str, Any]] = {}
     for section, reference in schema["properties"].items():
         name = reference["$ref"].rpartition("/")[2]
         for key, value in schema["$defs"][name]["properties"].items():
-            found[f"{section}.{key}"] = _standalone(value, schema["$defs"])
-    return found
+            schemas[f"{section}.{key}"] = _standalone(value, schema["$defs"])
+    return schemas
 
 
 def _standalone(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a field's schema with what it refers to put in, without pydantic's titles."""
-    found = {part: value for part, value in schema.items() if part != "title"}
-    entries = found.get("additionalProperties")
+    """Return a field's schema with `$ref` entries inlined and without pydantic's titles."""
+    standalone = {part: value for part, value in schema.items() if part != "title"}
+    entries = standalone.get("additionalProperties")
     if isinstance(entries, dict) and "$ref" in entries:
         entry = definitions[entries["$ref"].rpartition("/")[2]]
         properties = {
             name: {part: value for part, value in inner.items() if part != "title"}
             for name, inner in entry["properties"].items()
         }
-        kept = {key: entry[key] for key in ("type", "additionalProperties")}
-        found["additionalProperties"] = {**kept, "properties": properties}
-    return found
+        shared = {key: entry[key] for key in ("type", "additionalProperties")}
+        standalone["additionalProperties"] = {**shared, "properties": properties}
+    return standalone
 
 
 @cache
 def _entry_fields() -> Mapping[str, tuple[str, ...]]:
-    """Return the settings that map names to settings of their own, each with the names of those."""
+    """Return the settings that map names to records (`data.folders`), each with the record's field names."""
     entries = {key: schema.get("additionalProperties") for key, schema in setting_schemas().items()}
     return {
         key: tuple(entry["properties"])
@@ -208,7 +207,7 @@ def _entry_fields() -> Mapping[str, tuple[str, ...]]:
 
 
 def setting_of(key: str) -> str:
-    """Return the setting that a key is of: `data.folders.NAME.repeats` is part of `data.folders`."""
+    """Return the setting that contains a key: `data.folders` for `data.folders.NAME.repeats`."""
     for setting, fields in _entry_fields().items():
         name, _, field = key.removeprefix(f"{setting}.").rpartition(".")
         if key.startswith(f"{setting}.") and name and field in fields:
@@ -217,22 +216,22 @@ def setting_of(key: str) -> str:
 
 
 def overlaid(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all values, those of `upper` where both have one.
+    """Merge two layers of values; `upper` wins.
 
-    A key `data.folders.NAME.repeats` sets that one thing in what `data.folders` is by then.
+    A key `data.folders.NAME.repeats` changes one field of the merged `data.folders` and keeps the others.
     """
-    found = dict(lower)
+    merged = dict(lower)
     for key, value in upper.items():
         setting = setting_of(key)
         if setting == key:
-            found[key] = value
+            merged[key] = value
             continue
         name, _, field = key.removeprefix(f"{setting}.").rpartition(".")
-        entries = found.get(setting, {})
-        # What is no mapping is left for validation to refuse.
+        entries = merged.get(setting, {})
+        # A value that is no mapping stays as it is: validation refuses it with a better message.
         if isinstance(entries, Mapping) and isinstance(entries.get(name, {}), Mapping):
-            found[setting] = {**entries, name: {**entries.get(name, {}), field: value}}
-    return found
+            merged[setting] = {**entries, name: {**entries.get(name, {}), field: value}}
+    return merged
 
 
 def setting_keys() -> tuple[str, ...]:
@@ -251,7 +250,7 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
-    """Build a Config from {"section.name": value}; raises RequestError naming all that is wrong at once."""
+    """Build a Config from {"section.name": value}; raises one RequestError that names all mistakes."""
     check_keys(values)
     refuse_secrets(values)
     nested: dict[str, dict[str, Any]] = {}
@@ -261,11 +260,11 @@ def build_config(values: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(nested)
     except ValidationError as error:
-        raise RequestError(_explain(error), fix="change the values named") from None
+        raise RequestError(_explain(error), fix="change these values") from None
 
 
 def check_keys(values: Mapping[str, Any]) -> None:
-    """Raise RequestError for the keys that are no setting, with the nearest name of each."""
+    """Raise RequestError for unknown keys, with the nearest setting of each."""
     keys = setting_keys()
     unknown = [
         f"unknown setting {key!r}.{did_you_mean(key, near_keys(key))}"
@@ -277,7 +276,7 @@ def check_keys(values: Mapping[str, Any]) -> None:
 
 
 def near_keys(key: str) -> tuple[str, ...]:
-    """Return the keys that may have been meant: all settings, or what there is under the one named."""
+    """Return the candidates for a misspelt key: all settings, or the fields of the setting it starts with."""
     for setting, fields in _entry_fields().items():
         if key.startswith(f"{setting}."):
             rest = key.removeprefix(f"{setting}.")
@@ -287,11 +286,11 @@ def near_keys(key: str) -> tuple[str, ...]:
 
 
 def refuse_secrets(values: Mapping[str, Any]) -> None:
-    """Raise RequestError for settings that hold a token: they are written into files."""
-    if found := secret_keys(values):
+    """Raise RequestError for settings that hold a token: settings are written into run and LoRA files."""
+    if keys := secret_keys(values):
         raise RequestError(
-            f"{', '.join(found)} holds what looks like a token or a password",
-            fix="take it out; tokens belong in the environment (HF_TOKEN) or `hf auth login`",
+            f"{', '.join(keys)} contains a token or a password",
+            fix="remove it; put tokens into the environment (HF_TOKEN) or use `hf auth login`",
         )
 
 
@@ -307,22 +306,24 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def concrete(value: T | Auto) -> T:
-    """Return a setting that planning has resolved; meeting `auto` here is a bug, not a user error."""
+    """Return a setting's value after planning; `auto` there is a bug and raises AssertionError."""
     if value == "auto":
         raise AssertionError("the planner left a setting at auto")
     return value
 
 
 def _explain(error: ValidationError) -> str:
-    found: dict[str, list[str]] = {}
+    messages_by_setting: dict[str, list[str]] = {}
     for problem in error.errors(include_url=False):
-        place = [str(part) for part in problem["loc"]]
-        key = ".".join(place[:2])
-        if key in _entry_fields() and len(place) > 3:
-            key = ".".join(place[:4])
+        path = [str(part) for part in problem["loc"]]
+        key = ".".join(path[:2])
+        if key in _entry_fields() and len(path) > 3:
+            key = ".".join(path[:4])
         where = f"{key}={problem['input']!r}: " if key else ""
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
             message = f"unknown.{did_you_mean(key, near_keys(key))}"
-        found.setdefault(where, []).append(message[:1].lower() + message[1:])
-    return "; ".join(where + " or ".join(messages) for where, messages in found.items())
+        messages_by_setting.setdefault(where, []).append(message[:1].lower() + message[1:])
+    return "; ".join(
+        where + " or ".join(messages) for where, messages in messages_by_setting.items()
+    )

@@ -1,4 +1,4 @@
-"""The device of a training: which one, how much of it, and what bit-exactness depends on."""
+"""The device of a training: its choice, its memory limit, and the facts bit-exactness depends on."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from lora_trainer.prepare import Prepared
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU = torch.device("cpu")
 COMPILED_CODE = "compiled"
-"""Folder in the cache folder."""
+"""Name of the compiled code's folder in the cache folder."""
 
 
 def setup_torch(prepared: Prepared) -> dict[str, Any]:
-    """Set threads and determinism for the process; return what bit-exactness depends on.
+    """Set threads and determinism of the process; return the facts that bit-exactness depends on.
 
-    Raises MachineError when the planned device is not there for this torch.
+    Raises MachineError when this torch cannot use the planned device.
     """
     config = prepared.config
     torch.set_num_threads(concrete(config.hardware.threads))
     compiled = config.hardware.compile == "blocks"
     if compiled:
         _keep_compiled_code(prepared)
-    if config.train.deterministic:  # read when CUDA starts, which the next lines do
+    if config.train.deterministic:  # CUDA reads the variable at its start, in the next lines
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = planned_device(prepared)
     if device.type != CPU.type:
-        if kind_of(device).own_memory:  # torch.mps has one device
+        if kind_of(device).own_memory:  # torch.mps has a single device and no set_device
             torch.get_device_module(device).set_device(device)
         _cap(prepared, device)
     if config.train.deterministic:
@@ -58,17 +58,14 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
 
 
 def _keep_compiled_code(prepared: Prepared) -> None:
-    """Let later runs find what is compiled in this one, in the cache folder, which is kept under its limit.
-
-    What the user has set stays.
-    """
+    """Keep compiled kernels in the size-capped cache folder for later runs; the user's own variables win."""
     folder = prepared.cache_root / COMPILED_CODE
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
 def _cap(prepared: Prepared, device: torch.device) -> None:
-    """Bound what the allocator may take to what was asked for, or to what the driver really has."""
+    """Limit PyTorch's allocator to `hardware.vram_limit_gib`, or to the memory the driver has free."""
     asked_gib, card = prepared.config.hardware.vram_limit_gib, card_of(prepared, device)
     cap_allocator(
         limit_bytes=None if asked_gib is None else int(asked_gib * GIB),
@@ -80,7 +77,7 @@ def _cap(prepared: Prepared, device: torch.device) -> None:
 def best_device() -> tuple[torch.device, bool]:
     """Return the best GPU of this machine and whether it computes bf16, else the processor.
 
-    For what nobody has planned: images of a finished LoRA, captions.
+    For work without a plan: images of a finished LoRA, captions.
     """
     gpu = detect().accelerator().value
     if gpu is None or not torch.get_device_module(gpu.can.torch_type).is_available():
@@ -91,46 +88,48 @@ def best_device() -> tuple[torch.device, bool]:
 
 @contextmanager
 def pinning(prepared: Prepared, events: EventStream) -> Iterator[None]:
-    """Pin host memory within what this platform gives while the block runs; say it once where it refuses."""
+    """Limit pinned host memory to the platform's limit while the block runs; report a refusal once."""
 
-    def told(found: str) -> None:
+    def report(problem: str) -> None:
         events.problem(
-            found, fix="nothing; fewer memory.streamed_blocks need less of it", severity="note"
+            problem,
+            fix="nothing; fewer memory.streamed_blocks need less pinned memory",
+            severity="note",
         )
 
     limit_bytes = prepared.hardware.pinnable_by_each(sharing=prepared.sharing)
-    with counted(limit_bytes=limit_bytes, told=told):
+    with counted(limit_bytes=limit_bytes, told=report):
         yield
 
 
 def encoder_device(prepared: Prepared) -> torch.device:
-    """Return where encoders and the VAE run: another card with room for them, as good as this one.
+    """Return the device of text encoders and VAE: another GPU that has the memory and is at least as good.
 
-    The training device has the denoiser beside them while samples are made; another one has not. What is
-    free there was asked of the driver before: torch would open a context on every card to say so.
+    On the training device they share memory with the denoiser while samples are made. Free memory comes
+    from the plan, because asking torch would open a context on each GPU.
     """
     device = planned_device(prepared)
     if device.type == CPU.type or prepared.sharing > 1:
         return device
     here = card_of(prepared, device)
-    needed = prepared.plan.memory.phases
+    phase_bytes = prepared.plan.memory.phases
     for card in prepared.hardware.usable():
         as_good = (card.compute_capability or (0, 0)) >= (here.compute_capability or (0, 0))
-        roomy = card.free_bytes >= max(needed["images"], needed["texts"])
+        roomy = card.free_bytes >= max(phase_bytes["images"], phase_bytes["texts"])
         if card.index != here.index and as_good and card.has_bf16 >= here.has_bf16 and roomy:
             return torch.device(device.type, card.index)
     return device
 
 
 def card_of(prepared: Prepared, device: torch.device) -> Gpu:
-    """Return what is known of the card that a planned device is."""
+    """Return the detected GPU of a planned device."""
     return next(gpu for gpu in prepared.hardware.gpus if gpu.index == (device.index or 0))
 
 
 def planned_device(prepared: Prepared) -> torch.device:
-    """Return the device of this process, with its index: several processes take a card each.
+    """Return this process's device with its index; several processes are spread over the GPUs.
 
-    Raises MachineError where torch does not see the card, or has no kernels for it.
+    Raises MachineError where torch does not see the GPU or has no kernels for it.
     """
     kind = prepared.config.hardware.device
     if kind == CPU.type:

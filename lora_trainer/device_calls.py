@@ -1,7 +1,7 @@
-"""The calls of torch that differ by device; `devices.py` says what each kind can do.
+"""The calls of torch that differ by device; `devices.py` has the capabilities of each kind.
 
-Inputs are a `torch.device` and sizes in bytes. torch.cuda is for NVIDIA and AMD alike, torch.xpu has its
-API, torch.mps a smaller one.
+Inputs are a `torch.device` and sizes in bytes. torch.cuda serves NVIDIA and AMD, torch.xpu has the same API,
+torch.mps a smaller one.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ _PORTABLE = 1
 
 
 def kind_of(device: torch.device | str) -> DeviceKind:
-    """Return the description of a device of torch."""
+    """Return the capabilities of a torch device."""
     name = torch.device(device).type
     if name == "cuda" and torch.version.hip:
         name = "rocm"
-    if name == "meta":  # a traced network: nothing of it is on a stream, pinned or copied
+    if name == "meta":  # a traced network has no streams, pinned memory or copies
         name = "cpu"
     return KINDS[name]  # type: ignore[index]  # others cannot be chosen
 
 
 def module_of(device: torch.device) -> Any:
-    """Return torch's module for a type of device: `torch.cuda` for NVIDIA and AMD, `torch.mps`, `torch.xpu`."""
+    """Return torch's module for a device: `torch.cuda` (NVIDIA and AMD), `torch.mps` or `torch.xpu`."""
     return torch.get_device_module(device)
 
 
 def may_copy_ahead(device: torch.device) -> bool:
-    """Whether a copy to or from it need not be waited for by the host (`non_blocking`)."""
+    """Return whether the host may go on during a copy to or from the device (`non_blocking`)."""
     return kind_of(device).streams
 
 
 def side_stream(device: torch.device) -> Any:
-    """Return a stream beside the one that computes, None where a device has but one queue."""
+    """Return a new stream beside the computing stream, None for a device with a single queue."""
     return module_of(device).Stream(device) if kind_of(device).streams else None
 
 
 def current_stream(device: torch.device) -> Any:
-    """Return the stream that computes on a device with streams."""
+    """Return the current stream of a device with streams."""
     return module_of(device).current_stream(device)
 
 
 def on_stream(stream: Any) -> Any:
-    """Return a context in which work is queued on a stream."""
+    """Return a context manager that queues work on a stream."""
     return module_of(stream.device).stream(stream)
 
 
 def mark(device: torch.device) -> Any:
-    """Return an event behind all work queued so far, None where every copy is waited for."""
+    """Record and return an event behind all queued work, None for a device without streams."""
     return current_stream(device).record_event() if kind_of(device).streams else None
 
 
 def started_device() -> torch.device | None:
-    """Return the GPU that this process has begun to use, None while there is none; begins nothing."""
+    """Return the GPU whose context this process has opened, else None; opens no context."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return None
@@ -72,7 +72,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
-    """Return what is free on a GPU and what it has, by its driver; raises RuntimeError."""
+    """Return a GPU's (free, total) bytes by its driver; raises RuntimeError."""
     api = module_of(device)
     if kind_of(device).name == "mps":
         total = int(api.recommended_max_memory())
@@ -82,7 +82,7 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def peak_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the most that tensors took so far, and that the allocator held for them; MPS says what it is now."""
+    """Return the peak bytes of tensors and of the allocator's reserve; MPS has current values only."""
     api = module_of(device)
     if kind_of(device).name == "mps":
         return int(api.current_allocated_memory()), int(api.driver_allocated_memory())
@@ -90,7 +90,7 @@ def peak_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def tensor_bytes(device: torch.device) -> int:
-    """Return what tensors take of a GPU now."""
+    """Return the bytes that tensors occupy on a GPU now."""
     api = module_of(device)
     if kind_of(device).name == "mps":
         return int(api.current_allocated_memory())
@@ -98,7 +98,7 @@ def tensor_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU, of Apple's what Metal lets a process use."""
+    """Return the memory of a GPU; for Apple's GPUs the memory Metal recommends for one process."""
     api = module_of(device)
     if kind_of(device).name == "mps":
         return int(api.recommended_max_memory())
@@ -106,7 +106,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def bound_allocator(device: torch.device, *, allowed_bytes: int) -> int:
-    """Let torch take at most so much of a GPU; return what it may have."""
+    """Limit torch's allocator on a GPU to `allowed_bytes`, capped at its memory; return the limit."""
     api = module_of(device)
     total = total_bytes(device)
     allowed_bytes = min(total, allowed_bytes)
@@ -116,52 +116,52 @@ def bound_allocator(device: torch.device, *, allowed_bytes: int) -> int:
 
 
 def name_of(device: torch.device) -> str:
-    """Return what a GPU calls itself."""
+    """Return a GPU's name."""
     if kind_of(device).name == "mps":
         return str(torch.backends.mps.get_name())
     return str(module_of(device).get_device_name(device))
 
 
 def register_host(address: int, size_bytes: int) -> int:
-    """Lock host memory in place for copies to every GPU; return CUDA's error code, 0 for none."""
+    """Pin existing host memory for copies to all GPUs; return CUDA's error code, 0 for success."""
     return int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE))
 
 
 def unregister_host(address: int) -> None:
-    """Undo `register_host`; no copy may be under way."""
+    """Undo `register_host`; no copy may be in progress."""
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def found_by_torch(*, torch: Any = torch) -> list[dict[str, Any]]:
-    """Return the GPUs that torch sees, as the fields of `hardware.Gpu`; for builds that NVML knows nothing of.
+    """Return the GPUs that torch lists, as fields of `hardware.Gpu`, for builds without NVML.
 
-    `torch` is the module, for tests.
+    `torch` is the module, replaced in tests.
     """
     if torch.backends.mps.is_available():
         total = int(torch.mps.recommended_max_memory())
         used = int(torch.mps.driver_allocated_memory())
-        named = torch.backends.mps.get_name()
+        gpu_name = torch.backends.mps.get_name()
         bf16 = torch.backends.mps.is_macos_or_newer(14, 0)  # Metal has bfloat from macOS 14 on
-        return [_card(0, named, total, total - used, kind="mps", bf16=bool(bf16))]
+        return [_card(0, gpu_name, total, total - used, kind="mps", bf16=bool(bf16))]
     if torch.cuda.is_available() and torch.version.hip:
-        found = []
+        gpus = []
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
             facts = torch.cuda.get_device_properties(index)
             arch = str(getattr(facts, "gcnArchName", "")).partition(":")[0]
             name = f"{facts.name} ({arch})" if arch else facts.name
-            # torch says bf16 for all of HIP; before gfx90a, gfx11 and gfx12 it is computed in fp32.
+            # torch reports bf16 for any HIP GPU; GPUs other than these compute it in fp32.
             bf16 = arch.startswith(("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12"))
-            found.append(_card(index, name, total, free, kind="rocm", bf16=bf16))
-        return found
+            gpus.append(_card(index, name, total, free, kind="rocm", bf16=bf16))
+        return gpus
     if hasattr(torch, "xpu") and torch.xpu.is_available():
-        found = []
+        gpus = []
         for index in range(torch.xpu.device_count()):
             free, total = torch.xpu.mem_get_info(index)
             name = torch.xpu.get_device_properties(index).name
             bf16 = bool(torch.xpu.is_bf16_supported())
-            found.append(_card(index, name, total, free, kind="xpu", bf16=bf16))
-        return found
+            gpus.append(_card(index, name, total, free, kind="xpu", bf16=bf16))
+        return gpus
     return []
 
 
@@ -179,7 +179,7 @@ def _card(
 
 
 def require_kernels(device: torch.device, *, torch: Any = torch) -> str:
-    """Return why torch has no kernels for a card that it sees, empty where it has; opens its context."""
+    """Return why torch cannot compute on a GPU that it lists, "" if it can; opens the GPU's context."""
     if kind_of(device).name != "cuda":
         return ""
     major, minor = torch.cuda.get_device_capability(device)
@@ -195,7 +195,11 @@ def require_kernels(device: torch.device, *, torch: Any = torch) -> str:
 
 
 def _has_kernels(capability: tuple[int, int], archs: list[str]) -> bool:
-    """As CUDA matches: machine code within one major version upwards, PTX for all that came later."""
+    """Return whether any built architecture runs on a capability, by CUDA's rules.
+
+    Machine code (sm_) runs on the same major version from its minor version on, and with suffix "a" on its
+    exact version only; PTX (compute_) is compiled for all later versions.
+    """
     for arch in archs:
         form, _, digits = arch.partition("_")
         number = "".join(letter for letter in digits if letter.isdigit())

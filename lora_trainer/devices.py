@@ -1,8 +1,8 @@
-"""What each kind of device can do: the one description that plans, memory, networks and optimizers ask.
+"""Capabilities of each kind of device, for plans, memory, networks and optimizers; and the installed torch's build.
 
-Facts by kind, without torch, each with its source where it is not plain; and which torch is installed. The
-calls of torch that differ by device are in `device_calls.py`. Nobody else asks for the type of a device
-(`tests/test_devices.py` looks for it). None of this has run on a card yet: see docs/machines.md.
+Facts are by kind, torch-free, with a source where they are not obvious. `device_calls.py` has the calls of
+torch that differ by device. No other module tests a device's type (`tests/test_devices.py` checks that).
+docs/machines.md states what has run on real GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 KindName = Literal["cuda", "rocm", "mps", "xpu", "cpu"]
 TorchType = Literal["cuda", "mps", "xpu", "cpu"]
-"""`torch.device(...).type`, and what `hardware.device` takes: AMD's cards are "cuda" to torch."""
+"""`torch.device(...).type` and the values of `hardware.device`; AMD's GPUs have torch's type "cuda"."""
 GIB = 2**30
 _ORDINARY_INDEX = "https://download.pytorch.org/whl"
 
@@ -27,16 +27,18 @@ _ORDINARY_INDEX = "https://download.pytorch.org/whl"
 class DeviceKind:
     """One kind of device.
 
-    own_memory: it has memory of its own, so that something can wait in the host's; else both share one.
-    pins: copies from host memory that is locked in place run beside the computation.
-    pins_in_place: memory that is there already can be locked (cudaHostRegister).
-    streams: copies and kernels can be queued on several streams; elsewhere every copy is waited for.
+    says: the device in words, for messages.
+    own_memory: the device has separate memory, so offloading to host memory saves some.
+    pins: copies from pinned host memory run in parallel to computation.
+    pins_in_place: existing memory can be pinned (cudaHostRegister).
+    streams: copies and kernels can be queued on several streams; else the host waits for each copy.
     graphs: a step can be recorded and replayed (`torch.cuda.CUDAGraph`).
-    compiles: inductor makes kernels that this project chooses by itself.
-    fused_skips: torch's fused AdamW leaves the weights alone where `found_inf` says so.
-    runtime_bytes: what a process takes of the memory before its first tensor.
+    compiles: `auto` may choose torch.compile (inductor).
+    fused_skips: torch's fused AdamW skips the update when `found_inf` is set.
+    runtime_bytes: memory of a process before its first tensor.
     collectives: the backend of torch.distributed.
-    lacks: settings that it cannot have, "key=value" to the reason.
+    install: the command that installs a torch for this kind.
+    lacks: unsupported settings, "key=value" -> reason.
     """
 
     name: KindName
@@ -55,14 +57,14 @@ class DeviceKind:
     lacks: Mapping[str, str] = field(default_factory=dict)
 
     def against(self, key: str, value: object) -> str:
-        """Return why this device cannot have a setting, empty where it can."""
+        """Return why this device does not support a setting, "" if it does."""
         return self.lacks.get(f"{key}={value}", "")
 
 
-_NO_INT8 = "torch._int_mm was never seen on it"
+_NO_INT8 = "torch._int_mm is untested on it"
 _NO_XFORMERS = "xformers has kernels for CUDA and ROCm only"
 _NO_8BIT = "bitsandbytes has no 8-bit optimizer for it"
-_NO_PAGES = "bitsandbytes pages memory by CUDA's managed memory"
+_NO_PAGES = "bitsandbytes' paging needs CUDA's managed memory"
 _8BIT = ("adamw8bit", "paged_adamw8bit", "lion8bit")
 
 KINDS: Mapping[KindName, DeviceKind] = {
@@ -102,12 +104,12 @@ KINDS: Mapping[KindName, DeviceKind] = {
             install=f"pip install torch --index-url {_ORDINARY_INDEX}/rocm6.4",
             lacks={
                 "memory.base_matmul=int8": _NO_INT8,
-                "hardware.cuda_graphs=True": "HIP's graphs were never seen with it",
+                "hardware.cuda_graphs=True": "HIP's graphs are untested with it",
             },
         ),
-        # Memory is the machine's. A copy to the host that is not waited for may be read too early
+        # Shares the machine's memory. A non-blocking copy to the host may be read too early
         # (pytorch#139550), and fused optimizers ignored found_inf up to torch 2.12 (pytorch#186360).
-        # bitsandbytes 0.50 has 4-bit weights for it but no 8-bit optimizer, and is no dependency on macOS.
+        # bitsandbytes 0.50 has 4-bit weights for MPS but no 8-bit optimizer, and is no dependency on macOS.
         DeviceKind(
             name="mps",
             says="an Apple GPU (MPS)",
@@ -129,10 +131,10 @@ KINDS: Mapping[KindName, DeviceKind] = {
                 "memory.attention=xformers": _NO_XFORMERS,
                 "memory.base_matmul=int8": _NO_INT8,
                 "hardware.compile=blocks": "inductor on MPS is a prototype",
-                "hardware.cuda_graphs=True": "CUDA graphs are CUDA's",
+                "hardware.cuda_graphs=True": "CUDA graphs need an NVIDIA GPU",
             },
         ),
-        # torch.xpu has the API of torch.cuda but for graphs; bitsandbytes' optimizers are triton kernels.
+        # torch.xpu has torch.cuda's API except graphs; bitsandbytes' optimizers are triton kernels.
         DeviceKind(
             name="xpu",
             says="an Intel GPU (XPU)",
@@ -145,13 +147,13 @@ KINDS: Mapping[KindName, DeviceKind] = {
             compiles=False,
             fused_skips=False,
             runtime_bytes=int(0.8 * GIB),
-            collectives="gloo",  # exact sums take float64, which Arc has not
+            collectives="gloo",  # gradients are summed in float64 for exactness, which Arc lacks
             install=f"pip install torch --index-url {_ORDINARY_INDEX}/xpu",
             lacks={
                 "optimizer.name=paged_adamw8bit": _NO_PAGES,
                 "memory.attention=xformers": _NO_XFORMERS,
                 "memory.base_matmul=int8": _NO_INT8,
-                "hardware.cuda_graphs=True": "CUDA graphs are CUDA's",
+                "hardware.cuda_graphs=True": "CUDA graphs need an NVIDIA GPU",
             },
         ),
         DeviceKind(
@@ -182,7 +184,7 @@ KINDS: Mapping[KindName, DeviceKind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBuild:
-    """What the installed torch was built for: `kind`, with the `toolkit`'s version ("12.8", "6.4")."""
+    """The build of the installed torch: `kind`, and the `toolkit`'s version ("12.8", "6.4")."""
 
     version: str
     kind: KindName
@@ -194,7 +196,7 @@ class TorchBuild:
 
 
 def torch_build(folder: Path | None = None) -> TorchBuild | None:
-    """Read `torch/version.py` of the installed torch, or of `folder`; None where there is none."""
+    """Read `torch/version.py` of the installed torch, or of `folder`; None without a torch."""
     if folder is None:
         spec = find_spec("torch")
         if spec is None or spec.origin is None:
@@ -222,19 +224,19 @@ def torch_build(folder: Path | None = None) -> TorchBuild | None:
 
 TURING, MAXWELL, BLACKWELL = (7, 5), (5, 0), (10, 0)
 BLACKWELL_TOOLKIT = (12, 8)
-"""CUDA builds since 12.8 begin with Turing (Volta until torch 2.10) and have Blackwell; those of 12.6 begin
-with Maxwell and end before it (pytorch's RELEASE.md, "CUDA Support Matrix"; pytorch#157517, #172352)."""
+"""CUDA builds since 12.8 support Turing (Volta until torch 2.10) to Blackwell; builds of 12.6 support Maxwell
+to Hopper (pytorch's RELEASE.md, "CUDA Support Matrix"; pytorch#157517, #172352)."""
 
 
 def against_card(build: TorchBuild | None, name: str, capability: tuple[int, int] | None) -> str:
-    """Return why this build of torch cannot compute on a card, with the command to mend it; else empty."""
+    """Return why this build of torch cannot compute on a GPU, with the command that fixes it; "" if it can."""
     if build is None or build.kind != "cuda" or capability is None or not build.toolkit:
         return ""
     here = f"{name} has compute capability {_dotted(capability)}"
     if capability < MAXWELL:
         return f"{here}, which no build of torch supports any more"
     recent = _numbers(build.toolkit) >= BLACKWELL_TOOLKIT
-    # Volta stayed in some of those builds: `require_kernels` asks the build itself.
+    # Some CUDA 12.8 and 12.9 builds still have kernels for Volta: `require_kernels` asks torch itself.
     if recent and capability < (TURING if _numbers(build.toolkit) >= (13, 0) else (7, 0)):
         return f"{here}, for which {build}, has no kernels: {reinstall('cu126')}"
     if not recent and capability >= BLACKWELL:
@@ -243,7 +245,7 @@ def against_card(build: TorchBuild | None, name: str, capability: tuple[int, int
 
 
 def reinstall(index: str) -> str:
-    """Return the command that puts another build of torch in place."""
+    """Return the command that installs another build of torch."""
     return f"pip install --force-reinstall torch --index-url {_ORDINARY_INDEX}/{index}"
 
 

@@ -1,13 +1,13 @@
-"""Every error a user can meet, one exit code per branch.
+"""All errors shown to users, one exit code per branch.
 
     LoraTrainError
     ├── RequestError          2   the command, config or preset asks for something impossible
     ├── InputError            3   images, captions or a base model file are unusable
     ├── MachineError          4   disk, GPU, permission, missing package, predicted not to fit
-    ├── TrainingStopped       5   not-a-number or out of memory after every remedy, or nothing learned
+    ├── TrainingStopped       5   not-a-number or out of memory after all fallbacks, or nothing learned
     └── StoppedBySignal  130/143  Ctrl-C or SIGTERM, after the state was saved
 
-A message says what was found and what is allowed; `fix` says the one thing to do about it.
+A message states the value or file found and the allowed ones; `fix` is one thing to do about it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 RESUME = "run the same command with --resume to go on"
-"""The fix of everything that stopped with its work saved."""
+"""The fix of errors after which a resume state is on disk."""
 
 
 class LoraTrainError(Exception):
-    """Base of all errors shown as one line; `str()` is the whole line."""
+    """Base of all errors shown as one line: `found` is the problem, `fix` the remedy, `str()` the whole line."""
 
     exit_code: ClassVar[int] = 1
 
@@ -35,13 +35,13 @@ class LoraTrainError(Exception):
 
 
 class RequestError(LoraTrainError):
-    """The request cannot be granted as asked: unknown key, bad value, contradiction."""
+    """The request is impossible: unknown key, bad value, contradiction."""
 
     exit_code = 2
 
 
 class InputError(LoraTrainError):
-    """A file the user gave cannot be used: image, caption, base model, adapter."""
+    """A file of the user cannot be used: image, caption, base model, adapter."""
 
     exit_code = 3
 
@@ -67,21 +67,21 @@ class StoppedBySignal(LoraTrainError):
 
 
 def exit_code(error: LoraTrainError) -> int:
-    """Return the process exit code that DESIGN gives this error."""
+    """Return the process exit code of an error."""
     return error.signal_exit_code if isinstance(error, StoppedBySignal) else error.exit_code
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's message, the name of the error where it has none."""
+    """Return the first line of a library's message, or the error's class name without a message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 BROKEN_PACKAGE = (ImportError, OSError, RuntimeError)
-"""What importing a package raises that is missing, or whose native part does not fit this machine."""
+"""Errors on importing a package that is missing or whose native part does not fit this machine."""
 
 
 def package_problem(error: BaseException) -> str:
-    """Say what is wrong with a package whose import raised one of `BROKEN_PACKAGE`."""
+    """Return a relative clause on a package whose import raised one of `BROKEN_PACKAGE`."""
     if isinstance(error, ModuleNotFoundError):
         return "which is not installed"
     return f"which does not work here: {first_line(error)}"

@@ -1,7 +1,8 @@
-"""The run's event stream: one `emit` for everything that happens, any number of listeners.
+"""The run's event stream: one `emit` for all events, any number of listeners.
 
-Listeners write `events.jsonl`, `problems.jsonl`, the console and the trackers. Nothing a run skips,
-clamps or retries may bypass `problem`: it is one console line, one record and one row of the report.
+Listeners write `events.jsonl`, `problems.jsonl`, the console and the trackers. A run reports each image it
+skips, value it clamps and operation it retries through `problem`: one console line, one record, one row of
+the report.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Severity = Literal["note", "warning", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened: `kind` names it, `fields` are plain JSON values, `time_s` is Unix time."""
+    """One event: `kind` is its name, `fields` are plain JSON values, `time_s` is Unix time."""
 
     kind: str
     fields: Mapping[str, Any]
@@ -33,9 +34,9 @@ Listener = Callable[[Event], None]
 
 @dataclass
 class EventStream:
-    """Hands each event to every listener in the order they subscribed, one event at a time.
+    """Passes each event to all listeners in the order of subscription, one event at a time.
 
-    Any thread may emit, also a listener: the lock is reentrant.
+    Any thread may emit. The lock is reentrant because a listener may emit too.
     """
 
     listeners: list[Listener] = field(default_factory=list)
@@ -46,9 +47,9 @@ class EventStream:
         self.listeners.append(listener)
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Record that `kind` happened; field values must be JSON-encodable, texts lose their secrets.
+        """Emit an event; field values must be JSON-encodable. Secrets are removed from texts.
 
-        What a library says about a failed connection may quote a proxy with its password.
+        A library's message on a failed connection may quote a proxy address with its password.
         """
         fields = {
             name: without_secrets(value) if isinstance(value, str) else value
@@ -68,7 +69,7 @@ class EventStream:
         file: str | None = None,
         code: str = "",
     ) -> None:
-        """Report something skipped, clamped, retried or wrong; `fix` says what the user can do."""
+        """Report `what` was skipped, clamped, retried or wrong; `fix` is the user's remedy."""
         self.emit("problem", what=what, fix=fix, severity=severity, file=file, code=code)
 
 
@@ -76,8 +77,8 @@ class EventStream:
 class JsonlWriter:
     """Listener that appends events whose kind passes `kinds`, one JSON object a line.
 
-    A line is one `write` call and flushed, so a kill tears at most the last line. A disk that refuses
-    is one problem, after which the run goes on without this record (FAULTS TRN-05).
+    Each line is one `write` call and flushed, so a kill can truncate only the last line. A disk error is
+    reported once; the run then goes on without this record (FAULTS TRN-05).
     """
 
     path: Path
@@ -106,11 +107,11 @@ class JsonlWriter:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Read the whole objects of a JSON-lines file; a torn last line is left out, a missing file is empty."""
+    """Read the complete objects of a JSON-lines file, without a truncated last line; [] for a missing file."""
     if not path.exists():
         return []
     rows = []
-    # Not splitlines: it also splits at signs that JSON leaves inside a string, such as U+2028.
+    # Not splitlines: it also splits at characters that JSON leaves inside strings, such as U+2028.
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
@@ -122,7 +123,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Read the events of a JSON-lines file: rows with a kind, their step a number where they name one."""
+    """Read the events of a JSON-lines file: rows with a kind, and with an integer step if they have a step."""
     return [
         row
         for row in read_jsonl(path)

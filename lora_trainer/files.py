@@ -1,9 +1,9 @@
 """Files that are whole or absent: atomic writes, hashing, strict JSON, size-capped folders.
 
-A write goes to a temporary name on the same filesystem and is renamed into place; `durable=True`
-adds fsync of the file and its folder, for what must survive a power cut (FAULTS: without fsync every
-acknowledged state was lost). Caches skip fsync and carry checksums instead. What Windows does
-differently with files stands here too: text mode, files held open by others, names.
+A write goes to a temporary name on the same filesystem and is renamed into place. `durable=True` adds
+fsync of the file and its folder, for files that must survive a power cut (FAULTS: without fsync all
+acknowledged states were lost). Caches skip fsync and carry checksums instead. Windows' differences are
+handled here too: text mode, files held open by other programs, forbidden names.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ WINDOWS_FORBIDDEN = frozenset('<>:"/\\|?*')
 WINDOWS_DEVICES = frozenset(
     {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
 )
-"""Names that lead to a device in every folder, whatever extension follows (Microsoft, "Naming Files")."""
+"""Names that open a device in any folder and with any extension (Microsoft, "Naming Files")."""
 _WINDOWS_PATH_CHARACTERS = 260
 _HELD_OPEN_S = 2.0
 _CHUNK_BYTES = 1 << 20
 T = TypeVar("T")
 Part = bytes | memoryview
 Data = Part | Sequence[Part]
-"""What a file holds: its bytes, or parts that follow each other and are never joined in memory."""
+"""The bytes of a file, or consecutive parts, which are never joined in memory."""
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Write `data` so that `path` holds either its old content or all of the new one.
+    """Write `data` so that `path` always holds either its whole old or its whole new content.
 
-    Raises MachineError naming the path and the free bytes when the disk refuses.
+    Raises MachineError naming the path and the free bytes on a disk error.
     """
-    # A name has at most 255 bytes, and a character up to four.
+    # A name has at most 255 bytes: about 30 of the ASCII prefix and 50 characters of up to four bytes.
     temporary = path.with_name(
         f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}"[:80]
     )
@@ -53,7 +53,7 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
         if durable:
             sync_folder(path.parent)
     except OSError as error:
-        with suppress(OSError):  # a disk that fails twice is told of once
+        with suppress(OSError):  # report the first disk error, not a second one on cleaning up
             temporary.unlink(missing_ok=True)
         raise disk_error(path, error) from error
 
@@ -73,19 +73,19 @@ def write_file(path: Path, data: Data, *, durable: bool) -> None:
 
 
 def open_binary(path: Path, flags: int, *, mode: int = 0o666) -> int:
-    """Return a descriptor (`os.open`) whose bytes are those of the file; raises OSError.
+    """Open a file in binary mode and return its descriptor (`os.open`); raises OSError.
 
-    Without `O_BINARY`, which only Windows has, its C runtime writes "\\r\\n" for every "\\n" byte of a
-    tensor and reads up to the first Ctrl-Z.
+    Without `O_BINARY`, which only Windows has, its C runtime writes "\\r\\n" for each "\\n" byte of a
+    tensor and stops reading at the first Ctrl-Z.
     """
     return os.open(path, flags | getattr(os, "O_BINARY", 0), mode)
 
 
 def retry_while_open(operation: Callable[[], T]) -> T:
-    """Rename, remove or read a file; on Windows try for 2 s while another program has it open.
+    """Rename, remove or read a file; on Windows retry for 2 s while another program has it open.
 
-    There a file that a virus scanner, an indexer or the GUI has open for a moment can be neither
-    replaced nor removed, nor read while it is being replaced. Elsewhere PermissionError means what it says.
+    On Windows a file that a virus scanner, an indexer or the GUI has open cannot be replaced or removed,
+    nor read while it is being replaced. Elsewhere a PermissionError is final and raised at once.
     """
     deadline_s, wait_s = time.monotonic() + _HELD_OPEN_S, 0.005
     while True:
@@ -110,10 +110,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def disk_error(path: Path, error: OSError) -> MachineError:
-    """Turn an OSError of the disk into one line with the path and what is free."""
+    """Return a MachineError of one line with the path and the free bytes for a disk's OSError."""
     fix = "free some space or choose another folder with --output or --set data.cache_dir=FOLDER"
     if sys.platform == "win32" and isinstance(error, PermissionError):
-        fix = "close the program that has it open, or choose another folder with --output"
+        fix = "close the program that has the file open, or choose another folder with --output"
     elif sys.platform == "win32" and len(str(path.absolute())) >= _WINDOWS_PATH_CHARACTERS - 12:
         fix = "its path is too long for Windows: enable long paths, or choose a shorter --output"
     return MachineError(
@@ -122,21 +122,21 @@ def disk_error(path: Path, error: OSError) -> MachineError:
 
 
 def windows_name_problem(name: str) -> str:
-    """Return what is wrong with a file name on Windows, or the empty string."""
+    """Return why Windows does not allow a file name, as a predicate; "" for an allowed name."""
     if forbidden := WINDOWS_FORBIDDEN & set(name):
         return f"holds {' '.join(sorted(forbidden))}, which Windows forbids in names"
     if name.partition(".")[0].rstrip().casefold() in WINDOWS_DEVICES:
         return "is the name of a device on Windows"
     if name != name.rstrip(". "):
-        return "ends in a dot or a space, which Windows takes off"
+        return "ends in a dot or a space, which Windows removes"
     return ""
 
 
 @contextmanager
 def locked(file: Path, *, within_s: float, busy: MachineError) -> Iterator[None]:
-    """Hold the lock `file`, its folder made, while the block runs; it does not nest.
+    """Hold the lock `file` while the block runs, creating its folder; the lock does not nest.
 
-    Raises `busy` when another one holds it for so long, MachineError when the disk refuses.
+    Raises `busy` when another process holds it for `within_s` seconds, MachineError on a disk error.
     """
     lock = FileLock(file, timeout=within_s)
     try:
@@ -225,10 +225,10 @@ def _refuse_constant(name: str) -> None:
 
 @dataclass(kw_only=True)
 class HashMemo:
-    """Content hashes remembered by (size, mtime_ns, ctime_ns, inode), so warm starts read no file.
+    """Content hashes remembered by (size, mtime_ns, ctime_ns, inode), so that a warm start reads no file.
 
-    One JSON file of texts, "size mtime ctime inode hash" by path: lists would take twice the memory.
-    A damaged one is the same as an empty one, because it only saves time.
+    Stored as one JSON file, path -> "size mtime ctime inode hash"; lists instead of strings would take
+    twice the memory. A damaged file counts as empty because the memo only saves time.
     """
 
     file: Path
@@ -242,16 +242,16 @@ class HashMemo:
             entries = json.loads(file.read_bytes())
         except (OSError, ValueError, RecursionError):
             entries = None
-        found = cls(file=file, entries=entries if isinstance(entries, dict) else {})
-        found._saved = isinstance(entries, dict)
-        return found
+        memo = cls(file=file, entries=entries if isinstance(entries, dict) else {})
+        memo._saved = isinstance(entries, dict)
+        return memo
 
     def sha256(self, path: Path) -> str:
-        """Hash `path`, or answer from memory when its stat has not changed; raises OSError."""
+        """Return the hex SHA-256 of a file, remembered if its stat is unchanged; raises OSError."""
         key, stat = _memo_key(path), os.stat(path)  # noqa: PTH116 - asked for each of 100,000 files
-        found = self._remembered(key, stat)
-        if found is not None:
-            return found
+        remembered = self._remembered(key, stat)
+        if remembered is not None:
+            return remembered
         digest = sha256_file(path)
         # A file changed less than 2 s ago may change again within its timestamp's resolution.
         if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:
@@ -260,27 +260,27 @@ class HashMemo:
         return digest
 
     def known(self, path: str) -> str | None:
-        """Return the hash of a file whose stat has not changed; None for one that must be read."""
+        """Return the remembered hash of a file with unchanged stat, None for a file that must be read."""
         try:
             return self._remembered(_memo_key(path), os.stat(path))  # noqa: PTH116 - as above
         except OSError:
             return None
 
     def _remembered(self, key: str, stat: os.stat_result) -> str | None:
-        stamp, known = _stamp(stat), self.entries.get(key)
-        if isinstance(known, str) and known.startswith(stamp):
-            return known.removeprefix(stamp)
+        stamp, entry = _stamp(stat), self.entries.get(key)
+        if isinstance(entry, str) and entry.startswith(stamp):
+            return entry.removeprefix(stamp)
         return None
 
     def save(self) -> None:
-        """Write the memo beside the cache it serves, if it is not there yet; raises MachineError."""
+        """Write the memo if it has changed; raises MachineError on a disk error."""
         if self._saved:
             return
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise disk_error(self.file, error) from error
-        # Escaped to ASCII: a file name may hold bytes that are not UTF-8.
+        # json.dumps escapes to ASCII, because a file name may hold bytes that are not UTF-8.
         write_atomic(self.file, json.dumps(self.entries).encode(), durable=False)
         self._saved = True
 
@@ -297,7 +297,7 @@ def _stamp(stat: os.stat_result) -> str:
 class CappedFolder:
     """A folder of disposable files kept under `limit_bytes` by removing the least recently used.
 
-    Only files inside a folder that carries our marker are ever removed.
+    Files are removed only in a folder with our marker file, never in a folder given by mistake.
     """
 
     root: Path
@@ -305,7 +305,7 @@ class CappedFolder:
     marker: str = ".lora-train-cache"
 
     def create(self) -> None:
-        """Make the folder and its marker; raises MachineError when the disk refuses."""
+        """Create the folder and its marker; raises MachineError on a disk error."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             if not (self.root / self.marker).exists():
@@ -316,7 +316,7 @@ class CappedFolder:
             raise disk_error(self.root, error) from error
 
     def files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Yield every entry file with its stat, hidden and temporary files excepted."""
+        """Yield each entry file with its stat, without hidden and temporary files."""
         return ((Path(file), stat) for file, stat in _files_in(str(self.root)))
 
     def used_bytes(self) -> int:
@@ -330,7 +330,7 @@ class CappedFolder:
         excess = self.used_bytes() - self.limit_bytes
         if excess <= 0:
             return 0
-        kept = {os.path.normpath(path) for path in keep}
+        protected = {os.path.normpath(path) for path in keep}
         entries = sorted(
             (max(stat.st_atime_ns, stat.st_mtime_ns), file, stat.st_size)
             for file, stat in _files_in(str(self.root))
@@ -339,7 +339,7 @@ class CappedFolder:
         for _, file, size_bytes in entries:
             if freed >= excess:
                 break
-            if os.path.normpath(file) not in kept:
+            if os.path.normpath(file) not in protected:
                 with suppress(PermissionError):  # Windows: another run reads it
                     Path(file).unlink(missing_ok=True)
                     freed += size_bytes
@@ -347,11 +347,11 @@ class CappedFolder:
 
 
 def _files_in(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield regular files, also in the folders inside, by name without a dot in front."""
+    """Yield regular files of a folder and its subfolders whose names do not start with a dot."""
     try:
-        with os.scandir(folder) as found:
-            entries = [entry for entry in found if not entry.name.startswith(".")]
-    except OSError:  # another run removed it, or it may not be read
+        with os.scandir(folder) as listing:
+            entries = [entry for entry in listing if not entry.name.startswith(".")]
+    except OSError:  # another run removed the folder, or its permissions forbid reading
         return
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):

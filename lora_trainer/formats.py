@@ -1,6 +1,6 @@
-"""Which key format a file gets: what the family's readers know and what the kind of adapter allows.
+"""The key format of an exported file, by the family's formats and the kind of adapter.
 
-Input is what an adapter holds, planned or trained; output a format, or a RequestError before any
+Input is the contents of an adapter, planned or trained; output a format, or a RequestError before any
 work is done. Torch-free.
 """
 
@@ -53,9 +53,9 @@ _MISSED: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What an adapter holds as far as formats care: its kinds, DoRA, trained text encoders, biases.
+    """The contents of an adapter that decide its format: kinds, DoRA, trained text encoders, biases.
 
-    `input_dora`: some magnitudes are of inputs, as OneTrainer has them.
+    `input_dora`: DoRA magnitudes of some layers are per input, as in OneTrainer's files.
     """
 
     kinds: frozenset[str]
@@ -65,20 +65,20 @@ class Contents:
     input_dora: bool = False
 
 
-def resolve_format(family: Family, asked: Asked, *, adapter: AdapterSettings) -> FileFormat:
-    """Return the format for what training with these settings will make; see `format_for`."""
-    return format_for(family, asked, planned_contents(adapter))
+def resolve_format(family: Family, requested: Asked, *, adapter: AdapterSettings) -> FileFormat:
+    """Return the format of the adapter that these settings train; see `format_for`."""
+    return format_for(family, requested, planned_contents(adapter))
 
 
 def planned_contents(adapter: AdapterSettings) -> Contents:
-    """Return what training with these settings will make."""
+    """Return the contents of the adapter that these settings train."""
     return Contents(kinds=frozenset({adapter.kind}), dora=adapter.dora, text=adapter.text_encoder)
 
 
-def format_for(family: Family, asked: Asked, contents: Contents) -> FileFormat:
-    """Return the format of a file; auto is the family's first that can hold the adapter.
+def format_for(family: Family, requested: Asked, contents: Contents) -> FileFormat:
+    """Return the format of a file; `auto` is the family's first format that can hold the adapter.
 
-    Raises RequestError with the reason where the family or the kind cannot have what is asked.
+    Raises RequestError with the reason where the family or the kind does not allow the requested format.
     """
     refused = {format: _refusal(format, contents) for format in family.file_formats}
     possible = [format for format, reason in refused.items() if reason is None]
@@ -88,19 +88,19 @@ def format_for(family: Family, asked: Asked, contents: Contents) -> FileFormat:
             f"no file format of {family.name} can hold this adapter ({reasons})",
             fix="make a LoRA of it with `lora-train resize --rank`, or train with --set adapter.kind=lora",
         )
-    if asked == "auto":
+    if requested == "auto":
         return possible[0]
-    reason = refused.get(asked) or family.refused_formats.get(asked)
-    if asked in possible:
-        return asked
+    reason = refused.get(requested) or family.refused_formats.get(requested)
+    if requested in possible:
+        return requested
     raise RequestError(
-        f"output.format={asked} is not possible for {family.name}: {reason or 'nothing reads it'}",
+        f"output.format={requested} is not possible for {family.name}: {reason or 'no program reads it'}",
         fix=f"use --set output.format={possible[0]}",
     )
 
 
 def format_notes(format: FileFormat, contents: Contents) -> tuple[str, ...]:
-    """Return what readers of such a file will miss, a sentence each; they are allowed, not silent."""
+    """Return a sentence per loss that programs have when they read such a file."""
     dora = (_DORA_IN_DIFFUSERS if format == "diffusers" else _DORA,) if contents.dora else ()
     text = (_TEXT_IN_COMFYUI,) if contents.text and format == "comfyui" else ()
     return (*dora, *text, *(_MISSED[kind] for kind in sorted(contents.kinds) if kind in _MISSED))

@@ -1,9 +1,9 @@
-"""What this machine has, each fact with the reason for it; found without importing torch.
+"""The hardware and packages of this machine, each fact with its source; detected without importing torch.
 
-NVIDIA's GPUs come from `nvml.py`, those of other makers from the torch that was built for them, asked in
-a process of its own; processor, memory and package versions from here. Nothing in here raises because of
-what it finds: what cannot be known has a reason instead. Containers are respected: CPU affinity, and the
-limits of control groups on processors and memory.
+NVIDIA's GPUs come from `nvml.py`; GPUs of other makers from a torch built for them, which runs in a
+separate process; processor, memory and package versions from here. Detection never raises: an unknown fact
+has a reason instead of a value. Containers are respected: CPU affinity, and the limits of control groups on
+processors and memory.
 """
 
 from __future__ import annotations
@@ -37,42 +37,42 @@ PURPOSES: Mapping[str, str] = {
     "diffusers": "the image models",
     "transformers": "the text encoders",
     "accelerate": "starts trainings on several GPUs",
-    "peft": "reads LoRAs when images are drawn",
+    "peft": "reads LoRAs when images are sampled",
     "safetensors": "reads and writes model files",
     "bitsandbytes": "optional: less memory, by 8-bit optimizers and 4-bit base models",
     "prodigyopt": "optional: the optimizer Prodigy",
     "pytorch-optimizer": "optional: the optimizers Adafactor, CAME and Muon",
     "schedulefree": "optional: the optimizer Schedule-Free AdamW",
-    "xformers": "optional: faster attention on some cards",
-    "triton": "optional: compiled blocks on a card",
+    "xformers": "optional: faster attention on some GPUs",
+    "triton": "optional: compiled blocks on a GPU",
     "tensorboard": "optional: curves in TensorBoard",
     "gradio": "optional: the graphical interface",
 }
-"""Packages that are looked for, and what for."""
+"""Package -> its purpose, for `doctor`."""
 PACKAGES = tuple(PURPOSES)
-# An assumed card is an ordinary one of the last years: it has bf16.
+# An assumed GPU (`plan --vram`) is Ampere, which has bf16.
 ASSUMED_CAPABILITY = (8, 6)
 WSL_PINNABLE_BYTES = GIB // 2
-"""What WSL2 lets a process pin: it was seen to refuse above 0.5 (microsoft/WSL#14078), 0.75 and 1 GiB."""
+"""Memory a process may pin under WSL2: refusals were seen above 0.5 (microsoft/WSL#14078), 0.75 and 1 GiB."""
 MOST_SPARED_BYTES = 4 * GIB
 SPILL_MARGIN_BYTES = 600 * 2**20
-"""Left for other programs where the driver spills: what they take later moves ours to the host, and the
-budget that Windows gives a process is below what is free. ComfyUI keeps as much (`EXTRA_RESERVED_VRAM`)."""
+"""Memory left to other programs where the driver spills: memory they take later moves ours to the host, and
+Windows' budget for a process is below the free memory. ComfyUI leaves as much (`EXTRA_RESERVED_VRAM`)."""
 LARGE_SPILL_MARGIN_BYTES = 700 * 2**20
-"""From 15 GiB on, where others found 600 MiB too little (ComfyUI#9093)."""
+"""Above 15 GiB, where 600 MiB proved too little (ComfyUI#9093)."""
 DISPLAY_MARGIN_BYTES = 400 * 2**20
-"""Left on a card with a screen elsewhere: a desktop and a browser grow."""
+"""Memory left on a GPU with a display where the driver does not spill: a desktop and a browser grow."""
 _ASK_TORCH = "import json; from lora_trainer.device_calls import found_by_torch; print(json.dumps(found_by_torch()))"
 _ASKED_WITHIN_S = 120.0
 _VENDORS = {"0x1002": ("AMD", "rocm"), "0x8086": ("Intel", "xpu")}
-"""PCI vendors of GPUs that torch has other builds for. Intel's are told from those in processors by their
-driver: `xe` and discrete memory are not known without torch, so only the build for them is asked."""
+"""PCI vendors of GPUs that need another build of torch. A discrete Intel GPU and one inside a processor
+look the same without torch, so no other build is suggested for Intel."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fact(Generic[T]):
-    """A value and where it comes from."""
+    """A value and its source."""
 
     value: T
     reason: str
@@ -80,11 +80,11 @@ class Fact(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What was found; `reasons` says for each field how, `gpu_reason` also why there is no GPU.
+    """The detected hardware; `reasons` has each field's source, `gpu_reason` also why there is no GPU.
 
-    `torch` is what the installed torch is built for. `cards_chosen`: somebody, or a scheduler, shows this
-    process only some cards (CUDA_VISIBLE_DEVICES).
-    `expandable_segments`: PyTorch's allocator grows its segments in this environment.
+    `torch` is the installed torch's build. `cards_chosen`: CUDA_VISIBLE_DEVICES is set, so this process may
+    see only some of the GPUs. `expandable_segments`: PyTorch's allocator grows its segments in this
+    environment.
     """
 
     gpus: tuple[Gpu, ...]
@@ -99,30 +99,31 @@ class Hardware:
     cards_chosen: bool = False
     expandable_segments: bool = False
     pinnable_bytes: int | None = None
-    """What a process may pin of the machine's memory; None: the system sets no bound of its own."""
+    """Memory a process may pin; None: the system sets no limit."""
 
     @property
     def ram_usable_bytes(self) -> int:
-        """Memory of the machine that a plan may use."""
+        """Host memory that a plan may use."""
         return usable_ram_bytes(total_bytes=self.ram_total_bytes, free_bytes=self.ram_free_bytes)
 
     def pinnable_by_each(self, *, sharing: int) -> int | None:
-        """Return what each of `sharing` processes may pin."""
+        """Return the bytes that each of `sharing` processes may pin, None without a limit."""
         return None if self.pinnable_bytes is None else self.pinnable_bytes // sharing
 
     def facts(self) -> dict[str, Fact[Any]]:
-        """Return every field but the packages as a fact, for `doctor`."""
-        found: dict[str, Fact[Any]] = {
+        """Return all fields but the packages as facts, for `doctor`."""
+        facts: dict[str, Fact[Any]] = {
             "gpus": Fact(value=tuple(gpu.name for gpu in self.gpus), reason=self.gpu_reason)
         }
         for name, reason in self.reasons.items():
-            found[name] = Fact(value=getattr(self, name), reason=reason)
-        return found
+            facts[name] = Fact(value=getattr(self, name), reason=reason)
+        return facts
 
     def accelerator(self, *, sharing: int = 1) -> Fact[Gpu | None]:
-        """Return the GPU to plan for, or None with the reason why it will be the processor.
+        """Return the GPU to plan for, or None with the reason why training uses the processor.
 
-        Of `sharing` processes on this machine it is the smallest card that takes part: all do equal work.
+        For `sharing` processes on this machine it is the smallest participating GPU, because all processes
+        do equal work.
         """
         if not self.gpus:
             return Fact(value=None, reason=self.gpu_reason)
@@ -133,11 +134,12 @@ class Hardware:
         gpu = min(taking_part, key=lambda gpu: gpu.free_bytes)
         reason = f"{gpu.name}, {self.gpu_reason}"
         if len(taking_part) > 1:
-            reason += f"; the smallest of the {len(taking_part)} that take part"
+            reason += f"; the smallest of the {len(taking_part)} GPUs in this run"
         elif len(self.gpus) > 1 and sharing == 1:
             reason += f"; GPU {gpu.index} is the best of them"
         on_one = -(-sharing // len(taking_part))
-        if on_one > 1 and not self.cards_chosen:  # else each process may be shown one of its own
+        # With CUDA_VISIBLE_DEVICES a scheduler may show each process a GPU of its own.
+        if on_one > 1 and not self.cards_chosen:
             reason += f"; {on_one} processes on each"
             gpu = replace(gpu, free_bytes=gpu.free_bytes // on_one)
         return Fact(value=gpu, reason=reason)
@@ -145,19 +147,19 @@ class Hardware:
     def usable(self, *, sharing: int = 1) -> tuple[Gpu, ...]:
         """Return the GPUs that the installed torch can use, the best first.
 
-        One process takes what has bf16 and most memory free. Several must agree on an order while they
-        fill the cards, so that theirs follows from what does not change.
+        A single process prefers bf16, then free memory. Several processes must agree on one order while
+        they allocate, so they sort by total memory, which does not change.
         """
 
         def rank(gpu: Gpu) -> tuple[bool, int, int]:
             size = gpu.free_bytes if sharing == 1 else gpu.total_bytes
             return gpu.has_bf16, size // GIB, -gpu.index
 
-        found = [gpu for gpu in self.gpus if not self.against(gpu)]
-        return tuple(sorted(found, key=rank, reverse=True))
+        gpus = [gpu for gpu in self.gpus if not self.against(gpu)]
+        return tuple(sorted(gpus, key=rank, reverse=True))
 
     def against(self, gpu: Gpu) -> str:
-        """Return why the installed torch cannot use a GPU, with the command to mend it; empty: it can."""
+        """Return why the installed torch cannot use a GPU, with the command that fixes it; "" if it can."""
         build = self.build
         if build is None or gpu.assumed:
             return ""
@@ -171,7 +173,7 @@ class Hardware:
 
     @property
     def build(self) -> TorchBuild | None:
-        """What the installed torch is built for; None: not installed, or it does not say."""
+        """The build of the installed torch; None: not installed or unknown."""
         version = self.packages.get("torch")
         if version is None or self.torch is not None and version in self.torch.version:
             return self.torch
@@ -185,7 +187,7 @@ class Hardware:
         return None
 
     def disk_free_bytes(self, path: Path) -> int:
-        """Return what is free where `path` is or will be made; raises OSError."""
+        """Return the free bytes of the disk on which `path` is or will be created; raises OSError."""
         existing = next(
             folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
         )
@@ -193,7 +195,7 @@ class Hardware:
 
 
 def hardware_from(values: Mapping[str, Any]) -> Hardware:
-    """Return the hardware whose `asdict` was sent as JSON by another process."""
+    """Rebuild hardware from the JSON of its `asdict`, sent by another process."""
     gpus = []
     for gpu in values["gpus"]:
         capability = gpu["compute_capability"]
@@ -208,9 +210,9 @@ def detect(
     environment: Mapping[str, str] | None = None,
     root: Path = Path("/"),
 ) -> Hardware:
-    """Look at this machine; the arguments (`root` is that of /proc and /sys) are for tests.
+    """Detect this machine's hardware; the arguments (`root` is that of /proc and /sys) are for tests.
 
-    CUDA is told to number cards as they are found here, and has not started yet: torch is imported later.
+    Sets CUDA's device order to NVML's. This works because CUDA starts later, when torch is imported.
     """
     if environment is None:
         number_by_bus(os.environ)
@@ -244,7 +246,7 @@ def detect(
 def _of_other_makers(
     build: TorchBuild | None, reason: str, root: Path
 ) -> tuple[tuple[Gpu, ...], str]:
-    """Ask a torch that is built for other GPUs than NVIDIA's; else name a card that waits for such a build."""
+    """Return the GPUs seen by a torch built for other makers' GPUs, else suggest the build for an AMD GPU."""
     if build is not None and build.kind in ("rocm", "mps", "xpu"):
         try:
             answer = subprocess.run(
@@ -253,39 +255,39 @@ def _of_other_makers(
                 timeout=_ASKED_WITHIN_S,
                 check=True,
             ).stdout
-            found = tuple(
+            gpus = tuple(
                 Gpu(**fields, compute_capability=None, driver=build.toolkit)
                 for fields in json.loads(answer.splitlines()[-1])
             )
         except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
             return (), f"{build} cannot be asked for its GPUs: {type(error).__name__}"
-        many = f"{len(found)} GPU{'s' if len(found) > 1 else ''}" if found else "no GPU"
-        return found, f"{many} found by {build}"
+        many = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}" if gpus else "no GPU"
+        return gpus, f"{many} found by {build}"
     for maker, kind in sorted(_other_cards(root)):
         if kind == "rocm":
             return (), (
-                f"there is a GPU of {maker}, for which torch has another build: "
+                f"there is a GPU of {maker}, which needs another build of torch: "
                 f"{KINDS['rocm'].install}"
             )
     return (), reason
 
 
 def _other_cards(root: Path) -> set[tuple[str, str]]:
-    """Return makers and kinds of the GPUs that Linux sees (/sys/class/drm) and NVML does not."""
+    """Return makers and kinds of AMD's and Intel's GPUs that Linux lists (/sys/class/drm)."""
     try:
         cards = list((root / "sys/class/drm").glob("card[0-9]*/device/vendor"))
     except OSError:
         return set()
-    return {found for card in cards if (found := _VENDORS.get(_read(card)))}
+    return {vendor for card in cards if (vendor := _VENDORS.get(_read(card)))}
 
 
 def driver_spills(*, system: str = sys.platform, release: str = platform.release()) -> bool:
-    """Say whether this driver moves device memory to the host when a card is full, instead of refusing."""
+    """Return whether the driver moves GPU memory to the host when the GPU is full, instead of refusing."""
     return system == "win32" or "microsoft" in release.lower()
 
 
 def is_wsl(root: Path = Path("/")) -> bool:
-    """Say whether this Linux runs under Windows: its kernel says so, or the card is Windows' own."""
+    """Return whether this Linux runs under Windows, by its kernel's name or Windows' GPU device /dev/dxg."""
     kernel = _read(root / "proc/sys/kernel/osrelease") + _read(root / "proc/version")
     return "microsoft" in kernel.lower() or (root / "dev/dxg").exists()
 
@@ -293,58 +295,58 @@ def is_wsl(root: Path = Path("/")) -> bool:
 def pinnable(
     *, total_bytes: int, system: str = sys.platform, root: Path = Path("/")
 ) -> Fact[int | None]:
-    """Return how much of the machine's memory a process may pin for a card's copies, as far as is known.
+    """Return the host memory a process may pin for copies to a GPU, None without a known limit.
 
-    On Linux the driver pins what there is, whatever RLIMIT_MEMLOCK says: only plans bound it.
+    On Linux the driver ignores RLIMIT_MEMLOCK and pins any free memory, so only plans limit it.
     """
     if system == "win32":
-        return Fact(value=total_bytes // 2, reason="Windows lets cards use half of the memory")
+        return Fact(value=total_bytes // 2, reason="Windows lets GPUs use half of the memory")
     if is_wsl(root):
         return Fact(
-            value=WSL_PINNABLE_BYTES, reason="WSL2 refuses to pin more than that or little more"
+            value=WSL_PINNABLE_BYTES, reason="WSL2 refuses to pin more than about this much"
         )
-    return Fact(value=None, reason="no bound but what is free")
+    return Fact(value=None, reason="no limit but the free memory")
 
 
 def usable_ram_bytes(*, total_bytes: int, free_bytes: int) -> int:
-    """Return what a plan may use of the free memory: all but a tenth of the machine's, 4 GiB at most.
+    """Return the free memory that a plan may use: all but a tenth of the total, spared up to 4 GiB.
 
-    With less available, systems write pages out and watchdogs begin to end programs (earlyoom's default is
-    a tenth); above 4 GiB a tenth is room that nobody needs.
+    With less than a tenth available, systems begin to swap and watchdogs to kill programs (earlyoom's
+    default limit). On large machines a tenth would be more than other programs need, hence the 4 GiB.
     """
     return max(0, free_bytes - min(total_bytes // 10, MOST_SPARED_BYTES))
 
 
 def spare_ram_bytes(root: Path = Path("/")) -> int:
-    """Return the memory of the machine, or of the container, that can be used now."""
+    """Return the memory of the machine or container that a plan may use now."""
     total, free = _memory(root)
     return usable_ram_bytes(total_bytes=total.value, free_bytes=free.value)
 
 
 def desktop_bytes(gpu: Gpu) -> int:
-    """Return what is left on a card to other programs, which grow while the run goes on."""
+    """Return the GPU memory to leave to other programs, which may take more during the run."""
     if gpu.spills:
         return spill_margin_bytes(gpu.total_bytes)
     return DISPLAY_MARGIN_BYTES if gpu.display else 0
 
 
 def spill_margin_bytes(total_bytes: int) -> int:
-    """Return what is left on a card of this size where the driver spills."""
+    """Return the memory to leave to other programs on a GPU of this size where the driver spills."""
     return LARGE_SPILL_MARGIN_BYTES if total_bytes > 15 * GIB else SPILL_MARGIN_BYTES
 
 
 def free_ram_bytes(root: Path = Path("/")) -> int:
-    """Return the memory of the machine that is free now, or of the container."""
+    """Return the memory of the machine or container that is free now."""
     _, free = _memory(root)
     return free.value
 
 
 def assume_card(hardware: Hardware, *, vram_gib: float) -> Hardware:
-    """Return this machine with one empty card of that size in place of its own (`plan --vram`)."""
+    """Return this machine with one empty GPU of `vram_gib` in place of its own (`plan --vram`)."""
     size = int(vram_gib * GIB)
     card = Gpu(
         index=0,
-        name=f"an assumed {vram_gib:g} GiB card",
+        name=f"an assumed {vram_gib:g} GiB GPU",
         total_bytes=size,
         free_bytes=size,
         compute_capability=ASSUMED_CAPABILITY,
@@ -352,22 +354,24 @@ def assume_card(hardware: Hardware, *, vram_gib: float) -> Hardware:
         spills=any(gpu.spills for gpu in hardware.gpus),
         assumed=True,
     )
-    return replace(hardware, gpus=(card,), gpu_reason="asked for with --vram, nothing else on it")
+    return replace(hardware, gpus=(card,), gpu_reason="given by --vram, with nothing else on it")
 
 
 def package_notes(
     packages: Mapping[str, str | None], *, requirements: Iterable[str] | None = None
 ) -> dict[str, str]:
-    """Return, by package, what is wrong with it: missing, or of a version that was not tried.
+    """Return package -> problem: not installed, or a version outside the tested range.
 
-    `requirements` are those of this package unless given; a checkout that is not installed has none.
+    `requirements` default to those of this package; a checkout that is not installed has none.
     """
     if requirements is None:
         requirements = _requirements()
-    wanted = {(found := Requirement(text)).name: found.specifier for text in requirements}
+    specifiers = {
+        (requirement := Requirement(text)).name: requirement.specifier for text in requirements
+    }
     notes = {}
     for name, version in packages.items():
-        allowed = wanted.get(name, SpecifierSet())
+        allowed = specifiers.get(name, SpecifierSet())
         if version is None:
             notes[name] = f"not installed: pip install {name}"
         elif not allowed.contains(version, prereleases=True):
@@ -376,7 +380,7 @@ def package_notes(
 
 
 def is_optional(package: str) -> bool:
-    """Whether trainings do without a package."""
+    """Return whether training works without a package."""
     return PURPOSES.get(package, "").startswith("optional")
 
 
@@ -388,7 +392,7 @@ def _requirements() -> Iterable[str]:
 
 
 def tier(total_bytes: int | None) -> Tier:
-    """Return the preset tier of a card: its size in whole GiB up to 9, 10 to 15, 16 and more."""
+    """Return the preset tier of a GPU by its size rounded to GiB: up to 9, 10 to 15, 16 and more."""
     if total_bytes is None:
         return "cpu"
     rounded = int(total_bytes / GIB + 0.5)
@@ -398,11 +402,11 @@ def tier(total_bytes: int | None) -> Tier:
 
 
 def tier_problem(total_bytes: int | None) -> str:
-    """Return what is wrong with the tier of a card below the smallest one, or the empty string."""
+    """Return a warning for a GPU too small for the smallest tier, else ""."""
     if total_bytes is None or total_bytes >= 5.5 * GIB:
         return ""
     return (
-        f"the card has {total_bytes / GIB:.1f} GiB, less than the smallest preset (6-8) is made for"
+        f"the GPU has {total_bytes / GIB:.1f} GiB, less than the smallest preset (6-8) is made for"
     )
 
 
@@ -422,18 +426,20 @@ def _cpu_name(root: Path) -> Fact[str]:
 
 
 def _cpu_threads(root: Path) -> Fact[int]:
-    """Count usable physical cores: two threads on one core only get in each other's way."""
+    """Count usable physical cores: two threads on one core share its arithmetic units and gain nothing."""
     allowed = usable_processors()
     cores = _physical_cores(root, allowed)
-    found = Fact(value=len(allowed), reason=f"{len(allowed)} processors may be used, cores unknown")
+    threads = Fact(
+        value=len(allowed), reason=f"{len(allowed)} processors may be used, cores unknown"
+    )
     if cores:
-        found = Fact(
+        threads = Fact(
             value=cores, reason=f"{cores} physical cores among {len(allowed)} usable processors"
         )
     quota = cpu_quota(root)
-    if quota and quota < found.value:
+    if quota and quota < threads.value:
         return Fact(value=max(1, int(quota)), reason=f"the container may use {quota:g} processors")
-    return found
+    return threads
 
 
 def usable_processors() -> list[int]:
@@ -445,25 +451,25 @@ def usable_processors() -> list[int]:
 
 
 def _physical_cores(root: Path, processors: Iterable[int]) -> int:
-    """Count distinct (package, core) pairs, else cap psutil's count of the machine; 0: unknown."""
-    seen = set()
+    """Count distinct (package, core) pairs; without topology files psutil's count of cores, 0 if unknown."""
+    pairs = set()
     for processor in processors:
         topology = root / f"sys/devices/system/cpu/cpu{processor}/topology"
-        place = (_read(topology / "physical_package_id"), _read(topology / "core_id"))
-        if not all(place):
+        pair = (_read(topology / "physical_package_id"), _read(topology / "core_id"))
+        if not all(pair):
             return min(psutil.cpu_count(logical=False) or 0, len(list(processors)))
-        seen.add(place)
-    return len(seen)
+        pairs.add(pair)
+    return len(pairs)
 
 
 def cpu_quota(root: Path) -> float | None:
-    """Return how many processors' time the container may use, None without such a limit."""
+    """Return the container's limit in processors (fractions possible), None without a limit."""
     quota, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")
     return int(quota) / int(period) if quota.isdigit() and period.strip().isdigit() else None
 
 
 def _memory(root: Path) -> tuple[Fact[int], Fact[int]]:
-    """Return total and free bytes, the smaller of the machine's and the container's."""
+    """Return total and free bytes, the smaller of the machine's and the container's values."""
     machine = psutil.virtual_memory()
     total = Fact(value=int(machine.total), reason="memory of the machine")
     free = Fact(value=int(machine.available), reason="available without swapping")
@@ -472,9 +478,9 @@ def _memory(root: Path) -> tuple[Fact[int], Fact[int]]:
     )
     if not (limit.isdigit() and int(limit) < total.value):
         return total, free
-    left = max(0, int(limit) - int(used if used.isdigit() else 0))
+    unused = max(0, int(limit) - int(used if used.isdigit() else 0))
     reason = f"the container may use {int(limit) / GIB:.1f} GiB"
-    return Fact(value=int(limit), reason=reason), Fact(value=min(free.value, left), reason=reason)
+    return Fact(value=int(limit), reason=reason), Fact(value=min(free.value, unused), reason=reason)
 
 
 def _read(file: Path) -> str:

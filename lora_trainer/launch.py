@@ -1,6 +1,6 @@
-"""Who this process is among those that a launcher (`accelerate launch`, torchrun, Slurm through them) started.
+"""Rank of this process among those that a launcher (`accelerate launch`, torchrun, Slurm through them) started.
 
-Input is the environment every launcher sets, output a `Place`. Without a launcher there is one.
+Input is the environment that launchers set, output a `Place`. Without a launcher there is one process.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _READ_BY_LIBRARIES = (
     ),
     "ACCELERATE_CPU_AFFINITY",
 )
-"""Variables of launchers and of MPI from which accelerate concludes that it is one process of several."""
+"""Variables of launchers and of MPI by which accelerate recognises that it is one process of several."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """This process is number `rank` of `count`, and `local_rank` of the `local_count` on its machine.
 
-    They meet at `address` and `port`, where the first keeps the store unless the launcher does;
+    The processes connect at `address` and `port`; rank 0 runs the store there unless the launcher does.
     `attempt` counts the launcher's restarts.
     """
 
@@ -44,12 +44,12 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Whether this process plans, writes and speaks for all."""
+        """Whether this is the main process, which plans, writes files and prints."""
         return self.rank == 0
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """Return the place of this process; raises MachineError where the launcher contradicts itself."""
+    """Return the place of this process; raises MachineError for missing or contradictory variables."""
     names = {
         "rank": "RANK",
         "count": "WORLD_SIZE",
@@ -58,23 +58,23 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
         "address": "MASTER_ADDR",
         "port": "MASTER_PORT",
     }
-    given = {field: environment[name] for field, name in names.items() if environment.get(name)}
-    if given.get("count", "1") == "1":
+    variables = {field: environment[name] for field, name in names.items() if environment.get(name)}
+    if variables.get("count", "1") == "1":
         return Place()
-    if missing := names.keys() - given.keys():
-        raise _contradiction(given | dict.fromkeys(missing, "nothing"))
+    if missing := names.keys() - variables.keys():
+        raise _contradiction(variables | dict.fromkeys(missing, "nothing"))
     try:
-        found = Place(
-            **{field: int(value) for field, value in given.items() if field != "address"},
-            address=given["address"],
+        process = Place(
+            **{field: int(value) for field, value in variables.items() if field != "address"},
+            address=variables["address"],
             launcher_keeps_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
     except ValueError:
-        raise _contradiction(given) from None
-    if not (0 <= found.rank < found.count and 0 <= found.local_rank < found.local_count):
-        raise _contradiction(given)
-    return found
+        raise _contradiction(variables) from None
+    if not (0 <= process.rank < process.count and 0 <= process.local_rank < process.local_count):
+        raise _contradiction(variables)
+    return process
 
 
 @contextmanager
@@ -88,18 +88,18 @@ def without_launcher(environment: MutableMapping[str, str] = os.environ) -> Iter
 
 
 def share(total: int, *, rank: int, count: int) -> range:
-    """Return which of `total` things process `rank` of `count` does: as many as the others, give or take one."""
+    """Return the indices out of `total` that process `rank` of `count` works on; shares differ by one at most."""
     return range(total * rank // count, total * (rank + 1) // count)
 
 
 def full_batch(batch_size: int, *, count: int) -> int:
-    """Return the smallest batch from `batch_size` on that gives `count` processes equal shares."""
+    """Round `batch_size` up to a multiple of `count` processes."""
     return -(-batch_size // count) * count
 
 
-def _contradiction(given: Mapping[str, str]) -> MachineError:
-    told = ", ".join(f"{name} {value}" for name, value in given.items())
+def _contradiction(variables: Mapping[str, str]) -> MachineError:
+    assignments = ", ".join(f"{name} {value}" for name, value in variables.items())
     return MachineError(
-        f"the launcher says {told}, which is no place of a process",
+        f"the launcher sets {assignments}, which describes no process of a group",
         fix="start it with `accelerate launch -m lora_trainer ...`, or without a launcher",
     )

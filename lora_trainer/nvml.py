@@ -1,9 +1,9 @@
-"""NVIDIA GPUs as NVML sees them, without torch and without ever failing.
+"""NVIDIA GPUs listed by NVML, without torch and without exceptions.
 
-Every call of NVML may fail by itself (no driver, broken driver, card lost, not supported): such a
-failure becomes a reason. CUDA's view is kept: CUDA_VISIBLE_DEVICES picks and orders the cards, and
-a card split by MIG is shown as its slices, because a program can only use those. Cards are numbered by
-their place on the bus; `number_by_bus` lets CUDA do so too.
+Each call of NVML may fail by itself (no driver, broken driver, GPU lost, not supported); the failure becomes
+part of the reason. The list matches CUDA's: CUDA_VISIBLE_DEVICES picks and orders the GPUs, and a GPU split
+by MIG appears as its slices, because programs can use only slices. GPUs are numbered by PCI bus;
+`number_by_bus` makes CUDA use the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INIT_FAILURES = {
 
 
 class Nvml(Protocol):
-    """The part of the `pynvml` module that is used; a handle is whatever NVML gives."""
+    """The used part of the `pynvml` module; handles are opaque."""
 
     NVMLError: type[Exception]
 
@@ -45,12 +45,10 @@ class Nvml(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One card, or one MIG slice. `index` counts as CUDA does; an unknown capability is None.
+    """One GPU, or one MIG slice; `index` is CUDA's, `compute_capability` None if unknown.
 
-    `bf16` says whether it computes bfloat16 itself, None: that follows from the capability.
-
-    `spills` says that its driver moves memory to the host when it is full, `display` that a screen or an X
-    server is on it.
+    `bf16`: whether it computes bfloat16 in hardware (None: derived from the capability). `spills`: its
+    driver moves memory to the host when it is full. `display`: a screen or an X server uses it.
     """
 
     index: int
@@ -68,27 +66,27 @@ class Gpu:
 
     @property
     def can(self) -> DeviceKind:
-        """What cards of this kind can do."""
+        """The capabilities of this kind of GPU."""
         return KINDS[self.kind]
 
     @property
     def has_bf16(self) -> bool:
-        """Whether it computes bfloat16 itself: NVIDIA's do from Ampere on."""
+        """Whether it computes bfloat16 in hardware, as NVIDIA's GPUs do from Ampere (8.0) on."""
         if self.bf16 is not None:
             return self.bf16
         return self.compute_capability is not None and self.compute_capability >= (8, 0)
 
 
 def number_by_bus(environment: MutableMapping[str, str]) -> None:
-    """Let CUDA number cards as NVML does, unless somebody chose an order; call it before CUDA starts.
+    """Make CUDA number GPUs as NVML does, unless the user chose an order; call it before CUDA starts.
 
-    By itself CUDA counts from the fastest: a run would be planned for one card and train on another.
+    By default CUDA numbers the fastest GPU 0, so a run would be planned for one GPU and train on another.
     """
     environment.setdefault(_ORDER, _BY_BUS)
 
 
 def find_gpus(nvml: Nvml | None, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
-    """Return the GPUs CUDA would see and one sentence on how, or why there is none."""
+    """Return the GPUs that CUDA would list, and a sentence on their source or on why there is none."""
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
@@ -119,25 +117,27 @@ def _find(nvml: Nvml, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], 
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     chosen = cards if visible is None else list(_visible(cards, visible))
     gpus = tuple(replace(gpu, index=index) for index, gpu in enumerate(chosen))
-    said = [f"{len(gpus)} of {len(cards)} NVIDIA GPUs usable" if cards else "no NVIDIA GPU found"]
+    sentences = [
+        f"{len(gpus)} of {len(cards)} NVIDIA GPUs usable" if cards else "no NVIDIA GPU found"
+    ]
     if driver:
-        said.append(f"driver {driver}")
+        sentences.append(f"driver {driver}")
     if visible is not None and len(chosen) < len(cards):
-        said.append(f"CUDA_VISIBLE_DEVICES={visible!r} hides the others")
+        sentences.append(f"CUDA_VISIBLE_DEVICES={visible!r} hides the others")
     if len({gpu.name for gpu in gpus}) > 1 and environment.get(_ORDER) != _BY_BUS:
-        said.append(f"cards differ and CUDA may order them otherwise: set {_ORDER}={_BY_BUS}")
-    return gpus, "; ".join([*said, *asker.failures])
+        sentences.append(f"GPUs differ and CUDA may order them otherwise: set {_ORDER}={_BY_BUS}")
+    return gpus, "; ".join([*sentences, *asker.failures])
 
 
 class _Asker:
-    """Makes NVML calls and collects what failed, each failure once."""
+    """Makes NVML calls and collects their failures without repetition."""
 
     def __init__(self, nvml: Nvml) -> None:
         self.nvml = nvml
         self.failures: list[str] = []
 
     def ask(self, call: Callable[..., Any], *arguments: Any, about: str = "NVML") -> Any:
-        """Return the answer, or None when NVML refuses."""
+        """Return the call's answer, or None after recording its failure."""
         try:
             return call(*arguments)
         except (self.nvml.NVMLError, OSError) as error:
@@ -146,15 +146,15 @@ class _Asker:
             return None
 
     def ask_quietly(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the answer or None, where refusing is normal."""
-        known = list(self.failures)
+        """Return the call's answer or None, for calls that many GPUs do not support."""
+        failures_before = list(self.failures)
         answer = self.ask(call, *arguments)
-        self.failures = known
+        self.failures = failures_before
         return answer
 
 
 def _cards(asker: _Asker, index: int, driver: str) -> Iterator[Gpu]:
-    """Yield card `index`, or its MIG slices; nothing if its memory is unknown."""
+    """Yield GPU `index`, or its MIG slices; nothing if its memory is unknown."""
     nvml = asker.nvml
     about = f"GPU {index}"
     handle = asker.ask(nvml.nvmlDeviceGetHandleByIndex, index, about=about)
@@ -178,25 +178,25 @@ def _cards(asker: _Asker, index: int, driver: str) -> Iterator[Gpu]:
 
 
 def _slices(asker: _Asker, handle: Any, about: str) -> list[Any]:
-    """Return the MIG slices of a card, or the card itself where MIG is off or unknown."""
+    """Return the MIG slices of a GPU, or the GPU itself where MIG is off or unknown."""
     nvml = asker.nvml
     mode = asker.ask_quietly(nvml.nvmlDeviceGetMigMode, handle)
     if not mode or not mode[0]:
         return [handle]
     count = asker.ask(nvml.nvmlDeviceGetMaxMigDeviceCount, handle, about=about) or 0
-    found = (
+    handles = (
         asker.ask_quietly(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
         for index in range(count)
     )
-    slices = [device for device in found if device is not None]
+    slices = [device for device in handles if device is not None]
     if not slices:
         asker.failures.append(f"{about} is in MIG mode and has no slices to compute on")
     return slices
 
 
-def _visible(cards: list[Gpu], wanted: str) -> Iterator[Gpu]:
-    """Pick as CUDA does: numbers or beginnings of UUIDs, up to the first that fits nothing."""
-    for token in (part.strip() for part in wanted.split(",")):
+def _visible(cards: list[Gpu], visible: str) -> Iterator[Gpu]:
+    """Yield GPUs by CUDA's rule: numbers or starts of UUIDs, ending at the first token without a GPU."""
+    for token in (part.strip() for part in visible.split(",")):
         matches = [gpu for gpu in cards if _is_meant(gpu, token)]
         if not matches:
             return
@@ -210,5 +210,5 @@ def _is_meant(gpu: Gpu, token: str) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Old versions of pynvml answer in bytes."""
+    """Convert an answer to text; old versions of pynvml answer in bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")

@@ -1,4 +1,4 @@
-"""What a preset may prefer where not everything can be had."""
+"""The priorities of presets: speed, balanced or quality."""
 
 from __future__ import annotations
 

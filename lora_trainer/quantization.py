@@ -1,7 +1,7 @@
-"""How the frozen base's weights may be kept, and how many bytes each way takes. Torch-free.
+"""Formats of the frozen base's weights and their sizes in bytes. Torch-free.
 
-The memory plan and the network ask the same functions, so a predicted byte is a stored byte.
-`model/quantize.py` does what is counted here.
+Memory plan and network call the same functions, so predicted and stored bytes are equal.
+`model/quantize.py` implements the formats.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Literal, get_args
 Quantization = Literal["int8", "fp8", "nf4"]
 BasePrecision = Literal["fp32", "bf16", "fp16", Quantization]
 BaseMatmul = Literal["dequantized", "int8"]
-"""How a base in int8 is multiplied: as numbers of the network's dtype, or code by code."""
+"""Matrix product of an int8 base: with weights dequantized to the network's dtype, or int8 by int8."""
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
 INT8_MAX = 127.0
 INT8_TEMPORARY_BYTES = 128 * 2**20
-"""Bound on what lies beside an integer product while it is computed."""
+"""Limit on the temporary memory of an integer product."""
 _ROW_STEP = 32
 NF4_BLOCK = 64
 """Weights that share a scale."""
@@ -47,15 +47,15 @@ def weight_bytes(*, fan_in: int, out: int, precision: BasePrecision) -> int:
 
 
 def has_int8_product(fan_in: int, out: int) -> bool:
-    """Say whether codes of this shape can be multiplied as they are: `torch._int_mm` wants eights."""
+    """Return whether `torch._int_mm` multiplies this shape: it needs multiples of eight."""
     return fan_in % 8 == 0 and out % 8 == 0
 
 
 def int8_rows_at_once(inner: int, columns: int) -> int:
-    """Return how many rows of an integer product are computed together, `inner` numbers in each.
+    """Return the number of rows of `inner` elements to multiply at once within `INT8_TEMPORARY_BYTES`.
 
-    Beside a row lie two float32 copies and its codes; later one of the former, and its sums in int32
-    and scaled in float32.
+    First a row needs two float32 copies and its int8 codes (9 bytes an element), then one float32 copy and
+    codes (5) beside `columns` sums in int32 and in float32 (8 bytes a column).
     """
     row_bytes = max(9 * inner, 5 * inner + 8 * columns)
     return max(1, INT8_TEMPORARY_BYTES // row_bytes // _ROW_STEP) * _ROW_STEP

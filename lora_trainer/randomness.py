@@ -1,9 +1,9 @@
-"""Counter-based randomness: every draw is a pure function of what it is for, never of history.
+"""Counter-based randomness: each draw is a pure function of its name, never of earlier draws.
 
-A draw is named by (seed, stream, counters): the counters say which epoch, sample or step it belongs
-to. Nothing is saved for a resume, batch splits and worker counts cannot change a draw, and two
-streams never share numbers. After Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
-with BLAKE2b as the mixing function. Torch-free: consumers seed their own CPU generator.
+A draw's name is (seed, stream, counters); the counters are its epoch, sample or step. A resume therefore
+saves no generator state, batch splits and worker counts cannot change a draw, and two streams never share
+numbers. After Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", with BLAKE2b as the mixing
+function. Torch-free: consumers seed their own CPU generator.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import StrEnum
 
 
 class Stream(StrEnum):
-    """What a draw is for; part of its name, so that adding one leaves all others unchanged."""
+    """Purpose of a draw and part of its name: a new stream leaves the draws of all others unchanged."""
 
     ORDER = "order"
     RESOLUTION = "resolution"
@@ -41,6 +41,7 @@ class Stream(StrEnum):
 
 def draw_seed(seed: int, stream: Stream, *counters: int | str) -> int:
     """Return the 63-bit seed of one draw's generator (fits `torch.Generator.manual_seed`)."""
+    # The separator and the type tags keep names apart that would join to equal text, such as 1 and "1".
     name = "\x1f".join([str(seed), stream.value, *map(_tagged, counters)])
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -51,16 +52,16 @@ def draw_uniform(seed: int, stream: Stream, *counters: int | str) -> float:
 
 
 def draw_choice(count: int, seed: int, stream: Stream, *counters: int | str) -> int:
-    """Return one of range(count); raises ValueError for an empty range."""
+    """Return a number of range(count); raises ValueError for count < 1."""
     if count < 1:
         raise ValueError(f"cannot choose from {count} things")
     return int(draw_uniform(seed, stream, *counters) * count)
 
 
 def shuffled(names: Iterable[str], seed: int, stream: Stream, *counters: int | str) -> list[str]:
-    """Order `names` by a hash of each: the order of the input does not matter, ties cannot occur.
+    """Order `names` by a hash of each name; the input's order does not matter.
 
-    Adding or removing one name leaves the relative order of the others unchanged.
+    Adding or removing a name leaves the relative order of the others unchanged.
     """
     return sorted(names, key=lambda name: (draw_seed(seed, stream, *counters, name), name))
 

@@ -1,7 +1,7 @@
-"""Tokens and passwords struck out of text, before it is printed, logged or shared.
+"""Removes tokens and passwords from text before it is printed, logged or shared.
 
-Input is any text, output the same without what grants access: tokens of a known form, passwords in
-addresses, and the values of environment variables whose names say that they are secret.
+Removed are tokens of well-known forms, passwords in addresses, and the values of environment variables with
+names such as TOKEN or SECRET.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 STRUCK = "[token]"
 _MIN_LENGTH = 8
-"""Shorter values of the environment are words that may stand anywhere."""
+"""Shorter values of secret variables are not removed: they may be ordinary words of any text."""
 _FORMS = (
     (re.compile(r"\b(?:hf|ghp|gho|github_pat|glpat|wandb_v1)[_-]\w{16,}"), STRUCK),
     (re.compile(r"\bsk-[\w-]{20,}"), STRUCK),
@@ -27,7 +27,7 @@ _SECRET_NAME = re.compile(
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` with every token and password struck out."""
+    """Return `text` with all tokens and passwords removed."""
     for pattern, substitute in _FORMS:
         text = pattern.sub(substitute, text)
     for value in secret_values(os.environ):
@@ -36,13 +36,16 @@ def without_secrets(text: str) -> str:
 
 
 def secret_values(environment: Mapping[str, str]) -> list[str]:
-    """Return the values of variables that are named as secrets, longest first."""
-    found = (value.strip() for name, value in environment.items() if _SECRET_NAME.search(name))
-    return sorted({value for value in found if len(value) >= _MIN_LENGTH}, key=len, reverse=True)
+    """Return the values of variables with a secret's name, longest first.
+
+    A short secret may be part of a longer one, which must be replaced before it.
+    """
+    values = (value.strip() for name, value in environment.items() if _SECRET_NAME.search(name))
+    return sorted({value for value in values if len(value) >= _MIN_LENGTH}, key=len, reverse=True)
 
 
 def secret_keys(values: Mapping[str, Any]) -> list[str]:
-    """Return the keys under which any text, however deep, holds a secret."""
+    """Return the keys whose value contains a secret at any depth."""
     return [
         key
         for key, value in values.items()

@@ -1,8 +1,8 @@
-"""Settings in layers, each with its origin: family, tier, priority, cell, concept, files, command line.
+"""Merges settings in layers: family, tier, priority, cell, concept, files, command line; later wins.
 
-Input is what the user asked for and what hardware was found; output is one `Config` and, for every
-setting, which layer set it last. `auto` values stay: the planner replaces them. Presets are JSON in
-the package `lora_trainer.presets`, one file per family; their JSON Schema comes from `Config`.
+Input is the user's request and the hardware's tier; output is one `Config` and, for each setting, the layer
+that set it last. `auto` values stay; the planner replaces them. Presets are JSON in the package
+`lora_trainer.presets`, one file per family; their JSON Schema comes from `Config`.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _FILE_SUFFIXES = (".json", ".toml")
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Which layer set a value, and why where there is more to say."""
+    """The layer that set a value, and a reason or file position where the layer has one."""
 
     layer: str
     reason: str = ""
 
     @property
     def is_users(self) -> bool:
-        """Whether the user set it: typed, or written in a file of settings."""
+        """Whether the user set the value, on the command line or in a settings file."""
         return self.layer == COMMAND_LINE or self.layer.startswith(("config ", "preset "))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """One configuration, and for each `section.key` where its value comes from.
+    """One configuration, and the origin of each `section.key`.
 
-    `preset_batch_size` is the batch that the learning rate of the presets is for.
+    `preset_batch_size` is the batch size that the presets' learning rate was chosen for.
     """
 
     config: Config
@@ -76,7 +76,7 @@ class FamilyPresets:
     cells: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def unsupported(self, tier: str, priority: str) -> str:
-        """Return why this pair cannot work, or the empty string."""
+        """Return the reason why a pair of tier and priority cannot work, else ""."""
         cell = self.cells.get(f"{tier}/{priority}", {})
         return str(cell["unsupported"]) if "unsupported" in cell else ""
 
@@ -101,10 +101,10 @@ def resolve(
     overrides: Mapping[str, Any],
     run_settings: Mapping[str, Any] | None = None,
 ) -> Resolved:
-    """Merge all layers, later wins; raises RequestError naming what is wrong and where it was set.
+    """Merge all layers, later wins; raises RequestError that names each bad value and its origin.
 
-    `preset` is `auto`, a tier, `family/tier` or a settings file. With `run_settings`, the settings
-    of the run being resumed, no preset applies: only what this command names overrides them.
+    `preset` is `auto`, a tier, `family/tier` or a settings file. With `run_settings`, the settings of the
+    run being resumed, no presets apply: only this command's files and overrides change them.
     """
     named_tier, preset_file = _parse_preset(preset, family)
     tier = named_tier or tier
@@ -117,7 +117,9 @@ def resolve(
     layers.append(_Layer(values=overrides, name=COMMAND_LINE))
     presets: list[_Layer] = []
     if run_settings is None:
-        concept = next((own.values[CONCEPT] for own in layers[::-1] if CONCEPT in own.values), "")
+        concept = next(
+            (setter.values[CONCEPT] for setter in layers[::-1] if CONCEPT in setter.values), ""
+        )
         presets = _preset_layers(family, tier, priority)
         layers = [*presets, _concept_layer(str(concept)), *layers]
     origins = {key: Origin(layer="default") for key in setting_keys()}
@@ -133,29 +135,30 @@ def resolve(
         priority=priority,
         preset=name,
         preset_batch_size=next(
-            (own.values[BATCH_SIZE] for own in presets[::-1] if BATCH_SIZE in own.values), 1
+            (setter.values[BATCH_SIZE] for setter in presets[::-1] if BATCH_SIZE in setter.values),
+            1,
         ),
     )
 
 
 def lowered_to(resolved: Resolved, *, resolution_px: int) -> Resolved:
-    """Return the settings with preset resolutions no higher than what a base was trained on.
+    """Return the settings with preset resolutions lowered to a base's native `resolution_px`.
 
-    A preset is for the releases of its family; what somebody set stays.
+    Presets fit the public releases of a family; a resolution set by the user stays.
     """
-    own, more = "data.resolution", "data.more_resolutions"
+    side_key, more_key = "data.resolution", "data.more_resolutions"
     values, origins = flatten(resolved.config), dict(resolved.origins)
-    if not (is_preset(origins[own].layer) and values[own] > resolution_px):
+    if not (is_preset(origins[side_key].layer) and values[side_key] > resolution_px):
         return resolved
-    reason = f"{values[own]} is preset, the base was trained on {resolution_px}"
-    values[own], origins[own] = resolution_px, replace(origins[own], reason=reason)
-    if is_preset(origins[more].layer):
-        values[more] = [side_px for side_px in values[more] if side_px < resolution_px]
+    reason = f"{values[side_key]} is preset, the base was trained on {resolution_px}"
+    values[side_key], origins[side_key] = resolution_px, replace(origins[side_key], reason=reason)
+    if is_preset(origins[more_key].layer):
+        values[more_key] = [side_px for side_px in values[more_key] if side_px < resolution_px]
     return replace(resolved, config=build_config(values), origins=origins)
 
 
 def is_preset(layer: str) -> bool:
-    """Say whether a layer is one of the program's own presets, or a settings file named as one."""
+    """Return whether a layer is a shipped preset or a settings file given with --preset."""
     return layer.split()[0] in ("family", "preset", "priority", "cell", "concept")
 
 
@@ -217,7 +220,7 @@ def _preset_layers(family: str, tier: str, priority: Priority) -> list[_Layer]:
 
 
 def _concept_layer(concept: str) -> _Layer:
-    """Return what a kind of concept changes: nothing for a word that is none, which is refused later."""
+    """Return the layer of a kind of concept; empty for an unknown word, which validation refuses later."""
     chosen = SETTINGS.get(concept, {})
     return _Layer(
         values={key: value for key, (value, _) in chosen.items()},
@@ -227,13 +230,13 @@ def _concept_layer(concept: str) -> _Layer:
 
 
 def _file_layer(file: Path, kind: str, family: str) -> _Layer:
-    read = read_settings_file(file)
-    if read.family not in (None, family):
+    contents = read_settings_file(file)
+    if contents.family not in (None, family):
         raise RequestError(
-            f"{kind} {file} is for {read.family}, the base model is {family}",
+            f"{kind} {file} is for {contents.family}, the base model is {family}",
             fix=f"use a {kind} made for {family} or remove its family",
         )
-    return _Layer(values=read.values, name=f"{kind} {file}", places=read.places)
+    return _Layer(values=contents.values, name=f"{kind} {file}", places=contents.places)
 
 
 def _parse_preset(preset: str, family: str) -> tuple[str | None, Path | None]:
@@ -255,7 +258,7 @@ def _parse_preset(preset: str, family: str) -> tuple[str | None, Path | None]:
     names = ("auto", *TIERS, *preset_names())
     raise RequestError(
         f"unknown preset {preset!r}.{did_you_mean(preset, names)} Presets are {', '.join(names)}",
-        fix="name one of these or a .json file with settings",
+        fix="give one of these names or a .json file with settings",
     )
 
 

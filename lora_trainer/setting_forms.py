@@ -1,7 +1,6 @@
-"""What a form needs to know of a setting: which kind of value it takes, its words, its bounds.
+"""The form field of a setting: its kind of value, its choices, its bounds.
 
-Input: the JSON Schema that pydantic makes of one field. Output: a `Form`. Nothing here knows a
-setting by name.
+Input: the JSON Schema that pydantic makes of one field. Output: a `Form`. No setting is named here.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ _KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How a setting is filled in.
+    """The form field of one setting.
 
-    `words` are all values of a choice, and of a number the words it takes too (`auto`); `whole` is
-    of numbers. `low` and `high` are bounds in the setting's unit, themselves allowed unless `above_low`
-    or `below_high`. `nullable` settings take null.
+    `words` are all values of a choice, or the words that a number also takes (`auto`). `whole`: a number
+    must be an integer. `low` and `high` are bounds in the setting's unit, included unless `above_low` or
+    `below_high`. `nullable`: the setting may be null.
     """
 
     kind: Kind
@@ -42,7 +41,7 @@ class Form:
 
     @property
     def allowed(self) -> str:
-        """What can be filled in, in words; empty where that goes without saying."""
+        """The allowed values in words; "" for kinds that need no explanation."""
         parts = [self._range()] if self.kind == "number" else []
         if self.kind == "number":
             parts += [str(word) for word in self.words]
@@ -51,15 +50,15 @@ class Form:
         return " or ".join(part for part in parts if part)
 
     def _range(self) -> str:
-        what = "a whole number" if self.whole else "a number"
+        noun = "a whole number" if self.whole else "a number"
         low = f"{'above' if self.above_low else 'from'} {_figure(self.low)}"
         high = f"{'below' if self.below_high else 'to'} {_figure(self.high)}"
         bounds = ((low, self.low), (high, self.high))
-        return " ".join([what, *(text for text, bound in bounds if bound is not None)])
+        return " ".join([noun, *(text for text, bound in bounds if bound is not None)])
 
 
 def form_of(schema: Mapping[str, Any]) -> Form:
-    """Return the form of a field's schema; raises ValueError for two open types in one."""
+    """Return the form of a field's schema; raises ValueError for a union of two open types."""
     parts = list(schema.get("anyOf", [schema]))
     nullable = any(part.get("type") == "null" for part in parts)
     words = tuple(word for part in parts for word in _words(part))
@@ -90,13 +89,13 @@ def _figure(bound: float | None) -> str:
 
 
 def label_of(name: str, *, unit: str = "") -> str:
-    """Return the name of a setting as people read it: `min_snr_gamma` is "Min SNR gamma"."""
+    """Return a setting's name for display: "Min SNR gamma" for `min_snr_gamma`."""
     words = name.split("_")
     if unit and len(words) > 1 and words[-1] == unit.lower():
-        words.pop()  # the unit stands beside the value
+        words.pop()  # the unit is shown beside the value
     text = " ".join(_SPELLED.get(word, word) for word in words)
-    begins_as_a_name = any(letter.isupper() for letter in text.split()[0])  # rsLoRA
-    return text if begins_as_a_name else text[:1].upper() + text[1:]
+    has_own_case = any(letter.isupper() for letter in text.split()[0])  # rsLoRA keeps its small r
+    return text if has_own_case else text[:1].upper() + text[1:]
 
 
 _SPELLED = {
@@ -118,7 +117,7 @@ _SPELLED = {
 
 
 def _open_kind(part: Mapping[str, Any]) -> Kind | None:
-    """Return the kind of a part that has more values than a list could show."""
+    """Return the kind of a schema part with unlimited values, None for choices, switches and null."""
     if "enum" in part or "const" in part or part.get("type") in ("boolean", "null"):
         return None
     return _KINDS[part["type"]]

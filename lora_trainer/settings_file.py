@@ -1,8 +1,8 @@
 """Settings files that users write: JSON or TOML, nested sections or flat `section.key` names.
 
-Input is a path; output is {"section.key": value} with the place of each key. Every mistake is a
-RequestError that names file, line and column, and for an unknown key the nearest setting. A file
-may also hold its settings under `settings`, as `plan --json`, run.json and shared presets do.
+Input is a path; output is {"section.key": value} with the line and column of each key. Each mistake is a
+RequestError that names file, line and column, and for an unknown key the nearest setting. A file may also
+hold its settings under `settings`, as `plan --json`, run.json and shared presets do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOML_PLACE = re.compile(r"\(at line (\d+), column (\d+)\)")
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsFile:
-    """What a file sets; `places` has file:line:column of each key, `family` the family it names."""
+    """The settings of a file; `places` has file:line:column of each key, `family` the file's family if any."""
 
     values: Mapping[str, Any]
     places: Mapping[str, str]
@@ -36,7 +36,7 @@ class SettingsFile:
 
 
 def read_settings_file(file: Path) -> SettingsFile:
-    """Read a settings file; raises RequestError for anything that is not a setting."""
+    """Read a settings file; raises RequestError for an unreadable file, bad syntax and unknown keys."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -68,20 +68,20 @@ def read_settings_text(text: str, *, name: str, toml: bool = False) -> SettingsF
 
 
 def _unwrapped(value: Any) -> Any:
-    """`plan --json` writes {"value": ..., "origin": ...}."""
+    """Return the value inside `plan --json`'s {"value": ..., "origin": ...}, any other value unchanged."""
     wrapped = isinstance(value, dict) and {"value", "origin"} <= value.keys()
     return value["value"] if wrapped else value
 
 
 def _flat(settings: Mapping[str, Any], places: Mapping[str, str], name: str) -> dict[str, Any]:
-    """Return {"section.key": value}; raises RequestError naming all that is wrong at once."""
-    known, values, wrong = setting_keys(), dict[str, Any](), list[str]()
+    """Return {"section.key": value}; raises one RequestError that names all mistakes."""
+    keys, values, wrong = setting_keys(), dict[str, Any](), list[str]()
     for key, value in _pairs(settings):
-        place = places.get(key, name)
-        if setting_of(key) not in known:
-            wrong.append(f"{place}: unknown setting {key!r}.{did_you_mean(key, near_keys(key))}")
+        position = places.get(key, name)
+        if setting_of(key) not in keys:
+            wrong.append(f"{position}: unknown setting {key!r}.{did_you_mean(key, near_keys(key))}")
         elif key in values:
-            wrong.append(f"{place}: {key!r} is set twice.")
+            wrong.append(f"{position}: {key!r} is set twice.")
         values[key] = value
     if wrong:
         raise RequestError(" ".join(wrong), fix="see `lora-train plan DATASET` for all settings")
@@ -100,16 +100,19 @@ def _toml_object(text: str, name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        found = _TOML_PLACE.search(str(error))
-        place = f"{name}:{found[1]}:{found[2]}" if found else name
+        match = _TOML_PLACE.search(str(error))
+        position = f"{name}:{match[1]}:{match[2]}" if match else name
         message = _TOML_PLACE.sub("", str(error)).strip()
-        raise RequestError(f"{place}: not TOML: {message}", fix="correct that line") from None
+        raise RequestError(f"{position}: not TOML: {message}", fix="correct that line") from None
     except RecursionError:
         raise RequestError(f"{name}: nested too deeply", fix="correct the file") from None
 
 
 def _json_keys(text: str) -> Iterator[tuple[str, int]]:
-    """Yield each key's dotted path and offset in a text that is known to be valid JSON."""
+    """Yield each key's dotted path and offset in valid JSON text.
+
+    json.loads reports no offsets, so the tokens are scanned a second time.
+    """
     path: list[str] = []
     kinds: list[str] = []
     awaits_key = False
@@ -131,7 +134,10 @@ def _json_keys(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _toml_keys(text: str) -> Iterator[tuple[str, int]]:
-    """Yield dotted keys and offsets line by line; a line that only looks like one does no harm."""
+    """Yield dotted keys and offsets line by line.
+
+    A line inside a multi-line string may look like a key; its offset is never looked up.
+    """
     section, offset = "", 0
     for line in text.splitlines(keepends=True):
         if header := _TOML_HEADER.match(line):

@@ -148,7 +148,7 @@ def test_several_processes_are_planned_for_the_smallest_card_that_takes_part() -
     assert two is not None and (two.name, two.free_bytes) == (LARGE.name, BUSY.free_bytes)
     three = here.accelerator(sharing=3).value
     assert three is not None and three.free_bytes == BUSY.free_bytes
-    assert "the smallest of the 3 that take part" in here.accelerator(sharing=3).reason
+    assert "the smallest of the 3 GPUs in this run" in here.accelerator(sharing=3).reason
     alone = with_cards(SMALL).accelerator(sharing=2)
     assert alone.value is not None and alone.value.free_bytes == SMALL.free_bytes // 2
     assert "2 processes on each" in alone.reason

@@ -66,7 +66,7 @@ def test_what_is_asked_is_given_where_it_can_be(format: FileFormat) -> None:
         (UNET, "diffusers", {"kind": "oft"}, "OFT.*cannot load it again", "output.format=kohya"),
         (TRANSFORMER, "kohya", {}, "nobody finds them", "output.format=diffusers"),
         (ONLY_DIFFUSERS, "auto", {"kind": "lokr"}, "no file format.*LoKr", "adapter.kind=lora"),
-        (ONLY_DIFFUSERS, "kohya", {}, "nothing reads it", "output.format=diffusers"),
+        (ONLY_DIFFUSERS, "kohya", {}, "no program reads it", "output.format=diffusers"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_the_reason(

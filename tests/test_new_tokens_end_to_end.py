@@ -183,7 +183,7 @@ def test_both_encoders_of_sdxl_learn_the_word(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "base", "found"),
     [
-        ({"data.trigger": None}, "sd15", "there is none: choose a word"),
+        ({"data.trigger": None}, "sd15", "which is empty: choose a trigger word"),
         ({"train.init_from": "x.safetensors"}, "sd15", "begin anew"),
         ({}, "sd3", "learn no new words"),
         (

@@ -123,7 +123,7 @@ def test_a_run_that_did_not_fit_makes_the_next_plan_smaller_and_a_resume_keeps_i
     for _ in range(3):
         events.emit("out_of_memory", images_at_once=4, reason="CUDA out of memory")
     (note,) = [event.fields for event in seen if event.kind == "problem"]
-    assert "an assumed 12 GiB card was planned to" in note["what"]
+    assert "an assumed 12 GiB GPU was planned to" in note["what"]
 
     second = prepare(request, hardware=MACHINE)
     assert second.full_card is not None

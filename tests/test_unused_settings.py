@@ -190,7 +190,7 @@ def test_what_is_not_known_yet_may_matter() -> None:
     assert not info.unused({"base.prediction": "auto"})
     assert not info.unused({})
     assert info.unused({"base.prediction": "epsilon"}) == (
-        "needs base.prediction=flow, which is epsilon"
+        "needs base.prediction=flow, but it is epsilon"
     )
     assert SETTINGS["output.hub_private"].unused({"output.hub_repo": None}) == (
         "without effect while output.hub_repo is null"

@@ -1,7 +1,7 @@
-"""How a setting is declared: one field with its default, unit, limits, help and what it goes with.
+"""Declaration of a setting: one field with default, unit, limits, help and the settings it depends on.
 
-Inputs: the words of the declaration. Outputs: pydantic fields whose schema carries all of them, and the
-kinds of values that several settings have in common. `auto` is a value: the planner replaces it.
+Outputs: pydantic fields whose JSON Schema carries the whole declaration, and the value types that several
+settings share. `auto` is an ordinary value here; the planner replaces it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Auto = Literal["auto"]
 Precision = Literal["fp32", "bf16", "fp16"]
 AutoPixels = Annotated[int, Field(ge=16, le=4096)] | Auto
 CHUNK_TOKENS = 75
-"""Tokens of a text that CLIP reads at once, its begin and end left out."""
+"""Prompt tokens in one chunk of CLIP, begin and end tokens excluded."""
 AutoCaptionTokens = (
     Annotated[int, Field(ge=CHUNK_TOKENS, le=3 * CHUNK_TOKENS, multiple_of=CHUNK_TOKENS)] | Auto
 )
@@ -31,13 +31,14 @@ EpochCount = Annotated[int, Field(ge=0, le=10_000)]
 Separator = Annotated[str, Field(min_length=1, max_length=20)]
 CaptionWords = Annotated[str, Field(max_length=1000)]
 Checkpointing = Literal["none", "light", "selective", "full", "offloaded"]
-"""What recomputed blocks keep for the backward pass beside their inputs: everything, the results of
-attention and of all frozen products, those of attention and of products that take in more than they
-give out, nothing, or nothing and the inputs in host memory."""
+"""Checkpointing levels. Beside their inputs, recomputed blocks keep for backward: `none` all activations;
+`light` the outputs of attention and of all frozen layers; `selective` the outputs of attention and of
+frozen layers with more inputs than outputs; `full` nothing; `offloaded` nothing, and the inputs are moved
+to host memory."""
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
-"""From what keeps the most to what keeps the least."""
+"""From the lightest level (most memory) to the heaviest (least memory)."""
 MIXABLE: tuple[Checkpointing, ...] = ("light", "selective", "full")
-"""Kinds beside which some blocks may keep as much as with the kind before."""
+"""Levels at which a fraction of the blocks (`memory.kept_share`) may use the next lighter level."""
 Weighting = Literal["none", "min_snr", "soft_min_snr", "debiased", "p2", "sigma_sqrt", "cosmap"]
 FLOW_WEIGHTINGS: tuple[Weighting, ...] = ("sigma_sqrt", "cosmap")
 SNR_WEIGHTINGS: tuple[Weighting, ...] = ("min_snr", "soft_min_snr", "debiased", "p2")
@@ -56,7 +57,7 @@ OptimizerName = Literal[
 SCHEDULE_FREE: OptimizerName = "schedulefree_adamw"
 
 Needs = Mapping[str, Sequence[Any]]
-"""Needs of other settings, by `section.name`."""
+"""`section.name` of other settings -> the values that the condition lists."""
 
 
 def setting(
@@ -73,10 +74,10 @@ def setting(
 ) -> Any:
     """Declare one setting; `unit` is shown beside the value wherever it is printed.
 
-    The setting matters only while each setting in `only_for` has one of those values, none in `not_for`
-    has, and not all in `idle_with` have; otherwise it changes nothing, or is refused
-    (tests/test_unused_settings.py). `path`: it may name a file or folder of this machine. `headline`: one of the
-    dozen that a plan shows without being asked for all.
+    The setting has an effect only while each setting in `only_for` has one of its listed values, no setting
+    in `not_for` has, and not all settings in `idle_with` have; otherwise it changes nothing, or is refused
+    (tests/test_unused_settings.py). `path`: the value may name a file or folder of this machine. `headline`:
+    a plan shows the setting even when it is asked for the important settings only.
     """
     extra: dict[str, Any] = {"unit": unit}
     for name, needs in (("only_for", only_for), ("not_for", not_for), ("idle_with", idle_with)):
@@ -89,7 +90,7 @@ def setting(
     return Field(default, description=doc, json_schema_extra=extra, **constraints)
 
 
-# What several settings need, or do not go with: see `setting`.
+# Conditions for `only_for`, `not_for` and `idle_with` that several settings share.
 LORA = {"adapter.kind": ("lora",)}
 CARD = {"hardware.device": ("cuda", "mps", "xpu")}
 CUDA = {"hardware.device": ("cuda",)}
@@ -109,7 +110,7 @@ WITHOUT_VALIDATION = {"data.validation_fraction": (0.0,)}
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys, defaults are validated too."""
+    """Base of all sections: immutable, refuses unknown keys, validates defaults too."""
 
     model_config = ConfigDict(
         extra="forbid",

@@ -1,4 +1,4 @@
-"""The settings of what is learned and how: the adapter, the length, noise and loss, the optimizer."""
+"""The settings of learning: the adapter, the length of training, noise and loss."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ class AdapterSettings(Section):
     )
     rank: int = setting(
         16,
-        "width of the update; file size grows with it; of OFT: the size of a block",
+        "rank of the update, to which file size is proportional; with OFT the size of a block",
         ge=1,
         le=1024,
         headline=True,
     )
     alpha: AutoScale = setting(
-        "auto", "the update is scaled by alpha / rank; auto: alpha = rank", not_for=NOT_OFT
+        "auto", "scale the update by alpha / rank; auto: alpha = rank", not_for=NOT_OFT
     )
     conv_rank: int | None = setting(
         None,
-        "rank of convolutions larger than 1x1 (LoCon); none: as the others",
+        "rank of convolutions larger than 1x1 (LoCon); none: adapter.rank",
         ge=1,
         le=1024,
         only_for=CONVOLUTIONS,
     )
     conv_alpha: float | None = setting(
         None,
-        "alpha of these convolutions; none: as the others",
+        "alpha of convolutions larger than 1x1; none: adapter.alpha",
         gt=0,
         le=4096,
         only_for=CONVOLUTIONS,
@@ -65,7 +65,7 @@ class AdapterSettings(Section):
     )
     dora: bool = setting(
         False,
-        "learn the norm of each output apart (Liu et al. 2024, arXiv 2402.09353); LoRA only",
+        "learn each output's norm separately (Liu et al. 2024, arXiv 2402.09353); LoRA only",
         only_for=LORA,
     )
     rslora: bool = setting(
@@ -75,26 +75,26 @@ class AdapterSettings(Section):
     )
     init: Literal["default", "pissa"] = setting(
         "default",
-        "start at zero, or at the main singular vectors (Meng et al. 2024, arXiv 2404.02948); LoRA only",
+        "start at zero, or at the top singular vectors (Meng et al. 2024, arXiv 2404.02948); LoRA only",
         only_for=LORA,
     )
     dropout: float = setting(
         0.0,
-        "share of each layer's input channels that the adapter does not see, another for every sample",
+        "fraction of input channels hidden from each layer's adapter, drawn for each sample",
         ge=0.0,
         le=0.9,
         not_for=NOT_OFT,
     )
     rank_dropout: float = setting(
         0.0,
-        "share of each update's ranks left out, others for every sample; LoRA",
+        "fraction of each update's ranks left out, drawn for each sample; LoRA only",
         ge=0.0,
         le=0.9,
         only_for=LORA,
     )
     module_dropout: float = setting(
         0.0,
-        "share of layers whose adapter is off, others for every sample",
+        "fraction of layers whose adapter is switched off, drawn for each sample",
         ge=0.0,
         le=0.9,
         not_for={**NOT_OFT, "adapter.dora": (True,)},
@@ -107,38 +107,38 @@ class AdapterSettings(Section):
         only_for={"adapter.kind": ("lokr",)},
     )
     text_encoder: bool = setting(
-        False, "train the text encoders too; their outputs are then not cached"
+        False, "train the text encoders too; their outputs cannot be cached then"
     )
     new_tokens: int = setting(
         0,
-        "pivotal tuning: new vectors per text encoder that data.trigger is read as, learned too; 0: none",
+        "pivotal tuning: number of new token vectors per text encoder for data.trigger; 0: none",
         unit="tokens",
         ge=0,
         le=32,
     )
     new_tokens_from: str | None = setting(
         None,
-        "word whose vectors the new ones start at; none: random ones as large as the others",
+        "word whose token vectors the new tokens start from; none: random vectors of usual size",
         min_length=1,
         max_length=100,
         not_for=WITHOUT_NEW_TOKENS,
     )
     targets: Literal["attention", "transformer", "all"] = setting(
         "transformer",
-        "layers that get an adapter: attention; + feed-forward and projections; + convolutions",
+        "layers with an adapter; transformer adds feed-forward and projections, all adds convolutions",
     )
 
 
 class TrainSettings(Section):
     concept: Concept = setting(
-        "any", "what the pictures are to teach; settles some presets, see docs/concepts.md"
+        "any", "kind of subject to learn; changes some presets, see docs/concepts.md"
     )
     steps: AutoCount = setting(
-        "auto", "optimizer steps; auto: by train.views of the images", headline=True
+        "auto", "optimizer steps; auto: train.views times the images, over the batch", headline=True
     )
     views: int = setting(
         120,
-        "how often each image is seen where train.steps is auto; fewer than 20 images count as 20",
+        "times each image is trained on if train.steps is auto; fewer than 20 images count as 20",
         ge=1,
         le=100_000,
     )
@@ -150,10 +150,10 @@ class TrainSettings(Section):
         le=4096,
         headline=True,
     )
-    seed: int = setting(42, "every random draw is a function of it", ge=0, le=2**53 - 1)
+    seed: int = setting(42, "seed of all random draws", ge=0, le=2**53 - 1)
     init_from: str | None = setting(
         None,
-        "adapter file to go on from instead of zero; kind and rank must be the same",
+        "adapter file to continue from; its kind and rank must equal the run's",
         path=True,
     )
     precision: Precision | Auto = setting(
@@ -161,17 +161,15 @@ class TrainSettings(Section):
         "dtype of base weights and activations (the adapter keeps fp32 masters)",
         headline=True,
     )
-    max_grad_norm: float = setting(
-        1.0, "gradients are clipped to this norm; 0: never", ge=0.0, le=1e6
-    )
+    max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0: never", ge=0.0, le=1e6)
     tighten_on_spike: bool = setting(
         False,
-        "halve max_grad_norm when the losses jump, three times at most",
+        "halve max_grad_norm when the loss jumps, three times at most",
         not_for={"train.max_grad_norm": (0.0,)},
     )
     lower_on_plateau: bool = setting(
         False,
-        "halve the learning rate after three validations without a better loss, three times at most",
+        "halve the learning rate after three validations without a lower loss, three times at most",
         not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
     )
     ema_decay: float | None = setting(
@@ -183,14 +181,14 @@ class TrainSettings(Section):
     )
     text_encoder_until: float = setting(
         1.0,
-        "share of the steps after which the text encoders' adapters stay as they are; 1: never",
+        "fraction of the steps after which the text encoders' adapters are frozen; 1: never",
         gt=0.0,
         le=1.0,
         only_for={"adapter.text_encoder": (True,)},
     )
     new_tokens_until: float = setting(
         1.0,
-        "share of the steps after which the new tokens stay as they are; 1: never",
+        "fraction of the steps after which the new tokens are frozen; 1: never",
         gt=0.0,
         le=1.0,
         not_for=WITHOUT_NEW_TOKENS,
@@ -200,7 +198,7 @@ class TrainSettings(Section):
     )
     stop_after_validations: int | None = setting(
         None,
-        "end once so many validations in a row brought no lower loss; none: train all steps",
+        "stop after this many validations in a row without a lower loss; none: train all steps",
         ge=1,
         le=1000,
         not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
@@ -215,11 +213,11 @@ class TrainSettings(Section):
 class ObjectiveSettings(Section):
     weighting: Weighting | Auto = setting(
         "auto",
-        "how much noise levels count; flow matching: sigma_sqrt, cosmap; auto: min_snr if it has a gamma",
+        "loss weight by noise level; flow: sigma_sqrt, cosmap; auto: min_snr if min_snr_gamma is set",
     )
     min_snr_gamma: float | None = setting(
         5.0,
-        "gamma of min_snr (Hang et al. 2023, arXiv 2303.09556) and soft_min_snr; null: no such weights",
+        "gamma of min_snr (Hang et al. 2023, arXiv 2303.09556) and soft_min_snr; null: no weighting",
         gt=0,
         le=100,
         only_for=NOISE_OR_V,
@@ -234,18 +232,18 @@ class ObjectiveSettings(Section):
     )
     loss: Literal["mse", "huber", "smooth_l1"] = setting(
         "mse",
-        "squared error, or one that grows linearly beyond huber_delta: less swayed by odd pictures",
+        "squared error, or an error that is linear above huber_delta and so less sensitive to outliers",
     )
     huber_delta: float = setting(
         0.1,
-        "error from which huber and smooth_l1 are linear; with a schedule, at pure noise",
+        "error above which huber and smooth_l1 are linear; with a schedule, its value at pure noise",
         gt=0.0,
         le=1.0,
         not_for=SQUARED,
     )
     huber_schedule: Literal["snr", "exponential", "constant"] = setting(
         "snr",
-        "how the delta falls from 1 without noise (Khrapov et al. 2024, arXiv 2403.16728)",
+        "decrease of the delta with noise, from 1 at no noise (Khrapov et al. 2024, arXiv 2403.16728)",
         not_for=SQUARED,
     )
     noise_offset: float = setting(
@@ -263,7 +261,7 @@ class ObjectiveSettings(Section):
     )
     prior: Literal["images", "base"] = setting(
         "images",
-        "regularisation images teach what they show, or what the base without the adapter says of them",
+        "target for regularisation images: the images, or the prediction of the base without adapter",
         idle_with=NO_REGULARISATION,
     )
     prior_weight: float = setting(
@@ -275,13 +273,13 @@ class ObjectiveSettings(Section):
     )
     preservation_weight: float = setting(
         0.0,
-        "weight of staying as the base for data.class_word in place of the trigger; 1 is usual, 0: off",
+        "loss weight that keeps the base's prediction for data.class_word; 1 is usual, 0: off",
         ge=0.0,
         le=100.0,
     )
     input_perturbation: float = setting(
         0.0,
-        "share of more noise in the input only (Ning et al. 2023, arXiv 2301.11706); 0.1 is usual",
+        "strength of extra noise in the input only (Ning et al. 2023, arXiv 2301.11706); 0.1 is usual",
         ge=0.0,
         le=1.0,
     )
@@ -305,33 +303,33 @@ class ObjectiveSettings(Section):
     )
     mode_scale: float = setting(
         1.29,
-        "weight that mode puts on the middle; below 0: on the ends",
+        "weight of the middle timesteps for mode; below 0: of the first and last",
         ge=-1.0,
         le=1.75,
         only_for={"objective.timestep_sampling": ("mode",)},
     )
     timestep_strata: int = setting(
         1,
-        "samples in a row whose timesteps are from each of as many equal parts; 1: drawn independently",
+        "of this many samples in a row, one timestep from each of as many equal ranges; 1: independent",
         unit="samples",
         ge=1,
         le=256,
     )
     flow_shift: Annotated[float, Field(gt=0, le=100)] | Literal["resolution"] = setting(
         1.0,
-        "flow timesteps become s t / (1 + (s - 1) t); resolution: the s of the base's own sampler",
+        "shift s: flow timestep t becomes s t / (1 + (s - 1) t); resolution: s of the base's sampler",
         only_for=FLOW,
     )
     guidance_scale: float = setting(
         1.0,
-        "guidance that bases with a guidance embedding are told in training",
+        "guidance scale during training, for bases with a guidance embedding",
         ge=0.0,
         le=50.0,
         only_for=FLOW,
     )
     zero_terminal_snr: Literal["auto"] | bool = setting(
         "auto",
-        "make the last timestep pure noise (Lin et al. 2023, arXiv 2305.08891); auto: as the base",
+        "make the last timestep pure noise (Lin et al. 2023, arXiv 2305.08891); auto: like the base",
         only_for=NOISE_OR_V,
     )
     min_timestep: int = setting(0, "smallest timestep trained", ge=0, le=999)
@@ -339,7 +337,7 @@ class ObjectiveSettings(Section):
 
     @property
     def chosen_weighting(self) -> Weighting:
-        """The weighting, with `auto` settled."""
+        """The weighting, with `auto` replaced."""
         if self.weighting != "auto":
             return self.weighting
         return "none" if self.min_snr_gamma is None else "min_snr"

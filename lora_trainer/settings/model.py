@@ -1,7 +1,7 @@
-"""All settings of a run as one value, and what contradicts what among them.
+"""All settings of a run as one value, and the contradictions among them.
 
-Input: the sections. Output: `Config`, which cannot be built from settings that contradict each other;
-what base and card can do is judged later, by the planner.
+Input: the sections. Output: `Config`, which cannot be built from settings that contradict each other.
+The planner checks later whether base and GPU support the settings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lora_trainer.settings.running import (
 
 
 class Config(Section):
-    """All settings of one run, grouped in sections as they are written in config files."""
+    """All settings of one run, in the sections of config files."""
 
     base: BaseSettings = Field(default_factory=BaseSettings, description="the model to adapt")
     data: DataSettings = Field(default_factory=DataSettings, description="images, captions, caches")
@@ -42,21 +42,23 @@ class Config(Section):
         default_factory=ObjectiveSettings, description="noise and loss"
     )
     optimizer: OptimizerSettings = Field(
-        default_factory=OptimizerSettings, description="how weights move"
+        default_factory=OptimizerSettings, description="optimizer and learning rates"
     )
-    memory: MemorySettings = Field(default_factory=MemorySettings, description="fitting the device")
+    memory: MemorySettings = Field(
+        default_factory=MemorySettings, description="fitting into memory"
+    )
     hardware: HardwareSettings = Field(default_factory=HardwareSettings, description="which device")
     output: OutputSettings = Field(default_factory=OutputSettings, description="files written")
     sampling: SamplingSettings = Field(
-        default_factory=SamplingSettings, description="images on the way"
+        default_factory=SamplingSettings, description="sample images during training"
     )
     logging: LoggingSettings = Field(default_factory=LoggingSettings, description="dashboards")
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Config:
-        found = list(_contradictions(self))
-        if found:
-            raise ValueError(" ".join(found))
+        sentences = list(_contradictions(self))
+        if sentences:
+            raise ValueError(" ".join(sentences))
         return self
 
 
@@ -76,7 +78,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from _prior_contradictions(config)
     yield from _adapter_contradictions(config.adapter)
     if config.adapter.init == "pissa" and config.train.init_from is not None:
-        yield "adapter.init=pissa and train.init_from both say where to begin: choose one."
+        yield "adapter.init=pissa and train.init_from both set the first weights: choose one."
     yield from _optimizer_contradictions(config)
     if config.optimizer.lora_plus_ratio != 1.0 and config.adapter.kind != "lora":
         yield f"optimizer.lora_plus_ratio is for adapter.kind=lora, not {config.adapter.kind}."
@@ -92,7 +94,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     if config.optimizer.max_weight_norm is not None:
         yield from _plain_product("optimizer.max_weight_norm", config.adapter)
     if config.train.tighten_on_spike and config.train.max_grad_norm == 0:
-        yield "train.tighten_on_spike lowers train.max_grad_norm, which is 0: never; choose a norm."
+        yield "train.tighten_on_spike lowers train.max_grad_norm, which is 0 (off): choose a norm."
     sides = (config.data.resolution, *config.data.more_resolutions)
     if len(set(sides)) < len(sides):
         yield f"data.resolution and data.more_resolutions name a size twice: {', '.join(map(str, sides))}."
@@ -109,28 +111,28 @@ def _prior_contradictions(config: Config) -> Iterator[str]:
         yield "objective.prior=base needs regularisation images: give data.regularisation_dir or mark a folder."
     if not objective.preservation_weight:
         return
-    triggers = [data.trigger, *(own.trigger for own in data.folders.values())]
+    triggers = [data.trigger, *(folder.trigger for folder in data.folders.values())]
     if data.class_word is None or not any(triggers):
         yield (
-            f"objective.preservation_weight={objective.preservation_weight:g} puts data.class_word in place "
-            "of data.trigger: give both."
+            f"objective.preservation_weight={objective.preservation_weight:g} replaces data.trigger by "
+            "data.class_word in captions: give both."
         )
 
 
 def _validation_contradictions(config: Config) -> Iterator[str]:
     never = config.train.validate_every_steps == 0 or config.data.validation_fraction == 0
-    for key, asked in (
+    for key, is_set in (
         ("output.keep_best=true", config.output.keep_best),
         ("train.stop_after_validations", config.train.stop_after_validations is not None),
     ):
-        if asked and never:
+        if is_set and never:
             yield f"{key} needs validations: set data.validation_fraction and train.validate_every_steps above 0."
 
 
 def _optimizer_contradictions(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
     if optimizer.name == "prodigy":
-        one_rate = "optimizer.name=prodigy finds one rate for everything"
+        one_rate = "optimizer.name=prodigy estimates a single rate for all weights"
         if optimizer.lora_plus_ratio != 1.0:
             yield f"{one_rate}: leave optimizer.lora_plus_ratio={optimizer.lora_plus_ratio:g} out."
         for part in ("text_encoder_learning_rate", "new_tokens_learning_rate"):
@@ -141,40 +143,47 @@ def _optimizer_contradictions(config: Config) -> Iterator[str]:
     if optimizer.name == SCHEDULE_FREE:
         averages = f"optimizer.name={SCHEDULE_FREE} averages the weights itself"
         if optimizer.beta1 == 0:
-            yield f"{averages}, by optimizer.beta1=0 not at all: 0.9 is usual."
+            yield f"{averages}, and optimizer.beta1=0 switches that off: 0.9 is usual."
         if config.train.ema_decay is not None:
             yield f"{averages}: leave train.ema_decay={config.train.ema_decay:g} out."
         if optimizer.max_weight_norm is not None:
             limit = f"optimizer.max_weight_norm={optimizer.max_weight_norm:g}"
-            yield f"{averages}, which {limit} would not reach: leave it out."
+            yield f"{averages}, and {limit} would not limit the average: leave it out."
     if optimizer.name == "muon" and config.adapter.kind == "oft":
-        yield "optimizer.name=muon moves matrices, adapter.kind=oft has none: choose one."
+        yield "optimizer.name=muon updates matrices, adapter.kind=oft has none: choose one."
 
 
 def _memory_contradictions(config: Config) -> Iterator[str]:
     memory, precision = config.memory, config.train.precision
-    kept = memory.base_precision
-    if "auto" not in (kept, precision) and kept not in (precision, *QUANTIZATIONS):
+    base_precision = memory.base_precision
+    if "auto" not in (base_precision, precision) and base_precision not in (
+        precision,
+        *QUANTIZATIONS,
+    ):
         yield (
-            f"memory.base_precision={kept} and train.precision={precision} differ: "
-            "the base is computed in the dtype it is kept in, unless that is int8, fp8 or nf4."
+            f"memory.base_precision={base_precision} and train.precision={precision} differ: "
+            "use the same for both, or int8, fp8 or nf4 for the base."
         )
-    if memory.base_matmul == "int8" and kept not in ("auto", "int8"):
+    if memory.base_matmul == "int8" and base_precision not in ("auto", "int8"):
         yield (
-            f"memory.base_matmul=int8 multiplies weights kept in int8, not in {kept}: "
+            f"memory.base_matmul=int8 needs a base in int8, not in {base_precision}: "
             "use memory.base_precision=int8."
         )
-    how = memory.gradient_checkpointing
+    checkpointing = memory.gradient_checkpointing
     if memory.streamed_blocks not in ("auto", 0) and (
-        how == "none" or (how == "light" and memory.kept_share not in ("auto", 0.0))
+        checkpointing == "none"
+        or (checkpointing == "light" and memory.kept_share not in ("auto", 0.0))
     ):
-        mixed = "" if how == "none" else f" and memory.kept_share={memory.kept_share}"
+        mixed = "" if checkpointing == "none" else f" and memory.kept_share={memory.kept_share}"
         yield (
             f"memory.streamed_blocks={memory.streamed_blocks} needs every block recomputed, not "
-            f"memory.gradient_checkpointing={how}{mixed}: use selective, full or offloaded."
+            f"memory.gradient_checkpointing={checkpointing}{mixed}: use selective, full or offloaded."
         )
     if memory.text_encoder_offload is True and config.adapter.text_encoder:
-        yield "memory.text_encoder_offload is for caching, adapter.text_encoder=true trains them: choose one."
+        yield (
+            "memory.text_encoder_offload works while caching only, and adapter.text_encoder=true trains the "
+            "text encoders: choose one."
+        )
 
 
 def _new_token_contradictions(config: Config) -> Iterator[str]:
@@ -185,16 +194,19 @@ def _new_token_contradictions(config: Config) -> Iterator[str]:
             "optimizer.new_tokens_learning_rate": config.optimizer.new_tokens_learning_rate
             is not None,
         }
-        for key, given in unused.items():
-            if given:
+        for key, is_set in unused.items():
+            if is_set:
                 yield f"{key} needs adapter.new_tokens: 2 is usual."
         return
     if not (config.data.trigger or "").strip():
-        yield "adapter.new_tokens learns what data.trigger means, and there is none: choose a word."
+        yield "adapter.new_tokens learns vectors for data.trigger, which is empty: choose a trigger word."
     if config.train.init_from is not None:
-        yield "adapter.new_tokens begin anew, train.init_from goes on from a file: choose one."
+        yield "adapter.new_tokens starts new vectors, train.init_from continues a file: choose one."
     if config.memory.text_encoder_offload is True:
-        yield "memory.text_encoder_offload is for caching, adapter.new_tokens needs them: choose one."
+        yield (
+            "memory.text_encoder_offload works while caching only, and adapter.new_tokens trains with the "
+            "text encoders: choose one."
+        )
 
 
 def _adapter_contradictions(adapter: AdapterSettings) -> Iterator[str]:
@@ -203,8 +215,8 @@ def _adapter_contradictions(adapter: AdapterSettings) -> Iterator[str]:
         "rslora": adapter.rslora,
         "init=pissa": adapter.init == "pissa",
     }
-    for name, asked in only_lora.items():
-        if asked and adapter.kind != "lora":
+    for name, is_set in only_lora.items():
+        if is_set and adapter.kind != "lora":
             yield f"adapter.{name} is for adapter.kind=lora, not {adapter.kind}: choose one."
     if adapter.rank_dropout and adapter.kind != "lora":
         yield f"adapter.rank_dropout is for adapter.kind=lora, not {adapter.kind}: use dropout."
@@ -212,7 +224,7 @@ def _adapter_contradictions(adapter: AdapterSettings) -> Iterator[str]:
         if getattr(adapter, name) and adapter.kind == "oft":
             yield f"adapter.{name} is for lora, loha and lokr, not adapter.kind=oft: choose one."
     if adapter.module_dropout and adapter.dora:
-        yield "adapter.module_dropout would leave DoRA's norms on: use dropout, or adapter.dora=false."
+        yield "adapter.module_dropout cannot switch off DoRA's norms: use dropout, or adapter.dora=false."
     if adapter.dora and adapter.init == "pissa":
         yield "adapter.dora and adapter.init=pissa cannot be combined: choose one."
     if adapter.kind == "oft" and (adapter.alpha != "auto" or adapter.conv_alpha is not None):
@@ -227,11 +239,11 @@ def _adapter_contradictions(adapter: AdapterSettings) -> Iterator[str]:
 
 
 def _plain_product(key: str, adapter: AdapterSettings) -> Iterator[str]:
-    """Refuse `key` where an update is more than the product of its factors."""
+    """Yield a contradiction where `key` is set and an update is not the plain product of its factors."""
     others = {"kind=oft": adapter.kind == "oft", "dora": adapter.dora}
     others["init=pissa"] = adapter.init == "pissa"
-    for name, chosen in others.items():
-        if chosen:
+    for name, is_set in others.items():
+        if is_set:
             yield f"{key} and adapter.{name} cannot be combined: choose one."
 
 

@@ -1,7 +1,7 @@
-"""The settings of the optimizer: which one, its learning rate and schedule, and what is its own.
+"""The settings of the optimizer: its name, learning rate, schedule and own parameters.
 
-What an optimizer does not have is marked; which libraries they are from and what a preset's learning
-rate means to each stands in `planning/optimizers.py`.
+`only_for` and `not_for` mark the settings that an optimizer does not have. `planning/optimizers.py` knows
+the optimizers' libraries and converts a preset's learning rate to each of them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ OF = "optimizer.name"
 class OptimizerSettings(Section):
     name: OptimizerName = setting(
         "adamw",
-        "how weights move; 8bit: its state in 8 bits; paged: large ones in host memory on a full card",
+        "update rule; 8bit: optimizer state in 8 bits; paged: state moves to host memory when the GPU is full",
         headline=True,
     )
     learning_rate: float = setting(
         1e-4,
-        "peak learning rate; presets' are for AdamW and adjusted to others",
+        "peak learning rate; presets are for AdamW and converted for other optimizers",
         gt=0.0,
         le=10.0,
         headline=True,
     )
     text_encoder_learning_rate: float | None = setting(
         None,
-        "peak learning rate of the text encoders; none: half of learning_rate, prodigy: all of it",
+        "peak learning rate of the text encoders; none: half of learning_rate, with prodigy equal to it",
         gt=0.0,
         le=10.0,
         only_for={"adapter.text_encoder": (True,)},
@@ -46,7 +46,7 @@ class OptimizerSettings(Section):
     )
     new_tokens_learning_rate: float | None = setting(
         None,
-        "peak learning rate of the new tokens; none: ten times learning_rate, prodigy: the same",
+        "peak learning rate of the new tokens; none: ten times learning_rate, with prodigy equal to it",
         gt=0.0,
         le=10.0,
         not_for={**WITHOUT_NEW_TOKENS, OF: ("prodigy",)},
@@ -67,7 +67,7 @@ class OptimizerSettings(Section):
         0.9, "decay of the first moment", ge=0.0, lt=1.0, not_for={OF: ("adafactor",)}
     )
     beta2: float = setting(
-        0.999, "decay of the second moment; presets' for lion: 0.99", ge=0.0, lt=1.0
+        0.999, "decay of the second moment; presets set 0.99 for lion", ge=0.0, lt=1.0
     )
     epsilon: float = setting(
         1e-8,
@@ -78,25 +78,25 @@ class OptimizerSettings(Section):
     )
     weight_decay: float = setting(0.01, "decoupled weight decay", ge=0.0, le=1.0)
     muon_momentum: float = setting(
-        0.95, "Nesterov momentum of muon's matrices", ge=0.0, lt=1.0, only_for={OF: ("muon",)}
+        0.95, "Nesterov momentum for muon's matrices", ge=0.0, lt=1.0, only_for={OF: ("muon",)}
     )
     prodigy_d_coef: float = setting(
         1.0,
-        "factor on the rate that prodigy finds; 0.5 and 2 are usual",
+        "factor on prodigy's estimated learning rate; 0.5 and 2 are usual",
         gt=0.0,
         le=100.0,
         only_for={OF: ("prodigy",)},
     )
     prodigy_growth_rate: float | None = setting(
         None,
-        "most by which prodigy's rate grows in a step, 1.02 for instance; none: no limit",
+        "largest growth of prodigy's rate per step, such as 1.02; none: no limit",
         gt=1.0,
         le=1000.0,
         only_for={OF: ("prodigy",)},
     )
     max_weight_norm: float | None = setting(
         None,
-        "updates of layers are scaled back to this norm after every step (scale_weight_norms); 1 is usual",
+        "scale each layer's update back to this norm after every step (scale_weight_norms); 1 is usual",
         gt=0.0,
         le=1000.0,
         not_for={
@@ -110,7 +110,7 @@ class OptimizerSettings(Section):
         "cosine", "shape of the learning rate after warm-up", not_for=NOT_SCHEDULE_FREE
     )
     warmup_fraction: float = setting(
-        0.05, "share of the steps in which the learning rate rises", ge=0.0, le=0.9
+        0.05, "fraction of the steps in which the learning rate rises", ge=0.0, le=0.9
     )
 
     @property

@@ -1,4 +1,4 @@
-"""The settings of where it runs and what comes out: memory, hardware, files, samples, dashboards."""
+"""The settings of memory, hardware, output files, sample images and dashboards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lora_trainer.settings.declare import (
 
 
 def _checkpointing(value: Any) -> Any:
-    """Read a yes or no, which older settings files have."""
+    """Convert true and false, as older settings files have them, to a checkpointing level."""
     if isinstance(value, bool):
         return "full" if value else "none"
     return value
@@ -40,35 +40,35 @@ class MemorySettings(Section):
     gradient_checkpointing: Annotated[Checkpointing | Auto, BeforeValidator(_checkpointing)] = (
         setting(
             "auto",
-            "from what keeps most of the forward pass to what keeps least: docs/memory.md",
+            "activations to keep or recompute, from none (most memory) to offloaded: docs/memory.md",
             headline=True,
         )
     )
     kept_share: AutoShare = setting(
         "auto",
-        "share of the blocks, evenly spread, that keep as much as the next kind before that",
+        "fraction of blocks, evenly spaced, that use the next lighter checkpointing level",
         only_for={"memory.gradient_checkpointing": MIXABLE},
     )
     base_precision: BasePrecision | Auto = setting(
         "auto",
-        "how the frozen base is kept: like train.precision, or its blocks in 8 or 4 bits",
+        "precision of the frozen base: train.precision, or its blocks in 8 or 4 bits",
         headline=True,
     )
     base_matmul: BaseMatmul | Auto = setting(
         "auto",
-        "products with an int8 base: its weights dequantized, or int8 by int8; auto: what is faster",
+        "matrix products of an int8 base: dequantized weights, or int8 by int8; auto: the faster one",
         only_for={"memory.base_precision": ("int8",)},
     )
     streamed_blocks: AutoInterval = setting(
         "auto",
-        "blocks of the base kept in host memory and copied to the card when they are due",
+        "blocks of the base kept in host memory and copied to the GPU when they run",
         unit="blocks",
         only_for=CARD,
         headline=True,
     )
     modulation_cache: bool | Auto = setting(
         "auto",
-        "modulation layers kept in host memory, what they give made ahead; the same result",
+        "keep modulation layers in host memory and precompute their outputs; the result is the same",
     )
     attention: Literal["auto", "sdpa", "xformers"] = setting(
         "auto", "attention kernels; auto: SDPA", only_for=CARD
@@ -79,7 +79,7 @@ class MemorySettings(Section):
     )
     text_encoder_offload: bool | Auto = setting(
         "auto",
-        "text encoders stay in host memory while caching, a layer at a time on the card",
+        "while caching, keep the text encoders in host memory and copy one layer at a time to the GPU",
         only_for={**CARD, "adapter.text_encoder": (False,)},
     )
 
@@ -91,7 +91,7 @@ class HardwareSettings(Section):
     threads: AutoCount = setting("auto", "CPU threads; part of what makes a resume bit-exact")
     vram_limit_gib: float | None = setting(
         None,
-        "use at most this much of the card: planned for, and a cap on PyTorch's allocator",
+        "use at most this much GPU memory: limits the plan and PyTorch's allocator",
         unit="GiB",
         gt=0,
         le=1024,
@@ -99,16 +99,16 @@ class HardwareSettings(Section):
     )
     compile: Literal["auto", "none", "blocks"] = setting(
         "auto",
-        "blocks as fused kernels (torch.compile); auto: with priority speed, where that pays in this run",
+        "fuse the blocks' kernels (torch.compile); auto: with priority speed, if this run gets faster",
     )
     cuda_graphs: bool | Auto = setting(
         "auto",
-        "steps recorded and replayed as one launch; auto: with priority speed, where that pays in this run",
+        "record steps and replay them as one launch; auto: with priority speed, if this run gets faster",
         only_for=CUDA,
     )
     process_timeout_s: float = setting(
         120.0,
-        "with several processes: how long one may be silent before all are ended",
+        "with several processes: longest silence of one process before all are stopped",
         unit="s",
         ge=5,
         le=86_400,
@@ -116,26 +116,26 @@ class HardwareSettings(Section):
 
 
 class OutputSettings(Section):
-    folder: str = setting("runs", "where run folders are made", path=True)
+    folder: str = setting("runs", "folder in which run folders are created", path=True)
     name: str = setting("auto", "name of the run and its files; auto: the dataset folder's name")
     precision: Precision = setting("fp16", "dtype of exported files")
     weights: Literal["auto", "trained", "ema"] = setting(
         "auto",
-        "what is exported, sampled and validated: as trained, or averaged; auto: ema with train.ema_decay",
+        "weights to export, sample and validate: trained or averaged; auto: ema with train.ema_decay",
         not_for={"train.ema_decay": (None,)},
     )
     format: Literal["auto", "kohya", "diffusers", "comfyui"] = setting(
-        "auto", "key names of exported files; auto: what most programs read for this family"
+        "auto", "key names of exported files; auto: the format most programs read for this family"
     )
     description: str = setting("", "a sentence about the adapter, written into exported files")
-    author: str = setting("", "who made it, written into exported files")
-    license: str = setting("", "its licence, written into exported files")
+    author: str = setting("", "the adapter's author, written into exported files")
+    license: str = setting("", "the adapter's licence, written into exported files")
     hub_repo: str | None = setting(
-        None, "Hub repository (owner/name) that the result is uploaded to, with a model card"
+        None, "Hub repository (owner/name) to upload the result to, with a model card"
     )
     hub_private: bool = setting(
         True,
-        "make that repository private when it is created",
+        "make a newly created Hub repository private",
         not_for={"output.hub_repo": (None,)},
     )
     save_every_steps: AutoInterval = setting(
@@ -150,10 +150,10 @@ class OutputSettings(Section):
         not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
     )
     measure: bool = setting(
-        True, "measure the finished adapter: its weights, ranks and gain, into report.html"
+        True, "measure the finished adapter's weights, ranks and gain for report.html"
     )
-    keep_last: int = setting(3, "rolling exports kept", ge=1, le=10_000)
-    keep_states: int = setting(2, "resume states kept", ge=2, le=10_000)
+    keep_last: int = setting(3, "number of rolling exports to keep", ge=1, le=10_000)
+    keep_states: int = setting(2, "number of resume states to keep", ge=2, le=10_000)
 
 
 class SamplingSettings(Section):
@@ -162,12 +162,12 @@ class SamplingSettings(Section):
     )
     prompts_from_captions: int = setting(
         4,
-        "sample images drawn at a time where sampling.prompts is empty: captions, held-out ones first",
+        "number of captions used as prompts where sampling.prompts is empty, held-out images first",
         unit="images",
         ge=1,
         le=64,
     )
-    negative_prompt: str = setting("", "what samples should not show")
+    negative_prompt: str = setting("", "negative prompt of the sample images")
     every_steps: AutoInterval = setting("auto", "steps between sample images; 0: never")
     steps: int = setting(25, "denoising steps per sample", ge=1, le=1000)
     guidance_scale: float = setting(5.0, "classifier-free guidance; 1: none", ge=1.0, le=50.0)

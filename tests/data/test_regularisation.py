@@ -128,10 +128,10 @@ def test_the_class_takes_the_place_of_the_trigger(caption: str, expected: str | 
     ("settings", "reason"),
     [
         ({"objective.prior": "base"}, "objective.prior=base needs regularisation images"),
-        ({"objective.preservation_weight": 1.0}, "puts data.class_word in place of data.trigger"),
+        ({"objective.preservation_weight": 1.0}, "replaces data.trigger by data.class_word"),
         (
             {"objective.preservation_weight": 1.0, "data.trigger": "zwx"},
-            "puts data.class_word in place",
+            "replaces data.trigger by data.class_word",
         ),
     ],
 )

@@ -97,9 +97,7 @@ def test_a_processor_does_it_when_asked_and_not_otherwise() -> None:
 
 
 def test_another_kind_of_codes_contradicts_it() -> None:
-    with pytest.raises(
-        (RequestError, ValueError), match="multiplies weights kept in int8, not in nf4"
-    ):
+    with pytest.raises((RequestError, ValueError), match="needs a base in int8, not in nf4"):
         Config.model_validate({"memory": {"base_precision": "nf4", "base_matmul": "int8"}})
 
 
