@@ -25,8 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BOUND_BESIDE, BOUND_ALONE = 3.0, 1.1
 SPINNING = (
-    "from lora_trainer import cores; cores.openmp = lambda: 'other'\n"
-    "from lora_trainer.cli import main; main()"
+    "from lora_trainer.training import cores; cores.openmp = lambda: 'other'\n"
+    "from lora_trainer.cli.main import main; main()"
 )
 
 

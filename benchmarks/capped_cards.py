@@ -25,8 +25,8 @@ import torch
 from PIL import Image
 from random_bases import RELEASES, ROOT, write_true_size
 
-from lora_trainer.events import read_jsonl
-from lora_trainer.files import read_json_object
+from lora_trainer.common.events import read_jsonl
+from lora_trainer.common.files import read_json_object
 
 GIB = 1 << 30
 WARMUP_STEPS = 5

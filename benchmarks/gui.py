@@ -35,8 +35,8 @@ from lora_trainer.gui.run_follow import Followed  # noqa: E402
 from lora_trainer.gui.run_parts import parts, stamp  # noqa: E402
 from lora_trainer.gui.run_state import look  # noqa: E402
 
-from lora_trainer.output.history_reader import read_history  # noqa: E402
-from lora_trainer.output.status import read_status  # noqa: E402
+from lora_trainer.reporting.history import read_history  # noqa: E402
+from lora_trainer.reporting.status import read_status  # noqa: E402
 from tests.fakes.live_runs import until, write_status  # noqa: E402
 from tests.fakes.run_folder import FakeRun, fake_run  # noqa: E402
 

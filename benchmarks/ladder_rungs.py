@@ -1,7 +1,7 @@
 """The rungs of the step ladder: one training each, of which steps can be asked for when it is their turn.
 
 `Bare` is what anybody would write first: forward, backward, clipping and optimizer on tensors in
-memory, with peft's LoRA. `Ours` is `lora_trainer.train.loop.run` in a thread of its own, with its
+memory, with peft's LoRA. `Ours` is `lora_trainer.training.loop.run` in a thread of its own, with its
 feeder, cache, guards, events.jsonl and status.json.
 """
 
@@ -20,17 +20,17 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from trainee import Batch, Case, feeder
 
-from lora_trainer.events import Event, EventStream, JsonlWriter
+from lora_trainer.common.events import Event, EventStream, JsonlWriter
 from lora_trainer.families.base import DENOISER
-from lora_trainer.model.adapters import Adapter, inject
-from lora_trainer.output.status import StatusWriter
-from lora_trainer.train.guards import GuardState
-from lora_trainer.train.loop import run
-from lora_trainer.train.objective import add_noise, sample_losses, target
-from lora_trainer.train.optim import build_optimizer, learning_rate
-from lora_trainer.train.progress import Progress
-from lora_trainer.train.speedups import Speedups
-from lora_trainer.train.training import Model, Training
+from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.reporting.status import StatusWriter
+from lora_trainer.training.graphed import Speedups
+from lora_trainer.training.guards import GuardState
+from lora_trainer.training.loop import run
+from lora_trainer.training.loss import add_noise, sample_losses, target
+from lora_trainer.training.optimizers import build_optimizer, learning_rate
+from lora_trainer.training.progress import Progress
+from lora_trainer.training.training import Model, Training
 
 
 class Rung(Protocol):

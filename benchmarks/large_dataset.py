@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from plots import bars  # noqa: E402
 
-from lora_trainer.data.cache import MEMO_NAME  # noqa: E402
+from lora_trainer.cache.store import MEMO_NAME  # noqa: E402
 
 SIZES_PX = ((64, 64), (80, 48), (48, 80), (72, 56), (56, 72))
 WORDS = ("red", "old", "small", "stone", "garden", "window", "river", "cat", "house", "lamp")
@@ -108,15 +108,15 @@ def _measured(folder: Path, *, may_encode: bool) -> dict[str, Any]:
     with part("imports"):
         import torch
 
-        from lora_trainer.caching import open_cache, refuse_small_cache, texts_as, wanted_entries
-        from lora_trainer.data.encode import fill
-        from lora_trainer.events import EventStream
-        from lora_trainer.prepare import Request, prepare
+        from lora_trainer.cache.encode import fill
+        from lora_trainer.common.events import EventStream
+        from lora_trainer.run.caching import open_cache, plan_cache, refuse_small_cache, texts_as
+        from lora_trainer.run.prepare import Request, prepare
     with part("scan and plan"):
         cache_dir = {"data.cache_dir": str(folder / "cache")}
         prepared = prepare(Request(dataset=folder / "dataset", overrides=SETTINGS | cache_dir))
     with part("names of entries"):
-        wanted = wanted_entries(prepared, prompts=("",))
+        wanted = plan_cache(prepared, prompts=("",))
     cache = open_cache(prepared, EventStream())
     with part("room in the cache"):
         refuse_small_cache(prepared, wanted)
@@ -149,14 +149,14 @@ def _measured(folder: Path, *, may_encode: bool) -> dict[str, Any]:
 
 def _epoch(prepared: Any, wanted: Any, cache: Any) -> int:
     """Find which samples each step of an epoch takes and in what micro-batches; return the steps."""
-    from lora_trainer.caching import texts_as
-    from lora_trainer.data.loader import Feeder
-    from lora_trainer.data.sources import Entries
-    from lora_trainer.train.levels import table_levels
+    from lora_trainer.cache.cache_plan import Entries
+    from lora_trainer.run.caching import texts_as
+    from lora_trainer.training.dataloader import TrainingDataLoader
+    from lora_trainer.training.timesteps import table_levels
 
     config = prepared.config
     samples = [sample for record in prepared.trained for sample in record.sample_ids()]
-    feeder = Feeder(
+    feeder = TrainingDataLoader(
         sources={sample: wanted.sources[sample] for sample in samples},
         empty_text=texts_as(prepared).key(""),
         entries=Entries(cache=cache),
@@ -164,7 +164,7 @@ def _epoch(prepared: Any, wanted: Any, cache: Any) -> int:
             prepared.family.alphas_cumprod(prepared.facts).tolist(), config.objective
         ),
         prediction=prepared.facts.prediction,
-        told={},
+        shared_conditioning={},
         data=config.data,
         objective=config.objective,
         batch_size=config.train.batch_size,

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(ROOT))
 
 from lora_trainer import families  # noqa: E402
-from lora_trainer.families.clip import stable_name  # noqa: E402
-from lora_trainer.model.load import EMBEDDED_FOLDER  # noqa: E402
+from lora_trainer.families.locate import EMBEDDED_FOLDER  # noqa: E402
+from lora_trainer.families.text.clip import stable_name  # noqa: E402
 from tests.fakes.ldm_file import write_checkpoint  # noqa: E402
 
 FILES: Mapping[str, Mapping[str, Any]] = json.loads(

@@ -6,8 +6,8 @@ Usage: python benchmarks/scaling.py [--rounds 5] [--block 3] [--batch 2] [--json
 Three sides train the smallest network of mid_size_base.py with one thread in each process: one process; two at once
 that know nothing of each other, which is what the machine can give at best; and two that share each
 step over gloo. The batch of a process is the same on all sides. They take turns in blocks
-1 2 3 3 2 1, so that a machine that slows down slows all. Each process runs `lora_trainer.train.loop`
-and the collective of `lora_trainer.train.ranks`. Prints JSON, then tables.
+1 2 3 3 2 1, so that a machine that slows down slows all. Each process runs `lora_trainer.training.loop`
+and the collective of `lora_trainer.training.distributed.process_group`. Prints JSON, then tables.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ladder_rungs import our_adapter  # noqa: E402
 from mid_size_base import NAMES  # noqa: E402
 from trainee import Case, feeder, frozen_network  # noqa: E402
 
-from lora_trainer.events import EventStream  # noqa: E402
-from lora_trainer.launch import Place  # noqa: E402
-from lora_trainer.train.guards import GuardState  # noqa: E402
-from lora_trainer.train.loop import run  # noqa: E402
-from lora_trainer.train.optim import build_optimizer, learning_rate  # noqa: E402
-from lora_trainer.train.progress import Progress  # noqa: E402
-from lora_trainer.train.ranks import Ranks, joined  # noqa: E402
-from lora_trainer.train.training import Model, Training  # noqa: E402
+from lora_trainer.common.dist_env import DistEnv  # noqa: E402
+from lora_trainer.common.events import EventStream  # noqa: E402
+from lora_trainer.training.distributed.process_group import ProcessGroup, joined  # noqa: E402
+from lora_trainer.training.guards import GuardState  # noqa: E402
+from lora_trainer.training.loop import run  # noqa: E402
+from lora_trainer.training.optimizers import build_optimizer, learning_rate  # noqa: E402
+from lora_trainer.training.progress import Progress  # noqa: E402
+from lora_trainer.training.training import Model, Training  # noqa: E402
 
 CPU = torch.device("cpu")
 WORKERS = ("alone", "other", "first", "second")
@@ -59,7 +59,7 @@ TIMEOUT_S = 600.0
 
 
 @dataclass(kw_only=True)
-class TimedRanks(Ranks):
+class TimedRanks(ProcessGroup):
     """Ranks that note how long each step's reduction took, waiting for the other process included."""
 
     seconds: list[float] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Turns:
 class Task:
     """What one worker is to do."""
 
-    place: Place
+    place: DistEnv
     folder: Path
     batch: int
     block: int
@@ -120,7 +120,7 @@ def work(task: Task, pipe: Connection) -> None:
         ranks.connect(CPU, lag=0)
         run(training, Progress(step=0, images=0, guard=GuardState(micro_batch=task.batch)))
         elements = sum(parameter.numel() for parameter in training.parameters)
-        pipe.send((elements, [] if ranks.alone else time_collective(elements)))
+        pipe.send((elements, [] if ranks.is_single else time_collective(elements)))
 
 
 def time_collective(elements: int) -> list[float]:
@@ -233,13 +233,13 @@ def one_turn(pipes: Sequence[Connection]) -> list[tuple[list[float], list[float]
     return [pipe.recv() for pipe in pipes]
 
 
-def place_of(name: str, *, port: int) -> Place:
+def place_of(name: str, *, port: int) -> DistEnv:
     """Return the place of a worker: those of "together" are two processes, the others one each."""
     if name not in SIDES["together"]:
-        return Place()
+        return DistEnv()
     rank = SIDES["together"].index(name)
     where = {"address": "127.0.0.1", "port": port}
-    return Place(rank=rank, count=2, local_rank=rank, local_count=2, **where)
+    return DistEnv(rank=rank, count=2, local_rank=rank, local_count=2, **where)
 
 
 def free_port() -> int:

@@ -38,14 +38,13 @@ from plots import bars  # noqa: E402
 from random_bases import LADDER  # noqa: E402
 from trainee import Case, batches, frozen_network, sharing  # noqa: E402
 
-from lora_trainer.errors import TrainingStopped  # noqa: E402
-from lora_trainer.model.adapters import Adapter  # noqa: E402
-from lora_trainer.model.checkpointing import apply_checkpointing  # noqa: E402
-from lora_trainer.model.compiling import CompiledBlocks  # noqa: E402
-from lora_trainer.model.graph import CudaCapture  # noqa: E402
-from lora_trainer.model.out_of_memory import free_memory, is_out_of_memory  # noqa: E402
-from lora_trainer.train.graphed import WARM_UPS, StepGraphs  # noqa: E402
-from lora_trainer.train.speedups import Speedups  # noqa: E402
+from lora_trainer.common.errors import TrainingStopped  # noqa: E402
+from lora_trainer.lora.adapter import Adapter  # noqa: E402
+from lora_trainer.network.checkpointing import apply_checkpointing  # noqa: E402
+from lora_trainer.network.compiling import CompiledBlocks  # noqa: E402
+from lora_trainer.network.cuda_graph import CudaCapture  # noqa: E402
+from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory  # noqa: E402
+from lora_trainer.training.graphed import WARM_UPS, Speedups, StepGraphs  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MIDDLING = [f"{name}:256:2:{dtype}" for name in NAMES for dtype in DTYPES]

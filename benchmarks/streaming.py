@@ -29,19 +29,19 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lora_trainer import families  # noqa: E402
-from lora_trainer.config import AdapterSettings  # noqa: E402
+from lora_trainer.config.config import AdapterSettings  # noqa: E402
+from lora_trainer.costs.sample_cost import Checkpointing  # noqa: E402
 from lora_trainer.families.base import DENOISER, BaseFacts, Family  # noqa: E402
-from lora_trainer.families.costs import Checkpointing  # noqa: E402
 from lora_trainer.families.flow import FlowFamily  # noqa: E402
-from lora_trainer.model.adapters import Adapter, inject  # noqa: E402
-from lora_trainer.model.checkpointing import apply_checkpointing  # noqa: E402
-from lora_trainer.model.copy_stream import CopyStream  # noqa: E402
-from lora_trainer.model.streaming import (  # noqa: E402
+from lora_trainer.lora.adapter import Adapter, inject  # noqa: E402
+from lora_trainer.network.async_copies import CopyStream  # noqa: E402
+from lora_trainer.network.block_swap import (  # noqa: E402
     Streamed,
     block_sizes,
     repeated_blocks,
     stream_blocks,
 )
+from lora_trainer.network.checkpointing import apply_checkpointing  # noqa: E402
 
 BASE = "black-forest-labs/FLUX.1-dev"
 FEWER: Mapping[str, Mapping[str, int]] = {
@@ -121,7 +121,7 @@ class Turn:
         if not self.blocks:
             yield None
             return
-        with patch("lora_trainer.model.streaming.CopyStream", self.copies):
+        with patch("lora_trainer.network.block_swap.CopyStream", self.copies):
             streamed = stream_blocks(at.denoiser, count=self.blocks, device=at.device)
         try:
             yield streamed

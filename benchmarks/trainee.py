@@ -21,19 +21,19 @@ from random_bases import RELEASES, random_network
 from torch import Tensor, nn
 
 from lora_trainer import families
-from lora_trainer.config import Checkpointing, Config, build_config
-from lora_trainer.data.batches import MicroBatch, to_device
-from lora_trainer.data.buckets import buckets_for, place
-from lora_trainer.data.cache import Cache
-from lora_trainer.data.cache_keys import latent_key, text_key
-from lora_trainer.data.loader import Feeder
-from lora_trainer.data.sources import Entries, Source
-from lora_trainer.events import EventStream
+from lora_trainer.cache.cache_plan import Entries, SampleSource
+from lora_trainer.cache.keys import latent_key, text_key
+from lora_trainer.cache.store import Cache
+from lora_trainer.common.events import EventStream
+from lora_trainer.common.files import CappedFolder
+from lora_trainer.config.config import Checkpointing, Config, build_config
+from lora_trainer.costs.unet_cost import prompt_shapes
+from lora_trainer.dataset.buckets import buckets_for, place
 from lora_trainer.families.base import BaseFacts, Family, Geometry
 from lora_trainer.families.flow import FlowFamily
-from lora_trainer.families.unet_costs import prompt_shapes
-from lora_trainer.files import CappedFolder
-from lora_trainer.train.levels import Levels, flow_levels, table_levels
+from lora_trainer.training.batch import MicroBatch, to_device
+from lora_trainer.training.dataloader import TrainingDataLoader
+from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
 
 IMAGES = 16
 SEED = 3
@@ -97,7 +97,7 @@ def sharing(network: nn.Module) -> nn.Module:
     return copy.deepcopy(network, {id(tensor): tensor for tensor in tensors})
 
 
-def feeder(case: Case, folder: Path, events: EventStream) -> Feeder:
+def feeder(case: Case, folder: Path, events: EventStream) -> TrainingDataLoader:
     """Return a feeder over a cache of random entries, all of one bucket, made where there is none."""
     root = CappedFolder(root=folder / "cache", limit_bytes=1 << 34)
     root.create()
@@ -134,7 +134,7 @@ def feeder(case: Case, folder: Path, events: EventStream) -> Feeder:
         drawn = {"mean": normal(*shape), "std": np.full(shape, 0.1, np.float32)}
         if not cache.has(plain):
             cache.write(plain, drawn)
-        sources[str(index)] = Source(
+        sources[str(index)] = SampleSource(
             plain=plain,
             mirrored=None,
             texts=(text(str(index)),),
@@ -142,13 +142,13 @@ def feeder(case: Case, folder: Path, events: EventStream) -> Feeder:
             geometry=told,
             mirrored_geometry=told,
         )
-    return Feeder(
+    return TrainingDataLoader(
         sources=sources,
         empty_text=text(""),
         entries=Entries(cache=cache),
         levels=_levels(case),
         prediction=facts.prediction,
-        told=case.family.guidance_conditioning(facts, guidance_scale=1.0),
+        shared_conditioning=case.family.guidance_conditioning(facts, guidance_scale=1.0),
         data=config.data,
         objective=config.objective,
         batch_size=case.batch,

@@ -25,8 +25,8 @@ from urllib.parse import parse_qsl, urlencode
 
 import psutil
 
-from lora_trainer.errors import RequestError
-from lora_trainer.files import TEMPORARY_PREFIX, disk_error, open_binary, retry_while_open
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, open_binary, retry_while_open
 
 from .guard import Answer, Asked, hostname
 

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.errors import (
+from lora_trainer.common.errors import (
     InputError,
     LoraTrainError,
     MachineError,
     RequestError,
     exit_code,
 )
-from lora_trainer.files import disk_error
+from lora_trainer.common.files import disk_error
 
 from .access import (
     KEY_PARAMETER,

@@ -18,8 +18,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_trainer.errors import InputError, MachineError, first_line
-from lora_trainer.files import TEMPORARY_PREFIX, disk_error, retry_while_open
+from lora_trainer.common.errors import InputError, MachineError, first_line
+from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, retry_while_open
 
 from .upload_names import Names, is_image, reason_against, safe_name
 

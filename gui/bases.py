@@ -9,7 +9,7 @@ from __future__ import annotations
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
-from lora_trainer.output.wording import bytes_text
+from lora_trainer.common.wording import bytes_text
 
 Choice = tuple[str, str]
 _PIPELINE_FILE = "model_index.json"

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lora_trainer.data.captions import (
+from lora_trainer.common.errors import InputError
+from lora_trainer.dataset.captions import (
     decoded,
     extension_names,
     read_caption,
     read_metadata_row,
     split_name,
 )
-from lora_trainer.data.listing import FOLDER_NAME, METADATA_NAME, ListedPicture
-from lora_trainer.errors import InputError
+from lora_trainer.dataset.listing import FOLDER_NAME, METADATA_NAME, ImageFile
 
 from .changes import (
     Change,
@@ -77,7 +77,7 @@ class _Layout:
         return f"{self.mark}{body}{self.ending}"
 
 
-def caption_of(picture: ListedPicture, *, root: Path, extensions: Sequence[str]) -> Caption:
+def caption_of(picture: ImageFile, *, root: Path, extensions: Sequence[str]) -> Caption:
     """Return the caption that a picture has now; raises InputError when its file cannot be read."""
     folder_name = next((s.text for s in picture.stand_ins if s.source == FOLDER_NAME), "")
     line = next((s for s in picture.stand_ins if s.source != FOLDER_NAME), None)
@@ -100,7 +100,7 @@ def caption_of(picture: ListedPicture, *, root: Path, extensions: Sequence[str])
 class Edit:
     """A picture, the caption that it has, and the one it shall have."""
 
-    picture: ListedPicture
+    picture: ImageFile
     caption: Caption
     text: str
 
@@ -190,11 +190,11 @@ def _parted(data: bytes) -> tuple[str, _Layout]:
     return text, _Layout(mark=mark, newline=newline, ending=ending)
 
 
-def _metadata_file(picture: ListedPicture, source: str, *, root: Path) -> Path:
+def _metadata_file(picture: ImageFile, source: str, *, root: Path) -> Path:
     return (root if source == METADATA_NAME else picture.path.parent) / METADATA_NAME
 
 
-def _new_sidecar(picture: ListedPicture, extensions: Sequence[str]) -> Path:
+def _new_sidecar(picture: ImageFile, extensions: Sequence[str]) -> Path:
     stem = split_name(picture.path.name)[0]
     return picture.path.with_name(stem + extension_names(extensions)[0])
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.output.wording import one_line
-from lora_trainer.tools.captioners.catalogue import KNOWN
+from lora_trainer.captioning.catalogue import KNOWN
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.wording import one_line
 
 from . import jobs, launch
 from .jobs import Job

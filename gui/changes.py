@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from lora_trainer.data.captions import read_metadata_row, same_name
-from lora_trainer.data.listing import EXCLUDED_FOLDER
-from lora_trainer.errors import InputError
-from lora_trainer.files import disk_error, retry_while_open, write_atomic
+from lora_trainer.common.errors import InputError
+from lora_trainer.common.files import disk_error, retry_while_open, write_atomic
+from lora_trainer.dataset.captions import read_metadata_row, same_name
+from lora_trainer.dataset.listing import EXCLUDED_FOLDER
 
 Content = str | None
 """What a file holds, bytes that are no UTF-8 as lone surrogates; None: there is no such file."""

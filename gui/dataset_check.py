@@ -16,9 +16,9 @@ from typing import Any
 
 from filelock import FileLock
 
-from lora_trainer.data.listing import ListedPicture
-from lora_trainer.errors import RequestError
-from lora_trainer.files import disk_error, json_bytes, read_json_object, write_atomic
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.files import disk_error, json_bytes, read_json_object, write_atomic
+from lora_trainer.dataset.listing import ImageFile
 
 from .journal import dataset_key
 from .launch import Words, ask
@@ -66,7 +66,7 @@ def run(work: Workplace, root: Path, words: Words, *, stamp: str) -> Check:
         return Check(values=values, error=answer.error, fresh=True)
 
 
-def stamp_of(pictures: Iterable[ListedPicture], words: Words) -> str:
+def stamp_of(pictures: Iterable[ImageFile], words: Words) -> str:
     """Return a value that changes with any picture file and with how it would be trained."""
     digest = hashlib.sha256(repr(words).encode("utf-8", "surrogateescape"))
     for picture in pictures:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.data.listing import ListedPicture
+from lora_trainer.dataset.listing import ImageFile
 
 from . import (
     bulk,
@@ -267,5 +267,5 @@ def _note(finding: Mapping[str, Any]) -> str:
     return f"{name}{finding.get('what', '')}: {finding.get('advice', '')}"
 
 
-def _named(pictures: Sequence[ListedPicture]) -> str:
+def _named(pictures: Sequence[ImageFile]) -> str:
     return pictures[0].name if len(pictures) == 1 else f"{len(pictures)} pictures"

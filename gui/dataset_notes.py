@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from lora_trainer.errors import LoraTrainError, RequestError
-from lora_trainer.files import disk_error, json_bytes, read_json_object, write_atomic
+from lora_trainer.common.errors import LoraTrainError, RequestError
+from lora_trainer.common.files import disk_error, json_bytes, read_json_object, write_atomic
 
 from . import drafts
 from .drafts import Draft

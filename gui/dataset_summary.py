@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.output.history import mapping, number, sequence
-from lora_trainer.output.markup import Html, tag
+from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.history import mapping, number, sequence
 
 from .media import thumb_url
 

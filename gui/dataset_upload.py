@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.errors import InputError, RequestError
+from lora_trainer.common.errors import InputError, RequestError
 
 from .archives import Received, unpack
 from .posted import Posted

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.data.captions import TRIGGER_PLACEHOLDER, has_trigger
-from lora_trainer.data.listing import ListedPicture
-from lora_trainer.data.tokens import TokenCounter
-from lora_trainer.errors import InputError
-from lora_trainer.output.history import mapping, number, sequence
+from lora_trainer.common.errors import InputError
+from lora_trainer.dataset.captions import TRIGGER_PLACEHOLDER, has_trigger
+from lora_trainer.dataset.listing import ImageFile
+from lora_trainer.dataset.tokens import TokenCounter
+from lora_trainer.reporting.history import mapping, number, sequence
 
 from .caption_edit import Caption, caption_of
 
@@ -102,7 +102,7 @@ class Reader:
         default_factory=lambda: CheckedPictures(pictures={}, findings={}, others=())
     )
 
-    def card(self, picture: ListedPicture) -> dict[str, Any]:
+    def card(self, picture: ImageFile) -> dict[str, Any]:
         """Return the card of a picture as plain values."""
         caption = self.caption(picture)
         found = self.checked.findings.get(picture.name, ())
@@ -118,7 +118,7 @@ class Reader:
             **_placed(self.checked.pictures.get(picture.name, {})),
         }
 
-    def caption(self, picture: ListedPicture) -> Caption:
+    def caption(self, picture: ImageFile) -> Caption:
         """Return the caption of a picture; one that cannot be read is locked and says why."""
         try:
             return caption_of(picture, root=self.root, extensions=self.extensions)

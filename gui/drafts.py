@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config import build_config
-from lora_trainer.errors import LoraTrainError, MachineError, RequestError
-from lora_trainer.files import disk_error, json_bytes, locked, read_json_object, write_atomic
+from lora_trainer.common.errors import LoraTrainError, MachineError, RequestError
+from lora_trainer.common.files import disk_error, json_bytes, locked, read_json_object, write_atomic
+from lora_trainer.config.config import build_config
 
 from .workplace import Workplace
 

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from lora_trainer.data.captions import extension_names, split_name
-from lora_trainer.data.listing import EXCLUDED_FOLDER, ListedPicture
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
+from lora_trainer.dataset.captions import extension_names, split_name
+from lora_trainer.dataset.listing import EXCLUDED_FOLDER, ImageFile
 
 from .changes import Change, FileChange, MoveChange, read_content
 
 
 def exclude(
-    chosen: Sequence[ListedPicture],
+    chosen: Sequence[ImageFile],
     *,
-    every: Sequence[ListedPicture],
+    every: Sequence[ImageFile],
     root: Path,
     extensions: Sequence[str],
 ) -> list[Change]:
@@ -32,9 +32,9 @@ def exclude(
 
 
 def put_back(
-    chosen: Sequence[ListedPicture],
+    chosen: Sequence[ImageFile],
     *,
-    every: Sequence[ListedPicture],
+    every: Sequence[ImageFile],
     root: Path,
     extensions: Sequence[str],
 ) -> list[Change]:
@@ -54,7 +54,7 @@ class _Moves:
     goals: dict[Path, str | None] = field(default_factory=dict)
     """What this step puts where: a caption's content, None for a picture."""
 
-    def of(self, chosen: Sequence[ListedPicture], every: Sequence[ListedPicture]) -> list[Change]:
+    def of(self, chosen: Sequence[ImageFile], every: Sequence[ImageFile]) -> list[Change]:
         leaving = {picture.name for picture in chosen}
         staying = {picture.sidecar for picture in every if picture.name not in leaving}
         moved: set[Path] = set()
@@ -65,7 +65,7 @@ class _Moves:
                 moved.add(picture.sidecar)
         return changes
 
-    def _picture(self, picture: ListedPicture, *, kept: set[Path | None]) -> Iterator[Change]:
+    def _picture(self, picture: ImageFile, *, kept: set[Path | None]) -> Iterator[Change]:
         if picture.path.is_symlink():
             raise InputError(
                 f"{picture.name} is a link, which would lead nowhere from another folder",
@@ -89,7 +89,7 @@ class _Moves:
         else:
             yield MoveChange(file=self._name(sidecar), to=self._name(beside))
 
-    def _free_goal(self, picture: ListedPicture, content: str | None) -> Path:
+    def _free_goal(self, picture: ImageFile, content: str | None) -> Path:
         """Return a name for the picture where neither it nor a caption of other words is in the way."""
         folder = self.target / picture.path.parent.relative_to(self.source)
         stem, suffix = _stem(picture.path), _suffix(picture.path)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config import SettingInfo, all_settings, build_config, check_keys, flatten
-from lora_trainer.errors import RequestError
-from lora_trainer.settings_file import read_settings_text
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.config import SettingInfo, all_settings, build_config, check_keys, flatten
+from lora_trainer.config.layers import read_settings_text
 
 from .drafts import Draft
 from .expert_text import value_of

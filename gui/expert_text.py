@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lora_trainer.config import SettingInfo, parse_assignment
-from lora_trainer.files import json_object
+from lora_trainer.common.files import json_object
+from lora_trainer.config.config import SettingInfo, parse_assignment
 
 
 def text_of(info: SettingInfo, value: Any) -> str:

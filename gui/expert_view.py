@@ -12,13 +12,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lora_trainer.concepts import CONCEPT
-from lora_trainer.config import Config, SettingInfo, all_settings, flatten
-from lora_trainer.errors import LoraTrainError, RequestError
-from lora_trainer.output.history import mapping, number, sequence
-from lora_trainer.output.wording import duration_text
-from lora_trainer.priority import PRIORITIES
-from lora_trainer.resolve import Resolved, resolve
+from lora_trainer.common.errors import LoraTrainError, RequestError
+from lora_trainer.common.wording import duration_text
+from lora_trainer.config.choices import CONCEPT, PRIORITIES
+from lora_trainer.config.config import Config, SettingInfo, all_settings, flatten
+from lora_trainer.config.layers import Resolved, resolve
+from lora_trainer.reporting.history import mapping, number, sequence
 
 from . import setting_presets
 from .drafts import Draft

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from lora_trainer.files import json_bytes, read_json_object, write_atomic
+from lora_trainer.common.files import json_bytes, read_json_object, write_atomic
 
 from .jobs import JOB_FILE, LOG_FILE, RESULT_FILE, RUNNER_FILE
 

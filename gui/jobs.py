@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lora_trainer.detached import ask_to_end, detached
-from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.files import disk_error, json_bytes, locked, read_json_object, write_atomic
-from lora_trainer.output.history import mapping, number, sequence
-from lora_trainer.output.status import lives
-from lora_trainer.output.wording import one_line
+from lora_trainer.common.detached import ask_to_end, detached
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.files import disk_error, json_bytes, locked, read_json_object, write_atomic
+from lora_trainer.common.wording import one_line
+from lora_trainer.reporting.history import mapping, number, sequence
+from lora_trainer.reporting.status import is_alive
 
 from .workplace import Workplace
 
@@ -180,6 +180,6 @@ def _record(file: Path) -> Mapping[str, Any] | None:
 
 def _lives(runner: Mapping[str, Any]) -> bool:
     try:
-        return lives(pid=int(runner["pid"]), started_s=float(runner["started_s"]))
+        return is_alive(pid=int(runner["pid"]), started_s=float(runner["started_s"]))
     except (KeyError, TypeError, ValueError, OverflowError):
         return False

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lora_trainer.errors import InputError, LoraTrainError, MachineError
-from lora_trainer.files import disk_error, locked, write_atomic
+from lora_trainer.common.errors import InputError, LoraTrainError, MachineError
+from lora_trainer.common.files import disk_error, locked, write_atomic
 
 from .changes import Change, Side, from_json, to_json
 

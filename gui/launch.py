@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config import build_config
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.files import read_json_object
-from lora_trainer.output.history import mapping, sequence
-from lora_trainer.output.wording import one_line
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.files import read_json_object
+from lora_trainer.common.wording import one_line
+from lora_trainer.config.config import build_config
+from lora_trainer.reporting.history import mapping, sequence
 
 from .drafts import Draft
 from .workplace import Workplace

@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlencode
 
-from lora_trainer.output.inspect import Inspection
-from lora_trainer.output.markup import Html, join, table, tag
-from lora_trainer.output.sample_files import last_samples
-from lora_trainer.output.wording import bytes_text, one_line
+from lora_trainer.common.wording import bytes_text, one_line
+from lora_trainer.lora_file.inspect import Inspection
+from lora_trainer.reporting.charts import Html, join, table, tag
+from lora_trainer.reporting.sample_files import last_samples
 
 from . import lora_files, state
 from .lora_files import Entry, Header, LoraFile

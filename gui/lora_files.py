@@ -17,14 +17,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.files import read_json_object
-from lora_trainer.output.adapter_family import recognise
-from lora_trainer.output.adapter_file import read_contents
-from lora_trainer.output.adapter_problems import key_format
-from lora_trainer.output.history import mapping, number
-from lora_trainer.output.privacy import public_source
-from lora_trainer.output.wording import against_base, one_line
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.files import read_json_object
+from lora_trainer.common.redaction import public_source
+from lora_trainer.common.wording import against_base, one_line
+from lora_trainer.lora_file.fitting_base import recognise
+from lora_trainer.lora_file.problems import key_format
+from lora_trainer.lora_file.read import read_contents
+from lora_trainer.reporting.history import mapping, number
 
 from . import state
 from .run_best import read_best

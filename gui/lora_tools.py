@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import get_args
 
-from lora_trainer.errors import LoraTrainError, RequestError
+from lora_trainer.common.errors import LoraTrainError, RequestError
+from lora_trainer.common.wording import one_line
 from lora_trainer.families.base import FileFormat
-from lora_trainer.output.markup import Html, tag
-from lora_trainer.output.wording import one_line
+from lora_trainer.reporting.charts import Html, tag
 
 from . import jobs, launch
 from .library import page_url

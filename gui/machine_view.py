@@ -5,10 +5,10 @@ Inputs: the hardware as the trainer detects it, the runs folder. Output: escaped
 
 from __future__ import annotations
 
-from lora_trainer.errors import LoraTrainError
-from lora_trainer.hardware import Hardware, detect
-from lora_trainer.output.markup import Html, tag
-from lora_trainer.output.wording import bytes_text
+from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.common.wording import bytes_text
+from lora_trainer.hardware.machine import Hardware, detect
+from lora_trainer.reporting.charts import Html, tag
 
 from .workplace import Workplace
 

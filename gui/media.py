@@ -23,9 +23,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from lora_trainer.data.faults import ImageFault
-from lora_trainer.data.images import IMAGE_EXTENSIONS
-from lora_trainer.errors import InputError, LoraTrainError, RequestError
+from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
+from lora_trainer.dataset.images import IMAGE_EXTENSIONS, ImageDecodeError
 
 from .state import run_folder
 from .thumbs import SIZES_PX, Thumbnails
@@ -129,7 +128,7 @@ class _Media:
             thumb = await anyio.to_thread.run_sync(
                 self.thumbs.of, path, size_px, limiter=self._limiter
             )
-        except ImageFault as fault:
+        except ImageDecodeError as fault:
             return PlainTextResponse(f"{path.name} {fault.reason}", status_code=404)
         except LoraTrainError as error:
             return _missing(error)

@@ -5,7 +5,7 @@ Inputs: sentences, which may quote what files of anybody say. Output: escaped ma
 
 from __future__ import annotations
 
-from lora_trainer.output.markup import Html, tag
+from lora_trainer.reporting.charts import Html, tag
 
 
 def error_html(line: str) -> Html:

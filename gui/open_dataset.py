@@ -12,12 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config import DataSettings, build_config
-from lora_trainer.data.captions import same_name, split_name
-from lora_trainer.data.listing import EXCLUDED_FOLDER, ListedPicture, Listing, list_dataset
-from lora_trainer.data.tokens import TokenCounter
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.output.history import mapping
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.config.config import DataSettings, build_config
+from lora_trainer.dataset.captions import same_name, split_name
+from lora_trainer.dataset.listing import EXCLUDED_FOLDER, ImageFile, Listing, list_dataset
+from lora_trainer.dataset.tokens import TokenCounter
+from lora_trainer.reporting.history import mapping
 
 from . import dataset_check, dataset_notes
 from .caption_edit import Edit, caption_changes
@@ -44,12 +44,12 @@ class OpenDataset:
     draft: Draft
     settings: DataSettings
     listing: Listing
-    excluded: tuple[ListedPicture, ...]
+    excluded: tuple[ImageFile, ...]
     problem: str
     counters: Counters
 
     @property
-    def pictures(self) -> tuple[ListedPicture, ...]:
+    def pictures(self) -> tuple[ImageFile, ...]:
         return self.listing.pictures
 
     @property
@@ -100,11 +100,11 @@ class OpenDataset:
     def away(self) -> Reader:
         return Reader(root=self.root, extensions=self.extensions)
 
-    def picture(self, name: str) -> ListedPicture:
+    def picture(self, name: str) -> ImageFile:
         """Return a picture of the listing; raises RequestError for any other name."""
         return _by_name(self._by_name, name)
 
-    def excluded_picture(self, name: str) -> ListedPicture:
+    def excluded_picture(self, name: str) -> ImageFile:
         """Return an excluded picture; raises RequestError for any other name."""
         return _by_name({picture.name: picture for picture in self.excluded}, name)
 
@@ -112,13 +112,13 @@ class OpenDataset:
         """Return what makes these edits; raises InputError."""
         return caption_changes(edits, root=self.root, extensions=self.extensions)
 
-    def alike(self, picture: ListedPicture) -> list[ListedPicture]:
+    def alike(self, picture: ImageFile) -> list[ImageFile]:
         """Return the pictures that may share a caption file with this one, itself among them."""
         stem = same_name(split_name(picture.name)[0])
         return [p for p in self.pictures if same_name(split_name(p.name)[0]) == stem]
 
     @cached_property
-    def _by_name(self) -> Mapping[str, ListedPicture]:
+    def _by_name(self) -> Mapping[str, ImageFile]:
         return {picture.name: picture for picture in self.pictures}
 
     def _counter(self, limit: Mapping[str, Any]) -> TokenCounter | None:
@@ -138,7 +138,7 @@ def _listed(root: Path, settings: DataSettings) -> tuple[Listing, str]:
         return Listing(pictures=(), findings=()), str(error)
 
 
-def _by_name(pictures: Mapping[str, ListedPicture], name: str) -> ListedPicture:
+def _by_name(pictures: Mapping[str, ImageFile], name: str) -> ImageFile:
     found = pictures.get(name)
     if found is None:
         raise RequestError(

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lora_trainer.output.history import mapping, number, sequence
-from lora_trainer.output.markup import Html, join, table, tag
-from lora_trainer.output.wording import bytes_text, duration_text
+from lora_trainer.common.wording import bytes_text, duration_text
+from lora_trainer.reporting.charts import Html, join, table, tag
+from lora_trainer.reporting.history import mapping, number, sequence
 
 Values = Mapping[str, Any]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
 
 MAX_NAME_CHARACTERS = 4_096
 MAX_NAMES = 100_000

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from lora_trainer.errors import RequestError
-from lora_trainer.files import write_atomic
-from lora_trainer.output.markup import Html, tag
-from lora_trainer.output.sample_files import last_samples
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.files import write_atomic
+from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.sample_files import last_samples
 
 from . import tries
 from .library import PREVIEW_SUFFIX, small_url

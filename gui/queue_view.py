@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lora_trainer import queueing
-from lora_trainer.errors import LoraTrainError, RequestError
-from lora_trainer.files import disk_error
-from lora_trainer.output.markup import Html, tag
-from lora_trainer.output.status import Control, RunStatus, read_status
-from lora_trainer.output.wording import duration_text, one_line
-from lora_trainer.queueing import Item
-from lora_trainer.redaction import without_secrets
+from lora_trainer.common.errors import LoraTrainError, RequestError
+from lora_trainer.common.files import disk_error
+from lora_trainer.common.redaction import without_secrets
+from lora_trainer.common.wording import duration_text, one_line
+from lora_trainer.queue import commands
+from lora_trainer.queue.commands import Item
+from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.status import Control, RunStatus, read_status
 
 from .launch import command_line
 from .notices import error_html, note_html
@@ -35,7 +35,7 @@ _FAULT_EXIT_CODE = 1
 
 def stamp(work: Workplace) -> Stamp:
     """Return a value that changes when the view does; raises MachineError."""
-    found = queueing.items(work.runs)
+    found = commands.items(work.runs)
     runs = [_status(work, item) for item in found if item.state == "running"]
     seen = [(run.step, run.message) for run in runs if run is not None]
     stopping = [item.id for item in found if _is_stopping(work, item)]
@@ -44,7 +44,7 @@ def stamp(work: Workplace) -> Stamp:
 
 def view(work: Workplace) -> Html:
     """Return the whole queue; raises MachineError for one that cannot be listed."""
-    found = queueing.items(work.runs)
+    found = commands.items(work.runs)
     if not found:
         hint = tag("p", "Each training you start comes here, and begins by itself.", class_="quiet")
         return tag("div", tag("p", "The queue is empty."), hint, class_="empty")
@@ -71,11 +71,11 @@ def worker_line(work: Workplace, found: Sequence[Item]) -> str:
     waiting = [item for item in found if item.state == "waiting"]
     if not running and not waiting:
         return "Nothing waits. A training that you start begins at once."
-    if fault := queueing.worker_fault(work.runs):
+    if fault := commands.worker_fault(work.runs):
         return f"The queue cannot work: {without_secrets(fault)}"
-    if queueing.worker_pid(work.runs) is None:
+    if commands.worker_pid(work.runs) is None:
         return "The queue is starting."
-    others = queueing.outside(work.runs, running)
+    others = commands.outside(work.runs, running)
     if waiting and not running and others:
         return f"Waiting for {others[0]}, which was started outside of the queue."
     return "The queue works by itself: closing this page or the program stops nothing."
@@ -85,19 +85,19 @@ def asked(work: Workplace, *, action: str, id: str) -> str:
     """Do what a button asks for; return the refusal, or what was done, as markup."""
     try:
         if action in ("up", "down"):
-            queueing.move(work.runs, id, by=-1 if action == "up" else 1)
+            commands.move(work.runs, id, by=-1 if action == "up" else 1)
         elif action == "again":
-            queueing.again(work.runs, id)
+            commands.again(work.runs, id)
         elif action == "stop":
             _stop(work, id)
         elif action == "remove":
-            queueing.remove(work.runs, id)
+            commands.remove(work.runs, id)
         elif action == "clear":
-            for item in _finished(queueing.items(work.runs)):
-                queueing.remove(work.runs, item.id)
+            for item in _finished(commands.items(work.runs)):
+                commands.remove(work.runs, item.id)
         else:
             raise RequestError(f"{action!r} is nothing to ask", fix="reload the page")
-        queueing.ensure_worker(work.runs)
+        commands.ensure_worker(work.runs)
     except LoraTrainError as error:
         return error_html(str(error))
     except OSError as error:
@@ -106,7 +106,7 @@ def asked(work: Workplace, *, action: str, id: str) -> str:
 
 
 def _stop(work: Workplace, id: str) -> None:
-    for item in queueing.items(work.runs):
+    for item in commands.items(work.runs):
         if (item.id, item.state) == (id, "running") and item.run is not None:
             Control(work.runs / item.run).request("stop")
             return
@@ -200,7 +200,7 @@ def _reason(work: Workplace, item: Item, *, goes_on: bool) -> Html | None:
         fix = "Read the last lines of its log, below, and report them."
     if item.state == "interrupted" and goes_on:
         fix = "Go on continues from the last saved state."
-    lines = _log_end(queueing.log_file(work.runs, item.id)) if item.state == "failed" else []
+    lines = _log_end(commands.log_file(work.runs, item.id)) if item.state == "failed" else []
     log = tag("pre", "\n".join(lines))
     return tag(
         "div",

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 
-from lora_trainer import queueing
-from lora_trainer.errors import RequestError
-from lora_trainer.files import disk_error
-from lora_trainer.output.history_reader import read_history
-from lora_trainer.output.status import Control, Request, end_process, read_status
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.files import disk_error
+from lora_trainer.queue import commands
+from lora_trainer.reporting.history import read_history
+from lora_trainer.reporting.status import Control, Request, end_process, read_status
 
 from . import launch, state
 from .run_best import Best, mark_best
@@ -52,8 +52,8 @@ def resume(work: Workplace, run: str, *, dataset: str = "") -> None:
     if read_status(folder).state == "running":
         raise RequestError(f"{run} is being trained already", fix="wait for it, or stop it first")
     words = launch.resume_words(folder, dataset=dataset, work=work)
-    queueing.add(work.runs, words, label=folder.name)
-    queueing.ensure_worker(work.runs)
+    commands.add(work.runs, words, label=folder.name)
+    commands.ensure_worker(work.runs)
 
 
 def use_as_best(work: Workplace, run: str, step: object) -> Best:

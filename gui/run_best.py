@@ -1,6 +1,6 @@
 """The step of a run that somebody found best: its exported file under a name that stays.
 
-Inputs: a run folder, its History, a step that was exported. Outputs: `NAME-best.safetensors`, a copy
+Inputs: a run folder, its RunHistory, a step that was exported. Outputs: `NAME-best.safetensors`, a copy
 that no pruning of rolling exports removes, and best.json, which says of which step it is.
 """
 
@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.errors import RequestError
-from lora_trainer.files import (
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.files import (
     TEMPORARY_PREFIX,
     disk_error,
     json_bytes,
@@ -23,9 +23,9 @@ from lora_trainer.files import (
     retry_while_open,
     write_atomic,
 )
-from lora_trainer.output.embedding_file import embedding_path
-from lora_trainer.output.history import History
-from lora_trainer.run_folder import BEST_RECORD
+from lora_trainer.lora_file.embedding import embedding_path
+from lora_trainer.reporting.history import RunHistory
+from lora_trainer.run.run_folder import BEST_RECORD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ def best_name(folder: Path) -> str:
     return f"{folder.name}-best.safetensors"
 
 
-def exports(folder: Path, history: History) -> Mapping[int, str]:
+def exports(folder: Path, history: RunHistory) -> Mapping[int, str]:
     """Return the exported files that are still there, by step."""
     named = [
         (mark.step, mark.fields.get("export")) for mark in history.marks if mark.kind == "saved"
@@ -73,7 +73,7 @@ def read_best(folder: Path) -> Best | None:
     return Best(step=step, file=best_name(folder)) if isinstance(step, int) else None
 
 
-def mark_best(folder: Path, history: History, step: int) -> Best:
+def mark_best(folder: Path, history: RunHistory, step: int) -> Best:
     """Copy the export of `step` to the name that stays; raises RequestError, MachineError.
 
     The file is whole or as it was before; a trainer that works in the folder is not disturbed.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_trainer.output.markup import Html, tag
+from lora_trainer.reporting.charts import Html, tag
 
 from . import state
 from .media import run_url

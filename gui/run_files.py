@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from lora_trainer.output.markup import Html, join, table, tag
-from lora_trainer.output.wording import bytes_text
+from lora_trainer.common.wording import bytes_text
+from lora_trainer.reporting.charts import Html, join, table, tag
 
 from .media import REPORT, run_url
 from .run_best import Best

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lora_trainer.output.history import History, Row
-from lora_trainer.output.history_reader import HistoryReader
+from lora_trainer.reporting.history import HistoryReader, Row, RunHistory
 
 _KEPT_READERS = 8
 """A run of 20,000 steps takes about 15 MB."""
@@ -23,7 +22,7 @@ _KEPT_READERS = 8
 class Records:
     """What a run has written so far; `recent` are its newest rows that are no steps."""
 
-    history: History
+    history: RunHistory
     recent: Sequence[Row]
 
 

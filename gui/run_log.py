@@ -11,14 +11,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lora_trainer.output.history import Row, mapping, number, sequence
-from lora_trainer.output.markup import Html, tag
-from lora_trainer.output.wording import (
-    INTERRUPTED_EXIT_CODES,
-    bytes_text,
-    duration_text,
-    loss_text,
-)
+from lora_trainer.common.wording import INTERRUPTED_EXIT_CODES, bytes_text, duration_text, loss_text
+from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.history import Row, mapping, number, sequence
 
 _SEVERITIES = ("note", "warning", "error")
 _EXACTNESS = {

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lora_trainer.output.history import History
-from lora_trainer.output.markup import Html, tag
-from lora_trainer.output.report_curves import loss_curve
-from lora_trainer.run_folder import BEST_RECORD
+from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.history import RunHistory
+from lora_trainer.reporting.report_curves import loss_curve
+from lora_trainer.run.run_folder import BEST_RECORD
 
 from . import launch, state
 from .media import REPORT
@@ -90,13 +90,13 @@ def _where(seen: Look) -> Part:
     return Part(key=unknown, draw=lambda: unknown)
 
 
-def _chart(history: History) -> Html:
+def _chart(history: RunHistory) -> Html:
     if not history.steps:
         return tag("p", "The curve of the loss begins with the first step.", class_="quiet")
     return loss_curve(history)
 
 
-def _chart_key(history: History) -> object:
+def _chart_key(history: RunHistory) -> object:
     """Return a key that changes about as often as a new step can be seen in the chart."""
     count = len(history.steps)
     stride = max(1, count // _REDRAWS)

@@ -1,6 +1,6 @@
 """The sample images of a run as a sheet: a row for each prompt, a column for each step.
 
-Inputs: a run folder and its History. Output: plain JSON, which samples.js draws; addresses lead to
+Inputs: a run folder and its RunHistory. Output: plain JSON, which samples.js draws; addresses lead to
 images of this run only, whatever its records say.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.output.history import History, SampleImage
+from lora_trainer.reporting.history import RunHistory, SampleImage
 
 from .media import run_url
 from .run_best import Best
@@ -20,7 +20,7 @@ _IMAGE = re.compile(r"samples/step-\d{8,}/\d{2,}\.png")
 
 
 def sample_sheet(
-    folder: Path, history: History, *, exported: Mapping[int, str], best: Best | None
+    folder: Path, history: RunHistory, *, exported: Mapping[int, str], best: Best | None
 ) -> dict[str, Any]:
     """Return prompts, steps and the images where they meet; a missing image is null."""
     newest = {(image.prompt, image.seed, image.step): image for image in history.samples}

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lora_trainer.config import SettingInfo, all_settings, flatten
-from lora_trainer.errors import LoraTrainError
-from lora_trainer.output.history import Row, mapping
-from lora_trainer.output.markup import Html, join, table, tag
-from lora_trainer.output.report_details import value_text
-from lora_trainer.priority import PRIORITIES
-from lora_trainer.resolve import RESUMED, TIERS, resolve
+from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.config.choices import PRIORITIES
+from lora_trainer.config.config import SettingInfo, all_settings, flatten
+from lora_trainer.config.layers import RESUMED, TIERS, resolve
+from lora_trainer.reporting.charts import Html, join, table, tag
+from lora_trainer.reporting.history import Row, mapping
+from lora_trainer.reporting.report_details import value_text
 
 _BY_YOU = ("command line", "config ")
 _DECIDERS = {"command line": "you", "planner": "the planner", RESUMED: "this run, as it began"}

@@ -1,6 +1,6 @@
 """What a run does, how far it is and what can be asked of it, in words.
 
-Inputs: its status, its History, the requests that wait, the time. Outputs: sentences, figures, and
+Inputs: its status, its RunHistory, the requests that wait, the time. Outputs: sentences, figures, and
 which buttons are of use. Everything is a function of the run's files and of whether its process
 lives, so that every tab, and a run that was started in a terminal, shows the same.
 """
@@ -13,13 +13,13 @@ from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer import queueing
-from lora_trainer.errors import MachineError
-from lora_trainer.output.history import History, MarkRow
-from lora_trainer.output.report_curves import is_recovery
-from lora_trainer.output.status import STOPPING, Control, RunStatus
-from lora_trainer.output.wording import against_base, duration_text, loss_text
-from lora_trainer.queueing import Item
+from lora_trainer.common.errors import MachineError
+from lora_trainer.common.wording import against_base, duration_text, loss_text
+from lora_trainer.queue import commands
+from lora_trainer.queue.commands import Item
+from lora_trainer.reporting.history import MarkRow, RunHistory
+from lora_trainer.reporting.report_curves import is_recovery
+from lora_trainer.reporting.status import STOPPING, Control, RunStatus
 
 END_AFTER_S = 15.0
 """How long a trainer may take to obey `stop_now` before its process may be ended."""
@@ -117,7 +117,7 @@ def _queued(folder: Path) -> Item | None:
     target = str(folder.resolve())
     words = {target, f"--resume-from={target}"}
     try:
-        found = [item for item in queueing.items(folder.parent) if words & set(item.argv)]
+        found = [item for item in commands.items(folder.parent) if words & set(item.argv)]
     except MachineError:  # the queue's own page says so
         return None
     return max(found, key=lambda item: item.added_s, default=None)
@@ -146,7 +146,7 @@ def possible(seen: Look) -> Possible:
     return Possible(save=True, sample=True, stop=True)
 
 
-def sentence(seen: Look, history: History) -> str:
+def sentence(seen: Look, history: RunHistory) -> str:
     """Say in one sentence what the run does or how it ended."""
     status = seen.status
     where = f"step {status.step:,} of {status.steps:,}" if status.steps else "the start"
@@ -164,7 +164,7 @@ def sentence(seen: Look, history: History) -> str:
     return f"Interrupted at {where}."
 
 
-def remarks(seen: Look, history: History) -> list[str]:
+def remarks(seen: Look, history: RunHistory) -> list[str]:
     """Return what else is to be known of a run that trains: requests, recoveries, silence."""
     status = seen.status
     said = []
@@ -190,7 +190,7 @@ def remarks(seen: Look, history: History) -> list[str]:
     return said
 
 
-def explained(seen: Look, history: History) -> tuple[str, str] | None:
+def explained(seen: Look, history: RunHistory) -> tuple[str, str] | None:
     """Return why a run ended before its end and what to do about it; None for every other run."""
     status = seen.status
     if seen.goes_on_soon:
@@ -209,7 +209,7 @@ def explained(seen: Look, history: History) -> tuple[str, str] | None:
     )
 
 
-def saved_step(history: History) -> int | None:
+def saved_step(history: RunHistory) -> int | None:
     """Return the last step of which a state was saved."""
     steps = [
         mark.step for mark in history.marks if mark.kind == "saved" and mark.fields.get("state")
@@ -217,7 +217,7 @@ def saved_step(history: History) -> int | None:
     return steps[-1] if steps else None
 
 
-def remaining_s(status: RunStatus, history: History) -> float:
+def remaining_s(status: RunStatus, history: RunHistory) -> float:
     """Return the seconds left by the last steps and what came between steps; NaN before any."""
     spent_s = math.fsum(row.seconds for row in history.steps if math.isfinite(row.seconds))
     if not history.steps or not spent_s:
@@ -226,13 +226,13 @@ def remaining_s(status: RunStatus, history: History) -> float:
     return (status.steps - status.step) * (step_s(history) + beside_s)
 
 
-def step_s(history: History) -> float:
+def step_s(history: RunHistory) -> float:
     """Return the median seconds of the last steps; NaN before the first."""
     recent = [row.seconds for row in history.steps[-_PACE_STEPS:] if math.isfinite(row.seconds)]
     return statistics.median(recent) if recent else math.nan
 
 
-def recovery(history: History) -> MarkRow | None:
+def recovery(history: RunHistory) -> MarkRow | None:
     """Return the last change after running out of memory, if it still holds."""
     changes = [mark for mark in history.marks if mark.kind == "change"]
     memory = [mark for mark in changes if str(mark.fields.get("key")).startswith("memory.")]
@@ -266,14 +266,14 @@ def _running(seen: Look) -> str:
     return f"{doing} {status.done:,}/{status.total:,}." if counted else f"{doing}."
 
 
-def _goes_on_from(history: History) -> str:
+def _goes_on_from(history: RunHistory) -> str:
     step = saved_step(history)
     if step is None:
         return "nothing was saved yet, so a resume begins at the start"
     return f"a resume goes on from step {step:,}, the last saved state"
 
 
-def _result(history: History) -> str:
+def _result(history: RunHistory) -> str:
     base, last = history.base_validation, history.last_validation
     if base is None or last is None:
         return ""

@@ -1,6 +1,6 @@
 """The head of a run's page: its sentence, how far it is, what it takes, why it ended.
 
-Inputs: a look at the run and its History. Output: escaped markup. Figures that were not recorded are
+Inputs: a look at the run and its RunHistory. Output: escaped markup. Figures that were not recorded are
 left out.
 """
 
@@ -11,15 +11,15 @@ import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lora_trainer.output.history import History, mapping, number, sequence
-from lora_trainer.output.markup import Html, join, tag
-from lora_trainer.output.wording import (
+from lora_trainer.common.wording import (
     against_base,
     bytes_text,
     duration_text,
     loss_text,
     step_seconds_text,
 )
+from lora_trainer.reporting.charts import Html, join, tag
+from lora_trainer.reporting.history import RunHistory, mapping, number, sequence
 
 from .run_state import Look, explained, left_text, remaining_s, remarks, sentence, step_s
 
@@ -30,7 +30,7 @@ _MARGIN = 1.08
 Figure = tuple[str, str, str]
 
 
-def head(seen: Look, history: History) -> Html:
+def head(seen: Look, history: RunHistory) -> Html:
     """Return the sentence, the progress bar, why it ended, the figures and the remarks."""
     status = seen.status
     fraction = min(1.0, max(0.0, status.step / status.steps)) if status.steps else 0.0
@@ -56,7 +56,7 @@ def head(seen: Look, history: History) -> Html:
     )
 
 
-def error_box(seen: Look, history: History) -> Html | None:
+def error_box(seen: Look, history: RunHistory) -> Html | None:
     """Return why a run ended before its end and what to do about it."""
     told = explained(seen, history)
     if told is None:
@@ -74,7 +74,7 @@ def _figure(name: str, value: str, note: str) -> Html:
     return tag("div", tag("dt", name), tag("dd", value), tag("dd", note) if note else None)
 
 
-def figures(seen: Look, history: History) -> Iterator[Figure]:
+def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:
     """Yield name, value and note of the figures under the bar."""
     status = seen.status
     if status.steps:
@@ -95,7 +95,7 @@ def _percent(seen: Look) -> int:
     return int(100 * seen.status.step / seen.status.steps)
 
 
-def _losses(history: History) -> Iterator[Figure]:
+def _losses(history: RunHistory) -> Iterator[Figure]:
     recent = [row.loss for row in history.steps[-_LOSS_STEPS:] if math.isfinite(row.loss)]
     if recent:
         yield "Loss", loss_text(statistics.fmean(recent)), f"mean of the last {len(recent)} steps"
@@ -116,7 +116,7 @@ class Memory:
     limit_bytes: float
 
 
-def memory(history: History) -> Memory | None:
+def memory(history: RunHistory) -> Memory | None:
     """Return what the run takes of the card, of the machine where it trains on the processor.
 
     The highest of a card counts what the libraries hold there too, as the prediction does.
@@ -156,7 +156,7 @@ def _known(value: float) -> float:
     return value if math.isfinite(value) else 0.0
 
 
-def _memory_bar(history: History) -> Html | None:
+def _memory_bar(history: RunHistory) -> Html | None:
     found = memory(history)
     if found is None:
         return None

@@ -11,8 +11,8 @@ import socket
 import warnings
 from typing import Any
 
-from lora_trainer.errors import MachineError
-from lora_trainer.output.report_style import CHARTS
+from lora_trainer.common.errors import MachineError
+from lora_trainer.reporting.report_style import CHARTS
 
 from . import media
 from .asset_files import style_sheets

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.errors import RequestError
-from lora_trainer.files import disk_error, write_atomic
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.files import disk_error, write_atomic
 
 from .expert_edit import as_json
 from .launch import run_name

@@ -16,14 +16,14 @@ from typing import Any
 
 from PIL import Image
 
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.events import Severity
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.events import Severity
+from lora_trainer.common.files import disk_error, json_bytes, write_atomic
+from lora_trainer.common.redaction import public_text
 from lora_trainer.families.recognise import a1111_version
-from lora_trainer.files import disk_error, json_bytes, write_atomic
-from lora_trainer.output.inspect import Inspection
-from lora_trainer.output.markup import Html, tag
-from lora_trainer.output.privacy import public_text
-from lora_trainer.output.stream_file import whole_or_absent
+from lora_trainer.lora_file.inspect import Inspection
+from lora_trainer.lora_file.stream import whole_or_absent
+from lora_trainer.reporting.charts import Html, tag
 
 from .library import PREVIEW_SUFFIX
 from .lora_files import SUFFIX, LoraFile

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from lora_trainer.errors import RequestError
-from lora_trainer.output.status import Control, RunStatus, read_status
+from lora_trainer.common.errors import RequestError
+from lora_trainer.reporting.status import Control, RunStatus, read_status
 
 RECORDS = ("events.jsonl", "status.json", "run.json")
 

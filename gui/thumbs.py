@@ -16,10 +16,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from lora_trainer.config import DataSettings
-from lora_trainer.data.faults import ImageFault
-from lora_trainer.data.images import decode
-from lora_trainer.files import CappedFolder, disk_error, write_atomic
+from lora_trainer.common.files import CappedFolder, disk_error, write_atomic
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.images import ImageDecodeError, decode
 
 SIZES_PX = (96, 192, 384, 768, 1536)
 FOLDER = "thumbs"
@@ -44,7 +43,7 @@ class Thumbnails:
     def of(self, path: Path, size_px: int) -> Path:
         """Return the copy of a picture, at most `size_px` wide and high.
 
-        Raises ImageFault for what is no picture, MachineError when the disk refuses.
+        Raises ImageDecodeError for what is no picture, MachineError when the disk refuses.
         """
         copy = self._place(path, size_px)
         if not copy.is_file():
@@ -64,7 +63,9 @@ class Thumbnails:
             found = path.stat()
         except OSError as error:
             reason = f"cannot be read ({error.strerror or error})"
-            raise ImageFault(path, reason, code="IMG-09", fix="look whether it is there") from None
+            raise ImageDecodeError(
+                path, reason, code="IMG-09", fix="look whether it is there"
+            ) from None
         seen = (str(path), found.st_mtime_ns, found.st_size, size_px)
         name = hashlib.sha256(repr(seen).encode("utf-8", errors="surrogateescape")).hexdigest()
         return self.kept.root / name[:2] / f"{name[:40]}.jpg"

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.errors import InputError
-from lora_trainer.files import TEMPORARY_PREFIX, disk_error, retry_while_open
+from lora_trainer.common.errors import InputError
+from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, retry_while_open
 
 from .archives import Received
 from .upload_names import Names, is_image, numbered, reason_against, safe_name

@@ -11,8 +11,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.data.findings import shown
-from lora_trainer.errors import InputError, first_line
+from lora_trainer.common.errors import InputError, first_line
+from lora_trainer.common.findings import shown
 
 OWN_FOLDER = ".gui"
 # A folder of pictures in a dataset, or in its `_excluded/`; deeper ones are not read.

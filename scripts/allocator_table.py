@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer import families
-from lora_trainer.data.buckets import buckets_for, place
+from lora_trainer.config.layers import resolve
+from lora_trainer.costs.unet_cost import prompt_shapes
+from lora_trainer.dataset.buckets import buckets_for, place
 from lora_trainer.families.base import BaseFacts, Family
-from lora_trainer.families.cost_table import TabledFamily
-from lora_trainer.families.unet_costs import prompt_shapes
-from lora_trainer.hardware import GIB, Gpu, Hardware, tier
+from lora_trainer.hardware.machine import GIB, Gpu, Hardware, tier
 from lora_trainer.planning.caching_allocator import CachingAllocator, Event, OutOfMemory, Replay
 from lora_trainer.planning.plan import Plan, PlanInput, plan
-from lora_trainer.resolve import resolve
+from lora_trainer.tracing.cost_table import TabledFamily
 
 if TYPE_CHECKING:
-    from lora_trainer.model.allocations import Passes, Stays
+    from lora_trainer.measuring.allocations import Passes, Stays
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE, PAGE = ROOT / "docs" / "allocator.json", ROOT / "docs" / "memory.md"
@@ -230,7 +230,7 @@ def _how(made: Plan) -> str:
 
 
 def _traced(cell: Cell, made: Plan, networks: Networks) -> tuple[Stays, Passes]:
-    from lora_trainer.model.allocations import Shape, built, passes, stays
+    from lora_trainer.measuring.allocations import PassShape, built, passes, stays
 
     facts, load = _facts(cell.source), made.load
     family = families.family(facts.family)
@@ -240,7 +240,7 @@ def _traced(cell: Cell, made: Plan, networks: Networks) -> tuple[Stays, Passes]:
 
     varies = any(name.endswith("mask") for name in prompt(None))
     shapes = [
-        Shape(
+        PassShape(
             width_px=width_px,
             height_px=height_px,
             images=count,

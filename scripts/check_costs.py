@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lora_trainer import families
-from lora_trainer.config import CHECKPOINTING
+from lora_trainer.config.config import CHECKPOINTING
+from lora_trainer.costs.sample_cost import SampleCost, Workload
+from lora_trainer.costs.unet_cost import prompt_shapes
 from lora_trainer.families.base import BaseFacts, Family
-from lora_trainer.families.cost_table import case_of, traced
-from lora_trainer.families.costs import SampleCost, Workload
 from lora_trainer.families.flow import FlowFamily
-from lora_trainer.families.unet_costs import prompt_shapes
-from lora_trainer.model.trace import TracedNetwork, traced_network
+from lora_trainer.tracing.cost_table import case_of, traced
+from lora_trainer.tracing.trace import TracedNetwork, traced_network
 
 SIZES_PX = ((640, 384), (704, 704), (896, 640), (1024, 1024), (1344, 768))
 MICRO_BATCHES = (1, 4)
@@ -86,7 +86,7 @@ def releases(family: Family) -> Iterator[BaseFacts]:
     ids = [family.default_source]
     if isinstance(family, FlowFamily):
         ids += [name for release in family.releases for name in release.ids]
-    for facts in map(family.known, ids):
+    for facts in map(family.facts_from_hub_id, ids):
         assert facts is not None
         if facts.architecture not in seen:
             seen.append(facts.architecture)
@@ -134,7 +134,7 @@ def trace(family: Family, facts: BaseFacts, workload: Workload) -> SampleCost:
 @lru_cache(maxsize=4)
 def unet(family: Family, source: str, built: Workload) -> TracedNetwork:
     """Build the network of a release for tracing."""
-    facts = family.known(source)
+    facts = family.facts_from_hub_id(source)
     assert facts is not None
     prompt = prompt_shapes(facts.architecture, text_tokens=facts.max_tokens)
     return traced_network(family, facts, built, prompt=prompt)

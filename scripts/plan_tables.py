@@ -13,15 +13,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config import MemorySettings, concrete
+from lora_trainer.config.choices import PRIORITIES, Priority
+from lora_trainer.config.config import MemorySettings, concrete
+from lora_trainer.config.layers import lowered_to, resolve
 from lora_trainer.families import MODULES, family, known_base
 from lora_trainer.families.base import Family
-from lora_trainer.hardware import GIB, Gpu, Hardware, tier
-from lora_trainer.planning.fitting import gib
+from lora_trainer.hardware.machine import GIB, Gpu, Hardware, tier
 from lora_trainer.planning.memory import MemoryItem
 from lora_trainer.planning.plan import Plan, PlanInput, plan
-from lora_trainer.priority import PRIORITIES, Priority
-from lora_trainer.resolve import lowered_to, resolve
+from lora_trainer.planning.search import gib
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plans.md"
 CARDS = {"8 GiB (RTX 4060)": 8, "12 GiB (RTX 3060)": 12, "24 GiB (RTX 4090)": 24}

@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import NormalDist
 
 from lora_trainer import families
-from lora_trainer.config import ObjectiveSettings
+from lora_trainer.config.config import ObjectiveSettings
+from lora_trainer.config.layers import Priority, resolve
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.resolve import Priority, resolve
-from lora_trainer.train.levels import Levels, flow_levels, table_levels
+from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "objective.md"
 BEGIN, END = "<!-- timesteps:begin -->\n", "<!-- timesteps:end -->\n"
@@ -126,7 +126,7 @@ def releases() -> Iterator[BaseFacts]:
         family = families.family(name)
         ids = [release.ids[0] for release in getattr(family, "releases", ())]
         for source in dict.fromkeys([family.default_source, *ids]):
-            facts = family.known(source)
+            facts = family.facts_from_hub_id(source)
             assert facts is not None, source
             yield facts
 

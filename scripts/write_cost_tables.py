@@ -21,13 +21,15 @@ from typing import Any
 import diffusers
 
 from lora_trainer import families
-from lora_trainer.config import CHECKPOINTING, Checkpointing
+from lora_trainer.config.config import CHECKPOINTING, Checkpointing
+from lora_trainer.costs.sample_cost import SampleCost, Targets, Workload
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.cost_curves import POINTS
-from lora_trainer.families.cost_table import (
+from lora_trainer.families.flow import FlowFamily
+from lora_trainer.tracing.cost_table import (
     FILE,
     KIB,
     MEGA,
+    POINTS,
     TARGETS,
     Case,
     built_shapes,
@@ -36,8 +38,6 @@ from lora_trainer.families.cost_table import (
     entry,
     traced,
 )
-from lora_trainer.families.costs import SampleCost, Targets, Workload
-from lora_trainer.families.flow import FlowFamily
 
 VERSION = 3
 """Raised when the same workload costs something else: what was traced before is traced again."""
@@ -104,7 +104,7 @@ def architectures(family: FlowFamily) -> Iterator[BaseFacts]:
     """Yield the first release of each architecture of a family."""
     seen: list[Any] = []
     for source in (name for release in family.releases for name in release.ids):
-        facts = family.known(source)
+        facts = family.facts_from_hub_id(source)
         assert facts is not None
         key = [configuration(facts.architecture), facts.max_tokens]
         if key not in seen:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_trainer.files import json_bytes, write_atomic
-from lora_trainer.resolve import preset_schema
+from lora_trainer.common.files import json_bytes, write_atomic
+from lora_trainer.config.layers import preset_schema
 
 SCHEMA = Path(__file__).resolve().parent.parent / "presets" / "schema.json"
 

@@ -15,8 +15,8 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from lora_trainer import families
-from lora_trainer.output.checkpoints import ADAPTER, OPTIMIZER_TENSORS
-from lora_trainer.output.export import final_export_name
+from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS
+from lora_trainer.lora_file.write import final_export_name
 from tests.fakes.family_bases import CPU, base_of, facts_of
 from tests.fakes.ldm_file import write_checkpoint
 from tests.fakes.runs import Toy, events, last_state, python, run_cli, toy, trajectory
@@ -85,7 +85,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     place = Place(folder=toy(tmp_path_factory.mktemp("adapters"), images=3).folder)
     for case in CASES:
         assert run_cli(place.command(case, case)) == 0, case
-    point = ("lora_trainer.train.loop", "_report", 3, True)
+    point = ("lora_trainer.training.loop", "_report", 3, True)
     work = [(place.command(case, f"{case}-killed"), point) for case in CASES]
     done = python(DRIVER, json.dumps(work), timeout_s=280)
     codes = [line for line in done.stderr.split() if line.lstrip("-").isdigit()]

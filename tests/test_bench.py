@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lora_trainer import bench as bench_module
-from lora_trainer import cli
-from lora_trainer.bench import Row, Variant, bench, variants
-from lora_trainer.errors import RequestError
-from lora_trainer.prepare import Request, prepare
-from lora_trainer.show.measures import bench_table
+from lora_trainer.cli import main
+from lora_trainer.cli.measure import bench_table
+from lora_trainer.common.errors import RequestError
+from lora_trainer.measuring import bench as bench_module
+from lora_trainer.measuring.bench import BenchRow, Variant, bench, variants
+from lora_trainer.run.prepare import Request, prepare
 from tests.fakes.runs import SETTINGS, Toy, toy
 
 
@@ -52,7 +52,7 @@ def test_rows_are_what_trainings_of_their_own_measured(
     for key, value in {**SETTINGS, "train.batch_size": 2}.items():
         line += ["--set", f"{key}={json.dumps(value)}"]
     before = sorted(path.name for path in place.folder.iterdir())
-    assert cli.run(line) == 0
+    assert main.run(line) == 0
     planned, single = json.loads(capsys.readouterr().out)
     assert (planned["name"], single["name"]) == ("as planned", "memory.micro_batch=1")
     for row in (planned, single):
@@ -83,15 +83,15 @@ def test_what_cannot_be_measured_is_refused(place: Toy) -> None:
 
 def test_the_table_compares_with_the_plan(tmp_path: Path) -> None:
     rows = [
-        Row(
+        BenchRow(
             name="as planned",
             settings={},
             seconds_per_step=2.0,
             images_per_s=2.0,
             peak_bytes=1 << 30,
         ),
-        Row(name="faster", settings={"a.b": 1}, seconds_per_step=1.0, images_per_s=4.0),
-        Row(name="broken", settings={"a.b": 2}, failure="error: no memory"),
+        BenchRow(name="faster", settings={"a.b": 1}, seconds_per_step=1.0, images_per_s=4.0),
+        BenchRow(name="broken", settings={"a.b": 2}, failure="error: no memory"),
     ]
     console = Console(width=100, record=True, file=(tmp_path / "out").open("w"))
     console.print(bench_table(rows))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.bottleneck import CAUSES, Measured, verdict
-from lora_trainer.config import Config, build_config, setting_keys
+from lora_trainer.config.config import Config, build_config, setting_keys
+from lora_trainer.reporting.bottleneck import CAUSES, Measured, verdict
 
 RESOLVED: dict[str, Any] = {
     "data.resolution": 512,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.caption_markup import (
+from lora_trainer.common.caption_markup import (
     has_choice,
     split_at_commas,
     weighted_parts,

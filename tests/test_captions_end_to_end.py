@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from lora_trainer.config import build_config
-from lora_trainer.prepare import Request, prepare
-from lora_trainer.run_folder import read_run
+from lora_trainer.config.config import build_config
+from lora_trainer.run.prepare import Request, prepare
+from lora_trainer.run.run_folder import read_run
 from tests.fakes.family_bases import base_of
 from tests.fakes.runs import (
     Toy,
@@ -81,7 +81,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Toy, text_encoder: bool) -
     whole, cut = (f"{name}-{text_encoder}".lower() for name in ("whole", "cut"))
     assert place.train("--name", whole, **settings) == 0
     line = place.arguments("--name", cut, **settings)
-    after_two_steps = ("lora_trainer.output.state_writer", "freeze", 3, False)
+    after_two_steps = ("lora_trainer.checkpoint.writer", "freeze", 3, False)
     done = python(DRIVER, json.dumps([(line, after_two_steps)]))
     assert done.stderr.split()[-1] == "-9"
     assert run_cli([*line, "--resume"]) == 0

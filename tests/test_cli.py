@@ -14,11 +14,10 @@ import pytest
 from cyclopts import App
 from safetensors.numpy import save_file
 
-from lora_trainer import cli
-from lora_trainer.commands import planning
-from lora_trainer.commands.table import COMMANDS as TABLE
-from lora_trainer.config import setting_keys
-from lora_trainer.files import CappedFolder
+from lora_trainer.cli import main, planning
+from lora_trainer.cli.table import COMMANDS as TABLE
+from lora_trainer.common.files import CappedFolder
+from lora_trainer.config.config import setting_keys
 from tests.fakes.runs import ROOT, Toy, python, start, toy
 
 TOOLS = {"convert", "describe", "extract", "merge", "resize"}
@@ -93,7 +92,7 @@ FLAGS = {
 }
 WITHOUT_TORCH = """
 import json, sys
-from lora_trainer.cli import run
+from lora_trainer.cli.main import run
 
 for arguments in json.loads(sys.argv[1]):
     code = run(arguments)
@@ -127,7 +126,7 @@ def lora_file(path: Path) -> Path:
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of a command."""
-    code = cli.run([str(argument) for argument in arguments])
+    code = main.run([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -186,10 +185,10 @@ def test_the_line_of_a_command_in_the_help_is_the_first_of_its_own(command: str)
 def test_the_help_imports_only_what_it_shows() -> None:
     program = """
 import sys
-from lora_trainer.cli import run
+from lora_trainer.cli.main import run
 
 code = run(["--help"])
-heavy = {"numpy", "PIL", "pydantic", "psutil", "lora_trainer.config", "lora_trainer.queueing"}
+heavy = {"numpy", "PIL", "pydantic", "psutil", "lora_trainer.config.config", "lora_trainer.queue.commands"}
 sys.exit(code or ", ".join(sorted(heavy & sys.modules.keys())) or 0)
 """
     assert python(program).stderr == ""
@@ -470,7 +469,7 @@ def test_a_flag_is_a_short_name_of_its_setting(
     keys = {"base": "base.model", "output": "output.folder", "name": "output.name"}
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(planning, "planned", lambda request, **_: asked.append(request.overrides))
-    assert cli.run([str(place.dataset), "--dry-run", f"--{flag}", "embedded"]) == 0
+    assert main.run([str(place.dataset), "--dry-run", f"--{flag}", "embedded"]) == 0
     assert asked == [{keys[flag]: "embedded"}]
 
 
@@ -505,4 +504,4 @@ def test_doctor_empties_the_cache_that_is_named(
 
 
 def test_the_module_is_the_command() -> None:
-    assert "lora_trainer.cli:main" in (ROOT / "pyproject.toml").read_text()
+    assert "lora_trainer.cli.main:main" in (ROOT / "pyproject.toml").read_text()

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lora_trainer import trained_parts
-from lora_trainer.files import read_json_object
-from lora_trainer.model.compiling import CompiledBlocks
+from lora_trainer.common.files import read_json_object
+from lora_trainer.network.compiling import CompiledBlocks
+from lora_trainer.run import build
 from tests.fakes.runs import Toy, contents, events, last_state, toy, trajectory
 
 SETTINGS: dict[str, Any] = {
@@ -40,7 +40,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[CompiledBlocks]:
         return found[-1]
 
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr(trained_parts, "CompiledBlocks", make)
+    monkeypatch.setattr(build, "CompiledBlocks", make)
     return found
 
 
@@ -91,7 +91,7 @@ def test_a_run_whose_compiler_fails_is_the_one_without_and_says_so(
         tried.append(CompiledBlocks(*args, backend=broken, **kwargs))
         return tried[-1]
 
-    monkeypatch.setattr(trained_parts, "CompiledBlocks", make)
+    monkeypatch.setattr(build, "CompiledBlocks", make)
     assert place.train(steps=4, **SETTINGS) == 0
     changes = [row for row in events(place.run, "change") if row["key"] == "hardware.compile"]
     assert [(row["old"], row["new"]) for row in changes] == [("blocks", "none")]

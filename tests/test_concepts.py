@@ -8,11 +8,11 @@ from typing import Any, get_args
 
 import pytest
 
-from lora_trainer.concepts import CONCEPT, SETTINGS, Concept
-from lora_trainer.config import setting_keys
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.choices import CONCEPT, SETTINGS, Concept
+from lora_trainer.config.config import setting_keys
+from lora_trainer.config.layers import Resolved, resolve
 from lora_trainer.planning.estimates import run_length
-from lora_trainer.resolve import Resolved, resolve
 from tests.fakes.runs import run_cli, toy
 
 

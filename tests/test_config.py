@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from lora_trainer.config import (
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.config import (
     Config,
     DataSettings,
     FolderSettings,
@@ -20,7 +21,6 @@ from lora_trainer.config import (
     parse_assignment,
     setting_keys,
 )
-from lora_trainer.errors import RequestError
 
 
 def test_every_setting_is_documented_in_one_line() -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lora_trainer.cores import (
+from lora_trainer.common.events import Event, EventStream
+from lora_trainer.hardware.machine import usable_processors
+from lora_trainer.training.cores import (
     CALM_INTERVALS,
     Cores,
     CpuTimes,
@@ -24,8 +26,6 @@ from lora_trainer.cores import (
     cpu_times,
     openmp,
 )
-from lora_trainer.events import Event, EventStream
-from lora_trainer.hardware import usable_processors
 from tests.fakes.runs import events, toy, trajectory
 
 needs_libgomp = pytest.mark.skipif(openmp() != "libgomp", reason="another OpenMP computes here")

@@ -13,16 +13,18 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lora_trainer import device, devices, hardware
-from lora_trainer.config import OptimizerSettings
-from lora_trainer.device_calls import found_by_torch, require_kernels
-from lora_trainer.devices import KINDS, TorchBuild, torch_build
-from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.hardware import Hardware, detect
-from lora_trainer.nvml import Gpu
-from lora_trainer.prepare import Prepared
-from lora_trainer.train import optimizer_kinds
-from lora_trainer.train.optimizer_kinds import make_optimizer
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.config.config import OptimizerSettings
+from lora_trainer.hardware import devices
+from lora_trainer.hardware import machine as hardware_machine
+from lora_trainer.hardware.device_calls import found_by_torch, require_kernels
+from lora_trainer.hardware.devices import KINDS, TorchBuild, torch_build
+from lora_trainer.hardware.machine import Hardware, detect
+from lora_trainer.hardware.nvml import Gpu
+from lora_trainer.run import device
+from lora_trainer.run.prepare import Prepared
+from lora_trainer.training import optimizers
+from lora_trainer.training.optimizers import make_optimizer
 from tests.fakes.nvml import GIB, FakeCard, FakeNvml
 from tests.fakes.runs import ROOT
 from tests.fakes.torch_builds import FakeGpu, fake_torch
@@ -193,7 +195,9 @@ def test_a_process_trains_on_the_card_it_was_planned_for(monkeypatch: pytest.Mon
     assert device.planned_device(prepared(here)) == torch.device("cuda", 2)
     taken = []
     for rank in range(3):
-        monkeypatch.setattr(device, "place", lambda rank=rank: SimpleNamespace(local_rank=rank))
+        monkeypatch.setattr(
+            device, "read_dist_env", lambda rank=rank: SimpleNamespace(local_rank=rank)
+        )
         taken.append(device.planned_device(prepared(here, sharing=3)).index)
     assert sorted(taken) == [0, 1, 2]
 
@@ -204,7 +208,7 @@ def test_a_scheduler_may_show_each_process_its_own_card(monkeypatch: pytest.Monk
     nvml = FakeNvml(cards=(SMALL, LARGE))
     found = detect(nvml=nvml, environment={"CUDA_VISIBLE_DEVICES": "1"})
     here = replace(found, torch=CU130, packages={**found.packages, "torch": CU130.version})
-    monkeypatch.setattr(device, "place", lambda: SimpleNamespace(local_rank=1))
+    monkeypatch.setattr(device, "read_dist_env", lambda: SimpleNamespace(local_rank=1))
     assert device.planned_device(prepared(here, sharing=2)) == torch.device("cuda", 0)
     card = here.accelerator(sharing=2).value
     assert card is not None and card.free_bytes == LARGE.free_bytes
@@ -288,7 +292,7 @@ def test_adamw_is_fused_only_where_that_heeds_a_bad_step(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On MPS fused optimizers took a step of NaN all the same (pytorch#186360)."""
-    monkeypatch.setattr(optimizer_kinds, "kind_of", lambda _: KINDS[kind])  # type: ignore[index]
+    monkeypatch.setattr(optimizers, "kind_of", lambda _: KINDS[kind])  # type: ignore[index]
     group = {"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 1e-3, "lr_scale": 1.0}
     made = make_optimizer([group], OptimizerSettings(name="adamw"))
     heeds = bool(getattr(made, "_step_supports_amp_scaling", False))
@@ -300,7 +304,7 @@ def test_detect_asks_a_torch_of_another_maker_in_a_process_of_its_own(
 ) -> None:
     build = TorchBuild(version="2.13.0+rocm6.4", kind="rocm", toolkit="6.4")
     answer = json.dumps(found_by_torch(torch=fake_torch(cuda=(FakeGpu(name="X"),), hip="6.4")))
-    monkeypatch.setattr(hardware, "torch_build", lambda: build)
+    monkeypatch.setattr(hardware_machine, "torch_build", lambda: build)
     monkeypatch.setattr(
         subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=f"noise\n{answer}\n".encode())
     )
@@ -353,13 +357,12 @@ ASKS = re.compile(
     r"|(device(\.type)?|torch_type)\s*[!=]=\s*\"(cuda|mps|xpu)\""
 )
 MAY_ASK = {
-    "lora_trainer/devices.py": "the description itself",
-    "lora_trainer/device_calls.py": "the calls of torch that differ by device",
-    "lora_trainer/train/learning.py": "names a kind as the likely cause of learning nothing",
-    "lora_trainer/model/graph.py": "records CUDA graphs, which are torch.cuda's",
-    "lora_trainer/model/copy_stream.py": "copies on a stream, which it has only where there are streams",
-    "lora_trainer/model/readback.py": "copies behind an event, which it has only where there are streams",
-    "lora_trainer/tools/captioners/tagger.py": "onnxruntime's providers, not torch's devices",
+    "lora_trainer/hardware/devices.py": "the description itself",
+    "lora_trainer/hardware/device_calls.py": "the calls of torch that differ by device",
+    "lora_trainer/training/learning_check.py": "names a kind as the likely cause of learning nothing",
+    "lora_trainer/network/cuda_graph.py": "records CUDA graphs, which are torch.cuda's",
+    "lora_trainer/network/async_copies.py": "copies on a stream or behind an event, where there are streams",
+    "lora_trainer/captioning/tagger.py": "onnxruntime's providers, not torch's devices",
 }
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.hardware import GIB, Hardware
-from lora_trainer.show.doctor import Check, checks
+from lora_trainer.hardware.machine import GIB, Hardware
+from lora_trainer.run.machine_report import MachineCheck, checks
 from tests.fakes.nvml import FakeCard
 from tests.test_devices import BUSY, LARGE, MPS, OLD, ROCM, SMALL, with_cards
 
@@ -19,7 +19,7 @@ ALL = dict.fromkeys(
 
 def said(
     here: Hardware, cache: Path = Path(), environment: dict[str, str] | None = None
-) -> list[Check]:
+) -> list[MachineCheck]:
     return checks(here, cache=cache, environment=environment or {})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lora_trainer.errors import first_line
+from lora_trainer.common.errors import first_line
 
 
 @pytest.mark.parametrize(

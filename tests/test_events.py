@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.events import Event, EventStream, JsonlWriter, read_jsonl
+from lora_trainer.common.events import Event, EventStream, JsonlWriter, read_jsonl
 
 
 def stream() -> tuple[EventStream, list[Event]]:

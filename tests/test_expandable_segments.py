@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lora_trainer import expandable_segments
-from lora_trainer.devices import TorchBuild
-from lora_trainer.expandable_segments import OLDER, VARIABLE
-from lora_trainer.hardware import detect
+from lora_trainer.hardware import torch_allocator
+from lora_trainer.hardware.devices import TorchBuild
+from lora_trainer.hardware.machine import detect
+from lora_trainer.hardware.torch_allocator import OLDER, VARIABLE
 from tests.fakes.nvml import FakeCard, FakeNvml
 
 LINUX: dict[str, Any] = {
@@ -35,18 +35,18 @@ OTHERS = {
 
 def test_they_are_asked_for_on_linux() -> None:
     environment: dict[str, str] = {}
-    expandable_segments.ask_for(environment, **LINUX)
+    torch_allocator.ask_for(environment, **LINUX)
     assert environment == {VARIABLE: "expandable_segments:True"}
-    assert expandable_segments.in_force(environment, **LINUX)
+    assert torch_allocator.in_force(environment, **LINUX)
 
 
 @pytest.mark.parametrize("platform", OTHERS.values(), ids=OTHERS)
 def test_they_are_not_where_drivers_or_builds_lack_them(platform: dict[str, Any]) -> None:
     environment: dict[str, str] = {}
-    expandable_segments.ask_for(environment, **platform)
+    torch_allocator.ask_for(environment, **platform)
     assert environment == {}
     asked = {VARIABLE: "expandable_segments:True"}
-    assert not expandable_segments.in_force(asked, **platform), "the plan counts without"
+    assert not torch_allocator.in_force(asked, **platform), "the plan counts without"
 
 
 @pytest.mark.parametrize("name", [VARIABLE, *OLDER])
@@ -63,14 +63,14 @@ def test_what_the_user_set_stands_and_is_planned_with(
     name: str, value: str, in_force: bool
 ) -> None:
     environment = {name: value}
-    expandable_segments.ask_for(environment, **LINUX)
+    torch_allocator.ask_for(environment, **LINUX)
     assert environment == {name: value}
-    assert expandable_segments.in_force(environment, **LINUX) == in_force
+    assert torch_allocator.in_force(environment, **LINUX) == in_force
 
 
 def test_the_newer_variable_wins_as_in_torch() -> None:
     environment = {VARIABLE: "expandable_segments:False", OLDER[0]: "expandable_segments:True"}
-    assert not expandable_segments.in_force(environment, **LINUX)
+    assert not torch_allocator.in_force(environment, **LINUX)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asked for on Linux only")
@@ -78,8 +78,8 @@ def test_a_plan_of_the_command_line_counts_with_them() -> None:
     """In a fresh process: the variable is there before torch is, and the hardware says so."""
     program = """
 import os, sys
-from lora_trainer.cli import run, main
-from lora_trainer import cli
+from lora_trainer.cli.main import run, main
+from lora_trainer.cli import main as cli
 def show(arguments):
     print(os.environ.get("PYTORCH_ALLOC_CONF"), "torch" in sys.modules)
     return 0
@@ -91,13 +91,13 @@ main([])
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     asked: dict[str, str] = {}
-    expandable_segments.ask_for(asked)
+    torch_allocator.ask_for(asked)
     expected = asked.get(VARIABLE, "None")
     assert done.stdout.split() == [expected, "False"]
 
 
 def test_the_hardware_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expandable_segments, "_works", lambda *_: True)
+    monkeypatch.setattr(torch_allocator, "_works", lambda *_: True)
     nvml = FakeNvml(cards=(FakeCard(),))
     assert detect(nvml=nvml, environment={VARIABLE: "expandable_segments:True"}).expandable_segments
     assert not detect(nvml=nvml, environment={}).expandable_segments

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lora_trainer import files
-from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.files import (
+from lora_trainer.common import files
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.files import (
     CappedFolder,
     HashMemo,
     json_bytes,

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.config import AdapterSettings
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.config import AdapterSettings
 from lora_trainer.families.base import FileFormat
-from lora_trainer.formats import Contents, format_for, format_notes, resolve_format
+from lora_trainer.lora_file.formats import AdapterContents, format_for, format_notes, resolve_format
 
 
 class Formats:
@@ -79,7 +79,7 @@ def test_what_cannot_be_read_is_refused_with_the_reason(
 
 def test_text_encoders_in_comfyuis_names_are_said_to_be_found_by_it_alone() -> None:
     assert resolve_format(TRANSFORMER, "comfyui", adapter=settings(text_encoder=True)) == "comfyui"
-    contents = Contents(kinds=frozenset({"lora"}), dora=False, text=True)
+    contents = AdapterContents(kinds=frozenset({"lora"}), dora=False, text=True)
     (note,) = format_notes("comfyui", contents)
     assert "only ComfyUI" in note
 
@@ -91,21 +91,23 @@ def test_text_encoders_in_comfyuis_names_are_said_to_be_found_by_it_alone() -> N
 def test_what_diffusers_has_no_names_for_is_refused_there(
     held: dict[str, Any], reason: str
 ) -> None:
-    contents = Contents(**{"kinds": frozenset({"lora"}), "dora": False, "text": False, **held})
+    contents = AdapterContents(
+        **{"kinds": frozenset({"lora"}), "dora": False, "text": False, **held}
+    )
     with pytest.raises(RequestError, match=reason):
         format_for(UNET, "diffusers", contents)
 
 
 def test_a_file_of_mixed_kinds_is_judged_by_all_of_them() -> None:
-    contents = Contents(kinds=frozenset({"lora", "lokr"}), dora=False, text=False)
+    contents = AdapterContents(kinds=frozenset({"lora", "lokr"}), dora=False, text=False)
     assert format_for(TRANSFORMER, "auto", contents) == "comfyui"
 
 
 def test_readers_that_miss_something_are_named() -> None:
-    dora = Contents(kinds=frozenset({"lora"}), dora=True, text=False)
+    dora = AdapterContents(kinds=frozenset({"lora"}), dora=True, text=False)
     assert "diffusers drops" in format_notes("kohya", dora)[0]
     assert "only diffusers reads DoRA" in format_notes("diffusers", dora)[0]
-    plain = Contents(kinds=frozenset({"lora"}), dora=False, text=False)
+    plain = AdapterContents(kinds=frozenset({"lora"}), dora=False, text=False)
     assert all(format_notes(format, plain) == () for format in ("kohya", "diffusers", "comfyui"))
 
 
@@ -114,11 +116,13 @@ def test_readers_that_miss_something_are_named() -> None:
     [("loha", "diffusers cannot"), ("lokr", "some families"), ("oft", "Forge and InvokeAI cannot")],
 )
 def test_kinds_that_some_readers_lack_are_named(kind: str, missed: str) -> None:
-    (note,) = format_notes("kohya", Contents(kinds=frozenset({kind}), dora=False, text=False))
+    (note,) = format_notes(
+        "kohya", AdapterContents(kinds=frozenset({kind}), dora=False, text=False)
+    )
     assert missed in note and "ComfyUI" in note
 
 
 def test_asking_costs_no_torch() -> None:
-    code = "import sys, lora_trainer.formats; sys.exit('torch' in sys.modules)"
+    code = "import sys, lora_trainer.lora_file.formats; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

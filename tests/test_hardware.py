@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer import hardware
-from lora_trainer.hardware import (
+from lora_trainer.hardware import machine as hardware_machine
+from lora_trainer.hardware.machine import (
     GIB,
     Hardware,
     assume_card,
@@ -285,7 +285,7 @@ def test_every_fact_has_a_reason(tmp_path: Path) -> None:
 
 
 def test_packages_are_versions_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "PACKAGES", ("psutil", "no-such-package-at-all"))
+    monkeypatch.setattr(hardware_machine, "PACKAGES", ("psutil", "no-such-package-at-all"))
     packages = detect(nvml=FakeNvml(), environment={}).packages
     assert packages == {"psutil": psutil.__version__, "no-such-package-at-all": None}
 
@@ -313,7 +313,7 @@ def test_a_card_below_the_smallest_tier_is_a_problem() -> None:
 
 
 def test_detection_imports_no_torch() -> None:
-    code = "import sys, lora_trainer.hardware as h; h.detect(); sys.exit('torch' in sys.modules)"
+    code = "import sys, lora_trainer.hardware.machine as h; h.detect(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -333,7 +333,7 @@ def test_windows_and_linux_under_it_spill(system: str, release: str, spills: boo
 def test_a_card_is_said_to_spill_where_its_driver_does(
     spills: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "driver_spills", lambda: spills)
+    monkeypatch.setattr(hardware_machine, "driver_spills", lambda: spills)
     result = found(FakeNvml(cards=(CARD,)))
     assert [gpu.spills for gpu in result.gpus] == [spills]
     assert assume_card(result, vram_gib=8).gpus[0].spills is spills

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from lora_trainer.files import read_json_object
-from lora_trainer.output.status import read_status
+from lora_trainer.common.files import read_json_object
+from lora_trainer.reporting.status import read_status
 from tests.fakes.runs import Toy, contents, events, last_state, python, run_cli, toy, trajectory
 from tests.test_resume_kill import DRIVER
 
@@ -97,7 +97,7 @@ def test_a_run_that_goes_on_from_an_earlier_state_has_the_same_best(
 
 def test_a_run_killed_while_it_writes_its_best_goes_on_to_the_same_bits(place: Toy) -> None:
     line = place.arguments("--name", "killed", steps=STEPS, **BEST)
-    point = ("lora_trainer.best_export", "write_atomic", 1, False)
+    point = ("lora_trainer.run.best_export", "write_atomic", 1, False)
     done = python(DRIVER, json.dumps([[line, point]]))
     assert "-9" in done.stderr.split(), done.stderr[-2000:]
     run = place.runs / "killed"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.train import passes
-from lora_trainer.train.learning import LEAST_CHANGE, ZERO_STEPS
-from lora_trainer.train.training import Training
+from lora_trainer.training import step
+from lora_trainer.training.learning_check import LEAST_CHANGE, ZERO_STEPS
+from lora_trainer.training.training import Training
 from tests.fakes.runs import Toy, events, toy
 
 QUIET: dict[str, Any] = {
@@ -44,7 +44,7 @@ def ended(other: Toy) -> str:
 
 def without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every pass give gradients of exact zeros."""
-    whole: Callable[..., torch.Tensor] = passes._pass
+    whole: Callable[..., torch.Tensor] = step._forward_backward
 
     def vanishing(training: Training, *arguments: Any) -> torch.Tensor:
         loss = whole(training, *arguments)
@@ -53,7 +53,7 @@ def without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
                 parameter.grad.zero_()
         return loss
 
-    monkeypatch.setattr(passes, "_pass", vanishing)
+    monkeypatch.setattr(step, "_forward_backward", vanishing)
 
 
 def test_a_rate_that_is_zero_to_32_bits(other: Toy) -> None:

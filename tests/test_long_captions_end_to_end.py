@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops
 
-from lora_trainer.output.adapter_file import read_adapter
-from lora_trainer.prepare import Request, examine, prepare
+from lora_trainer.lora_file.read import read_adapter
+from lora_trainer.run.prepare import Request, examine, prepare
 from tests.fakes.family_bases import base_of, copy_of
 from tests.fakes.runs import Toy, events, run_cli, toy, trajectory
 from tests.test_prepare import PROCESSOR

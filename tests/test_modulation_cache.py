@@ -14,11 +14,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lora_trainer import families
-from lora_trainer.errors import MachineError
-from lora_trainer.model.modulation import ModulatedNetwork
-from lora_trainer.output.checkpoints import ADAPTER, OPTIMIZER_TENSORS
-from lora_trainer.train import loop
-from lora_trainer.train.training import Model
+from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS
+from lora_trainer.common.errors import MachineError
+from lora_trainer.network.modulation import ModulatedNetwork
+from lora_trainer.training import loop
+from lora_trainer.training.training import Model
 from tests.fakes.family_bases import base_of, facts_at, side_of
 from tests.fakes.runs import (
     Toy,
@@ -88,7 +88,7 @@ def pixels(image: Path) -> np.ndarray[Any, Any]:
 @pytest.fixture(autouse=True)
 def longer_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of layers as narrow as these a sixteenth would be two samples."""
-    monkeypatch.setattr("lora_trainer.planning.frozen.VECTORS_SHARE", 2)
+    monkeypatch.setattr("lora_trainer.planning.weight_bytes.VECTORS_SHARE", 2)
 
 
 @pytest.fixture

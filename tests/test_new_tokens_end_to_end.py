@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from lora_trainer.output.checkpoints import ADAPTER, FILES
-from lora_trainer.output.inspect import inspect_file
+from lora_trainer.checkpoint.states import ADAPTER, FILES
+from lora_trainer.lora_file.inspect import inspect_file
 from tests.fakes.bases import sdxl
 from tests.fakes.family_bases import base_of, facts_of, side_of
 from tests.fakes.runs import Toy, contents, events, last_state, python, run_cli, toy, trajectory
@@ -41,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     """The uninterrupted run, and `killed`, which was killed between two saves."""
     place = toy(tmp_path_factory.mktemp("words")).with_base()
     assert place.train(**LEARNING) == 0
-    point = ("lora_trainer.output.state_writer", "freeze", 3, False)
+    point = ("lora_trainer.checkpoint.writer", "freeze", 3, False)
     done = python(DRIVER, json.dumps([(command(place, "killed"), point)]), timeout_s=280)
     assert done.stderr.split()[-1] == "-9", done.stderr[-2000:]
     return place

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer import run as run_module
-from lora_trainer import surroundings
-from lora_trainer.cores import CpuTimes
-from lora_trainer.events import read_jsonl
-from lora_trainer.model.device_memory import DeviceMemory, device_memory
-from lora_trainer.notices import Notices
-from lora_trainer.train import loop, pace
+from lora_trainer.common.events import read_jsonl
+from lora_trainer.network.out_of_memory import DeviceMemory, device_memory
+from lora_trainer.run import train as run_module
+from lora_trainer.run.step_monitor import Notices
+from lora_trainer.training import loop, pace, slow_causes
+from lora_trainer.training.cores import CpuTimes
 from tests.fakes.runs import Toy, toy
 
 STEPS = 40
@@ -61,8 +60,8 @@ def processors(taken: float, monkeypatch: pytest.MonkeyPatch) -> None:
             yield CpuTimes(at_s=3.0, all_s=3.0 + taken, own_s=3.0)
 
     measured = times()
-    monkeypatch.setattr(surroundings, "_WATCHED_S", 0.0)
-    monkeypatch.setattr(surroundings, "_times", lambda numbers: next(measured))
+    monkeypatch.setattr(slow_causes, "_WATCHED_S", 0.0)
+    monkeypatch.setattr(slow_causes, "_times", lambda numbers: next(measured))
 
 
 def test_steps_that_became_slow_are_explained_once(

@@ -11,10 +11,10 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from lora_trainer.config import SCHEDULE_FREE
-from lora_trainer.output.checkpoints import ADAPTER, FILES
-from lora_trainer.output.export import best_export_name
-from lora_trainer.planning.optimizers import OPTIMIZERS
+from lora_trainer.checkpoint.states import ADAPTER, FILES
+from lora_trainer.config.config import SCHEDULE_FREE
+from lora_trainer.lora_file.write import best_export_name
+from lora_trainer.planning.optimizer_facts import OPTIMIZERS
 from tests.fakes.runs import Toy, contents, events, last_state, python, run_cli, toy, trajectory
 from tests.test_resume_kill import DRIVER
 
@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     place = toy(tmp_path_factory.mktemp("optimizers")).with_base()
     for name in NAMES:
         assert run_cli(command(place, name)) == 0
-    point = ("lora_trainer.output.state_writer", "freeze", 3, False)
+    point = ("lora_trainer.checkpoint.writer", "freeze", 3, False)
     work = [(command(place, name, name=f"{name}-killed"), point) for name in NAMES]
     done = python(DRIVER, json.dumps(work), timeout_s=280)
     codes = [line for line in done.stderr.split() if line.lstrip("-").isdigit()]

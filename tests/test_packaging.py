@@ -28,18 +28,18 @@ INSTALLED_AS = {
 }
 REQUIRED = {
     "gui/app.py",
-    "lora_trainer/cli.py",
+    "lora_trainer/cli/main.py",
     "lora_trainer/embedded/LICENSE",
     "lora_trainer/embedded/README.md",
     "lora_trainer/embedded/model_index.json",
-    "lora_trainer/families/cost_tables.json",
+    "lora_trainer/tracing/cost_tables.json",
     "presets/schema.json",
 }
 PACKAGE_OF = {"PIL": "pillow", "pynvml": "nvidia_ml_py"}
 OWN = {"lora_trainer", "gui", "presets"}
 SHIPPED_DATA = (
     "lora_trainer/embedded/**/*",
-    "lora_trainer/families/*.json",
+    "lora_trainer/tracing/*.json",
     "presets/**/*.json",
     "gui/assets/**/*",
 )

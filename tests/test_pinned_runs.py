@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer import hardware
-from lora_trainer.model import pinned_memory
-from lora_trainer.planning import pinned as pinned_plan
+from lora_trainer.hardware import machine
+from lora_trainer.network import pinned_memory
+from lora_trainer.planning import pinned_share as pinned_plan
 from lora_trainer.planning.allocation import Allocator
 from tests.fakes.family_bases import base_of, facts_at, side_of
 from tests.fakes.pinning import pinning_driver
@@ -82,8 +82,8 @@ def test_wsl_is_asked_for_what_it_gives_and_blocks_come_first(
     train(place, "sizes")
     blocks = driver.in_place[:3]
     most_bytes = -(-blocks[0] // 4096) * 4096 + -(-blocks[1] // 4096) * 4096 + 70_000
-    monkeypatch.setattr(hardware, "is_wsl", lambda root: True)
-    monkeypatch.setattr(hardware, "WSL_PINNABLE_BYTES", most_bytes)
+    monkeypatch.setattr(machine, "is_wsl", lambda root: True)
+    monkeypatch.setattr(machine, "WSL_PINNABLE_BYTES", most_bytes)
     for module in (pinned_plan, pinned_memory):
         monkeypatch.setattr(module, "RESERVED_BYTES", 60_000)
     driver = pinning_driver(monkeypatch, most_bytes=most_bytes)

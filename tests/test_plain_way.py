@@ -16,16 +16,16 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lora_trainer.errors import MachineError
-from lora_trainer.families.costs import KEEP_ATTENTION
-from lora_trainer.model import products
-from lora_trainer.model.checkpointing import BlockRunner
-from lora_trainer.model.copy_stream import CopyStream
-from lora_trainer.model.modulation import ModulatedNetwork
-from lora_trainer.model.streaming import Streamed
-from lora_trainer.output.checkpoints import ADAPTER, OPTIMIZER_TENSORS, STATE
+from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS, STATE
+from lora_trainer.common.errors import MachineError
+from lora_trainer.costs.sample_cost import KEEP_ATTENTION
+from lora_trainer.network import quantized_matmul
+from lora_trainer.network.async_copies import CopyStream
+from lora_trainer.network.block_swap import Streamed
+from lora_trainer.network.checkpointing import BlockRunner
+from lora_trainer.network.modulation import ModulatedNetwork
 from lora_trainer.planning.allocation import Allocator
-from lora_trainer.train import gradients, loop
+from lora_trainer.training import loop, step
 from tests.fakes.family_bases import base_of, facts_at, side_of
 from tests.fakes.runs import Toy, events, last_state, problems, toy, trajectory
 
@@ -80,7 +80,7 @@ def foresight_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def codes_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_product", fault)
+    monkeypatch.setattr(quantized_matmul, "_product", fault)
 
 
 def copies_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,12 +203,12 @@ def test_two_errors_end_the_run_with_both_reasons(
     def broken(*_: object, **__: object) -> Any:
         raise ValueError("this base is not as it should be")
 
-    real = gradients.add_pass
+    real = step.forward_backward
 
     def second(training: Any, samples: Any) -> Any:
         return broken() if training.plain.first_error else real(training, samples)
 
-    monkeypatch.setattr(gradients, "add_pass", second)
+    monkeypatch.setattr(step, "forward_backward", second)
     train(place, "twice", code=5, **{**PLAIN, "memory__gradient_checkpointing": "light"})
     said = capsys.readouterr().err
     assert FAULT in said and "ValueError: this base is not as it should be" in said
@@ -225,7 +225,7 @@ def test_an_error_in_a_plain_run_is_what_it_was(
         calls += 1
         raise ValueError("this base is not as it should be")
 
-    monkeypatch.setattr(gradients, "add_pass", broken)
+    monkeypatch.setattr(step, "forward_backward", broken)
     for kind in ("none", "full"):
         with pytest.raises(ValueError, match="not as it should be"):
             train(place, f"plain-{kind}", **{**PLAIN, "memory__gradient_checkpointing": kind})
@@ -234,7 +234,7 @@ def test_an_error_in_a_plain_run_is_what_it_was(
 
 def test_a_later_error_is_no_matter_of_the_way(place: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once passes of a shape have made an optimizer step, what fails is something else."""
-    real, seen = gradients.add_pass, set[Any]()
+    real, seen = step.forward_backward, set[Any]()
 
     def broken(training: Any, samples: Any) -> Any:
         shape = (samples[0].shape, len(samples))
@@ -243,7 +243,7 @@ def test_a_later_error_is_no_matter_of_the_way(place: Toy, monkeypatch: pytest.M
         seen.add(shape)
         return real(training, samples)
 
-    monkeypatch.setattr(gradients, "add_pass", broken)
+    monkeypatch.setattr(step, "forward_backward", broken)
     with pytest.raises(RuntimeError, match="EXECUTION_FAILED"):
         train(place, "late", **{**PLAIN, "memory__gradient_checkpointing": "light"})
     assert retries(place.runs / "late") == []

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from lora_trainer import families
-from lora_trainer import prepare as prepare_module
-from lora_trainer.config import Config, build_config, flatten
-from lora_trainer.dataset_use import bucket_counts, cache_folder, place_all
-from lora_trainer.errors import InputError, RequestError, exit_code
+from lora_trainer.common.errors import InputError, RequestError, exit_code
+from lora_trainer.config.config import Config, build_config, flatten
+from lora_trainer.dataset.run_dataset import bucket_counts, cache_folder, place_all
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.hardware import Hardware, assume_card
-from lora_trainer.prepare import Prepared, Request, examine, longer, prepare
-from lora_trainer.remarks import remarks
-from lora_trainer.show.plan import shares
+from lora_trainer.hardware.machine import Hardware, assume_card
+from lora_trainer.run import prepare as prepare_module
+from lora_trainer.run.plan_text import shares
+from lora_trainer.run.prepare import Prepared, Request, examine, longer, prepare
+from lora_trainer.run.run_warnings import run_warnings
 from tests.fakes.family_bases import base_of
 from tests.fakes.runs import Toy, listing, toy
 
@@ -236,7 +236,7 @@ def test_text_encoders_are_trained_where_the_family_can(base: str, place: Toy) -
 def test_what_a_reader_of_the_file_will_miss_is_remarked(
     settings: dict[str, Any], said: list[str], place: Toy
 ) -> None:
-    every = remarks(prepare(asked(place, **settings), hardware=PROCESSOR))
+    every = run_warnings(prepare(asked(place, **settings), hardware=PROCESSOR))
     found = [remark for remark in every if remark.kind == "format"]
     assert len(found) == len(said)
     assert {remark.kind for remark in every} <= {"format", "adapter"}
@@ -251,15 +251,15 @@ def test_a_distilled_base_is_remarked_unless_an_assistant_helps(
 ) -> None:
     prepared = prepare(asked(place, base__assistant=assistant), hardware=PROCESSOR)
     distilled = replace(prepared, facts=replace(prepared.facts, distilled=True))
-    assert remarks(prepared) == ()
-    assert [remark.kind for remark in remarks(distilled)] == kinds
+    assert run_warnings(prepared) == ()
+    assert [remark.kind for remark in run_warnings(distilled)] == kinds
 
 
 def test_a_card_below_the_smallest_tier_is_remarked(place: Toy) -> None:
     prepared = prepare(asked(place, base__model="embedded"), hardware=PROCESSOR)
     for vram_gib, kinds in ((4, ["card"]), (8, [])):
         card = replace(prepared, hardware=assume_card(PROCESSOR, vram_gib=vram_gib))
-        assert [remark.kind for remark in remarks(card)] == kinds
+        assert [remark.kind for remark in run_warnings(card)] == kinds
 
 
 # ---- the data
@@ -356,7 +356,7 @@ def test_a_run_longer_than_its_priority_means_is_remarked(place: Toy) -> None:
     kinds = [
         [
             one.kind
-            for one in remarks(prepare(asked(place, base__model=flux, **more), hardware=roomy))
+            for one in run_warnings(prepare(asked(place, base__model=flux, **more), hardware=roomy))
         ]
         for more in ({}, {"data__resolution": 1024})
     ]
@@ -374,7 +374,7 @@ def test_more_resolutions_are_planned_for(place: Toy) -> None:
     assert both.plan.disk_bytes["cache"] > one.plan.disk_bytes["cache"]
     (placed,) = both.more_placements
     assert set(placed) == {record.name for record in both.trained}, "not those held out"
-    (said,) = (found for found in remarks(both) if found.kind == "enlarged")
+    (said,) = (found for found in run_warnings(both) if found.kind == "enlarged")
     assert f"{len(both.trained)} of {len(both.trained)} pictures" in said.what
 
 
@@ -475,7 +475,7 @@ def test_a_step_is_shared_by_processes_and_each_is_planned_for_its_share(
     assert made.config.train.batch_size == batch
     assert list(shares(made)) == images
     assert max(made.plan.images_at_once.values()) <= max(images)
-    told = [finding.what for finding in remarks(made) if finding.kind == "processes"]
+    told = [finding.what for finding in run_warnings(made) if finding.kind == "processes"]
     assert (said in told[0]) if said else not told
     alone = prepare(wanted, hardware=CARD)
     if batch > 1:
@@ -503,6 +503,8 @@ def test_processes_of_one_machine_share_its_threads(place: Toy) -> None:
 def test_adapters_that_run_peft_s_way_are_said(
     place: Toy, values: dict[str, Any], name: str | None
 ) -> None:
-    said = [found.what for found in remarks(prepare(asked(place, **values), hardware=PROCESSOR))]
+    said = [
+        found.what for found in run_warnings(prepare(asked(place, **values), hardware=PROCESSOR))
+    ]
     slow = [what for what in said if "peft's way" in what]
     assert [what.split(" ")[0] for what in slow] == ([] if name is None else [name])

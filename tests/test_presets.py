@@ -12,17 +12,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from lora_trainer.config import build_config, flatten
-from lora_trainer.errors import MachineError
-from lora_trainer.families import DEFAULT_FAMILY, MODULES, known_base
-from lora_trainer.families import family as load_family
-from lora_trainer.families.base import BaseFacts
-from lora_trainer.hardware import GIB, Hardware, assume_card
-from lora_trainer.planning.estimates import run_length
-from lora_trainer.planning.plan import Plan, PlanInput, plan
-from lora_trainer.priority import PRIORITIES
-from lora_trainer.recipe import is_for_tiers
-from lora_trainer.resolve import (
+from lora_trainer.common.errors import MachineError
+from lora_trainer.config.choices import PRIORITIES
+from lora_trainer.config.config import build_config, flatten
+from lora_trainer.config.layers import (
     TIERS,
     Priority,
     load_presets,
@@ -31,6 +24,13 @@ from lora_trainer.resolve import (
     preset_schema,
     resolve,
 )
+from lora_trainer.config.recipe import is_for_tiers
+from lora_trainer.families import DEFAULT_FAMILY, MODULES, known_base
+from lora_trainer.families import family as load_family
+from lora_trainer.families.base import BaseFacts
+from lora_trainer.hardware.machine import GIB, Hardware, assume_card
+from lora_trainer.planning.estimates import run_length
+from lora_trainer.planning.plan import Plan, PlanInput, plan
 from tests.fakes.stable_diffusion import UNetCosts, mini_facts
 
 CELLS = list(itertools.product(preset_families(), TIERS, PRIORITIES))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lora_trainer.events import read_jsonl
-from lora_trainer.output.checkpoints import ADAPTER, FILES
+from lora_trainer.checkpoint.states import ADAPTER, FILES
+from lora_trainer.common.events import read_jsonl
 from tests.fakes.runs import (
     Toy,
     events,
@@ -42,9 +42,9 @@ COMBINED: Mapping[str, Any] = {
     "train__validate_every_steps": 2,
 }
 KILLS = {
-    "caching": ("lora_trainer.data.cache", "Cache.write", 3, False),
-    "step": ("lora_trainer.train.training", "Model.losses_of", 30, True),
-    "saving": ("lora_trainer.output.state_writer", "freeze", 3, False),
+    "caching": ("lora_trainer.cache.store", "Cache.write", 3, False),
+    "step": ("lora_trainer.training.training", "Model.losses_of", 30, True),
+    "saving": ("lora_trainer.checkpoint.writer", "freeze", 3, False),
 }
 """The first of all in a mask, the second in a step, the third between two states."""
 

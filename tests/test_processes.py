@@ -18,8 +18,8 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lora_trainer.events import read_jsonl
-from lora_trainer.output.checkpoints import ADAPTER
+from lora_trainer.checkpoint.states import ADAPTER
+from lora_trainer.common.events import read_jsonl
 from tests.fakes.hosts import ADDRESSES, on_two_hosts, refusal
 from tests.fakes.many import HANGING_STARTS, SETTINGS, STEPS
 from tests.fakes.runs import MEASURES, ROOT, Toy, events, last_state

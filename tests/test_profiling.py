@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from lora_trainer import cli
-from lora_trainer.bottleneck import CAUSES
+from lora_trainer.cli import main
+from lora_trainer.reporting.bottleneck import CAUSES
 from tests.fakes.runs import SETTINGS, Toy, toy, trajectory
 
 
@@ -27,7 +27,7 @@ def arguments(place: Toy, *, steps: int) -> list[str]:
 def test_the_steps_are_those_of_a_training_and_leave_a_trace(
     place: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(arguments(place, steps=2)) == 0
+    assert main.run(arguments(place, steps=2)) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["shares"].keys() == set(CAUSES)
     assert sum(found["shares"].values()) == pytest.approx(1)
@@ -49,5 +49,5 @@ def test_the_steps_are_those_of_a_training_and_leave_a_trace(
 
 
 def test_too_few_steps_are_refused(place: Toy, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(arguments(place, steps=0)) == 2
+    assert main.run(arguments(place, steps=0)) == 2
     assert "--steps 0" in capsys.readouterr().err

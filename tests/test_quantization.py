@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lora_trainer.quantization import BasePrecision, weight_bytes
+from lora_trainer.config.base_precision import BasePrecision, weight_bytes
 
 
 @pytest.mark.parametrize(
@@ -26,5 +26,5 @@ def test_an_odd_number_of_weights_and_a_begun_block_are_whole_bytes() -> None:
 
 
 def test_the_plan_can_ask_without_torch() -> None:
-    code = "import sys, lora_trainer.quantization; sys.exit('torch' in sys.modules)"
+    code = "import sys, lora_trainer.config.base_precision; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_trainer.errors import MachineError
-from lora_trainer.output.checkpoints import ADAPTER, OPTIMIZER_TENSORS
-from lora_trainer.quantization import QUANTIZATIONS
-from lora_trainer.train import loop
+from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS
+from lora_trainer.common.errors import MachineError
+from lora_trainer.config.base_precision import QUANTIZATIONS
+from lora_trainer.training import loop
 from tests.fakes.cublas import Missing, without_layouts
 from tests.fakes.runs import Toy, last_state, problems, toy, trajectory
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lora_trainer import cli, queueing
-from lora_trainer.output.status import read_status
-from lora_trainer.queue_files import changing, write
+from lora_trainer.cli import main
+from lora_trainer.queue import commands
+from lora_trainer.queue.items import changing, write
+from lora_trainer.reporting.status import read_status
 from tests.fakes.queues import Place, until
 from tests.fakes.runs import ROOT, start, toy
 
@@ -33,19 +34,19 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 @pytest.fixture
 def held(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
     """A queue that nobody works through."""
-    monkeypatch.setattr(queueing, "ensure_worker", lambda runs: None)
+    monkeypatch.setattr(commands, "ensure_worker", lambda runs: None)
     return place
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.run(["queue", *words]) == 0
+    assert main.run(["queue", *words]) == 0
     out, error = capsys.readouterr()
     assert error == ""
     return str(out)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.run(["queue", *words]) == 2
+    assert main.run(["queue", *words]) == 2
     out, error = capsys.readouterr()
     assert out == ""
     assert error.startswith("error: ") and error.count("\n") == 1
@@ -57,7 +58,7 @@ def test_a_training_is_queued_with_its_words_its_place_and_the_queues_folder(
 ) -> None:
     line = ["add", "--runs", "mine", "--", "my cats", "--steps", "5", "--set", "train.seed=1"]
     assert said(capsys, *line) == "0001-my-cats\n"
-    (item,) = queueing.items(held.folder / "mine")
+    (item,) = commands.items(held.folder / "mine")
     assert item.argv == ("--output", "mine", "my cats", "--steps", "5", "--set", "train.seed=1")
     assert (item.folder, item.label, item.state) == (str(held.folder), "my cats", "waiting")
 
@@ -78,7 +79,7 @@ def test_an_item_is_called_as_its_run_will_be(
 ) -> None:
     said(capsys, "add", "--", *words)
     said(capsys, "add", "--label", "by me", "--", "--strict", *words)
-    assert [item.label for item in queueing.items(held.runs)] == [label, "by me"]
+    assert [item.label for item in commands.items(held.runs)] == [label, "by me"]
 
 
 @pytest.mark.parametrize(
@@ -164,8 +165,8 @@ def test_a_real_training_through_the_queue(
     words = toys.arguments("--name", "two words; $(x)", steps=2, logging__trackers=[])
     capsys.readouterr()  # what making the base has said
     said(capsys, "add", "--", *words)
-    until(lambda: all(item.has_ended for item in queueing.items(place.runs)))
-    (item,) = queueing.items(place.runs)
+    until(lambda: all(item.has_ended for item in commands.items(place.runs)))
+    (item,) = commands.items(place.runs)
     assert (item.state, item.error, item.exit_code) == ("finished", "", 0)
     assert item.run == "two words; $(x)"
     assert read_status(place.runs / item.run).step == 2

@@ -13,12 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from lora_trainer import queue_process, queue_worker, queueing
-from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.hardware import Hardware
-from lora_trainer.nvml import Gpu
-from lora_trainer.queue_files import Item, changing, write
-from lora_trainer.queue_worker import Child, Worker, slots
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.hardware.machine import Hardware
+from lora_trainer.hardware.nvml import Gpu
+from lora_trainer.queue import commands, process
+from lora_trainer.queue import worker as queue_worker
+from lora_trainer.queue.items import Item, changing, write
+from lora_trainer.queue.worker import Child, Worker, slots
 from tests.fakes.queue_trainer import status
 from tests.fakes.queues import FAKE_TRAINER, WORKER_PROGRAM, Place, until
 from tests.fakes.runs import ROOT
@@ -58,7 +59,7 @@ def test_one_after_another_in_their_order(place: Place) -> None:
     worker = place.worker()
     until(lambda: worker.tick() and trains(place, first))
     assert place.states() == {"a": "running", "b": "waiting", "c": "waiting"}
-    queueing.move(place.runs, "0003-c", by=-1)
+    commands.move(place.runs, "0003-c", by=-1)
     place.let("a").touch()
     place.finish(worker)
     assert place.states() == {"b": "finished", "c": "finished", "a": "finished"}, "newest end first"
@@ -124,7 +125,7 @@ def test_a_trainer_gets_no_input_and_a_session_of_its_own(place: Place) -> None:
 
 
 def test_an_item_that_cannot_start_says_why_and_the_next_one_starts(place: Place) -> None:
-    queueing.add(place.runs, ["x"], label="lost", folder=place.folder / "gone")
+    commands.add(place.runs, ["x"], label="lost", folder=place.folder / "gone")
     place.add("b")
     place.finish(place.worker())
     assert place.states() == {"b": "finished", "lost": "failed"}
@@ -183,14 +184,14 @@ def test_the_reason_is_of_this_start_not_of_one_before(place: Place) -> None:
     place.finish(worker)
     assert place.item(item.id).error == "first"
     place.let("a").unlink()
-    queueing.again(place.runs, item.id)
+    commands.again(place.runs, item.id)
     with changing(place.runs):  # its words without the resume, which the fake does not know
         write(place.runs, replace(place.item(item.id), argv=item.argv))
     until(lambda: worker.tick() and trains(place, item))
     os.kill(place.item(item.id).pid or 0, signal.SIGKILL)
     place.finish(worker)
     assert "SIGKILL" in place.item(item.id).error
-    assert "first" in queueing.log_file(place.runs, item.id).read_text(), "kept"
+    assert "first" in commands.log_file(place.runs, item.id).read_text(), "kept"
 
 
 def test_a_full_disk_delays_what_is_written_and_loses_nothing(
@@ -262,7 +263,7 @@ def test_an_end_that_nobody_saw_is_told_by_the_run(
     place.let("a").touch()
     until(lambda: gone(place.item(item.id).pid))
     assert place.item(item.id).state == "running", "as the dead worker left it"
-    queueing.settle(place.runs)
+    commands.settle(place.runs)
     ended = place.item(item.id)
     assert (ended.state, ended.exit_code, ended.error) == (state, code, error)
 
@@ -277,7 +278,7 @@ def test_a_run_that_went_on_elsewhere_does_not_speak_for_the_item(
     os.kill(place.item(item.id).pid or 0, signal.SIGKILL)
     until(lambda: gone(place.item(item.id).pid))
     status(place.runs / "a", state="finished", code=0, say="by another process")
-    queueing.settle(place.runs)
+    commands.settle(place.runs)
     assert place.item(item.id).state == "interrupted"
 
 
@@ -329,7 +330,7 @@ def test_a_worker_that_is_asked_to_end_leaves_the_training_alone(
     )
     item = place.add("a", until=str(place.let("a")))
     said: list[str] = []
-    queueing.work(
+    commands.work(
         place.runs,
         trainer=FAKE_TRAINER,
         devices=[""],
@@ -339,11 +340,11 @@ def test_a_worker_that_is_asked_to_end_leaves_the_training_alone(
     )
     pid = place.item(item.id).pid
     assert not gone(pid)
-    assert queueing.worker_pid(place.runs) is None
+    assert commands.worker_pid(place.runs) is None
     assert said == [f"{item.id} started, process {pid}"]
     place.let("a").touch()
     children[0].process.wait()
-    queueing.settle(place.runs)
+    commands.settle(place.runs)
     assert place.item(item.id).state == "finished"
 
 
@@ -352,20 +353,20 @@ def test_a_worker_that_is_asked_to_end_leaves_the_training_alone(
 
 def test_there_is_one_worker_and_it_ends_by_itself(place: Place) -> None:
     place.add("a", until=str(place.let("a")))
-    queueing.ensure_worker(place.runs, program=WORKER_PROGRAM)
-    pid = queueing.worker_pid(place.runs)
+    commands.ensure_worker(place.runs, program=WORKER_PROGRAM)
+    pid = commands.worker_pid(place.runs)
     assert pid is not None
     assert os.getsid(pid) == pid
-    queueing.ensure_worker(place.runs, program=("no such program",))
-    assert queueing.worker_pid(place.runs) == pid
+    commands.ensure_worker(place.runs, program=("no such program",))
+    assert commands.worker_pid(place.runs) == pid
     until(lambda: place.states()["a"] == "running")
     with pytest.raises(RequestError, match=f"process {pid}"):
-        queueing.work(place.runs, devices=[""])
-    until(lambda: queueing.worker_pid(place.runs) == pid, what="the worker to say so again")
+        commands.work(place.runs, devices=[""])
+    until(lambda: commands.worker_pid(place.runs) == pid, what="the worker to say so again")
     place.let("a").touch()
-    until(lambda: queueing.worker_pid(place.runs) is None)
+    until(lambda: commands.worker_pid(place.runs) is None)
     assert place.states() == {"a": "finished"}
-    queueing.ensure_worker(place.runs, program=("no such program",))
+    commands.ensure_worker(place.runs, program=("no such program",))
 
 
 def test_a_worker_that_was_killed_is_replaced(place: Place) -> None:
@@ -374,39 +375,39 @@ def test_a_worker_that_was_killed_is_replaced(place: Place) -> None:
     with place.worker_process() as process:
         until(lambda: trains(place, item))
         process.kill()
-    queueing.ensure_worker(place.runs, program=WORKER_PROGRAM)
+    commands.ensure_worker(place.runs, program=WORKER_PROGRAM)
     place.let("a").touch()
     until(lambda: place.states() == {"b": "finished", "a": "finished"})
-    until(lambda: queueing.worker_pid(place.runs) is None)
+    until(lambda: commands.worker_pid(place.runs) is None)
 
 
 def test_a_worker_that_dies_at_once_is_not_started_by_every_look(place: Place) -> None:
     place.add("a")
     broken = (sys.executable, "-c", "import sys; sys.exit('error: torch is broken')")
-    queueing.ensure_worker(place.runs, program=broken, clock=lambda: 100.0)
-    until(lambda: queueing.worker_pid(place.runs) is None)
-    assert queueing.worker_fault(place.runs) == "torch is broken"
-    queueing.ensure_worker(place.runs, program=("no such program",), clock=lambda: 105.0)
+    commands.ensure_worker(place.runs, program=broken, clock=lambda: 100.0)
+    until(lambda: commands.worker_pid(place.runs) is None)
+    assert commands.worker_fault(place.runs) == "torch is broken"
+    commands.ensure_worker(place.runs, program=("no such program",), clock=lambda: 105.0)
     with pytest.raises(MachineError, match="no such program|No such file"):
-        queueing.ensure_worker(place.runs, program=("no such program",), clock=lambda: 111.0)
-    queueing.ensure_worker(place.runs, program=WORKER_PROGRAM, clock=lambda: 111.0)
+        commands.ensure_worker(place.runs, program=("no such program",), clock=lambda: 111.0)
+    commands.ensure_worker(place.runs, program=WORKER_PROGRAM, clock=lambda: 111.0)
     until(lambda: place.states() == {"a": "finished"})
-    assert queueing.worker_fault(place.runs) == ""
-    until(lambda: queueing.worker_pid(place.runs) is None)
+    assert commands.worker_fault(place.runs) == ""
+    until(lambda: commands.worker_pid(place.runs) is None)
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"pid": -5}', b"\xff"])
 def test_a_damaged_note_of_the_worker_is_replaced(damage: bytes, place: Place) -> None:
     place.add("a")
     (place.runs / ".queue" / ".worker.json").write_bytes(damage)
-    assert queueing.worker_pid(place.runs) is None
-    queueing.work(place.runs, trainer=FAKE_TRAINER, devices=[""], sleep=lambda _: None)
+    assert commands.worker_pid(place.runs) is None
+    commands.work(place.runs, trainer=FAKE_TRAINER, devices=[""], sleep=lambda _: None)
     assert place.states() == {"a": "finished"}
 
 
 def test_what_comes_while_a_worker_retires_is_worked_on(place: Place) -> None:
     """The last poll finds nothing; before the worker says that it is gone, somebody adds."""
-    real = queue_process.changing
+    real = process.changing
     late = []
 
     def add_before_the_lock(runs: Path) -> Any:
@@ -416,8 +417,8 @@ def test_what_comes_while_a_worker_retires_is_worked_on(place: Place) -> None:
         return real(runs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(queue_process, "changing", add_before_the_lock)
-        queueing.work(
+        patch.setattr(process, "changing", add_before_the_lock)
+        commands.work(
             place.runs, trainer=FAKE_TRAINER, devices=[""], sleep=lambda _: None, idle_polls=2
         )
     assert place.states() == {"late": "finished"}
@@ -432,7 +433,7 @@ def test_a_worker_whose_queue_was_deleted_ends(place: Place) -> None:
         for file in (place.runs / ".queue").glob(".worker.lock"):
             file.unlink()
 
-    queueing.work(place.runs, trainer=FAKE_TRAINER, devices=[], sleep=sleep, stop=lambda: None)
+    commands.work(place.runs, trainer=FAKE_TRAINER, devices=[], sleep=sleep, stop=lambda: None)
     assert len(polls) == 1
 
 
@@ -450,7 +451,7 @@ def test_a_worker_goes_on_when_the_disk_is_full_for_a_while(place: Place) -> Non
     real = Worker.tick
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Worker, "tick", full_at_first)
-        queueing.work(
+        commands.work(
             place.runs, trainer=FAKE_TRAINER, devices=[""], say=said.append, sleep=lambda _: None
         )
     assert place.states() == {"a": "finished"}
@@ -472,7 +473,7 @@ def test_a_training_started_by_hand_takes_a_device(place: Place) -> None:
     for name in "ab":
         place.add(name)
     worker = place.worker("0", "1")
-    assert queueing.outside(place.runs, ()) == ("by-hand",)
+    assert commands.outside(place.runs, ()) == ("by-hand",)
     until(lambda: worker.tick() and place.item("0001-a").has_ended)
     assert place.given("a")["device"] == "1", "CUDA's first card is where one trains by itself"
     status(by_hand(place), state="finished", code=0, say="")

@@ -15,10 +15,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lora_trainer import queue_files, queueing
-from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.queue_files import Item, write
-from lora_trainer.queue_worker import Child, Worker
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.queue import commands, items
+from lora_trainer.queue.items import Item, write
+from lora_trainer.queue.worker import Child, Worker
 from tests.fakes.queues import Place
 
 
@@ -28,13 +28,13 @@ def place(tmp_path: Path) -> Place:
 
 
 def ids(place: Place) -> list[str]:
-    return [item.id for item in queueing.items(place.runs)]
+    return [item.id for item in commands.items(place.runs)]
 
 
 def become(place: Place, item: Item, **changes: Any) -> Item:
     """Let an item be what a worker would make of it."""
     changed = replace(item, **changes)
-    with queue_files.changing(place.runs):
+    with items.changing(place.runs):
         write(place.runs, changed)
     return changed
 
@@ -43,9 +43,9 @@ def become(place: Place, item: Item, **changes: Any) -> Item:
 
 
 def test_a_queue_that_was_never_used_is_empty_and_stays_absent(place: Place) -> None:
-    assert queueing.items(place.runs) == ()
-    assert queueing.worker_pid(place.runs) is None
-    queueing.ensure_worker(place.runs, program=("no such program",))
+    assert commands.items(place.runs) == ()
+    assert commands.worker_pid(place.runs) is None
+    commands.ensure_worker(place.runs, program=("no such program",))
     assert not place.runs.exists()
 
 
@@ -78,16 +78,16 @@ def test_the_same_training_twice_is_refused(state: Any, place: Place) -> None:
 
 def test_the_same_words_are_another_training_elsewhere_or_later(place: Place) -> None:
     item = place.add("a")
-    other = queueing.add(place.runs, item.argv, label="a", folder=place.folder / "elsewhere")
+    other = commands.add(place.runs, item.argv, label="a", folder=place.folder / "elsewhere")
     become(place, item, state="failed", ended_s=1.0)
-    assert [found.id for found in queueing.items(place.runs) if not found.has_ended] == [other.id]
+    assert [found.id for found in commands.items(place.runs) if not found.has_ended] == [other.id]
     assert place.add("a").id == "0003-a"
 
 
 def test_no_item_gets_the_name_of_one_that_was_removed(place: Place) -> None:
     place.add("a")
     last = place.add("a", "b")
-    queueing.remove(place.runs, last.id)
+    commands.remove(place.runs, last.id)
     assert place.add("a", "b").id == "0003-a"
     (place.runs / ".queue" / ".last-number").write_bytes(b"\xff")
     assert place.add("c").id == "0004-c", "the items count where the counter is damaged"
@@ -96,9 +96,9 @@ def test_no_item_gets_the_name_of_one_that_was_removed(place: Place) -> None:
 @pytest.mark.parametrize("word", ["a\0b", "\ud800"])
 def test_words_that_no_process_takes_are_refused(word: str, place: Place) -> None:
     with pytest.raises(RequestError, match="cannot be a word"):
-        queueing.add(place.runs, ["dataset", word], label="a")
+        commands.add(place.runs, ["dataset", word], label="a")
     with pytest.raises(RequestError, match="cannot be a word"):
-        queueing.add(place.runs, ["dataset"], label=word)
+        commands.add(place.runs, ["dataset"], label=word)
     assert ids(place) == []
 
 
@@ -108,7 +108,7 @@ def test_many_can_add_at_once(place: Place) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    found = queueing.items(place.runs)
+    found = commands.items(place.runs)
     assert sorted(item.label for item in found) == sorted(f"t{number}" for number in range(12))
     assert sorted(item.order for item in found) == list(range(1, 13))
 
@@ -118,12 +118,12 @@ def test_many_can_add_at_once(place: Place) -> None:
 
 def test_moving_changes_the_order_and_stops_at_the_ends(place: Place) -> None:
     a, b, c = (place.add(name).id for name in "abc")
-    queueing.move(place.runs, c, by=-1)
+    commands.move(place.runs, c, by=-1)
     assert ids(place) == [a, c, b]
-    queueing.move(place.runs, c, by=-1)
-    queueing.move(place.runs, c, by=-1)
+    commands.move(place.runs, c, by=-1)
+    commands.move(place.runs, c, by=-1)
     assert ids(place) == [c, a, b]
-    queueing.move(place.runs, c, by=+9)
+    commands.move(place.runs, c, by=+9)
     assert ids(place) == [a, b, c]
     assert place.add("d").id == ids(place)[-1]
 
@@ -141,10 +141,10 @@ def test_a_crash_while_moving_loses_nothing_and_can_be_repaired(
         write(runs, item)
 
     with monkeypatch.context() as patch, pytest.raises(MachineError):
-        patch.setattr(queueing, "write", one_write)
-        queueing.move(place.runs, c, by=-2)
+        patch.setattr(commands, "write", one_write)
+        commands.move(place.runs, c, by=-2)
     assert sorted(ids(place)) == [a, b, c]
-    queueing.move(place.runs, b, by=-2)
+    commands.move(place.runs, b, by=-2)
     assert ids(place)[0] == b
 
 
@@ -152,23 +152,23 @@ def test_a_crash_while_moving_loses_nothing_and_can_be_repaired(
 def test_only_what_waits_can_be_moved(state: Any, place: Place) -> None:
     item = become(place, place.add("a"), state=state)
     with pytest.raises(RequestError, match=state):
-        queueing.move(place.runs, item.id, by=1)
+        commands.move(place.runs, item.id, by=1)
 
 
 def test_removing_takes_the_log_along_and_leaves_the_run(place: Place) -> None:
     item = become(place, place.add("a"), state="failed", run="a")
-    queueing.log_file(place.runs, item.id).write_text("said")
+    commands.log_file(place.runs, item.id).write_text("said")
     (place.runs / "a").mkdir()
-    queueing.remove(place.runs, item.id)
+    commands.remove(place.runs, item.id)
     assert ids(place) == []
-    assert not queueing.log_file(place.runs, item.id).exists()
+    assert not commands.log_file(place.runs, item.id).exists()
     assert (place.runs / "a").is_dir()
 
 
 def test_what_runs_cannot_be_removed(place: Place) -> None:
     item = become(place, place.add("a"), state="running")
     with pytest.raises(RequestError, match="stop its training first"):
-        queueing.remove(place.runs, item.id)
+        commands.remove(place.runs, item.id)
     assert ids(place) == [item.id]
 
 
@@ -177,11 +177,11 @@ def test_only_what_is_listed_can_be_named(name: str, place: Place) -> None:
     place.add("a")
     outside = place.runs / "outside.json"
     outside.write_text("{}")
-    for change in (queueing.remove, queueing.again):
+    for change in (commands.remove, commands.again):
         with pytest.raises(RequestError, match="there is no item"):
             change(place.runs, name)
     with pytest.raises(RequestError, match="there is no item"):
-        queueing.move(place.runs, name, by=1)
+        commands.move(place.runs, name, by=1)
     assert outside.exists() and len(ids(place)) == 1
 
 
@@ -190,7 +190,7 @@ def test_one_that_ended_early_goes_on_with_its_run(state: Any, place: Place) -> 
     first, item = place.add("b"), place.add("a", "--name", "a")
     (place.runs / "a").mkdir()
     become(place, item, state=state, run="a", ended_s=1.0, exit_code=5, error="nan", pid=7)
-    waiting = queueing.again(place.runs, item.id)
+    waiting = commands.again(place.runs, item.id)
     assert waiting.argv == ("--resume-from", str(place.runs / "a"), *item.argv)
     assert (waiting.state, waiting.pid, waiting.exit_code, waiting.error) == (
         "waiting",
@@ -200,9 +200,9 @@ def test_one_that_ended_early_goes_on_with_its_run(state: Any, place: Place) -> 
     )
     assert ids(place) == [first.id, item.id]
     with pytest.raises(RequestError, match="waiting already"):
-        queueing.again(place.runs, item.id)
+        commands.again(place.runs, item.id)
     become(place, waiting, state=state, run="a", ended_s=2.0)
-    assert queueing.again(place.runs, item.id).argv == waiting.argv, "not resumed twice over"
+    assert commands.again(place.runs, item.id).argv == waiting.argv, "not resumed twice over"
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_one_without_a_run_to_go_on_with_starts_over(
     item = place.add("a")
     (place.runs / "a").mkdir()
     become(place, item, state=state, run=run, ended_s=1.0)
-    assert queueing.again(place.runs, item.id).argv == item.argv
+    assert commands.again(place.runs, item.id).argv == item.argv
 
 
 # ---- damaged
@@ -247,24 +247,24 @@ def test_a_damaged_item_has_failed_and_blocks_nobody(name: str, place: Place) ->
     if isinstance(damage, dict):
         damage = json.dumps({**json.loads(file.read_bytes()), **damage}).encode()
     file.write_bytes(damage)
-    waiting, damaged = queueing.items(place.runs)
+    waiting, damaged = commands.items(place.runs)
     assert (waiting.id, damaged.id, damaged.state) == (second.id, first.id, "failed")
     assert damaged.error.startswith(f"{file.name} is damaged: ")
     assert damaged.error.isprintable()
     with pytest.raises(RequestError, match="remove it and add"):
-        queueing.again(place.runs, first.id)
-    queueing.move(place.runs, second.id, by=-1)
+        commands.again(place.runs, first.id)
+    commands.move(place.runs, second.id, by=-1)
     assert place.add("c").id == "0003-c"
-    queueing.remove(place.runs, first.id)
+    commands.remove(place.runs, first.id)
     assert ids(place) == [second.id, "0003-c"]
 
 
 def test_a_folder_in_the_place_of_an_item_is_damage_too(place: Place) -> None:
     place.add("a")
     (place.runs / ".queue" / "0007-odd.json").mkdir()
-    assert [item.state for item in queueing.items(place.runs)] == ["waiting", "failed"]
+    assert [item.state for item in commands.items(place.runs)] == ["waiting", "failed"]
     with pytest.raises(MachineError):
-        queueing.remove(place.runs, "0007-odd")
+        commands.remove(place.runs, "0007-odd")
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_queue_that_cannot_be_is_one_line(place: Place) -> None:
     place.runs.mkdir()
     (place.runs / ".queue").write_text("a file")
     with pytest.raises(MachineError, match=r"\.queue"):
-        queueing.items(place.runs)
+        commands.items(place.runs)
     with pytest.raises(MachineError, match=r"\.queue"):
         place.add("a")
 
@@ -338,7 +338,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data(), by=st.sampled_from([-2, -1, 1, 2]))
     def move(self, data: st.DataObject, by: int) -> None:
         chosen = data.draw(st.sampled_from(self.waiting))
-        queueing.move(self.place.runs, chosen, by=by)
+        commands.move(self.place.runs, chosen, by=by)
         place = self.waiting.index(chosen)
         self.waiting.remove(chosen)
         self.waiting.insert(max(0, place + by), chosen)
@@ -347,14 +347,14 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         chosen = data.draw(st.sampled_from(self.waiting + self.ended))
-        queueing.remove(self.place.runs, chosen)
+        commands.remove(self.place.runs, chosen)
         (self.waiting if chosen in self.waiting else self.ended).remove(chosen)
 
     @precondition(lambda self: self.ended)
     @rule(data=st.data())
     def start_again(self, data: st.DataObject) -> None:
         chosen = data.draw(st.sampled_from(self.ended))
-        queueing.again(self.place.runs, chosen)
+        commands.again(self.place.runs, chosen)
         self.ended.remove(chosen)
         self.waiting.append(chosen)
 
@@ -376,7 +376,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def everything_is_where_it_belongs(self) -> None:
-        found = queueing.items(self.place.runs)
+        found = commands.items(self.place.runs)
         assert [item.id for item in found] == self.running + self.waiting + self.ended
         devices = [item.device for item in found if item.state == "running"]
         assert len(set(devices)) == len(devices), "one training a device"

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.randomness import Stream, draw_choice, draw_seed, draw_uniform, shuffled
+from lora_trainer.common.randomness import Stream, draw_choice, draw_seed, draw_uniform, shuffled
 
 COUNTERS = st.lists(
     st.one_of(st.integers(-5, 5), st.sampled_from(["", "1", "a", "ab"])), max_size=4
@@ -27,7 +27,7 @@ def test_draws_never_change() -> None:
 def test_a_draw_does_not_depend_on_the_process() -> None:
     """Python's own hash() of a text differs from process to process."""
     program = (
-        "from lora_trainer.randomness import Stream, draw_seed;"
+        "from lora_trainer.common.randomness import Stream, draw_seed;"
         "print(draw_seed(1, Stream.FLIP, 'x', 2))"
     )
     done = subprocess.run(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer import errors
+from lora_trainer.common import errors
 from scripts.preset_table import BEGIN, END, with_preset_tables
 
 ROOT = Path(__file__).resolve().parents[1]

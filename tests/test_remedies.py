@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch import nn
 
-from lora_trainer import remedies
-from lora_trainer.config import MemorySettings
-from lora_trainer.errors import MachineError
-from lora_trainer.events import Event, EventStream
-from lora_trainer.hardware import GIB, Hardware, assume_card
-from lora_trainer.model.checkpointing import (
+from lora_trainer.common.errors import MachineError
+from lora_trainer.common.events import Event, EventStream
+from lora_trainer.config.config import MemorySettings
+from lora_trainer.hardware.machine import GIB, Hardware, assume_card
+from lora_trainer.network.block_swap import block_sizes
+from lora_trainer.network.checkpointing import (
     apply_checkpointing,
     checkpointable_blocks,
     is_checkpointed,
 )
-from lora_trainer.model.streaming import block_sizes
-from lora_trainer.planning.full_cards import BELOW, FullCards
-from lora_trainer.prepare import Prepared, Request, prepare
-from lora_trainer.remedies import full_card_memo, told_if_full
-from lora_trainer.train.training import Remedy
+from lora_trainer.planning.oom_history import BELOW, OomHistory
+from lora_trainer.run import oom_fallbacks
+from lora_trainer.run.oom_fallbacks import oom_as_error, oom_history_memo
+from lora_trainer.run.prepare import Prepared, Request, prepare
+from lora_trainer.training.training import OomFallback
 from tests.fakes.family_bases import CPU, denoiser_of
 from tests.fakes.runs import toy
 
@@ -49,7 +49,7 @@ def stream() -> tuple[EventStream, list[Event]]:
     return events, seen
 
 
-def kinds(found: tuple[Remedy, ...]) -> list[tuple[str, object, object]]:
+def kinds(found: tuple[OomFallback, ...]) -> list[tuple[str, object, object]]:
     return [(remedy.key, remedy.old, remedy.new) for remedy in found]
 
 
@@ -70,7 +70,7 @@ OFFLOADED = ("memory.gradient_checkpointing", "full", "offloaded")
 
 def test_a_processor_is_not_offered_what_frees_nothing_there() -> None:
     """Inputs and weights that wait in host memory are where they were."""
-    assert kinds(remedies.remedies(denoiser(), PLANNED, device=CPU)) == RECOMPUTED
+    assert kinds(oom_fallbacks.oom_fallbacks(denoiser(), PLANNED, device=CPU)) == RECOMPUTED
 
 
 def test_blocks_that_keep_more_are_the_first_to_keep_less() -> None:
@@ -79,7 +79,7 @@ def test_blocks_that_keep_more_are_the_first_to_keep_less() -> None:
     apply_checkpointing(network, "light", kept_share=0.4)
     last = checkpointable_blocks(network)[-1]
     assert not is_checkpointed(network, last)
-    first, *others = remedies.remedies(network, mixed, device=CPU)
+    first, *others = oom_fallbacks.oom_fallbacks(network, mixed, device=CPU)
     assert kinds((first,)) == [("memory.kept_share", 0.4, 0.0)]
     assert kinds(tuple(others)) == RECOMPUTED[1:]
     first.apply()
@@ -93,14 +93,14 @@ def test_weights_are_streamed_as_far_as_the_machine_has_room(
     """`room` is free memory over what the blocks take; the tiny FLUX has three, four bytes a number."""
     network = denoiser()
     taken = 4 * sum(block_sizes(network))
-    monkeypatch.setattr(remedies, "spare_ram_bytes", lambda: int(room * taken))
-    found = kinds(remedies.remedies(network, PLANNED, device=torch.device("cuda")))
+    monkeypatch.setattr(oom_fallbacks, "spare_ram_bytes", lambda: int(room * taken))
+    found = kinds(oom_fallbacks.oom_fallbacks(network, PLANNED, device=torch.device("cuda")))
     last = [("memory.streamed_blocks", 0, streamed)] if streamed else []
     assert found == [*RECOMPUTED, OFFLOADED, *last]
     fewer = MemorySettings.model_validate(
         {"gradient_checkpointing": "offloaded", "kept_share": 0.0, "streamed_blocks": 2}
     )
-    assert remedies.remedies(network, fewer, device=torch.device("cuda")) == ()
+    assert oom_fallbacks.oom_fallbacks(network, fewer, device=torch.device("cuda")) == ()
 
 
 def test_a_run_that_did_not_fit_makes_the_next_plan_smaller_and_a_resume_keeps_its_own(
@@ -119,7 +119,7 @@ def test_a_run_that_did_not_fit_makes_the_next_plan_smaller_and_a_resume_keeps_i
     first = prepare(request, hardware=MACHINE)
     assert first.full_card is None
     events, seen = stream()
-    events.subscribe(full_card_memo(first, events))
+    events.subscribe(oom_history_memo(first, events))
     for _ in range(3):
         events.emit("out_of_memory", images_at_once=4, reason="CUDA out of memory")
     (note,) = [event.fields for event in seen if event.kind == "problem"]
@@ -142,9 +142,9 @@ def test_a_run_that_did_not_fit_makes_the_next_plan_smaller_and_a_resume_keeps_i
 
     # The smaller plan fails too: the limit it is measured by is that of the card, not its own.
     events, _ = stream()
-    events.subscribe(full_card_memo(second, events))
+    events.subscribe(oom_history_memo(second, events))
     events.emit("out_of_memory", images_at_once=4, reason="CUDA out of memory")
-    third = FullCards.of(second.cache_root).known(MACHINE, "sdxl")
+    third = OomHistory.of(second.cache_root).known(MACHINE, "sdxl")
     assert third is not None
     planned = second.plan.memory.peak_bytes / MACHINE.gpus[0].free_bytes
     assert third.share == pytest.approx(BELOW * planned, abs=2e-4)
@@ -158,7 +158,7 @@ def test_a_processor_that_is_full_is_not_remembered(tmp_path: Path) -> None:
         cache_root=tmp_path,
     )
     events, seen = stream()
-    events.subscribe(full_card_memo(cast(Prepared, made), events))
+    events.subscribe(oom_history_memo(cast(Prepared, made), events))
     events.emit("out_of_memory", images_at_once=1, reason="no memory")
     assert len(seen) == 1
     assert list(tmp_path.iterdir()) == []
@@ -176,10 +176,10 @@ def test_a_memo_that_cannot_be_written_is_a_note_and_hides_nothing(tmp_path: Pat
         family=SimpleNamespace(name="sdxl"),
     )
     events, seen = stream()
-    events.subscribe(full_card_memo(cast(Prepared, made), events))
+    events.subscribe(oom_history_memo(cast(Prepared, made), events))
     with (
         pytest.raises(MachineError, match="ran out of memory while loading a base"),
-        told_if_full("loading a base", events=events),
+        oom_as_error("loading a base", events=events),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory")
     (note,) = [event.fields for event in seen if event.kind == "problem"]
@@ -193,7 +193,7 @@ def test_running_out_of_memory_while_loading_is_one_line_with_the_right_code() -
         pytest.raises(
             MachineError, match="ran out of memory while loading a base: CUDA out"
         ) as told,
-        told_if_full("loading a base", events=events),
+        oom_as_error("loading a base", events=events),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
     assert "\n" not in str(told.value)
@@ -202,6 +202,6 @@ def test_running_out_of_memory_while_loading_is_one_line_with_the_right_code() -
 
 def test_other_errors_stay_what_they_are() -> None:
     events, seen = stream()
-    with pytest.raises(RuntimeError, match="shapes"), told_if_full("loading", events=events):
+    with pytest.raises(RuntimeError, match="shapes"), oom_as_error("loading", events=events):
         raise RuntimeError("shapes do not match")
     assert seen == []

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lora_trainer import resolve as resolve_module
-from lora_trainer.config import Config, flatten, setting_keys
-from lora_trainer.errors import RequestError
-from lora_trainer.resolve import FamilyPresets, Resolved, resolve
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config import layers as resolve_module
+from lora_trainer.config.config import Config, flatten, setting_keys
+from lora_trainer.config.layers import FamilyPresets, Resolved, resolve
 
 KEY = "sampling.steps"
 

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from lora_trainer.output.export import final_export_name
+from lora_trainer.lora_file.write import final_export_name
 from tests.fakes.runs import Toy, contents, events, last_state, python, run_cli, toy, trajectory
 
 pytestmark = pytest.mark.timeout(300)  # a loaded machine is no failure
 
 DRIVER = """
 import gc, importlib, json, os, signal, sys
-import lora_trainer.run  # this and the next two: all that is slow to import, once for all
+import lora_trainer.run.train  # this and the next two: all that is slow to import, once for all
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTokenizer
-from lora_trainer.cli import run
+from lora_trainer.cli.main import run
 
 
 def kill_at(module, name, call, after):
@@ -73,18 +73,18 @@ class Kill:
 
 # A run saves at steps 2, 4 and 6; a state is five files, a rename, a line of the log, and a prune.
 KILLS = {
-    "while caching": Kill("data.cache:Cache.write", 5, None),
-    "before the first save": Kill("train.loop:_report", 1, None, after=True),
+    "while caching": Kill("cache.store:Cache.write", 5, None),
+    "before the first save": Kill("training.loop:_report", 1, None, after=True),
     # A save waits for the one before, which is written beside the training; the first copy is of the start.
-    "between saves": Kill("output.state_writer:freeze", 3, 2),
-    "in the first state": Kill("output.state_files:write_file", 4, None),
-    "in a state's files": Kill("output.state_files:write_file", 8, 2),
-    "before a state's rename": Kill("output.checkpoints:rename_durably", 2, 2),
-    "after a state's rename": Kill("output.checkpoints:append_durably", 2, 4),
-    "before pruning": Kill("output.checkpoints:_prune", 3, 6),
-    "in pruning": Kill("output.checkpoints:remove_tree", 5, 6, after=True),
-    "before the final export": Kill("exporting:write_export", 3, 6),
-    "in the report": Kill("run:write_report", 1, 6),
+    "between saves": Kill("checkpoint.writer:freeze", 3, 2),
+    "in the first state": Kill("checkpoint.codec:write_file", 4, None),
+    "in a state's files": Kill("checkpoint.codec:write_file", 8, 2),
+    "before a state's rename": Kill("checkpoint.states:rename_durably", 2, 2),
+    "after a state's rename": Kill("checkpoint.states:append_durably", 2, 4),
+    "before pruning": Kill("checkpoint.states:_prune", 3, 6),
+    "in pruning": Kill("checkpoint.states:remove_tree", 5, 6, after=True),
+    "before the final export": Kill("run.job:write_export", 3, 6),
+    "in the report": Kill("run.train:write_report", 1, 6),
 }
 
 

@@ -17,16 +17,16 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from lora_trainer import exporting
-from lora_trainer import run as run_module
-from lora_trainer.config import setting_keys
-from lora_trainer.errors import MachineError, StoppedBySignal
-from lora_trainer.events import Event, read_jsonl
-from lora_trainer.hardware import Hardware
-from lora_trainer.output.checkpoints import load_newest
-from lora_trainer.output.status import Control, read_status
-from lora_trainer.prepare import Prepared, Request
-from lora_trainer.run import StopFlag, TrainRequest, train
+from lora_trainer.checkpoint.states import load_newest
+from lora_trainer.common.errors import MachineError, StoppedBySignal
+from lora_trainer.common.events import Event, read_jsonl
+from lora_trainer.config.config import setting_keys
+from lora_trainer.hardware.machine import Hardware
+from lora_trainer.reporting.status import Control, read_status
+from lora_trainer.run import job
+from lora_trainer.run import train as run_module
+from lora_trainer.run.prepare import Prepared, Request
+from lora_trainer.run.train import StopFlag, TrainRequest, train
 from tests.fakes.runs import (
     SETTINGS,
     Toy,
@@ -426,7 +426,7 @@ def test_exports_that_fail_end_the_run_with_its_work_saved(
     def full(*_: object, **__: object) -> float:
         raise MachineError("the disk is full", fix="free some space")
 
-    monkeypatch.setattr(exporting, "write_export", full)
+    monkeypatch.setattr(job, "write_export", full)
     assert copied.train("--name", "full", **QUIET) == 4
     run = copied.runs / "full"
     (stopped,) = events(run, "stopped")

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config import Config, flatten, setting_keys
-from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.events import read_jsonl
-from lora_trainer.run_folder import (
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.events import read_jsonl
+from lora_trainer.config.config import Config, flatten, setting_keys
+from lora_trainer.run.run_folder import (
     FORBIDDEN_SETTINGS,
     FREE_SETTINGS,
     ROUNDING_SETTINGS,

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer import device, networks, session
-from lora_trainer.config import build_config
-from lora_trainer.events import read_jsonl
+from lora_trainer.common.events import read_jsonl
+from lora_trainer.config.config import build_config
 from lora_trainer.families import family
-from lora_trainer.model.modulation import ModulationLayer
-from lora_trainer.model.quantize import QuantizedLinear
-from lora_trainer.prepare import Prepared
+from lora_trainer.network.modulation import ModulationLayer
+from lora_trainer.network.quantize import QuantizedLinear
+from lora_trainer.run import build, device, session
+from lora_trainer.run.prepare import Prepared
 from tests.fakes.family_bases import conditioning_of, facts_of, side_of
 from tests.fakes.runs import Toy, toy
 
@@ -49,9 +49,9 @@ def prepared(name: str, **settings: Any) -> Prepared:
 
 def gradients(made: Prepared) -> tuple[nn.Module, dict[str, Tensor]]:
     """Load, inject, arrange as a run does; return the network and the adapter's gradients of a loss."""
-    loaded = networks.load_networks(made)
-    adapter = networks.with_adapter(made, loaded, None)
-    networks.arrange(made, loaded)
+    loaded = build.load_networks(made)
+    adapter = build.with_adapter(made, loaded, None)
+    build.arrange(made, loaded)
     torch.manual_seed(0)
     for parameter in loaded.denoiser.parameters():
         if parameter.requires_grad:
@@ -111,7 +111,7 @@ def test_modulation_is_taken_out_of_the_base_as_it_is_kept() -> None:
 def test_layers_a_family_wants_whole_stay_whole() -> None:
     network, _ = gradients(prepared("chroma", memory__base_precision="int8"))
     for name, module in network.named_modules():
-        if set(name.split(".")) & set(family("chroma").unquantised):
+        if set(name.split(".")) & set(family("chroma").quantization_skip):
             assert not isinstance(module, QuantizedLinear), name
 
 

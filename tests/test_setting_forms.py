@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.config import all_settings
-from lora_trainer.setting_forms import Form, form_of, label_of
+from lora_trainer.config.config import all_settings
+from lora_trainer.config.forms import Form, form_of, label_of
 
 FORMS = {info.key: info.form for info in all_settings()}
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config import setting_keys
-from lora_trainer.errors import RequestError
-from lora_trainer.settings_file import read_settings_file
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.config import setting_keys
+from lora_trainer.config.layers import read_settings_file
 
 
 def written(folder: Path, name: str, text: str) -> Path:

@@ -8,19 +8,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from lora_trainer.config import all_settings, setting_keys
-from lora_trainer.data.findings import Finding
-from lora_trainer.output.inspect import Inspection, Problem, Spread
-from lora_trainer.prepare import Prepared, Request, prepare
-from lora_trainer.priority import PRIORITIES
-from lora_trainer.resolve import TIERS, Origin, preset_families
-from lora_trainer.show.answers import (
-    check_text,
-    doctor_json,
-    inspect_text,
-    presets_text,
-)
-from lora_trainer.show.plan import plan_json, plan_text
+from lora_trainer.common.findings import Finding
+from lora_trainer.config.choices import PRIORITIES
+from lora_trainer.config.config import all_settings, setting_keys
+from lora_trainer.config.layers import TIERS, Origin, preset_families
+from lora_trainer.lora_file.inspect import Inspection, Problem, Spread
+from lora_trainer.run.answers import check_text, doctor_json, inspect_text, presets_text
+from lora_trainer.run.plan_text import plan_json, plan_text
+from lora_trainer.run.prepare import Prepared, Request, prepare
 from tests.fakes.runs import toy
 
 ODD = "[bold]odd[/] [/red] :cat:"

@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.config import Config, build_config
-from lora_trainer.nvml import Gpu
-from lora_trainer.surroundings import CardState, Cause, Surroundings, card_state, causes, look
-from lora_trainer.train.pace import Slow
+from lora_trainer.config.config import Config, build_config
+from lora_trainer.hardware.nvml import Gpu
+from lora_trainer.training.pace import Slow
+from lora_trainer.training.slow_causes import (
+    CardState,
+    Cause,
+    MachineState,
+    card_state,
+    causes,
+    look,
+)
 from tests.fakes.nvml import GIB, FakeCard, FakeNvml
 
 SLOW = Slow(factor=2.0, seconds=4.0, usual_s=2.0, wait_s=0.1, usual_wait_s=0.1)
@@ -25,7 +32,7 @@ CARD = CardState(
     users=frozenset({US}),
     busy_percent={US: 95},
 )
-QUIET = Surroundings(card=CARD, beside_card=True, processors=8)
+QUIET = MachineState(card=CARD, beside_card=True, processors=8)
 
 
 def settings(values: Mapping[str, Any]) -> Config:
@@ -34,20 +41,20 @@ def settings(values: Mapping[str, Any]) -> Config:
 
 
 def found(
-    now: Surroundings, *, slow: Slow = SLOW, spills: bool = False, **values: Any
+    now: MachineState, *, slow: Slow = SLOW, spills: bool = False, **values: Any
 ) -> list[Cause]:
     config = settings({key.replace("__", "."): value for key, value in values.items()})
     return list(causes(slow, QUIET, now, spills=spills, config=config))
 
 
-def with_card(**changes: Any) -> Surroundings:
+def with_card(**changes: Any) -> MachineState:
     return replace(QUIET, card=replace(CARD, **changes))
 
 
 def test_nothing_that_changed_is_no_cause() -> None:
     assert not found(QUIET, spills=True)
     assert not found(with_card(celsius=83, held_back=0x4))
-    assert not found(Surroundings(processors=8))
+    assert not found(MachineState(processors=8))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +81,7 @@ def test_nothing_that_changed_is_no_cause() -> None:
     ],
 )
 def test_each_cause_is_named_with_what_to_do(
-    now: Surroundings, name: str, said: str, setting: str
+    now: MachineState, name: str, said: str, setting: str
 ) -> None:
     (cause,) = found(now, spills=True)
     assert cause.name == name
@@ -173,7 +180,7 @@ def test_a_driver_that_says_nothing_is_no_error(nvml: FakeNvml) -> None:
 
 
 def test_a_look_at_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lora_trainer.surroundings._WATCHED_S", 0.05)
+    monkeypatch.setattr("lora_trainer.training.slow_causes._WATCHED_S", 0.05)
     seen = look(None)
     assert seen.card is None
     assert 0 <= seen.cores_taken <= seen.processors == len(os.sched_getaffinity(0))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from lora_trainer.output.checkpoints import ADAPTER, FILES
+from lora_trainer.checkpoint.states import ADAPTER, FILES
 from tests.fakes.runs import Toy, events, last_state, python, run_cli, toy, trajectory
 from tests.test_resume_kill import DRIVER
 
@@ -32,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     """The uninterrupted run, and `killed`, which was killed between two saves."""
     place = toy(tmp_path_factory.mktemp("text")).with_base()
     assert place.train(**STOPPING) == 0
-    point = ("lora_trainer.output.state_writer", "freeze", 3, False)
+    point = ("lora_trainer.checkpoint.writer", "freeze", 3, False)
     done = python(DRIVER, json.dumps([(command(place, "killed"), point)]), timeout_s=280)
     assert done.stderr.split()[-1] == "-9", done.stderr[-2000:]
     return place

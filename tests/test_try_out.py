@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from lora_trainer.try_out import stated_settings
+from lora_trainer.run.sample_lora import stated_settings
 from tests.fakes.runs import Toy, run_cli, toy
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from lora_trainer.config import SettingInfo, all_settings, build_config
-from lora_trainer.errors import RequestError
-from lora_trainer.prepare import Request, prepare
-from lora_trainer.show.plan import plan_json
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.config import SettingInfo, all_settings, build_config
+from lora_trainer.run.plan_text import plan_json
+from lora_trainer.run.prepare import Request, prepare
 from tests.fakes.family_bases import base_of, facts_of, side_of
 from tests.fakes.runs import Toy, run_cli, toy
 from tests.fakes.runs import trajectory as measured

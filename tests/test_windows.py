@@ -17,13 +17,15 @@ import pytest
 from lora_trainer.gui import jobs
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer import files, queue_worker, run_folder
-from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.files import read_json_object, write_atomic
-from lora_trainer.output.state_files import append_durably
-from lora_trainer.output.status import Control
-from lora_trainer.queue_files import Item
-from lora_trainer.stopping import StopFlag, taking_signals
+from lora_trainer.checkpoint.codec import append_durably
+from lora_trainer.common import files
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.files import read_json_object, write_atomic
+from lora_trainer.queue import worker
+from lora_trainer.queue.items import Item
+from lora_trainer.reporting.status import Control
+from lora_trainer.run import run_folder
+from lora_trainer.run.stop import StopFlag, taking_signals
 from tests.fakes import runs
 from tests.fakes.runs import ROOT, Toy
 from tests.fakes.windows import MISSING, MISSING_MODULES, on_windows
@@ -175,7 +177,7 @@ def _runner(job: jobs.Job) -> int:
 def test_exit_codes_of_windows_say_how_a_training_ended(code: int, state: str, said: str) -> None:
     item = Item(id="a", argv=(), folder="", label="", added_s=0.0, order=0)
     with on_windows():
-        ended = queue_worker._exited(item, code, said="")
+        ended = worker._exited(item, code, said="")
     assert ended.state == state and said in ended.error
 
 
@@ -215,7 +217,7 @@ def test_a_pipe_with_another_encoding_gets_utf_8(tmp_path: Path) -> None:
     folder = tmp_path / "日本 – ✓"
     folder.mkdir()
     script = "import sys; from tests.fakes.windows import on_windows\n"
-    script += "with on_windows():\n from lora_trainer.cli import main\n main(sys.argv[1:])"
+    script += "with on_windows():\n from lora_trainer.cli.main import main\n main(sys.argv[1:])"
     done = subprocess.run(
         [sys.executable, "-c", script, "check", str(folder)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "cp1252"},
@@ -238,15 +240,19 @@ class Allowed:
 
 
 ALLOWED = (
-    Allowed("lora_trainer/files.py", "os.statvfs", "behind sys.platform: shutil.disk_usage there"),
-    Allowed("lora_trainer/files.py", "os.open", "open_binary, which adds O_BINARY, and folders"),
-    Allowed("lora_trainer/detached.py", "os.kill", "behind sys.platform"),
-    Allowed("lora_trainer/detached.py", "start_new_session", "behind sys.platform"),
+    Allowed(
+        "lora_trainer/common/files.py", "os.statvfs", "behind sys.platform: shutil.disk_usage there"
+    ),
+    Allowed(
+        "lora_trainer/common/files.py", "os.open", "open_binary, which adds O_BINARY, and folders"
+    ),
+    Allowed("lora_trainer/common/detached.py", "os.kill", "behind sys.platform"),
+    Allowed("lora_trainer/common/detached.py", "start_new_session", "behind sys.platform"),
 )
 _BEHAVES_OTHERWISE = {"os.open", "os.kill", "os.rename", "os.link"}
 ALLOWED += (
-    Allowed("lora_trainer/output/state_files.py", "os.rename", "tried again while it is open"),
-    Allowed("lora_trainer/output/checkpoints.py", "os.rename", "onto a free name, tried again"),
+    Allowed("lora_trainer/checkpoint/codec.py", "os.rename", "tried again while it is open"),
+    Allowed("lora_trainer/checkpoint/states.py", "os.rename", "onto a free name, tried again"),
     Allowed("gui/journal.py", "os.sync", "where it is there, else file by file"),
     Allowed("gui/access.py", "os.link", "a rename where there are no links"),
 )

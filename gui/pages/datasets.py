@@ -7,7 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-from lora_trainer.errors import LoraTrainError
+from lora_trainer.common.errors import LoraTrainError
 
 from ..asset_files import asset
 from ..dataset_desk import Desk

@@ -9,9 +9,9 @@ from typing import Any
 
 import gradio as gr
 
-from lora_trainer.errors import LoraTrainError
-from lora_trainer.hardware import detect
-from lora_trainer.output.markup import Html, tag
+from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.hardware.machine import detect
+from lora_trainer.reporting.charts import Html, tag
 
 from .. import doctor
 from ..notices import error_html, note_html

@@ -14,8 +14,8 @@ from typing import Any
 
 import gradio as gr
 
-from lora_trainer.errors import InputError, LoraTrainError, RequestError
-from lora_trainer.files import disk_error
+from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
+from lora_trainer.common.files import disk_error
 
 from .. import drafts, expert_edit, expert_view, launch, setting_presets
 from ..asset_files import asset

@@ -10,7 +10,7 @@ from typing import Any
 
 import gradio as gr
 
-from lora_trainer.errors import LoraTrainError
+from lora_trainer.common.errors import LoraTrainError
 
 from .. import run_actions, run_cards, state
 from ..asset_files import asset

@@ -9,7 +9,7 @@ from typing import Any
 
 import gradio as gr
 
-from lora_trainer.errors import LoraTrainError
+from lora_trainer.common.errors import LoraTrainError
 
 from .. import library, lora_files
 from ..workplace import Workplace
@@ -91,7 +91,7 @@ def _shelf(work: Workplace) -> tuple[Any, Any, Any]:
 
 def _inside(work: Workplace, ref: str) -> str:
     """Read all tensors, which takes a moment for a large file: only where somebody looks."""
-    from lora_trainer.output.inspect import inspect_file
+    from lora_trainer.lora_file.inspect import inspect_file
 
     try:
         return library.inside(inspect_file(lora_files.find(work, ref).path))

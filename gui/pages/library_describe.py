@@ -7,7 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-from lora_trainer.errors import LoraTrainError
+from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.tools.describe import Description, describe, description_of
 
 from .. import library, previews

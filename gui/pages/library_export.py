@@ -6,8 +6,8 @@ from typing import Any
 
 import gradio as gr
 
-from lora_trainer.errors import InputError, LoraTrainError
-from lora_trainer.output.inspect import inspect_file
+from lora_trainer.common.errors import InputError, LoraTrainError
+from lora_trainer.lora_file.inspect import inspect_file
 
 from .. import library, sharing
 from ..lora_files import Header, LoraFile, find

@@ -6,7 +6,7 @@ from typing import Any
 
 import gradio as gr
 
-from lora_trainer.errors import LoraTrainError
+from lora_trainer.common.errors import LoraTrainError
 
 from .. import jobs, tries
 from ..lora_files import Header, LoraFile, find

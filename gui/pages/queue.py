@@ -10,8 +10,8 @@ from typing import Any
 
 import gradio as gr
 
-from lora_trainer import queueing
-from lora_trainer.errors import MachineError
+from lora_trainer.common.errors import MachineError
+from lora_trainer.queue import commands
 
 from .. import queue_view
 from ..asset_files import asset
@@ -54,7 +54,7 @@ def build(work: Workplace) -> None:
 def shown(work: Workplace, stamp: Stamp) -> Any:
     """Return the queue and its stamp where it has changed; a queue nobody works through gets a worker."""
     try:
-        queueing.ensure_worker(work.runs)
+        commands.ensure_worker(work.runs)
         now = queue_view.stamp(work)
         return gr.skip() if now == stamp else [queue_view.view(work), now]
     except MachineError as error:

@@ -13,9 +13,9 @@ from typing import Any
 
 import gradio as gr
 
-from lora_trainer.errors import LoraTrainError
-from lora_trainer.output.markup import Html, tag
-from lora_trainer.output.status import read_status
+from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.status import read_status
 
 from .. import run_actions, state
 from ..asset_files import asset

@@ -11,7 +11,7 @@ from typing import Any
 
 import gradio as gr
 
-from lora_trainer.priority import PRIORITIES
+from lora_trainer.config.choices import PRIORITIES
 
 from ..notices import note_html
 from ..workplace import Workplace

@@ -15,11 +15,11 @@ from typing import Any
 
 import gradio as gr
 
-from lora_trainer import queueing
-from lora_trainer.concepts import CONCEPT
-from lora_trainer.config import build_config
-from lora_trainer.data.listing import list_dataset
-from lora_trainer.errors import LoraTrainError
+from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.config.choices import CONCEPT
+from lora_trainer.config.config import build_config
+from lora_trainer.dataset.listing import list_dataset
+from lora_trainer.queue import commands
 
 from .. import bases, drafts, launch, plan_view, state, uploads
 from ..dataset_summary import summary
@@ -186,10 +186,10 @@ def starting(work: Workplace) -> Callable[..., list[Any]]:
                 if not draft.started_as:
                     words = launch.train_words(draft, work)
                     label = draft.name or work.folder(draft.dataset).name
-                    item = queueing.add(work.runs, words, label=label)
+                    item = commands.add(work.runs, words, label=label)
                     draft = replace(draft, started_as=item.id)
                     drafts.save(work, draft)
-            queueing.ensure_worker(work.runs)
+            commands.ensure_worker(work.runs)
         except LoraTrainError as error:
             return [gr.skip(), error_html(str(error)), gr.skip()]
         return [gr.Walkthrough(selected=STARTED), "", _waiting(work, draft)]
@@ -265,10 +265,10 @@ def _plan(work: Workplace, draft: Draft) -> str:
     return plan_view.plan(answer.values)
 
 
-def _item(work: Workplace, draft: Draft) -> queueing.Item | None:
+def _item(work: Workplace, draft: Draft) -> commands.Item | None:
     if not draft.started_as:
         return None
-    return next((item for item in queueing.items(work.runs) if item.id == draft.started_as), None)
+    return next((item for item in commands.items(work.runs) if item.id == draft.started_as), None)
 
 
 def _waiting(work: Workplace, draft: Draft) -> str:
@@ -278,7 +278,7 @@ def _waiting(work: Workplace, draft: Draft) -> str:
     if item.state == "waiting":
         before = [
             other
-            for other in queueing.items(work.runs)
+            for other in commands.items(work.runs)
             if other.state == "running" or (other.state == "waiting" and other.order < item.order)
         ]
         if before:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import BaseFacts, Family, Header, Part
 
 MODULES = {
@@ -31,7 +31,9 @@ def family(name: str) -> Family:
 
 def known_base(source: str) -> BaseFacts | None:
     """Return facts of a well-known Hub id by name alone, else None."""
-    return next((facts for name in MODULES if (facts := family(name).known(source))), None)
+    return next(
+        (facts for name in MODULES if (facts := family(name).facts_from_hub_id(source))), None
+    )
 
 
 def detect(folder: Path) -> Family:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lora_trainer.caption_markup import NewWord as NewWord
-from lora_trainer.caption_markup import Weighted
-from lora_trainer.config import CHECKPOINTING, Checkpointing, Precision
-from lora_trainer.errors import RequestError
-from lora_trainer.families.chunks import AROUND
-from lora_trainer.families.costs import SampleCost, Targets, Workload
+from lora_trainer.common.caption_markup import NewWord as NewWord
+from lora_trainer.common.caption_markup import Weighted
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.config import CHECKPOINTING, Checkpointing, Precision
+from lora_trainer.costs.sample_cost import SampleCost, Targets, Workload
 from lora_trainer.families.layer_tables import released_layers
+from lora_trainer.families.text.chunks import AROUND
 
 if TYPE_CHECKING:
     import torch
@@ -190,16 +190,16 @@ class TextEncoder(ABC):
         """Run the networks on tokens of `tokenize`; with gradients where enabled, result on the device."""
 
     def learn(self, word: NewWord) -> None:
-        """Tokenize `word` as new tokens from now on; for `teachable` families."""
+        """Tokenize `word` as new tokens from now on; for `new_token_keys` families."""
         raise AssertionError("these text encoders learn no new words")
 
     def numbers(self, text: str) -> Mapping[str, Sequence[int]]:
-        """Return a text's token ids by component, without special tokens; for `teachable` families."""
+        """Return a text's token ids by component, without special tokens; for `new_token_keys` families."""
         raise AssertionError("these text encoders learn no new words")
 
     def tokenize_weighted(self, parts: Sequence[Weighted]) -> Mapping[str, Tensor]:
         """Tokenize the joined parts and add each token's prompt weight, float32 [1, ...], under
-        names that end in `WEIGHTS`; for families that `weighs_words`."""
+        names that end in `WEIGHTS`; for families that `supports_prompt_weights`."""
         raise AssertionError("these text encoders do not weigh words")
 
     @abstractmethod
@@ -255,11 +255,11 @@ class Family(ABC):
     """Why each other format is refused: the programs that could not read it, and the format to use."""
     trainable_text: bool = False
     """Whether its text encoders can be trained."""
-    teachable: Mapping[str, str] = {}
+    new_token_keys: Mapping[str, str] = {}
     """Component of each text encoder that can learn a new word -> key of its vectors in embedding files."""
     text_roles: Mapping[str, str] = {}
     """What ComfyUI calls each text encoder in files ("clip_l", "t5xxl", ...), by component."""
-    weighs_words: bool = False
+    supports_prompt_weights: bool = False
     """Whether its text encoders support prompt weights, as in `(word:1.2)`."""
     reads_chunks: bool = False
     """Whether its encoders read prompts above their limit in chunks (`BaseFacts.chunks`)."""
@@ -273,7 +273,7 @@ class Family(ABC):
     """Whether all texts are padded to one length; else each text keeps its length and has a mask."""
     block_pattern: str = r"\w+\.\d+(?=\.)"
     """Matches the name of the repeated block at the start of a layer's name."""
-    unquantised: tuple[str, ...] = ()
+    quantization_skip: tuple[str, ...] = ()
     """Substrings of the names of layers inside blocks that a quantised base keeps in full precision."""
     modulation: tuple[str, ...] = ()
     """Endings of the names of linear layers inside blocks whose input depends on timestep and pooled text,
@@ -282,7 +282,7 @@ class Family(ABC):
     # ---- facts, without torch
 
     @abstractmethod
-    def known(self, source: str) -> BaseFacts | None:
+    def facts_from_hub_id(self, source: str) -> BaseFacts | None:
         """Return facts of a public release from its Hub id alone, None for any other id."""
 
     @abstractmethod
@@ -303,7 +303,7 @@ class Family(ABC):
 
     def public_architectures(self) -> tuple[Mapping[str, Any], ...]:
         """Return the denoiser's configuration of each public release, the default one first."""
-        facts = self.known(self.default_source)
+        facts = self.facts_from_hub_id(self.default_source)
         return (facts.architecture,) if facts is not None else ()
 
     def with_clip_skip(self, facts: BaseFacts, clip_skip: int) -> BaseFacts:
@@ -319,7 +319,7 @@ class Family(ABC):
         """Return whether a guidance scale above 1 needs two predictions a step, one per prompt and negative."""
         return True
 
-    def passes_with(self, conditioning: Conditioning) -> int:
+    def batch_group_key(self, conditioning: Conditioning) -> int:
         """Return the key that samples of one forward pass must share, such as the length of their text."""
         return 0
 
@@ -458,7 +458,7 @@ class Family(ABC):
     # ---- files
 
     @abstractmethod
-    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+    def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         """Return the name of a module in a file of that format, of `file_formats`.
 
         `component` is `denoiser`, `text_encoder`, ...; `module` the name in the network that

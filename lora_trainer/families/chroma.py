@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lora_trainer.costs.sample_cost import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
     DENOISER,
@@ -23,9 +24,12 @@ from lora_trainer.families.base import (
     Part,
     TextEncoder,
 )
-from lora_trainer.families.costs import Targets
-from lora_trainer.families.flow import FlowFamily, Release, text_name, transformer_name
-from lora_trainer.families.flow_files import holds_vae, part_tensors, refuse_scaled_weights
+from lora_trainer.families.checkpoints.transformer_file import (
+    holds_vae,
+    part_tensors,
+    refuse_scaled_weights,
+)
+from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name, transformer_name
 from lora_trainer.families.flux import (
     BLOCKS,
     ENDINGS,
@@ -35,8 +39,8 @@ from lora_trainer.families.flux import (
     VAE_PARAMETERS,
     decodable_tokens,
 )
-from lora_trainer.families.packing import pack, position_ids, unpack
-from lora_trainer.families.t5 import (
+from lora_trainer.families.images.flow_images import pack, position_ids, unpack
+from lora_trainer.families.text.t5 import (
     count_tokens,
     hidden_states,
     load_t5,
@@ -44,7 +48,7 @@ from lora_trainer.families.t5 import (
     padded,
     room,
 )
-from lora_trainer.families.text_layers import T5_XXL
+from lora_trainer.families.text.text_layers import T5_XXL
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -65,7 +69,7 @@ IN_FILE = frozenset(
     }
 )
 """Names in the original layout; Chroma Radiance, which works on pixels without a VAE, lacks the last."""
-RELEASE = Release(
+RELEASE = BaseRelease(
     ids=("lodestones/Chroma1-HD", "lodestones/Chroma1-Base"),
     architecture={
         "_class_name": "ChromaTransformer2DModel",
@@ -108,7 +112,7 @@ class Chroma(FlowFamily):
     text_roles = {"text_encoder": "t5xxl"}
     tokenizer_folders = ("tokenizer",)
     releases = (RELEASE,)
-    unquantised = ("distilled_guidance_layer",)  # makes the modulation of all blocks
+    quantization_skip = ("distilled_guidance_layer",)  # makes the modulation of all blocks
 
     # ---- facts
 
@@ -189,7 +193,7 @@ class Chroma(FlowFamily):
         order = torch.tensor([row for rows in groups.values() for row in rows])
         return torch.cat(parts)[order.argsort().to(noisy.device)]
 
-    def passes_with(self, conditioning: Conditioning) -> int:
+    def batch_group_key(self, conditioning: Conditioning) -> int:
         return int(conditioning["text_mask"].sum())
 
     def targets(self, targets: Targets) -> tuple[str, ...]:
@@ -199,7 +203,7 @@ class Chroma(FlowFamily):
         names = super().lora_targets(denoiser, targets)
         return [name for name in names if name.startswith(BLOCKS)]
 
-    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+    def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if component != DENOISER:
             return text_name(format, component, module, roles=self.text_roles)
         return transformer_name(module)
@@ -223,7 +227,7 @@ class Chroma(FlowFamily):
             "guidance_scale": guidance_scale,
         }
 
-    def decodable(
+    def latents_to_decode(
         self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
     ) -> Tensor:
         return decodable_tokens(vae, latents, size_px)

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.config import Precision
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
+from lora_trainer.config.config import Precision
+from lora_trainer.costs.sample_cost import Targets
 from lora_trainer.families.base import (
     BaseFacts,
     Conditioning,
@@ -26,11 +27,7 @@ from lora_trainer.families.base import (
     PartFacts,
     Sampler,
 )
-from lora_trainer.families.cost_table import TabledFamily
-from lora_trainer.families.costs import Targets
-from lora_trainer.families.flow_files import PARTS_IN_FILES, parameters_in
-from lora_trainer.families.flow_images import FlowImageEncoder, FlowSampler
-from lora_trainer.families.folder import (
+from lora_trainer.families.checkpoints.base_folder import (
     AGAIN,
     components,
     count_parameters,
@@ -41,8 +38,16 @@ from lora_trainer.families.folder import (
     variant,
     weights,
 )
-from lora_trainer.families.t5 import has_spiece_only, load_tokenizer
-from lora_trainer.families.transformer_file import load_transformer, original_names, whole
+from lora_trainer.families.checkpoints.transformer_file import (
+    PARTS_IN_FILES,
+    load_transformer,
+    original_names,
+    parameters_in,
+    whole,
+)
+from lora_trainer.families.images.flow_images import FlowImageEncoder, FlowSampler
+from lora_trainer.families.text.t5 import has_spiece_only, load_tokenizer
+from lora_trainer.tracing.cost_table import TabledFamily
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +56,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Release:
+class BaseRelease:
     """A public release that can be planned without a download: Hub ids, configurations, sizes.
 
     `vae` has the keys that `latent_shape` reads, `scheduler` the keys that `flow_shift` reads.
@@ -83,7 +88,7 @@ class FlowFamily(TabledFamily):
     precisions: tuple[Precision, ...] = ("bf16", "fp32")
     unread_text: tuple[str, ...] = ()
     """Prefixes of tensors in the text encoders' files that are never loaded and so cost no memory."""
-    releases: tuple[Release, ...] = ()
+    releases: tuple[BaseRelease, ...] = ()
     """Public releases whose Hub ids are recognised without their files."""
     native_latents = 128
     """Side of an image of the native resolution, in latents: 1024 px at 8 px per latent."""
@@ -127,7 +132,7 @@ class FlowFamily(TabledFamily):
     def public_architectures(self) -> tuple[Mapping[str, Any], ...]:
         return tuple(release.architecture for release in self.releases)
 
-    def known(self, source: str) -> BaseFacts | None:
+    def facts_from_hub_id(self, source: str) -> BaseFacts | None:
         release = next((candidate for candidate in self.releases if source in candidate.ids), None)
         if release is None:
             return None
@@ -303,7 +308,7 @@ class FlowFamily(TabledFamily):
         """Return the pipeline's arguments for encoded prompts on the device, in the denoiser's dtype."""
 
     @abstractmethod
-    def decodable(
+    def latents_to_decode(
         self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
     ) -> Tensor:
         """Return the VAE's input, float32, from the pipeline's output with `output_type="latent"`."""

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
+from lora_trainer.costs.sample_cost import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
     DENOISER,
@@ -24,13 +25,21 @@ from lora_trainer.families.base import (
     Part,
     TextEncoder,
 )
-from lora_trainer.families.costs import Targets
-from lora_trainer.families.flow import FlowFamily, Release, text_name, transformer_name
-from lora_trainer.families.flow_files import holds_vae, part_tensors, refuse_scaled_weights
-from lora_trainer.families.folder import part_file, read_header
-from lora_trainer.families.packing import pack, position_ids, unpack
-from lora_trainer.families.t5 import PooledT5Encoder, load_t5, load_text_network, load_tokenizer
-from lora_trainer.families.text_layers import CLIP_L, T5_XXL
+from lora_trainer.families.checkpoints.base_folder import part_file, read_header
+from lora_trainer.families.checkpoints.transformer_file import (
+    holds_vae,
+    part_tensors,
+    refuse_scaled_weights,
+)
+from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name, transformer_name
+from lora_trainer.families.images.flow_images import pack, position_ids, unpack
+from lora_trainer.families.text.t5 import (
+    PooledT5Encoder,
+    load_t5,
+    load_text_network,
+    load_tokenizer,
+)
+from lora_trainer.families.text.text_layers import CLIP_L, T5_XXL
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -108,7 +117,7 @@ DYNAMIC_SHIFT: Mapping[str, Any] = {
 VAE_PARAMETERS = 83_819_683
 T5_PARAMETERS = 4_762_310_656
 CLIP_PARAMETERS = 123_060_480
-DEV_RELEASE = Release(
+DEV_RELEASE = BaseRelease(
     ids=("black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-Krea-dev"),
     architecture=DEV,
     vae=VAE,
@@ -189,7 +198,7 @@ class Flux(FlowFamily):
     def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
         return (release := self._release(architecture)).variant, release.distilled
 
-    def _release(self, architecture: Mapping[str, Any]) -> Release:
+    def _release(self, architecture: Mapping[str, Any]) -> BaseRelease:
         return RELEASES[0 if architecture.get("guidance_embeds", False) else 1]
 
     def base_model_version(self, facts: BaseFacts) -> str:
@@ -281,7 +290,7 @@ class Flux(FlowFamily):
         names = super().lora_targets(denoiser, targets)
         return [name for name in names if name.startswith(BLOCKS)]
 
-    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+    def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if component != DENOISER:
             return text_name(format, component, module, roles=self.text_roles)
         return transformer_name(module)
@@ -313,7 +322,7 @@ class Flux(FlowFamily):
         """Return the plain pipeline's arguments; a guidance-distilled base takes no negative prompt."""
         return {"prompt": prompt, "guidance_scale": guidance_scale}
 
-    def decodable(
+    def latents_to_decode(
         self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
     ) -> Tensor:
         return decodable_tokens(vae, latents, size_px)

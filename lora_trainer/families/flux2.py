@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
+from lora_trainer.costs.sample_cost import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
     DENOISER,
@@ -23,20 +24,18 @@ from lora_trainer.families.base import (
     Sampler,
     TextEncoder,
 )
-from lora_trainer.families.costs import Targets
-from lora_trainer.families.flow import FlowFamily, Release, text_name, transformer_name
-from lora_trainer.families.flow_files import part_tensors
-from lora_trainer.families.flow_images import FlowSampler
-from lora_trainer.families.folder import part_file, read_json
-from lora_trainer.families.qwen_text import (
+from lora_trainer.families.checkpoints.base_folder import part_file, read_json
+from lora_trainer.families.checkpoints.transformer_file import check_companion, part_tensors
+from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name, transformer_name
+from lora_trainer.families.images.flow_images import FlowSampler
+from lora_trainer.families.text.qwen3 import (
     MAX_TOKENS,
     UNREAD,
     PromptFormat,
     load_qwen3,
     text_config,
 )
-from lora_trainer.families.text_layers import QWEN3_4B
-from lora_trainer.families.transformer_file import check_companion
+from lora_trainer.families.text.text_layers import QWEN3_4B
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -106,9 +105,9 @@ HEAD_PARAMETERS = {"4B": 0, "9B": 622_329_856}
 """Parameters of a language head that is separate from the embedding: downloaded, never loaded."""
 
 
-def _release(size: str, *, distilled: bool) -> Release:
+def _release(size: str, *, distilled: bool) -> BaseRelease:
     denoiser, text = DENOISER_PARAMETERS[size], TEXT_PARAMETERS[size]
-    return Release(
+    return BaseRelease(
         ids=(f"black-forest-labs/FLUX.2-klein-{'' if distilled else 'base-'}{size}",),
         architecture={**ARCHITECTURE, **SIZES[size]},
         vae=VAE,
@@ -263,7 +262,7 @@ class Flux2(FlowFamily):
 
     # ---- files
 
-    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+    def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if component != DENOISER:
             return text_name(format, component, module, roles=self.text_roles)
         return transformer_name(module)
@@ -314,7 +313,7 @@ class Flux2(FlowFamily):
         """Return the plain pipeline's arguments; it has no negative prompt and guides against the empty prompt."""
         return {"prompt": prompt, "guidance_scale": guidance_scale}
 
-    def decodable(
+    def latents_to_decode(
         self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
     ) -> Tensor:
         return latents.float()  # the pipeline itself undoes normalisation and squares

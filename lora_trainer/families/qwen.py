@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
+from lora_trainer.costs.sample_cost import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
     DENOISER,
@@ -26,27 +27,25 @@ from lora_trainer.families.base import (
     Part,
     TextEncoder,
 )
-from lora_trainer.families.costs import Targets
-from lora_trainer.families.flow import FlowFamily, Release, text_name
-from lora_trainer.families.flow_files import refuse_scaled_weights
-from lora_trainer.families.flow_images import FlowImageEncoder
-from lora_trainer.families.folder import (
+from lora_trainer.families.checkpoints.base_folder import (
     components,
     count_parameters,
     part_file,
     read_header,
     read_json,
 )
-from lora_trainer.families.packing import pack, unpack
-from lora_trainer.families.qwen_files import (
+from lora_trainer.families.checkpoints.qwen_files import (
     LATENT_CHANNELS,
     count_blocks,
     is_text_to_image,
     is_vae,
     load_frame_vae,
 )
-from lora_trainer.families.qwen_vl import MAX_TOKENS, UNREAD, check_text_encoder, load_qwen_vl
-from lora_trainer.families.text_layers import QWEN25_VL_7B
+from lora_trainer.families.checkpoints.transformer_file import refuse_scaled_weights
+from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name
+from lora_trainer.families.images.flow_images import FlowImageEncoder, pack, unpack
+from lora_trainer.families.text.qwen2_vl import MAX_TOKENS, UNREAD, check_text_encoder, load_qwen_vl
+from lora_trainer.families.text.text_layers import QWEN25_VL_7B
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ class QwenImage(FlowFamily):
     file_formats: tuple[FileFormat, ...] = ("diffusers", "kohya", "comfyui")
     refused_formats: Mapping[FileFormat, str] = {}
     releases = (
-        Release(
+        BaseRelease(
             ids=("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512"),
             architecture=ARCHITECTURE,
             vae={"z_dim": LATENT_CHANNELS, "temperal_downsample": [False, True, True]},
@@ -276,7 +275,7 @@ class QwenImage(FlowFamily):
         unused = {last + ending for ending in UNUSED_IN_LAST_BLOCK}
         return [name for name in super().lora_targets(denoiser, targets) if name not in unused]
 
-    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+    def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if component != DENOISER:
             return text_name(format, component, module, roles=self.text_roles)
         if format == "kohya":
@@ -314,7 +313,7 @@ class QwenImage(FlowFamily):
         arguments = {"prompt": prompt, "true_cfg_scale": guidance_scale}
         return arguments if guidance_scale <= 1 else {**arguments, "negative_prompt": negative}
 
-    def decodable(
+    def latents_to_decode(
         self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
     ) -> Tensor:
         width, height = (side // pipeline.vae_scale_factor for side in size_px)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_trainer.families.base import BaseFacts, PartFacts
-from lora_trainer.families.clip import ClipPart, ClipSize
-from lora_trainer.families.single_file import UNetTraits
+from lora_trainer.families.checkpoints.unet_file import UNetTraits
+from lora_trainer.families.text.clip import ClipPart, ClipSize
 from lora_trainer.families.unet import UNetFamily
 
 # The public v1.5 release: its configuration and sizes, so that a plan needs no download.
@@ -75,7 +75,7 @@ class StableDiffusion1(UNetFamily):
         """Return whether projections around attention are convolutions; miniature bases have any text width."""
         return traits.in_channels == 4 and not traits.linear_projection and not traits.added_width
 
-    def known(self, source: str) -> BaseFacts | None:
+    def facts_from_hub_id(self, source: str) -> BaseFacts | None:
         if source not in IDS:
             return None
         return BaseFacts(

@@ -13,9 +13,9 @@ from statistics import pstdev
 from typing import Any
 
 from lora_trainer.families.base import BaseFacts, Layout, PartFacts, Prediction
-from lora_trainer.families.clip import ClipPart, ClipSize
-from lora_trainer.families.folder import part_file
-from lora_trainer.families.single_file import UNET, UNetTraits, read_numbers
+from lora_trainer.families.checkpoints.base_folder import part_file
+from lora_trainer.families.checkpoints.unet_file import UNET, UNetTraits, read_numbers
+from lora_trainer.families.text.clip import ClipPart, ClipSize
 from lora_trainer.families.unet import UNetFamily
 
 # The public releases: configuration and sizes, so that a plan needs no download.
@@ -85,7 +85,7 @@ class StableDiffusion2(UNetFamily):
         """Return whether projections around attention are linear and no vector stands beside the timestep."""
         return traits.in_channels == 4 and traits.linear_projection and not traits.added_width
 
-    def known(self, source: str) -> BaseFacts | None:
+    def facts_from_hub_id(self, source: str) -> BaseFacts | None:
         owner, _, release = source.partition("/")
         if owner not in OWNERS or release not in RELEASES:
             return None

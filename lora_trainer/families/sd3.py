@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
+from lora_trainer.costs.sample_cost import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
     DENOISER,
@@ -24,12 +25,15 @@ from lora_trainer.families.base import (
     Part,
     TextEncoder,
 )
-from lora_trainer.families.costs import Targets
-from lora_trainer.families.flow import FlowFamily, Release, text_name, transformer_name
-from lora_trainer.families.flow_files import holds_vae, part_tensors, refuse_scaled_weights
-from lora_trainer.families.folder import part_file, read_header
-from lora_trainer.families.sd3_file import file_architecture
-from lora_trainer.families.sd3_text import (
+from lora_trainer.families.checkpoints.base_folder import part_file, read_header
+from lora_trainer.families.checkpoints.sd3_file import file_architecture
+from lora_trainer.families.checkpoints.transformer_file import (
+    holds_vae,
+    part_tensors,
+    refuse_scaled_weights,
+)
+from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name, transformer_name
+from lora_trainer.families.text.clip_and_t5 import (
     ENCODERS,
     T5,
     encoders_of,
@@ -39,7 +43,7 @@ from lora_trainer.families.sd3_text import (
     text_files,
     text_parameters,
 )
-from lora_trainer.families.text_layers import CLIP_G, CLIP_L, T5_XXL
+from lora_trainer.families.text.text_layers import CLIP_G, CLIP_L, T5_XXL
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -111,13 +115,15 @@ FIRST_MEDIUM: Mapping[str, Any] = {
 }
 
 
-def _release(name: str, architecture: Mapping[str, Any], denoiser: int, *, variant: str) -> Release:
+def _release(
+    name: str, architecture: Mapping[str, Any], denoiser: int, *, variant: str
+) -> BaseRelease:
     parameters: Mapping[Part, int] = {
         "denoiser": denoiser,  # with the position table: a buffer that takes file space and memory too
         "vae": 83_819_683,
         "text_encoder": 123_650_304 + 694_659_840 + 4_762_310_656,  # CLIP-L, bigG, T5-XXL
     }
-    return Release(
+    return BaseRelease(
         ids=(f"stabilityai/{name}",),
         architecture=architecture,
         vae={"latent_channels": LATENT_CHANNELS, "block_out_channels": [128, 256, 512, 512]},
@@ -309,7 +315,7 @@ class StableDiffusion3(FlowFamily):
         unused = {last + ending for ending in UNUSED_IN_LAST_BLOCK}
         return [name for name in super().lora_targets(denoiser, targets) if name not in unused]
 
-    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+    def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if component != DENOISER:
             return text_name(format, component, module, roles=self.text_roles)
         return transformer_name(module)
@@ -342,7 +348,7 @@ class StableDiffusion3(FlowFamily):
             "guidance_scale": guidance_scale,
         }
 
-    def decodable(
+    def latents_to_decode(
         self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
     ) -> Tensor:
         config: Any = vae.config

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.errors import InputError
-from lora_trainer.families import clip
+from lora_trainer.common.errors import InputError
+from lora_trainer.costs.unet_cost import read_unet
 from lora_trainer.families.base import (
     DENOISER,
     BaseFacts,
@@ -24,11 +24,11 @@ from lora_trainer.families.base import (
     PartFacts,
     Prediction,
 )
-from lora_trainer.families.folder import components
-from lora_trainer.families.single_file import UNetTraits
+from lora_trainer.families.checkpoints.base_folder import components
+from lora_trainer.families.checkpoints.unet_file import UNetTraits
+from lora_trainer.families.checkpoints.unet_layers import ldm_module
+from lora_trainer.families.text import clip
 from lora_trainer.families.unet import UNetFamily
-from lora_trainer.families.unet_costs import read_unet
-from lora_trainer.families.unet_names import ldm_module
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -109,7 +109,7 @@ class StableDiffusionXL(UNetFamily):
 
     # ---- facts
 
-    def known(self, source: str) -> BaseFacts | None:
+    def facts_from_hub_id(self, source: str) -> BaseFacts | None:
         if source not in IDS:
             return None
         prediction, download_bytes = IDS[source]
@@ -146,7 +146,7 @@ class StableDiffusionXL(UNetFamily):
         facts = super().facts(layout, source=source, identities=identities)
         _check(facts, layout)
         # Some velocity fine-tunes were published with the scheduler of SDXL base, which states epsilon.
-        release = self.known(source)
+        release = self.facts_from_hub_id(source)
         if release is None or release.prediction == "epsilon":
             return facts
         return replace(
@@ -201,7 +201,7 @@ class StableDiffusionXL(UNetFamily):
 
     # ---- files
 
-    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+    def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         """Return the checkpoint's name for the U-Net in kohya's files, the base class's name otherwise.
 
         All readers accept checkpoint names: ComfyUI and A1111 use them for the U-Net, diffusers 0.42 maps
@@ -210,7 +210,7 @@ class StableDiffusionXL(UNetFamily):
         """
         if component == DENOISER and format == "kohya":
             return "lora_unet_" + ldm_module(module, architecture=ARCHITECTURE).replace(".", "_")
-        return super().file_module(format, component, module)
+        return super().lora_key_name(format, component, module)
 
     # ---- images
 

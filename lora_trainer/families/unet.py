@@ -1,4 +1,9 @@
-"""The base class of the U-Net families: folders and checkpoints, noise levels, loading, names, sampling.
+"""The U-Net modules that get an adapter, by the endings of diffusers' names, and their order. Torch-free.
+
+The time and size embeddings and the first and last convolution never get an adapter: they hold few
+weights, and a small change of them disturbs every image.
+
+The base class of the U-Net families: folders and checkpoints, noise levels, loading, names, sampling.
 
 A family states its pipeline, its CLIP encoders and the traits of its U-Net (`owns`), and overrides the
 members that differ. A base is a diffusers folder with `unet`, `vae`, `scheduler` and CLIP text encoders,
@@ -14,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lora_trainer.errors import RequestError
-from lora_trainer.families import clip, single_file
+from lora_trainer.common.errors import RequestError
+from lora_trainer.costs.sample_cost import SampleCost, Targets, Workload
+from lora_trainer.costs.unet_cost import adapter_layers, linear_shapes, sample_cost
 from lora_trainer.families.base import (
     DENOISER,
     BaseFacts,
@@ -31,9 +37,8 @@ from lora_trainer.families.base import (
     TextEncoder,
     WeightPlace,
 )
-from lora_trainer.families.chunks import Chunks
-from lora_trainer.families.costs import SampleCost, Targets, Workload
-from lora_trainer.families.folder import (
+from lora_trainer.families.checkpoints import unet_file
+from lora_trainer.families.checkpoints.base_folder import (
     components,
     part_file,
     part_folder,
@@ -42,18 +47,9 @@ from lora_trainer.families.folder import (
     variant,
     weights,
 )
-from lora_trainer.families.noise_levels import (
-    sampling_scheduler,
-    scheduler_config,
-    stated_prediction,
-)
-from lora_trainer.families.single_file import UNetTraits, config_traits, header_traits
-from lora_trainer.families.text_layers import clip_layers
-from lora_trainer.families.unet_checkpoint import weight_places
-from lora_trainer.families.unet_costs import adapter_layers, linear_shapes, sample_cost
-from lora_trainer.families.unet_images import UNetSampler, VaeEncoder, in_float32, load_vae
-from lora_trainer.families.unet_names import checkpoint_names
-from lora_trainer.families.unet_parts import (
+from lora_trainer.families.checkpoints.unet_file import UNetTraits, config_traits, header_traits
+from lora_trainer.families.checkpoints.unet_layers import checkpoint_names, weight_places
+from lora_trainer.families.checkpoints.unet_parts import (
     V_PREDICTION,
     ZERO_TERMINAL_SNR,
     clip_size,
@@ -64,12 +60,49 @@ from lora_trainer.families.unet_parts import (
     number,
     training_marks,
 )
-from lora_trainer.families.unet_targets import ENDINGS, module_order
+from lora_trainer.families.images.unet_images import (
+    UNetSampler,
+    VaeEncoder,
+    in_float32,
+    load_vae,
+    sampling_scheduler,
+    scheduler_config,
+    stated_prediction,
+)
+from lora_trainer.families.text import clip
+from lora_trainer.families.text.chunks import Chunks
+from lora_trainer.families.text.text_layers import clip_layers
 
 if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
     from torch import Tensor, nn
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+TRANSFORMER = (*ATTENTION, "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out")
+CONVOLUTION = (
+    *TRANSFORMER,
+    "conv1",
+    "conv2",
+    "conv_shortcut",
+    "time_emb_proj",
+    "downsamplers.0.conv",
+    "upsamplers.0.conv",
+)
+ENDINGS: Mapping[Targets, tuple[str, ...]] = {
+    "attention": ATTENTION,
+    "transformer": TRANSFORMER,
+    "all": CONVOLUTION,
+}
+_BLOCKS = ("down_blocks", "up_blocks", "mid_block")
+_KINDS = ("attentions", "resnets", "downsamplers", "upsamplers")
+
+
+def module_order(name: str) -> tuple[int, int, int]:
+    """Return a key that sorts modules, named in the order they run, into the order of `named_modules`."""
+    block, *rest = name.split(".")
+    index = int(rest.pop(0)) if rest[0].isdecimal() else 0
+    return _BLOCKS.index(block), index, _KINDS.index(rest[0])
 
 
 class UNetFamily(Family):
@@ -88,14 +121,14 @@ class UNetFamily(Family):
     }
     precisions = ("bf16", "fp16", "fp32")
     trainable_text = True
-    weighs_words = True
+    supports_prompt_weights = True
     reads_chunks = True
     block_pattern = r".*?\.transformer_blocks\.\d+(?=\.)"
     # 1-3 % of the weights, and the only way of the timestep into a resnet.
-    unquantised = ("time_emb_proj",)
+    quantization_skip = ("time_emb_proj",)
 
     @property
-    def teachable(self) -> Mapping[str, str]:  # type: ignore[override]  # follows from the encoders
+    def new_token_keys(self) -> Mapping[str, str]:  # type: ignore[override]  # follows from the encoders
         return {part.component: part.embedding for part in self.texts}
 
     # ---- to implement besides the members of `Family`
@@ -128,9 +161,9 @@ class UNetFamily(Family):
         return traits is not None and self.owns(traits)
 
     def detect_file(self, header: Header) -> frozenset[Part]:
-        traits, vae = header_traits(header), single_file.vae_shape(header)
+        traits, vae = header_traits(header), unet_file.vae_shape(header)
         if traits is None:
-            alone = vae is not None and vae[0] == 4 and single_file.only_vae(header)
+            alone = vae is not None and vae[0] == 4 and unet_file.only_vae(header)
             return frozenset({"vae"} if alone else ())
         if not self.owns(traits):
             return frozenset()
@@ -280,7 +313,7 @@ class UNetFamily(Family):
         if single is not None:
             with init_empty_weights():
                 network = self.empty_denoiser(facts.architecture)
-            network = single_file.load_unet(single, network, dtype=dtype).eval()
+            network = unet_file.load_unet(single, network, dtype=dtype).eval()
         else:
             folder = part_folder(facts.located, "denoiser", "unet")
             network = UNet2DConditionModel.from_pretrained(
@@ -317,7 +350,7 @@ class UNetFamily(Family):
 
     # ---- files
 
-    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+    def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if component == DENOISER:
             prefix = "lora_unet_" if format == "kohya" else "unet."
         else:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lora_trainer.costs.sample_cost import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
     DENOISER,
@@ -24,11 +25,10 @@ from lora_trainer.families.base import (
     Part,
     TextEncoder,
 )
-from lora_trainer.families.costs import Targets
-from lora_trainer.families.flow import FlowFamily, Release, text_name, transformer_name
-from lora_trainer.families.flow_files import part_tensors
-from lora_trainer.families.folder import part_file
-from lora_trainer.families.qwen_text import (
+from lora_trainer.families.checkpoints.base_folder import part_file
+from lora_trainer.families.checkpoints.transformer_file import check_companion, part_tensors
+from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name, transformer_name
+from lora_trainer.families.text.qwen3 import (
     MAX_TOKENS,
     UNREAD,
     PromptFormat,
@@ -36,8 +36,7 @@ from lora_trainer.families.qwen_text import (
     text_config,
     unpadded,
 )
-from lora_trainer.families.text_layers import QWEN3_4B
-from lora_trainer.families.transformer_file import check_companion
+from lora_trainer.families.text.text_layers import QWEN3_4B
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -85,8 +84,8 @@ PARAMETERS: Mapping[Part, int] = {
 }
 
 
-def _release(name: str, release: str, *, download_bytes: int) -> Release:
-    return Release(
+def _release(name: str, release: str, *, download_bytes: int) -> BaseRelease:
+    return BaseRelease(
         ids=(f"Tongyi-MAI/{name}",),
         architecture=ARCHITECTURE,
         vae=VAE,
@@ -223,7 +222,7 @@ class ZImage(FlowFamily):
 
     # ---- files
 
-    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+    def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if component != DENOISER:
             return text_name(format, component, module, roles=self.text_roles)
         return f"diffusion_model.{module}" if format == "comfyui" else transformer_name(module)
@@ -253,7 +252,7 @@ class ZImage(FlowFamily):
         scale = guidance_scale - 1.0
         return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": scale}
 
-    def decodable(
+    def latents_to_decode(
         self, pipeline: DiffusionPipeline, vae: Any, latents: Tensor, size_px: tuple[int, int]
     ) -> Tensor:
         decoded: Tensor = latents.float() / vae.config.scaling_factor + vae.config.shift_factor

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from lora_trainer.config import OWN_FOLDER, FolderSettings, build_config
-from lora_trainer.data.listing import list_dataset
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.importing.findings import Findings
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.config.config import OWN_FOLDER, FolderSettings, build_config
+from lora_trainer.dataset.listing import list_dataset
+from lora_trainer.importing.foreign_settings import Findings
 from lora_trainer.importing.rules import THERE, Foreign, carry
 
 _WINDOWS = re.compile(r"^[A-Za-z]:|\\")

@@ -14,15 +14,12 @@ from typing import Any
 
 import yaml
 
-from lora_trainer.config import build_config, setting_keys
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.importing.findings import Findings, Imported
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.config.config import build_config, setting_keys
+from lora_trainer.importing.foreign_settings import Findings, Imported
 from lora_trainer.importing.rules import Foreign, Trainer, apply, flattened
 from lora_trainer.importing.trainers.ai_toolkit import AI_TOOLKIT
-from lora_trainer.importing.trainers.diffusion_pipe import (
-    DIFFUSION_PIPE,
-    DIFFUSION_PIPE_DATASET,
-)
+from lora_trainer.importing.trainers.diffusion_pipe import DIFFUSION_PIPE, DIFFUSION_PIPE_DATASET
 from lora_trainer.importing.trainers.kohya_gui import KOHYA_GUI
 from lora_trainer.importing.trainers.lora_easy import LORA_EASY
 from lora_trainer.importing.trainers.musubi import MUSUBI, MUSUBI_DATASET

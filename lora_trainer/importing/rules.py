@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config import all_settings
-from lora_trainer.errors import RequestError
-from lora_trainer.importing.findings import OFF, Findings, shown
-from lora_trainer.setting_forms import Form
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.config import all_settings
+from lora_trainer.config.forms import Form
+from lora_trainer.importing.foreign_settings import OFF, Findings, shown
 
 Reader = Callable[[Any], Any]
 """Turns a foreign value into ours; raises ValueError with what is wrong with it."""

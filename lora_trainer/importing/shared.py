@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from lora_trainer.importing.findings import shown
+from lora_trainer.importing.foreign_settings import shown
 from lora_trainer.importing.rules import PRECISIONS, THERE, Foreign, carry
 
 Distribution = Literal["uniform", "sigmoid", "logit_normal", "mode", "cosmap"]

@@ -1,1 +1,1 @@
-"""The planner: what a run will take, in bytes and seconds, and what every `auto` becomes; without torch."""
+"""The planner: every `auto` becomes a value with a reason, from predicted memory and time; no torch."""

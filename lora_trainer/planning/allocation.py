@@ -12,32 +12,36 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lora_trainer.config import CHECKPOINTING, MIXABLE, Checkpointing, build_config
-from lora_trainer.errors import MachineError, RequestError
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.config.base_precision import BasePrecision
+from lora_trainer.config.config import CHECKPOINTING, MIXABLE, Checkpointing, build_config
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.hardware import GIB, Gpu, Hardware
-from lora_trainer.planning.beside import surroundings
-from lora_trainer.planning.cards import card
-from lora_trainer.planning.fitting import (
+from lora_trainer.hardware.machine import GIB, Gpu, Hardware
+from lora_trainer.planning.device_overhead import surroundings
+from lora_trainer.planning.host_memory import HostPrediction, predict_host
+from lora_trainer.planning.loads import Load, RememberedCosts, before, runs_wide
+from lora_trainer.planning.matmul import (
+    Matmul,
+    against_modulation,
+    against_products,
+    choose_matmul,
+    refuse_matmul,
+)
+from lora_trainer.planning.memory import Prediction, predict
+from lora_trainer.planning.oom_history import OomRecord
+from lora_trainer.planning.precisions import in_16_bits
+from lora_trainer.planning.search import (
     SHARES,
-    Choices,
-    Fit,
-    Judge,
+    Evaluator,
     Limit,
+    SearchResult,
+    SearchSpace,
     fit,
     gib,
     images_at_once,
 )
-from lora_trainer.planning.frozen import ELEMENT_BYTES
-from lora_trainer.planning.full_cards import FullCard
-from lora_trainer.planning.host_memory import HostPrediction, predict_host
-from lora_trainer.planning.loads import Load, RememberedCosts, before, runs_wide
-from lora_trainer.planning.matmul import Matmul, against_products, choose_matmul, refuse_matmul
-from lora_trainer.planning.memory import Prediction, predict
-from lora_trainer.planning.modulation import against_modulation
-from lora_trainer.planning.precisions import in_16_bits
-from lora_trainer.planning.step_time import StepTime, cpu_step_time, gpu_step_time, step_work
-from lora_trainer.quantization import BasePrecision
+from lora_trainer.planning.step_time import StepTime, card, cpu_step_time, gpu_step_time, step_work
+from lora_trainer.planning.weight_bytes import ELEMENT_BYTES
 
 AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
 """What `auto` may keep a base in; fp8 takes what int8 takes and rounds more."""
@@ -82,7 +86,7 @@ class Allocator:
     costs: RememberedCosts
     hardware: Hardware
     gpu: Gpu | None
-    full_card: FullCard | None
+    full_card: OomRecord | None
     processes: int
     sharing: int
     buckets: Sequence[tuple[int, int]]
@@ -191,7 +195,7 @@ class Allocator:
         return self.regularisation if self.values["objective.prior"] == "base" else 0.0
 
     @cached_property
-    def _choices(self) -> Choices:
+    def _choices(self) -> SearchSpace:
         kind, streamed = (
             self.values["memory.gradient_checkpointing"],
             self.values["memory.streamed_blocks"],
@@ -201,7 +205,7 @@ class Allocator:
         runs = self.values["adapter.text_encoder"] or self.values["adapter.new_tokens"]
         may_offload = self._has_host and not runs
         kinds = self._kinds(CHECKPOINTING[first:])
-        return Choices(
+        return SearchSpace(
             base_precisions=self._base_precisions(),
             checkpointing=kinds,
             kept_share=self._shares(kinds),
@@ -365,8 +369,8 @@ class Allocator:
         return Limit(bytes=usable, reason=f"({gib(size)} {reason}; {self.full_card})")
 
     @cached_property
-    def _judge(self) -> Judge:
-        return Judge(
+    def _judge(self) -> Evaluator:
+        return Evaluator(
             predict=lambda load: predict(
                 load, facts=self.facts, costs=self.costs, limit_bytes=self.limit.bytes
             ),
@@ -413,7 +417,7 @@ class Allocator:
     # ---- why
 
     def _decisions(
-        self, found: Fit, matmul: Matmul, at_once: int, peak_bytes: int
+        self, found: SearchResult, matmul: Matmul, at_once: int, peak_bytes: int
     ) -> Iterator[Decision]:
         load, limit = found.load, self.limit
         against = f"{gib(peak_bytes)} predicted, {limit}"
@@ -442,7 +446,7 @@ class Allocator:
     def _peak(self, load: Load) -> str:
         return gib(self._judge.predict(load).peak_bytes)
 
-    def _why_precision(self, found: Fit) -> str:
+    def _why_precision(self, found: SearchResult) -> str:
         load = found.load
         others = [
             f"{precision} {found.seconds[precision]:.3g} s"

@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lora_trainer.concepts import VIEWS
-from lora_trainer.config import Precision
-from lora_trainer.planning.frozen import ELEMENT_BYTES
-from lora_trainer.planning.trained_bytes import MASTER_BYTES
+from lora_trainer.config.choices import VIEWS
+from lora_trainer.config.config import Precision
+from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, MASTER_BYTES
 
 COUNTED_IMAGES = (20, 160)
 """A set of fewer pictures is trained as long as one of 20, or it would not be learned at all; one of more

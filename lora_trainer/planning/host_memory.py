@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.planning.frozen import ELEMENT_BYTES
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import (
     GIB,
@@ -19,8 +18,8 @@ from lora_trainer.planning.memory import (
     prepared_batches,
     saved_copies,
 )
-from lora_trainer.planning.pinned import offloaded_bytes, pinned_shares
-from lora_trainer.planning.trained_bytes import state_bytes
+from lora_trainer.planning.pinned_share import offloaded_bytes, pinned_shares
+from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, state_bytes
 
 # Python with torch, diffusers and transformers, and the CUDA libraries it maps.
 HOST_RUNTIME_BYTES = 2 * GIB

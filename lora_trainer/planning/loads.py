@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from lora_trainer.config import CHECKPOINTING, AdapterSettings, Checkpointing, Precision
-from lora_trainer.devices import TorchType
+from lora_trainer.config.base_precision import BaseMatmul, BasePrecision
+from lora_trainer.config.config import CHECKPOINTING, AdapterSettings, Checkpointing, Precision
+from lora_trainer.costs.sample_cost import SampleCost, Targets, Workload, mixed
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.costs import SampleCost, Targets, Workload, mixed
-from lora_trainer.planning.adapter_size import Shape, adapter_tensors, total_elements
-from lora_trainer.planning.beside import Surroundings
-from lora_trainer.planning.frozen import ELEMENT_BYTES, FrozenBase
-from lora_trainer.quantization import BaseMatmul, BasePrecision
+from lora_trainer.hardware.devices import TorchType
+from lora_trainer.lora.adapter_size import Shape, adapter_tensors, total_elements
+from lora_trainer.planning.device_overhead import DeviceSurroundings
+from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, FrozenBase
 
 
 def runs_wide(adapter: AdapterSettings) -> bool:
@@ -67,7 +67,7 @@ class CostModel(Protocol):
         """The same while it decodes."""
 
     @property
-    def unquantised(self) -> tuple[str, ...]:
+    def quantization_skip(self) -> tuple[str, ...]:
         """Parts of the names of layers in blocks that are never kept in few bits."""
 
     @property
@@ -141,7 +141,7 @@ class RememberedCosts:
             self.bases[kept] = FrozenBase(
                 parameters=facts.parts["denoiser"].parameters,
                 shapes=self.linear_shapes(facts),
-                unquantised=self.family.unquantised,
+                quantization_skip=self.family.quantization_skip,
                 block_pattern=self.family.block_pattern,
                 dtype=load.precision,
                 kept_as=load.base_precision,
@@ -205,7 +205,7 @@ class Load:
     modulation_cache: bool = False
     base_matmul: BaseMatmul = "dequantized"
     kept_share: float = 0.0
-    beside: Surroundings = Surroundings()
+    beside: DeviceSurroundings = DeviceSurroundings()
 
     @property
     def recomputes_all(self) -> bool:

@@ -1,20 +1,29 @@
-"""Whether products with an int8 base are computed code by code, and why. No torch.
+"""How a quantised base is multiplied, and what keeping its modulation away takes.
+
+Whether products with an int8 base are computed code by code, and why. No torch.
 
 Input is the load that fits and what it is judged by; output a choice with its reason. Both factors are
 then rounded, so it is taken only where a step is predicted to be clearly faster, and never by priority
 quality. It never makes a base int8.
+
+Whether a base's modulation can be made ahead of the steps, its layers away from the device. Torch-free.
+
+Input is the settings and what a family knows of the base; output why not, in words, or nothing.
+`network/modulation.py` does it, `weight_bytes.py` counts it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from lora_trainer.errors import MachineError
-from lora_trainer.hardware import Gpu
-from lora_trainer.planning.fitting import PRODUCTS_PAY_FROM, Judge
-from lora_trainer.planning.loads import Load
-from lora_trainer.quantization import BaseMatmul, has_int8_product
+from lora_trainer.common.errors import MachineError
+from lora_trainer.config.base_precision import BaseMatmul, has_int8_product
+from lora_trainer.families.base import BaseFacts
+from lora_trainer.hardware.machine import Gpu
+from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.search import PRODUCTS_PAY_FROM, Evaluator
 
 INT8_CAPABILITY = (8, 0)
 """Ampere and newer."""
@@ -28,7 +37,7 @@ class Matmul:
     reason: str
 
 
-def choose_matmul(load: Load, *, gpu: Gpu | None, priority: str, judge: Judge) -> Matmul:
+def choose_matmul(load: Load, *, gpu: Gpu | None, priority: str, judge: Evaluator) -> Matmul:
     """Return what `memory.base_matmul=auto` becomes for a load that fits."""
     codes = replace(load, base_matmul="int8")
     obstacle = f"the base is kept in {load.base_precision}" if load.base_precision != "int8" else ""
@@ -73,3 +82,18 @@ def _multiplies_int8(gpu: Gpu) -> bool:
 def dequantized_layers(shapes: Mapping[str, tuple[int, int]]) -> int:
     """Return how many of these layers, (fan_in, out) by name, have no int8 product for their size."""
     return sum(not has_int8_product(*shape) for shape in shapes.values())
+
+
+def against_modulation(
+    values: Mapping[str, Any], *, facts: BaseFacts, costs: RememberedCosts
+) -> str:
+    """Return why modulation cannot be made ahead with these settings; empty: it can."""
+    layers = set(costs.family.modulation_layers(facts))
+    if not layers:
+        return f"{facts.source} has no large layers that only noise levels and texts reach"
+    if values["base.assistant"] is not None:
+        return "an assistant runs beside layers that stay on the device"
+    targets = values["adapter.targets"]
+    if layers & costs.adapter_shapes(facts, targets=targets).keys():
+        return f"adapter.targets={targets} trains adapters on these layers"
+    return ""

@@ -12,22 +12,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lora_trainer.config import SCHEDULE_FREE, Checkpointing
-from lora_trainer.devices import KINDS
+from lora_trainer.config.base_precision import INT8_TEMPORARY_BYTES
+from lora_trainer.config.config import SCHEDULE_FREE, Checkpointing
+from lora_trainer.costs.sample_cost import ADAPTER_BYTES
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.costs import ADAPTER_BYTES
-from lora_trainer.planning.adapter_size import rebuilt_elements
-from lora_trainer.planning.beside import Surroundings
-from lora_trainer.planning.frozen import ELEMENT_BYTES, FrozenBase
+from lora_trainer.hardware.devices import KINDS
+from lora_trainer.lora.adapter_size import rebuilt_elements
+from lora_trainer.planning.device_overhead import DeviceSurroundings
 from lora_trainer.planning.loads import Load, RememberedCosts, before, runs_wide
-from lora_trainer.planning.trained_bytes import (
+from lora_trainer.planning.weight_bytes import (
+    ELEMENT_BYTES,
     GRADIENT_BYTES,
     MASTER_BYTES,
     PAGED,
+    FrozenBase,
     copied_bytes,
     state_bytes,
 )
-from lora_trainer.quantization import INT8_TEMPORARY_BYTES
 
 GIB = 2**30
 RUNTIME_BYTES: Mapping[str, int] = {name: kind.runtime_bytes for name, kind in KINDS.items()}
@@ -465,7 +466,7 @@ def _slack(phase: Phase, items: Sequence[MemoryItem], load: Load) -> MemoryItem:
     return MemoryItem(name=SLACK, bytes=size, note=note)
 
 
-def holes_bytes(items: Sequence[MemoryItem], beside: Surroundings) -> int:
+def holes_bytes(items: Sequence[MemoryItem], beside: DeviceSurroundings) -> int:
     """Return what the allocator reserves beyond the tensors of a phase."""
     return beside.holes_bytes(
         moved_bytes=_sum([item for item in items if item.name in MOVED]),

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lora_trainer.concepts import CONCEPT
-from lora_trainer.config import (
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.config.choices import CONCEPT
+from lora_trainer.config.config import (
     FLOW_WEIGHTINGS,
     SCHEDULE_FREE,
     SNR_WEIGHTINGS,
@@ -22,24 +23,23 @@ from lora_trainer.config import (
     concrete,
     flatten,
 )
-from lora_trainer.errors import MachineError, RequestError
+from lora_trainer.config.layers import Origin, Resolved, is_preset
+from lora_trainer.config.recipe import rate_for_batch
+from lora_trainer.costs.sample_cost import SampleCost
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.costs import SampleCost
-from lora_trainer.hardware import Gpu, Hardware
-from lora_trainer.planning.adapter_size import total_elements
+from lora_trainer.hardware.machine import Gpu, Hardware
+from lora_trainer.lora.adapter_size import total_elements
 from lora_trainer.planning.allocation import Allocation, Allocator, Decision
 from lora_trainer.planning.estimates import DiskUse, disk_bytes, run_length
-from lora_trainer.planning.full_cards import FullCard
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.loads import CostModel, Load, RememberedCosts
 from lora_trainer.planning.memory import Prediction
-from lora_trainer.planning.optimizers import OPTIMIZERS, RATE, SCHEDULE, needed_otherwise
+from lora_trainer.planning.oom_history import OomRecord
+from lora_trainer.planning.optimizer_facts import OPTIMIZERS, RATE, SCHEDULE, needed_otherwise
 from lora_trainer.planning.precisions import on_card
-from lora_trainer.planning.run_time import Pace, RunTime
-from lora_trainer.planning.speedups import circumstances, compiling, graphing
-from lora_trainer.planning.trained_bytes import state_bytes
-from lora_trainer.recipe import rate_for_batch
-from lora_trainer.resolve import Origin, Resolved, is_preset
+from lora_trainer.planning.run_time import RunTime, RunTimeInputs
+from lora_trainer.planning.speedups import compiling, graphing, run_facts
+from lora_trainer.planning.weight_bytes import state_bytes
 
 PLANNER = "planner"
 INSTEAD = {
@@ -79,7 +79,7 @@ class PlanInput:
     fewest_repeats: int = 1
     latents: int | None = None
     texts: int | None = None
-    full_card: FullCard | None = None
+    full_card: OomRecord | None = None
     processes: int = 1
     sharing: int = 1
     kept_at_once: Mapping[tuple[int, int], int] | None = None
@@ -395,7 +395,7 @@ class _Planner:
     def decide_speedups(self, allocation: Allocation) -> Allocation:
         """Settle what makes passes faster; recorded steps keep memory, which the prediction then has."""
         given = self.given
-        told = circumstances(
+        told = run_facts(
             self.values,
             allocation=allocation,
             facts=given.facts,
@@ -414,11 +414,11 @@ class _Planner:
                 self.decide(key, value, reason)
         return replace(allocation, memory=told.recorded) if graphed.use else allocation
 
-    def decide_samples(self, allocation: Allocation) -> Pace:
+    def decide_samples(self, allocation: Allocation) -> RunTimeInputs:
         """Draw sample images less often than it is saved where they would take much of the run."""
         given, key = self.given, "sampling.every_steps"
         pictures = max(given.images, len(given.buckets))
-        pace = Pace(
+        pace = RunTimeInputs(
             values=self.values,
             load=allocation.load,
             facts=given.facts,
@@ -436,7 +436,7 @@ class _Planner:
                 self.decide(key, interval, "more often, they would take too much of the time")
         return pace
 
-    def finish(self, allocation: Allocation, pace: Pace) -> Plan:
+    def finish(self, allocation: Allocation, pace: RunTimeInputs) -> Plan:
         given, config, step = self.given, build_config(self.values), pace.step()
         cost = self.costs.sample_cost(given.facts, allocation.load.workload())
         steps = concrete(config.train.steps)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lora_trainer.config import Precision
-from lora_trainer.hardware import Gpu
+from lora_trainer.config.config import Precision
+from lora_trainer.hardware.machine import Gpu
 
 
 def on_card(allowed: Sequence[Precision], gpu: Gpu) -> tuple[Precision, ...]:

@@ -13,19 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.hardware import Gpu
-from lora_trainer.planning.cards import card
-from lora_trainer.planning.frozen import ELEMENT_BYTES
+from lora_trainer.hardware.machine import Gpu
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.step_time import (
     LINK_BYTES_PER_S,
     StepTime,
     StepWork,
+    card,
     cpu_step_time,
     forward_work,
     gpu_step_time,
     step_work,
 )
+from lora_trainer.planning.weight_bytes import ELEMENT_BYTES
 
 MOST_HOURS: Mapping[str, float] = {"speed": 1.0, "balanced": 3.0, "quality": 8.0}
 """What a run with the presets may take of 20 pictures on the card that stands for its tier (docs/plans.md)."""
@@ -75,7 +75,7 @@ class RunTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class RunTimeInputs:
     """What the time of a run follows from: settings without `auto`, the load that fits, the data.
 
     `trained` and `held_out` are pictures, `latents` and `texts` what is encoded once, `pinnable_bytes` what

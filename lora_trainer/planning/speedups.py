@@ -12,18 +12,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lora_trainer.costs.sample_cost import KEEP_ATTENTION
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.costs import KEEP_ATTENTION
-from lora_trainer.hardware import Gpu, Hardware
+from lora_trainer.hardware.machine import Gpu, Hardware
 from lora_trainer.planning.allocation import Allocation
-from lora_trainer.planning.cards import card
-from lora_trainer.planning.fitting import gib
 from lora_trainer.planning.loads import RememberedCosts
 from lora_trainer.planning.memory import ACTIVATIONS, SLACK, MemoryItem, Prediction
+from lora_trainer.planning.search import gib
 from lora_trainer.planning.step_time import (
     ARITHMETIC,
     LAUNCHES,
     StepTime,
+    card,
     gpu_bounds,
     step_work,
 )
@@ -49,7 +49,7 @@ PixelShape = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class SpeedupDecision:
     """Whether something is used, and why."""
 
     use: bool
@@ -57,7 +57,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Circumstances:
+class RunFacts:
     """What is known of a run when it is decided: settings without `auto` but for these two.
 
     `launch_s` is how long starting the kernels of a step takes, `work_s` what they do; `kinds` how many
@@ -80,7 +80,7 @@ class Circumstances:
     recorded: Prediction
 
 
-def circumstances(
+def run_facts(
     values: Mapping[str, Any],
     *,
     allocation: Allocation,
@@ -90,7 +90,7 @@ def circumstances(
     gpu: Gpu | None,
     priority: str,
     processes: int,
-) -> Circumstances:
+) -> RunFacts:
     """Return what is known of a run whose memory is settled."""
     load, linear = allocation.load, costs.linear_shapes(facts)
     share = math.ceil(int(values["train.batch_size"]) / processes)
@@ -113,7 +113,7 @@ def circumstances(
         )
     )
     forward_bytes = costs.sample_cost(facts, load.workload()).forward_bytes
-    return Circumstances(
+    return RunFacts(
         values=values,
         gpu=gpu,
         priority=priority,
@@ -157,7 +157,7 @@ def pass_shapes(
 # ---- compiled blocks
 
 
-def compiling(told: Circumstances) -> Verdict:
+def compiling(told: RunFacts) -> SpeedupDecision:
     """Say what `hardware.compile` becomes: blocks if `use`."""
     asked = told.values["hardware.compile"]
     obstacle = "" if asked == "none" else _why_not_compiled(told)
@@ -165,7 +165,7 @@ def compiling(told: Circumstances) -> Verdict:
         obstacle = obstacle or _why_not_unasked(told)
     else:
         reason = f"blocks was asked for, but {obstacle}" if obstacle else ""
-        return Verdict(use=asked == "blocks" and not obstacle, reason=reason)
+        return SpeedupDecision(use=asked == "blocks" and not obstacle, reason=reason)
     return _automatic(told, obstacle) or _pays(
         told,
         cost_s=COMPILE_S * told.kinds * told.shapes,
@@ -174,7 +174,7 @@ def compiling(told: Circumstances) -> Verdict:
     )
 
 
-def _why_not_compiled(told: Circumstances) -> str:
+def _why_not_compiled(told: RunFacts) -> str:
     """Return what stands against it, tried on every family's network; empty: nothing."""
     values = told.values
     kind = "DoRA" if values["adapter.dora"] else values["adapter.kind"]
@@ -199,7 +199,7 @@ def _why_not_compiled(told: Circumstances) -> str:
     return ""
 
 
-def _why_not_unasked(told: Circumstances) -> str:
+def _why_not_unasked(told: RunFacts) -> str:
     """Return why a card would have no use of code, or get none; asked for, it is tried all the same."""
     if told.values["memory.streamed_blocks"]:
         return "blocks are streamed: steps wait for copies"
@@ -214,7 +214,7 @@ def _why_not_unasked(told: Circumstances) -> str:
 # ---- CUDA graphs
 
 
-def graphing(told: Circumstances) -> Verdict:
+def graphing(told: RunFacts) -> SpeedupDecision:
     """Say what `hardware.cuda_graphs` becomes."""
     asked = told.values["hardware.cuda_graphs"]
     obstacle = "" if asked is False else _why_not_graphed(told)
@@ -222,7 +222,7 @@ def graphing(told: Circumstances) -> Verdict:
         obstacle = f"recorded steps keep their memory: {gib(told.recorded.peak_bytes)} predicted"
     if asked != "auto":
         reason = f"true was asked for, but {obstacle}" if obstacle else ""
-        return Verdict(use=asked is True and not obstacle, reason=reason)
+        return SpeedupDecision(use=asked is True and not obstacle, reason=reason)
     waiting_s = told.launch_s - max(told.work_s, told.kernels * REPLAYED_KERNEL_S)
     return _automatic(told, obstacle) or _pays(
         told,
@@ -232,7 +232,7 @@ def graphing(told: Circumstances) -> Verdict:
     )
 
 
-def _why_not_graphed(told: Circumstances) -> str:
+def _why_not_graphed(told: RunFacts) -> str:
     values = told.values
     obstacles = {
         "there is no card": told.gpu is None,
@@ -283,24 +283,24 @@ def _recorded_item(size: int) -> MemoryItem:
 # ---- both
 
 
-def _automatic(told: Circumstances, obstacle: str) -> Verdict | None:
+def _automatic(told: RunFacts, obstacle: str) -> SpeedupDecision | None:
     """Return why it is not even weighed; None: it is."""
     if told.priority != "speed":
-        return Verdict(use=False, reason="tried by priority speed only")
+        return SpeedupDecision(use=False, reason="tried by priority speed only")
     if told.gpu is None:
-        return Verdict(use=False, reason="for a card")
+        return SpeedupDecision(use=False, reason="for a card")
     if obstacle:
-        return Verdict(use=False, reason=obstacle)
+        return SpeedupDecision(use=False, reason=obstacle)
     if told.shapes > MOST_SHAPES:
         many = f"{told.shapes} shapes of passes, more than {MOST_SHAPES}"
-        return Verdict(use=False, reason=many)
+        return SpeedupDecision(use=False, reason=many)
     return None
 
 
-def _pays(told: Circumstances, *, cost_s: float, saved_s: float, what: str) -> Verdict:
+def _pays(told: RunFacts, *, cost_s: float, saved_s: float, what: str) -> SpeedupDecision:
     saved = saved_s * told.steps
     sums = f"{what} takes {cost_s:.0f} s, {told.steps} steps save {saved:.0f} s (both estimates)"
-    return Verdict(use=saved > PAYS_FROM * cost_s, reason=sums)
+    return SpeedupDecision(use=saved > PAYS_FROM * cost_s, reason=sums)
 
 
 def _middle(ends: tuple[float, float]) -> float:

@@ -1,1 +1,1 @@
-"""Commands on finished files: convert, merge, resize and extract adapters, in bounded memory."""
+"""Commands on finished LoRA files: convert, merge, resize, extract, describe."""

@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer import families
-from lora_trainer.config import BaseSettings, Precision
-from lora_trainer.errors import InputError, LoraTrainError
+from lora_trainer.common.errors import InputError, LoraTrainError
+from lora_trainer.config.config import BaseSettings, Precision
 from lora_trainer.families.base import DENOISER, Family
-from lora_trainer.formats import Contents
-from lora_trainer.model.adapters import denoiser_layers
-from lora_trainer.model.load import EMBEDDED, describe
-from lora_trainer.output import adapter_file
-from lora_trainer.output.adapter_family import Fit, check_usable, released_names
-from lora_trainer.output.adapter_file import Part
-from lora_trainer.output.adapter_names import LayerNames, Role, file_names
-from lora_trainer.output.adapter_problems import KeyFormat, key_format
-from lora_trainer.output.adapter_read import OpenAdapter, open_adapter
-from lora_trainer.output.adapter_tensors import ModuleTensors, split_key
-from lora_trainer.output.embedding_file import bundled
+from lora_trainer.families.locate import EMBEDDED, describe
+from lora_trainer.lora.adapter import denoiser_layers
+from lora_trainer.lora.tensors import ModuleTensors, split_key
+from lora_trainer.lora_file import read
+from lora_trainer.lora_file.embedding import bundled
+from lora_trainer.lora_file.fitting_base import Fit, check_usable, released_names
+from lora_trainer.lora_file.formats import AdapterContents
+from lora_trainer.lora_file.names import LayerNames, Role, file_names
+from lora_trainer.lora_file.problems import KeyFormat, key_format
+from lora_trainer.lora_file.read import ModuleFactors
+from lora_trainer.lora_file.read_tensors import OpenAdapter, open_adapter
 from lora_trainer.tools.header_entries import stated_base
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -35,7 +35,7 @@ _NO_FACTORS: frozenset[Role] = frozenset({"alpha", "magnitude"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class AdapterSource:
     """An adapter file that is open: its family, how it spells keys, the precision of its factors.
 
     `names` finds the layers of its base, `words` are those whose vectors are in the file too.
@@ -43,7 +43,7 @@ class Source:
 
     path: Path
     family: Family
-    contents: Contents
+    contents: AdapterContents
     format: KeyFormat
     precision: Precision
     names: LayerNames
@@ -74,7 +74,7 @@ class Source:
 class CheckedModules(Mapping[str, ModuleTensors]):
     """All modules of a source by "component.module", each read and checked when looked up."""
 
-    source: Source
+    source: AdapterSource
 
     def __getitem__(self, key: str) -> ModuleTensors:
         return self.source.read(key)
@@ -97,7 +97,7 @@ class Naming:
 @contextmanager
 def open_source(
     path: Path, *, base: str | None = None, naming: Naming | None = None
-) -> Iterator[Source]:
+) -> Iterator[AdapterSource]:
     """Open an adapter file; `base` is the model it was made for, the family's public release by default.
 
     `naming` says what `base` would, for a base that is open already. Raises InputError where the file is
@@ -111,7 +111,7 @@ def open_source(
     parts = {name: part for name, part in contents.parts.items() if part.kind is not None}
     naming = asked or _naming(contents, fit)
     with open_adapter(path, names=naming.names) as adapter:
-        yield Source(
+        yield AdapterSource(
             path=path,
             family=naming.family,
             contents=_held(parts, text=any(split_key(key)[0] != DENOISER for key in adapter)),
@@ -123,11 +123,11 @@ def open_source(
         )
 
 
-def _held(parts: Mapping[str, Part], *, text: bool) -> Contents:
+def _held(parts: Mapping[str, ModuleFactors], *, text: bool) -> AdapterContents:
     magnitudes = [
         part.entries["magnitude"] for part in parts.values() if "magnitude" in part.entries
     ]
-    return Contents(
+    return AdapterContents(
         kinds=frozenset(str(part.kind) for part in parts.values()),
         dora=bool(magnitudes),
         text=text,
@@ -142,7 +142,7 @@ def _held(parts: Mapping[str, Part], *, text: bool) -> Contents:
     )
 
 
-def _naming(contents: adapter_file.Contents, fit: Fit) -> Naming:
+def _naming(contents: read.Contents, fit: Fit) -> Naming:
     """Return the names in the release that the file's modules fit, else in the base that our metadata name."""
     family = families.family(fit.family)
     if fit.exact and fit.names is not None:
@@ -184,7 +184,7 @@ def _stated_architecture(metadata: Mapping[str, str], family: Family) -> Mapping
     return facts.architecture if facts.family == family.name else None
 
 
-def _precision(parts: Iterable[adapter_file.Part]) -> Precision:
+def _precision(parts: Iterable[read.ModuleFactors]) -> Precision:
     """Return the narrowest precision that holds every factor."""
     dtypes = {
         entry.dtype

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.config import BaseSettings
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
+from lora_trainer.config.config import BaseSettings
 from lora_trainer.families.base import DENOISER, BaseFacts, Family, TensorInfo, WeightPlace
-from lora_trainer.families.folder import AGAIN
-from lora_trainer.model.load import describe, locate
-from lora_trainer.output.adapter_names import file_names
-from lora_trainer.output.adapter_tensors import split_key
-from lora_trainer.output.checked_header import Entry, open_checked
-from lora_trainer.output.tensor_slots import DTYPES
+from lora_trainer.families.checkpoints.base_folder import AGAIN
+from lora_trainer.families.locate import describe, locate
+from lora_trainer.lora.tensors import split_key
+from lora_trainer.lora_file.header import HeaderEntry, open_checked
+from lora_trainer.lora_file.names import file_names
+from lora_trainer.lora_file.read_tensors import SLOT_DTYPES
 from lora_trainer.tools.adapters import Naming
 
 SUFFIX = ".safetensors"
@@ -43,7 +43,7 @@ class TensorFile:
     """A safetensors file that is open, its header checked; tensors in file order."""
 
     path: Path
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, HeaderEntry]
     metadata: Mapping[str, str]
     _file: BinaryIO
     _start: int
@@ -64,14 +64,14 @@ class TensorFile:
         """Return a floating-point tensor; raises InputError when it holds NaN or infinity."""
         entry = self.entries[name]
         data = bytearray(self.read(name))
-        found = torch.frombuffer(data, dtype=DTYPES[entry.dtype]).reshape(entry.shape)
+        found = torch.frombuffer(data, dtype=SLOT_DTYPES[entry.dtype]).reshape(entry.shape)
         if not found.float().isfinite().all():
             raise InputError(f"{name} in {self.path.name} holds NaN or infinity", fix=AGAIN)
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class WeightLocation:
     """Where the weight of a layer lies: an open file, and a tensor or some rows of it."""
 
     file: TensorFile
@@ -100,8 +100,8 @@ class BaseWeights:
     source: str
     path: Path
     family: Family
-    places: Mapping[str, Place]
-    rest: Mapping[str, Place]
+    places: Mapping[str, WeightLocation]
+    rest: Mapping[str, WeightLocation]
     components: Mapping[str, Path]
 
     @property
@@ -158,7 +158,7 @@ def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
             f"{path.name} is a single file of {family.name}, whose layout has no map here",
             fix="give the diffusers folder of this base model",
         )
-    found = {key: Place(file=file, at=at) for key, at in places.items()}
+    found = {key: WeightLocation(file=file, at=at) for key, at in places.items()}
     return BaseWeights(
         source=source,
         path=path,
@@ -172,8 +172,8 @@ def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
 
 def _folder(facts: BaseFacts, stack: ExitStack) -> BaseWeights:
     family, layout = families.family(facts.family), facts.located
-    places: dict[str, Place] = {}
-    rest: dict[str, Place] = {}
+    places: dict[str, WeightLocation] = {}
+    rest: dict[str, WeightLocation] = {}
     components: dict[str, Path] = {}
     parts = family.parts(layout)
     for part in (DENOISER, "text_encoder") if family.trainable_text else (DENOISER,):
@@ -197,11 +197,11 @@ def _folder(facts: BaseFacts, stack: ExitStack) -> BaseWeights:
     )
 
 
-def _matrices(places: Mapping[str, Place]) -> dict[str, Place]:
+def _matrices(places: Mapping[str, WeightLocation]) -> dict[str, WeightLocation]:
     return {key: place for key, place in places.items() if len(place.shape) > 1}
 
 
-def _biases(places: Mapping[str, Place]) -> Iterator[tuple[str, Place]]:
+def _biases(places: Mapping[str, WeightLocation]) -> Iterator[tuple[str, WeightLocation]]:
     """Yield the biases beside weights of a checkpoint, fused ones in rows as their weights are."""
     for key, place in places.items():
         name = f"{place.at.tensor.removesuffix('weight')}bias"
@@ -209,11 +209,11 @@ def _biases(places: Mapping[str, Place]) -> Iterator[tuple[str, Place]]:
             yield f"{key}.bias", replace(place, at=replace(place.at, tensor=name))
 
 
-def _places_in(file: TensorFile) -> Iterator[tuple[str, Place]]:
+def _places_in(file: TensorFile) -> Iterator[tuple[str, WeightLocation]]:
     """Yield every floating-point tensor of a file; the others are positions and counters."""
     for name, entry in file.entries.items():
-        if entry.dtype in DTYPES:
-            yield name, Place(file=file, at=WeightPlace(tensor=name))
+        if entry.dtype in SLOT_DTYPES:
+            yield name, WeightLocation(file=file, at=WeightPlace(tensor=name))
 
 
 def module_of(name: str, component: str) -> str | None:
@@ -244,10 +244,10 @@ def open_file(path: Path, stack: ExitStack) -> TensorFile:
     )
 
 
-def _refuse_quantised(path: Path, entries: Mapping[str, Entry]) -> None:
+def _refuse_quantised(path: Path, entries: Mapping[str, HeaderEntry]) -> None:
     """Raise InputError for weights that are integers, or have scales of their own beside them."""
     for name, entry in entries.items():
-        integers = name.endswith(WEIGHT) and entry.dtype not in DTYPES
+        integers = name.endswith(WEIGHT) and entry.dtype not in SLOT_DTYPES
         if integers or name.rsplit(".", 1)[-1] in _SCALES:
             raise InputError(
                 f"{path.name} is quantised: {name} is {entry.dtype}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.config import Precision
+from lora_trainer.config.config import Precision
 from lora_trainer.families.base import FileFormat
 from lora_trainer.tools.adapter_writer import SUFFIX, refuse_output, write_adapter
 from lora_trainer.tools.adapters import CheckedModules, open_source

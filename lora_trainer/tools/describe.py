@@ -13,11 +13,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.output.checked_header import Opened, open_checked
-from lora_trainer.output.metadata import usage_hint
-from lora_trainer.output.privacy import public_text
-from lora_trainer.output.stream_file import Slot, header_bytes, require_body, whole_or_absent
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.redaction import public_text
+from lora_trainer.lora_file.header import Opened, open_checked
+from lora_trainer.lora_file.metadata import usage_hint
+from lora_trainer.lora_file.stream import Slot, header_bytes, require_body, whole_or_absent
 
 MAX_TEXT_CHARACTERS = 20_000
 """Of one entry; ComfyUI ignores headers above 8 MiB."""

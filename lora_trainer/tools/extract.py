@@ -16,20 +16,24 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config import Precision
-from lora_trainer.errors import InputError, RequestError
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.config.config import Precision
+from lora_trainer.costs.sample_cost import Targets
 from lora_trainer.families.base import DENOISER, FileFormat
-from lora_trainer.families.costs import Targets
-from lora_trainer.formats import Asked
-from lora_trainer.output.adapter_tensors import split_key
-from lora_trainer.output.export import contents_of
-from lora_trainer.tools.adapter_writer import refuse_output, write_adapter
-from lora_trainer.tools.base_weights import BaseWeights, Place, open_base
+from lora_trainer.lora.low_rank import Singular, seeded, truncated
+from lora_trainer.lora.tensors import split_key
+from lora_trainer.lora_file.formats import Asked
+from lora_trainer.lora_file.write import contents_of
+from lora_trainer.tools.adapter_writer import (
+    ModuleSpool,
+    module_spool,
+    refuse_output,
+    write_adapter,
+)
+from lora_trainer.tools.base_weights import BaseWeights, WeightLocation, open_base
 from lora_trainer.tools.header_entries import extracted
-from lora_trainer.tools.low_rank import Singular, seeded, truncated
-from lora_trainer.tools.resize import Cut, Limits
+from lora_trainer.tools.resize import Cut, ResizeLimits
 from lora_trainer.tools.spelling import Spelling, asked_format, reader_notes
-from lora_trainer.tools.spool import ModuleSpool, module_spool
 
 _FIRST_RANK = 16
 
@@ -70,7 +74,7 @@ def extract(
     """
     if rank is None and energy is None:
         raise RequestError("nothing says how much to keep", fix="give --rank, --energy or both")
-    Limits(rank=rank, energy=energy).check()
+    ResizeLimits(rank=rank, energy=energy).check()
     refuse_output(output, force=force)
     with ExitStack() as stack:
         spool = stack.enter_context(module_spool(output.parent))
@@ -232,7 +236,7 @@ def _not_compared(tuned: BaseWeights, base: BaseWeights) -> tuple[str, ...]:
     )
 
 
-def _difference(key: str, tuned: Place, base: Place) -> Tensor:
+def _difference(key: str, tuned: WeightLocation, base: WeightLocation) -> Tensor:
     """Return tuned minus base, float32 in the shape of `base`.
 
     Where their dtypes differ, the finer one is rounded to the coarser first: what was never trained

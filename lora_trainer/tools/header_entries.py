@@ -10,11 +10,11 @@ import json
 from collections.abc import Mapping, Sequence
 
 from lora_trainer import __version__
+from lora_trainer.common.redaction import public_source, public_text
 from lora_trainer.families.base import BaseFacts, Family
-from lora_trainer.output.adapter_strength import DIFFUSERS_METADATA, FOLDED
-from lora_trainer.output.privacy import public_source, public_text
-from lora_trainer.output.stream_file import HASHES
-from lora_trainer.output.training_metadata import ALGORITHMS
+from lora_trainer.lora_file.metadata import ALGORITHMS
+from lora_trainer.lora_file.stream import HASHES
+from lora_trainer.lora_file.strength import DIFFUSERS_METADATA, FOLDED
 from lora_trainer.tools.adapter_writer import Summary
 
 NOT_CARRIED = frozenset({*HASHES, DIFFUSERS_METADATA, FOLDED})

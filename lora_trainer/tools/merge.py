@@ -15,18 +15,12 @@ from pathlib import Path
 
 import torch
 
-from lora_trainer.config import Precision
-from lora_trainer.errors import InputError, RequestError
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.config.config import Precision
 from lora_trainer.families.base import FileFormat
-from lora_trainer.formats import Asked
-from lora_trainer.output.adapter_tensors import ModuleTensors, needs_weight, update
-from lora_trainer.output.export import contents_of
-from lora_trainer.tools.adapter_writer import refuse_output, write_adapter
-from lora_trainer.tools.adapters import Source, open_source
-from lora_trainer.tools.header_entries import merged
-from lora_trainer.tools.low_rank import (
+from lora_trainer.lora.low_rank import (
+    LowRankUpdate,
     NotLowRank,
-    Product,
     Singular,
     added,
     approximated,
@@ -35,8 +29,18 @@ from lora_trainer.tools.low_rank import (
     product,
     singular,
 )
+from lora_trainer.lora.tensors import ModuleTensors, needs_weight, update
+from lora_trainer.lora_file.formats import Asked
+from lora_trainer.lora_file.write import contents_of
+from lora_trainer.tools.adapter_writer import (
+    ModuleSpool,
+    module_spool,
+    refuse_output,
+    write_adapter,
+)
+from lora_trainer.tools.adapters import AdapterSource, open_source
+from lora_trainer.tools.header_entries import merged
 from lora_trainer.tools.spelling import Spelling, asked_format, reader_notes, without_rounding
-from lora_trainer.tools.spool import ModuleSpool, module_spool
 
 _BAKE = "merge it into its base model with --into"
 
@@ -143,7 +147,7 @@ def merge(
 class _Sum(Mapping[str, ModuleTensors]):
     """The weighted sum of adapters, made module by module when looked up."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[AdapterSource, ...]
     weights: tuple[float, ...]
 
     def __iter__(self) -> Iterator[str]:
@@ -170,7 +174,7 @@ class _Sum(Mapping[str, ModuleTensors]):
         pairs = zip(self.sources, self.weights, strict=True)
         return [(source.read(key), weight) for source, weight in pairs if key in source.adapter]
 
-    def products(self, key: str, parts: Sequence[tuple[ModuleTensors, float]]) -> Product:
+    def products(self, key: str, parts: Sequence[tuple[ModuleTensors, float]]) -> LowRankUpdate:
         """Return the sum as thin factors; raises RequestError where a part is none, or sizes differ."""
         kernel = self.sources[0].kernel(key)
         try:
@@ -238,7 +242,7 @@ def _with_bias(
     return replace(module, tensors={**module.tensors, "bias": torch.stack(biases).sum(0)})
 
 
-def _as_lora(total: Product, scale: float = 1.0) -> ModuleTensors:
+def _as_lora(total: LowRankUpdate, scale: float = 1.0) -> ModuleTensors:
     return lora(up=total.up, down=total.down, inputs=total.inputs, scale=scale)
 
 
@@ -273,7 +277,7 @@ def _singular(
         return approximated(change, enough=lambda _: rank, limit=rank, seed=key)
 
 
-def _refuse_other_families(sources: Sequence[Source]) -> None:
+def _refuse_other_families(sources: Sequence[AdapterSource]) -> None:
     first, *others = sources
     for other in others:
         if other.family is not first.family:
@@ -283,6 +287,6 @@ def _refuse_other_families(sources: Sequence[Source]) -> None:
             )
 
 
-def _widest(sources: Sequence[Source]) -> Precision:
+def _widest(sources: Sequence[AdapterSource]) -> Precision:
     precisions = {source.precision for source in sources}
     return precisions.pop() if len(precisions) == 1 else "fp32"

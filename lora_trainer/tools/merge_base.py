@@ -19,23 +19,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.files import TEMPORARY_PREFIX, disk_error, retry_while_open, sync_folder
-from lora_trainer.output.adapter_tensors import ModuleTensors, split_key, update
-from lora_trainer.output.privacy import public_text
-from lora_trainer.output.stream_file import HASHES, Slot, refuse_existing, write_tensors
-from lora_trainer.output.tensor_slots import tensor_bytes
-from lora_trainer.tools.adapters import Source, open_source
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, retry_while_open, sync_folder
+from lora_trainer.common.redaction import public_text
+from lora_trainer.lora.low_rank import fits
+from lora_trainer.lora.tensors import ModuleTensors, split_key, update
+from lora_trainer.lora_file.read_tensors import tensor_bytes
+from lora_trainer.lora_file.stream import HASHES, Slot, refuse_existing, write_tensors
+from lora_trainer.tools.adapters import AdapterSource, open_source
 from lora_trainer.tools.base_weights import (
     SUFFIX,
     BaseWeights,
-    Place,
     TensorFile,
+    WeightLocation,
     module_of,
     open_base,
     open_file,
 )
-from lora_trainer.tools.low_rank import fits
 from lora_trainer.tools.merge import Weighted
 
 INDEX = "model_index.json"
@@ -49,7 +49,7 @@ Rows = tuple[int, int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Baked:
+class MergedBase:
     """What was written: a folder or a file, how many layers changed, and what was left out."""
 
     file: Path
@@ -62,7 +62,7 @@ class Baked:
 class _Change:
     """The adapters of a merge and what they change: rows of tensors by name."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[AdapterSource, ...]
     weights: tuple[float, ...]
 
     @cached_property
@@ -98,7 +98,7 @@ class _Change:
         return changed.to(weight.dtype)
 
 
-def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = False) -> Baked:
+def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = False) -> MergedBase:
     """Write a base model with adapters in its weights; `output` is a folder or a file, as the base is.
 
     Raises RequestError for an output that exists or lies in the base and for values beyond a weight's
@@ -117,7 +117,7 @@ def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = F
         _check_fit(change, opened)
         write = _write_single if opened.single else _write_folder
         notes = write(opened, change, output, force=force)
-        return Baked(
+        return MergedBase(
             file=output, family=opened.family.name, layers=len(change.layers), notes=tuple(notes)
         )
 
@@ -178,7 +178,7 @@ def _check_fit(change: _Change, base: BaseWeights) -> None:
                 )
 
 
-def _place(base: BaseWeights, key: str) -> Place:
+def _place(base: BaseWeights, key: str) -> WeightLocation:
     """Return where the weight of a layer lies: a matrix, a kernel or the vector of a norm."""
     return base.places[key] if key in base.places else base.rest[f"{key}.weight"]
 

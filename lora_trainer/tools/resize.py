@@ -14,17 +14,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lora_trainer.config import Precision
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.config import Precision
 from lora_trainer.families.base import FileFormat
-from lora_trainer.formats import Asked
-from lora_trainer.output.adapter_tensors import ModuleTensors, needs_weight, update
-from lora_trainer.output.export import contents_of
-from lora_trainer.tools.adapter_writer import refuse_output, write_adapter
-from lora_trainer.tools.adapters import Source, open_source
-from lora_trainer.tools.base_weights import BaseWeights, open_base
-from lora_trainer.tools.header_entries import carried
-from lora_trainer.tools.low_rank import (
+from lora_trainer.lora.low_rank import (
     NotLowRank,
     Singular,
     approximated,
@@ -32,12 +25,23 @@ from lora_trainer.tools.low_rank import (
     product,
     singular,
 )
+from lora_trainer.lora.tensors import ModuleTensors, needs_weight, update
+from lora_trainer.lora_file.formats import Asked
+from lora_trainer.lora_file.write import contents_of
+from lora_trainer.tools.adapter_writer import (
+    ModuleSpool,
+    module_spool,
+    refuse_output,
+    write_adapter,
+)
+from lora_trainer.tools.adapters import AdapterSource, open_source
+from lora_trainer.tools.base_weights import BaseWeights, open_base
+from lora_trainer.tools.header_entries import carried
 from lora_trainer.tools.spelling import Spelling, asked_format, reader_notes
-from lora_trainer.tools.spool import ModuleSpool, module_spool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ResizeLimits:
     """How much of each module to keep: at most `rank`, and of that what `ratio` or `energy` needs.
 
     `ratio` keeps singular values of at least the largest divided by it (kohya's sv_ratio), `energy`
@@ -99,7 +103,7 @@ class Resized:
 
 def resize(
     file: Path,
-    limits: Limits,
+    limits: ResizeLimits,
     *,
     output: Path,
     format: Asked = "auto",
@@ -143,7 +147,7 @@ def resize(
 
 
 def _cut(
-    source: Source, spool: ModuleSpool, limits: Limits, *, base: str | None
+    source: AdapterSource, spool: ModuleSpool, limits: ResizeLimits, *, base: str | None
 ) -> tuple[dict[str, Cut], float]:
     """Put every module, cut, into `spool`; return what became of each, and the energy kept of all."""
     cuts: dict[str, Cut] = {}
@@ -197,7 +201,12 @@ class _Weights:
 
 
 def singular_of(
-    source: Source, key: str, module: ModuleTensors, *, limits: Limits, weights: _Weights
+    source: AdapterSource,
+    key: str,
+    module: ModuleTensors,
+    *,
+    limits: ResizeLimits,
+    weights: _Weights,
 ) -> Singular:
     """Return the singular values of a module's update, those of a LoRA exactly, else the largest."""
     if not needs_weight(module):
@@ -213,7 +222,7 @@ def singular_of(
     return approximated(change, enough=limits.rank_of, limit=limits.rank, seed=key)
 
 
-def _own_format(source: Source, asked: Asked) -> Asked:
+def _own_format(source: AdapterSource, asked: Asked) -> Asked:
     """Return the file's own format where none is asked for and the family has it."""
     if asked != "auto":
         return asked

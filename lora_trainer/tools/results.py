@@ -14,10 +14,10 @@ from typing import Any
 from lora_trainer.tools.convert import Converted
 from lora_trainer.tools.extract import Extracted
 from lora_trainer.tools.merge import Merged
-from lora_trainer.tools.merge_base import Baked
+from lora_trainer.tools.merge_base import MergedBase
 from lora_trainer.tools.resize import Cut, Resized
 
-Result = Converted | Merged | Baked | Resized | Extracted
+Result = Converted | Merged | MergedBase | Resized | Extracted
 
 
 def result_json(result: Result) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def result_text(result: Result) -> str:
 
 
 def _facts(result: Result) -> Iterable[str]:
-    if isinstance(result, Baked):
+    if isinstance(result, MergedBase):
         yield f"a {result.family} base model, {result.layers} layers changed"
         return
     modules = result.modules if isinstance(result, Converted | Merged) else len(result.cuts)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lora_trainer.config import Precision
-from lora_trainer.errors import RequestError, TrainingStopped
+from lora_trainer.common.errors import RequestError, TrainingStopped
+from lora_trainer.config.config import Precision
 from lora_trainer.families.base import Family, FileFormat
-from lora_trainer.formats import Asked, Contents, format_for, format_notes
-from lora_trainer.output.adapter_tensors import AdapterTensors, ModuleTensors
-from lora_trainer.output.export import common_alpha, file_tensors
+from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors
+from lora_trainer.lora_file.formats import AdapterContents, Asked, format_for, format_notes
+from lora_trainer.lora_file.write import common_alpha, file_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def without_rounding(
     return Spelling(family=family, format=format, precision="fp32"), (note,)
 
 
-def asked_format(family: Family, asked: Asked, contents: Contents) -> FileFormat:
+def asked_format(family: Family, asked: Asked, contents: AdapterContents) -> FileFormat:
     """Return the format as `formats.format_for` does, with the tools' own option in its error."""
     try:
         return format_for(family, asked, contents)
@@ -87,7 +87,7 @@ def asked_format(family: Family, asked: Asked, contents: Contents) -> FileFormat
         raise RequestError(_as_option(error.found), fix=_as_option(error.fix)) from None
 
 
-def reader_notes(format: FileFormat, contents: Contents) -> tuple[str, ...]:
+def reader_notes(format: FileFormat, contents: AdapterContents) -> tuple[str, ...]:
     """Return what readers of such a file will miss, as `formats.format_notes` does."""
     return tuple(_as_option(note) for note in format_notes(format, contents))
 

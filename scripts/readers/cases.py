@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
 from lora_trainer.families.base import FileFormat
-from lora_trainer.formats import format_for
-from lora_trainer.output.adapter_tensors import AdapterTensors, update
-from lora_trainer.output.export import contents_of, export_bytes
+from lora_trainer.lora.tensors import AdapterTensors, update
+from lora_trainer.lora_file.formats import format_for
+from lora_trainer.lora_file.write import contents_of, export_bytes
 from scripts.readers.networks import Base, base_of
 from tests.fakes.adapters import adapter_for, draw_lokr
 

@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from lora_trainer.events import read_jsonl  # noqa: E402
+from lora_trainer.common.events import read_jsonl  # noqa: E402
 from scripts.reliability.fault_cases import FAULTS, IDS, files_by_id  # noqa: E402
 
 PAGE = ROOT / "docs" / "reliability.md"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lora_trainer.data.buckets import Bucket, buckets_for, cut, place
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
+from lora_trainer.dataset.buckets import Bucket, buckets_for, cut, place
 
 SD15 = buckets_for(resolution_px=512, step_px=64, max_aspect=2.0)
 sides = st.integers(16, 5000)

@@ -18,14 +18,13 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.data import cache_keys as keys_module
-from lora_trainer.data.buckets import Bucket, Placement
-from lora_trainer.data.cache import Cache
-from lora_trainer.data.cache_keys import CacheKey, latent_key, text_key
-from lora_trainer.data.entry_format import Arrays
-from lora_trainer.errors import MachineError
-from lora_trainer.events import EventStream
-from lora_trainer.files import CappedFolder
+from lora_trainer.cache import keys as keys_module
+from lora_trainer.cache.keys import Arrays, CacheKey, latent_key, text_key
+from lora_trainer.cache.store import Cache
+from lora_trainer.common.errors import MachineError
+from lora_trainer.common.events import EventStream
+from lora_trainer.common.files import CappedFolder
+from lora_trainer.dataset.buckets import Bucket, Placement
 
 PLACEMENT = Placement(Bucket(64, 48), 70, 48, 3, 0, 0.1, False)
 KEY = text_key(text="a cat", encoder_identity="encoder", max_tokens=77, content="fp32")

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lora_trainer.config import DataSettings
-from lora_trainer.data.caption_rules import is_dropped, max_texts, variant_of, variants
-from lora_trainer.data.loader import Feeder
-from lora_trainer.data.scan import ImageRecord, scan
-from lora_trainer.data.sources import Entries
-from lora_trainer.files import HashMemo
+from lora_trainer.cache.cache_plan import Entries
+from lora_trainer.common.files import HashMemo
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.caption_rules import is_dropped, max_texts, variant_of, variants
+from lora_trainer.dataset.scan import ImageRecord, scan
+from lora_trainer.training.dataloader import TrainingDataLoader
 from tests.fakes.studio import PROMPT, Studio, draw, studio_in, text_encoder
 from tests.fakes.training import build_feeder
 
@@ -74,7 +74,7 @@ def texts_of(record: ImageRecord, settings: DataSettings = SETTINGS) -> tuple[st
     return variants(record.written, settings=settings.of_folder(record.folder), seed=1)
 
 
-def feeder_of(studio: Studio, seed: int = 1) -> Feeder:
+def feeder_of(studio: Studio, seed: int = 1) -> TrainingDataLoader:
     wanted = studio.needs()
     studio.encode(wanted)
     changed = {
@@ -85,7 +85,7 @@ def feeder_of(studio: Studio, seed: int = 1) -> Feeder:
         "seed": seed,
         "_orders": {},
     }
-    return Feeder(**{**vars(build_feeder()), **changed})
+    return TrainingDataLoader(**{**vars(build_feeder()), **changed})
 
 
 def test_each_text_is_encoded_once(studio: Studio) -> None:
@@ -155,7 +155,7 @@ def test_folders_have_settings_of_their_own(studio: Studio) -> None:
     lengths = [sum(map(len, texts_of(record)[1:])) for record in (hats, records["p1.png"])]
     assert lengths[0] < lengths[1], "more tags are left out"
     none = SETTINGS.model_copy(update={"folders": {}})
-    unweighted = Feeder(**{**vars(feeder), "data": none, "_orders": {}})
+    unweighted = TrainingDataLoader(**{**vars(feeder), "data": none, "_orders": {}})
     for record, factor in ((hats, 2.5), (plain, 1.0), (records["p1.png"], 1.0)):
         sample = record.sample_ids()[0]
         one, other = (found.prepare_sample(3, sample) for found in (feeder, unweighted))

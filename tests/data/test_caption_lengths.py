@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from lora_trainer import families
-from lora_trainer.config import BaseSettings, build_config
-from lora_trainer.data.caption_lengths import LengthMemo, Reading, reading_of, too_long
-from lora_trainer.data.scan import ImageRecord, scan
-from lora_trainer.data.tokens import TokenCounter
+from lora_trainer.common.files import HashMemo
+from lora_trainer.config.config import BaseSettings, build_config
+from lora_trainer.dataset.caption_lengths import LengthMemo, Reading, reading_of, too_long
+from lora_trainer.dataset.scan import ImageRecord, scan
+from lora_trainer.dataset.tokens import TokenCounter
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.files import HashMemo
-from lora_trainer.model.load import EMBEDDED, describe
+from lora_trainer.families.locate import EMBEDDED, describe
 from tests.fakes.family_bases import facts_of
 from tests.fakes.runs import write_dataset
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config import DataSettings
-from lora_trainer.data.caption_rules import (
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.caption_rules import (
     is_dropped,
     max_texts,
     plain_text,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.data.captions import (
+from lora_trainer.dataset.captions import (
     MAX_CAPTION_BYTES,
     MAX_CAPTION_CHARACTERS,
     Sidecars,

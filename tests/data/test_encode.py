@@ -15,12 +15,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from lora_trainer.config import DataSettings
-from lora_trainer.data import encode as encode_module
-from lora_trainer.data.buckets import cut
-from lora_trainer.data.cache import Cache
-from lora_trainer.data.encode import Encoded
-from lora_trainer.errors import InputError, StoppedBySignal
+from lora_trainer.cache import encode as encode_module
+from lora_trainer.cache.encode import Encoded
+from lora_trainer.cache.store import Cache
+from lora_trainer.common.errors import InputError, StoppedBySignal
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.buckets import cut
 from tests.fakes.studio import PROMPT, Studio, draw, few_objects, studio_in
 from tests.fakes.tiny_base import copy_base
 

@@ -8,8 +8,8 @@ from itertools import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.data.epochs import epoch_order, regularisation_count, sample_id
-from lora_trainer.randomness import Stream, shuffled
+from lora_trainer.common.randomness import Stream, shuffled
+from lora_trainer.dataset.epochs import epoch_order, regularisation_count, sample_id
 
 OWN = [f"o{index}" for index in range(5)]
 

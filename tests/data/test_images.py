@@ -20,14 +20,19 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from lora_trainer.config import DataSettings
-from lora_trainer.data.captions import CaptionText
-from lora_trainer.data.faults import ImageFault
-from lora_trainer.data.images import DecodedImage, background_rgb, decode, verify
-from lora_trainer.data.measures import Measures, measure
-from lora_trainer.data.verified import VerifiedImages
-from lora_trainer.errors import InputError, MachineError, RequestError
-from lora_trainer.files import sha256_bytes
+from lora_trainer.common.errors import InputError, MachineError, RequestError
+from lora_trainer.common.files import sha256_bytes
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.captions import CaptionText
+from lora_trainer.dataset.decode_memo import DecodeMemo
+from lora_trainer.dataset.images import (
+    DecodedImage,
+    ImageDecodeError,
+    background_rgb,
+    decode,
+    verify,
+)
+from lora_trainer.dataset.measures import Measures, measure
 from tests.fakes.odd_pictures import (
     chunk,
     cmyk_profile,
@@ -61,8 +66,8 @@ def decoded(
 
 def fault(
     folder: Path, data: bytes, settings: DataSettings = SETTINGS, name: str = "a.png"
-) -> ImageFault:
-    with pytest.raises(ImageFault) as caught:
+) -> ImageDecodeError:
+    with pytest.raises(ImageDecodeError) as caught:
         decoded(folder, data, settings, name)
     assert str(folder / name) in caught.value.found
     assert caught.value.fix
@@ -170,7 +175,7 @@ def test_any_damage_is_a_fault_or_a_picture_never_a_crash(tmp_path: Path, kind: 
         try:
             decoded(tmp_path, bytes(mutated))
             survived += 1
-        except ImageFault as found:
+        except ImageDecodeError as found:
             assert "\n" not in str(found)
     assert survived < 60
 
@@ -469,13 +474,13 @@ def test_the_smallest_and_longest_pictures_that_are_used(tmp_path: Path) -> None
 def test_only_regular_files_are_opened(tmp_path: Path, make: Callable[[Path], None]) -> None:
     path = tmp_path / "a.png"
     make(path)
-    with pytest.raises(ImageFault) as caught:
+    with pytest.raises(ImageDecodeError) as caught:
         decode(path, settings=SETTINGS)
     assert caught.value.code == "IMG-09"
 
 
 def test_a_missing_and_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ImageFault, match="cannot be opened"):
+    with pytest.raises(ImageDecodeError, match="cannot be opened"):
         decode(tmp_path / "none.png", settings=SETTINGS)
     path = tmp_path / "a.png"
     path.write_bytes(encoded(picture()))
@@ -484,7 +489,7 @@ def test_a_missing_and_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.Mo
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(ImageFault, match=r"cannot be opened \(Permission denied\)"):
+    with pytest.raises(ImageDecodeError, match=r"cannot be opened \(Permission denied\)"):
         decode(path, settings=SETTINGS)
 
 
@@ -494,13 +499,13 @@ def test_a_file_that_changed_since_it_was_hashed_is_refused(tmp_path: Path) -> N
     path.write_bytes(data)
     decode(path, settings=SETTINGS, content_hash=sha256_bytes(data))
     path.write_bytes(encoded(picture(40, 40)))
-    with pytest.raises(ImageFault, match="changed while in use") as caught:
+    with pytest.raises(ImageDecodeError, match="changed while in use") as caught:
         decode(path, settings=SETTINGS, content_hash=sha256_bytes(data))
     assert caught.value.code == "CAP-05"
 
 
 def test_control_characters_of_a_name_are_escaped_in_messages(tmp_path: Path) -> None:
-    with pytest.raises(ImageFault) as caught:
+    with pytest.raises(ImageDecodeError) as caught:
         decode(tmp_path / "a\x1b[31m\n.png", settings=SETTINGS)
     assert "a\\x1b[31m\\n.png" in str(caught.value)
 
@@ -551,10 +556,10 @@ def test_what_is_process_wide_is_used_by_one_thread_at_a_time(
 # --- what is remembered
 
 
-def remembered(folder: Path, data: bytes, settings: DataSettings = SETTINGS) -> VerifiedImages:
+def remembered(folder: Path, data: bytes, settings: DataSettings = SETTINGS) -> DecodeMemo:
     path = folder / "a.png"
     path.write_bytes(data)
-    memo = VerifiedImages(file=folder / "cache" / "verified.json")
+    memo = DecodeMemo(file=folder / "cache" / "verified.json")
     image = verify(path, settings=settings, content_hash=sha256_bytes(data))
     memo.add_image(sha256_bytes(data), image)
     assert memo.image(sha256_bytes(data), settings=settings) == image
@@ -567,7 +572,7 @@ def test_the_memo_gives_back_what_it_was_given(tmp_path: Path) -> None:
     data = encoded(half_transparent())
     memo = remembered(tmp_path, data)
     assert memo.file is not None
-    loaded = VerifiedImages.load(memo.file)
+    loaded = DecodeMemo.load(memo.file)
     image = loaded.image(sha256_bytes(data), settings=SETTINGS)
     assert image == memo.image(sha256_bytes(data), settings=SETTINGS)
     assert image is not None
@@ -596,10 +601,10 @@ def test_what_depends_on_settings_is_not_taken_from_the_memo(tmp_path: Path) -> 
 def test_a_damaged_memo_is_an_empty_one(tmp_path: Path, text: str) -> None:
     file = tmp_path / "verified.json"
     file.write_text(text)
-    assert VerifiedImages.load(file).images == {}
+    assert DecodeMemo.load(file).images == {}
     file.write_text(f"{sha256_bytes(text.encode())}\n{text}")
-    assert VerifiedImages.load(file).images == {}
-    assert VerifiedImages.load(tmp_path / "none.json").captions == {}
+    assert DecodeMemo.load(file).images == {}
+    assert DecodeMemo.load(tmp_path / "none.json").captions == {}
 
 
 def test_a_memo_of_another_pillow_is_an_empty_one(tmp_path: Path) -> None:
@@ -609,7 +614,7 @@ def test_a_memo_of_another_pillow_is_an_empty_one(tmp_path: Path) -> None:
     for made_with, count in (("Pillow", 1), ("Willow", 0)):
         changed = body.replace("Pillow", made_with)
         memo.file.write_text(f"{sha256_bytes(changed.encode())}\n{changed}")
-        assert len(VerifiedImages.load(memo.file).images) == count
+        assert len(DecodeMemo.load(memo.file).images) == count
 
 
 def test_no_flipped_bit_in_the_memo_gives_a_wrong_size(tmp_path: Path) -> None:
@@ -620,7 +625,7 @@ def test_no_flipped_bit_in_the_memo_gives_a_wrong_size(tmp_path: Path) -> None:
         flipped = bytearray(data)
         flipped[index] ^= 1
         memo.file.write_bytes(flipped)
-        assert VerifiedImages.load(memo.file).images == {}
+        assert DecodeMemo.load(memo.file).images == {}
 
 
 @pytest.mark.parametrize(
@@ -639,7 +644,7 @@ def test_no_flipped_bit_in_the_memo_gives_a_wrong_size(tmp_path: Path) -> None:
 )
 def test_a_damaged_memo_entry_is_no_entry(entry: Any) -> None:
     text = json.dumps(entry)
-    memo = VerifiedImages(images={"hash": text}, captions={"hash": text})
+    memo = DecodeMemo(images={"hash": text}, captions={"hash": text})
     assert memo.image("hash", settings=SETTINGS) is None
     assert memo.caption("hash") is None
 
@@ -647,8 +652,8 @@ def test_a_damaged_memo_entry_is_no_entry(entry: Any) -> None:
 def test_a_memo_that_cannot_be_written_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("in the way")
     with pytest.raises(MachineError, match="cannot write"):
-        VerifiedImages(file=tmp_path / "cache" / "verified.json").save()
-    VerifiedImages().save()
+        DecodeMemo(file=tmp_path / "cache" / "verified.json").save()
+    DecodeMemo().save()
 
 
 def test_measures_survive_json() -> None:

@@ -14,16 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_trainer.config import DataSettings, ObjectiveSettings
-from lora_trainer.data.batches import Prepared, StepBatch, micro_batches, to_device
-from lora_trainer.data.cache import Cache
-from lora_trainer.data.cache_keys import CacheKey
-from lora_trainer.data.loader import Feeder
-from lora_trainer.data.sources import Entries
-from lora_trainer.errors import MachineError
-from lora_trainer.events import EventStream
-from lora_trainer.files import CappedFolder
-from lora_trainer.train.levels import Level, flow_levels
+from lora_trainer.cache.cache_plan import Entries
+from lora_trainer.cache.keys import CacheKey
+from lora_trainer.cache.store import Cache
+from lora_trainer.common.errors import MachineError
+from lora_trainer.common.events import EventStream
+from lora_trainer.common.files import CappedFolder
+from lora_trainer.config.config import DataSettings, ObjectiveSettings
+from lora_trainer.training.batch import Sample, StepBatch, micro_batches, to_device
+from lora_trainer.training.dataloader import TrainingDataLoader
+from lora_trainer.training.timesteps import Level, flow_levels
 from tests.fakes.training import (
     CPU,
     EMPTY_TEXT,
@@ -45,12 +45,12 @@ NOISY = ObjectiveSettings(
 )
 
 
-def rich_feeder(batch_size: int = 4, *, seed: int = 5) -> Feeder:
+def rich_feeder(batch_size: int = 4, *, seed: int = 5) -> TrainingDataLoader:
     """Every kind of draw is on."""
     return build_feeder(batch_size=batch_size, seed=seed, data=EVERYTHING, objective=NOISY, texts=3)
 
 
-def same(one: Prepared, other: Prepared) -> bool:
+def same(one: Sample, other: Sample) -> bool:
     return (
         (one.sample, one.level, one.weight) == (other.sample, other.level, other.weight)
         and one.huber_delta == other.huber_delta
@@ -61,7 +61,7 @@ def same(one: Prepared, other: Prepared) -> bool:
     )
 
 
-def input_noise(sample: Prepared) -> torch.Tensor:
+def input_noise(sample: Sample) -> torch.Tensor:
     return sample.noise if sample.input_noise is None else sample.input_noise
 
 
@@ -71,7 +71,7 @@ def all_same(one: StepBatch, other: StepBatch) -> bool:
     )
 
 
-def names(feeder: Feeder, steps: int) -> list[str]:
+def names(feeder: TrainingDataLoader, steps: int) -> list[str]:
     return [sample.sample for step in range(steps) for sample in feeder.prepare(step).samples]
 
 
@@ -112,7 +112,7 @@ def test_neither_global_randomness_nor_the_order_of_sources_matters() -> None:
     wanted = feeder.prepare(3)
     torch.manual_seed(123)
     backwards = dict(reversed(feeder.sources.items()))
-    other = Feeder(**{**vars(feeder), "sources": backwards, "_orders": {}})
+    other = TrainingDataLoader(**{**vars(feeder), "sources": backwards, "_orders": {}})
     assert all_same(other.prepare(3), wanted)
 
 
@@ -196,11 +196,11 @@ def test_signal_and_weight_belong_to_the_timestep() -> None:
 # ---- flips, dropout, variants
 
 
-def stream_of(data: DataSettings, *, texts: int = 1, count: int = 400) -> list[Prepared]:
+def stream_of(data: DataSettings, *, texts: int = 1, count: int = 400) -> list[Sample]:
     return list(build_feeder([SQUARE], batch_size=count, data=data, texts=texts).prepare(0).samples)
 
 
-def nearest(sample: Prepared, feeder: Feeder) -> str:
+def nearest(sample: Sample, feeder: TrainingDataLoader) -> str:
     source = feeder.sources[sample.sample]
     assert source.mirrored is not None
     plain = feeder.entries.read(source.plain)["mean"]
@@ -218,7 +218,7 @@ def test_half_of_the_samples_are_mirrored_when_entries_are_there() -> None:
 def test_without_a_mirrored_entry_the_plain_one_is_used() -> None:
     feeder = build_feeder([SQUARE], batch_size=20, data=EVERYTHING)
     plain_only = {name: replace(source, mirrored=None) for name, source in feeder.sources.items()}
-    other = Feeder(**{**vars(feeder), "sources": plain_only, "_orders": {}})
+    other = TrainingDataLoader(**{**vars(feeder), "sources": plain_only, "_orders": {}})
     assert {nearest(sample, feeder) for sample in other.prepare(0).samples} == {"plain"}
 
 
@@ -227,7 +227,7 @@ def test_a_mirrored_sample_is_told_its_own_crop() -> None:
     corners = {"geometry": torch.tensor([[3]]), "mirrored_geometry": torch.tensor([[4]])}
     told = {name: {"time_ids": corner} for name, corner in corners.items()}
     sources = {name: replace(source, **told) for name, source in feeder.sources.items()}
-    cropped = Feeder(**{**vars(feeder), "sources": sources, "_orders": {}})
+    cropped = TrainingDataLoader(**{**vars(feeder), "sources": sources, "_orders": {}})
     found = {
         (nearest(sample, feeder), int(sample.conditioning["time_ids"]))
         for sample in cropped.prepare(0).samples
@@ -281,7 +281,7 @@ def test_validation_is_fixed_and_unaugmented() -> None:
 def batch_of(shapes: list[tuple[int, int, int]]) -> StepBatch:
     zero = torch.zeros(())
     samples = tuple(
-        Prepared(
+        Sample(
             sample=str(index),
             latents=zero.expand(shape),
             noise=zero.expand(shape),
@@ -326,7 +326,7 @@ def test_a_group_is_stacked_in_order() -> None:
 
 
 def test_texts_of_several_lengths_are_padded_with_their_masks() -> None:
-    def sample(length: int) -> Prepared:
+    def sample(length: int) -> Sample:
         text = torch.full((1, length, 3), float(length))
         (one,) = batch_of([SQUARE]).samples
         mask = torch.ones(1, length, dtype=torch.int64)
@@ -350,7 +350,7 @@ def test_flow_levels_carry_no_signal_weight_and_what_is_told_reaches_the_sample(
         name: replace(source, geometry={"time_ids": torch.tensor([[float(source.size_px[0])]])})
         for name, source in feeder.sources.items()
     }
-    feeder = Feeder(**{**vars(feeder), "told": told, "sources": sized, "_orders": {}})
+    feeder = TrainingDataLoader(**{**vars(feeder), "told": told, "sources": sized, "_orders": {}})
     for sample in feeder.prepare(0).samples:
         assert sample.weight == 1.0 and sample.level.alpha == 1.0 - sample.level.sigma
         assert sample.conditioning["guidance"].tolist() == [2.5]
@@ -411,15 +411,15 @@ def test_leaving_early_stops_the_thread() -> None:
 
 def test_it_is_never_more_than_asked_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     feeder, begun, enough = build_feeder([SQUARE]), [], threading.Event()
-    usual = Feeder.prepare
+    usual = TrainingDataLoader.prepare
 
-    def prepare(self: Feeder, step: int) -> StepBatch:
+    def prepare(self: TrainingDataLoader, step: int) -> StepBatch:
         begun.append(step)
         if step == 3:
             enough.set()
         return usual(self, step)
 
-    monkeypatch.setattr(Feeder, "prepare", prepare)
+    monkeypatch.setattr(TrainingDataLoader, "prepare", prepare)
     with feeder.stream(0, 100, ahead=2) as batches:
         next(batches)
         assert enough.wait(timeout=20), "one taken, two ready, one being put"
@@ -454,7 +454,7 @@ def test_large_buckets_may_have_a_lower_cap_of_their_own() -> None:
 # ---- objective options
 
 
-def prepared(count: int = 40, **objective: object) -> list[Prepared]:
+def prepared(count: int = 40, **objective: object) -> list[Sample]:
     """Return the first samples of a stream of seven."""
     feeder = build_feeder(batch_size=1, objective=ObjectiveSettings.model_validate(objective))
     return [feeder.prepare(step).samples[0] for step in range(count)]
@@ -533,7 +533,7 @@ def test_the_device_gets_deltas_and_perturbed_noise() -> None:
 # ---- more resolutions
 
 
-def two_sized(batch_size: int = 4) -> Feeder:
+def two_sized(batch_size: int = 4) -> TrainingDataLoader:
     """Every sample is there as itself and at a second size, which is that of the first sample."""
     feeder = rich_feeder(batch_size)
     second = feeder.sources["s0"]

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lora_trainer.config import DataSettings
-from lora_trainer.data import images
-from lora_trainer.data.buckets import Bucket, Placement, buckets_for, place
-from lora_trainer.data.listing import list_dataset
-from lora_trainer.data.masks import Mask, decode_mask, mask_values
-from lora_trainer.data.scan import BAD_MASK, Dataset, scan
-from lora_trainer.data.verified import VerifiedImages
-from lora_trainer.errors import InputError
-from lora_trainer.files import HashMemo
+from lora_trainer.common.errors import InputError
+from lora_trainer.common.files import HashMemo
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset import images
+from lora_trainer.dataset.buckets import Bucket, Placement, buckets_for, place
+from lora_trainer.dataset.decode_memo import DecodeMemo
+from lora_trainer.dataset.listing import list_dataset
+from lora_trainer.dataset.masks import Mask, decode_mask, mask_values
+from lora_trainer.dataset.scan import BAD_MASK, Dataset, scan
 from tests.fakes.studio import Studio, draw, studio_in
 
 FILES, ALPHA = DataSettings(masks="files"), DataSettings(masks="alpha")
@@ -163,11 +163,11 @@ def test_a_second_scan_opens_no_mask(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder.mkdir()
     draw(folder / "a.png", seed=1)
     white(folder / "a-masklabel.png", part=(0, 0, 5, 5))
-    verified = VerifiedImages(file=tmp_path / "verified.json")
+    verified = DecodeMemo(file=tmp_path / "verified.json")
     first = scan(folder, settings=FILES, memo=memo, verified=verified)
     verified.save()
     monkeypatch.setattr(images, "_load", None)
-    again = VerifiedImages.load(tmp_path / "verified.json")
+    again = DecodeMemo.load(tmp_path / "verified.json")
     assert scan(folder, settings=FILES, memo=memo, verified=again) == first
 
 
@@ -195,7 +195,7 @@ def test_grey_is_a_weight() -> None:
 @pytest.mark.parametrize("size", [(64, 48), (37, 50), (200, 90)])
 def test_a_mask_is_placed_as_its_picture(size: tuple[int, int], flip: bool) -> None:
     """The picture itself as its mask: what the encoder sees, averaged over each latent."""
-    from lora_trainer.data.buckets import cut
+    from lora_trainer.dataset.buckets import cut
 
     noise = np.random.default_rng(3).integers(0, 256, (size[1] // 4, size[0] // 4), dtype=np.uint8)
     picture = Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
-from lora_trainer.config import DataSettings
-from lora_trainer.data.buckets import Placement, buckets_for, cut, place
-from lora_trainer.data.findings import unusable
-from lora_trainer.data.measures import Measures, crispness_of, measure
-from lora_trainer.data.quality import (
+from lora_trainer.common.files import HashMemo
+from lora_trainer.common.findings import unusable
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.buckets import Placement, buckets_for, cut, place
+from lora_trainer.dataset.measures import Measures, crispness_of, measure
+from lora_trainer.dataset.quality import (
     PICTURE_WEIGHTS,
     WEIGHTS,
     DatasetReport,
@@ -27,8 +28,7 @@ from lora_trainer.data.quality import (
     inspect_images,
     near_duplicates,
 )
-from lora_trainer.data.scan import Dataset, ImageRecord, scan
-from lora_trainer.files import HashMemo
+from lora_trainer.dataset.scan import Dataset, ImageRecord, scan
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "example"
 PLAIN = DataSettings()

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.config import DataSettings, build_config
-from lora_trainer.data.captions import of_class
-from lora_trainer.data.regularisation import scan_all
-from lora_trainer.data.scan import Dataset
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.files import HashMemo
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.files import HashMemo
+from lora_trainer.config.config import DataSettings, build_config
+from lora_trainer.dataset.captions import of_class
+from lora_trainer.dataset.regularisation import scan_all
+from lora_trainer.dataset.scan import Dataset
 from tests.fakes.studio import draw
 
 MARKED = {"data.folders.2_toy.regularisation": True}

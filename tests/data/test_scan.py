@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lora_trainer.config import DataSettings
-from lora_trainer.data import examine as examine_module
-from lora_trainer.data.scan import Dataset, Finding, scan
-from lora_trainer.data.verified import VerifiedImages
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.files import HashMemo, json_bytes, sha256_bytes
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.files import HashMemo, json_bytes, sha256_bytes
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset import inspect_image as examine_module
+from lora_trainer.dataset.decode_memo import DecodeMemo
+from lora_trainer.dataset.scan import Dataset, Finding, scan
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "example"
 LENIENT = DataSettings(max_bad_fraction=0.9)
@@ -713,14 +713,14 @@ def test_a_warm_scan_asks_the_memo_once_for_each_file_and_opens_none(
     Image.new("RGBA", (20, 20)).save(folder / "alpha.png")
     age(folder)
     known = memo()
-    verified = VerifiedImages(file=tmp_path / "cache" / "verified.json")
+    verified = DecodeMemo(file=tmp_path / "cache" / "verified.json")
     watch = Watch(folder, monkeypatch)
     with watch:
         cold = scan(folder, settings=LENIENT, memo=known, verified=verified)
     assert watch.opened["p05.png"] >= 1
     verified.save()
     assert verified.file is not None
-    reloaded = VerifiedImages.load(verified.file)
+    reloaded = DecodeMemo.load(verified.file)
     with watch:
         warm = scan(folder, settings=LENIENT, memo=known, verified=reloaded)
     assert warm == cold
@@ -740,7 +740,7 @@ def test_only_what_changed_is_opened_again(tmp_path: Path, monkeypatch: pytest.M
     folder = tmp_path / "data"
     fill(folder, 5)
     age(folder)
-    known, verified = memo(), VerifiedImages()
+    known, verified = memo(), DecodeMemo()
     scan(folder, settings=LENIENT, memo=known, verified=verified)
     old = (folder / "p03.png").stat()
     draw(folder / "p03.png", "white")
@@ -758,7 +758,7 @@ def test_renamed_pictures_are_not_decoded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(tmp_path / "data", 3)
-    verified = VerifiedImages()
+    verified = DecodeMemo()
     scan(tmp_path / "data", settings=LENIENT, memo=memo(), verified=verified)
     (tmp_path / "data").rename(tmp_path / "moved")
 
@@ -776,14 +776,20 @@ def test_the_dataset_folder_is_never_written_to(tmp_path: Path) -> None:
     (folder / "p03.png").write_bytes(b"")
     before = contents(folder)
     folders = {path: path.stat().st_mtime_ns for path in (tmp_path, folder)}
-    known, verified = memo(), VerifiedImages(file=tmp_path / "v.json")
+    known, verified = memo(), DecodeMemo(file=tmp_path / "v.json")
     scan(folder, settings=LENIENT, memo=known, verified=verified)
     assert contents(folder) == before
     assert {path: path.stat().st_mtime_ns for path in folders} == folders
 
 
 def test_the_data_layer_needs_no_torch() -> None:
-    modules = ("scan", "captions", "buckets", "quality", "cache")
-    imports = "; ".join(f"import lora_trainer.data.{module}" for module in modules)
+    modules = (
+        "dataset.scan",
+        "dataset.captions",
+        "dataset.buckets",
+        "dataset.quality",
+        "cache.store",
+    )
+    imports = "; ".join(f"import lora_trainer.{module}" for module in modules)
     code = f"{imports}; import sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=EXAMPLE.parents[1])

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lora_trainer.config import DataSettings
-from lora_trainer.data.buckets import buckets_for, place
-from lora_trainer.data.quality import DatasetReport, inspect_images
-from lora_trainer.data.scan import scan
-from lora_trainer.files import HashMemo
+from lora_trainer.common.files import HashMemo
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.buckets import buckets_for, place
+from lora_trainer.dataset.quality import DatasetReport, inspect_images
+from lora_trainer.dataset.scan import scan
 from tests.fakes.runs import run_cli
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "example"

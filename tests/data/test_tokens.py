@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.config import BaseSettings
-from lora_trainer.data.tokens import TokenCounter, caption_limit
-from lora_trainer.model.load import EMBEDDED, EMBEDDED_FOLDER, describe
+from lora_trainer.config.config import BaseSettings
+from lora_trainer.dataset.tokens import TokenCounter, caption_limit
+from lora_trainer.families.locate import EMBEDDED, EMBEDDED_FOLDER, describe
 
 TOKENIZER = EMBEDDED_FOLDER / "tokenizer"
 CAPTIONS = (

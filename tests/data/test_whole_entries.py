@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lora_trainer.data.cache import MEMO_NAME, Cache
-from lora_trainer.data.cache_keys import CacheKey, text_key
-from lora_trainer.data.whole_entries import MAX_REMEMBERED, WholeEntries, missing
-from lora_trainer.files import CappedFolder
+from lora_trainer.cache.index import MAX_REMEMBERED, CacheIndex, missing
+from lora_trainer.cache.keys import CacheKey, text_key
+from lora_trainer.cache.store import MEMO_NAME, Cache
+from lora_trainer.common.files import CappedFolder
 
 COUNT = 3
 
@@ -183,32 +183,32 @@ def test_no_flipped_bit_of_the_memo_hides_anything(cache: Cache) -> None:
         flipped = bytearray(data)
         flipped[index] ^= 1
         file.write_bytes(flipped)
-        assert WholeEntries.load(file).known == {}
+        assert CacheIndex.load(file).known == {}
 
 
 def test_what_two_runs_find_is_kept_of_both(tmp_path: Path) -> None:
-    first, second = (WholeEntries.load(tmp_path / "memo") for _ in range(2))
+    first, second = (CacheIndex.load(tmp_path / "memo") for _ in range(2))
     first.add(1)
     second.add(2)
     first.save()
     second.save()
-    assert set(WholeEntries.load(tmp_path / "memo").known) == {1, 2}
+    assert set(CacheIndex.load(tmp_path / "memo").known) == {1, 2}
 
 
 def test_what_was_not_used_is_forgotten_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MAX_REMEMBERED >= 1_000_000
-    monkeypatch.setattr("lora_trainer.data.whole_entries.MAX_REMEMBERED", 3)
-    memo = WholeEntries.load(tmp_path / "memo")
+    monkeypatch.setattr("lora_trainer.cache.index.MAX_REMEMBERED", 3)
+    memo = CacheIndex.load(tmp_path / "memo")
     for stamp in (1, 2, 3):
         memo.add(stamp)
     memo.save()
-    later = WholeEntries.load(tmp_path / "memo")
+    later = CacheIndex.load(tmp_path / "memo")
     assert later.has(1)
     later.add(4)
     later.save()
-    assert set(WholeEntries.load(tmp_path / "memo").known) == {3, 1, 4}
+    assert set(CacheIndex.load(tmp_path / "memo").known) == {3, 1, 4}
 
 
 def test_a_memo_that_cannot_be_written_is_said_and_stops_nothing(

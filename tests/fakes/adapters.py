@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config import Config, flatten
-from lora_trainer.output.adapter_tensors import AdapterKind, ModuleTensors, update
-from lora_trainer.output.export import ExportInfo, SubsetSummary
-from lora_trainer.planning.adapter_size import factorise
+from lora_trainer.config.config import Config, flatten
+from lora_trainer.lora.adapter_size import factorise
+from lora_trainer.lora.tensors import AdapterKind, ModuleTensors, update
+from lora_trainer.lora_file.write import ExportInfo, SubsetSummary
 
 RANK, ALPHA = 4, 1.5
 

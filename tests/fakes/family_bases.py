@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.data.batches import lengthened_alike
 from lora_trainer.families.base import BaseFacts, Conditioning, Family, Geometry, Layout
+from lora_trainer.training.batch import lengthened_alike
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer.families.base import PARTS, Part
-from lora_trainer.families.clip import ClipPart
-from lora_trainer.families.unet_names import ldm_module
+from lora_trainer.families.checkpoints.unet_layers import ldm_module
+from lora_trainer.families.text.clip import ClipPart
 
 VAE_RULES = (
     (r"(\w+)\.mid_block\.resnets\.0", r"\1.mid.block_1"),

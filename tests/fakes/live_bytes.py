@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from lora_trainer.model.live_storages import LiveStorages
+from lora_trainer.network.live_storages import LiveStorages
 
 LiveBytes = LiveStorages

@@ -22,8 +22,8 @@ from typing import Any
 
 import psutil
 
-from lora_trainer.errors import InputError
-from lora_trainer.events import read_jsonl
+from lora_trainer.common.errors import InputError
+from lora_trainer.common.events import read_jsonl
 from tests.fakes.runs import Toy, toy, write_priors
 from tests.reliability.kill import free_port, load_everything
 
@@ -156,9 +156,9 @@ def _be(process: Process, line: list[str], port: int, faults: Mapping[int, Fault
         note_strangers(process)
         if fault := faults.get(process.rank):
             fault(process)
-        from lora_trainer import cli
+        from lora_trainer.cli import main
 
-        code = cli.run(line)
+        code = main.run(line)
     finally:
         sys.stdout.flush()
         os._exit(code)
@@ -189,16 +189,16 @@ def note_draws(process: Process) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from lora_trainer.data import encode
-    from lora_trainer.data.cache import Cache
-    from lora_trainer.data.loader import Feeder
-    from lora_trainer.train.ranks import Ranks
+    from lora_trainer.cache import encode
+    from lora_trainer.cache.store import Cache
+    from lora_trainer.training.dataloader import TrainingDataLoader
+    from lora_trainer.training.distributed.process_group import ProcessGroup
 
     draws = (process.notes / f"draws-{process.rank}.txt").open("a")
     encoded = (process.notes / f"encoded-{process.rank}.txt").open("a")
-    prepare, reduce, write = Feeder.prepare, Ranks.reduce, Cache.write
+    prepare, reduce, write = TrainingDataLoader.prepare, ProcessGroup.reduce, Cache.write
 
-    def noted_prepare(self: Feeder, step: int) -> Any:
+    def noted_prepare(self: TrainingDataLoader, step: int) -> Any:
         batch = prepare(self, step)
         for sample in batch.samples:
             parts = (sample.latents, sample.noise, torch.tensor(sample.level.timestep))
@@ -207,10 +207,10 @@ def note_draws(process: Process) -> None:
         draws.flush()
         return batch
 
-    def noted_reduce(self: Ranks, parameters: Any, loss: Any, **options: Any) -> Any:
+    def noted_reduce(self: ProcessGroup, parameters: Any, loss: Any, **options: Any) -> Any:
         found = reduce(self, parameters, loss, **options)
         file = process.notes / "gradients.safetensors"
-        if self.dist_env.leads and not file.exists():
+        if self.dist_env.is_main and not file.exists():
             save_file({str(n): p.grad.clone() for n, p in enumerate(parameters)}, file)
         return found
 
@@ -219,8 +219,8 @@ def note_draws(process: Process) -> None:
         encoded.flush()
         return write(self, key, arrays)
 
-    Feeder.prepare = noted_prepare
-    Ranks.reduce = noted_reduce
+    TrainingDataLoader.prepare = noted_prepare
+    ProcessGroup.reduce = noted_reduce
     Cache.write = noted_write
     assert encode  # imported before the fork's first use of it
 
@@ -234,7 +234,8 @@ COLLECTIVES = (
 
 
 def note_strangers(process: Process) -> None:
-    """Note every use of torch.distributed that is neither torch's own nor of `lora_trainer.train.ranks`.
+    """Note every use of torch.distributed that is neither torch's own nor of
+    `lora_trainer.training.distributed.process_group`.
 
     Starting the process group from elsewhere raises: the others would never come.
     """
@@ -246,7 +247,9 @@ def note_strangers(process: Process) -> None:
     def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             caller = sys._getframe(1).f_globals["__name__"]
-            if caller != "lora_trainer.train.ranks" and not caller.startswith("torch.distributed"):
+            if not caller.startswith(
+                ("lora_trainer.training.distributed.process_group", "torch.distributed")
+            ):
                 with notes.open("a") as file:
                     file.write(f"{caller} calls {name}\n")
                 if name == "init_process_group":
@@ -268,7 +271,7 @@ def losses_at(call: int, spoil: Callable[[Any], Any]) -> Fault:
     """Return a fault that spoils one call of the loss."""
 
     def fault(process: Process) -> None:
-        from lora_trainer.train.training import Model
+        from lora_trainer.training.training import Model
 
         real, calls = Model.losses_of, iter(range(1, 1_000_000))
 
@@ -287,11 +290,11 @@ def spoilt_sample(step: int) -> Fault:
     def fault(process: Process) -> None:
         import torch
 
-        from lora_trainer.data.loader import Feeder
+        from lora_trainer.training.dataloader import TrainingDataLoader
 
-        real = Feeder.prepare
+        real = TrainingDataLoader.prepare
 
-        def prepare(self: Feeder, wanted: int) -> Any:
+        def prepare(self: TrainingDataLoader, wanted: int) -> Any:
             batch = real(self, wanted)
             _, first = self.sample_at(wanted * self.batch_size)
             for sample in batch.samples if wanted == step else ():
@@ -299,7 +302,7 @@ def spoilt_sample(step: int) -> Fault:
                     sample.latents.fill_(torch.nan)
             return batch
 
-        Feeder.prepare = prepare
+        TrainingDataLoader.prepare = prepare
 
     return fault
 
@@ -348,9 +351,11 @@ def unreadable(*_: Any, **__: Any) -> Any:
 
 HANGING_STARTS: Mapping[str, Mapping[str, Any]] = {
     "absent": {"absent": frozenset({1})},
-    "leader hangs": {"faults": {0: replaced("lora_trainer.run", "start_trackers", waits_for_ever)}},
+    "leader hangs": {
+        "faults": {0: replaced("lora_trainer.run.train", "start_trackers", waits_for_ever)}
+    },
     "follower hangs": {
-        "faults": {1: replaced("lora_trainer.processes", "prepare_with_base", waits_for_ever)}
+        "faults": {1: replaced("lora_trainer.run.follow", "prepare_with_base", waits_for_ever)}
     },
     "unconnected": {
         "faults": {1: replaced("torch.distributed", "init_process_group", waits_for_ever)}
@@ -358,10 +363,10 @@ HANGING_STARTS: Mapping[str, Mapping[str, Any]] = {
 }
 REFUSED_STARTS: Mapping[str, Mapping[str, Any]] = {
     "leader refuses": {
-        "faults": {0: replaced("lora_trainer.run", "prepare_with_base", unreadable)}
+        "faults": {0: replaced("lora_trainer.run.train", "prepare_with_base", unreadable)}
     },
     "follower refuses": {
-        "faults": {1: replaced("lora_trainer.processes", "prepare_with_base", unreadable)}
+        "faults": {1: replaced("lora_trainer.run.follow", "prepare_with_base", unreadable)}
     },
 }
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_trainer.model import pinned_memory
+from lora_trainer.network import pinned_memory
 
 OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer import queueing
-from lora_trainer.queue_files import Item
-from lora_trainer.queue_worker import Worker
+from lora_trainer.queue import commands
+from lora_trainer.queue.items import Item
+from lora_trainer.queue.worker import Worker
 from tests.fakes.runs import ROOT
 
 FAKE_TRAINER = (sys.executable, str(ROOT / "tests" / "fakes" / "queue_trainer.py"))
@@ -28,7 +28,7 @@ WITHIN_S = 250.0
 _WORKER = """
 import sys
 from pathlib import Path
-from lora_trainer.queueing import work
+from lora_trainer.queue.commands import work
 *trainer, _, _, _, runs = sys.argv[1:]
 work(Path(runs), trainer=trainer, devices=[""], idle_polls=1)
 """
@@ -57,7 +57,7 @@ class Place:
     def add(self, name: str, *words: str, **orders: Any) -> Item:
         """Queue a fake training of that name."""
         first = json.dumps({"name": name, **orders})
-        return queueing.add(self.runs, [first, *words], label=name, folder=self.folder)
+        return commands.add(self.runs, [first, *words], label=name, folder=self.folder)
 
     def worker(self, *slots: str) -> Worker:
         """Return a worker of this process with the fake trainer."""
@@ -69,11 +69,11 @@ class Place:
         return subprocess.Popen(command, start_new_session=True)
 
     def item(self, id: str) -> Item:
-        return next(item for item in queueing.items(self.runs) if item.id == id)
+        return next(item for item in commands.items(self.runs) if item.id == id)
 
     def states(self) -> dict[str, str]:
         """Return the state of each item by its label, as listed."""
-        return {item.label: item.state for item in queueing.items(self.runs)}
+        return {item.label: item.state for item in commands.items(self.runs)}
 
     def let(self, name: str) -> Path:
         """Return the file that a training told `until` it waits for."""
@@ -90,8 +90,8 @@ class Place:
 
     def clean_up(self) -> None:
         """Kill what still runs."""
-        pids = [item.pid for item in queueing.items(self.runs) if item.state == "running"]
-        for pid in (*pids, queueing.worker_pid(self.runs)):
+        pids = [item.pid for item in commands.items(self.runs) if item.state == "running"]
+        for pid in (*pids, commands.worker_pid(self.runs)):
             if pid is not None and pid != os.getpid():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -21,8 +21,8 @@ from typing import Any
 
 from PIL import Image
 
-from lora_trainer import cli
-from lora_trainer.events import read_jsonl
+from lora_trainer.cli import main
+from lora_trainer.common.events import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES_PX = ((40, 40), (48, 32), (32, 48))
@@ -151,7 +151,7 @@ def run_cli(arguments: list[str]) -> int:
     threads = torch.get_num_threads()
     with _same_environment():
         try:
-            return cli.run(arguments)
+            return main.run(arguments)
         finally:
             torch.set_num_threads(threads)
 

@@ -6,16 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lora_trainer.config import CHECKPOINTING, Checkpointing, Precision
+from lora_trainer.config.config import CHECKPOINTING, Checkpointing, Precision
+from lora_trainer.costs.sample_cost import SampleCost, Targets, Workload
+from lora_trainer.costs.unet_cost import adapter_layers, linear_shapes, parameters, sample_cost
 from lora_trainer.families.base import BaseFacts, PartFacts
-from lora_trainer.families.clip import ClipSize, target_shapes
-from lora_trainer.families.costs import SampleCost, Targets, Workload
-from lora_trainer.families.unet_costs import (
-    adapter_layers,
-    linear_shapes,
-    parameters,
-    sample_cost,
-)
+from lora_trainer.families.text.clip import ClipSize, target_shapes
 
 SD15_UNET: Mapping[str, Any] = {
     "sample_size": 64,
@@ -47,7 +42,7 @@ class UNetCosts:
     encoding_elements_per_px = 640
     decoding_elements_per_px = 768
     precisions: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
-    unquantised: tuple[str, ...] = ()
+    quantization_skip: tuple[str, ...] = ()
     block_pattern = r".*?\.transformer_blocks\.\d+(?=\.)"
 
     def adapter_shapes(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lora_trainer.output.checkpoints import TrainingState, load_newest
+from lora_trainer.checkpoint.states import TrainingState, load_newest
 
 
 def state_at(step: int, *, seed: int | None = None) -> TrainingState:

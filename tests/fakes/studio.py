@@ -16,14 +16,15 @@ from PIL import Image
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.caption_markup import Weighted, words_of
-from lora_trainer.config import DataSettings, Precision
-from lora_trainer.data.buckets import buckets_for, place
-from lora_trainer.data.cache import Cache
-from lora_trainer.data.encode import Encoded, fill
-from lora_trainer.data.needs import Needs, TextEntries, needs
-from lora_trainer.data.scan import scan
-from lora_trainer.events import Event, EventStream
+from lora_trainer.cache.cache_plan import Needs, TextEntries, needs
+from lora_trainer.cache.encode import Encoded, fill
+from lora_trainer.cache.store import Cache
+from lora_trainer.common.caption_markup import Weighted, words_of
+from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.files import CappedFolder, HashMemo
+from lora_trainer.config.config import DataSettings, Precision
+from lora_trainer.dataset.buckets import buckets_for, place
+from lora_trainer.dataset.scan import scan
 from lora_trainer.families.base import (
     BaseFacts,
     Conditioning,
@@ -33,8 +34,7 @@ from lora_trainer.families.base import (
     Layout,
     TextEncoder,
 )
-from lora_trainer.files import CappedFolder, HashMemo
-from lora_trainer.model.load import identified
+from lora_trainer.families.locate import identified
 from tests.fakes.training import CPU, tiny_base
 
 SIZES = ((20, 20), (40, 20), (20, 34))

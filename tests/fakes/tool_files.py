@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer import families
-from lora_trainer.config import Precision
+from lora_trainer.config.config import Precision
 from lora_trainer.families.base import FileFormat
-from lora_trainer.output.adapter_tensors import ModuleTensors, update
-from lora_trainer.output.export import export_bytes, metadata
+from lora_trainer.lora.tensors import ModuleTensors, update
+from lora_trainer.lora_file.write import export_bytes, metadata
 from lora_trainer.tools.adapters import open_source
 from lora_trainer.tools.base_weights import open_base
 from tests.fakes.adapters import adapter_for, export_info

@@ -29,7 +29,7 @@ def fake_torch(
     archs: tuple[str, ...] = (),
     version: str = "2.13.0",
 ) -> Any:
-    """Return a module with the parts that `lora_trainer.devices` asks."""
+    """Return a module with the parts that `lora_trainer.hardware.devices` asks."""
     return SimpleNamespace(
         __version__=version,
         version=SimpleNamespace(hip=hip),

@@ -17,26 +17,26 @@ import torch
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.config import (
+from lora_trainer.cache.cache_plan import Entries, SampleSource
+from lora_trainer.cache.keys import CacheKey
+from lora_trainer.cache.store import Cache
+from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.files import CappedFolder
+from lora_trainer.config.config import (
     AdapterSettings,
     DataSettings,
     ObjectiveSettings,
     OptimizerSettings,
 )
-from lora_trainer.data.cache import Cache
-from lora_trainer.data.cache_keys import CacheKey
-from lora_trainer.data.loader import Feeder
-from lora_trainer.data.sources import Entries, Source
-from lora_trainer.events import Event, EventStream
+from lora_trainer.costs.sample_cost import Targets
 from lora_trainer.families.base import DENOISER, BaseFacts, Layout, Prediction
-from lora_trainer.families.costs import Targets
-from lora_trainer.files import CappedFolder
-from lora_trainer.model.adapters import Adapter, inject
-from lora_trainer.train.guards import GuardState
-from lora_trainer.train.levels import Levels, table_levels
-from lora_trainer.train.optim import build_optimizer, learning_rate
-from lora_trainer.train.progress import Action, Progress
-from lora_trainer.train.training import Model, Remedy, Training
+from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.training.dataloader import TrainingDataLoader
+from lora_trainer.training.guards import GuardState
+from lora_trainer.training.optimizers import build_optimizer, learning_rate
+from lora_trainer.training.progress import Action, Progress
+from lora_trainer.training.timesteps import Levels, table_levels
+from lora_trainer.training.training import Model, OomFallback, Training
 from tests.fakes.tiny_base import write_tiny_base
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def build_feeder(
     levels: Levels | None = None,
     prediction: Prediction = "epsilon",
     texts: int = 1,
-) -> Feeder:
+) -> TrainingDataLoader:
     """Return a feeder over samples s0, s1, ... of these latent shapes, all entries in memory."""
     resident: dict[str, Mapping[str, Tensor]] = {}
     generator = torch.Generator().manual_seed(99)
@@ -96,7 +96,7 @@ def build_feeder(
 
     text("")
     sources = {
-        f"s{index}": Source(
+        f"s{index}": SampleSource(
             plain=latent(f"s{index}", shape),
             mirrored=latent(f"s{index} mirrored", shape) if data.flip else None,
             texts=tuple(text(f"s{index} variant {variant}") for variant in range(texts)),
@@ -107,7 +107,7 @@ def build_feeder(
         for index, shape in enumerate(shapes)
     }
     nowhere = CappedFolder(root=Path.home() / "no-cache-here", limit_bytes=0)
-    return Feeder(
+    return TrainingDataLoader(
         sources=sources,
         empty_text=EMPTY_TEXT,
         entries=Entries(
@@ -115,7 +115,7 @@ def build_feeder(
         ),
         levels=levels or table_levels(tiny_signal().tolist(), objective),
         prediction=prediction,
-        told={},
+        shared_conditioning={},
         data=data,
         objective=objective,
         batch_size=batch_size,
@@ -142,7 +142,7 @@ class TinyTraining:
 
 
 def build_training(
-    feeder: Feeder,
+    feeder: TrainingDataLoader,
     *,
     steps: int,
     optimizer: OptimizerSettings | None = None,
@@ -154,7 +154,7 @@ def build_training(
     actions: Sequence[Action] = (),
     stop: Callable[[], int | None] = lambda: None,
     adapt: Callable[[Model], Model] = lambda model: model,
-    remedies: Sequence[Remedy] = (),
+    remedies: Sequence[OomFallback] = (),
     restore: Callable[[], Progress] | None = None,
     adapter_settings: Mapping[str, Any] = MappingProxyType({}),
     averaged: bool = False,

@@ -262,6 +262,6 @@ def _play_processes(patch: pytest.MonkeyPatch, started: list[dict[str, Any]]) ->
 
 if __name__ == "__main__":
     with on_windows():
-        from lora_trainer.cli import main
+        from lora_trainer.cli.main import main
 
         main(sys.argv[1:])

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
 from lora_trainer.families import flux
 from lora_trainer.families.base import BaseFacts, Conditioning, Layout, TextEncoder
+from lora_trainer.families.checkpoints.base_folder import read_header
 from lora_trainer.families.chroma import FAMILY
-from lora_trainer.families.folder import read_header
-from lora_trainer.train.objective import add_noise, sample_losses, target
+from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.bases.chroma import write_base
 from tests.fakes.bases.flux import WIDTH
 from tests.fakes.bases.flux import write_base as write_flux
@@ -69,7 +69,7 @@ def test_facts_are_those_of_the_pipeline(facts: BaseFacts) -> None:
 
 @pytest.mark.parametrize("source", ["lodestones/Chroma1-HD", "lodestones/Chroma1-Base"])
 def test_the_public_releases_have_the_size_of_the_network(source: str) -> None:
-    found = FAMILY.known(source)
+    found = FAMILY.facts_from_hub_id(source)
     assert found is not None
     with torch.device("meta"):
         network = FAMILY.empty_denoiser(found.architecture)
@@ -254,7 +254,7 @@ def test_diffusers_reads_the_names_of_a_file(
 ) -> None:
     update = random_update(FAMILY.lora_targets(denoiser, "all"), denoiser)
     tensors = {
-        f"{FAMILY.file_module('diffusers', 'denoiser', name)}.{key}.weight": tensor
+        f"{FAMILY.lora_key_name('diffusers', 'denoiser', name)}.{key}.weight": tensor
         for name, pair in update.items()
         for key, tensor in zip(("lora_A", "lora_B"), pair, strict=True)
     }

@@ -11,13 +11,13 @@ import transformers
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.caption_markup import weighted_parts
-from lora_trainer.config import BaseSettings
-from lora_trainer.errors import RequestError
+from lora_trainer.common.caption_markup import weighted_parts
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.config import BaseSettings
 from lora_trainer.families.base import WEIGHTS, BaseFacts, NewWord
-from lora_trainer.families.clip import ClipEncoder
+from lora_trainer.families.locate import EMBEDDED, describe
+from lora_trainer.families.text.clip import ClipEncoder
 from lora_trainer.families.unet import UNetFamily
-from lora_trainer.model.load import EMBEDDED, describe
 from tests.fakes.family_bases import CPU
 from tests.fakes.family_bases import facts_of as facts_of_tiny
 

@@ -15,20 +15,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_trainer import families
-from lora_trainer.config import CHECKPOINTING, Checkpointing
-from lora_trainer.families import cost_table
+from lora_trainer.config.config import CHECKPOINTING, Checkpointing
+from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.cost_curves import (
+from lora_trainer.families.flow import FlowFamily
+from lora_trainer.tracing import cost_table
+from lora_trainer.tracing.cost_table import (
+    FILE,
     POINTS,
     SHORT_TEXT_TOKENS,
     SIDES_PX,
+    TARGETS,
     Point,
     bytes_at,
+    case_of,
+    entry,
     flops_at,
+    traced,
 )
-from lora_trainer.families.cost_table import FILE, TARGETS, case_of, entry, traced
-from lora_trainer.families.costs import SampleCost, Workload
-from lora_trainer.families.flow import FlowFamily
 from tests.fakes.family_bases import denoiser_of, facts_of
 
 WORKLOAD = Workload(
@@ -51,7 +55,7 @@ RELEASES: Mapping[str, FlowFamily] = {
 
 
 def facts_by_name(source: str) -> BaseFacts:
-    facts = RELEASES[source].known(source)
+    facts = RELEASES[source].facts_from_hub_id(source)
     assert facts is not None
     return facts
 
@@ -79,7 +83,7 @@ def test_every_public_release_is_in_the_table(source: str) -> None:
 PLAN = """
 import sys
 from lora_trainer import families
-from lora_trainer.families.costs import Workload
+from lora_trainer.costs.sample_cost import Workload
 for source in sys.argv[1:]:
     facts = families.known_base(source)
     family = families.family(facts.family)

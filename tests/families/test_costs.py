@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.families.costs import SampleCost, keeps_product, kept_blocks, mixed
+from lora_trainer.costs.sample_cost import SampleCost, keeps_product, kept_blocks, mixed
 
 FULL = SampleCost(
     saved_bytes=100,

@@ -19,14 +19,14 @@ from safetensors.numpy import load_file
 from torch import Tensor, nn
 
 from lora_trainer import families
-from lora_trainer.config import AdapterSettings
-from lora_trainer.events import EventStream
+from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS, load_newest
+from lora_trainer.common.events import EventStream
+from lora_trainer.config.config import AdapterSettings
 from lora_trainer.families.base import DENOISER, BaseFacts, Conditioning, Family
-from lora_trainer.model.adapters import Adapter, inject
-from lora_trainer.model.dropout import halves
-from lora_trainer.output.checkpoints import ADAPTER, OPTIMIZER_TENSORS, load_newest
-from lora_trainer.output.export import final_export_name
-from lora_trainer.train.objective import add_noise, sample_losses, target
+from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.lora.dropout import halves
+from lora_trainer.lora_file.write import final_export_name
+from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.family_bases import CPU, base_of, conditioning_of, denoiser_of, facts_of, side_of
 from tests.fakes.runs import Toy, events, last_state, python, run_cli, toy, trajectory
 from tests.test_resume_kill import DRIVER
@@ -77,7 +77,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Place]:
         folder = toy(tmp_path_factory.mktemp(name), images=3).folder
         found[name] = Place(folder=folder, name=name)
         assert run_cli(found[name].command("whole")) == 0, name
-    point = ("lora_trainer.train.loop", "_report", 3, True)
+    point = ("lora_trainer.training.loop", "_report", 3, True)
     work = [(place.command("killed"), point) for place in found.values()]
     done = python(DRIVER, json.dumps(work), timeout_s=380)
     codes = [line for line in done.stderr.split() if line.lstrip("-").isdigit()]
@@ -221,7 +221,7 @@ def test_a_sample_is_dropped_the_same_in_any_batch(name: str) -> None:
             return at.losses()
 
     family, facts = families.family(name), facts_of(name)
-    lengths = {family.passes_with(conditioning_of(family, facts, (one,))) for one in prompts}
+    lengths = {family.batch_group_key(conditioning_of(family, facts, (one,))) for one in prompts}
     if len(lengths) > 1:  # training does these one after the other
         prompts = ("a", "a")
     both = bench(name, prompts=prompts, settings=dropping)

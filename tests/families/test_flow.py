@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import BaseFacts, Layout, TensorInfo
-from lora_trainer.families.flow_files import (
+from lora_trainer.families.checkpoints.transformer_file import (
     holds_vae,
     parameters_in,
     part_tensors,
     refuse_scaled_weights,
 )
 from lora_trainer.families.flux import FAMILY, RELEASES
-from lora_trainer.families.packing import pack, position_ids, unpack
+from lora_trainer.families.images.flow_images import pack, position_ids, unpack
 from tests.fakes.bases.flux import write_base
 from tests.fakes.low_rank import draw
 
@@ -61,7 +61,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> BaseFacts:
 @pytest.mark.parametrize("size_px", [(512, 512), (1024, 1024), (1344, 768), (256, 2048)])
 @pytest.mark.parametrize("name", SHIFTS)
 def test_the_shift_is_that_of_the_pipelines_scheduler(name: str, size_px: tuple[int, int]) -> None:
-    known = FAMILY.known(RELEASES[0].ids[0])
+    known = FAMILY.facts_from_hub_id(RELEASES[0].ids[0])
     assert known is not None
     facts = replace(known, scheduler=SHIFTS[name])
     width, height = size_px
@@ -82,7 +82,7 @@ def test_the_shift_is_that_of_the_pipelines_scheduler(name: str, size_px: tuple[
 
 
 def test_flux_at_1024_px_is_shifted_by_what_is_published() -> None:
-    dev, schnell = (FAMILY.known(release.ids[0]) for release in RELEASES)
+    dev, schnell = (FAMILY.facts_from_hub_id(release.ids[0]) for release in RELEASES)
     assert dev is not None
     assert schnell is not None
     assert FAMILY.flow_shift(dev, width_px=1024, height_px=1024) == pytest.approx(math.exp(1.15))

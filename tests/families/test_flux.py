@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import BaseFacts, Conditioning, Layout, TensorInfo
+from lora_trainer.families.checkpoints.base_folder import read_header
 from lora_trainer.families.flux import FAMILY
-from lora_trainer.families.folder import read_header
-from lora_trainer.train.objective import add_noise, sample_losses, target
+from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.bases.flux import WIDTH, write_base
 from tests.fakes.bases.flux_original import original_layout, split_at
 from tests.fakes.low_rank import draw, merge, random_update
@@ -101,7 +101,7 @@ def test_the_public_releases_have_the_sizes_of_their_networks(source: str, param
     from diffusers import AutoencoderKL
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-    found = FAMILY.known(source)
+    found = FAMILY.facts_from_hub_id(source)
     assert found is not None
     with torch.device("meta"):
         networks = {
@@ -139,7 +139,7 @@ def test_the_public_releases_have_the_sizes_of_their_networks(source: str, param
     assert sizes["denoiser"] == parameters
     assert sizes["vae"] == 83_819_683
     assert (found.resolution_px, found.bucket_step_px, found.vae_factor) == (1024, 64, 8)
-    assert FAMILY.known("somebody/else") is None
+    assert FAMILY.facts_from_hub_id("somebody/else") is None
 
 
 def test_fill_and_control_releases_are_refused(base: Path, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_diffusers_reads_the_names_of_a_file(
 ) -> None:
     update = random_update(FAMILY.lora_targets(denoiser, "all"), denoiser)
     tensors = {
-        f"{FAMILY.file_module('diffusers', 'denoiser', name)}.{key}.weight": tensor
+        f"{FAMILY.lora_key_name('diffusers', 'denoiser', name)}.{key}.weight": tensor
         for name, pair in update.items()
         for key, tensor in zip(("lora_A", "lora_B"), pair, strict=True)
     }

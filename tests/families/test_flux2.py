@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import BaseFacts, Layout
+from lora_trainer.families.checkpoints.base_folder import read_header
 from lora_trainer.families.flux2 import FAMILY
-from lora_trainer.families.folder import read_header
-from lora_trainer.train.objective import add_noise, sample_losses, target
+from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.bases.flux2 import write_base
 
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def test_the_index_says_what_is_distilled(tmp_path: Path) -> None:
 def test_public_releases_have_the_sizes_of_their_configurations(
     source: str, variant: str, distilled: bool, version: str, architecture: str
 ) -> None:
-    facts = FAMILY.known(f"black-forest-labs/{source}")
+    facts = FAMILY.facts_from_hub_id(f"black-forest-labs/{source}")
     assert facts is not None and (facts.variant, facts.distilled) == (variant, distilled)
     assert (facts.resolution_px, facts.bucket_step_px, facts.vae_factor) == (1024, 64, 16)
     assert FAMILY.base_model_version(facts) == version
@@ -123,7 +123,7 @@ def _qwen3(width: int) -> Qwen3Config:
 
 @pytest.mark.parametrize("size_px", [(1024, 1024), (768, 1344), (512, 512)])
 def test_the_timestep_shift_is_the_samplers_for_many_steps(size_px: tuple[int, int]) -> None:
-    facts = FAMILY.known(FAMILY.default_source)
+    facts = FAMILY.facts_from_hub_id(FAMILY.default_source)
     assert facts is not None
     width, height = size_px
     mu = compute_empirical_mu(width // 16 * (height // 16), 200)
@@ -277,7 +277,7 @@ def test_written_names_are_read_by_the_pipeline(base: Path, tmp_path: Path, form
             down = tensors[f"{name}.lora_A.default.weight"]
             up = tensors[f"{name}.lora_B.default.weight"]
             up.copy_(0.1 * draw(*up.shape, seed=index))
-            spelt = FAMILY.file_module(format, "denoiser", name)
+            spelt = FAMILY.lora_key_name(format, "denoiser", name)
             file[f"{spelt}.lora_A.weight"] = down.clone()
             file[f"{spelt}.lora_B.weight"] = up * (alpha / rank)
         live = FAMILY.predict(denoiser, *inputs)

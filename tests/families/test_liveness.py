@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from lora_trainer.config import CHECKPOINTING, Checkpointing
-from lora_trainer.families.costs import Layer, SampleCost, Tape
-from lora_trainer.families.liveness import cost_of
+from lora_trainer.config.config import CHECKPOINTING, Checkpointing
+from lora_trainer.costs.liveness import cost_of
+from lora_trainer.costs.sample_cost import Layer, SampleCost, Tape
 
 ROW = 40  # bytes of ten fp32 numbers
 MIDDLE = 4  # bytes of the adapter's one number of rank 1

@@ -20,12 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import BaseFacts, FileFormat, Layout
-from lora_trainer.families.folder import read_header
+from lora_trainer.families.checkpoints.base_folder import read_header
 from lora_trainer.families.qwen import FAMILY
-from lora_trainer.families.qwen_vl import TEMPLATE, TEMPLATE_TOKENS
-from lora_trainer.train.objective import add_noise, sample_losses, target
+from lora_trainer.families.text.qwen2_vl import TEMPLATE, TEMPLATE_TOKENS
+from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.bases.qwen import write_base
 
 CPU = torch.device("cpu")
@@ -93,8 +93,8 @@ def test_facts_are_those_of_the_pipeline(base: Base) -> None:
 
 @pytest.mark.parametrize("source", ["Qwen/Qwen-Image", "Qwen/Qwen-Image-2512"])
 def test_known_releases_have_the_parameters_of_their_architecture(source: str) -> None:
-    facts = FAMILY.known(source)
-    assert facts is not None and FAMILY.known("Qwen/Qwen-Image-Edit") is None
+    facts = FAMILY.facts_from_hub_id(source)
+    assert facts is not None and FAMILY.facts_from_hub_id("Qwen/Qwen-Image-Edit") is None
     assert (facts.resolution_px, facts.bucket_step_px, facts.vae_factor) == (1024, 64, 8)
     with torch.device("meta"):
         networks = {
@@ -197,7 +197,7 @@ def test_images_are_encoded_and_decoded_as_the_pipeline_does(base: Base) -> None
     std = torch.stack([one.std for one in latents])
     torch.testing.assert_close(std, posterior.std[:, :, 0] / scale)
     packed = base.pipeline._pack_latents(mean[:1], 1, 16, 16, 24)
-    back = FAMILY.decodable(base.pipeline, vae, packed, SIZE_PX)
+    back = FAMILY.latents_to_decode(base.pipeline, vae, packed, SIZE_PX)
     torch.testing.assert_close(back, posterior.mean[:1])
 
 
@@ -289,7 +289,7 @@ def test_a_file_is_read_by_the_pipeline_as_the_live_adapter(
     for name in names:
         layer = live.get_submodule(name)
         assert isinstance(layer, LoraLinear)
-        key = FAMILY.file_module(format, "denoiser", name)
+        key = FAMILY.lora_key_name(format, "denoiser", name)
         strength = 1.0 if format == "kohya" else 2 / 4
         saved[f"{key}{down}.weight"] = layer.lora_A["default"].weight.detach()
         saved[f"{key}{up}.weight"] = layer.lora_B["default"].weight.detach() * strength

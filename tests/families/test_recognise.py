@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lora_trainer import families
+from lora_trainer.costs.sample_cost import TARGET_GROUPS, Targets
 from lora_trainer.families.base import DENOISER, BaseFacts
-from lora_trainer.families.costs import TARGET_GROUPS, Targets
 from lora_trainer.families.recognise import adapter_family, stated_family
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -25,7 +25,7 @@ BLOCK = "down_blocks.1.attentions.0.transformer_blocks.0"
 def release(name: str) -> tuple[BaseFacts, nn.Module]:
     """Return the facts and the denoiser, without weights, of a family's default release."""
     family = families.family(name)
-    known = family.known(family.default_source)
+    known = family.facts_from_hub_id(family.default_source)
     assert known is not None
     with torch.device("meta"):
         return known, family.empty_denoiser(known.architecture)
@@ -37,7 +37,7 @@ def files(name: str, targets: Targets) -> Iterator[Shapes]:
     modules: Mapping[str, Any] = dict(denoiser.named_modules())
     for format in family.file_formats:
         yield {
-            family.file_module(format, DENOISER, module): (16, *modules[module].weight.shape[1:])
+            family.lora_key_name(format, DENOISER, module): (16, *modules[module].weight.shape[1:])
             for module in family.lora_targets(denoiser, targets)
         }
 

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.config import AdapterSettings
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
+from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.layers import preset_families
+from lora_trainer.costs.sample_cost import TARGET_GROUPS, Targets, Workload
 from lora_trainer.families.base import DENOISER, PARTS, Layout, TextEncoder
-from lora_trainer.families.costs import TARGET_GROUPS, Targets, Workload
-from lora_trainer.families.folder import read_header, weights
-from lora_trainer.model.adapters import inject
-from lora_trainer.model.load import EMBEDDED_FOLDER
-from lora_trainer.planning.adapter_size import adapter_parameters
-from lora_trainer.resolve import preset_families
+from lora_trainer.families.checkpoints.base_folder import read_header, weights
+from lora_trainer.families.locate import EMBEDDED_FOLDER
+from lora_trainer.lora.adapter import inject
+from lora_trainer.lora.adapter_size import adapter_parameters
 from tests.fakes.family_bases import (
     CPU,
     base_of,
@@ -303,7 +303,7 @@ def test_names_in_files_are_distinct(name: str) -> None:
     family = families.family(name)
     modules = family.lora_targets(denoiser_of(name), "all")
     for format in family.file_formats:
-        names = {family.file_module(format, DENOISER, module) for module in modules}
+        names = {family.lora_key_name(format, DENOISER, module) for module in modules}
         assert len(names) == len(modules), format
 
 

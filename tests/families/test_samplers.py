@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.families.base import Sampler
-from lora_trainer.families.flow_images import FlowSampler
-from lora_trainer.families.unet_images import UNetSampler
+from lora_trainer.families.images.flow_images import FlowSampler
+from lora_trainer.families.images.unet_images import UNetSampler
 
 DEVICE = torch.device("cpu", 0)
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ def sampler(kind: str, vae: Vae) -> Sampler:
             arguments=lambda *_: {"guidance": 1},
         )
     painter: Any = SimpleNamespace(
-        sampler_arguments=lambda *_, **__: {}, decodable=lambda *parts: parts[2]
+        sampler_arguments=lambda *_, **__: {}, latents_to_decode=lambda *parts: parts[2]
     )
     return FlowSampler(pipeline=Pipeline(), vae=vae, device=CPU, decode_on=DEVICE, family=painter)
 

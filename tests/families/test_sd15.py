@@ -7,9 +7,9 @@ import torch
 
 from lora_trainer import families
 from lora_trainer.families.base import Layout
+from lora_trainer.families.checkpoints.unet_parts import clip_parameters
+from lora_trainer.families.locate import EMBEDDED_FOLDER
 from lora_trainer.families.sd15 import FAMILY, IDS
-from lora_trainer.families.unet_parts import clip_parameters
-from lora_trainer.model.load import EMBEDDED_FOLDER
 from tests.fakes.family_bases import facts_of
 
 CLIP_L = {
@@ -30,7 +30,7 @@ def test_the_embedded_base_is_of_this_family() -> None:
 
 @pytest.mark.parametrize("source", IDS)
 def test_the_release_is_known_by_name(source: str) -> None:
-    facts = FAMILY.known(source)
+    facts = FAMILY.facts_from_hub_id(source)
     assert facts is not None and (facts.source, facts.resolution_px) == (source, 512)
     with torch.device("meta"):
         network = FAMILY.empty_denoiser(facts.architecture)
@@ -46,15 +46,15 @@ def test_names_in_files() -> None:
     """transformers 5 left `text_model` out of its names; files have it, whatever it calls the module."""
     block = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_out.0"
     layer = "encoder.layers.0.self_attn.q_proj"
-    assert FAMILY.file_module("kohya", "denoiser", block) == (
+    assert FAMILY.lora_key_name("kohya", "denoiser", block) == (
         "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_out_0"
     )
-    assert FAMILY.file_module("diffusers", "denoiser", block) == f"unet.{block}"
+    assert FAMILY.lora_key_name("diffusers", "denoiser", block) == f"unet.{block}"
     for module in (layer, f"text_model.{layer}"):
-        assert FAMILY.file_module("kohya", "text_encoder", module) == (
+        assert FAMILY.lora_key_name("kohya", "text_encoder", module) == (
             "lora_te_text_model_encoder_layers_0_self_attn_q_proj"
         )
-        assert FAMILY.file_module("diffusers", "text_encoder", module) == (
+        assert FAMILY.lora_key_name("diffusers", "text_encoder", module) == (
             f"text_encoder.text_model.{layer}"
         )
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import Layout, Prediction
+from lora_trainer.families.checkpoints.unet_parts import clip_parameters
 from lora_trainer.families.sd2 import FAMILY, RELEASES, TELLING_WEIGHT, checkpoint_prediction
-from lora_trainer.families.unet_parts import clip_parameters
 from tests.fakes.family_bases import CPU, base_of, facts_of
 from tests.fakes.ldm_file import write_checkpoint
 
@@ -28,16 +28,16 @@ OPEN_CLIP_H = {
 @pytest.mark.parametrize("owner", ["stabilityai", "sd2-community"])
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_releases_are_known_by_name(owner: str, release: str) -> None:
-    facts = FAMILY.known(f"{owner}/{release}")
+    facts = FAMILY.facts_from_hub_id(f"{owner}/{release}")
     assert facts is not None
     base = release.endswith("base")
     assert facts.prediction == ("epsilon" if base else "v_prediction")
     assert facts.resolution_px == 8 * facts.architecture["sample_size"] == (512 if base else 768)
-    assert FAMILY.known(f"somebody/{release}") is None
+    assert FAMILY.facts_from_hub_id(f"somebody/{release}") is None
 
 
 def test_the_sizes_of_the_release_are_exact() -> None:
-    facts = FAMILY.known(FAMILY.default_source)
+    facts = FAMILY.facts_from_hub_id(FAMILY.default_source)
     assert facts is not None
     with torch.device("meta"):
         network = FAMILY.empty_denoiser(facts.architecture)

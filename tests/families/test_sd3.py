@@ -18,11 +18,11 @@ from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import BaseFacts, Layout, TensorInfo
-from lora_trainer.families.folder import read_header
+from lora_trainer.families.checkpoints.base_folder import read_header
 from lora_trainer.families.sd3 import FAMILY
-from lora_trainer.train.objective import add_noise, sample_losses, target
+from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.bases.sd3 import write_base
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def test_facts_are_those_of_the_pipeline(base: Base) -> None:
 def test_known_releases_have_the_parameters_of_their_architecture(release: Any) -> None:
     with torch.device("meta"):
         network = SD3Transformer2DModel.from_config(dict(release.architecture))
-    facts = FAMILY.known(release.ids[0])
+    facts = FAMILY.facts_from_hub_id(release.ids[0])
     assert facts is not None and facts.resolution_px == 1024 and facts.bucket_step_px == 64
     tensors = network.state_dict().values()
     assert facts.parts["denoiser"].parameters == sum(tensor.numel() for tensor in tensors)
@@ -108,8 +108,8 @@ def test_known_releases_have_the_parameters_of_their_architecture(release: Any) 
 def test_versions_are_those_that_sd_scripts_writes(base: Base, tmp_path: Path) -> None:
     assert FAMILY.base_model_version(base.facts) == "3-5-medium"
     assert FAMILY.modelspec_architecture(base.facts) == "stable-diffusion-3-5-medium/lora"
-    turbo = FAMILY.known("stabilityai/stable-diffusion-3.5-large-turbo")
-    first = FAMILY.known("stabilityai/stable-diffusion-3-medium-diffusers")
+    turbo = FAMILY.facts_from_hub_id("stabilityai/stable-diffusion-3.5-large-turbo")
+    first = FAMILY.facts_from_hub_id("stabilityai/stable-diffusion-3-medium-diffusers")
     assert turbo is not None and first is not None
     assert FAMILY.base_model_version(turbo) == "3-5-large"
     assert FAMILY.base_model_version(first) == "3-medium"
@@ -160,7 +160,7 @@ def test_images_are_encoded_and_decoded_as_the_pipeline_does(base: Base) -> None
     torch.testing.assert_close(torch.stack([one.mean for one in latents]), mean)
     std = torch.stack([one.std for one in latents])
     torch.testing.assert_close(std, posterior.std * config.scaling_factor)
-    back = FAMILY.decodable(base.pipeline, vae, mean, SIZE_PX)
+    back = FAMILY.latents_to_decode(base.pipeline, vae, mean, SIZE_PX)
     torch.testing.assert_close(back, posterior.mean)
 
 
@@ -235,7 +235,7 @@ def test_a_file_is_read_by_the_pipeline_as_the_live_adapter(base: Base, tmp_path
     for name in names:
         layer = live.get_submodule(name)
         assert isinstance(layer, LoraLinear)
-        key = FAMILY.file_module("diffusers", "denoiser", name)
+        key = FAMILY.lora_key_name("diffusers", "denoiser", name)
         saved[f"{key}.lora_A.weight"] = layer.lora_A["default"].weight.detach()
         saved[f"{key}.lora_B.weight"] = layer.lora_B["default"].weight.detach() * 2 / 4
     save_file(saved, tmp_path / "adapter.safetensors")

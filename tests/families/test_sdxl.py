@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from lora_trainer import families
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
+from lora_trainer.costs.sample_cost import Targets
 from lora_trainer.families.base import BaseFacts, Conditioning, Geometry, Layout
-from lora_trainer.families.costs import Targets
-from lora_trainer.families.folder import read_header
+from lora_trainer.families.checkpoints.base_folder import read_header
+from lora_trainer.families.checkpoints.unet_layers import ldm_module
 from lora_trainer.families.sdxl import ARCHITECTURE, BASE, FAMILY
-from lora_trainer.families.unet_names import ldm_module
-from lora_trainer.train.objective import add_noise, sample_losses, target
+from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.bases.sdxl import write_base
 
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ def test_identity_covers_both_encoders_and_both_tokenizers(base: Path) -> None:
 
 
 def test_the_release_is_known_without_a_download() -> None:
-    known = FAMILY.known(BASE)
+    known = FAMILY.facts_from_hub_id(BASE)
     assert known is not None
     with torch.device("meta"):
         encoders = (
@@ -141,7 +141,7 @@ def test_a_fine_tune_known_to_predict_velocity_does(base: Path) -> None:
     """Whatever the scheduler beside it says."""
     source = "Laxhar/noobai-XL-Vpred-1.0"
     known, found = (
-        FAMILY.known(source),
+        FAMILY.facts_from_hub_id(source),
         FAMILY.facts(Layout(folder=base), source=source, identities={}),
     )
     assert known is not None and known.prediction == found.prediction == "v_prediction"
@@ -298,7 +298,7 @@ def kohya_tensors(component: str, factors: Mapping[str, Tensor]) -> dict[str, Te
     tensors: dict[str, Tensor] = {}
     for name, tensor in factors.items():
         module, _, factor = name.rpartition(".lora_")
-        key = FAMILY.file_module("kohya", component, module)
+        key = FAMILY.lora_key_name("kohya", component, module)
         kind = "lora_down" if factor.startswith("A") else "lora_up"
         tensors[f"{key}.{kind}.weight"] = tensor
         tensors[f"{key}.alpha"] = torch.tensor(ALPHA)
@@ -364,14 +364,14 @@ def test_a_release_sized_file_has_sd_scripts_names() -> None:
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(dict(ARCHITECTURE))
     names = [
-        FAMILY.file_module("kohya", "denoiser", module)
+        FAMILY.lora_key_name("kohya", "denoiser", module)
         for module in FAMILY.lora_targets(unet, "transformer")
     ]
     assert len(set(names)) == len(names) == 722
     assert "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q" in names
     assert "lora_unet_middle_block_1_transformer_blocks_9_attn2_to_out_0" in names
     assert "lora_unet_output_blocks_5_1_proj_out" in names
-    name = FAMILY.file_module("diffusers", "denoiser", "mid_block.attentions.0.proj_in")
+    name = FAMILY.lora_key_name("diffusers", "denoiser", "mid_block.attentions.0.proj_in")
     assert name == "unet.mid_block.attentions.0.proj_in"
 
 

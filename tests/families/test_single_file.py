@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import PARTS, BaseFacts, Layout, Part, TensorInfo
-from lora_trainer.families.folder import read_header
-from lora_trainer.families.single_file import config_traits, header_traits
+from lora_trainer.families.checkpoints.base_folder import read_header
+from lora_trainer.families.checkpoints.unet_file import config_traits, header_traits
 from lora_trainer.families.unet import UNetFamily
 from tests.fakes.family_bases import CPU, base_of, copy_of, facts_of
 from tests.fakes.json_files import edit_json

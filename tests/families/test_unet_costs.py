@@ -15,12 +15,10 @@ from diffusers import UNet2DConditionModel
 from peft import LoraConfig
 from torch import Tensor
 
-from lora_trainer.config import CHECKPOINTING, MIXABLE, Checkpointing
-from lora_trainer.errors import InputError
-from lora_trainer.families import family
-from lora_trainer.families.costs import SampleCost, Targets, Workload
-from lora_trainer.families.sdxl import ARCHITECTURE as SDXL_UNET
-from lora_trainer.families.unet_costs import (
+from lora_trainer.common.errors import InputError
+from lora_trainer.config.config import CHECKPOINTING, MIXABLE, Checkpointing
+from lora_trainer.costs.sample_cost import SampleCost, Targets, Workload
+from lora_trainer.costs.unet_cost import (
     adapter_layers,
     adapter_parameters,
     layers,
@@ -28,8 +26,11 @@ from lora_trainer.families.unet_costs import (
     prompt_shapes,
     sample_cost,
 )
-from lora_trainer.model.checkpointing import apply_checkpointing
-from lora_trainer.model.trace import (
+from lora_trainer.families import family
+from lora_trainer.families.sdxl import ARCHITECTURE as SDXL_UNET
+from lora_trainer.network.checkpointing import apply_checkpointing
+from lora_trainer.planning.loads import RememberedCosts
+from lora_trainer.tracing.trace import (
     StepTrace,
     TracedNetwork,
     add_adapters,
@@ -37,7 +38,6 @@ from lora_trainer.model.trace import (
     trace_step,
     traced_network,
 )
-from lora_trainer.planning.loads import RememberedCosts
 from tests.fakes.stable_diffusion import MINI_UNET, SD15_UNET
 
 SMALL_UNET = {
@@ -252,7 +252,7 @@ def test_memory_is_what_a_trace_of_the_network_counts(
 @cache
 def network_of(name: str) -> TracedNetwork:
     given = family(name)
-    facts = given.known(given.default_source)
+    facts = given.facts_from_hub_id(given.default_source)
     assert facts is not None
     prompt = prompt_shapes(facts.architecture, text_tokens=facts.max_tokens)
     return traced_network(given, facts, replace(WORKLOAD, targets="transformer"), prompt=prompt)
@@ -358,5 +358,5 @@ def test_a_network_it_does_not_know_is_refused(change: dict[str, Any], said: str
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, lora_trainer.families.unet_costs; sys.exit('torch' in sys.modules)"
+    code = "import sys, lora_trainer.costs.unet_cost; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

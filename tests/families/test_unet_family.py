@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lora_trainer import families
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import DENOISER, BaseFacts, FileFormat, Layout, Prediction
+from lora_trainer.families.checkpoints.unet_parts import clip_parameters
 from lora_trainer.families.unet import UNetFamily, sampling_scheduler
-from lora_trainer.families.unet_parts import clip_parameters
-from lora_trainer.train.objective import add_noise, sample_losses, target
+from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.family_bases import CPU, base_of, copy_of, facts_of
 from tests.fakes.json_files import edit_json
 
@@ -58,7 +58,7 @@ def test_the_sizes_of_released_text_encoders_make_their_known_parameters(name: s
     """CLIP's vocabulary has 49,408 entries, its texts 77; the encoder with a projection makes 1,280."""
     family = families.family(name)
     assert isinstance(family, UNetFamily)
-    facts = family.known(family.default_source)
+    facts = family.facts_from_hub_id(family.default_source)
     assert facts is not None
     counted = 0
     for part in family.texts:
@@ -390,7 +390,7 @@ def test_files_are_read_by_the_pipeline(name: str, format: FileFormat, tmp_path:
     ):
         for module in modules:
             down, up = factors(network.get_submodule(module), generator)
-            tensors |= written(family.file_module(format, component, module), format, down, up)
+            tensors |= written(family.lora_key_name(format, component, module), format, down, up)
     before = outputs(pipeline)
     save_file(tensors, tmp_path / "adapter.safetensors")
     pipeline.load_lora_weights(tmp_path, weight_name="adapter.safetensors")

@@ -14,9 +14,9 @@ from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_trainer.costs.unet_cost import layers
+from lora_trainer.families.checkpoints.unet_layers import diffusers_module, ldm_module
 from lora_trainer.families.sdxl import ARCHITECTURE as SDXL_UNET
-from lora_trainer.families.unet_costs import layers
-from lora_trainer.families.unet_names import diffusers_module, ldm_module
 from tests.fakes.stable_diffusion import MINI_UNET, SD15_UNET
 
 SD2_UNET = {**SD15_UNET, "cross_attention_dim": 1024, "use_linear_projection": True}
@@ -127,5 +127,5 @@ def test_names_that_files_of_sdxl_have(module: str, expected: str) -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, lora_trainer.families.unet_names; sys.exit('torch' in sys.modules)"
+    code = "import sys, lora_trainer.families.checkpoints.unet_layers; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

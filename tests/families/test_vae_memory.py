@@ -9,7 +9,7 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage
 
 from lora_trainer import families
-from lora_trainer.model.live_storages import LiveStorages
+from lora_trainer.network.live_storages import LiveStorages
 
 SIDE_PX = 256
 AS_SD: dict[str, Any] = {

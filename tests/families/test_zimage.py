@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3Model
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import BaseFacts, Layout
-from lora_trainer.families.folder import read_header
+from lora_trainer.families.checkpoints.base_folder import read_header
 from lora_trainer.families.zimage import FAMILY
-from lora_trainer.train.objective import add_noise, sample_losses, target
+from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.bases.zimage import write_base
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_facts_are_what_the_pipeline_says(base: Path, pipeline: Any) -> None:
 def test_public_releases_have_the_sizes_of_their_configurations(
     source: str, variant: str, shift: float
 ) -> None:
-    facts = FAMILY.known(f"Tongyi-MAI/{source}")
+    facts = FAMILY.facts_from_hub_id(f"Tongyi-MAI/{source}")
     assert facts is not None and (facts.variant, facts.distilled) == (variant, variant == "turbo")
     assert (facts.resolution_px, facts.bucket_step_px, facts.vae_factor) == (1024, 64, 8)
     assert FAMILY.flow_shift(facts, width_px=1024, height_px=1024) == shift
@@ -251,7 +251,7 @@ def test_written_names_are_read_by_the_pipeline(base: Path, tmp_path: Path, form
             down = tensors[f"{name}.lora_A.default.weight"]
             up = tensors[f"{name}.lora_B.default.weight"]
             up.copy_(0.1 * draw(*up.shape, seed=index))
-            spelt = FAMILY.file_module(format, "denoiser", name)
+            spelt = FAMILY.lora_key_name(format, "denoiser", name)
             file[f"{spelt}.lora_A.weight"] = down.clone()
             file[f"{spelt}.lora_B.weight"] = up * (alpha / rank)
         live = FAMILY.predict(denoiser, *inputs)

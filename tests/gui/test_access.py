@@ -14,7 +14,7 @@ from lora_trainer.gui import access
 from lora_trainer.gui.access import GuessLimit, KeyAccess, PasswordAccess, read_key
 from lora_trainer.gui.guard import Answer, Asked
 
-from lora_trainer.errors import MachineError
+from lora_trainer.common.errors import MachineError
 
 KEY = "k" * 43
 COOKIE = {"cookie": f"other=1; lora_train_key_7860={KEY}"}

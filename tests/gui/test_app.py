@@ -15,8 +15,8 @@ from lora_trainer.gui import app
 from lora_trainer.gui.access import KeyAccess, PasswordAccess
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer import cli
-from lora_trainer.errors import InputError, RequestError
+from lora_trainer.cli import main
+from lora_trainer.common.errors import InputError, RequestError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +34,7 @@ def test_without_gradio_there_is_one_line_and_exit_code_4(
     )
 
 
-@pytest.mark.parametrize(("command", "words"), [(cli.run, ["gui"]), (app.main, [])])
+@pytest.mark.parametrize(("command", "words"), [(main.run, ["gui"]), (app.main, [])])
 def test_both_commands_lead_here(
     command: Callable[[list[str]], None], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 from lora_trainer.gui import archives
 from lora_trainer.gui.archives import Limits, Received, unpack
 
-from lora_trainer.errors import InputError, LoraTrainError, MachineError
+from lora_trainer.common.errors import InputError, LoraTrainError, MachineError
 
 PICTURE = b"not decoded here"
 STANDARD = Limits()

@@ -22,7 +22,7 @@ from urllib.parse import quote, urlencode
 import pytest
 from PIL import Image
 
-from lora_trainer import queueing
+from lora_trainer.queue import commands
 from tests.fakes.attacks import (
     COMMANDS,
     MARKER,
@@ -166,7 +166,7 @@ def attacker(place: Place, canary: Canary, gui_server: StartGui) -> Iterator[Att
     assert not list(place.root.rglob(MARKER))
     assert not (ROOT / MARKER).exists()
     assert canary.asked == []
-    assert not queueing.items(place.runs)
+    assert not commands.items(place.runs)
     assert client.get("/").status == 200
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lora_trainer.gui.bulk import KINDS, BulkEdit, tags_of, without_tag
 
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
 
 
 @pytest.mark.parametrize(

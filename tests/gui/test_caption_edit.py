@@ -12,12 +12,12 @@ from lora_trainer.gui.caption_edit import Caption, Edit, caption_changes, captio
 from lora_trainer.gui.changes import FileChange, LinesChange
 from PIL import Image
 
-from lora_trainer.config import DataSettings
-from lora_trainer.data.captions import read_caption
-from lora_trainer.data.listing import ListedPicture, list_dataset
-from lora_trainer.data.scan import scan
-from lora_trainer.errors import InputError
-from lora_trainer.files import HashMemo
+from lora_trainer.common.errors import InputError
+from lora_trainer.common.files import HashMemo
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.captions import read_caption
+from lora_trainer.dataset.listing import ImageFile, list_dataset
+from lora_trainer.dataset.scan import scan
 
 EXTENSIONS = (".txt", ".caption")
 
@@ -28,7 +28,7 @@ def draw(path: Path) -> Path:
     return path
 
 
-def pictures(root: Path) -> dict[str, ListedPicture]:
+def pictures(root: Path) -> dict[str, ImageFile]:
     listing = list_dataset(root, settings=DataSettings())
     return {picture.name: picture for picture in listing.pictures}
 

@@ -13,8 +13,8 @@ from lora_trainer.gui.jobs import Job
 from lora_trainer.gui.launch import Answer
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.cli import main
-from lora_trainer.errors import InputError, RequestError
+from lora_trainer.cli.main import main
+from lora_trainer.common.errors import InputError, RequestError
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "example"
 

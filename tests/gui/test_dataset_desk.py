@@ -15,7 +15,7 @@ from lora_trainer.gui.posted import Posted
 from lora_trainer.gui.workplace import Workplace
 from PIL import Image
 
-from lora_trainer.errors import InputError, LoraTrainError, RequestError
+from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 
 BULK = {"kind": "prepend", "text": "word", "replacement": "", "joint": ", "}
 

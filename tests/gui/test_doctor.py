@@ -12,10 +12,10 @@ import pytest
 from lora_trainer.gui import doctor
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.data.cache_use import in_use
-from lora_trainer.errors import MachineError
-from lora_trainer.hardware import GIB, Hardware, detect
-from lora_trainer.nvml import Gpu
+from lora_trainer.cache.lease import in_use
+from lora_trainer.common.errors import MachineError
+from lora_trainer.hardware.machine import GIB, Hardware, detect
+from lora_trainer.hardware.nvml import Gpu
 from tests.fakes.live_runs import write_status
 from tests.fakes.run_folder import fake_run
 from tests.fakes.runs import ROOT

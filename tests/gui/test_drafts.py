@@ -9,7 +9,7 @@ import pytest
 from lora_trainer.gui import drafts
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.files import CappedFolder
+from lora_trainer.common.files import CappedFolder
 
 pytestmark = pytest.mark.e2e
 

@@ -10,7 +10,7 @@ import pytest
 from lora_trainer.gui import drafts
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.config import all_settings
+from lora_trainer.config.config import all_settings
 from tests.fakes.runs import write_dataset
 
 pytestmark = pytest.mark.e2e

@@ -11,7 +11,7 @@ import pytest
 from lora_trainer.gui.lora_files import SUFFIX
 from safetensors.numpy import load_file
 
-from lora_trainer.output.checked_header import open_checked
+from lora_trainer.lora_file.header import open_checked
 from tests.fakes.lora_library import finished_run, lora
 from tests.fakes.runs import Toy, toy
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lora_trainer import queueing
+from lora_trainer.queue import commands
 from tests.fakes.gui_server import GuiServer
 from tests.fakes.queues import Place, until
 from tests.fakes.runs import ROOT
@@ -39,7 +39,7 @@ class Desk:
         return page
 
     def waiting(self) -> list[str]:
-        found = queueing.items(self.place.runs)
+        found = commands.items(self.place.runs)
         return [item.label for item in found if item.state == "waiting"]
 
 
@@ -64,8 +64,8 @@ def desk(
         yield Desk(server=server, place=place)
         place.let("first").touch()
         worker.wait()
-    for item in queueing.items(place.runs):
-        queueing.remove(place.runs, item.id)
+    for item in commands.items(place.runs):
+        commands.remove(place.runs, item.id)
 
 
 def test_the_order_is_changed_by_keyboard_alone(desk: Desk, page: Any) -> None:
@@ -121,7 +121,7 @@ def test_one_that_failed_says_why_and_is_started_again(desk: Desk, page: Any) ->
         "exit": 3,
         "say": "error: no images. Fix: add some.",
     }
-    failing = queueing.add(place.runs, [json.dumps(orders)], label="poor", folder=place.folder)
+    failing = commands.add(place.runs, [json.dumps(orders)], label="poor", folder=place.folder)
     last = place.add("last", until=str(place.let("last")))  # the worker has to stay the fake one
     desk.open(page)
     place.let("first").touch()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.output.status import Control
+from lora_trainer.reporting.status import Control
 from tests.fakes.gui_server import GuiServer
 from tests.fakes.live_runs import until, write_status
 from tests.fakes.run_folder import HOSTILE_CAPTION, PROMPTS, fake_run

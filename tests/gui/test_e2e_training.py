@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lora_trainer.output.status import read_status
+from lora_trainer.reporting.status import read_status
 from tests.fakes.gui_server import GuiServer
 from tests.gui.conftest import StartGui
 

@@ -9,9 +9,9 @@ from lora_trainer.gui import exclusion
 from lora_trainer.gui.journal import Journal
 from PIL import Image
 
-from lora_trainer.config import DataSettings
-from lora_trainer.data.listing import EXCLUDED_FOLDER, ListedPicture, list_dataset
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.listing import EXCLUDED_FOLDER, ImageFile, list_dataset
 
 EXTENSIONS = (".txt", ".caption")
 
@@ -41,7 +41,7 @@ def files(root: Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
 
 
-def listed(folder: Path) -> tuple[ListedPicture, ...]:
+def listed(folder: Path) -> tuple[ImageFile, ...]:
     return list_dataset(folder, settings=DataSettings()).pictures
 
 

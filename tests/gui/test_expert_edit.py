@@ -18,12 +18,12 @@ from lora_trainer.gui.drafts import Draft
 from lora_trainer.gui.expert_text import text_of, value_of
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer import cli
-from lora_trainer.commands.options import overrides
-from lora_trainer.config import SettingInfo, all_settings, build_config, flatten
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.setting_forms import Kind
-from lora_trainer.settings_file import read_settings_text
+from lora_trainer.cli import main
+from lora_trainer.cli.options import overrides
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.config.config import SettingInfo, all_settings, build_config, flatten
+from lora_trainer.config.forms import Kind
+from lora_trainer.config.layers import read_settings_text
 
 EMPTY = Draft(id="0" * 12)
 EDITABLE = [info for info in all_settings() if info.key != expert_edit.FOLDER]
@@ -77,7 +77,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def understood(words: launch.Words) -> dict[str, Any]:
     """Return the settings that the real command line reads in these words."""
-    _, bound, _ = cli.app.parse_args(list(words), exit_on_error=False, print_error=False)
+    _, bound, _ = main.app.parse_args(list(words), exit_on_error=False, print_error=False)
     found = dict(bound.arguments)
     flags = {name: found.get(name) for name in ("base", "name")}
     return overrides(found.get("set_", []), **flags)
@@ -122,7 +122,7 @@ def test_the_impossible_is_refused_in_the_words_of_the_command_line(
 ) -> None:
     with pytest.raises(RequestError) as refused:
         expert_edit.changed(EMPTY, key=key, text=text)
-    assert cli.run(["plan", str(images), f"--set={key}={text}"]) == 2
+    assert main.run(["plan", str(images), f"--set={key}={text}"]) == 2
     assert capsys.readouterr().err.strip() == f"error: {refused.value}"
 
 

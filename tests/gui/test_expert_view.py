@@ -15,9 +15,9 @@ from lora_trainer.gui.expert_text import value_of
 from lora_trainer.gui.launch import Answer
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.config import all_settings
-from lora_trainer.prepare import Request, prepare
-from lora_trainer.show.plan import plan_json
+from lora_trainer.config.config import all_settings
+from lora_trainer.run.plan_text import plan_json
+from lora_trainer.run.prepare import Request, prepare
 from tests.fakes.runs import toy
 
 EMPTY = Draft(id="0" * 12)

@@ -14,7 +14,7 @@ import pytest
 from lora_trainer.gui import jobs
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
 
 WITHIN_S = 60.0
 

@@ -27,7 +27,7 @@ from lora_trainer.gui.changes import (
 )
 from lora_trainer.gui.journal import Journal, Outcome
 
-from lora_trainer.errors import InputError, MachineError
+from lora_trainer.common.errors import InputError, MachineError
 
 Snapshot = dict[str, bytes]
 NAMES = ("a.txt", "b.txt", "c.txt", "_excluded/a.txt")

@@ -16,9 +16,9 @@ from lora_trainer.gui import launch
 from lora_trainer.gui.drafts import Draft
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer import cli
-from lora_trainer.config import parse_assignment
-from lora_trainer.errors import InputError, RequestError
+from lora_trainer.cli import main
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.config.config import parse_assignment
 
 HOSTILE = ["; touch marker", "$(touch marker)", "`touch marker`", "a b", "--strict", "-h", "\u202e"]
 EMPTY = Draft(id="0" * 12)
@@ -38,7 +38,7 @@ def work(tmp_path: Path) -> Workplace:
 
 def parsed(words: launch.Words) -> tuple[str, dict[str, Any]]:
     """Return what the real command line understands: the command and its arguments."""
-    command, bound, _ = cli.app.parse_args(list(words), exit_on_error=False, print_error=False)
+    command, bound, _ = main.app.parse_args(list(words), exit_on_error=False, print_error=False)
     return command.__name__, dict(bound.arguments)
 
 

@@ -9,8 +9,8 @@ import pytest
 from lora_trainer.gui import library, lora_files, previews, sharing, tries
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.output.inspect import inspect_file
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.lora_file.inspect import inspect_file
 from tests.fakes.lora_library import finished_run, lora, picture
 
 HOSTILE = [

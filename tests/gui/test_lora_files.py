@@ -11,7 +11,7 @@ import pytest
 from lora_trainer.gui import lora_files
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
 from tests.fakes.lora_library import finished_run, lora
 
 

@@ -11,8 +11,8 @@ import pytest
 from lora_trainer.gui import jobs, lora_files, lora_tools
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer import cli
-from lora_trainer.errors import RequestError
+from lora_trainer.cli import main
+from lora_trainer.common.errors import RequestError
 from tests.fakes.lora_library import finished_run, lora
 
 Make = Callable[..., jobs.Job]
@@ -43,7 +43,7 @@ def _nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
 def parsed(job: jobs.Job) -> tuple[str, dict[str, Any]]:
     words = list(job.argv)
     words = words[words.index("lora_trainer") + 1 :]
-    command, bound, _ = cli.app.parse_args(words, exit_on_error=False, print_error=False)
+    command, bound, _ = main.app.parse_args(words, exit_on_error=False, print_error=False)
     return command.__name__, dict(bound.arguments)
 
 

@@ -10,8 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from lora_trainer.data.faults import ImageFault
-from lora_trainer.errors import InputError, LoraTrainError, RequestError
+from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
+from lora_trainer.dataset.images import ImageDecodeError
 from tests.fakes.run_folder import fake_run
 
 pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
@@ -198,7 +198,7 @@ def test_a_picture_that_cannot_be_read_says_why(work: Workplace, tmp_path: Path)
 def test_a_picture_that_claims_too_much_is_not_decoded(tmp_path: Path) -> None:
     bomb = tmp_path / "bomb.png"
     Image.new("1", (16_000, 16_000)).save(bomb)
-    with pytest.raises(ImageFault, match="too large"):
+    with pytest.raises(ImageDecodeError, match="too large"):
         Thumbnails.under(tmp_path).of(bomb, 96)
     assert not (tmp_path / "thumbs").exists()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
 from tests.fakes.lora_library import finished_run, lora, picture
 
 pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")

@@ -14,7 +14,7 @@ from lora_trainer.gui.launch import Answer, Words
 from lora_trainer.gui.plans import Plans
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
 
 EMPTY = Draft(id="0" * 12)
 

@@ -12,8 +12,8 @@ import pytest
 
 from gui import queue_view
 from gui.workplace import Workplace
-from lora_trainer import queueing
-from lora_trainer.queue_files import Item, changing, write
+from lora_trainer.queue import commands
+from lora_trainer.queue.items import Item, changing, write
 from tests.fakes.queue_trainer import status
 from tests.fakes.queues import Place, until
 
@@ -23,7 +23,7 @@ HOSTILE = '<img src=x onerror="alert(1)">${alert(1)}{{x}}'
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """A queue whose trainings only start when a test lets a worker tick."""
-    monkeypatch.setattr(queueing, "ensure_worker", lambda runs: None)
+    monkeypatch.setattr(commands, "ensure_worker", lambda runs: None)
     place = Place(folder=tmp_path)
     yield place
     place.clean_up()
@@ -82,7 +82,7 @@ def test_why_one_failed_comes_with_what_to_do_and_the_end_of_its_log(
 ) -> None:
     item = place.add("a")
     become(place, item, state="failed", exit_code=3, error="no images. Fix: add some.")
-    log = queueing.log_file(place.runs, item.id)
+    log = commands.log_file(place.runs, item.id)
     log.write_text("".join(f"line {number}\n" for number in range(100)))
     html = queue_view.view(work)
     assert "<p>No images.</p>" in html
@@ -98,7 +98,7 @@ def test_an_error_nobody_foresaw_is_called_a_fault(place: Place, work: Workplace
 def test_tokens_are_struck_out(place: Place, work: Workplace) -> None:
     token = "hf_" + "a" * 34
     item = become(place, place.add("a"), state="failed", exit_code=3, error=f"no {token}")
-    queueing.log_file(place.runs, item.id).write_text(f"using {token}\n")
+    commands.log_file(place.runs, item.id).write_text(f"using {token}\n")
     assert token not in queue_view.view(work)
 
 
@@ -131,13 +131,13 @@ def test_a_damaged_item_is_shown_and_can_only_be_removed(place: Place, work: Wor
     assert "is damaged" in html
     assert buttons(html) == [("remove", item.id)]
     queue_view.asked(work, action="remove", id=item.id)
-    assert queueing.items(place.runs) == ()
+    assert commands.items(place.runs) == ()
 
 
 def test_nothing_a_file_says_becomes_markup(place: Place, work: Workplace) -> None:
     a, b, c = (place.add(f"{HOSTILE}{name}", HOSTILE) for name in "abc")
     become(place, a, state="failed", exit_code=1, error=HOSTILE)
-    queueing.log_file(place.runs, a.id).write_text(HOSTILE)
+    commands.log_file(place.runs, a.id).write_text(HOSTILE)
     run = place.runs / "a"
     run.mkdir()
     status(run, state="training", code=None, say=HOSTILE)
@@ -159,19 +159,19 @@ def test_what_is_not_there_is_refused_in_a_line(
     place.add("a")
     refused = queue_view.asked(work, action=action, id=id)
     assert refused.startswith('<p class="error notice">')
-    assert len(queueing.items(place.runs)) == 1
+    assert len(commands.items(place.runs)) == 1
 
 
 def test_the_buttons_do_what_they_say(place: Place, work: Workplace) -> None:
     a, b, c = (place.add(name).id for name in "abc")
     queue_view.asked(work, action="down", id=a)
     queue_view.asked(work, action="up", id=c)
-    assert [item.id for item in queueing.items(place.runs)] == [b, c, a]
+    assert [item.id for item in commands.items(place.runs)] == [b, c, a]
     queue_view.asked(work, action="remove", id=c)
     become(place, place.item(a), state="finished", ended_s=1.0)
     failed = become(place, place.add("d"), state="failed", ended_s=2.0)
     queue_view.asked(work, action="clear", id="")
-    assert [item.id for item in queueing.items(place.runs)] == [b, failed.id]
+    assert [item.id for item in commands.items(place.runs)] == [b, failed.id]
 
 
 def test_stop_asks_the_run_of_the_item_and_is_asked_once(place: Place, work: Workplace) -> None:
@@ -204,16 +204,16 @@ def test_the_line_says_who_works_and_for_what_it_waits(
     place: Place, work: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def line() -> str:
-        return queue_view.worker_line(work, queueing.items(place.runs))
+        return queue_view.worker_line(work, commands.items(place.runs))
 
     assert line() == "Nothing waits. A training that you start begins at once."
     place.add("a")
     assert line() == "The queue is starting."
-    monkeypatch.setattr(queueing, "worker_fault", lambda runs: "no <b>torch</b>")
+    monkeypatch.setattr(commands, "worker_fault", lambda runs: "no <b>torch</b>")
     assert line() == "The queue cannot work: no <b>torch</b>"
     assert "&lt;b&gt;torch" in queue_view.view(work)
-    monkeypatch.setattr(queueing, "worker_fault", lambda runs: "")
-    monkeypatch.setattr(queueing, "worker_pid", lambda runs: 1)
+    monkeypatch.setattr(commands, "worker_fault", lambda runs: "")
+    monkeypatch.setattr(commands, "worker_pid", lambda runs: 1)
     assert "closing this page" in line()
     by_hand = place.runs / "by-hand"
     by_hand.mkdir()

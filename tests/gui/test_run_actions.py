@@ -15,9 +15,9 @@ from lora_trainer.gui import run_actions
 from lora_trainer.gui.run_state import END_AFTER_S
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer import queueing
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.output.status import Control, read_status
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.queue import commands
+from lora_trainer.reporting.status import Control, read_status
 from tests.fakes.live_runs import until, write_status
 from tests.fakes.run_folder import fake_run
 
@@ -76,7 +76,7 @@ def test_resume_goes_through_the_queue(
     work: Workplace, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Path] = []
-    monkeypatch.setattr(queueing, "ensure_worker", started.append)
+    monkeypatch.setattr(commands, "ensure_worker", started.append)
     with pytest.raises(RequestError, match="being trained already"):
         run_actions.resume(work, "live")
     write_status(folder, state="stopped", exit_code=143)
@@ -85,7 +85,7 @@ def test_resume_goes_through_the_queue(
     images = tmp_path / "images"
     images.mkdir()
     run_actions.resume(work, "live", dataset=str(images))
-    (item,) = queueing.items(work.runs)
+    (item,) = commands.items(work.runs)
     assert item.argv == (str(images), f"--resume-from={folder.resolve()}")
     assert started == [work.runs]
     with pytest.raises(RequestError, match="in the queue already"):

@@ -11,10 +11,10 @@ from lora_trainer.gui.run_best import exports, mark_best, read_best
 from lora_trainer.gui.run_files import files_html
 from lora_trainer.gui.run_samples import sample_sheet
 
-from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.output.embedding_file import embedding_path
-from lora_trainer.output.export import prune_exports
-from lora_trainer.output.history_reader import read_history
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.lora_file.embedding import embedding_path
+from lora_trainer.lora_file.write import prune_exports
+from lora_trainer.reporting.history import read_history
 from tests.fakes.run_folder import HOSTILE_CAPTION, PROMPTS, fake_run
 
 

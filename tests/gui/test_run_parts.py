@@ -14,8 +14,8 @@ from lora_trainer.gui.run_parts import damaged_parts, parts, stamp
 from lora_trainer.gui.run_state import Look, Possible, look
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.errors import RequestError
-from lora_trainer.output.status import read_status
+from lora_trainer.common.errors import RequestError
+from lora_trainer.reporting.status import read_status
 from tests.fakes.live_runs import until, write_status
 from tests.fakes.run_folder import fake_run
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from lora_trainer.gui.run_settings import preset_values, settings_html
 
-from lora_trainer.config import setting_keys
-from lora_trainer.resolve import RESUMED
+from lora_trainer.config.config import setting_keys
+from lora_trainer.config.layers import RESUMED
 
 PLAN = {"family": "sd15", "tier": "cpu", "priority": "balanced", "preset": "sd15/cpu"}
 

@@ -23,9 +23,9 @@ from lora_trainer.gui.run_state import (
     sentence,
 )
 
-from lora_trainer import queueing
-from lora_trainer.output.history_reader import read_history
-from lora_trainer.output.status import Control, Request, read_status
+from lora_trainer.queue import commands
+from lora_trainer.reporting.history import read_history
+from lora_trainer.reporting.status import Control, Request, read_status
 from tests.fakes.live_runs import until, write_status
 from tests.fakes.run_folder import fake_run
 
@@ -112,10 +112,10 @@ def test_what_ended_early_can_be_resumed(folder: Path, state: str) -> None:
 def test_a_run_that_waits_in_the_queue_to_go_on_says_so(folder: Path) -> None:
     write_status(folder, state="stopped", exit_code=143)
     words = ["datasets/x", f"--resume-from={folder.resolve()}"]
-    queueing.add(folder.parent, words, label="live")
+    commands.add(folder.parent, words, label="live")
     assert said(folder) == "Waits in the queue to go on from step 12 of 30."
     assert possible(now(folder)) == Possible()
-    queueing.remove(folder.parent, queueing.items(folder.parent)[0].id)
+    commands.remove(folder.parent, commands.items(folder.parent)[0].id)
     assert possible(now(folder)) == Possible(resume=True)
 
 

@@ -15,8 +15,8 @@ from lora_trainer.gui.run_log import line_of, log
 from lora_trainer.gui.run_state import look
 from lora_trainer.gui.run_view import head, memory
 
-from lora_trainer.output.history_reader import HistoryReader, read_history
-from lora_trainer.output.status import read_status
+from lora_trainer.reporting.history import HistoryReader, read_history
+from lora_trainer.reporting.status import read_status
 from tests.fakes.live_runs import until, write_status
 from tests.fakes.run_folder import HOSTILE_CAPTION, FakeRun, fake_run
 

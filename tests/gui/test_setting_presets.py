@@ -8,8 +8,8 @@ import pytest
 from lora_trainer.gui import setting_presets
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.errors import RequestError
-from lora_trainer.resolve import resolve
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.layers import resolve
 
 VALUES = {"adapter.rank": 4, "sampling.prompts": ["\u00fc", "a\nb"]}
 

@@ -11,8 +11,8 @@ from lora_trainer.gui import lora_files, sharing
 from lora_trainer.gui.workplace import Workplace
 from PIL import Image
 
-from lora_trainer.errors import InputError, MachineError, RequestError
-from lora_trainer.output.inspect import inspect_file
+from lora_trainer.common.errors import InputError, MachineError, RequestError
+from lora_trainer.lora_file.inspect import inspect_file
 from tests.fakes.lora_library import finished_run, lora, picture
 from tests.fakes.runs import contents
 

@@ -10,7 +10,7 @@ import pytest
 from lora_trainer.gui import drafts
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer import queueing
+from lora_trainer.queue import commands
 
 gradio = pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
 
@@ -24,7 +24,7 @@ def work(tmp_path: Path) -> Workplace:
 
 @pytest.fixture
 def started(work: Workplace, tmp_path: Path) -> drafts.Draft:
-    item = queueing.add(work.runs, ["images"], label="x")
+    item = commands.add(work.runs, ["images"], label="x")
     draft = replace(drafts.new(work, dataset=str(tmp_path)), started_as=item.id)
     drafts.save(work, draft)
     return draft
@@ -67,7 +67,7 @@ def test_a_training_taken_off_the_queue_is_a_draft_again(
     follow = handlers.following(work)
     follow(started.id)
     assert drafts.read(work, started.id) == started
-    queueing.remove(work.runs, started.started_as)
+    commands.remove(work.runs, started.started_as)
     said = follow(started.id)
     assert "taken off the queue" in said[1]
     assert drafts.read(work, started.id) == replace(started, started_as="", step=2)

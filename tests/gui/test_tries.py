@@ -11,8 +11,8 @@ import pytest
 from lora_trainer.gui import jobs, lora_files, tries
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer import cli
-from lora_trainer.errors import InputError, RequestError
+from lora_trainer.cli import main
+from lora_trainer.common.errors import InputError, RequestError
 from tests.fakes.lora_library import finished_run, picture
 
 
@@ -55,7 +55,7 @@ def parsed(job: jobs.Job) -> dict[str, Any]:
     """Return what the real command line understands."""
     words = list(job.argv)
     words = words[words.index("lora_trainer") + 1 :]
-    command, bound, _ = cli.app.parse_args(words, exit_on_error=False, print_error=False)
+    command, bound, _ = main.app.parse_args(words, exit_on_error=False, print_error=False)
     assert command.__name__ == "sample"
     return dict(bound.arguments)
 

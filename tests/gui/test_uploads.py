@@ -14,7 +14,7 @@ from lora_trainer.gui.upload_names import safe_name
 from lora_trainer.gui.uploads import Upload, save_files
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
 
 
 def tree(folder: Path) -> set[str]:

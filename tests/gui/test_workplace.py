@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.config import build_config
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.importing.findings import Imported
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.config.config import build_config
+from lora_trainer.config.layers import read_settings_file
+from lora_trainer.importing.foreign_settings import Imported
 from lora_trainer.importing.reading import import_file
 from lora_trainer.importing.trainers.sd_scripts_dataset import KEYS as DATASET_KEYS
 from lora_trainer.importing.trainers.sd_scripts_keys import KEYS
-from lora_trainer.settings_file import read_settings_file
 from tests.fakes.runs import python, run_cli, write_dataset
 
 TRAINING = """
@@ -434,6 +434,6 @@ def test_printed_settings_are_a_file_with_all_that_was_found(
 
 def test_importing_needs_no_torch(tmp_path: Path) -> None:
     theirs = write(tmp_path, TRAINING)
-    script = "import sys; from lora_trainer import cli; cli.run(sys.argv[1:]); print('torch' in sys.modules)"
+    script = "import sys; from lora_trainer.cli.main import run; run(sys.argv[1:]); print('torch' in sys.modules)"
     done = python(script, "import", str(theirs))
     assert done.stdout.strip().endswith("False"), done.stderr

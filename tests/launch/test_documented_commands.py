@@ -19,8 +19,8 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lora_trainer.events import read_jsonl
-from lora_trainer.output.checkpoints import ADAPTER
+from lora_trainer.checkpoint.states import ADAPTER
+from lora_trainer.common.events import read_jsonl
 from tests.fakes.runs import ROOT, events, last_state
 from tests.fakes.training import distance
 

@@ -19,7 +19,7 @@ import yaml
 from accelerate.commands.config import config_args
 from accelerate.utils import DistributedType
 
-from lora_trainer.events import read_jsonl
+from lora_trainer.common.events import read_jsonl
 from tests.fakes.many import SETTINGS
 from tests.fakes.runs import ROOT, events, toy
 

@@ -12,11 +12,11 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from lora_trainer.config import AdapterSettings, OptimizerSettings
-from lora_trainer.errors import RequestError
-from lora_trainer.model.adapters import Adapter, inject
-from lora_trainer.output.adapter_tensors import AdapterTensors, update
-from lora_trainer.randomness import Stream, draw_seed
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.randomness import Stream, draw_seed
+from lora_trainer.config.config import AdapterSettings, OptimizerSettings
+from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.lora.tensors import AdapterTensors, update
 
 MODULES = ("first.linear", "second.linear", "second.conv")
 KINDS: list[dict[str, Any]] = [

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lora_trainer.config import AdapterSettings
-from lora_trainer.errors import RequestError
-from lora_trainer.model.adapters import Adapter, inject
-from lora_trainer.model.initial import principal_factors
-from lora_trainer.output.adapter_tensors import row_norms, update
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.config import AdapterSettings
+from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.lora.adapter_kinds import principal_factors
+from lora_trainer.lora.tensors import row_norms, update
 
 KINDS: list[dict[str, Any]] = [
     {},
@@ -250,7 +250,7 @@ def test_pissa_resumes_without_a_second_decomposition(monkeypatch: pytest.Monkey
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("decomposed again")
 
-    monkeypatch.setattr("lora_trainer.model.injection.principal_factors", fail)
+    monkeypatch.setattr("lora_trainer.lora.inject.principal_factors", fail)
     arguments: dict[str, Any] = {
         "modules": {"denoiser": ("linear", "conv", "point")},
         "settings": AdapterSettings(rank=4, init="pissa"),

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from lora_trainer.config import AdapterSettings, Checkpointing
+from lora_trainer.config.config import AdapterSettings, Checkpointing
+from lora_trainer.costs.unet_cost import prompt_shapes
 from lora_trainer.families import family, known_base
-from lora_trainer.families.unet_costs import prompt_shapes
-from lora_trainer.model.allocations import Passes, Shape, Stays, built, passes, stays
-from lora_trainer.model.trace import TracedNetwork
+from lora_trainer.measuring.allocations import Passes, PassShape, Stays, built, passes, stays
 from lora_trainer.planning.caching_allocator import CachingAllocator, Event, Replay, highest_sum
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import predict
+from lora_trainer.tracing.trace import TracedNetwork
 
 SD15 = known_base("stable-diffusion-v1-5/stable-diffusion-v1-5")
 LOAD = Load(
@@ -33,7 +33,7 @@ LOAD = Load(
     sample_side_px=256,
     prepared_samples=4,
 )
-SHAPES = [Shape(width_px=256, height_px=256), Shape(width_px=320, height_px=192)]
+SHAPES = [PassShape(width_px=256, height_px=256), PassShape(width_px=320, height_px=192)]
 
 
 def prompt(text_tokens: int | None) -> Mapping[str, tuple[int, ...]]:
@@ -49,7 +49,7 @@ def network() -> TracedNetwork:
 
 @pytest.fixture(scope="module")
 def traced(network: TracedNetwork) -> Passes:
-    lying = Shape(width_px=192, height_px=320)
+    lying = PassShape(width_px=192, height_px=320)
     return passes(LOAD, network, prompt=prompt, shapes=[*SHAPES, lying])
 
 
@@ -83,7 +83,7 @@ def test_shapes_that_lie_down_take_what_those_standing_take(traced: Passes) -> N
 
 def test_a_pass_between_two_sizes_is_what_it_is_traced_as(network: TracedNetwork) -> None:
     sizes = [(192, 192), (256, 192), (320, 256)]
-    shapes = [Shape(width_px=width, height_px=height) for width, height in sizes]
+    shapes = [PassShape(width_px=width, height_px=height) for width, height in sizes]
     three = passes(LOAD, network, prompt=prompt, shapes=shapes)
     alone = passes(LOAD, network, prompt=prompt, shapes=shapes[1:2])
     assert three.steps[shapes[1]] == alone.steps[shapes[1]]

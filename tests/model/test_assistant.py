@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lora_trainer.config import AdapterSettings
-from lora_trainer.errors import InputError
-from lora_trainer.model.adapters import inject
-from lora_trainer.model.assistant import attach
-from lora_trainer.output.adapter_tensors import AdapterTensors, ModuleTensors, update
+from lora_trainer.common.errors import InputError
+from lora_trainer.config.config import AdapterSettings
+from lora_trainer.lora.adapter import inject
+from lora_trainer.lora.lora_hooks import attach
+from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors, update
 
 KINDS = [{}, {"dora": True}, {"init": "pissa"}, {"kind": "loha"}, {"kind": "oft"}]
 

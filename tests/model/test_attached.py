@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.errors import InputError
-from lora_trainer.model.attached import attach_dial
-from lora_trainer.output.adapter_tensors import AdapterKind, ModuleTensors, update
+from lora_trainer.common.errors import InputError
+from lora_trainer.lora.lora_hooks import attach_lora
+from lora_trainer.lora.tensors import AdapterKind, ModuleTensors, update
 from tests.fakes.adapters import Draws, draw_module, with_magnitude
 
 
@@ -66,7 +66,7 @@ def test_any_kind_at_any_strength_is_what_merging_gives(
     tensors, plain = adapter(kind, base, dora=dora), base(x)
     expected = merged(base, tensors, strength)(x)
     assert (expected - plain).abs().max() > 1e-3
-    dial = attach_dial({"denoiser": base}, tensors)
+    dial = attach_lora({"denoiser": base}, tensors)
     assert torch.equal(base(x), plain)
     with dial.at(strength):
         assert torch.allclose(base(x), expected, atol=2e-6)
@@ -75,7 +75,7 @@ def test_any_kind_at_any_strength_is_what_merging_gives(
 
 def test_the_dial_goes_back_where_a_block_fails() -> None:
     base = network()
-    dial = attach_dial({"denoiser": base}, adapter("lora", base))
+    dial = attach_lora({"denoiser": base}, adapter("lora", base))
     with pytest.raises(ZeroDivisionError), dial.at(1.0):
         raise ZeroDivisionError
     assert dial.strength == 0
@@ -86,7 +86,7 @@ def test_an_adapter_of_another_size_is_refused(kind: AdapterKind) -> None:
     base = network()
     tensors = {"denoiser.linear": draw_module((10, 4), kind=kind)}
     with pytest.raises(InputError, match="denoiser.linear"):
-        attach_dial({"denoiser": base}, tensors)
+        attach_lora({"denoiser": base}, tensors)
 
 
 def test_half_precision_factors_run_in_the_dtype_of_their_input() -> None:
@@ -95,6 +95,6 @@ def test_half_precision_factors_run_in_the_dtype_of_their_input() -> None:
         key: replace(module, tensors={n: t.half() for n, t in module.tensors.items()})
         for key, module in adapter("lora", network()).items()
     }
-    dial = attach_dial({"denoiser": base}, tensors)
+    dial = attach_lora({"denoiser": base}, tensors)
     with dial.at(1.0):
         assert base(Draws(1)(2, 4, 6, 6).bfloat16()).dtype == torch.bfloat16

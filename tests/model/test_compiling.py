@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config import AdapterSettings
+from lora_trainer.config.config import AdapterSettings
 from lora_trainer.families import family
 from lora_trainer.families.base import DENOISER
-from lora_trainer.model.adapters import inject
-from lora_trainer.model.checkpointing import apply_checkpointing
-from lora_trainer.model.compiling import CompilationFailed, CompiledBlocks
-from lora_trainer.model.quantize import quantize
-from lora_trainer.model.streaming import stream_blocks
+from lora_trainer.lora.adapter import inject
+from lora_trainer.network.block_swap import stream_blocks
+from lora_trainer.network.checkpointing import apply_checkpointing
+from lora_trainer.network.compiling import CompilationFailed, CompiledBlocks
+from lora_trainer.network.quantize import quantize
 from tests.fakes.family_bases import CPU, conditioning_of, denoiser_of, facts_of
 from tests.fakes.runs import python
 
@@ -36,7 +36,7 @@ def test_gradients_of_traced_blocks_are_the_same(name: str) -> None:
     chosen, facts = family(name.partition(",")[0]), facts_of(name.partition(",")[0])
     denoiser = denoiser_of(chosen.name)
     if kept := options.get("kept"):
-        quantize(denoiser, kept, device=CPU, skip=chosen.unquantised)
+        quantize(denoiser, kept, device=CPU, skip=chosen.quantization_skip)
     settings = AdapterSettings.model_validate({"rank": 2, "kind": options.get("kind", "lora")})
     adapter = inject(
         {DENOISER: denoiser},
@@ -120,7 +120,7 @@ SCRIPT = """
 import json, sys
 import torch
 from torch._dynamo.utils import counters
-from lora_trainer.model.compiling import CompiledBlocks
+from lora_trainer.network.compiling import CompiledBlocks
 from tests.model.test_compiling import Network
 
 torch.set_num_threads(1)

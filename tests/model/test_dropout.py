@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config import AdapterSettings
-from lora_trainer.model.adapters import Adapter, inject
-from lora_trainer.model.dropout import SampleMasks, halves
-from lora_trainer.randomness import Stream, draw_seed
+from lora_trainer.common.randomness import Stream, draw_seed
+from lora_trainer.config.config import AdapterSettings
+from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.lora.dropout import SampleMasks, halves
 
 CPU = torch.device("cpu")
 SEEDS = [draw_seed(7, Stream.ADAPTER_DROPOUT, 0, f"s{k}") for k in range(4)]

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lora_trainer.config import AdapterSettings
-from lora_trainer.model.adapters import Adapter, inject
-from lora_trainer.model.dropout import SampleMasks, drop_in_lora, gates_of_lora, halves
-from lora_trainer.model.fused import CUSTOM, FusedLinear, LeanConv2d
-from lora_trainer.model.live_storages import storage_key
-from lora_trainer.model.quantize import QuantizedLinear
-from lora_trainer.quantization import Quantization
+from lora_trainer.config.base_precision import Quantization
+from lora_trainer.config.config import AdapterSettings
+from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.lora.dropout import SampleMasks, drop_in_lora, gates_of_lora, halves
+from lora_trainer.lora.fused import CUSTOM, FusedLinear, LeanConv2d
+from lora_trainer.network.live_storages import storage_key
+from lora_trainer.network.quantize import QuantizedLinear
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 CPU = torch.device("cpu")

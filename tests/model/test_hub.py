@@ -18,8 +18,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from lora_trainer.errors import InputError, LoraTrainError, MachineError
-from lora_trainer.model.hub import cached_snapshot, download, wanted
+from lora_trainer.common.errors import InputError, LoraTrainError, MachineError
+from lora_trainer.families.locate import cached_snapshot, download, wanted
 
 SD_REPOSITORY = [
     "README.md",

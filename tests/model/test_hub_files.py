@@ -9,12 +9,11 @@ import torch
 from transformers import AutoTokenizer
 
 from lora_trainer import families
-from lora_trainer.config import BaseSettings
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
+from lora_trainer.common.files import HashMemo
+from lora_trainer.config.config import BaseSettings
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.files import HashMemo
-from lora_trainer.model.hub import wanted
-from lora_trainer.model.load import identified, locate
+from lora_trainer.families.locate import identified, locate, wanted
 from tests.fakes.bases.tokenizers import t5_tokenizer
 from tests.fakes.family_bases import CPU, base_of, facts_of, side_of
 from tests.fakes.hub import LISTS, FakeHub, fake_hub, spiece
@@ -145,7 +144,7 @@ def spiece_folder(folder: Path) -> Path:
 def test_a_vocabulary_in_sentencepieces_file_gives_the_same_tokens(
     tmp_path: Path, text: str
 ) -> None:
-    from lora_trainer.families.t5 import load_tokenizer
+    from lora_trainer.families.text.t5 import load_tokenizer
 
     t5_tokenizer().save_pretrained(tmp_path / "plain")
     plain = AutoTokenizer.from_pretrained(tmp_path / "plain")
@@ -158,7 +157,7 @@ def test_a_vocabulary_in_sentencepieces_file_gives_the_same_tokens(
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "other kind"])
 def test_a_file_that_is_no_vocabulary_is_refused_in_a_line(tmp_path: Path, damage: str) -> None:
-    from lora_trainer.families.sentence_pieces import read_pieces
+    from lora_trainer.families.text.sentence_pieces import read_pieces
 
     file = spiece_folder(tmp_path) / "spiece.model"
     whole = file.read_bytes()

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lora_trainer import families
-from lora_trainer.config import Checkpointing
-from lora_trainer.model.checkpointing import apply_checkpointing
-from lora_trainer.model.kept_results import Policy, keeping
+from lora_trainer.config.config import Checkpointing
+from lora_trainer.network.checkpointing import apply_checkpointing
+from lora_trainer.network.selective_checkpoint import SelectivePolicy, selective_contexts
 from tests.fakes.trainee import Trainee, same, trainee
 
 ATEN = torch.ops.aten
@@ -49,7 +49,7 @@ class Seen(TorchDispatchMode):
     ],
 )
 def test_what_each_kind_keeps(kind: Checkpointing, kept: set[str]) -> None:
-    worth, x = Policy(checkpointing=kind, rank=4), torch.zeros(2, 64)
+    worth, x = SelectivePolicy(checkpointing=kind, rank=4), torch.zeros(2, 64)
     weights = {"narrow": (64, 256), "square": (64, 64), "wide": (64, 16), "low rank": (64, 4)}
     found = {
         name for name, shape in weights.items() if worth(ATEN.mm.default, (x, torch.zeros(shape)))
@@ -75,7 +75,7 @@ def work_again(kind: Checkpointing) -> list[object]:
         return F.scaled_dot_product_attention(h, h, h).cos()
 
     x = torch.randn(3, 8, requires_grad=True)
-    modes = partial(keeping, Policy(checkpointing=kind, rank=2))
+    modes = partial(selective_contexts, SelectivePolicy(checkpointing=kind, rank=2))
     y = checkpoint(block, x, use_reentrant=False, context_fn=modes)
     with Seen() as seen:
         y.sum().backward()
@@ -139,7 +139,7 @@ def test_a_block_that_does_something_else_the_second_time_is_found_out() -> None
         return y.cos()
 
     x = torch.randn(3, 8, requires_grad=True)
-    modes = partial(keeping, Policy(checkpointing="light", rank=0))
+    modes = partial(selective_contexts, SelectivePolicy(checkpointing="light", rank=0))
     y = checkpoint(block, x, use_reentrant=False, context_fn=modes)
     with pytest.raises(RuntimeError, match=r"asks for a result of aten\.addmm.*kept is one of"):
         y.sum().backward()

@@ -10,12 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_trainer import families
-from lora_trainer.config import BaseSettings
-from lora_trainer.errors import InputError, LoraTrainError, MachineError, RequestError, exit_code
+from lora_trainer.common.errors import (
+    InputError,
+    LoraTrainError,
+    MachineError,
+    RequestError,
+    exit_code,
+)
+from lora_trainer.common.files import HashMemo
+from lora_trainer.config.config import BaseSettings
+from lora_trainer.families import locate as families_locate
 from lora_trainer.families.base import Layout
-from lora_trainer.files import HashMemo
-from lora_trainer.model import load
-from lora_trainer.model.load import (
+from lora_trainer.families.locate import (
     EMBEDDED,
     EMBEDDED_FOLDER,
     describe,
@@ -95,12 +101,14 @@ def test_a_hub_base_is_downloaded_and_an_interrupted_download_finished(
         asked.append((source, revision, without))
         return base_of("sd15")
 
-    monkeypatch.setattr(load, "download", download)
-    monkeypatch.setattr(load, "cached_snapshot", lambda source, *, revision: None)
+    monkeypatch.setattr(families_locate, "download", download)
+    monkeypatch.setattr(families_locate, "cached_snapshot", lambda source, *, revision: None)
     assert locate(base("owner/name", revision="v2")).located.folder == base_of("sd15")
-    monkeypatch.setattr(load, "cached_snapshot", lambda source, *, revision: half)
+    monkeypatch.setattr(families_locate, "cached_snapshot", lambda source, *, revision: half)
     assert locate(base("owner/name")).located.folder == base_of("sd15")
-    monkeypatch.setattr(load, "cached_snapshot", lambda source, *, revision: base_of("sd15"))
+    monkeypatch.setattr(
+        families_locate, "cached_snapshot", lambda source, *, revision: base_of("sd15")
+    )
     locate(base("owner/name"))
     assert asked == [("owner/name", "v2", frozenset()), ("owner/name", None, frozenset())]
 
@@ -110,7 +118,9 @@ def test_a_broken_local_folder_is_no_reason_to_download(
 ) -> None:
     broken = copy_of("sd15", tmp_path / "broken")
     (broken / "unet" / "config.json").unlink()
-    monkeypatch.setattr(load, "download", lambda *_, **__: pytest.fail("went to the Hub"))
+    monkeypatch.setattr(
+        families_locate, "download", lambda *_, **__: pytest.fail("went to the Hub")
+    )
     with pytest.raises(InputError, match="unet"):
         locate(base(broken))
 
@@ -205,7 +215,7 @@ def test_without_its_companion_a_single_file_is_described_by_its_family(
         asked.append((source, without))
         raise MachineError("no connection", fix="connect")
 
-    monkeypatch.setattr(load, "download", download)
+    monkeypatch.setattr(families_locate, "download", download)
     with pytest.raises(MachineError):
         locate(base(single))
     default = families.family("sd15").default_source

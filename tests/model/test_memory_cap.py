@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lora_trainer.hardware import spill_margin_bytes
-from lora_trainer.model import memory_cap
-from lora_trainer.model.memory_cap import cap_allocator
+from lora_trainer.hardware.machine import spill_margin_bytes
 from lora_trainer.planning.memory import GIB, RUNTIME_BYTES
+from lora_trainer.run import device
+from lora_trainer.run.device import cap_allocator
 
 CARD = torch.device("cuda", 0)
 CONTEXT = RUNTIME_BYTES["cuda"]
@@ -35,7 +35,7 @@ def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_what_is_asked_for_counts_with_the_context(
     fractions: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_cap, "driver_spills", lambda: False)
+    monkeypatch.setattr(device, "driver_spills", lambda: False)
     assert cap_allocator(limit_bytes=8 * GIB, free_bytes=20 * GIB, device=CARD) == 8 * GIB - CONTEXT
     assert fractions == [(8 * GIB - CONTEXT) / (24 * GIB)]
 
@@ -43,7 +43,7 @@ def test_what_is_asked_for_counts_with_the_context(
 def test_no_bound_where_the_driver_refuses(
     fractions: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_cap, "driver_spills", lambda: False)
+    monkeypatch.setattr(device, "driver_spills", lambda: False)
     assert cap_allocator(limit_bytes=None, free_bytes=20 * GIB, device=CARD) is None
     assert fractions == []
 
@@ -51,7 +51,7 @@ def test_no_bound_where_the_driver_refuses(
 def test_always_a_bound_where_the_driver_spills(
     fractions: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_cap, "driver_spills", lambda: True)
+    monkeypatch.setattr(device, "driver_spills", lambda: True)
     allowed = cap_allocator(limit_bytes=None, free_bytes=20 * GIB, device=CARD)
     assert allowed == 20 * GIB - MARGIN - CONTEXT
     assert fractions == [allowed / (24 * GIB)]
@@ -61,7 +61,7 @@ def test_always_a_bound_where_the_driver_spills(
 def test_what_is_asked_for_leaves_the_margin_there_too(
     asked_gib: int, fractions: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_cap, "driver_spills", lambda: True)
+    monkeypatch.setattr(device, "driver_spills", lambda: True)
     allowed = cap_allocator(limit_bytes=asked_gib * GIB, free_bytes=20 * GIB, device=CARD)
     assert allowed == min(asked_gib * GIB, 20 * GIB - MARGIN) - CONTEXT
     assert fractions == [allowed / (24 * GIB)]
@@ -70,6 +70,6 @@ def test_what_is_asked_for_leaves_the_margin_there_too(
 def test_a_bound_above_the_card_is_the_card(
     fractions: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_cap, "driver_spills", lambda: False)
+    monkeypatch.setattr(device, "driver_spills", lambda: False)
     cap_allocator(limit_bytes=40 * GIB, free_bytes=20 * GIB, device=CARD)
     assert fractions == [1.0]

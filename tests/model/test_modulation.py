@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.config import CHECKPOINTING
-from lora_trainer.model.checkpointing import apply_checkpointing
-from lora_trainer.model.host_weights import base_tensors
-from lora_trainer.model.modulation import ModulatedNetwork, ModulationLayer
-from lora_trainer.model.quantize import quantize
-from lora_trainer.model.streaming import stream_blocks
+from lora_trainer.config.config import CHECKPOINTING
+from lora_trainer.network.block_swap import base_tensors, stream_blocks
+from lora_trainer.network.checkpointing import apply_checkpointing
+from lora_trainer.network.modulation import ModulatedNetwork, ModulationLayer
+from lora_trainer.network.quantize import quantize
 from tests.fakes.family_bases import CPU
 from tests.fakes.late_copies import LateCopies
 from tests.fakes.trainee import PROMPTS, Trainee, same, trainee
@@ -59,7 +58,7 @@ def test_the_families_are_those_with_a_quarter_of_their_weights_there() -> None:
     assert set(NAMES) == {"flux", "qwen", "sd3"}
     for name in NAMES:
         family = families.family(name)
-        facts = family.known(family.default_source)
+        facts = family.facts_from_hub_id(family.default_source)
         assert facts is not None
         shapes, layers = family.linear_shapes(facts), family.modulation_layers(facts)
         share = sum(shapes[layer][0] * shapes[layer][1] for layer in layers)
@@ -190,7 +189,7 @@ def _checkpointed(at: Trainee) -> Trainee:
 def test_a_copy_is_waited_for_before_it_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at = trainee(name)
     whole = at.gradients()
-    monkeypatch.setattr("lora_trainer.model.modulation.CopyStream", LateCopies)
+    monkeypatch.setattr("lora_trainer.network.modulation.CopyStream", LateCopies)
     network = taken_out(at)
     (all_rows,) = rows(at, network, slice(None))
     with network.giving(all_rows):

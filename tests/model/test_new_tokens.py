@@ -13,14 +13,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.errors import InputError, RequestError, TrainingStopped
+from lora_trainer.common.errors import InputError, RequestError, TrainingStopped
 from lora_trainer.families.base import NewWord, TextEncoder
-from lora_trainer.model.new_tokens import ExtendedTable, add_new_tokens
-from lora_trainer.output.embedding_file import (
-    embedding_path,
-    read_embedding,
-    write_embedding,
-)
+from lora_trainer.lora.new_tokens import ExtendedTable, add_new_tokens
+from lora_trainer.lora_file.embedding import embedding_path, read_embedding, write_embedding
 from tests.fakes.family_bases import CPU, facts_of
 
 TEACHABLE = ("sd15", "sd2", "sdxl")
@@ -130,7 +126,9 @@ def written(name: str, folder: Path, *, tokens: int) -> tuple[TextEncoder, Path]
     family, text = families.family(name), encoder_of(name, NewWord(text="toy", tokens=tokens))
     vectors = add_new_tokens(text, tokens, start=None, seed=3)
     path = embedding_path(folder / "x.safetensors")
-    arrays = {family.teachable[key]: values.detach().numpy() for key, values in vectors.items()}
+    arrays = {
+        family.new_token_keys[key]: values.detach().numpy() for key, values in vectors.items()
+    }
     write_embedding(path, arrays, metadata={"modelspec.title": "x"})
     return text, path
 
@@ -141,11 +139,11 @@ def test_diffusers_reads_the_file_as_it_was_trained(name: str, tokens: int, tmp_
     text, path = written(name, tmp_path, tokens=tokens)
     family = families.family(name)
     pipeline = family.plain_pipeline(facts_of(name), dtype=torch.float32, device=CPU)
-    if len(family.teachable) == 1:
+    if len(family.new_token_keys) == 1:
         pipeline.load_textual_inversion(str(path.parent), weight_name=path.name, token="<t>")
     else:
         tensors = load_file(path)
-        for component, key in family.teachable.items():
+        for component, key in family.new_token_keys.items():
             pipeline.load_textual_inversion(
                 tensors[key],
                 token="<t>",

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config import AdapterSettings
-from lora_trainer.model.adapters import Adapter, inject
-from lora_trainer.model.norm_limit import limit_norms, update_norm
-from lora_trainer.output.adapter_tensors import update
+from lora_trainer.config.config import AdapterSettings
+from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.lora.norm_limit import limit_norms, update_norm
+from lora_trainer.lora.tensors import update
 
 KINDS: list[dict[str, Any]] = [
     {},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lora_trainer.model.out_of_memory import NEARLY_FULL_BYTES, is_out_of_memory
+from lora_trainer.network.out_of_memory import NEARLY_FULL_BYTES, is_out_of_memory
 
 GIB = 2**30
 

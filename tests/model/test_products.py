@@ -14,20 +14,21 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lora_trainer
-from lora_trainer import families, quantization
-from lora_trainer.config import Checkpointing
-from lora_trainer.model import products
-from lora_trainer.model.checkpointing import apply_checkpointing
-from lora_trainer.model.products import (
+from lora_trainer import families
+from lora_trainer.config import base_precision
+from lora_trainer.config.base_precision import BaseMatmul, Quantization, int8_rows_at_once
+from lora_trainer.config.config import Checkpointing
+from lora_trainer.network import quantized_matmul
+from lora_trainer.network.checkpointing import apply_checkpointing
+from lora_trainer.network.quantize import QuantizedLinear, quantize
+from lora_trainer.network.quantized_matmul import (
     Int8Layouts,
     Int8Product,
     int8_layouts,
     int8_product,
     quantized_rows,
 )
-from lora_trainer.model.quantize import QuantizedLinear, quantize
-from lora_trainer.quantization import BaseMatmul, Quantization, int8_rows_at_once
-from lora_trainer.train.objective import add_noise
+from lora_trainer.training.loss import add_noise
 from tests.fakes.cublas import Missing, without_layouts
 from tests.fakes.family_bases import CPU, conditioning_of, facts_at
 from tests.model.test_quantize import (
@@ -104,7 +105,7 @@ def test_a_row_is_rounded_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = layer_of(), torch.randn(100, 48, generator=torch.Generator().manual_seed(2))
     together = layer(x[None])[0]
     apart = torch.cat([layer(part[None])[0] for part in x.split([1, 9, 40, 50])])
-    monkeypatch.setattr(quantization, "INT8_TEMPORARY_BYTES", 1)
+    monkeypatch.setattr(base_precision, "INT8_TEMPORARY_BYTES", 1)
     assert int8_rows_at_once(48, 40) == 32
     assert torch.equal(together, apart)
     assert torch.equal(together, layer(x[None])[0])
@@ -304,13 +305,13 @@ def test_recomputing_blocks_changes_no_bit_and_its_results_are_kept_as_other_pro
     kind: Checkpointing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[None] = []
-    real = products._product
+    real = quantized_matmul._product
 
     def counting(*args: Any, **kwargs: Any) -> Tensor:
         calls.append(None)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(products, "_product", counting)
+    monkeypatch.setattr(quantized_matmul, "_product", counting)
     plain, recomputed = (bench("flux", "int8", matmul="int8") for _ in range(2))
     gradients, once = plain.gradients(), len(calls)
     apply_checkpointing(recomputed.denoiser, kind)
@@ -346,7 +347,7 @@ def embedded_gradients(kind: Quantization | None, matmul: BaseMatmul) -> list[Te
     )
     denoiser = family.load_denoiser(facts, dtype=torch.float32, device=CPU)
     if kind is not None:
-        quantize(denoiser, kind, device=CPU, skip=family.unquantised, matmul=matmul)
+        quantize(denoiser, kind, device=CPU, skip=family.quantization_skip, matmul=matmul)
     adapter = adapted(denoiser, names=tuple(family.lora_targets(denoiser, "transformer")))
     awaken(adapter)
     generator, timesteps = torch.Generator().manual_seed(5), torch.tensor([20, 300, 600, 980])

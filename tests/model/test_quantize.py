@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lora_trainer import families
-from lora_trainer.config import AdapterSettings
-from lora_trainer.errors import MachineError
+from lora_trainer.common.errors import MachineError
+from lora_trainer.config.base_precision import QUANTIZATIONS, BaseMatmul, Quantization, weight_bytes
+from lora_trainer.config.config import AdapterSettings
 from lora_trainer.families.base import DENOISER, Conditioning, Family
-from lora_trainer.model import quantize as quantizing
-from lora_trainer.model.adapters import Adapter, inject
-from lora_trainer.model.quantize import QuantizedLinear, frozen_weight, quantizable, quantize
-from lora_trainer.output.adapter_tensors import update
-from lora_trainer.quantization import QUANTIZATIONS, BaseMatmul, Quantization, weight_bytes
-from lora_trainer.train.objective import add_noise, sample_losses, target
+from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.lora.tensors import update
+from lora_trainer.network import quantize as quantizing
+from lora_trainer.network.quantize import QuantizedLinear, frozen_weight, quantizable, quantize
+from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.family_bases import CPU, conditioning_of, denoiser_of, facts_of, side_of
 
 KINDS = pytest.mark.parametrize("kind", QUANTIZATIONS)
@@ -220,7 +220,7 @@ def test_a_family_keeps_its_embeddings_and_most_of_its_weights_are_quantised(nam
     family = families.family(name)
     with torch.device("meta"):
         network = family.empty_denoiser(family.public_architectures()[0])
-    found = quantizable(network, skip=family.unquantised)
+    found = quantizable(network, skip=family.quantization_skip)
     linears = {
         key: layer.in_features * layer.out_features
         for key, layer in network.named_modules()
@@ -376,7 +376,7 @@ def bench(
     family, facts = families.family(name), facts_of(name)
     denoiser = denoiser_of(name)
     if kind is not None:
-        quantize(denoiser, kind, device=CPU, skip=family.unquantised, matmul=matmul)
+        quantize(denoiser, kind, device=CPU, skip=family.quantization_skip, matmul=matmul)
     adapter = adapted(denoiser, names=tuple(family.lora_targets(denoiser, "transformer")))
     awaken(adapter)
     denoiser.train()

@@ -11,15 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer import families
-from lora_trainer.errors import RequestError
-from lora_trainer.families.costs import Checkpointing
-from lora_trainer.model.checkpointing import apply_checkpointing
-from lora_trainer.model.copy_stream import CopyStream
-from lora_trainer.model.host_weights import ALIGNMENT_BYTES
-from lora_trainer.model.live_storages import storage_key
-from lora_trainer.model.quantize import quantize
-from lora_trainer.model.streaming import Streamed, block_sizes, repeated_blocks, stream_blocks
-from lora_trainer.streamed import BUFFERS, moved_bytes, saved_bytes, streamed_indices
+from lora_trainer.common.errors import RequestError
+from lora_trainer.costs.sample_cost import Checkpointing
+from lora_trainer.network.async_copies import CopyStream
+from lora_trainer.network.block_swap import (
+    ALIGNMENT_BYTES,
+    Streamed,
+    block_sizes,
+    repeated_blocks,
+    stream_blocks,
+)
+from lora_trainer.network.checkpointing import apply_checkpointing
+from lora_trainer.network.live_storages import storage_key
+from lora_trainer.network.quantize import quantize
+from lora_trainer.network.swapped_blocks import BUFFERS, moved_bytes, saved_bytes, streamed_indices
 from tests.fakes.family_bases import CPU
 from tests.fakes.late_copies import LateCopies
 from tests.fakes.trainee import Trainee, failing, same, trainee
@@ -85,8 +90,8 @@ def test_steps_and_predictions_are_the_same_bits(name: str) -> None:
 def test_a_copy_is_waited_for_before_it_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at = trainee(name)
     expected = at.gradients()
-    monkeypatch.setattr("lora_trainer.model.checkpointing.CopyStream", LateCopies)
-    monkeypatch.setattr("lora_trainer.model.streaming.CopyStream", LateCopies)
+    monkeypatch.setattr("lora_trainer.network.checkpointing.CopyStream", LateCopies)
+    monkeypatch.setattr("lora_trainer.network.block_swap.CopyStream", LateCopies)
     streamed(at, checkpointing="offloaded")
     assert same(at.gradients(), expected)
     assert same(at.gradients(), expected)
@@ -155,7 +160,7 @@ def test_several_passes_before_a_backward_pass_are_right() -> None:
 def test_a_step_after_one_that_ran_out_of_memory_is_right(
     name: str, wanted: int, copies: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_trainer.model.streaming.CopyStream", copies)
+    monkeypatch.setattr("lora_trainer.network.block_swap.CopyStream", copies)
     at = trainee(name)
     expected = at.gradients()
     streamed(at)

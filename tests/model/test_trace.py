@@ -18,14 +18,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from lora_trainer import families
-from lora_trainer.config import AdapterSettings, Checkpointing
+from lora_trainer.config.config import AdapterSettings, Checkpointing
+from lora_trainer.costs.sample_cost import SampleCost, Targets, Workload
 from lora_trainer.families.base import Conditioning, Geometry
-from lora_trainer.families.costs import SampleCost, Targets, Workload
-from lora_trainer.model.adapters import inject
-from lora_trainer.model.checkpointing import BlockRunner, apply_checkpointing
-from lora_trainer.model.live_storages import LiveStorages, storage_key
-from lora_trainer.model.meta_kernels import FusedKernels, MetaAnswers
-from lora_trainer.model.trace import (
+from lora_trainer.lora.adapter import inject
+from lora_trainer.network.checkpointing import BlockRunner, apply_checkpointing
+from lora_trainer.network.live_storages import FusedKernels, LiveStorages, MetaAnswers, storage_key
+from lora_trainer.tracing.trace import (
     StepTrace,
     TracedNetwork,
     add_adapters,

@@ -13,7 +13,7 @@ from diffusers import UNet2DConditionModel
 from diffusers.loaders.lora_conversion_utils import _convert_non_diffusers_lora_to_diffusers
 
 from lora_trainer.families import family
-from lora_trainer.output.adapter_names import file_names, parse_key
+from lora_trainer.lora_file.names import file_names, parse_key
 
 ATTENTION = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_out.0"
 CLIP = "text_model.encoder.layers.3.self_attn.q_proj"
@@ -157,6 +157,6 @@ def test_diffusers_understands_the_attention_names() -> None:
 
 
 def test_names_cost_no_torch() -> None:
-    code = "import sys, lora_trainer.output.adapter_names; sys.exit('torch' in sys.modules)"
+    code = "import sys, lora_trainer.lora_file.names; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from lora_trainer.errors import InputError
+from lora_trainer.common.errors import InputError
 from lora_trainer.families import family
 from lora_trainer.families.base import FileFormat
-from lora_trainer.output.adapter_file import SpeltAdapter
-from lora_trainer.output.adapter_names import file_names
-from lora_trainer.output.adapter_read import open_adapter, read_tensors
-from lora_trainer.output.adapter_tensors import ModuleTensors, update
-from lora_trainer.output.checked_header import Entry
-from lora_trainer.output.export import export_bytes
+from lora_trainer.lora.tensors import ModuleTensors, update
+from lora_trainer.lora_file.header import HeaderEntry
+from lora_trainer.lora_file.names import file_names
+from lora_trainer.lora_file.read import SpeltAdapter
+from lora_trainer.lora_file.read_tensors import open_adapter, read_tensors
+from lora_trainer.lora_file.write import export_bytes
 from tests.fakes.adapters import Draws, adapter_for, draw_module, small_adapter, with_magnitude
 
 FAMILY = family("sd15")
@@ -254,7 +254,7 @@ def test_modules_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
         read: list[str] = []
         real = SpeltAdapter.array
 
-        def counting(spelt: SpeltAdapter, entry: Entry) -> Any:
+        def counting(spelt: SpeltAdapter, entry: HeaderEntry) -> Any:
             read.append(entry.key)
             return real(spelt, entry)
 

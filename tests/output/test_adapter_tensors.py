@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lora_trainer.output.adapter_tensors import (
+from lora_trainer.lora.tensors import (
     AdapterKind,
     ModuleTensors,
     kronecker,

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.output.charts import (
+from lora_trainer.reporting.charts import (
     Chart,
-    Line,
+    ChartLine,
     Mark,
     Size,
     Strip,
@@ -28,7 +28,7 @@ numbers = st.floats(-1e6, 1e6).map(lambda value: round(value, 6))
 
 
 def chart(points: list[tuple[float, float]], *, top: float | None = None) -> Chart:
-    line = Line(label="a", css="train", points=points)
+    line = ChartLine(label="a", css="train", points=points)
     return Chart(title="t", x_label="x", y_label="y", lines=[line], top=top)
 
 
@@ -121,7 +121,7 @@ def test_marks_levels_strips_and_dots_carry_their_words() -> None:
         x_label="x",
         y_label="y",
         lines=[
-            Line(
+            ChartLine(
                 label="<a>",
                 css="v",
                 points=[(0, 1), (4, 2)],
@@ -129,7 +129,7 @@ def test_marks_levels_strips_and_dots_carry_their_words() -> None:
                 tooltip=lambda point: f"dot {point[0]:g} & {point[1]:g}",
             )
         ],
-        levels=[Line(label="level", css="base", points=[(0, 1.5)], tooltip=lambda _: "tip")],
+        levels=[ChartLine(label="level", css="base", points=[(0, 1.5)], tooltip=lambda _: "tip")],
         marks=[
             Mark(x=2, css="saved", tooltip="mark"),
             Mark(x=3, css="change", tooltip="rule", rule=True),

@@ -17,10 +17,10 @@ from bitsandbytes.optim import AdamW8bit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_trainer.errors import MachineError, TrainingStopped
-from lora_trainer.events import Event, EventStream, read_jsonl
-from lora_trainer.output.checkpoints import FILES, TrainingState, load_newest, save_state
-from lora_trainer.output.state_codec import Packed, pack, unpack
+from lora_trainer.checkpoint.codec import Packed, pack, unpack
+from lora_trainer.checkpoint.states import FILES, TrainingState, load_newest, save_state
+from lora_trainer.common.errors import MachineError, TrainingStopped
+from lora_trainer.common.events import Event, EventStream, read_jsonl
 from tests.fakes.states import bits, loaded_step, state_at
 
 ALL_FILES = (*FILES, "MANIFEST.json")

@@ -15,10 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from lora_trainer.events import EventStream
-from lora_trainer.output.console import ConsoleListener
-from lora_trainer.output.running import Pace, Smoothed
-from lora_trainer.output.wording import (
+from lora_trainer.common.events import EventStream
+from lora_trainer.common.wording import (
     against_base,
     bytes_text,
     clock_text,
@@ -27,6 +25,8 @@ from lora_trainer.output.wording import (
     one_line,
     rate_text,
 )
+from lora_trainer.reporting.console import ConsoleListener
+from lora_trainer.reporting.status import Smoothed, TimeLeft
 from tests.fakes.run_folder import fake_run, relay
 
 STEP = {
@@ -206,7 +206,7 @@ def test_stop_says_where_and_why_and_nothing_follows() -> None:
 
 
 def test_time_left_is_the_median_plus_side_costs() -> None:
-    pace, now_s = Pace(), 0.0
+    pace, now_s = TimeLeft(), 0.0
     for step in range(1, 101):
         now_s += 1.0 if step != 95 else 61.0  # one hiccup must not count in the median
         pace.add(1.0 if step != 95 else 61.0, at_s=now_s)
@@ -218,10 +218,10 @@ def test_time_left_is_the_median_plus_side_costs() -> None:
 
 
 def test_late_losses_in_bunches_cost_nothing() -> None:
-    pace = Pace()
+    pace = TimeLeft()
     for step in range(1, 41):
         pace.add(1.0, at_s=4.0 * math.ceil(step / 4))
-    assert pace.side_s < 0.03 and math.isnan(Pace().remaining_s(3))
+    assert pace.side_s < 0.03 and math.isnan(TimeLeft().remaining_s(3))
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=1), st.floats(1, 100))

@@ -18,19 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from lora_trainer.config import Precision
-from lora_trainer.errors import MachineError, TrainingStopped
+from lora_trainer.common.errors import MachineError, TrainingStopped
+from lora_trainer.config.config import Precision
 from lora_trainer.families import family
 from lora_trainer.families.base import FileFormat
-from lora_trainer.output import export
-from lora_trainer.output.adapter_tensors import (
-    AdapterKind,
-    AdapterTensors,
-    ModuleTensors,
-    update,
-)
-from lora_trainer.output.embedding_file import embedding_path
-from lora_trainer.output.export import (
+from lora_trainer.lora.tensors import AdapterKind, AdapterTensors, ModuleTensors, update
+from lora_trainer.lora_file import write
+from lora_trainer.lora_file.embedding import embedding_path
+from lora_trainer.lora_file.inspect import inspect_file
+from lora_trainer.lora_file.verify import Match, matches
+from lora_trainer.lora_file.write import (
     contents_of,
     export_bytes,
     final_export_name,
@@ -40,8 +37,6 @@ from lora_trainer.output.export import (
     step_export_name,
     write_export,
 )
-from lora_trainer.output.fidelity import Match, matches
-from lora_trainer.output.inspect import inspect_file
 from tests.fakes.adapters import (
     ALPHA,
     RANK,
@@ -65,10 +60,10 @@ class ComfyUINames:
     file_formats: tuple[FileFormat, ...] = ("kohya", "diffusers", "comfyui")
     refused_formats: Mapping[FileFormat, str] = {}
 
-    def file_module(self, format: FileFormat, component: str, module: str) -> str:
+    def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if format == "comfyui":
             return f"diffusion_model.{module}"
-        return FAMILY.file_module(format, component, module)
+        return FAMILY.lora_key_name(format, component, module)
 
     def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
         return FAMILY.layer_names(layers)
@@ -214,7 +209,7 @@ def test_readers_of_raw_keys_compute_the_update(kind: AdapterKind, format: FileF
     named = load(exported(tensors, format=format))
     for key, (out, *inputs) in ((LINEAR, (10, 12)), (CONV, (4, 6, 3, 3))):
         weight = torch.randn(out, *inputs, generator=torch.Generator().manual_seed(5))
-        stem = ANY.file_module(format, "denoiser", key.partition(".")[2])
+        stem = ANY.lora_key_name(format, "denoiser", key.partition(".")[2])
         at = {n.removeprefix(f"{stem}."): t for n, t in named.items() if n.startswith(f"{stem}.")}
         torch.testing.assert_close(
             as_lycoris(at, weight), update(tensors[key], weight), rtol=1e-5, atol=1e-6
@@ -486,14 +481,14 @@ def _lose_magnitude(named: dict[str, torch.Tensor], stem: str) -> None:
 def test_a_file_that_differs_by_more_than_rounding_is_not_published(
     spoil: Spoil, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = export.export_bytes
+    honest = write.export_bytes
 
     def faulty(tensors: AdapterTensors, **options: Any) -> bytes:
         named = load(honest(tensors, **options))
         spoil(named, "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k")
         return save(named, metadata={"ss_v2": "False"})
 
-    monkeypatch.setattr(export, "export_bytes", faulty)
+    monkeypatch.setattr(write, "export_bytes", faulty)
     path = tmp_path / "zibbo.safetensors"
     tensors = small_adapter()
     tensors[LINEAR] = with_magnitude(tensors[LINEAR], torch.ones(10, 12))
@@ -523,13 +518,13 @@ def test_one_wrong_element_of_other_kinds_is_seen(kind: AdapterKind) -> None:
 def test_an_fp32_file_may_differ_by_next_to_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = export.export_bytes
+    honest = write.export_bytes
 
     def faulty(tensors: AdapterTensors, **options: Any) -> bytes:
         moved = {key: replace(m, scale=m.scale * (1 + 1e-5)) for key, m in tensors.items()}
         return honest(moved, **options)
 
-    monkeypatch.setattr(export, "export_bytes", faulty)
+    monkeypatch.setattr(write, "export_bytes", faulty)
     path = tmp_path / "a.safetensors"
     options: dict[str, Any] = {"family": FAMILY, "info": export_info(), "format": "kohya"}
     with pytest.raises(TrainingStopped, match="would differ"):
@@ -543,7 +538,7 @@ def test_bytes_that_the_disk_changed_are_noticed(
     def lying_disk(path: Path, data: bytes) -> None:
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
-    monkeypatch.setattr(export, "write_atomic", lying_disk)
+    monkeypatch.setattr(write, "write_atomic", lying_disk)
     with pytest.raises(MachineError, match="other bytes"):
         write_export(
             tmp_path / "a.safetensors",

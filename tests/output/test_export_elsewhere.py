@@ -21,9 +21,9 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from lora_trainer.families import MODULES, family
 from lora_trainer.families.base import FileFormat
-from lora_trainer.formats import format_for
-from lora_trainer.output.adapter_tensors import AdapterKind, AdapterTensors, ModuleTensors, update
-from lora_trainer.output.export import contents_of, export_bytes, read_back, write_export
+from lora_trainer.lora.tensors import AdapterKind, AdapterTensors, ModuleTensors, update
+from lora_trainer.lora_file.formats import format_for
+from lora_trainer.lora_file.write import contents_of, export_bytes, read_back, write_export
 from tests.fakes.adapters import adapted, adapter_for, draw_lokr, draw_module, export_info
 from tests.fakes.family_bases import CPU, denoiser_of, facts_of
 
@@ -302,7 +302,7 @@ def test_names_are_those_that_readers_were_seen_to_take(
     name: str, format: FileFormat, module: str, key: str | None
 ) -> None:
     """As docs/formats.md has them; None stands for diffusers' name behind `transformer.`."""
-    found = family(name).file_module(format, "denoiser", module)
+    found = family(name).lora_key_name(format, "denoiser", module)
     assert found == (key or f"transformer.{module}")
 
 

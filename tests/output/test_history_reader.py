@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.errors import RequestError
-from lora_trainer.files import write_atomic
-from lora_trainer.output import jsonl_follower
-from lora_trainer.output.history_reader import RECENT_ROWS, HistoryReader, read_history
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.files import write_atomic
+from lora_trainer.reporting import history
+from lora_trainer.reporting.history import RECENT_ROWS, HistoryReader, read_history
 from tests.fakes.run_folder import fake_run
 
 STEPS = st.integers(min_value=0, max_value=6)
@@ -133,14 +133,14 @@ def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
     parsed: list[bytes] = []
-    original = jsonl_follower._row
+    original = history._row
 
     def counting(line: bytes) -> dict[str, Any] | None:
         parsed.append(line)
         return original(line)
 
     with monkeypatch.context() as patch:
-        patch.setattr(jsonl_follower, "_row", counting)
+        patch.setattr(history, "_row", counting)
         yield parsed
 
 

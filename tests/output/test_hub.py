@@ -11,16 +11,16 @@ import pytest
 import yaml
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-from lora_trainer.config import OutputSettings
-from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.events import Event, EventStream
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.events import Event, EventStream
+from lora_trainer.config.config import OutputSettings
 from lora_trainer.families import family
 from lora_trainer.families.base import Layout
-from lora_trainer.formats import Contents
-from lora_trainer.output import hub
-from lora_trainer.output.embedding_file import embedding_path
-from lora_trainer.output.hub import (
-    Release,
+from lora_trainer.lora_file.embedding import embedding_path
+from lora_trainer.lora_file.formats import AdapterContents
+from lora_trainer.run import hub_upload
+from lora_trainer.run.hub_upload import (
+    HubUpload,
     check_upload,
     hub_id,
     model_card,
@@ -31,7 +31,7 @@ from lora_trainer.output.hub import (
 from tests.fakes.sample_image import sample
 from tests.fakes.stable_diffusion import sd15_facts
 
-LORA = Contents(kinds=frozenset({"lora"}), dora=False, text=False)
+LORA = AdapterContents(kinds=frozenset({"lora"}), dora=False, text=False)
 
 
 class FakeHub:
@@ -70,7 +70,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def release(run: Path, **changes: Any) -> Release:
+def release(run: Path, **changes: Any) -> HubUpload:
     made = release_of(
         run,
         file=run / "zibbo.safetensors",
@@ -175,7 +175,7 @@ def test_the_card_knows_who_can_read_the_file(
         family=family("sd15"),
         facts=sd15_facts(),
         format=format,
-        contents=Contents(kinds=frozenset(kinds), dora=dora, text=False),
+        contents=AdapterContents(kinds=frozenset(kinds), dora=dora, text=False),
     )
     assert (made.in_diffusers, made.in_programs) == expected
 
@@ -253,5 +253,5 @@ def test_a_finished_upload_is_told(run: Path) -> None:
 def test_the_real_client_is_what_the_protocol_says() -> None:
     from huggingface_hub import HfApi
 
-    api: hub.HubApi = HfApi()
+    api: hub_upload.HubApi = HfApi()
     assert callable(api.upload_folder)

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from lora_trainer.errors import InputError
-from lora_trainer.output.adapter_norms import block_of
-from lora_trainer.output.inspect import Inspection, Problem, inspect_file
+from lora_trainer.common.errors import InputError
+from lora_trainer.lora_file.inspect import Inspection, Problem, inspect_file
+from lora_trainer.lora_file.norms import block_of
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 BLOCK = "down_blocks.0.attentions.0.transformer_blocks.0"
@@ -599,6 +599,6 @@ def test_mutated_headers_are_described_or_refused(
 
 
 def test_inspecting_imports_no_torch() -> None:
-    code = "import sys, lora_trainer.output.inspect; sys.exit('torch' in sys.modules)"
+    code = "import sys, lora_trainer.lora_file.inspect; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

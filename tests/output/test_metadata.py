@@ -12,9 +12,8 @@ import pytest
 from safetensors.torch import load
 
 from lora_trainer.families import family
-from lora_trainer.output.export import export_bytes
-from lora_trainer.output.export_info import ExportInfo, SubsetSummary
-from lora_trainer.output.metadata import metadata
+from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary, metadata
+from lora_trainer.lora_file.write import export_bytes
 from tests.fakes.adapters import export_info, small_adapter
 
 

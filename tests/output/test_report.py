@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from lora_trainer.errors import RequestError
-from lora_trainer.output import charts, report_curves
-from lora_trainer.output.history_reader import read_history
-from lora_trainer.output.markup import Html, tag, text
-from lora_trainer.output.report import document, verdict, write_report
-from lora_trainer.output.report_curves import axis_top, smoothed_losses
-from lora_trainer.output.report_details import data_wait_fraction
-from lora_trainer.output.sample_grid import shown_size, spread
+from lora_trainer.common.errors import RequestError
+from lora_trainer.reporting import charts, report_curves
+from lora_trainer.reporting.charts import Html, tag, text
+from lora_trainer.reporting.history import read_history
+from lora_trainer.reporting.report import document, verdict, write_report
+from lora_trainer.reporting.report_curves import axis_top, smoothed_losses
+from lora_trainer.reporting.report_details import data_wait_fraction
+from lora_trainer.reporting.sample_grid import shown_size, spread
 from tests.fakes.run_folder import HOSTILE_CAPTION, PROMPTS, FakeRun, fake_run
 
 VOID = {"meta", "img"}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lora_trainer.output.sample_files import last_samples, sample_prompt, thumbnail_jpeg
+from lora_trainer.reporting.sample_files import last_samples, sample_prompt, thumbnail_jpeg
 from tests.fakes.sample_image import sample
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.config import SamplingSettings
-from lora_trainer.data.cache_keys import CacheKey
-from lora_trainer.errors import MachineError, StoppedBySignal
-from lora_trainer.events import Event, EventStream
-from lora_trainer.output.samples import SampleAction
-from lora_trainer.train.guards import GuardState
-from lora_trainer.train.progress import Progress
+from lora_trainer.cache.keys import CacheKey
+from lora_trainer.common.errors import MachineError, StoppedBySignal
+from lora_trainer.common.events import Event, EventStream
+from lora_trainer.config.config import SamplingSettings
+from lora_trainer.run.samples import SampleAction
+from lora_trainer.training.guards import GuardState
+from lora_trainer.training.progress import Progress
 
 KEY = CacheKey(kind="text", fields={})
 START = Progress(step=0, images=0, guard=GuardState(micro_batch=1))

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.errors import LoraTrainError, MachineError, TrainingStopped
-from lora_trainer.events import Event, EventStream
-from lora_trainer.output import state_writer
-from lora_trainer.output.checkpoints import Frozen, TrainingState, load_newest, write_state
-from lora_trainer.output.state_codec import Copy
-from lora_trainer.output.state_writer import MAX_FAILURES, StateWriter
+from lora_trainer.checkpoint import writer as checkpoint_writer
+from lora_trainer.checkpoint.codec import Copy
+from lora_trainer.checkpoint.states import Frozen, TrainingState, load_newest, write_state
+from lora_trainer.checkpoint.writer import MAX_FAILURES, StateWriter
+from lora_trainer.common.errors import LoraTrainError, MachineError, TrainingStopped
+from lora_trainer.common.events import Event, EventStream
 
 PATIENCE_S = 30.0
 FULL = MachineError("cannot write: No space left on device (0 bytes free)", fix="free some space")
@@ -80,7 +80,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     seen: list[Event] = []
     disk = Disk()
     disk.open.set()
-    monkeypatch.setattr(state_writer, "write_state", disk.write)
+    monkeypatch.setattr(checkpoint_writer, "write_state", disk.write)
     events = EventStream(listeners=[seen.append])
     writer = StateWriter(folder=tmp_path / "states", keep=2, events=events)
     return Place(writer=writer, disk=disk, events=seen)

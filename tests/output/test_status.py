@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.events import Event, EventStream
-from lora_trainer.output.status import (
+from lora_trainer.common.events import Event, EventStream
+from lora_trainer.reporting.status import (
     Control,
     Status,
     StatusWriter,

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
-from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.output import stream_file
-from lora_trainer.output.stream_file import (
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.lora_file import stream
+from lora_trainer.lora_file.stream import (
     HASHES,
     LEGACY_HASH,
     MODEL_HASH,
@@ -196,7 +196,7 @@ def test_a_full_disk_is_an_error_of_the_machine(
 def test_a_disk_that_gives_other_bytes_back_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_file, "_body_sha256", lambda file, start: "0" * 64)
+    monkeypatch.setattr(stream, "_body_sha256", lambda file, start: "0" * 64)
     with pytest.raises(MachineError, match="reads back with other bytes"):
         written(tmp_path / "a.safetensors", ARRAYS, {})
     assert list(tmp_path.iterdir()) == []

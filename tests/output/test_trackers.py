@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lora_trainer.events import Event, EventStream
-from lora_trainer.output.trackers import (
+from lora_trainer.common.events import Event, EventStream
+from lora_trainer.reporting.trackers import (
     PACKAGES,
     TrackerListener,
     start_trackers,

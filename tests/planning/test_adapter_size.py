@@ -12,10 +12,10 @@ from peft.tuners.lokr.layer import factorization
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.config import AdapterSettings
-from lora_trainer.errors import RequestError
-from lora_trainer.model.adapters import inject
-from lora_trainer.planning.adapter_size import (
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.config import AdapterSettings
+from lora_trainer.lora.adapter import inject
+from lora_trainer.lora.adapter_size import (
     adapter_parameters,
     adapter_tensors,
     block_size,

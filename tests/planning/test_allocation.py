@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.config import concrete, flatten
-from lora_trainer.errors import MachineError, RequestError, exit_code
+from lora_trainer.common.errors import MachineError, RequestError, exit_code
+from lora_trainer.config.config import concrete, flatten
+from lora_trainer.config.layers import Priority, resolve
 from lora_trainer.families import family, known_base
-from lora_trainer.hardware import (
+from lora_trainer.hardware.machine import (
     DISPLAY_MARGIN_BYTES,
     GIB,
     MOST_SPARED_BYTES,
     SPILL_MARGIN_BYTES,
     Hardware,
 )
-from lora_trainer.nvml import Gpu
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.memory import Prediction
 from lora_trainer.planning.plan import Plan, PlanInput, plan
-from lora_trainer.resolve import Priority, resolve
 
 FLUX = "black-forest-labs/FLUX.1-dev"
 QWEN = "Qwen/Qwen-Image"
@@ -111,7 +111,7 @@ def desktop_bytes(made: Prediction) -> int:
 
 
 def test_a_driver_that_spills_leaves_the_margin_that_the_allocator_is_bound_to() -> None:
-    """What is planned must fit under the bound that `model/memory_cap.py` sets."""
+    """What is planned must fit under the bound that `run/device.py` sets."""
     plain = machine(12)
     spilling = replace(plain, gpus=(replace(plain.gpus[0], spills=True),))
     screen = replace(plain, gpus=(replace(plain.gpus[0], display=True),))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lora_trainer.hardware import GIB
-from lora_trainer.planning.cards import card
+from lora_trainer.hardware.machine import GIB
+from lora_trainer.planning.step_time import card
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
-"""Bytes of a frozen base: as `model/quantize.py` stores them and `model/streaming.py` moves them."""
+"""Bytes of a frozen base: as `network/quantize.py` stores them and `network/block_swap.py` moves them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from lora_trainer.config.base_precision import BasePrecision, Quantization
 from lora_trainer.families import MODULES, family
-from lora_trainer.model.quantize import QuantizedLinear, quantizable, quantize
-from lora_trainer.model.streaming import repeated_blocks
-from lora_trainer.planning.frozen import FrozenBase
-from lora_trainer.quantization import BasePrecision, Quantization
+from lora_trainer.network.block_swap import repeated_blocks
+from lora_trainer.network.quantize import QuantizedLinear, quantizable, quantize
+from lora_trainer.planning.weight_bytes import FrozenBase
 from tests.fakes.family_bases import denoiser_of, facts_of
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ def frozen(name: str, kept_as: BasePrecision) -> FrozenBase:
     return FrozenBase(
         parameters=facts.parts["denoiser"].parameters,
         shapes=chosen.linear_shapes(facts),
-        unquantised=chosen.unquantised,
+        quantization_skip=chosen.quantization_skip,
         block_pattern=chosen.block_pattern,
         dtype="fp32",
         kept_as=kept_as,
@@ -31,7 +31,7 @@ def frozen(name: str, kept_as: BasePrecision) -> FrozenBase:
 def test_the_layers_counted_are_those_that_are_quantised(name: str) -> None:
     """Or nearly: what no adapter can change is not in the table, so a little less is counted."""
     counted = frozen(name, "int8").shapes
-    real = quantizable(denoiser_of(name), skip=family(name).unquantised)
+    real = quantizable(denoiser_of(name), skip=family(name).quantization_skip)
     assert counted.items() <= real.items()
     left_out = sum(fan_in * out for key, (fan_in, out) in real.items() if key not in counted)
     assert left_out <= 0.25 * sum(fan_in * out for fan_in, out in real.values())
@@ -41,7 +41,7 @@ def test_the_layers_counted_are_those_that_are_quantised(name: str) -> None:
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_predicted_bytes_are_stored_bytes(name: str, kind: Quantization) -> None:
     network, counted = denoiser_of(name), frozen(name, kind)
-    quantize(network, kind, device=CPU, skip=family(name).unquantised)
+    quantize(network, kind, device=CPU, skip=family(name).quantization_skip)
     for module, size in counted.layer_bytes.items():
         layer = network.get_submodule(module)
         assert isinstance(layer, QuantizedLinear)
@@ -63,7 +63,7 @@ def test_unquantised_layers_keep_their_dtype() -> None:
     base = FrozenBase(
         parameters=300,
         shapes={"blocks.0.a": (10, 10), "blocks.0.guide.b": (10, 10)},
-        unquantised=("guide",),
+        quantization_skip=("guide",),
         block_pattern=r"\w+\.\d+(?=\.)",
         dtype="bf16",
         kept_as="int8",

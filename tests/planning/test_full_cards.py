@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.hardware import GIB, Gpu, Hardware
-from lora_trainer.planning.full_cards import BELOW, FullCard, FullCards
+from lora_trainer.hardware.machine import GIB, Gpu, Hardware
+from lora_trainer.planning.oom_history import BELOW, OomHistory, OomRecord
 
 CARD = Gpu(
     index=0,
@@ -31,11 +31,11 @@ MACHINE = Hardware(
 
 
 @pytest.fixture
-def memo(tmp_path: Path) -> FullCards:
-    return FullCards.of(tmp_path / "not made yet")
+def memo(tmp_path: Path) -> OomHistory:
+    return OomHistory.of(tmp_path / "not made yet")
 
 
-def test_the_next_plan_stays_below_the_one_that_did_not_fit(memo: FullCards) -> None:
+def test_the_next_plan_stays_below_the_one_that_did_not_fit(memo: OomHistory) -> None:
     assert memo.known(MACHINE, "sdxl") is None
     memo.remember(MACHINE, "sdxl", planned_bytes=10 * GIB, limit_bytes=11 * GIB)
     found = memo.known(MACHINE, "sdxl")
@@ -44,7 +44,7 @@ def test_the_next_plan_stays_below_the_one_that_did_not_fit(memo: FullCards) -> 
     assert found.share * 11 * GIB < 10 * GIB
 
 
-def test_it_only_ever_gets_smaller(memo: FullCards) -> None:
+def test_it_only_ever_gets_smaller(memo: OomHistory) -> None:
     shares = []
     for planned in (10.0, 9.0, 10.9):
         found = memo.remember(
@@ -54,10 +54,10 @@ def test_it_only_ever_gets_smaller(memo: FullCards) -> None:
         shares.append(found.share)
     assert shares[1] < shares[0]
     assert shares[2] == shares[1]
-    assert memo.known(MACHINE, "sdxl") == FullCard(share=shares[1], on=found.on)
+    assert memo.known(MACHINE, "sdxl") == OomRecord(share=shares[1], on=found.on)
 
 
-def test_a_plan_far_below_its_limit_was_not_at_fault(memo: FullCards) -> None:
+def test_a_plan_far_below_its_limit_was_not_at_fault(memo: OomHistory) -> None:
     """Something else filled the card; to plan by that would make every later run small."""
     assert memo.remember(MACHINE, "sdxl", planned_bytes=4 * GIB, limit_bytes=11 * GIB) is None
     assert memo.known(MACHINE, "sdxl") is None
@@ -73,7 +73,7 @@ def test_a_plan_far_below_its_limit_was_not_at_fault(memo: FullCards) -> None:
     ],
     ids=["card", "size", "torch", "none"],
 )
-def test_it_is_of_one_card_and_one_torch(memo: FullCards, other: Hardware) -> None:
+def test_it_is_of_one_card_and_one_torch(memo: OomHistory, other: Hardware) -> None:
     memo.remember(MACHINE, "sdxl", planned_bytes=10 * GIB, limit_bytes=11 * GIB)
     assert memo.known(other, "sdxl") is None
     assert memo.known(MACHINE, "sd15") is None
@@ -83,7 +83,7 @@ def test_it_is_of_one_card_and_one_torch(memo: FullCards, other: Hardware) -> No
 @pytest.mark.parametrize(
     "damaged", [b"", b"[]", b"{", b"[" * 100_000, b'{"a": [2.0, "x"]}', b"\xff\xfe\x00"]
 )
-def test_a_damaged_file_is_as_none(memo: FullCards, damaged: bytes) -> None:
+def test_a_damaged_file_is_as_none(memo: OomHistory, damaged: bytes) -> None:
     memo.file.parent.mkdir()
     memo.file.write_bytes(damaged)
     assert memo.known(MACHINE, "sdxl") is None
@@ -92,7 +92,7 @@ def test_a_damaged_file_is_as_none(memo: FullCards, damaged: bytes) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, 1.5, -1.0, float("nan")])
-def test_a_share_that_cannot_be_is_none(memo: FullCards, share: float) -> None:
+def test_a_share_that_cannot_be_is_none(memo: OomHistory, share: float) -> None:
     memo.remember(MACHINE, "sdxl", planned_bytes=10 * GIB, limit_bytes=11 * GIB)
     known = memo.known(MACHINE, "sdxl")
     assert known is not None

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.config import AdapterSettings
+from lora_trainer.config.base_precision import BasePrecision
+from lora_trainer.config.config import AdapterSettings
 from lora_trainer.families import family, known_base
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.pinned_sizes import RESERVED_BYTES
+from lora_trainer.hardware.torch_allocator import RESERVED_BYTES
 from lora_trainer.planning.host_memory import HOST_RUNTIME_BYTES, HostPrediction, predict_host
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import GIB
-from lora_trainer.planning.trained_bytes import copied_bytes
-from lora_trainer.quantization import BasePrecision
+from lora_trainer.planning.weight_bytes import copied_bytes
 
 LOAD = Load(
     device="cuda",

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.config import AdapterSettings, Config
-from lora_trainer.errors import MachineError, RequestError
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.config.base_precision import INT8_TEMPORARY_BYTES, BaseMatmul
+from lora_trainer.config.config import AdapterSettings, Config
 from lora_trainer.families import family, known_base
-from lora_trainer.hardware import GIB, Hardware
-from lora_trainer.planning.cards import card
+from lora_trainer.hardware.machine import GIB, Hardware
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.matmul import dequantized_layers
 from lora_trainer.planning.memory import predict
 from lora_trainer.planning.plan import Plan
-from lora_trainer.planning.step_time import LINEAR_SHARE, gpu_step_time, step_work
-from lora_trainer.quantization import INT8_TEMPORARY_BYTES, BaseMatmul
+from lora_trainer.planning.step_time import LINEAR_SHARE, card, gpu_step_time, step_work
 from tests.planning.test_allocation import FLUX, SDXL, machine, planned, reason
 from tests.test_prepare import PROCESSOR
 

@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config import CHECKPOINTING, AdapterSettings, Checkpointing, Precision
+from lora_trainer.config.base_precision import BasePrecision
+from lora_trainer.config.config import CHECKPOINTING, AdapterSettings, Checkpointing, Precision
+from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families import family as load_family
 from lora_trainer.families import known_base
 from lora_trainer.families.base import BaseFacts, PartFacts
-from lora_trainer.families.costs import SampleCost, Workload
-from lora_trainer.planning.adapter_size import adapter_parameters
-from lora_trainer.planning.beside import (
+from lora_trainer.lora.adapter_size import adapter_parameters
+from lora_trainer.planning.device_overhead import (
     CUBLAS_BYTES,
     HOPPER_CUBLAS_BYTES,
     KERNELS_BYTES,
     MIB,
     PAGES_BYTES,
-    Surroundings,
+    DeviceSurroundings,
 )
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import GIB, Prediction, predict
-from lora_trainer.quantization import BasePrecision
 from tests.fakes.stable_diffusion import UNetCosts, WideUNetCosts, mini_facts, sd15_facts
 
 LOAD = Load(
@@ -260,7 +260,7 @@ def test_sampling_keeps_the_training_in_place() -> None:
 
 def test_what_is_no_tensor_is_named() -> None:
     """R5: libraries, a desktop that grows and the allocator's holes, not a share of everything."""
-    screen = Surroundings(desktop_bytes=400 * MIB, cublas_bytes=HOPPER_CUBLAS_BYTES)
+    screen = DeviceSurroundings(desktop_bytes=400 * MIB, cublas_bytes=HOPPER_CUBLAS_BYTES)
     plain, beside = items(predicted()), items(predicted(beside=screen))
     assert plain["library workspaces"] == 2 * CUBLAS_BYTES + KERNELS_BYTES
     assert beside["library workspaces"] == 2 * HOPPER_CUBLAS_BYTES + KERNELS_BYTES
@@ -281,7 +281,7 @@ def test_holes_are_bounded_by_what_moves_and_in_growing_segments_by_what_a_block
     moved = sum(sizes[name] for name in names)
     assert sizes["allocator slack"] <= PAGES_BYTES + sizes["largest temporary"]
     assert sizes["allocator slack"] <= PAGES_BYTES + 0.1 * moved
-    segments = trained(flux(checkpointing=kind, beside=Surroundings(expandable=False)))
+    segments = trained(flux(checkpointing=kind, beside=DeviceSurroundings(expandable=False)))
     assert segments["allocator slack"] > sizes["allocator slack"]
 
 

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.config import AdapterSettings, flatten
-from lora_trainer.errors import RequestError, exit_code
+from lora_trainer.common.errors import RequestError, exit_code
+from lora_trainer.config.config import AdapterSettings, flatten
+from lora_trainer.config.layers import resolve
 from lora_trainer.families import MODULES, family, known_base
-from lora_trainer.hardware import GIB
-from lora_trainer.model.modulation import ModulatedNetwork
-from lora_trainer.model.quantize import quantize
-from lora_trainer.planning.frozen import VECTORS_SHARE, FrozenBase
+from lora_trainer.hardware.machine import GIB
+from lora_trainer.network.modulation import ModulatedNetwork
+from lora_trainer.network.quantize import quantize
 from lora_trainer.planning.host_memory import predict_host
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import predict
 from lora_trainer.planning.plan import PlanInput, plan
 from lora_trainer.planning.step_time import step_work
-from lora_trainer.resolve import resolve
+from lora_trainer.planning.weight_bytes import VECTORS_SHARE, FrozenBase
 from tests.fakes.family_bases import CPU, denoiser_of, facts_of
 from tests.planning.test_allocation import FLUX, QWEN, SDXL, machine, middle_s, planned, reason
 from tests.planning.test_memory import LOAD
@@ -71,14 +71,14 @@ def test_predicted_bytes_are_stored_bytes(name: str, kind: Any) -> None:
     base = FrozenBase(
         parameters=facts.parts["denoiser"].parameters,
         shapes=chosen.linear_shapes(facts),
-        unquantised=chosen.unquantised,
+        quantization_skip=chosen.quantization_skip,
         block_pattern=chosen.block_pattern,
         dtype="fp32",
         kept_as=kind,
         away=layers,
     )
     if kind != "fp32":
-        quantize(network, kind, device=CPU, skip=chosen.unquantised)
+        quantize(network, kind, device=CPU, skip=chosen.quantization_skip)
     biases = sum(network.get_submodule(layer).bias.nbytes for layer in layers)  # type: ignore[union-attr]
     held = ModulatedNetwork(network, layers, device=CPU)
     assert 0 <= held.host_bytes - biases - base.away_bytes <= 6 * 256 * len(layers)

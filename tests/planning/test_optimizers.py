@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.config import SCHEDULE_FREE, OptimizerName, build_config
-from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.planning.optimizers import OPTIMIZERS, RATE, optimizer_remarks
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.config.config import SCHEDULE_FREE, OptimizerName, build_config
+from lora_trainer.config.layers import Origin
+from lora_trainer.planning.optimizer_facts import OPTIMIZERS, RATE, optimizer_remarks
 from lora_trainer.planning.plan import Plan, plan
-from lora_trainer.resolve import Origin
 from tests.planning.test_plan import MACHINE, planned, request
 
 LIBRARIES = {"torch": "2.13.0"} | {

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lora_trainer.config import (
+from lora_trainer.common.errors import MachineError, RequestError, exit_code
+from lora_trainer.config.config import (
     CHECKPOINTING,
     MIXABLE,
     build_config,
@@ -20,14 +21,13 @@ from lora_trainer.config import (
     flatten,
     parse_assignment,
 )
-from lora_trainer.errors import MachineError, RequestError, exit_code
+from lora_trainer.config.layers import Origin, resolve
 from lora_trainer.families.base import BaseFacts, PartFacts
-from lora_trainer.hardware import GIB, Hardware
-from lora_trainer.nvml import Gpu
-from lora_trainer.planning.adapter_size import adapter_parameters
+from lora_trainer.hardware.machine import GIB, Hardware
+from lora_trainer.hardware.nvml import Gpu
+from lora_trainer.lora.adapter_size import adapter_parameters
 from lora_trainer.planning.loads import RememberedCosts
 from lora_trainer.planning.plan import Plan, PlanInput, plan
-from lora_trainer.resolve import Origin, resolve
 from tests.fakes.stable_diffusion import UNetCosts, mini_facts, sd15_facts
 
 COSTS = RememberedCosts(family=UNetCosts())

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from lora_trainer import families
-from lora_trainer.errors import MachineError, RequestError, exit_code
-from lora_trainer.hardware import GIB
-from lora_trainer.nvml import Gpu
+from lora_trainer.common.errors import MachineError, RequestError, exit_code
+from lora_trainer.config.layers import resolve
+from lora_trainer.hardware.machine import GIB
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.plan import Plan, PlanInput, plan
-from lora_trainer.resolve import resolve
 from tests.planning.test_plan import MACHINE
 
 IN_FP16 = frozenset({"sd15", "sd2", "sdxl", "sd3"})
@@ -29,7 +29,7 @@ Card = tuple[str, int, tuple[int, int]]
 def planned(family: str, card: Card, *, memory_gib: int = 56, **overrides: Any) -> Plan:
     name, card_gib, capability = card
     named = families.family(family)
-    facts = named.known(named.default_source)
+    facts = named.facts_from_hub_id(named.default_source)
     assert facts is not None
     gpu = Gpu(
         index=0,

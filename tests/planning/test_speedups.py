@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from lora_trainer.config.layers import resolve
 from lora_trainer.families import MODULES, family
-from lora_trainer.hardware import GIB, Gpu
+from lora_trainer.hardware.machine import GIB, Gpu
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.speedups import MOST_SHAPES, PAYS_FROM, pass_shapes
-from lora_trainer.resolve import resolve
 from tests.planning.test_plan import MACHINE, WITHOUT_CARD, request
 
 COMPILE, GRAPHS = "hardware.compile", "hardware.cuda_graphs"
@@ -138,7 +138,7 @@ def test_shapes_of_passes() -> None:
 
 def test_families_say_whether_their_texts_are_all_as_long() -> None:
     for chosen in map(family, MODULES):
-        facts = chosen.known(chosen.default_source)
+        facts = chosen.facts_from_hub_id(chosen.default_source)
         assert facts is not None
         shapes = getattr(chosen, "prompt_shapes", None)
         masked = shapes is not None and "text_mask" in shapes(facts.architecture, text_tokens=8)

@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.config import AdapterSettings, Checkpointing
+from lora_trainer.config.base_precision import BasePrecision
+from lora_trainer.config.config import AdapterSettings, Checkpointing
 from lora_trainer.families import family, known_base
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.planning.cards import Card, card
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import GIB
 from lora_trainer.planning.step_time import (
+    Card,
     StepTime,
     StepWork,
+    card,
     cpu_step_time,
     gpu_step_time,
     step_work,
 )
-from lora_trainer.quantization import BasePrecision
 from tests.fakes.stable_diffusion import UNetCosts, WideUNetCosts, mini_facts, sd15_facts
 
 LOAD = Load(

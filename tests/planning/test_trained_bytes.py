@@ -12,21 +12,21 @@ import pytest
 import torch
 from torch import nn
 
-from lora_trainer.config import AdapterSettings, OptimizerSettings
-from lora_trainer.events import EventStream
-from lora_trainer.exporting import copied
-from lora_trainer.model.adapters import Adapter, inject
-from lora_trainer.output.checkpoints import TrainingState
-from lora_trainer.output.state_writer import StateWriter
-from lora_trainer.planning.optimizers import OPTIMIZERS
-from lora_trainer.planning.trained_bytes import (
+from lora_trainer.checkpoint.states import TrainingState
+from lora_trainer.checkpoint.writer import StateWriter
+from lora_trainer.common.events import EventStream
+from lora_trainer.config.config import AdapterSettings, OptimizerSettings
+from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.planning.optimizer_facts import OPTIMIZERS
+from lora_trainer.planning.weight_bytes import (
     EIGHT_BIT_ELEMENTS,
     PAGED_ELEMENTS,
     copied_bytes,
     pinned_bytes,
     state_bytes,
 )
-from lora_trainer.train.optim import build_optimizer
+from lora_trainer.run.job import copied
+from lora_trainer.training.optimizers import build_optimizer
 
 SIZES = (1, 255, EIGHT_BIT_ELEMENTS - 1, EIGHT_BIT_ELEMENTS, 5000, PAGED_ELEMENTS)
 SHARED = ("step", "qmap1", "qmap2")

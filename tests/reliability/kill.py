@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from lora_trainer.events import read_jsonl  # noqa: E402
+from lora_trainer.common.events import read_jsonl  # noqa: E402
 from tests.fakes.runs import MEASURES, Toy, last_state, toy  # noqa: E402
 
 STEPS = 10
@@ -142,11 +142,11 @@ def _started(arguments: Sequence[str], log: Path, rank: int, count: int, port: i
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    from lora_trainer import cli
+    from lora_trainer.cli import main
 
     code = 1
     try:
-        code = cli.run(list(arguments))
+        code = main.run(list(arguments))
     finally:
         sys.stdout.flush()
         os._exit(code)
@@ -409,7 +409,7 @@ def load_everything() -> None:
     import torch.utils.tensorboard  # noqa: F401
     import transformers
 
-    import lora_trainer.run  # noqa: F401
+    import lora_trainer.run.train  # noqa: F401
 
     for library, names in (
         (diffusers, ("AutoencoderKL", "StableDiffusionPipeline", "UNet2DConditionModel")),

@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lora_trainer.data.cache import Cache
-from lora_trainer.data.cache_keys import CacheKey, text_key
-from lora_trainer.data.entry_format import Arrays
-from lora_trainer.files import CappedFolder
+from lora_trainer.cache.keys import Arrays, CacheKey, text_key
+from lora_trainer.cache.store import Cache
+from lora_trainer.common.files import CappedFolder
 from tests.fakes.disk import Disk, Killed
 from tests.fakes.studio import ENTRIES, Studio, elsewhere, files_of
 

@@ -18,10 +18,10 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from lora_trainer.data import cache_keys as keys_module
-from lora_trainer.data.needs import Needs
-from lora_trainer.errors import InputError
-from lora_trainer.files import HashMemo
+from lora_trainer.cache import keys as keys_module
+from lora_trainer.cache.cache_plan import Needs
+from lora_trainer.common.errors import InputError
+from lora_trainer.common.files import HashMemo
 from tests.fakes.studio import (
     ENTRIES,
     PROMPT,

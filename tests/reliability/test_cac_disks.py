@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lora_trainer import feeding
-from lora_trainer.data import cache as cache_module
-from lora_trainer.data.cache_keys import text_key
-from lora_trainer.data.sources import Entries
-from lora_trainer.errors import MachineError
-from lora_trainer.files import CappedFolder
-from lora_trainer.hardware import Hardware
-from lora_trainer.output.checkpoints import load_newest
-from lora_trainer.output.status import read_status
-from lora_trainer.train import loop
+from lora_trainer.cache import store as cache_module
+from lora_trainer.cache.cache_plan import Entries
+from lora_trainer.cache.keys import text_key
+from lora_trainer.checkpoint.states import load_newest
+from lora_trainer.common.errors import MachineError
+from lora_trainer.common.files import CappedFolder
+from lora_trainer.hardware.machine import Hardware
+from lora_trainer.reporting.status import read_status
+from lora_trainer.run import build
+from lora_trainer.training import loop
 from tests.fakes.disk import Disk
 from tests.fakes.runs import STEPS, Toy, events, python, toy, trajectory
 from tests.fakes.studio import Studio, elsewhere, files_of
@@ -175,7 +175,7 @@ def deleted_at_step(step: int, cache: Path, *, resident: bool) -> Iterator[dict[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "_report", report)
         if not resident:
-            patch.setattr(feeding, "Entries", partial(Entries, limit_bytes=0))
+            patch.setattr(build, "Entries", partial(Entries, limit_bytes=0))
         yield {"data__cache_dir": str(cache), "data__prefetch_steps": 1}
 
 
@@ -240,9 +240,9 @@ SHARED = """
 import sys
 from pathlib import Path
 import numpy as np
-from lora_trainer.data.cache import Cache
-from lora_trainer.data.cache_keys import text_key
-from lora_trainer.files import CappedFolder
+from lora_trainer.cache.store import Cache
+from lora_trainer.cache.keys import text_key
+from lora_trainer.common.files import CappedFolder
 
 root, seed = Path(sys.argv[1]), int(sys.argv[2])
 problems = []

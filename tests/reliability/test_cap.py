@@ -15,11 +15,11 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
-from lora_trainer.config import DataSettings
-from lora_trainer.data.captions import MAX_CAPTION_CHARACTERS
-from lora_trainer.data.scan import Dataset, scan
-from lora_trainer.files import HashMemo
-from lora_trainer.train import loop
+from lora_trainer.common.files import HashMemo
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.captions import MAX_CAPTION_CHARACTERS
+from lora_trainer.dataset.scan import Dataset, scan
+from lora_trainer.training import loop
 from tests.fakes.runs import Toy, events, toy, trajectory
 from tests.fakes.studio import Studio, few_objects, studio_in
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from lora_trainer import run as run_module
-from lora_trainer.config import parse_assignment
-from lora_trainer.errors import StoppedBySignal
-from lora_trainer.events import Event, read_jsonl
-from lora_trainer.output import state_writer
-from lora_trainer.output.checkpoints import load_newest, write_state
-from lora_trainer.output.status import read_status
-from lora_trainer.prepare import Request
-from lora_trainer.run import StopFlag, TrainRequest, train
+from lora_trainer.checkpoint import writer as checkpoint_writer
+from lora_trainer.checkpoint.states import load_newest, write_state
+from lora_trainer.common.errors import StoppedBySignal
+from lora_trainer.common.events import Event, read_jsonl
+from lora_trainer.config.config import parse_assignment
+from lora_trainer.reporting.status import read_status
+from lora_trainer.run import train as run_module
+from lora_trainer.run.prepare import Request
+from lora_trainer.run.train import StopFlag, TrainRequest, train
 from tests.fakes.runs import STEPS, Toy, events, last_state, toy, trajectory
 
 Moment = Callable[[Event], bool]
@@ -167,7 +167,7 @@ def test_ckp_07_a_third_signal_quits_though_the_disk_does_not_answer(
             opened.wait(60)
         return write_state(folder, state, keep=keep)
 
-    monkeypatch.setattr(state_writer, "write_state", write)
+    monkeypatch.setattr(checkpoint_writer, "write_state", write)
     now_s = [0.0]
     monkeypatch.setattr(run_module, "StopFlag", partial(StopFlag, clock=lambda: now_s[0]))
     answered = threading.Semaphore(0)

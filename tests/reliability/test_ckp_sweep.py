@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
-from lora_trainer.data.cache import Cache
-from lora_trainer.data.cache_keys import text_key
-from lora_trainer.errors import MachineError
-from lora_trainer.events import read_jsonl
+from lora_trainer.cache.keys import text_key
+from lora_trainer.cache.store import Cache
+from lora_trainer.checkpoint.states import load_newest, save_state
+from lora_trainer.common.errors import MachineError
+from lora_trainer.common.events import read_jsonl
+from lora_trainer.common.files import CappedFolder, HashMemo, read_json_object
 from lora_trainer.families import family
-from lora_trainer.files import CappedFolder, HashMemo, read_json_object
-from lora_trainer.output.checkpoints import load_newest, save_state
-from lora_trainer.output.export import read_back, write_export
-from lora_trainer.run_folder import RUN_FILE, RunFolder, cut_events, write_run
+from lora_trainer.lora_file.write import read_back, write_export
+from lora_trainer.run.run_folder import RUN_FILE, RunFolder, cut_events, write_run
 from tests.fakes.adapters import export_info, small_adapter
 from tests.fakes.disk import Disk, Killed, operations_of
 from tests.fakes.states import bits, loaded_step, state_at

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import nn
 
-from lora_trainer import hardware
-from lora_trainer.config import OptimizerSettings
-from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.hardware import assume_card, detect, package_notes
-from lora_trainer.model.attention import apply_attention
-from lora_trainer.run_folder import MAX_NAME_BYTES, checked_name
-from lora_trainer.train.optim import build_optimizer
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.config.config import OptimizerSettings
+from lora_trainer.hardware import machine
+from lora_trainer.hardware.machine import assume_card, detect, package_notes
+from lora_trainer.network.attention import apply_attention
+from lora_trainer.run.run_folder import MAX_NAME_BYTES, checked_name
+from lora_trainer.training.optimizers import build_optimizer
 from tests.fakes.runs import STEPS, Toy, events, listing, run_cli, start, toy
 
 ODD = "sp ace äöü 猫 😀 'q\" $HOME; %s {x} -"
@@ -267,8 +267,8 @@ def test_env_03_doctor_says_what_is_wrong_with_each_package() -> None:
 def test_env_03_doctor_shows_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "_version", {"torch": "2.5.1"}.get)
-    monkeypatch.setattr(hardware, "_requirements", lambda: REQUIREMENTS)
+    monkeypatch.setattr(machine, "_version", {"torch": "2.5.1"}.get)
+    monkeypatch.setattr(machine, "_requirements", lambda: REQUIREMENTS)
     assert run_cli(["doctor"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "torch 2.5.1 (computes everything): <2.14,>=2.10 is needed. Fix: pip install" in shown

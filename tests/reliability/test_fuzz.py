@@ -30,7 +30,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from lora_trainer import families
-from lora_trainer.config import (
+from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
+from lora_trainer.common.events import read_jsonl
+from lora_trainer.common.files import HashMemo
+from lora_trainer.config.config import (
     BaseSettings,
     Config,
     DataSettings,
@@ -39,21 +42,18 @@ from lora_trainer.config import (
     parse_assignment,
     setting_keys,
 )
-from lora_trainer.data.captions import read_caption, read_metadata
-from lora_trainer.data.images import decode
-from lora_trainer.data.scan import scan
-from lora_trainer.errors import InputError, LoraTrainError, RequestError
-from lora_trainer.events import read_jsonl
-from lora_trainer.families.folder import read_header
-from lora_trainer.files import HashMemo
-from lora_trainer.model.load import describe
-from lora_trainer.output.checked_header import open_checked
-from lora_trainer.output.history_reader import read_history
-from lora_trainer.output.inspect import inspect_file
-from lora_trainer.output.report import write_report
-from lora_trainer.output.status import STATUS_FILE, read_status
-from lora_trainer.run_folder import claim, create, cut_events, last_step, read_run
-from lora_trainer.settings_file import read_settings_file
+from lora_trainer.config.layers import read_settings_file
+from lora_trainer.dataset.captions import read_caption, read_metadata
+from lora_trainer.dataset.images import decode
+from lora_trainer.dataset.scan import scan
+from lora_trainer.families.checkpoints.base_folder import read_header
+from lora_trainer.families.locate import describe
+from lora_trainer.lora_file.header import open_checked
+from lora_trainer.lora_file.inspect import inspect_file
+from lora_trainer.reporting.history import read_history
+from lora_trainer.reporting.report import write_report
+from lora_trainer.reporting.status import STATUS_FILE, read_status
+from lora_trainer.run.run_folder import claim, create, cut_events, last_step, read_run
 from tests.fakes.family_bases import base_of
 from tests.fakes.mutations import damaged_header, damaged_json, mutated
 from tests.fakes.run_folder import fake_run

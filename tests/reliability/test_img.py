@@ -23,11 +23,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lora_trainer.config import DataSettings
-from lora_trainer.data.findings import Finding
-from lora_trainer.data.images import decode
-from lora_trainer.data.scan import Dataset, scan
-from lora_trainer.files import HashMemo
+from lora_trainer.common.files import HashMemo
+from lora_trainer.common.findings import Finding
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.images import decode
+from lora_trainer.dataset.scan import Dataset, scan
 from tests.fakes.odd_pictures import chunk, cmyk_profile, encoded, picture, png, stored_for
 from tests.fakes.runs import python, run_cli, toy
 
@@ -220,9 +220,9 @@ def test_img_03_04_05_06_07_each_is_used_as_displayed_or_refused_by_name(
 MEMORY = """
 import resource, sys
 from pathlib import Path
-from lora_trainer.config import DataSettings
-from lora_trainer.data.scan import scan
-from lora_trainer.files import HashMemo
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.scan import scan
+from lora_trainer.common.files import HashMemo
 
 def peak_mib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from lora_trainer.config import DataSettings
-from lora_trainer.data.scan import Dataset, scan
-from lora_trainer.errors import InputError
-from lora_trainer.files import HashMemo
+from lora_trainer.common.errors import InputError
+from lora_trainer.common.files import HashMemo
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.scan import Dataset, scan
 from tests.fakes.runs import Toy, contents, events, run_cli, toy
 
 Figure = Callable[..., None]

@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_trainer import families
-from lora_trainer.config import BaseSettings
-from lora_trainer.errors import InputError, LoraTrainError
+from lora_trainer.common.errors import InputError, LoraTrainError
+from lora_trainer.config.config import BaseSettings
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.folder import count_parameters, read_header
-from lora_trainer.model.load import describe, locate
-from lora_trainer.output.checked_header import open_checked
-from lora_trainer.output.inspect import inspect_file
+from lora_trainer.families.checkpoints.base_folder import count_parameters, read_header
+from lora_trainer.families.locate import describe, locate
+from lora_trainer.lora_file.header import open_checked
+from lora_trainer.lora_file.inspect import inspect_file
 from tests.fakes.family_bases import base_of
 from tests.fakes.runs import Toy, events, python, run_cli, toy
 
@@ -294,8 +294,8 @@ os.environ |= {
 import time
 from huggingface_hub import utils
 time.sleep = lambda seconds: None  # between tries
-from lora_trainer.errors import LoraTrainError, exit_code
-from lora_trainer.model.hub import download
+from lora_trainer.common.errors import LoraTrainError, exit_code
+from lora_trainer.families.locate import download
 for source in ("a/401", "a/403", "a/404", "a/429", "a/500", "a/cut", "a/odd"):
     try:
         download(source, revision=None, without=frozenset())
@@ -323,7 +323,7 @@ def test_mod_06_a_read_only_cache_of_the_hub_is_one_line(
 ) -> None:
     import huggingface_hub
 
-    from lora_trainer.model.hub import download
+    from lora_trainer.families.locate import download
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise PermissionError(30, "Read-only file system", str(tmp_path))

@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lora_trainer import caching, networks, session, trained_parts
-from lora_trainer.data import encode
-from lora_trainer.events import read_jsonl
-from lora_trainer.output.checkpoints import ADAPTER
-from lora_trainer.output.samples import SampleAction
-from lora_trainer.train.actions import FixedLosses, SaveAction
-from lora_trainer.train.training import Model
+from lora_trainer.cache import encode
+from lora_trainer.checkpoint.states import ADAPTER
+from lora_trainer.common.events import read_jsonl
+from lora_trainer.run import build, caching, session
+from lora_trainer.run.samples import SampleAction
+from lora_trainer.training.actions import FixedLosses, SaveAction
+from lora_trainer.training.training import Model
 from tests.fakes.runs import STEPS, Toy, events, last_state, toy, trajectory
 from tests.fakes.training import distance
 
@@ -105,8 +105,8 @@ def test_trn_02_a_run_that_ran_out_of_memory_once_ends_with_the_same_adapter(
 @pytest.mark.parametrize(
     ("owner", "name", "doing"),
     [
-        (trained_parts, "load_networks", "loading"),
-        (networks, "inject", "loading"),
+        (build, "load_networks", "loading"),
+        (build, "inject", "loading"),
         (session, "export", "exporting"),
     ],
     ids=["base", "adapter", "export"],

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from lora_trainer.config import build_config
-from lora_trainer.errors import RequestError
-from lora_trainer.events import EventStream
-from lora_trainer.redaction import secret_values, without_secrets
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.events import EventStream
+from lora_trainer.common.redaction import secret_values, without_secrets
+from lora_trainer.config.config import build_config
 from tests.fakes.runs import ROOT, Toy, contents, toy
 
 Figure = Callable[..., None]

@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lora_trainer.data import encode
-from lora_trainer.events import read_jsonl
-from lora_trainer.output.checkpoints import ADAPTER, OPTIMIZER_TENSORS
-from lora_trainer.output.samples import SampleAction
-from lora_trainer.train import loop
-from lora_trainer.train.training import Model
+from lora_trainer.cache import encode
+from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS
+from lora_trainer.common.events import read_jsonl
+from lora_trainer.run.samples import SampleAction
+from lora_trainer.training import loop
+from lora_trainer.training.training import Model
 from tests.fakes.runs import STEPS, Toy, events, last_state, toy, trajectory
 from tests.fakes.training import at_start, build_feeder, build_training, distance
 

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 from accelerate.tracking import TensorBoardTracker
 
-from lora_trainer import files
-from lora_trainer.data import prefetch
-from lora_trainer.data.batches import StepBatch
-from lora_trainer.data.loader import Feeder
-from lora_trainer.events import read_jsonl
-from lora_trainer.output import status
+from lora_trainer.cache import background
+from lora_trainer.common import files
+from lora_trainer.common.events import read_jsonl
+from lora_trainer.reporting import status
+from lora_trainer.training.batch import StepBatch
+from lora_trainer.training.dataloader import TrainingDataLoader
 from tests.fakes.runs import ROOT, STEPS, Toy, events, toy, trajectory
 from tests.fakes.training import build_feeder
 
@@ -150,14 +150,14 @@ class Unpicklable(Exception):
 def test_trn_06_whatever_ends_the_thread_reaches_the_loop(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = Feeder.prepare
+    usual = TrainingDataLoader.prepare
 
-    def prepare(self: Feeder, step: int) -> StepBatch:
+    def prepare(self: TrainingDataLoader, step: int) -> StepBatch:
         if step == 2:
             raise error
         return usual(self, step)
 
-    monkeypatch.setattr(Feeder, "prepare", prepare)
+    monkeypatch.setattr(TrainingDataLoader, "prepare", prepare)
     with build_feeder().stream(0, 10, ahead=4) as batches:
         assert [next(batches).step, next(batches).step] == [0, 1]
         with pytest.raises(type(error)) as raised:
@@ -170,8 +170,8 @@ def test_trn_06_a_disk_that_does_not_answer_holds_up_nobody_who_leaves(
 ) -> None:
     """The third signal raises KeyboardInterrupt while the thread hangs in a read."""
     answered = threading.Event()
-    monkeypatch.setattr(Feeder, "prepare", lambda self, step: answered.wait())
-    monkeypatch.setattr(prefetch, "LEAVING_S", 0.05)
+    monkeypatch.setattr(TrainingDataLoader, "prepare", lambda self, step: answered.wait())
+    monkeypatch.setattr(background, "LEAVING_S", 0.05)
     try:
         with pytest.raises(KeyboardInterrupt), build_feeder().stream(0, 10, ahead=4):
             raise KeyboardInterrupt

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from lora_trainer.hardware import GIB
+from lora_trainer.hardware.machine import GIB
 from scripts.allocator_table import (
     END,
     PAGE,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lora_trainer.hardware import GIB
+from lora_trainer.config.choices import PRIORITIES, Priority
+from lora_trainer.hardware.machine import GIB
 from lora_trainer.planning.run_time import MOST_HOURS
-from lora_trainer.priority import PRIORITIES, Priority
 from scripts.plan_tables import (
     BASES,
     CARDS,

@@ -11,10 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from lora_trainer.errors import InputError, LoraTrainError, MachineError, RequestError
-from lora_trainer.tools.captioners import catalogue, language
-from lora_trainer.tools.captioners.base import OutOfRoom
-from lora_trainer.tools.captioners.catalogue import (
+from lora_trainer.captioning import catalogue, language
+from lora_trainer.captioning.catalogue import (
     KNOWN,
     KnownModel,
     find,
@@ -22,8 +20,9 @@ from lora_trainer.tools.captioners.catalogue import (
     missing_files,
     wanted_files,
 )
-from lora_trainer.tools.captioners.language import Describer, load_describer
-from lora_trainer.tools.captioners.tagger import Tagger, load_tagger, spelled
+from lora_trainer.captioning.language import Describer, load_describer
+from lora_trainer.captioning.tagger import OutOfRoom, Tagger, load_tagger, spelled
+from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
 from tests.fakes.captioners import LANGUAGE_KINDS, tiny_captioner, tiny_tagger
 from tests.fakes.odd_pictures import picture
 

@@ -15,17 +15,16 @@ import pytest
 import torch
 from PIL import Image
 
-from lora_trainer import cli
-from lora_trainer.config import DataSettings
-from lora_trainer.data.scan import scan
-from lora_trainer.events import Event
-from lora_trainer.files import HashMemo
-from lora_trainer.tools import captioning
-from lora_trainer.tools.caption_journal import FOLDER, opened
-from lora_trainer.tools.captioners.base import Description
-from lora_trainer.tools.captioners.language import Describer
-from lora_trainer.tools.captioners.tagger import Tagger
-from lora_trainer.tools.captioning import compose
+from lora_trainer.captioning import caption_dataset
+from lora_trainer.captioning.caption_dataset import compose
+from lora_trainer.captioning.caption_journal import FOLDER, opened
+from lora_trainer.captioning.language import Describer
+from lora_trainer.captioning.tagger import ModelCaption, Tagger
+from lora_trainer.cli import main
+from lora_trainer.common.events import Event
+from lora_trainer.common.files import HashMemo
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.scan import scan
 from tests.fakes.captioners import tiny_captioner, tiny_tagger
 from tests.fakes.runs import contents
 
@@ -60,7 +59,7 @@ def command(
         capsys.readouterr()
         undo = "--undo" in words
         line = ["caption", str(dataset), *words, *([] if undo else ["--model", str(model)])]
-        return cli.run(line), *capsys.readouterr()
+        return main.run(line), *capsys.readouterr()
 
     return run
 
@@ -203,7 +202,7 @@ def test_nothing_to_do_loads_no_model(
 ) -> None:
     command()
     before = contents(dataset)
-    monkeypatch.delattr(captioning, "_load")
+    monkeypatch.delattr(caption_dataset, "_load")
     code, out, _ = command()
     assert (code, contents(dataset)) == (0, before)
     assert out.startswith("nothing to do, pictures with a caption: 4;")
@@ -211,15 +210,15 @@ def test_nothing_to_do_loads_no_model(
 
 def on_caption(monkeypatch: pytest.MonkeyPatch, act: Callable[[Event], None]) -> None:
     """Let `act` see each event of the command."""
-    from lora_trainer.commands import captioning as caption_command
+    from lora_trainer.cli import caption as caption_command
 
-    tell = caption_command.Teller.__call__
+    tell = caption_command.ProgressPrinter.__call__
 
-    def told(self: caption_command.Teller, event: Event) -> None:
+    def told(self: caption_command.ProgressPrinter, event: Event) -> None:
         tell(self, event)
         act(event)
 
-    monkeypatch.setattr(caption_command.Teller, "__call__", told)
+    monkeypatch.setattr(caption_command.ProgressPrinter, "__call__", told)
 
 
 @pytest.mark.parametrize("words", [(), ("--overwrite",)])
@@ -291,7 +290,7 @@ def test_a_dry_run_says_what_and_writes_nothing(command: Command, dataset: Path)
 
 
 def test_a_dry_run_and_the_help_load_no_torch(dataset: Path) -> None:
-    program = "import sys; from lora_trainer import cli; cli.run(sys.argv[1:]); "
+    program = "import sys; from lora_trainer.cli.main import run; run(sys.argv[1:]); "
     program += "sys.exit(bool({'torch', 'transformers', 'onnxruntime'} & set(sys.modules)))"
     for words in (["caption", str(dataset), "--dry-run"], ["caption", "--help"]):
         done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True)
@@ -378,7 +377,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     seen: list[int] = []
     real = Tagger.describe
 
-    def describe(self: Tagger, pictures: Sequence[Image.Image]) -> list[Description]:
+    def describe(self: Tagger, pictures: Sequence[Image.Image]) -> list[ModelCaption]:
         seen.append(len(pictures))
         return real(self, pictures)
 
@@ -421,7 +420,7 @@ def test_a_full_disk_is_one_line_and_costs_no_caption(
     command: Command, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (dataset / "a.txt").write_text("by hand")
-    from lora_trainer.tools import caption_journal
+    from lora_trainer.captioning import caption_journal
 
     real = caption_journal.write_atomic
 
@@ -467,7 +466,7 @@ def out_of_memory_above(limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int
     given: list[int] = []
     real = Describer._described
 
-    def described(self: Describer, pictures: list[Image.Image]) -> list[Description]:
+    def described(self: Describer, pictures: list[Image.Image]) -> list[ModelCaption]:
         given.append(len(pictures))
         if len(pictures) > limit:
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_trainer import cli
-from lora_trainer.output import stream_file
+from lora_trainer.cli import main
+from lora_trainer.lora_file import stream
 from lora_trainer.tools import merge_base
 from tests.fakes.family_bases import base_of, copy_of
 from tests.fakes.ldm_file import write_checkpoint
@@ -53,7 +53,7 @@ def file(tmp_path: Path) -> Path:
 def said(capsys: pytest.CaptureFixture[str], *line: str) -> str:
     """Return what a command that succeeds prints; nothing goes to stderr."""
     capsys.readouterr()
-    code = cli.run(list(line))
+    code = main.run(list(line))
     out, error = capsys.readouterr()
     assert (code, error) == (0, "")
     return str(out)
@@ -63,7 +63,7 @@ def refusal(capsys: pytest.CaptureFixture[str], line: list[str], folder: Path, *
     """Return the one line of a command that fails with a code and changes nothing."""
     before = contents(folder)
     capsys.readouterr()  # what making the files has said
-    assert cli.run(line) == code
+    assert main.run(line) == code
     out, error = capsys.readouterr()
     assert out == ""
     assert error.startswith("error: ") and error.count("\n") == 1, error
@@ -375,7 +375,7 @@ def test_an_interrupted_tool_leaves_what_was_there(
     def hurried(*_: Any, **__: Any) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stream_file, "_body_sha256", hurried)  # all is written but for its name
+    monkeypatch.setattr(stream, "_body_sha256", hurried)  # all is written but for its name
     assert "nothing was written" in refusal(capsys, line, tmp_path, code=130)
 
 

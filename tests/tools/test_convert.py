@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
 from lora_trainer.families.base import FileFormat
-from lora_trainer.output.adapter_strength import DIFFUSERS_METADATA, FOLDED
-from lora_trainer.output.adapter_tensors import ModuleTensors
-from lora_trainer.output.inspect import inspect_file
+from lora_trainer.lora.tensors import ModuleTensors
+from lora_trainer.lora_file.inspect import inspect_file
+from lora_trainer.lora_file.strength import DIFFUSERS_METADATA, FOLDED
 from lora_trainer.tools.convert import convert
 from tests.fakes.adapters import adapted, draw_module
 from tests.fakes.family_bases import CPU, base_of, facts_of
@@ -77,7 +77,8 @@ def spelt_alike(
     family = families.family(name)
     parts = [key.partition(".") for key in adapter]
     return all(
-        family.file_module(one, component, module) == family.file_module(other, component, module)
+        family.lora_key_name(one, component, module)
+        == family.lora_key_name(other, component, module)
         for component, _, module in parts
     )
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from lora_trainer import cli
-from lora_trainer.errors import InputError, MachineError, RequestError
-from lora_trainer.output import stream_file
-from lora_trainer.output.checked_header import open_checked
-from lora_trainer.output.inspect import inspect_file
+from lora_trainer.cli import main
+from lora_trainer.common.errors import InputError, MachineError, RequestError
+from lora_trainer.lora_file import stream
+from lora_trainer.lora_file.header import open_checked
+from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.tools.describe import Description, describe, description_of
 
 MODULE = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
@@ -124,7 +124,7 @@ def test_what_cannot_be_leaves_everything_as_it_was(
         describe(file, Description(title="x" * 20_001), output=file, force=True)
     with pytest.raises(InputError, match="not a safetensors file"):
         describe(other, new, output=other, force=True)
-    monkeypatch.setattr(stream_file, "_body_sha256", lambda *_, **__: "other")
+    monkeypatch.setattr(stream, "_body_sha256", lambda *_, **__: "other")
     with pytest.raises(MachineError, match="other bytes"):
         describe(file, new, output=file, force=True)
     assert file.read_bytes() == before
@@ -136,11 +136,11 @@ def test_the_command_replaces_the_header_in_place_or_writes_another_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, new = adapter(tmp_path / "a.safetensors"), tmp_path / "b.safetensors"
-    assert cli.run(["describe", str(file), "--title", "one"]) == 0
-    assert cli.run(["describe", str(file), "--title", "two", "--output", str(new)]) == 0
-    assert cli.run(["describe", str(file), "--title", "three", "--output", str(new)]) == 2
+    assert main.run(["describe", str(file), "--title", "one"]) == 0
+    assert main.run(["describe", str(file), "--title", "two", "--output", str(new)]) == 0
+    assert main.run(["describe", str(file), "--title", "three", "--output", str(new)]) == 2
     assert (entries(file)["modelspec.title"], entries(new)["modelspec.title"]) == ("one", "two")
     capsys.readouterr()
-    assert cli.run(["describe", str(file), "--title", "", "--json"]) == 0
+    assert main.run(["describe", str(file), "--title", "", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said == {"file": str(file), "changed": ["modelspec.title"]}

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.output.inspect import inspect_file
-from lora_trainer.tools import low_rank
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.lora import low_rank
+from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.tools.base_weights import open_base
 from lora_trainer.tools.extract import extract
 from lora_trainer.tools.merge import Weighted

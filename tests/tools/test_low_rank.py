@@ -9,10 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.output.adapter_tensors import ModuleTensors, update
-from lora_trainer.tools.low_rank import (
+from lora_trainer.lora.low_rank import (
+    LowRankUpdate,
     NotLowRank,
-    Product,
     Singular,
     added,
     fits,
@@ -21,6 +20,7 @@ from lora_trainer.tools.low_rank import (
     singular,
     truncated,
 )
+from lora_trainer.lora.tensors import ModuleTensors, update
 from tests.fakes.adapters import Draws, draw_module
 
 SHAPES = [(12, 10), (12, 10, 3, 3), (12, 10, 1, 1)]
@@ -30,7 +30,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return Draws(seed)(*shape).double()
 
 
-def dense(found: Product) -> torch.Tensor:
+def dense(found: LowRankUpdate) -> torch.Tensor:
     return (found.up @ found.down).reshape(-1, *found.inputs)
 
 
@@ -103,7 +103,9 @@ def test_a_sum_is_factors_side_by_side() -> None:
 @given(rank=st.integers(1, 14), out=st.integers(1, 9), inputs=st.integers(1, 9))
 def test_singular_values_are_those_of_the_whole_matrix(rank: int, out: int, inputs: int) -> None:
     """Also where there are more columns than the matrix has sides, as sums of many adapters have."""
-    found = singular(Product(up=draw(out, rank), down=draw(rank, inputs, seed=1), inputs=(inputs,)))
+    found = singular(
+        LowRankUpdate(up=draw(out, rank), down=draw(rank, inputs, seed=1), inputs=(inputs,))
+    )
     whole = draw(out, rank) @ draw(rank, inputs, seed=1)
     values = torch.linalg.svdvals(whole)
     count = min(out, inputs, rank)

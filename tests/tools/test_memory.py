@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.output import stream_file
-from lora_trainer.output.adapter_tensors import ModuleTensors
+from lora_trainer.lora.tensors import ModuleTensors
+from lora_trainer.lora_file import stream
 from lora_trainer.tools import adapters
 from lora_trainer.tools.convert import convert
 from lora_trainer.tools.extract import extract
 from lora_trainer.tools.merge import Weighted, merge
 from lora_trainer.tools.merge_base import bake
-from lora_trainer.tools.resize import Limits, resize
+from lora_trainer.tools.resize import ResizeLimits, resize
 from tests.fakes.adapters import draw_module
 from tests.fakes.live_bytes import LiveBytes
 from tests.fakes.tool_files import saved
@@ -87,8 +87,8 @@ def assert_bounded(found: Mapping[int, tuple[int, int]], *, unit_bytes: int) -> 
 @pytest.fixture(autouse=True)
 def _hashing_holds_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds up to 2 MB of any file, which would hide what is measured of files of 3 MB."""
-    monkeypatch.setattr(stream_file, "_CHUNK_BYTES", 4096)
-    monkeypatch.setattr(stream_file, "_LEGACY_END", 4096)
+    monkeypatch.setattr(stream, "_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(stream, "_LEGACY_END", 4096)
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ def test_modules_come_and_go_one_by_one(tool: str, tmp_path: Path) -> None:
             case "cut":
                 return merge(both, output=out, rank=RANK, force=True)
             case _:
-                return resize(file, Limits(rank=4), output=out, force=True)
+                return resize(file, ResizeLimits(rank=4), output=out, force=True)
 
     found = {}
     for count in (FEW, MANY):

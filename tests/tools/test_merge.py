@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from lora_trainer import families
-from lora_trainer.errors import InputError, RequestError
-from lora_trainer.output.adapter_tensors import ModuleTensors
-from lora_trainer.output.inspect import inspect_file
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.lora.tensors import ModuleTensors
+from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.tools.merge import Weighted, merge, parse_weighted
 from tests.fakes.family_bases import base_of
 from tests.fakes.tool_files import adapter_of, deltas, distance, energy, saved

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.errors import InputError, RequestError
+from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.tools.base_weights import open_base
 from lora_trainer.tools.merge import Weighted
 from lora_trainer.tools.merge_base import bake

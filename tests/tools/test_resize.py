@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.errors import RequestError
-from lora_trainer.output.adapter_tensors import ModuleTensors
-from lora_trainer.output.inspect import inspect_file
-from lora_trainer.tools.resize import Limits, resize
+from lora_trainer.common.errors import RequestError
+from lora_trainer.lora.tensors import ModuleTensors
+from lora_trainer.lora_file.inspect import inspect_file
+from lora_trainer.tools.resize import ResizeLimits, resize
 from tests.fakes.family_bases import base_of
 from tests.fakes.tool_files import adapter_of, deltas, distance, energy, saved
 
@@ -43,8 +43,12 @@ def values_of(update: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("limits", [Limits(rank=3), Limits(ratio=4), Limits(energy=0.9)])
-def test_the_reported_energy_is_the_measured_one(name: str, limits: Limits, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "limits", [ResizeLimits(rank=3), ResizeLimits(ratio=4), ResizeLimits(energy=0.9)]
+)
+def test_the_reported_energy_is_the_measured_one(
+    name: str, limits: ResizeLimits, tmp_path: Path
+) -> None:
     file, base = written(tmp_path / "a.safetensors", name), str(base_of(name))
     done = resize(file, limits, output=tmp_path / "b.safetensors", base=base)
     before, after = deltas(file, base), deltas(done.file, base)
@@ -69,7 +73,11 @@ def is_down(name: str) -> bool:
 def test_each_choice_of_a_rank_is_the_lowest_that_will_do(tmp_path: Path) -> None:
     file, base = written(tmp_path / "a.safetensors"), str(base_of("sd15"))
     before = deltas(file, base)
-    for limits in (Limits(energy=0.93), Limits(ratio=5), Limits(rank=2, energy=0.99)):
+    for limits in (
+        ResizeLimits(energy=0.93),
+        ResizeLimits(ratio=5),
+        ResizeLimits(rank=2, energy=0.99),
+    ):
         done = resize(file, limits, output=tmp_path / "b.safetensors", base=base, force=True)
         for key, cut in done.cuts.items():
             values = values_of(before[key])
@@ -85,7 +93,7 @@ def test_each_choice_of_a_rank_is_the_lowest_that_will_do(tmp_path: Path) -> Non
 
 def test_what_keeps_its_rank_keeps_its_bits(tmp_path: Path) -> None:
     file, base = written(tmp_path / "a.safetensors"), str(base_of("sd15"))
-    done = resize(file, Limits(rank=RANK), output=tmp_path / "b.safetensors", base=base)
+    done = resize(file, ResizeLimits(rank=RANK), output=tmp_path / "b.safetensors", base=base)
     assert done.energy == 1.0
     first, last = load_file(file), load_file(done.file)
     assert first.keys() == last.keys()
@@ -98,7 +106,7 @@ def test_other_kinds_become_lora(kind: Any, tmp_path: Path) -> None:
         tmp_path / "a.safetensors", "qwen", adapter_of("qwen", kind=kind, rank=1), format="kohya"
     )
     base = str(base_of("qwen"))
-    done = resize(file, Limits(energy=1.0), output=tmp_path / "b.safetensors", base=base)
+    done = resize(file, ResizeLimits(energy=1.0), output=tmp_path / "b.safetensors", base=base)
     assert distance(deltas(done.file, base), deltas(file, base)) < 1e-5
     found = inspect_file(done.file)
     assert (found.kinds, found.format) == (("lora",), "kohya")
@@ -110,7 +118,7 @@ def test_what_depends_on_the_base_is_approximated_with_its_weights(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     file = saved(tmp_path / "a.safetensors", "sd15", adapter_of("sd15", **options), format="kohya")
-    base, limits = str(base_of("sd15")), Limits(energy=1.0)
+    base, limits = str(base_of("sd15")), ResizeLimits(energy=1.0)
     done = resize(file, limits, output=tmp_path / "b.safetensors", base=base, precision="fp32")
     assert inspect_file(done.file).kinds == ("lora",)
     assert distance(deltas(done.file, base), deltas(file, base)) < 1e-5
@@ -122,16 +130,16 @@ def test_what_depends_on_the_base_is_refused_without_it(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     save_file(blocks, file)
     with pytest.raises(RequestError, match="what OFT changes depends on the base's weights"):
-        resize(file, Limits(rank=1), output=tmp_path / "b.safetensors")
+        resize(file, ResizeLimits(rank=1), output=tmp_path / "b.safetensors")
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_the_format_stays_or_is_the_one_asked_for(tmp_path: Path) -> None:
     file = saved(tmp_path / "a.safetensors", "sd15", falling("sd15"), format="diffusers")
     base = str(base_of("sd15"))
-    kept = resize(file, Limits(rank=2), output=tmp_path / "b.safetensors", base=base)
+    kept = resize(file, ResizeLimits(rank=2), output=tmp_path / "b.safetensors", base=base)
     asked = resize(
-        file, Limits(rank=2), output=tmp_path / "c.safetensors", base=base, format="kohya"
+        file, ResizeLimits(rank=2), output=tmp_path / "c.safetensors", base=base, format="kohya"
     )
     assert (kept.format, asked.format) == ("diffusers", "kohya")
     assert distance(deltas(asked.file, base), deltas(kept.file, base)) < 1e-6
@@ -142,7 +150,7 @@ def test_half_precision_stays_half(tmp_path: Path) -> None:
         tmp_path / "a.safetensors", "sd15", falling("sd15"), format="kohya", precision="fp16"
     )
     base = str(base_of("sd15"))
-    done = resize(file, Limits(rank=2), output=tmp_path / "b.safetensors", base=base)
+    done = resize(file, ResizeLimits(rank=2), output=tmp_path / "b.safetensors", base=base)
     assert done.precision == "fp16"
     after = energy(deltas(done.file, base)) / energy(deltas(file, base))
     assert done.energy == pytest.approx(after, rel=1e-3)
@@ -160,7 +168,7 @@ def test_an_update_of_zero_stays_zero(tmp_path: Path) -> None:
     }
     file = saved(tmp_path / "a.safetensors", "sd15", tensors, format="kohya")
     done = resize(
-        file, Limits(energy=0.5), output=tmp_path / "b.safetensors", base=str(base_of("sd15"))
+        file, ResizeLimits(energy=0.5), output=tmp_path / "b.safetensors", base=str(base_of("sd15"))
     )
     assert done.energy == 1.0
     assert {cut.new_rank for cut in done.cuts.values()} == {1}
@@ -170,17 +178,17 @@ def test_an_update_of_zero_stays_zero(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        (Limits(), "nothing says how much"),
-        (Limits(ratio=2, energy=0.5), "two answers"),
-        (Limits(rank=0), "--rank 0"),
-        (Limits(ratio=0.5), "--ratio 0.5"),
-        (Limits(ratio=math.inf), "--ratio inf"),
-        (Limits(ratio=math.nan), "--ratio nan"),
-        (Limits(energy=0), "--energy 0"),
-        (Limits(energy=1.5), "--energy 1.5"),
-        (Limits(energy=math.nan), "--energy nan"),
+        (ResizeLimits(), "nothing says how much"),
+        (ResizeLimits(ratio=2, energy=0.5), "two answers"),
+        (ResizeLimits(rank=0), "--rank 0"),
+        (ResizeLimits(ratio=0.5), "--ratio 0.5"),
+        (ResizeLimits(ratio=math.inf), "--ratio inf"),
+        (ResizeLimits(ratio=math.nan), "--ratio nan"),
+        (ResizeLimits(energy=0), "--energy 0"),
+        (ResizeLimits(energy=1.5), "--energy 1.5"),
+        (ResizeLimits(energy=math.nan), "--energy nan"),
     ],
 )
-def test_limits_that_are_none_are_refused(limits: Limits, said: str, tmp_path: Path) -> None:
+def test_limits_that_are_none_are_refused(limits: ResizeLimits, said: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=said):
         resize(tmp_path / "absent.safetensors", limits, output=tmp_path / "b.safetensors")

@@ -12,13 +12,13 @@ import torch
 from safetensors import safe_open
 
 from lora_trainer import families
-from lora_trainer.output.export import final_export_name
-from lora_trainer.output.inspect import inspect_file
+from lora_trainer.lora_file.inspect import inspect_file
+from lora_trainer.lora_file.write import final_export_name
 from lora_trainer.tools.convert import convert
 from lora_trainer.tools.extract import extract
 from lora_trainer.tools.merge import Weighted, merge
 from lora_trainer.tools.merge_base import bake
-from lora_trainer.tools.resize import Limits, resize
+from lora_trainer.tools.resize import ResizeLimits, resize
 from tests.fakes.family_bases import CPU, base_of, facts_at, facts_of
 from tests.fakes.runs import run_cli, toy
 from tests.fakes.tool_files import deltas, distance, energy
@@ -85,7 +85,7 @@ def test_pissa_is_of_twice_the_rank_and_a_resize_gives_back_what_was_trained(
     found = inspect_file(files["pissa"]).rank
     assert found is not None and found.high == 2 * RANK
     done = resize(
-        files["pissa"], Limits(energy=0.99), output=tmp_path / "r.safetensors", base=base()
+        files["pissa"], ResizeLimits(energy=0.99), output=tmp_path / "r.safetensors", base=base()
     )
     before, after = deltas(files["pissa"], base()), deltas(done.file, base())
     assert done.energy == pytest.approx(energy(after) / energy(before), rel=1e-3)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.errors import MachineError, StoppedBySignal, TrainingStopped
-from lora_trainer.output import state_writer
-from lora_trainer.output.checkpoints import load_newest, write_state
-from lora_trainer.output.state_writer import StateWriter
-from lora_trainer.train.actions import SaveAction
-from lora_trainer.train.loop import run
-from lora_trainer.train.progress import Progress
+from lora_trainer.checkpoint import writer
+from lora_trainer.checkpoint.states import load_newest, write_state
+from lora_trainer.checkpoint.writer import StateWriter
+from lora_trainer.common.errors import MachineError, StoppedBySignal, TrainingStopped
+from lora_trainer.training.actions import SaveAction
+from lora_trainer.training.loop import run
+from lora_trainer.training.progress import Progress
 from tests.fakes.training import SQUARE, TinyTraining, at_start, build_feeder, build_training
 
 FULL = MachineError("cannot write: No space left on device (0 bytes free)", fix="free some space")
@@ -64,7 +64,7 @@ def disk(monkeypatch: pytest.MonkeyPatch, *, refuses: set[int]) -> list[int]:
             raise FULL
         return write_state(folder, state, keep=keep)
 
-    monkeypatch.setattr(state_writer, "write_state", write)
+    monkeypatch.setattr(writer, "write_state", write)
     return tried
 
 

@@ -11,16 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config import DataSettings, ObjectiveSettings
-from lora_trainer.data.batches import Glimpse, StepBatch, groups
-from lora_trainer.data.loader import Window
+from lora_trainer.common.dist_env import DistEnv
+from lora_trainer.config.config import DataSettings, ObjectiveSettings
 from lora_trainer.families.base import Conditioning
-from lora_trainer.launch import Place
-from lora_trainer.model.modulation import ModulatedNetwork
-from lora_trainer.train.foresight import Foresight
+from lora_trainer.network.modulation import ModulatedNetwork
+from lora_trainer.training.batch import StepBatch, UpcomingSample, groups
+from lora_trainer.training.dataloader import UpcomingWindow
+from lora_trainer.training.modulation_prefetch import ModulationPrefetch
 from tests.fakes.training import CPU, build_feeder
 
-WINDOW = Window(steps=3, names=("text",), latent_shape=lambda size: (4, size[1] // 2, size[0] // 2))
+WINDOW = UpcomingWindow(
+    steps=3, names=("text",), latent_shape=lambda size: (4, size[1] // 2, size[0] // 2)
+)
 SHAPE = (4, 8, 8)
 
 
@@ -36,7 +38,7 @@ class Counting(ModulatedNetwork):
         return super().outputs(inputs)
 
 
-def foresight(*, most_samples: int) -> tuple[Foresight, Counting, nn.Sequential]:
+def foresight(*, most_samples: int) -> tuple[ModulationPrefetch, Counting, nn.Sequential]:
     torch.manual_seed(0)
     network = nn.Sequential(*(nn.Linear(3, width) for width in (5, 2, 4))).requires_grad_(False)
     layers = deepcopy(network)
@@ -45,7 +47,7 @@ def foresight(*, most_samples: int) -> tuple[Foresight, Counting, nn.Sequential]
     def inputs(timesteps: Tensor, told: Conditioning) -> Tensor:
         return told["pooled"] * timesteps[:, None] / 1000
 
-    found = Foresight(
+    found = ModulationPrefetch(
         network=held,
         names=("pooled",),
         inputs=inputs,
@@ -56,9 +58,9 @@ def foresight(*, most_samples: int) -> tuple[Foresight, Counting, nn.Sequential]
     return found, held, layers
 
 
-def sample(number: int, *, as_base: bool = False) -> Glimpse:
+def sample(number: int, *, as_base: bool = False) -> UpcomingSample:
     pooled = torch.full((1, 3), float(number))
-    return Glimpse(
+    return UpcomingSample(
         shape=SHAPE,
         timestep=100.0 * number,
         conditioning={"pooled": pooled},
@@ -66,7 +68,7 @@ def sample(number: int, *, as_base: bool = False) -> Glimpse:
     )
 
 
-def step(number: int, *windows: Sequence[Glimpse]) -> StepBatch:
+def step(number: int, *windows: Sequence[UpcomingSample]) -> StepBatch:
     return StepBatch(step=number, samples=(), epoch=0.0, window=tuple(map(tuple, windows)))
 
 
@@ -159,7 +161,7 @@ def test_glimpses_are_of_the_samples_that_are_prepared(rank: int) -> None:
     objective = ObjectiveSettings(timestep_strata=3)
     feeder = build_feeder(data=data, objective=objective, texts=3)
     if rank:  # of two processes
-        feeder = replace(feeder, place=Place(rank=rank, count=2))
+        feeder = replace(feeder, place=DistEnv(rank=rank, count=2))
     for number in range(6):
         seen, made = feeder.glimpses(number, WINDOW), feeder.prepare(number).samples
         for one, other in zip(seen, made, strict=True):

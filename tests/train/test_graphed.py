@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_trainer.data.loader import Feeder
-from lora_trainer.model.graph import Recording
-from lora_trainer.train.gradients import add_gradients, apply_whole, gradients_that_fit
-from lora_trainer.train.graphed import WARM_UPS, StepGraphs
-from lora_trainer.train.guards import GuardState, from_plain, to_plain
-from lora_trainer.train.loop import run
-from lora_trainer.train.speedups import Speedups
-from lora_trainer.train.training import Remedy
+from lora_trainer.network.cuda_graph import Recording
+from lora_trainer.training.dataloader import TrainingDataLoader
+from lora_trainer.training.graphed import WARM_UPS, Speedups, StepGraphs
+from lora_trainer.training.guards import GuardState, from_plain, to_plain
+from lora_trainer.training.loop import run
+from lora_trainer.training.step import (
+    add_gradients,
+    compute_gradients_with_oom_retry,
+    optimizer_step,
+)
+from lora_trainer.training.training import OomFallback
 from tests.fakes.training import (
     CPU,
     MIXED,
@@ -78,7 +81,7 @@ class Recorded:
 
 
 def graphed(
-    feeder: Feeder,
+    feeder: TrainingDataLoader,
     *,
     steps: int,
     most: int = 16,
@@ -199,7 +202,7 @@ def test_nothing_is_recorded_after_a_remedy() -> None:
         return replace(model, predict=predict)
 
     applied: list[str] = []
-    remedy = Remedy(
+    remedy = OomFallback(
         key="memory.gradient_checkpointing",
         old="full",
         new="offloaded",
@@ -258,8 +261,8 @@ def test_no_step_waits_for_a_number(recorded: bool, options: dict[str, Any]) -> 
     batch, guard = training.feeder.prepare(0), GuardState(micro_batch=2)
     for step in range(1, WARM_UPS + 2):
         with NoWaiting():
-            loss, guard = gradients_that_fit(training, batch, guard)
-            apply_whole(training, loss, guard, step=step)
+            loss, guard = compute_gradients_with_oom_retry(training, batch, guard)
+            optimizer_step(training, loss, guard, step=step)
 
 
 def test_what_waits_would_be_noticed() -> None:

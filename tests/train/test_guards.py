@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.errors import TrainingStopped
-from lora_trainer.train.guards import (
+from lora_trainer.common.errors import TrainingStopped
+from lora_trainer.training.guards import (
     FIRST_PATIENCE_STEPS,
     MAX_PATIENCE_STEPS,
     MAX_ROLLBACKS,
     MAX_SKIPPED_IN_ROW,
     Change,
     GuardState,
+    LossTrend,
+    Plateau,
     Unstable,
     after_fitting,
     after_out_of_memory,
@@ -29,7 +31,6 @@ from lora_trainer.train.guards import (
     from_plain,
     to_plain,
 )
-from lora_trainer.train.trends import LossTrend, Plateau
 
 START = GuardState(micro_batch=8)
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from lora_trainer.train.guards import GuardState, Unstable, after_rollback, from_plain, to_plain
-from lora_trainer.train.learning import (
+from lora_trainer.training.guards import GuardState, Unstable, after_rollback, from_plain, to_plain
+from lora_trainer.training.learning_check import (
     LOOK_IMAGES,
     LOOK_STEPS,
     ZERO_STEPS,
-    Circumstances,
     Learning,
+    LearningContext,
     after_gradient,
     least_change,
     look_step,
@@ -22,7 +22,7 @@ from lora_trainer.train.learning import (
     without_movement,
 )
 
-ABOUT = Circumstances(device="cpu", rate=1e-4, rate_sum=1e-2, loss_scale=None)
+ABOUT = LearningContext(device="cpu", rate=1e-4, rate_sum=1e-2, loss_scale=None)
 
 
 def test_only_zeros_in_a_row_count() -> None:
@@ -82,7 +82,7 @@ def test_what_is_known_travels_in_the_resume_state_and_outlives_a_rollback() -> 
     ],
 )
 def test_zero_gradients_name_their_cause(
-    about: Circumstances, loss: float, cause: str, setting: str
+    about: LearningContext, loss: float, cause: str, setting: str
 ) -> None:
     error = without_gradients(25, about, loss=loss)
     assert cause in error.found
@@ -102,7 +102,9 @@ def test_zero_gradients_name_their_cause(
         (ABOUT, "optimizer does not change", "optimizer.name"),
     ],
 )
-def test_weights_that_stay_name_their_cause(about: Circumstances, cause: str, setting: str) -> None:
+def test_weights_that_stay_name_their_cause(
+    about: LearningContext, cause: str, setting: str
+) -> None:
     error = without_movement(25, about)
     assert cause in error.found
     assert setting in error.fix

@@ -14,23 +14,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config import ObjectiveSettings, OptimizerSettings
-from lora_trainer.data.batches import StepBatch, micro_batches
-from lora_trainer.data.loader import Feeder
-from lora_trainer.errors import MachineError, StoppedBySignal, TrainingStopped, exit_code
+from lora_trainer.checkpoint.states import load_newest
+from lora_trainer.checkpoint.writer import StateWriter
+from lora_trainer.common.errors import MachineError, StoppedBySignal, TrainingStopped, exit_code
+from lora_trainer.config.config import ObjectiveSettings, OptimizerSettings
 from lora_trainer.families.base import Conditioning
-from lora_trainer.model.norm_limit import limit_norms, update_norm
-from lora_trainer.output.checkpoints import load_newest
-from lora_trainer.output.state_writer import StateWriter
-from lora_trainer.planning.optimizers import OPTIMIZERS
-from lora_trainer.train.actions import SaveAction, load_scaler
-from lora_trainer.train.gradients import add_gradients
-from lora_trainer.train.guards import from_plain
-from lora_trainer.train.levels import flow_levels
-from lora_trainer.train.loop import run
-from lora_trainer.train.optim import restore_optimizer
-from lora_trainer.train.progress import Progress
-from lora_trainer.train.training import Model
+from lora_trainer.lora.norm_limit import limit_norms, update_norm
+from lora_trainer.planning.optimizer_facts import OPTIMIZERS
+from lora_trainer.training.actions import SaveAction, load_scaler
+from lora_trainer.training.batch import StepBatch, micro_batches
+from lora_trainer.training.dataloader import TrainingDataLoader
+from lora_trainer.training.guards import from_plain
+from lora_trainer.training.loop import run
+from lora_trainer.training.optimizers import restore_optimizer
+from lora_trainer.training.progress import Progress
+from lora_trainer.training.step import add_gradients
+from lora_trainer.training.timesteps import flow_levels
+from lora_trainer.training.training import Model
 from tests.fakes.training import (
     MIXED,
     SQUARE,
@@ -517,7 +517,9 @@ def test_what_ends_a_run_between_saves_loses_no_whole_step(
     tiny = build_training(build_feeder(), steps=9, actions=[recorder])
     if where == "the data":
         fail: Exception = MachineError("cache entry vanished", fix="resume")
-        monkeypatch.setattr(Feeder, "prepare", failing(Feeder.prepare, fail, after=3))
+        monkeypatch.setattr(
+            TrainingDataLoader, "prepare", failing(TrainingDataLoader.prepare, fail, after=3)
+        )
     else:
         fail = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         monkeypatch.setattr(Model, "losses_of", failing(Model.losses_of, fail, after=9))

@@ -10,12 +10,7 @@ from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.train.objective import (
-    add_noise,
-    draw_noise,
-    sample_losses,
-    target,
-)
+from lora_trainer.training.loss import add_noise, draw_noise, sample_losses, target
 
 SCHEDULER = DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
 TIMESTEPS = torch.tensor([0, 1, 250, 600, 999])

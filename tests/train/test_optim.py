@@ -15,10 +15,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from lora_trainer.config import OptimizerSettings
-from lora_trainer.devices import KINDS
-from lora_trainer.errors import MachineError, RequestError
-from lora_trainer.train.optim import (
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.config.config import OptimizerSettings
+from lora_trainer.hardware.devices import KINDS
+from lora_trainer.training.optimizers import (
     build_optimizer,
     learning_rate,
     restore_optimizer,
@@ -105,9 +105,9 @@ def test_a_gpu_gets_the_paged_class_and_a_cpu_the_plain_one(
 
     own = parameters()
     assert type(build_optimizer([one_group(own)], settings("paged_adamw8bit"))) is AdamW8bit
-    monkeypatch.setattr("lora_trainer.train.optimizer_kinds.kind_of", lambda _: KINDS["cuda"])
+    monkeypatch.setattr("lora_trainer.training.optimizers.kind_of", lambda _: KINDS["cuda"])
     made = []
-    monkeypatch.setattr("lora_trainer.train.optim._allocate", made.append)
+    monkeypatch.setattr("lora_trainer.training.optimizers._allocate", made.append)
     build_optimizer([one_group(own)], settings("paged_adamw8bit"))
     build_optimizer([one_group(own)], settings("adamw8bit"))
     assert [type(optimizer) for optimizer in made] == [PagedAdamW8bit, AdamW8bit]

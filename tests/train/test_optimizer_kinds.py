@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import nn
 
-from lora_trainer.config import SCHEDULE_FREE, OptimizerName, OptimizerSettings, all_settings
-from lora_trainer.errors import MachineError
-from lora_trainer.output.state_codec import Packed, pack, unpack
-from lora_trainer.planning.optimizers import OPTIMIZERS, RATE, needed_otherwise
-from lora_trainer.train.optim import (
+from lora_trainer.checkpoint.codec import Packed, pack, unpack
+from lora_trainer.common.errors import MachineError
+from lora_trainer.config.config import SCHEDULE_FREE, OptimizerName, OptimizerSettings, all_settings
+from lora_trainer.planning.optimizer_facts import OPTIMIZERS, RATE, needed_otherwise
+from lora_trainer.training.optimizers import (
     averaged_weights,
     build_optimizer,
     effective_rate,
     learning_rate,
+    make_optimizer,
     restore_optimizer,
     set_learning_rate,
 )
-from lora_trainer.train.optimizer_kinds import make_optimizer
 
 NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
 EVERY = pytest.mark.parametrize("name", NAMES)

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.data.batches import micro_batches
-from lora_trainer.errors import TrainingStopped
-from lora_trainer.train.guards import FIRST_PATIENCE_STEPS, GuardState
-from lora_trainer.train.loop import run
-from lora_trainer.train.progress import Progress
-from lora_trainer.train.training import Model, Remedy
+from lora_trainer.common.errors import TrainingStopped
+from lora_trainer.training.batch import micro_batches
+from lora_trainer.training.guards import FIRST_PATIENCE_STEPS, GuardState
+from lora_trainer.training.loop import run
+from lora_trainer.training.progress import Progress
+from lora_trainer.training.training import Model, OomFallback
 from tests.fakes.training import (
     SQUARE,
     WIDE,
@@ -151,9 +151,11 @@ class Device:
 
         return replace(model, predict=predict)
 
-    def remedies(self, *names: str) -> list[Remedy]:
+    def remedies(self, *names: str) -> list[OomFallback]:
         return [
-            Remedy(key=name, old="no", new="yes", apply=lambda name=name: self.taken.append(name))
+            OomFallback(
+                key=name, old="no", new="yes", apply=lambda name=name: self.taken.append(name)
+            )
             for name in names
         ]
 
@@ -286,7 +288,7 @@ def accident_run(accidents: Accidents, *, steps: int, every: int = 7) -> TinyTra
         actions=(snapshots, accidents),
         restore=snapshots.restore,
         remedies=[
-            Remedy(key=f"remedy {n}", old=0, new=1, apply=lambda: None) for n in range(steps)
+            OomFallback(key=f"remedy {n}", old=0, new=1, apply=lambda: None) for n in range(steps)
         ],
     )
     snapshots.tiny = tiny

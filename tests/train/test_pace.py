@@ -7,15 +7,15 @@ from collections.abc import Iterable
 
 import pytest
 
-from lora_trainer.train.pace import (
+from lora_trainer.training.pace import (
     BASELINE_STEPS,
     BLOCK_STEPS,
     LEAST_BLOCKS,
     WARM_UP_BLOCKS,
     Creep,
     Growth,
-    Pace,
     Slow,
+    StepPace,
     Timed,
 )
 
@@ -26,12 +26,12 @@ def timed(seconds: float, *, wait_s: float = 0.0, latents: int = 4096) -> Timed:
     return Timed(seconds=seconds, wait_s=wait_s, latents=latents)
 
 
-def said(pace: Pace, steps: Iterable[Timed]) -> list[Slow]:
+def said(pace: StepPace, steps: Iterable[Timed]) -> list[Slow]:
     return [slow for step in steps if (slow := pace.take(step)) is not None]
 
 
-def settled(seconds: float = 2.0, **options: float) -> Pace:
-    pace = Pace()
+def settled(seconds: float = 2.0, **options: float) -> StepPace:
+    pace = StepPace()
     assert not said(pace, [timed(seconds, **options)] * (BASELINE_STEPS + 5))  # type: ignore[arg-type]
     assert pace.known
     return pace
@@ -64,7 +64,7 @@ def test_milliseconds_are_no_finding() -> None:
 
 
 def test_the_first_steps_of_a_size_and_those_after_pauses_do_not_count() -> None:
-    pace = Pace()
+    pace = StepPace()
     compiling = [timed(60.0)] * 3
     assert not said(pace, compiling + [timed(2.0)] * 40)
     for _ in range(30):  # sampling every second step
@@ -86,7 +86,7 @@ def test_noise_is_no_finding() -> None:
         timed(2.0 * size * draw.lognormvariate(0, 0.2), latents=4096 * size)
         for size in draw.choices((1, 2), k=10_000)
     ]
-    assert not said(Pace(), steps)
+    assert not said(StepPace(), steps)
 
 
 def grown(used: Iterable[float]) -> list[Growth]:

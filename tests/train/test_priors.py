@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.config import AdapterSettings, DataSettings, ObjectiveSettings
-from lora_trainer.data.batches import Prepared, StepBatch, to_device
-from lora_trainer.data.cache_keys import CacheKey
-from lora_trainer.data.loader import Feeder
-from lora_trainer.data.sources import Source
+from lora_trainer.cache.cache_plan import SampleSource
+from lora_trainer.cache.keys import CacheKey
+from lora_trainer.config.config import AdapterSettings, DataSettings, ObjectiveSettings
 from lora_trainer.families.base import DENOISER
-from lora_trainer.model.adapters import inject
-from lora_trainer.train.gradients import add_gradients
-from lora_trainer.train.objective import sample_losses
+from lora_trainer.lora.adapter import inject
+from lora_trainer.training.batch import Sample, StepBatch, to_device
+from lora_trainer.training.dataloader import TrainingDataLoader
+from lora_trainer.training.loss import sample_losses
+from lora_trainer.training.step import add_gradients
 from tests.fakes.training import (
     CPU,
     MIXED,
@@ -50,7 +50,7 @@ def with_priors(
     per_epoch: int = 0,
     background: float = 0.25,
     **more: Any,
-) -> Feeder:
+) -> TrainingDataLoader:
     """Return a feeder some of whose samples, by index, are for regularisation, masked, or kept as a class."""
     data = DataSettings(masks="files", mask_background=background)
     plain = build_feeder(shapes, data=data, **more)
@@ -62,7 +62,7 @@ def with_priors(
         resident[key.digest] = entry
         return key
 
-    def changed(index: int, source: Source) -> Source:
+    def changed(index: int, source: SampleSource) -> SampleSource:
         shape = shapes[index]
         if index in masked:
             mask = (torch.rand(1, *shape[1:], generator=generator) > 0.5).float()
@@ -81,7 +81,7 @@ def with_priors(
     )
 
 
-def everything(batch_size: int = 4) -> Feeder:
+def everything(batch_size: int = 4) -> TrainingDataLoader:
     return with_priors(
         batch_size=batch_size,
         regularisation=(5, 6),
@@ -195,7 +195,7 @@ def test_without_its_adapter_a_denoiser_is_the_base_to_the_bit(settings: dict[st
     assert [parameter.requires_grad for parameter in adapter.parameters()] == trainable
 
 
-def losses_of(training: TinyTraining, samples: Sequence[Prepared]) -> list[float]:
+def losses_of(training: TinyTraining, samples: Sequence[Sample]) -> list[float]:
     return training.training.model.losses(samples).tolist()
 
 

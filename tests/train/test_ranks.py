@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.errors import RequestError
-from lora_trainer.launch import Place
-from lora_trainer.output.trackers import PACKAGES
-from lora_trainer.prepare import Request
-from lora_trainer.run import TrainRequest, train
-from lora_trainer.train.heartbeat import Activity
+from lora_trainer.common.dist_env import DistEnv
+from lora_trainer.common.errors import RequestError
+from lora_trainer.reporting.trackers import PACKAGES
+from lora_trainer.run.prepare import Request
+from lora_trainer.run.train import TrainRequest, train
+from lora_trainer.training.distributed.heartbeat import Activity
 from tests.fakes.runs import python
 
 LAUNCHERS = {
@@ -53,9 +53,9 @@ mlflow.search_experiments.return_value = []
 mlflow.utils.validation.MAX_PARAM_VAL_LENGTH = 500
 mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH = 100
 
-from lora_trainer.events import EventStream
-from lora_trainer.output.trackers import start_trackers
-from lora_trainer.train.ranks import isolate_accelerate
+from lora_trainer.common.events import EventStream
+from lora_trainer.reporting.trackers import start_trackers
+from lora_trainer.training.distributed.process_group import isolate_accelerate
 
 isolate_accelerate()
 folder, events, problems = Path(sys.argv[1]), EventStream(), []
@@ -105,12 +105,12 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     collected: list[float] = []
 
     @contextmanager
-    def joined(place: Place, *, timeout_s: float) -> Iterator[Any]:
+    def joined(place: DistEnv, *, timeout_s: float) -> Iterator[Any]:
         collected.append(timeout_s)
         raise MetError
         yield
 
-    monkeypatch.setattr("lora_trainer.run.joined", joined)
+    monkeypatch.setattr("lora_trainer.run.train.joined", joined)
     return collected
 
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.errors import TrainingStopped
-from lora_trainer.output.checkpoints import TrainingState, load_newest
-from lora_trainer.output.state_writer import StateWriter
-from lora_trainer.train import trends
-from lora_trainer.train.actions import SaveAction
-from lora_trainer.train.guards import MAX_ROLLBACKS, GuardState, after_validation, from_plain
-from lora_trainer.train.loop import run
-from lora_trainer.train.progress import Progress
-from lora_trainer.train.training import Model
+from lora_trainer.checkpoint.states import TrainingState, load_newest
+from lora_trainer.checkpoint.writer import StateWriter
+from lora_trainer.common.errors import TrainingStopped
+from lora_trainer.training import guards
+from lora_trainer.training.actions import SaveAction
+from lora_trainer.training.guards import MAX_ROLLBACKS, GuardState, after_validation, from_plain
+from lora_trainer.training.loop import run
+from lora_trainer.training.progress import Progress
+from lora_trainer.training.training import Model
 from tests.fakes.training import SQUARE, TinyTraining, at_start, build_feeder, build_training
 
 
@@ -235,7 +235,7 @@ class _Infinite(Model):
 def test_losses_that_jump_are_clipped_tighter_from_the_next_step_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trends, "WARMUP_LOSSES", 20)
+    monkeypatch.setattr(guards, "WARMUP_LOSSES", 20)
     limits: list[float] = []
     real = nn.utils.clip_grad_norm_
 
@@ -259,7 +259,7 @@ def test_losses_that_jump_are_clipped_tighter_from_the_next_step_on(
 def test_without_being_asked_to_nothing_is_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trends, "WARMUP_LOSSES", 10)
+    monkeypatch.setattr(guards, "WARMUP_LOSSES", 10)
     wild = Weather(storm(16, 100), spoil=lambda predicted: predicted + 1e4)
     end = voyage(tmp_path, wild, steps=25).run()
     assert end.guard == GuardState(micro_batch=2)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_trainer.model.compiling import CompiledBlocks
-from lora_trainer.train.loop import run
-from lora_trainer.train.speedups import LatentShape, Speedups
+from lora_trainer.network.compiling import CompiledBlocks
+from lora_trainer.training.graphed import LatentShape, Speedups
+from lora_trainer.training.loop import run
 from tests.fakes.training import (
     SQUARE,
     WIDE,

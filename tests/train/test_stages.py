@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lora_trainer.train.stages import Stage, end_step, enter_stages
+from lora_trainer.training.freeze import FreezeAfter, end_step, enter_stages
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_what_stopped_is_moved_by_neither_momentum_nor_weight_decay() -> None:
     optimizer = torch.optim.AdamW([stopping, other], lr=0.1, weight_decay=0.5, fused=True)
     seen = []
     for step in range(6):
-        enter_stages([Stage(parameters=[stopping], end_step=3)], step=step)
+        enter_stages([FreezeAfter(parameters=[stopping], end_step=3)], step=step)
         (stopping * other).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -35,7 +35,7 @@ def test_what_stopped_is_moved_by_neither_momentum_nor_weight_decay() -> None:
 
 def test_a_step_that_is_gone_back_to_is_trained_as_before() -> None:
     parameter = nn.Parameter(torch.ones(1))
-    stages = [Stage(parameters=[parameter], end_step=3)]
+    stages = [FreezeAfter(parameters=[parameter], end_step=3)]
     for step, trained in ((2, True), (3, False), (2, True)):
         enter_stages(stages, step=step)
         assert parameter.requires_grad is trained

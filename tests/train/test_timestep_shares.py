@@ -10,8 +10,8 @@ import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling
 
+from lora_trainer.config.layers import TIERS, Priority
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.resolve import TIERS, Priority
 from scripts.timestep_table import (
     PAGE,
     REFERENCES,

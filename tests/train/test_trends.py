@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.train.trends import (
+from lora_trainer.training.guards import (
     PATIENCE,
     QUIET_STEPS,
     WARMUP_LOSSES,

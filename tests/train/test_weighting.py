@@ -13,9 +13,9 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config import FLOW_WEIGHTINGS, SNR_WEIGHTINGS, ObjectiveSettings
+from lora_trainer.config.config import FLOW_WEIGHTINGS, SNR_WEIGHTINGS, ObjectiveSettings
 from lora_trainer.families.base import Prediction
-from lora_trainer.train.weighting import MAX_DEBIASED_SNR, huber_delta, loss_weight
+from lora_trainer.training.loss import MAX_DEBIASED_SNR, huber_delta, loss_weight
 
 SIGNAL = DDPMScheduler(
     beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012

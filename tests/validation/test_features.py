@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image, ImageFilter
 
-from lora_trainer.errors import InputError
-from lora_trainer.validation.features import (
+from lora_trainer.common.errors import InputError
+from lora_trainer.evaluate.features import (
     clip_features,
     distances,
     find_features,
@@ -18,7 +18,7 @@ from lora_trainer.validation.features import (
     pooled,
     set_distance,
 )
-from lora_trainer.validation.pictures import Album, copy_ratio
+from lora_trainer.evaluate.losses import ReferenceImages, copy_ratio
 
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange")
 
@@ -92,7 +92,9 @@ def test_copies_of_trained_pictures_are_told_from_new_ones() -> None:
     generator = torch.Generator().manual_seed(0)
     pictures = torch.randn(12, 16, generator=generator)
     captions = [f"picture {index}" for index in range(12)]
-    album = Album(features=pictures, captions=captions, trained=[index < 8 for index in range(12)])
+    album = ReferenceImages(
+        features=pictures, captions=captions, trained=[index < 8 for index in range(12)]
+    )
     prompts = [f"picture {index}" for index in range(8, 12)]
     new = torch.randn(4, 16, generator=generator)
     copies = pictures[:4] + 0.1 * new
@@ -100,5 +102,5 @@ def test_copies_of_trained_pictures_are_told_from_new_ones() -> None:
     assert told_new is not None and told_copied is not None
     assert 0.8 < told_new < 1.25
     assert told_copied < 0.85
-    alone = Album(features=pictures, captions=captions, trained=[True] * 12)
+    alone = ReferenceImages(features=pictures, captions=captions, trained=[True] * 12)
     assert copy_ratio(new, prompts, alone) is None

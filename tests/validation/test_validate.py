@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_trainer.files import read_json_object
-from lora_trainer.validation import scene
-from lora_trainer.validation import validate as validate_module
-from lora_trainer.validation.parts import WEIGHTS
+from lora_trainer.common.files import read_json_object
+from lora_trainer.evaluate import evaluation
+from lora_trainer.evaluate import validate as validate_module
+from lora_trainer.reporting.score import WEIGHTS
 from tests.fakes.runs import Toy, events, listing, run_cli, toy
 
 QUIET: dict[str, Any] = {
@@ -35,8 +35,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer timesteps, samples and steps: the numbers are rough, what is made of them is not."""
-    monkeypatch.setattr(scene, "QUANTILES", 4)
-    monkeypatch.setattr(scene, "SAMPLE_STEPS", 2)
+    monkeypatch.setattr(evaluation, "QUANTILES", 4)
+    monkeypatch.setattr(evaluation, "SAMPLE_STEPS", 2)
     monkeypatch.setattr(validate_module, "SAMPLES", 3)
 
 

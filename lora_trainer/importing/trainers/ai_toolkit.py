@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import shared
 from lora_trainer.importing.folders import (
     ImageFolder,
@@ -17,7 +17,7 @@ from lora_trainer.importing.folders import (
     set_folders,
     set_resolutions,
 )
-from lora_trainer.importing.optimizers import set_arguments, set_optimizer, set_schedule
+from lora_trainer.importing.foreign_optimizers import set_arguments, set_optimizer, set_schedule
 from lora_trainer.importing.rules import THERE, Foreign, Trainer, carry, flattened
 from lora_trainer.importing.trainers.ai_toolkit_keys import ARCHITECTURES, BITS, KEYS, OLD_FLAGS
 

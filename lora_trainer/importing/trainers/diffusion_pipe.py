@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import shared
 from lora_trainer.importing.folders import (
     ImageFolder,
@@ -19,7 +19,7 @@ from lora_trainer.importing.folders import (
     set_length,
     set_resolutions,
 )
-from lora_trainer.importing.optimizers import set_arguments, set_optimizer, set_schedule
+from lora_trainer.importing.foreign_optimizers import set_arguments, set_optimizer, set_schedule
 from lora_trainer.importing.rules import (
     PRECISIONS,
     THERE,

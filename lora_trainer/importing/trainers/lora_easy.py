@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
 from lora_trainer.importing.rules import TOGETHER, Foreign, Idle, Lacks, Rule, Trainer, each
 from lora_trainer.importing.trainers import sd_scripts, sd_scripts_dataset
 from lora_trainer.importing.trainers.sd_scripts_keys import KEYS as SD_SCRIPTS_KEYS

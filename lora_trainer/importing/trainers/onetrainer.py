@@ -10,22 +10,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import shared
-from lora_trainer.importing.folders import (
-    read_size,
-    set_length,
-    set_resolutions,
-    stem_of,
-)
-from lora_trainer.importing.optimizers import set_arguments, set_optimizer, set_schedule
-from lora_trainer.importing.rules import (
-    THERE,
-    Foreign,
-    Trainer,
-    carry,
-    flattened,
-)
+from lora_trainer.importing.folders import read_size, set_length, set_resolutions, stem_of
+from lora_trainer.importing.foreign_optimizers import set_arguments, set_optimizer, set_schedule
+from lora_trainer.importing.rules import THERE, Foreign, Trainer, carry, flattened
 from lora_trainer.importing.trainers.onetrainer_concepts import set_concepts, set_samples
 from lora_trainer.importing.trainers.onetrainer_keys import (
     CARRIED_OPTIONS,

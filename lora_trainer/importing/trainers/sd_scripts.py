@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lora_trainer.config import CHUNK_TOKENS
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.config import CHUNK_TOKENS
 from lora_trainer.importing import shared
 from lora_trainer.importing.folders import set_length
-from lora_trainer.importing.optimizers import set_arguments, set_optimizer, set_schedule
+from lora_trainer.importing.foreign_optimizers import set_arguments, set_optimizer, set_schedule
 from lora_trainer.importing.rules import (
     THERE,
     Foreign,

@@ -8,16 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lora_trainer.importing.rules import (
-    TOGETHER,
-    Idle,
-    Lacks,
-    Refused,
-    Rule,
-    To,
-    each,
-    words,
-)
+from lora_trainer.importing.rules import TOGETHER, Idle, Lacks, Refused, Rule, To, each, words
 
 _CACHED = Idle("latents and text-encoder outputs are always cached, and never stale")
 _STATES = Idle("states for a resume are always saved")

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lora_trainer.errors import RequestError
+from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import shared
-from lora_trainer.importing.optimizers import set_arguments, set_optimizer, set_schedule
+from lora_trainer.importing.foreign_optimizers import set_arguments, set_optimizer, set_schedule
 from lora_trainer.importing.rules import THERE, Foreign, Trainer, carry, flattened
 from lora_trainer.importing.trainers.simpletuner_data import (
     LIST,

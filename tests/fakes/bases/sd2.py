@@ -11,7 +11,7 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from lora_trainer.model.load import EMBEDDED_FOLDER
+from lora_trainer.families.locate import EMBEDDED_FOLDER
 
 
 def write_base(folder: Path, *, seed: int = 0, prediction: str = "v_prediction") -> Path:

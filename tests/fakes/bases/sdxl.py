@@ -18,7 +18,7 @@ from transformers import (
     CLIPTokenizer,
 )
 
-from lora_trainer.model.load import EMBEDDED_FOLDER
+from lora_trainer.families.locate import EMBEDDED_FOLDER
 
 WIDTHS, POOLED, TIME_WIDTH = (8, 12), 16, 4
 

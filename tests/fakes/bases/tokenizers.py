@@ -9,7 +9,7 @@ import string
 
 from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
-from lora_trainer.model.load import EMBEDDED_FOLDER
+from lora_trainer.families.locate import EMBEDDED_FOLDER
 
 _WORDS = ("▁a", "▁photo", "▁of", "▁the", "▁red", "▁blue", "▁square", "▁on")
 _QWEN_SPECIAL = (

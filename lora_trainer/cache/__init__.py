@@ -1,0 +1,1 @@
+"""From records to encoded entries on disk, keyed by content."""

@@ -1,0 +1,147 @@
+"""Work of other threads while one encodes or trains: made ahead of it, written behind it.
+
+What other threads do while one encodes: pictures made ready ahead of it, entries written behind it.
+
+Both keep the order of the items, bound what is in memory, and raise in the calling thread what failed,
+when its turn comes.
+
+Things made ahead of their use by one thread, in order.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+MOST_AHEAD = 4
+MOST_BEHIND = 4
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+@contextmanager
+def prefetch_map(
+    make: Callable[[Item], Made],
+    items: Sequence[Item],
+    *,
+    cost: Callable[[Item], int],
+    most_cost: int,
+) -> Iterator[Iterator[Made]]:
+    """Yield an iterator over make(item) in order, made by up to four threads before it is asked for.
+
+    Those in the works cost at most `most_cost` together, unless it is one that costs more.
+    """
+    workers = min(MOST_AHEAD, os.cpu_count() or 1)
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="lora-train-ahead")
+    try:
+        yield _made(pool, make, items, cost, most_cost)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _made(
+    pool: ThreadPoolExecutor,
+    make: Callable[[Item], Made],
+    items: Sequence[Item],
+    cost: Callable[[Item], int],
+    most_cost: int,
+) -> Iterator[Made]:
+    waiting: deque[tuple[Future[Made], int]] = deque()
+    begun = spent = 0
+
+    def begin() -> None:
+        nonlocal begun, spent
+        while begun < len(items) and len(waiting) < MOST_AHEAD:
+            costs = cost(items[begun])
+            if waiting and spent + costs > most_cost:
+                return
+            waiting.append((pool.submit(make, items[begun]), costs))
+            begun, spent = begun + 1, spent + costs
+
+    begin()
+    while waiting:
+        future, costs = waiting.popleft()
+        made = future.result()
+        spent -= costs
+        begin()
+        yield made
+
+
+Later = Callable[[Callable[[], None]], None]
+
+
+@contextmanager
+def write_behind() -> Iterator[Later]:
+    """Yield a function that gives work to one thread, which does it in order while the caller goes on.
+
+    At most four works wait. What one of them raised is raised by a later call or on leaving; leaving
+    waits for all of them, also where the block failed.
+    """
+    waiting: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(1, thread_name_prefix="lora-train-behind") as thread:
+
+        def later(work: Callable[[], None]) -> None:
+            while waiting and (waiting[0].done() or len(waiting) >= MOST_BEHIND):
+                waiting.popleft().result()
+            waiting.append(thread.submit(work))
+
+        yield later
+        for future in waiting:
+            future.result()
+
+
+LEAVING_S = (
+    10.0  # a read that hangs in the kernel cannot be stopped; its thread dies with the process
+)
+
+
+@contextmanager
+def prefetched(
+    make: Callable[[int], Made], first: int, last: int, *, ahead: int
+) -> Iterator[Iterator[Made]]:
+    """Yield an iterator over make(first)..make(last - 1), made by a thread at most `ahead` early.
+
+    The iterator raises what the thread raised. Leaving waits for the thread, but not for a disk that
+    does not answer it.
+    """
+    ready: queue.Queue[Made | BaseException] = queue.Queue(maxsize=ahead)
+    stopping = threading.Event()
+
+    def put(item: Made | BaseException) -> bool:
+        while not stopping.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def work() -> None:
+        try:
+            for number in range(first, last):
+                if not put(make(number)):
+                    return
+        except BaseException as error:  # noqa: BLE001 - handed to the consumer, which raises it
+            put(error)
+
+    thread = threading.Thread(target=work, name="lora-train-feeder", daemon=True)
+    thread.start()
+    try:
+        yield _prefetched_items(ready, last - first)
+    finally:
+        stopping.set()
+        thread.join(timeout=LEAVING_S)
+
+
+def _prefetched_items(ready: queue.Queue[Made | BaseException], count: int) -> Iterator[Made]:
+    for _ in range(count):
+        item = ready.get()
+        if isinstance(item, BaseException):
+            raise item
+        yield item

@@ -1,0 +1,322 @@
+"""Which cache entries a run needs, and where each sample finds its own.
+
+Where the tensors of samples are, and cache entries as tensors.
+
+What a run reads from the caches: the names of all entries, and how each is made.
+
+Inputs: records and where they are placed, texts, the facts of the base. Outputs: jobs by digest, and the
+sources of the samples. Nothing is read or encoded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lora_trainer.cache.keys import CacheKey, latent_key, mask_key, text_key
+from lora_trainer.cache.store import Cache
+from lora_trainer.common.caption_markup import plainly, weighted_parts, words_of
+from lora_trainer.common.errors import MachineError
+from lora_trainer.common.gc_control import gc_disabled
+from lora_trainer.config.config import OWN_FOLDER, DataSettings, Precision
+from lora_trainer.dataset.buckets import Placement
+from lora_trainer.dataset.caption_rules import variants
+from lora_trainer.dataset.captions import of_class
+from lora_trainer.dataset.masks import Mask
+from lora_trainer.dataset.records import ImageRecord
+from lora_trainer.families.base import BaseFacts, Conditioning, Geometry, NewWord, TextEncoder
+
+RESIDENT_LIMIT_BYTES = 1 << 30  # entries kept in RAM; a small dataset is read from disk once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleSource:
+    """Where a sample's tensors are: its latent as is and mirrored (or None), one text entry per variant.
+
+    The first of `texts` is the plain one to validate with; where there are others, these are trained
+    with; `of_class` are the same with the class in place of the trigger, None for those without it, and
+    empty where that is not asked for. `folder` is the key of `data.folders` that may say more. `size_px`
+    is (width, height) of its bucket, `geometry` what the denoiser is told about its crop; what is cut
+    away on the left is on the right of the mirrored one. Without a `mask` all of the picture counts.
+    `others` are the same picture at other resolutions; they have none themselves.
+    """
+
+    plain: CacheKey
+    mirrored: CacheKey | None
+    texts: tuple[CacheKey, ...]
+    size_px: tuple[int, int]
+    geometry: Conditioning
+    mirrored_geometry: Conditioning
+    others: tuple[SampleSource, ...] = ()
+    folder: str = OWN_FOLDER
+    mask: CacheKey | None = None
+    mirrored_mask: CacheKey | None = None
+    of_class: tuple[CacheKey | None, ...] = ()
+    regularisation: bool = False
+
+
+@dataclass(kw_only=True)
+class Entries:
+    """Cache entries as tensors; the first `limit_bytes` of them stay in RAM."""
+
+    cache: Cache
+    limit_bytes: int = RESIDENT_LIMIT_BYTES
+    used_bytes: int = 0
+    resident: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    def read(self, key: CacheKey) -> Mapping[str, Tensor]:
+        """Return an entry; raises MachineError when it vanished or was damaged after caching."""
+        known = self.resident.get(key.digest)
+        if known is not None:
+            return known
+        arrays = self.cache.read(key)
+        if arrays is None:
+            raise MachineError(
+                f"cache entry {key.digest[:12]} vanished or was damaged during training",
+                fix="run the same command with --resume: it is encoded again",
+            )
+        entry = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if self.used_bytes < self.limit_bytes:
+            self.resident[key.digest] = entry
+            self.used_bytes += sum(tensor.nbytes for tensor in entry.values())
+        return entry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentJob:
+    """One latent to have: the record, where it goes, mirrored or not, and its name in the cache."""
+
+    record: ImageRecord
+    placement: Placement
+    flip: bool
+    key: CacheKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskJob:
+    """One mask to have at the size of latents of `factor` pixels a side; of the picture `name`."""
+
+    mask: Mask
+    name: str
+    placement: Placement
+    flip: bool
+    factor: int
+    key: CacheKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Everything a run reads from the caches: jobs and texts by digest, and the sources of its samples."""
+
+    latents: Mapping[str, LatentJob]
+    texts: Mapping[str, tuple[str, CacheKey]]
+    sources: Mapping[str, SampleSource]
+    masks: Mapping[str, MaskJob] = field(default_factory=dict)
+
+    def share(self, rank: int, count: int) -> Needs:
+        """Return what process `rank` of `count` encodes; every entry is in one share."""
+
+        def own(digest: str) -> bool:
+            return int(digest[:8], 16) % count == rank
+
+        return replace(
+            self,
+            latents={digest: job for digest, job in self.latents.items() if own(digest)},
+            texts={digest: text for digest, text in self.texts.items() if own(digest)},
+            masks={digest: job for digest, job in self.masks.items() if own(digest)},
+        )
+
+    def keys(self) -> list[CacheKey]:
+        """Return all keys in use."""
+        return [
+            *(job.key for job in self.latents.values()),
+            *(key for _, key in self.texts.values()),
+            *(job.key for job in self.masks.values()),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEntries:
+    """What an entry of a text holds: embeddings made in a dtype, or tokens where encoders are trained.
+
+    `text_tokens` and `clip_skip` are the base's. `word` is what these tokens have numbers of its own
+    for. With `emphasis` brackets in a text are weights of words, and no words.
+    """
+
+    encoder_identity: str
+    text_tokens: int
+    precision: Precision
+    tokens_only: bool
+    word: NewWord | None = None
+    emphasis: bool = False
+    clip_skip: int = 1
+
+    def key(self, text: str) -> CacheKey:
+        """Return the name of a text's entry."""
+        return text_key(
+            text=text,
+            encoder_identity=self.encoder_identity,
+            max_tokens=self.text_tokens,
+            content=self._content(text),
+        )
+
+    def words(self, text: str) -> str:
+        """Return what of a text is read as words."""
+        return words_of(weighted_parts(text)) if self.emphasis else text
+
+    def _content(self, text: str) -> str:
+        made: str = "tokens" if self.tokens_only else self.precision
+        if self.tokens_only and self.word:
+            made = f"tokens, {self.word.tokens} for {self.word.text}"
+        if not self.tokens_only and self.clip_skip > 1:
+            made = f"{made}, clip skip {self.clip_skip}"
+        return f"{made}, weighted" if self._is_weighted(text) else made
+
+    def _is_weighted(self, text: str) -> bool:
+        # All entries of tokens have weights then, as those of a batch must be alike.
+        return self.emphasis and (self.tokens_only or weighted_parts(text) != plainly(text))
+
+    def encode(self, text: str, encoder: TextEncoder) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the entry of a text."""
+        weighted = self._is_weighted(text)
+        tokens = (
+            encoder.tokenize_weighted(weighted_parts(text))
+            if weighted
+            else encoder.tokenize([text])
+        )
+        found = tokens if self.tokens_only else encoder.encode_tokens(tokens)
+        return {name: tensor.numpy() for name, tensor in found.items()}
+
+
+@gc_disabled()
+def needs(
+    records: Iterable[ImageRecord],
+    placements: Mapping[str, Placement],
+    *,
+    prompts: Iterable[str],
+    facts: BaseFacts,
+    texts_as: TextEntries,
+    geometry: Callable[[Geometry], Conditioning],
+    settings: DataSettings,
+    seed: int,
+    more: Sequence[Mapping[str, Placement]] = (),
+) -> Needs:
+    """List the entries for these records and for `prompts` (sampling; the empty text is always in).
+
+    `geometry` gives what the denoiser is told about an image's crop; `more` are the placements at other
+    resolutions, of the records that are trained at these too.
+    """
+    latents: dict[str, LatentJob] = {}
+    texts: dict[str, tuple[str, CacheKey]] = {}
+    masks: dict[str, MaskJob] = {}
+    sources: dict[str, SampleSource] = {}
+    told = cache(geometry)  # pictures of one size and place share what is told of them
+    folders: dict[tuple[str, bool], DataSettings] = {}
+    for record in records:
+        place = (record.folder, record.regularisation)
+        own = folders.get(place)
+        if own is None:
+            own = folders[place] = record.settings(settings)
+        drawn = variants(record.written, settings=own, seed=seed)
+        keys = [(text, texts_as.key(text)) for text in drawn]
+        classes = _of_class(drawn, texts_as, own)
+        texts |= {key.digest: (text, key) for text, key in (*keys, *filter(None, classes))}
+        at_all: list[SampleSource] = []
+        for placed in (placements, *(placed for placed in more if record.name in placed)):
+            placement = placed[record.name]
+            jobs = [_latent_job(record, placement, flip, facts, own) for flip in _flips(own)]
+            latents |= {job.key.digest: job for job in jobs}
+            masking = [
+                _mask_job(record, record.mask, placement, flip, facts)
+                for flip in _flips(own)
+                if record.mask is not None
+            ]
+            masks |= {job.key.digest: job for job in masking}
+            source = SampleSource(
+                plain=jobs[0].key,
+                mirrored=jobs[1].key if len(jobs) > 1 else None,
+                mask=masking[0].key if masking else None,
+                mirrored_mask=masking[1].key if len(masking) > 1 else None,
+                texts=tuple(key for _, key in keys),
+                of_class=tuple(None if named is None else named[1] for named in classes),
+                regularisation=record.regularisation,
+                size_px=(placement.bucket.width_px, placement.bucket.height_px),
+                geometry=told(_geometry(record, placement, flip=False)),
+                mirrored_geometry=told(_geometry(record, placement, flip=True)),
+                folder=record.folder,
+            )
+            at_all.append(source)
+        first = replace(at_all[0], others=tuple(at_all[1:])) if more else at_all[0]
+        sources |= dict.fromkeys(record.sample_ids(), first)
+    extra = [(text, texts_as.key(text)) for text in ("", *prompts)]
+    return Needs(
+        latents=latents,
+        texts=texts | {key.digest: (text, key) for text, key in extra},
+        sources=sources,
+        masks=masks,
+    )
+
+
+def _of_class(
+    texts: Sequence[str], texts_as: TextEntries, settings: DataSettings
+) -> list[tuple[str, CacheKey] | None]:
+    """Return each text with the class in place of the trigger, and its key; empty if not asked for."""
+    word = settings.class_word
+    if word is None or settings.trigger is None:
+        return []
+    found = [of_class(text, trigger=settings.trigger, class_word=word) for text in texts]
+    return [None if text is None else (text, texts_as.key(text)) for text in found]
+
+
+def _flips(settings: DataSettings) -> tuple[bool, ...]:
+    return (False, True) if settings.flip else (False,)
+
+
+def _geometry(record: ImageRecord, placement: Placement, *, flip: bool) -> Geometry:
+    """Return the crop within the picture as it is seen: diffusers' SDXL script mirrors, then crops."""
+    bucket = placement.bucket
+    right_px = placement.scaled_width_px - bucket.width_px - placement.left_px
+    return Geometry(
+        original_px=(record.width_px, record.height_px),
+        corner_px=(right_px if flip else placement.left_px, placement.top_px),
+        target_px=(bucket.width_px, bucket.height_px),
+    )
+
+
+def _latent_job(
+    record: ImageRecord, placement: Placement, flip: bool, facts: BaseFacts, settings: DataSettings
+) -> LatentJob:
+    key = latent_key(
+        content_hash=record.content_hash,
+        encoder_identity=facts.parts["vae"].identity,
+        placement=placement,
+        flip=flip,
+        alpha_background=settings.alpha_background if record.transparent else None,
+    )
+    return LatentJob(record=record, placement=placement, flip=flip, key=key)
+
+
+def _mask_job(
+    record: ImageRecord, mask: Mask, placement: Placement, flip: bool, facts: BaseFacts
+) -> MaskJob:
+    key = mask_key(
+        content_hash=mask.content_hash,
+        of_alpha=mask.of_alpha,
+        placement=placement,
+        flip=flip,
+        factor=facts.vae_factor,
+    )
+    return MaskJob(
+        mask=mask,
+        name=record.name,
+        placement=placement,
+        flip=flip,
+        factor=facts.vae_factor,
+        key=key,
+    )

@@ -1,0 +1,263 @@
+"""Fill the caches: every latent, text embedding and mask a run needs, each encoded at most once ever.
+
+Finds what is missing, loads an encoder only if something of its kind is, encodes one item at a time (the
+batch an item shares would change its last bits, and with them what a restarted caching gives) and drops
+it before the next network is loaded. Pictures are decoded ahead and entries written behind, by other
+threads. Where the text encoders are trained along, a text's entry is its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, groupby
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lora_trainer.cache.background import Later, prefetch_map, write_behind
+from lora_trainer.cache.cache_plan import LatentJob, MaskJob, Needs, TextEntries
+from lora_trainer.cache.index import missing
+from lora_trainer.cache.keys import CacheKey
+from lora_trainer.cache.store import Cache
+from lora_trainer.common.errors import RESUME, InputError, MachineError, StoppedBySignal, first_line
+from lora_trainer.common.events import EventStream
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.buckets import cut
+from lora_trainer.dataset.images import decode
+from lora_trainer.dataset.masks import decode_mask, mask_values
+from lora_trainer.families.base import ImageEncoder, TextEncoder
+from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory
+
+MAX_PIXELS_AHEAD = 64_000_000
+"""Of pictures that are decoded ahead together: 200 MB as they are decoded, twice that while turned."""
+
+Entry = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """What filling the caches cost: entries encoded now, and entries found."""
+
+    latents: int
+    texts: int
+    found: int
+    masks: int = 0
+
+
+def fill(
+    wanted: Needs,
+    cache: Cache,
+    *,
+    settings: DataSettings,
+    load_image_encoder: Callable[[torch.device], ImageEncoder],
+    load_text_encoder: Callable[[torch.device], TextEncoder],
+    devices: Sequence[torch.device],
+    texts_as: TextEntries,
+    events: EventStream,
+    stop: Callable[[], int | None] = lambda: None,
+) -> Encoded:
+    """Encode what is missing or damaged; raises InputError for an image that changed or will not encode.
+
+    Where the first of `devices` runs out of memory the next one goes on. `stop` is asked before each
+    entry and returns a signal number; raises StoppedBySignal then, and MachineError when the last
+    device is full.
+    """
+    lacking = missing(wanted.keys(), cache)
+    latents = [job for digest, job in wanted.latents.items() if digest in lacking]
+    texts = [text for digest, text in wanted.texts.items() if digest in lacking]
+    masks = [job for digest, job in wanted.masks.items() if digest in lacking]
+    total = len(latents) + len(texts) + len(masks)
+    found = len(wanted.keys()) - total
+    events.emit(
+        "phase", phase="cache", message=f"{found} cached, {total} to encode", done=0, total=total
+    )
+    with write_behind() as later:
+        work = _Pass(cache=cache, events=events, stop=stop, total=total, later=later)
+        _add_masks(masks, work, settings=settings)
+        if latents:
+            work.begin("loading the image encoder")
+            images = _Encoding(load=load_image_encoder, devices=devices, events=events)
+            _add_latents(latents, work, images, settings=settings)
+            images.close()
+        if texts:
+            work.begin("loading the text encoders")
+            captions = _Encoding(load=load_text_encoder, devices=devices, events=events)
+            _add_texts(texts, work, captions, texts_as=texts_as, settings=settings)
+            captions.close()
+    return Encoded(latents=len(latents), texts=len(texts), found=found, masks=len(masks))
+
+
+@dataclass(kw_only=True)
+class _Pass:
+    """The entries of one filling: where they go, how many there are, and whether to go on."""
+
+    cache: Cache
+    events: EventStream
+    stop: Callable[[], int | None]
+    total: int
+    later: Later
+    done: int = 0
+
+    def obey(self) -> None:
+        """Raise StoppedBySignal where a signal came; what is done is written before that is heard."""
+        signal_number = self.stop()
+        if signal_number is not None:
+            raise StoppedBySignal(
+                signal_number,
+                found=f"stopped while caching, {self.done} of {self.total} done; they stay cached",
+                fix=RESUME,
+            )
+
+    def begin(self, message: str) -> None:
+        """Say what comes next: loading an encoder can take minutes, in which no entry is done."""
+        self.events.emit("phase", phase="cache", message=message, done=self.done, total=self.total)
+
+    def add(self, key: CacheKey, entry: Entry, *, message: str) -> None:
+        """Have an entry written, and say so."""
+        self.later(partial(self.cache.write, key, entry))
+        self.done += 1
+        self.events.emit("phase", phase="cache", message=message, done=self.done, total=self.total)
+
+
+def _add_masks(masks: Sequence[MaskJob], work: _Pass, *, settings: DataSettings) -> None:
+    make = partial(_encode_mask, settings=settings)
+    with prefetch_map(make, masks, cost=_mask_pixels, most_cost=MAX_PIXELS_AHEAD) as made:
+        for job in masks:
+            work.obey()
+            work.add(job.key, next(made), message=f"mask of {job.name}")
+
+
+def _add_latents(
+    latents: Sequence[LatentJob],
+    work: _Pass,
+    encoding: _Encoding[ImageEncoder],
+    *,
+    settings: DataSettings,
+) -> None:
+    # What is made of one picture stands together: mirrored, at other resolutions.
+    pictures = [tuple(jobs) for _, jobs in groupby(latents, key=lambda job: job.record.name)]
+    make = partial(_pixels, settings=settings)
+    with prefetch_map(make, pictures, cost=_decoded_pixels, most_cost=MAX_PIXELS_AHEAD) as made:
+        cuts = chain.from_iterable(made)
+        for job in latents:
+            work.obey()
+            entry = encoding.do(partial(_encode_image, job, next(cuts)))
+            work.add(job.key, entry, message=job.record.name)
+
+
+def _add_texts(
+    texts: Sequence[tuple[str, CacheKey]],
+    work: _Pass,
+    encoding: _Encoding[TextEncoder],
+    *,
+    texts_as: TextEntries,
+    settings: DataSettings,
+) -> None:
+    fix = "shorten it, most important words first"
+    if settings.caption_tokens in (75, 150):
+        fix += ", or raise data.caption_tokens"
+    for text, key in texts:
+        work.obey()
+        encoding.do(partial(_say_if_cut, texts_as.words(text), events=work.events, fix=fix))
+        work.add(key, encoding.do(partial(texts_as.encode, text)), message="captions")
+
+
+Encoder = TypeVar("Encoder")
+Done = TypeVar("Done")
+
+
+@dataclass(kw_only=True)
+class _Encoding(Generic[Encoder]):
+    """An encoder on the first device that holds it: one that runs out of memory hands over to the next."""
+
+    load: Callable[[torch.device], Encoder]
+    devices: Sequence[torch.device]
+    events: EventStream
+    _place: int = 0
+    _encoder: Encoder | None = None
+
+    def do(self, work: Callable[[Encoder], Done]) -> Done:
+        """Return what `work` makes with the encoder; raises MachineError when no device holds it."""
+        while True:
+            try:
+                if self._encoder is None:
+                    self._encoder = self.load(self.devices[self._place])
+                return work(self._encoder)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = first_line(error)
+            # Outside the except block: its traceback would keep the tensors alive that must go.
+            self.close()
+            self._move_on(reason)
+
+    def close(self) -> None:
+        """Let go of the encoder."""
+        self._encoder = None
+        free_memory()
+
+    def _move_on(self, reason: str) -> None:
+        full = self.devices[self._place]
+        self._place += 1
+        if self._place == len(self.devices):
+            raise MachineError(
+                f"{full} ran out of memory while caching: {reason}",
+                fix="use a lower data.resolution, or free memory",
+            )
+        self.events.problem(
+            f"caching goes on on {self.devices[self._place]}, slower: {reason}",
+            fix="nothing to do, or free memory on the device",
+            code="TRN-02",
+        )
+
+
+def _decoded_pixels(jobs: Sequence[LatentJob]) -> int:
+    return jobs[0].record.width_px * jobs[0].record.height_px
+
+
+def _mask_pixels(job: MaskJob) -> int:
+    return job.placement.scaled_width_px * job.placement.scaled_height_px
+
+
+def _pixels(
+    jobs: Sequence[LatentJob], *, settings: DataSettings
+) -> tuple[NDArray[np.float32], ...]:
+    """Decode one picture and cut it as its jobs want: [H, W, 3] in [-1, 1]."""
+    record = jobs[0].record
+    image = decode(record.path, settings=settings, content_hash=record.content_hash).image
+    cuts = (cut(image, job.placement, flip=job.flip) for job in jobs)
+    return tuple(np.asarray(part, dtype=np.float32) / 127.5 - 1.0 for part in cuts)
+
+
+def _encode_image(job: LatentJob, pixels: NDArray[np.float32], encoder: ImageEncoder) -> Entry:
+    try:
+        (latent,) = encoder.encode_images(torch.from_numpy(pixels).permute(2, 0, 1)[None])
+    except InputError as error:
+        raise InputError(f"{job.record.name}: {error.found}", fix=error.fix) from None
+    return {"mean": latent.mean.numpy(), "std": latent.std.numpy()}
+
+
+def _encode_mask(job: MaskJob, *, settings: DataSettings) -> Entry:
+    pixels = decode_mask(job.mask, settings=settings)
+    values = mask_values(pixels, job.placement, flip=job.flip, factor=job.factor)
+    if not values.any():
+        raise InputError(
+            f"the mask of {job.name} is black in all that its crop to {job.placement.bucket} leaves",
+            fix="crop the picture and its mask around the subject, or raise data.max_aspect",
+        )
+    return {"mask": values}
+
+
+def _say_if_cut(text: str, encoder: TextEncoder, *, events: EventStream, fix: str) -> None:
+    room, tokens = encoder.prompt_room(), encoder.count_tokens(text)
+    if tokens > room:
+        events.problem(
+            f"a caption has {tokens} tokens, there is room for {room}: {text[:60]!r}...",
+            fix=fix,
+            severity="note",
+            code="CAP-03",
+        )

@@ -1,0 +1,126 @@
+"""Which entries of a run are missing, without reading those that were read and found whole before.
+
+Inputs: the keys, the cache. Output: the digests of what must be encoded; damaged entries have been moved
+aside. What was found whole is remembered in the cache folder by (size, mtime_ns, inode). The checksum is
+looked at again whenever an entry is read for training.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+from lora_trainer.cache.keys import CacheKey
+from lora_trainer.cache.store import MEMO_NAME, Cache
+from lora_trainer.common.errors import MachineError
+from lora_trainer.common.files import sha256_bytes, write_atomic
+from lora_trainer.common.gc_control import gc_disabled
+
+MAX_REMEMBERED = 1_000_000
+SETTLED_NS = 60 * 10**9
+"""Younger entries may not be on the disk yet: a power cut can still take what was just read."""
+_FEW = 64
+
+
+@dataclass(kw_only=True)
+class CacheIndex:
+    """Entries that were read and found whole: a 64-bit hash of name and stamp of each, 8 MB at most.
+
+    The stamp leaves out ctime, which `Cache.touch` changes: nobody but us writes these files. A damaged
+    memo is the same as an empty one, because it only saves time.
+    """
+
+    file: Path
+    known: dict[int, None] = field(default_factory=dict)
+    used: dict[int, None] = field(default_factory=dict)
+    """Those asked for in this run, which are forgotten last."""
+    _saved: bool = True
+
+    @classmethod
+    def load(cls, file: Path) -> CacheIndex:
+        """Read the memo; never raises."""
+        found = array("Q")
+        try:
+            checksum, _, body = file.read_bytes().partition(b"\n")
+            if checksum == sha256_bytes(body).encode():
+                found.frombytes(body)
+        except (OSError, ValueError):
+            pass
+        return cls(file=file, known=dict.fromkeys(found))
+
+    def has(self, stamp: int) -> bool:
+        """Say whether the file of this stamp was found whole."""
+        if stamp in self.known:
+            self.used[stamp] = None
+            return True
+        return False
+
+    def add(self, stamp: int) -> None:
+        """Remember a file that is whole."""
+        self.used[stamp] = None
+        self._saved = False
+
+    def save(self) -> None:
+        """Write what is known, with what others have added meanwhile; raises MachineError."""
+        if self._saved:
+            return
+        others = [one for one in type(self).load(self.file).known if one not in self.used]
+        body = array("Q", [*others, *self.used][-MAX_REMEMBERED:]).tobytes()
+        write_atomic(self.file, sha256_bytes(body).encode() + b"\n" + body, durable=False)
+        self._saved = True
+
+
+@gc_disabled()
+def missing(keys: Iterable[CacheKey], cache: Cache) -> frozenset[str]:
+    """Return the digests of the entries that are not there or were damaged."""
+    memo = CacheIndex.load(cache.folder.root / MEMO_NAME)
+    found, to_read = set(), []
+    settled_ns = time.time_ns() - SETTLED_NS
+    for key in keys:
+        stat = _stat(cache.file(key))
+        if stat is None:
+            found.add(key.digest)
+            continue
+        stamp = _stamp(key, stat)
+        if memo.has(stamp):
+            cache.touch(key, stat)
+        else:
+            to_read.append((key, stamp if stat.st_mtime_ns < settled_ns else None))
+    whole = _verified([key for key, _ in to_read], cache)
+    for (key, settled), is_whole in zip(to_read, whole, strict=True):
+        if not is_whole:
+            found.add(key.digest)
+        elif settled is not None:
+            memo.add(settled)
+    try:
+        memo.save()
+    except MachineError as error:
+        fix = "nothing to do; the entries are read again at the next start"
+        cache.on_problem(error.found, fix=fix, file=MEMO_NAME, code="CAC-04")
+    return frozenset(found)
+
+
+def _verified(keys: Sequence[CacheKey], cache: Cache) -> list[bool]:
+    """Read entries; of many several at a time, as reading and hashing release the GIL."""
+    if len(keys) < _FEW:
+        return [cache.verify(key) for key in keys]
+    with ThreadPool(min(4, os.cpu_count() or 1)) as pool:
+        return pool.map(cache.verify, keys, chunksize=16)
+
+
+def _stat(file: str) -> os.stat_result | None:
+    try:
+        return os.stat(file)  # noqa: PTH116 - a Path for each of 200,000 entries is slow
+    except OSError:
+        return None
+
+
+def _stamp(key: CacheKey, stat: os.stat_result) -> int:
+    name = f"{key.digest} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())

@@ -1,0 +1,1 @@
+"""Captions written by models, and the way back from them."""

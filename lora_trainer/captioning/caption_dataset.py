@@ -1,0 +1,318 @@
+"""`lora-train caption`: what was asked for, and a caption by a model for every image without one.
+
+What `lora-train caption` was asked for, and which of it goes together. Torch-free.
+
+`lora-train caption`: a caption by a model for every picture of a dataset that has none.
+
+Input is a `CaptionRequest`, output are NAME.txt files beside the pictures, written one by one, and
+an event for each. What is there stays there: captions are replaced only where that is asked for,
+never if they were edited meanwhile, and `caption_journal` keeps what was before. Torch-free until a
+model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from PIL import Image
+
+from lora_trainer.captioning.caption_files import Chosen, Target, choose, content_of
+from lora_trainer.captioning.caption_journal import CaptionJournal, opened
+from lora_trainer.captioning.catalogue import Wanted, Writes, find, located, what_it_writes
+from lora_trainer.captioning.tagger import Captioner, ModelCaption, OutOfRoom, no_room
+from lora_trainer.common.errors import InputError, RequestError, StoppedBySignal
+from lora_trainer.common.events import EventStream
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.captions import MAX_CAPTION_CHARACTERS, clean, with_trigger
+from lora_trainer.dataset.images import ImageDecodeError, decode
+from lora_trainer.run.stop import StopFlag, taking_signals
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionRequest:
+    """What `lora-train caption` was asked for; None where the kind of model decides."""
+
+    dataset: Path
+    model: str
+    overwrite: bool = False
+    images: tuple[str, ...] = ()
+    output: Path | None = None
+    prefix: str = ""
+    suffix: str = ""
+    trigger: str | None = None
+    prompt: str | None = None
+    max_tokens: int | None = None
+    threshold: float | None = None
+    character_threshold: float | None = None
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+
+    @property
+    def root(self) -> Path:
+        """The folder that captions are written to."""
+        return self.output or self.dataset
+
+    def refuse_unfit(self, writes: Writes) -> None:
+        """Raise RequestError for options that this kind of model has no use for, and for bad numbers."""
+        unfit: dict[str, object]
+        if writes == "tags":
+            unfit = {"--prompt": self.prompt, "--max-tokens": self.max_tokens}
+        else:
+            unfit = {
+                "--threshold": self.threshold,
+                "--character-threshold": self.character_threshold,
+            }
+        for name, value in unfit.items():
+            if value is not None:
+                raise RequestError(
+                    f"{name} is not for {self.model}, which writes {writes}",
+                    fix=f"leave {name} out",
+                )
+        for name, share in (
+            ("--threshold", self.threshold),
+            ("--character-threshold", self.character_threshold),
+        ):
+            if share is not None and not 0 < share <= 1:
+                raise RequestError(f"{name} {share:g} is no probability", fix="give 0.05 to 0.95")
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= 4096:
+            raise RequestError(
+                f"--max-tokens {self.max_tokens}", fix="give a number from 1 to 4096"
+            )
+
+    def decisive(self, source: str) -> dict[str, object]:
+        """Return what decides the text of captions: a call that differs in it is another one."""
+        return {
+            "model": source,
+            "overwrite": self.overwrite,
+            "prefix": self.prefix,
+            "suffix": self.suffix,
+            "trigger": self.trigger,
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "threshold": self.threshold,
+            "character_threshold": self.character_threshold,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captioned:
+    """How many pictures got a caption, got none, and had one before."""
+
+    written: int
+    failed: int
+    had_one: int
+
+
+def caption_dataset(request: CaptionRequest, *, events: EventStream, stop: StopFlag) -> Captioned:
+    """Write the captions that are missing, or all with `overwrite`; `stop` is asked between pictures.
+
+    Signals are taken once the model is loaded; before that nothing is there to be ended well.
+
+    Raises RequestError for options that do not go together, InputError when no picture could be
+    captioned, MachineError without the model or memory, StoppedBySignal when asked to stop.
+    """
+    wanted, chosen = look(request)
+    work = _Work(request=request, chosen=chosen, events=events)
+    if not chosen.targets:
+        return work.finished()
+    with opened(request.root, request.decisive(wanted.source)) as journal:
+        captioner = _load(request, wanted, events)
+        events.emit(
+            "captioning",
+            pictures=len(chosen.targets),
+            had_one=len(chosen.captioned),
+            model=wanted.source,
+            device=captioner.device,
+        )
+        with taking_signals(stop):
+            work.run(captioner, journal, stop)
+        journal.finish()
+    return work.finished()
+
+
+def look(request: CaptionRequest) -> tuple[Wanted, Chosen]:
+    """Return which model and which pictures are meant, without loading or writing anything."""
+    wanted = find(request.model)
+    if wanted.writes is not None:
+        request.refuse_unfit(wanted.writes)
+    only = request.images
+    return wanted, choose(
+        request.dataset, overwrite=request.overwrite, only=only, output=request.output
+    )
+
+
+def compose(text: str, *, prefix: str = "", suffix: str = "", trigger: str | None = None) -> str:
+    """Return a caption of one line: prefix, what the model says and suffix, as typed, the trigger first.
+
+    The trigger is left out where the words hold it already, and stands where they say `[trigger]`.
+    """
+    said = "".join(sign for sign in clean(text) if sign.isprintable()).strip(" ,;")
+    before, after = clean(prefix), clean(suffix)
+    if after.startswith(","):
+        said = said.rstrip(" .")
+    apart = "" if after.startswith(tuple(",.;:!?")) else " "
+    whole = f"{before} {said}{apart}{after}".strip()
+    return with_trigger(whole, trigger)[:MAX_CAPTION_CHARACTERS].rstrip()
+
+
+@dataclass(kw_only=True)
+class _Work:
+    """One call at work: counts as it goes, and tells."""
+
+    request: CaptionRequest
+    chosen: Chosen
+    events: EventStream
+    written: int = 0
+    failed: int = field(init=False)
+    first_fault: str = ""
+
+    def __post_init__(self) -> None:
+        self.failed = 0
+        for refusal in self.chosen.refused:
+            self._fail(refusal.name, refusal.what, refusal.fix)
+        if self.chosen.findings:
+            self.events.problem(
+                f"files that are named as pictures and are none: {self.chosen.findings}",
+                fix="`lora-train check` names them",
+            )
+
+    def run(self, captioner: Captioner, journal: CaptionJournal, stop: StopFlag) -> None:
+        """Caption the targets in order, as many at a time as there is memory for."""
+        batch = captioner.batch_size
+        waiting = deque(enumerate(self.chosen.targets, start=1))
+        while waiting:
+            if (number := stop()) is not None:
+                raise self._stopped(number)
+            taken = [waiting.popleft() for _ in range(min(batch, len(waiting)))]
+            pictures = [
+                (index, target, picture)
+                for index, target in taken
+                if (picture := self._picture(target, journal)) is not None
+            ]
+            while pictures:
+                part = pictures[:batch]
+                said = _described(captioner, [picture for *_, picture in part])
+                if said is None:
+                    batch = self._halved(len(part))
+                    captioner.give_back()
+                    continue
+                for (index, target, _), description in zip(part, said, strict=True):
+                    self._write(index, target, description, journal)
+                pictures = pictures[batch:]
+
+    def finished(self) -> Captioned:
+        """Say how it went; raises InputError when there was something to do and nothing was done."""
+        done = Captioned(
+            written=self.written, failed=self.failed, had_one=len(self.chosen.captioned)
+        )
+        if self.failed and not self.written:
+            raise InputError(
+                f"no picture could be captioned ({self.failed} tried); the first {self.first_fault}",
+                fix="see the line of each picture",
+            )
+        self.events.emit(
+            "captioned", written=done.written, failed=done.failed, had_one=done.had_one
+        )
+        return done
+
+    def _picture(self, target: Target, journal: CaptionJournal) -> Image.Image | None:
+        if journal.has_written(target.file, target.before):
+            self.written += 1  # by the call that this one goes on with
+            return None
+        try:
+            return decode(target.picture, settings=DataSettings()).image
+        except ImageDecodeError as fault:
+            self._fail(target.name, fault.reason, fault.fix)
+            return None
+
+    def _write(
+        self, index: int, target: Target, description: ModelCaption, journal: CaptionJournal
+    ) -> None:
+        if not clean(description.text).strip(" .,;"):
+            fix = "take another --model, or a lower --threshold for a tagger"
+            self._fail(target.name, "is one that the model says nothing about", fix)
+            return
+        if content_of(target.file) != target.before:
+            fix = "nothing to do, or run it again with --overwrite"
+            self._fail(target.name, f"got another caption meanwhile ({target.file.name})", fix)
+            return
+        request = self.request
+        text = compose(
+            description.text,
+            prefix=request.prefix,
+            suffix=request.suffix,
+            trigger=request.trigger,
+        )
+        journal.write(target.file, f"{text}\n".encode(), before=target.before)
+        self.written += 1
+        self.events.emit(
+            "caption",
+            index=index,
+            count=len(self.chosen.targets),
+            image=target.name,
+            file=str(target.file),
+            caption=text,
+            cut=description.cut,
+        )
+
+    def _halved(self, count: int) -> int:
+        if count == 1:
+            raise no_room(self.request.model, "has not enough memory for one picture")
+        self.events.problem(
+            f"out of memory with {count} pictures at a time; going on with {count // 2}",
+            fix="nothing to do",
+            severity="note",
+        )
+        return count // 2
+
+    def _fail(self, name: str, what: str, fix: str) -> None:
+        self.failed += 1
+        self.first_fault = self.first_fault or what
+        self.events.problem(what, fix=fix, file=name)
+
+    def _stopped(self, number: int) -> StoppedBySignal:
+        return StoppedBySignal(
+            number,
+            found=f"stopped with {self.written} of {len(self.chosen.targets)} captions written",
+            fix="run the same command again to go on",
+        )
+
+
+def _described(captioner: Captioner, pictures: Sequence[Image.Image]) -> list[ModelCaption] | None:
+    """Return what the model says, None when memory ran out."""
+    try:
+        return captioner.describe(pictures)
+    except OutOfRoom:
+        return None
+
+
+def _load(request: CaptionRequest, wanted: Wanted, events: EventStream) -> Captioner:
+    def downloading() -> None:
+        size = None if wanted.known is None else wanted.known.download_gb
+        events.emit("downloading", model=wanted.source, gigabytes=size)
+
+    folder = located(wanted, on_download=downloading)
+    writes = what_it_writes(folder)
+    request.refuse_unfit(writes)  # of a Hub id nobody knew before
+    if writes == "tags":
+        from lora_trainer.captioning import tagger
+
+        return tagger.load_tagger(
+            folder,
+            name=request.model,
+            device=request.device,
+            threshold=request.threshold or tagger.THRESHOLD,
+            character_threshold=request.character_threshold or tagger.CHARACTER_THRESHOLD,
+        )
+    from lora_trainer.captioning import language
+
+    return language.load_describer(
+        folder,
+        name=request.model,
+        device=request.device,
+        prompt=request.prompt,
+        max_tokens=request.max_tokens or language.MAX_TOKENS,
+    )

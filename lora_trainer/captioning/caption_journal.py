@@ -1,0 +1,231 @@
+"""The way back from captions that were written: what was there before, kept until it is wanted.
+
+Beside the captions lies a hidden folder `.captions-before` with a numbered folder for each call:
+`journal.jsonl` names every file with the SHA-256 of what was written, `old/` holds what was replaced.
+It is hidden, so that training does not take it for a part of the dataset, and it lies in the dataset,
+so that it is found where the captions are missed. Files edited since are left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from lora_trainer.common.errors import InputError, MachineError
+from lora_trainer.common.events import read_jsonl
+from lora_trainer.common.files import (
+    disk_error,
+    retry_while_open,
+    sha256_bytes,
+    sync_folder,
+    write_atomic,
+)
+
+FOLDER = ".captions-before"
+JOURNAL = "journal.jsonl"
+_NUMBERED = re.compile(r"(\d{4,})(-undone)?")
+
+
+@dataclass(kw_only=True)
+class CaptionJournal:
+    """The record of one call. `written`: SHA-256 by file of what it wrote, for going on with it."""
+
+    root: Path
+    folder: Path
+    written: dict[str, str] = field(default_factory=dict)
+
+    def has_written(self, file: Path, content: bytes | None) -> bool:
+        """Say whether `content` is what this call, interrupted, wrote to `file` before."""
+        known = self.written.get(self._name(file))
+        return content is not None and known == sha256_bytes(content)
+
+    def write(self, file: Path, text: bytes, *, before: bytes | None) -> None:
+        """Write a caption file so that it can be taken back; raises MachineError."""
+        name = self._name(file)
+        old = None if before is None else self._keep(name, before)
+        self._append({"file": name, "sha256": sha256_bytes(text), "old": old})
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise disk_error(file, error) from error
+        write_atomic(file, text)
+        self.written[name] = sha256_bytes(text)
+
+    def finish(self) -> None:
+        """Note that the call did all it was asked for: the next one is one of its own."""
+        self._append({"finished": True})
+
+    def end_line(self) -> None:
+        """Keep what a kill left of a last line apart from the next one."""
+        self._append_text("\n")
+
+    def discard_if_unused(self) -> None:
+        """Remove the record of a call that wrote nothing."""
+        rows = read_jsonl(self.folder / JOURNAL)
+        if not any("file" in row for row in rows):
+            with suppress(OSError):
+                (self.folder / JOURNAL).unlink(missing_ok=True)
+                self.folder.rmdir()
+
+    def _keep(self, name: str, content: bytes) -> str:
+        """Store what a file held under its own name, or that with a number; return which."""
+        for number in range(1, 10_000):
+            kept = name if number == 1 else f"{name}.{number}"
+            path = self.folder / "old" / kept
+            if not path.exists():
+                break
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise disk_error(path, error) from error
+        write_atomic(path, content)
+        return kept
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        # Escaped to ASCII: a file name may hold bytes that are not UTF-8.
+        self._append_text(json.dumps(row) + "\n")
+
+    def _append_text(self, text: str) -> None:
+        file = self.folder / JOURNAL
+        try:
+            with file.open("a", encoding="ascii", newline="\n") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            raise disk_error(file, error) from error
+
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self.root).as_posix()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UndoResult:
+    """What taking back a call did: files removed or restored, and left alone as they were edited."""
+
+    removed: tuple[str, ...]
+    restored: tuple[str, ...]
+    kept: tuple[str, ...]
+
+
+@contextmanager
+def opened(root: Path, request: Mapping[str, Any]) -> Iterator[CaptionJournal]:
+    """Begin a record in `root`, or go on with the last one if that was the same request, interrupted.
+
+    Raises MachineError when the folder cannot be written or another process captions it.
+    """
+    with _locked(root) as parent:
+        found = [folder for folder in _numbered(parent) if not folder.name.endswith("-undone")]
+        rows = read_jsonl(found[-1] / JOURNAL) if found else []
+        if rows and rows[0] == {"request": dict(request)} and {"finished": True} not in rows:
+            journal = CaptionJournal(root=root, folder=found[-1], written=_written(rows))
+            journal.end_line()
+        else:
+            journal = CaptionJournal(root=root, folder=_new_folder(parent))
+            journal._append({"request": dict(request)})
+        try:
+            yield journal
+        finally:
+            journal.discard_if_unused()
+
+
+def undo(root: Path) -> UndoResult:
+    """Take back the last call that wrote captions in `root`; the record stays, marked as undone.
+
+    Raises InputError when there is none, MachineError when the disk refuses.
+    """
+    if not (root / FOLDER).is_dir():
+        raise _nothing_to_undo(root)
+    with _locked(root) as parent:
+        found = [folder for folder in _numbered(parent) if not folder.name.endswith("-undone")]
+        if not found:
+            raise _nothing_to_undo(root)
+        done: dict[str, list[str]] = {"removed": [], "restored": [], "kept": []}
+        for row in reversed(read_jsonl(found[-1] / JOURNAL)):
+            if "file" in row:
+                done[_take_back(root, found[-1], row)].append(str(row["file"]))
+        undone = found[-1].with_name(f"{found[-1].name}-undone")
+        retry_while_open(lambda: found[-1].rename(undone))
+    return UndoResult(**{name: tuple(sorted(set(files))) for name, files in done.items()})
+
+
+def _take_back(root: Path, folder: Path, row: Mapping[str, Any]) -> str:
+    """Take back one file; return which list of `UndoResult` it belongs to."""
+    try:
+        file = _inside(root, row["file"])
+        old = None if row["old"] is None else _inside(folder / "old", row["old"]).read_bytes()
+        now = file.read_bytes() if file.exists() else None
+        if now != old and (now is None or sha256_bytes(now) != row["sha256"]):
+            return "kept"
+        if old is None:
+            file.unlink(missing_ok=True)
+            return "removed"
+    except OSError as error:
+        raise disk_error(file, error) from error
+    write_atomic(file, old)
+    return "restored"
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Return a file of `folder`; a record that came with a dataset may name any other."""
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise InputError(f"a record of captions in {folder} names {name!r}", fix="remove it")
+    return path
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[Path]:
+    """Make the hidden folder and hold its lock."""
+    parent = root / FOLDER
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        # Not the lock's own error: this says whether anything can be written here.
+        (parent / ".lock").touch()
+    except OSError as error:
+        raise disk_error(parent, error) from error
+    try:
+        with FileLock(parent / ".lock", timeout=0):
+            yield parent
+    except Timeout:
+        raise MachineError(
+            f"{root} is being captioned by another process", fix="wait for it, or stop it first"
+        ) from None
+    with suppress(OSError):  # a folder that holds no record is of no use
+        if [path.name for path in parent.iterdir()] == [".lock"]:
+            (parent / ".lock").unlink()
+            parent.rmdir()
+
+
+def _numbered(parent: Path) -> list[Path]:
+    named = {path: _NUMBERED.fullmatch(path.name) for path in parent.iterdir()}
+    numbers = {path: int(match[1]) for path, match in named.items() if match}
+    return sorted(numbers, key=lambda path: numbers[path])
+
+
+def _new_folder(parent: Path) -> Path:
+    found = _numbered(parent)
+    last = int(found[-1].name.partition("-")[0]) if found else 0
+    folder = parent / f"{last + 1:04d}"
+    try:
+        folder.mkdir()
+        sync_folder(parent)
+    except OSError as error:
+        raise disk_error(folder, error) from error
+    return folder
+
+
+def _written(rows: list[dict[str, Any]]) -> dict[str, str]:
+    return {str(row["file"]): str(row["sha256"]) for row in rows if "file" in row}
+
+
+def _nothing_to_undo(root: Path) -> InputError:
+    return InputError(f"there are no captions to take back in {root}", fix="check the folder")

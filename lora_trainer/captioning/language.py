@@ -1,0 +1,281 @@
+"""Sentences by vision-language models that transformers runs with its own classes.
+
+Input is a model's folder; code that lies in it is never run and pickles are never opened. Three ways
+of asking: a chat model gets a request in words, Florence-2 the name of a task, BLIP nothing. The
+likeliest word is always taken, so that a picture gets the same caption again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from PIL import Image
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from lora_trainer.captioning.catalogue import weight_files
+from lora_trainer.captioning.tagger import ModelCaption, OutOfRoom, UnusableModel, no_room
+from lora_trainer.common.errors import InputError, MachineError, RequestError
+from lora_trainer.families.checkpoints.base_folder import count_parameters
+from lora_trainer.hardware.device_calls import free_and_total_bytes
+from lora_trainer.hardware.machine import GIB, free_ram_bytes
+from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory
+from lora_trainer.run.device import CPU, best_device
+
+Device = Literal["auto", "cuda", "cpu"]
+REQUEST = (
+    "Describe this picture in one or two plain sentences for training an image generator: who or "
+    "what is shown, what it does, the surroundings, the light and the style. "
+    "Begin with the subject itself."
+)
+TASKS = ("<CAPTION>", "<DETAILED_CAPTION>", "<MORE_DETAILED_CAPTION>")
+TASK = "<DETAILED_CAPTION>"
+MAX_TOKENS = 150
+MAX_PIXELS = 1024 * 1024
+"""Of a picture as a model sees it: a chat model spends a token on every few hundred."""
+GPU_BATCH = 4
+WORKSPACE_BYTES = GIB
+"""What a few pictures take beside the weights; a guess, running out is handled as well."""
+# What transformers raises on files that do not fit: its own checks are the smaller part.
+_MISFITS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Describer:
+    """A loaded model, how its pictures are prepared, and what it is asked (None: nothing)."""
+
+    model: Any
+    processor: Any
+    text: str | None
+    is_chat: bool
+    max_tokens: int
+    torch_device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def batch_size(self) -> int:
+        """Pictures at a time: a processor gains nothing from several."""
+        return 1 if self.torch_device.type == "cpu" else GPU_BATCH
+
+    @property
+    def device(self) -> str:
+        return str(self.torch_device)
+
+    def describe(self, pictures: Sequence[Image.Image]) -> list[ModelCaption]:
+        """Return a description of each picture; raises OutOfRoom when memory runs out."""
+        try:
+            return self._described([_shrunk(picture) for picture in pictures])
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfRoom from None
+
+    def give_back(self) -> None:
+        """Free what was kept for the next pictures; call it outside the `except` block."""
+        free_memory()
+
+    @torch.inference_mode()
+    def _described(self, pictures: list[Image.Image]) -> list[ModelCaption]:
+        inputs = self._inputs(pictures)
+        inputs = inputs.to(self.torch_device, self.dtype)
+        tokens = self.model.generate(
+            **inputs,
+            max_new_tokens=self.max_tokens,
+            do_sample=False,
+            num_beams=1,
+            forced_eos_token_id=None,  # else a caption that is cut looks like one that ended
+        )
+        if self.is_chat:  # the request comes first
+            tokens = tokens[:, inputs["input_ids"].shape[1] :]
+        tokenizer = self.processor.tokenizer
+        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        ended = set(tokenizer.all_special_ids)
+        return [
+            _description(text, cut=int(row[-1]) not in ended)
+            for text, row in zip(texts, tokens.cpu(), strict=True)
+        ]
+
+    def _inputs(self, pictures: list[Image.Image]) -> Any:
+        if self.text is None:
+            return self.processor(images=pictures, return_tensors="pt")
+        nested = [[picture] for picture in pictures] if self.is_chat else pictures
+        return self.processor(
+            images=nested, text=[self.text] * len(pictures), padding=True, return_tensors="pt"
+        )
+
+
+def load_describer(
+    folder: Path, *, name: str, device: Device, prompt: str | None, max_tokens: int
+) -> Describer:
+    """Load the model in `folder`.
+
+    Raises InputError for files that do not fit, RequestError for a `prompt` it has no use for, and
+    MachineError for a device that is missing or too small.
+    """
+    place, dtype = _device(device)
+    _refuse_foreign(folder, name)
+    with _misfits_named(name):
+        processor = _processor(folder)
+        text, is_chat = _request(processor, name, prompt)
+    _refuse_too_large(folder, name, place, dtype)
+    with _misfits_named(name):
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+        model, loading = loaded
+        model = model.to(place).eval()
+    if absent := sorted(loading["missing_keys"]):  # they would be random numbers
+        raise UnusableModel(
+            name, f"lacks {len(absent)} weights of {type(model).__name__}, such as {absent[0]}"
+        )
+    return Describer(
+        model=model,
+        processor=processor,
+        text=text,
+        is_chat=is_chat,
+        max_tokens=max_tokens,
+        torch_device=place,
+        dtype=dtype,
+    )
+
+
+class _PicturesOnly:
+    """Leaves out the video part of a processor: it needs torchvision, and there are no videos here."""
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        parts: list[str] = super().get_attributes()  # type: ignore[misc]  # of the class it is mixed into
+        return [part for part in parts if part != "video_processor"]
+
+
+def _processor(folder: Path) -> Any:
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    whole: Any = PROCESSOR_MAPPING[type(config)]
+    PictureProcessor: Any = type(whole.__name__, (_PicturesOnly, whole), {})
+    processor = PictureProcessor.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    tokenizer = processor.tokenizer
+    tokenizer.padding_side = "left"  # a chat model goes on where the text ends
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return processor
+
+
+def _request(processor: Any, name: str, prompt: str | None) -> tuple[str | None, bool]:
+    """Return the text that goes with every picture, and whether it is a chat."""
+    if hasattr(processor, "task_prompts_without_inputs"):
+        if prompt is not None and prompt not in TASKS:
+            raise RequestError(
+                f"{name} is not asked in words", fix=f"let --prompt be one of {', '.join(TASKS)}"
+            )
+        return prompt or TASK, False
+    if processor.chat_template is not None:
+        content = [{"type": "image"}, {"type": "text", "text": prompt or REQUEST}]
+        chat = [{"role": "user", "content": content}]
+        return str(processor.apply_chat_template(chat, add_generation_prompt=True)), True
+    if prompt is not None:
+        raise RequestError(f"{name} takes no request", fix="leave --prompt out")
+    return None, False
+
+
+def _refuse_foreign(folder: Path, name: str) -> None:
+    """Raise InputError for a model that transformers has no class for."""
+    try:
+        kind = json.loads((folder / "config.json").read_bytes()).get("model_type")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UnusableModel(name, f"has no config.json that can be read ({error})") from None
+    if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        raise UnusableModel(
+            name, f"is of type {kind!r}, which transformers does not run without foreign code"
+        )
+
+
+def _refuse_too_large(folder: Path, name: str, place: torch.device, dtype: torch.dtype) -> None:
+    """Raise MachineError before weights are loaded that will not fit."""
+    try:
+        parameters = count_parameters(weight_files(folder))
+    except InputError as error:
+        raise InputError(error.found, fix="download the captioning model again") from None
+    needed_bytes = parameters * dtype.itemsize + WORKSPACE_BYTES
+    free_bytes = free_ram_bytes() if place.type == "cpu" else free_and_total_bytes(place)[0]
+    if needed_bytes > free_bytes:
+        raise no_room(
+            name,
+            f"needs about {needed_bytes / GIB:.1f} GiB on {place}, {free_bytes / GIB:.1f} are free",
+        )
+
+
+@contextmanager
+def _misfits_named(name: str) -> Iterator[None]:
+    """Turn what transformers raises while it loads a model into one line."""
+    try:
+        yield
+    except ImportError as error:
+        raise MachineError(
+            f"captioning model {name} needs a package that is missing: {_one_line(error)}",
+            fix="pip install that package, or take another --model",
+        ) from None
+    except _MISFITS as error:
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+            raise no_room(name, "does not fit into the memory") from None
+        raise UnusableModel(name, f"does not load: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _device(asked: Device) -> tuple[torch.device, torch.dtype]:
+    """Return where the model runs, and in which dtype; raises MachineError without the GPU asked for."""
+    place, has_bf16 = best_device() if asked != "cpu" else (CPU, False)
+    if place.type == "cpu":
+        if asked not in ("auto", "cpu"):
+            raise MachineError(
+                f"--device {asked}, but torch {torch.__version__} finds no card it can use",
+                fix="use --device cpu, or see what lora-train doctor says",
+            )
+        return place, torch.float32
+    return place, torch.bfloat16 if has_bf16 else torch.float16
+
+
+def _shrunk(picture: Image.Image) -> Image.Image:
+    width_px, height_px = picture.size
+    scale = (MAX_PIXELS / (width_px * height_px)) ** 0.5
+    if scale >= 1:
+        return picture
+    size = max(1, round(width_px * scale)), max(1, round(height_px * scale))
+    return picture.resize(size, Image.Resampling.LANCZOS)
+
+
+def _description(text: str, *, cut: bool) -> ModelCaption:
+    """Return what was said; of what was cut, the whole sentences where there are any."""
+    if cut and (whole := re.match(r".*[.!?](?=\s)", text, re.DOTALL)):
+        text = whole[0]
+    return ModelCaption(text=text, cut=cut)

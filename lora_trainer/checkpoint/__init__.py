@@ -1,0 +1,1 @@
+"""Resume states that survive a kill at any instant."""

@@ -1,0 +1,378 @@
+"""Resume states that survive a kill at any instant: written aside, hashed, published by a rename.
+
+Input is a TrainingState, output `states/step-00000250/` with adapter.safetensors, optim.safetensors
+and optim.json, state.json and, written last, MANIFEST.json with the size and SHA-256 of each. A
+state is valid when its manifest verifies; nothing else decides (no mtime, no "latest" pointer).
+Older states are pruned only after the new one is durable, and two are always kept. No pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from lora_trainer.checkpoint.codec import (
+    Copy,
+    Packed,
+    append_durably,
+    file_parts,
+    make_folder,
+    pack,
+    remove_tree,
+    rename_durably,
+    snapshot,
+    unpack,
+    write_folder,
+)
+from lora_trainer.common.errors import MachineError, TrainingStopped
+from lora_trainer.common.events import EventStream, Severity
+from lora_trainer.common.files import (
+    Data,
+    disk_error,
+    json_bytes,
+    parts_of,
+    retry_while_open,
+    sha256_bytes,
+)
+
+FORMAT_VERSION = 1
+MANIFEST, LOG = "MANIFEST.json", "log.jsonl"
+ADAPTER, STATE = "adapter.safetensors", "state.json"
+OPTIMIZER_TENSORS, OPTIMIZER = "optim.safetensors", "optim.json"
+FILES = (ADAPTER, OPTIMIZER_TENSORS, OPTIMIZER, STATE)
+MIN_KEPT = 2
+_PUBLISHED = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"\.(tmp|del)-step-(\d{8,})\.(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """All that the next step depends on and that cannot be computed from the settings.
+
+    `adapter` holds the fp32 masters by name, `optimizer` a `state_dict()`, `extras` the loop's own
+    values (None, bool, int, float, str, lists and dicts of them). Loaded tensors are on the CPU.
+    """
+
+    step: int
+    images_seen: int
+    adapter: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any]
+    extras: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frozen:
+    """A state as it was at one moment, on the host; what training does next cannot change it."""
+
+    step: int
+    images_seen: int
+    adapter: Mapping[str, Tensor]
+    optimizer: Packed
+    extras: Packed
+
+
+def freeze(state: TrainingState, *, copy: Copy | None = None) -> Frozen:
+    """Copy a state, by default into new memory; raises NonFiniteAdapter, having copied nothing.
+
+    This is all of a save that training waits for. `copy` is as in `pack`.
+    """
+    take = copy or (lambda _, tensor: snapshot(tensor))
+    _refuse_spoilt(state)
+    extras = pack({"extras": dict(state.extras)})
+    if extras.tensors:
+        raise TypeError(
+            f"extras hold a tensor at {min(extras.tensors)}; only plain values are saved"
+        )
+    return Frozen(
+        step=state.step,
+        images_seen=state.images_seen,
+        adapter={name: take(f"adapter.{name}", tensor) for name, tensor in state.adapter.items()},
+        optimizer=pack(
+            state.optimizer, copy=lambda name, tensor: take(f"optimizer.{name}", tensor)
+        ),
+        extras=extras,
+    )
+
+
+def thaw(frozen: Frozen) -> TrainingState:
+    """Return the state that was frozen, in memory of its own."""
+    tensors = {name: tensor.clone() for name, tensor in frozen.optimizer.tensors.items()}
+    return TrainingState(
+        step=frozen.step,
+        images_seen=frozen.images_seen,
+        adapter={name: tensor.clone() for name, tensor in frozen.adapter.items()},
+        optimizer=unpack(Packed(tree=frozen.optimizer.tree, tensors=tensors)),
+        extras=unpack(frozen.extras)["extras"],
+    )
+
+
+def tensors_digest(frozen: Frozen) -> bytes:
+    """Return the SHA-256 of all tensors of a state, which is the same for the same bits only."""
+    digest = hashlib.sha256()
+    for tensors in (frozen.adapter, frozen.optimizer.tensors):
+        for part in file_parts(tensors):
+            digest.update(part)
+    return digest.digest()
+
+
+def state_bytes(frozen: Frozen) -> bytes:
+    """Return a state in one piece, to be sent to another process."""
+    contents = {name: b"".join(parts_of(data)) for name, data in _encode(frozen).items()}
+    sizes = [len(contents[name]).to_bytes(8, "little") for name in FILES]
+    return b"".join([*sizes, *(contents[name] for name in FILES)])
+
+
+def state_of(data: bytes) -> TrainingState:
+    """Return the state of `state_bytes`."""
+    start = 8 * len(FILES)
+    contents = {}
+    for index, name in enumerate(FILES):
+        size = int.from_bytes(data[8 * index : 8 * index + 8], "little")
+        contents[name] = data[start : start + size]
+        start += size
+    return _decode(contents)
+
+
+class NonFiniteAdapter(TrainingStopped):
+    """The adapter holds values that are not finite numbers; such a state is never kept."""
+
+
+def _refuse_spoilt(state: TrainingState) -> None:
+    # What is not finite makes a sum that is not; one pass, and one answer from a device.
+    sums = [tensor.sum() for tensor in state.adapter.values()]
+    if not sums or bool(torch.stack(sums).isfinite().all()):
+        return
+    # Six times as slow as the sums, which can also overflow.
+    spoilt = [name for name, tensor in state.adapter.items() if not tensor.isfinite().all()]
+    if spoilt:
+        raise NonFiniteAdapter(
+            f"step {state.step} is not saved: {spoilt[0]} holds values that are not finite numbers",
+            fix="resume from the last state with a lower optimizer.learning_rate",
+        )
+
+
+def save_state(folder: Path, state: TrainingState, *, keep: int) -> Path:
+    """Freeze and write `state`; see `freeze` and `write_state`."""
+    return write_state(folder, freeze(state), keep=keep)
+
+
+def write_state(folder: Path, state: Frozen, *, keep: int) -> Path:
+    """Write `state` into `folder`, then prune to the `keep` (at least 2) newest; return its folder.
+
+    On return the state survives a power cut. Raises MachineError when the disk refuses anything, in
+    which case older states are untouched.
+    """
+    contents = _encode(state)
+    manifest = json_bytes(_manifest(state.step, contents))
+    target = folder / _folder_name(state.step)
+    unfinished = folder / f".tmp-{target.name}.{os.getpid()}"
+    try:
+        make_folder(folder)
+        remove_tree(unfinished)
+        write_folder(unfinished, {**contents, MANIFEST: manifest})
+        if target.exists():
+            _discard(target)
+        rename_durably(unfinished, target)
+        append_durably(folder / LOG, _log_line(state.step, contents, manifest))
+        _prune(folder, newest=target, keep=max(keep, MIN_KEPT))
+    except OSError as error:
+        with suppress(OSError):
+            remove_tree(unfinished)
+        raise disk_error(target, error) from error
+    return target
+
+
+def load_newest(folder: Path, *, events: EventStream | None) -> TrainingState | None:
+    """Return the valid state of the highest step, or None when there is none; call it at start.
+
+    Newer states that do not verify are moved aside as `bad-step-…` and reported; what dead
+    processes left half-written or half-removed is cleaned up. Raises MachineError only when the
+    folder itself cannot be listed: starting anew would be worse.
+    """
+    reporter = _Reporter(events=events)
+    try:
+        if not folder.is_dir():
+            return None
+        found = _first_valid(folder, reporter)
+        leftovers = [path for path, match in _matching(folder, _LEFTOVER) if _is_ours(match)]
+    except OSError as error:
+        raise MachineError(
+            f"cannot read {folder}: {error.strerror}", fix="make the folder readable, then resume"
+        ) from error
+    for path in leftovers:
+        with reporter.tolerating(path, "cannot remove leftovers"):
+            remove_tree(path)
+    return found
+
+
+def _first_valid(folder: Path, reporter: _Reporter) -> TrainingState | None:
+    for path, step, is_published in _candidates(folder):
+        try:
+            state = _read(path, step=step)
+        except _InvalidStateError as error:
+            if is_published:
+                reporter.report(path, f"resume state is not usable: {error}", severity="error")
+                with reporter.tolerating(path, "cannot move it aside"):
+                    os.rename(path, _free_name(folder / f"bad-{path.name}"))  # noqa: PTH104
+            continue
+        if not is_published:
+            # Killed between taking an old state of this step away and putting the new one there.
+            with reporter.tolerating(path, "cannot restore it"):
+                rename_durably(path, folder / _folder_name(step))
+        return state
+    return None
+
+
+def _candidates(folder: Path) -> list[tuple[Path, int, bool]]:
+    """Return (path, step, is published) of all states, highest step first, published ones first."""
+    published = [(path, int(match[1]), True) for path, match in _matching(folder, _PUBLISHED)]
+    removing = [
+        (path, int(match[2]), False)
+        for path, match in _matching(folder, _LEFTOVER)
+        if match[1] == "del" and _is_ours(match)
+    ]
+    return sorted([*published, *removing], key=lambda found: (-found[1], not found[2]))
+
+
+def _prune(folder: Path, *, newest: Path, keep: int) -> None:
+    """Remove all but `newest` and the `keep` - 1 states before it by step."""
+    steps = {path: int(match[1]) for path, match in _matching(folder, _PUBLISHED) if path != newest}
+    for path in sorted(steps, key=lambda path: -steps[path])[keep - 1 :]:
+        _discard(path)
+    for path, match in _matching(folder, _LEFTOVER):
+        if match[1] == "del" and int(match[3]) == os.getpid():
+            remove_tree(path)
+
+
+def _discard(path: Path) -> None:
+    """Take a state out of the count with one rename; `_prune` removes its files later."""
+    hidden = path.with_name(f".del-{path.name}.{os.getpid()}")
+    remove_tree(hidden)
+    retry_while_open(lambda: os.rename(path, hidden))  # noqa: PTH104
+
+
+def _encode(state: Frozen) -> dict[str, Data]:
+    loop = pack(
+        {"step": state.step, "images_seen": state.images_seen, "adapter": list(state.adapter)}
+    ).tree
+    loop["dict"] += state.extras.tree["dict"]
+    return {
+        ADAPTER: file_parts(state.adapter),
+        OPTIMIZER_TENSORS: file_parts(state.optimizer.tensors),
+        OPTIMIZER: json_bytes(state.optimizer.tree),
+        STATE: json_bytes(loop),
+    }
+
+
+def _decode(contents: Mapping[str, bytes]) -> TrainingState:
+    loop = unpack(Packed(tree=json.loads(contents[STATE]), tensors={}))
+    tensors = load(contents[ADAPTER])
+    optimizer_tensors = load(contents[OPTIMIZER_TENSORS])
+    return TrainingState(
+        step=loop["step"],
+        images_seen=loop["images_seen"],
+        adapter={name: tensors[name] for name in loop["adapter"]},
+        optimizer=unpack(Packed(tree=json.loads(contents[OPTIMIZER]), tensors=optimizer_tensors)),
+        extras=loop["extras"],
+    )
+
+
+def _manifest(step: int, contents: Mapping[str, Data]) -> dict[str, Any]:
+    files = {
+        name: {"sha256": sha256_bytes(data), "bytes": _size(data)}
+        for name, data in contents.items()
+    }
+    return {"format_version": FORMAT_VERSION, "step": step, "files": files}
+
+
+def _size(data: Data) -> int:
+    return sum(map(len, parts_of(data)))
+
+
+def _log_line(step: int, contents: Mapping[str, Data], manifest: bytes) -> bytes:
+    total = sum(map(_size, contents.values())) + len(manifest)
+    row = {"step": step, "bytes": total, "manifest_sha256": sha256_bytes(manifest)}
+    return json.dumps(row).encode()
+
+
+class _InvalidStateError(Exception):
+    """Why a folder is no usable state."""
+
+
+def _read(folder: Path, *, step: int) -> TrainingState:
+    """Read and verify a state; raises _InvalidStateError saying what is wrong with it."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        contents = {name: (folder / name).read_bytes() for name in FILES}
+        if manifest["format_version"] != FORMAT_VERSION:
+            version = manifest["format_version"]
+            raise _InvalidStateError(
+                f"its format is {version!r}, this program reads {FORMAT_VERSION}"
+            )
+        expected = _manifest(step, contents)
+        changed = [name for name in FILES if manifest["files"][name] != expected["files"][name]]
+        if changed or manifest != expected:
+            what = changed[0] if changed else MANIFEST
+            raise _InvalidStateError(f"{what} is not as it was written")
+        return _decode(contents)
+    except FileNotFoundError as error:
+        raise _InvalidStateError(f"{Path(error.filename).name} is missing") from None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
+        raise _InvalidStateError(f"{type(error).__name__}: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reporter:
+    """Turns what is wrong with stored states into problems of the run, never into an exception."""
+
+    events: EventStream | None
+
+    def report(self, path: Path, what: str, *, severity: Severity) -> None:
+        if self.events is not None:
+            fix = "nothing to do: the run goes on from the newest state that is whole"
+            self.events.problem(what, fix=fix, severity=severity, file=path.name, code="CKP-05")
+
+    @contextmanager
+    def tolerating(self, path: Path, what: str) -> Iterator[None]:
+        """Report an OSError of the block instead of letting it through."""
+        try:
+            yield
+        except OSError as error:
+            self.report(path, f"{what}: {error.strerror}", severity="warning")
+
+
+def _folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _free_name(path: Path) -> Path:
+    number, candidate = 1, path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}.{number}")
+    return candidate
+
+
+def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
+    for path in sorted(folder.iterdir()):
+        if match := pattern.fullmatch(path.name):
+            yield path, match
+
+
+def _is_ours(leftover: re.Match[str]) -> bool:
+    """Whether no other living process can work on it; at start, our own pid is a reused one."""
+    pid = int(leftover[3])
+    return pid == os.getpid() or not psutil.pid_exists(pid)

@@ -1,0 +1,238 @@
+"""Saves that training does not wait for: copied to the host between two steps, written by a thread.
+
+Inputs are a TrainingState and what else belongs to the save (the rolling export); output are a state
+on the disk and then, not before, the `saved` event: that event is the acknowledgement. At most one
+save is under way, the next one waits for it, so that `save_every_steps` stays the most a kill can
+lose. A disk that refuses is a problem twice and the end of the run the third time; the last save of a
+run is tried all the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from lora_trainer.checkpoint.codec import Copy
+from lora_trainer.checkpoint.states import Frozen, TrainingState, freeze, thaw, write_state
+from lora_trainer.common.errors import LoraTrainError, MachineError, first_line
+from lora_trainer.common.events import EventStream
+from lora_trainer.hardware.device_calls import mark, may_copy_ahead
+from lora_trainer.network.out_of_memory import is_out_of_memory
+from lora_trainer.network.pinned_memory import pinned
+
+MAX_FAILURES = 3
+Export = Callable[[], str]
+"""Writes the rolling export of a save and returns its name; runs in the writer's thread."""
+Exporter = Callable[[Copy], Export]
+"""Copies what an export needs; runs in the training thread."""
+
+
+@dataclass(kw_only=True)
+class HostCopies:
+    """Host memory that every save uses again: mapping new pages would double what a copy costs.
+
+    What is taken is copied by `mark`, all at once: one copy after another would wake and lose the
+    threads each time. Copies from a CUDA device go to pinned memory, where there is any, and may still be
+    under way then; `arrived` waits.
+    """
+
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    wanted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    device: torch.device | None = None
+    copied: torch.Event | None = None
+
+    def take(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the buffer of that name, which has the values of `tensor` after the next `mark`."""
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = pinned().empty(
+                tensor.shape, dtype=tensor.dtype, device=tensor.device, rare=True
+            )
+            self.buffers[name] = buffer
+        if may_copy_ahead(tensor.device):
+            self.device = tensor.device
+        self.wanted.append((buffer, tensor.detach()))
+        return buffer
+
+    def mark(self) -> None:
+        """Make the copies of a save, or ask the device for them."""
+        wanted, self.wanted = self.wanted, []
+        if wanted:
+            buffers, tensors = map(list, zip(*wanted, strict=True))
+            # What cannot be waited for by an event is waited for here: MPS copies late all the same.
+            torch._foreach_copy_(buffers, tensors, non_blocking=self.device is not None)
+        if self.device is not None:
+            self.copied = mark(self.device)
+
+    def arrived(self) -> None:
+        """Return once all copies asked for before the last `mark` are made."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
+@dataclass(kw_only=True)
+class StateWriter:
+    """Writes the states of one run into `folder`, `keep` of them, and remembers the newest copy.
+
+    As a context manager it waits at the end for what is under way, unless somebody wants to quit at
+    once.
+    """
+
+    folder: Path
+    keep: int
+    events: EventStream
+    clock: Callable[[], float] = time.perf_counter
+    copies: HostCopies = field(default_factory=HostCopies)
+    failures: int = 0
+    _newest: Frozen | None = None
+    _thread: threading.Thread | None = None
+    _failed: LoraTrainError | None = None
+    _unwritten: LoraTrainError | None = None
+    _mistake: Exception | None = None
+
+    def __enter__(self) -> StateWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not KeyboardInterrupt:
+            self.wait()
+
+    def remember(self, state: TrainingState) -> None:
+        """Copy a state that `newest` shall return, without writing it; as `save`, waits and raises."""
+        self.wait()
+        self._newest = freeze(state, copy=self.copies.take)
+        self.copies.mark()
+
+    def save(self, state: TrainingState, *, export: Exporter | None, last: bool = False) -> None:
+        """Copy `state` and have it written, then exported; returns after the copy.
+
+        Raises what the third failure in a row was, unless it is the `last` save of the run, and
+        NonFiniteAdapter; in both cases nothing is copied.
+        """
+        began = self.clock()
+        self.wait()
+        if not last:
+            self._raise_repeated()
+        # Started first: a thread that starts takes the interpreter, which would be waited for here.
+        copied: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(
+            target=_do_next,
+            args=(copied,),
+            name="lora-train-state-writer",
+            daemon=True,  # quitting at once must not wait for the disk
+        )
+        self._thread.start()
+        work = None
+        try:
+            frozen = self._newest = freeze(state, copy=self.copies.take)
+            write_export = export(self.copies.take) if export is not None else None
+            self.copies.mark()
+            blocked_s = self.clock() - began
+            work = partial(self._work, frozen, write_export, began, blocked_s, last)
+        finally:
+            copied.put(work)
+
+    def wait(self) -> None:
+        """Return when no save is under way; raises what was no fault of the disk or the adapter."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        mistake, self._mistake = self._mistake, None
+        if mistake is not None:
+            raise mistake
+
+    def wait_for_acknowledgement(self) -> None:
+        """Return when the last state is on the disk; raises MachineError when it is not."""
+        self.wait()
+        if self._unwritten is not None:
+            raise self._unwritten
+
+    def newest(self) -> TrainingState:
+        """Return the newest state that was copied, also when the disk refused it."""
+        if self._newest is None:
+            raise AssertionError("nothing was remembered at the start")
+        self.copies.arrived()
+        return thaw(self._newest)
+
+    def _raise_repeated(self) -> None:
+        if self.failures >= MAX_FAILURES and self._failed is not None:
+            raise self._failed
+
+    def _work(
+        self, frozen: Frozen, export: Export | None, began: float, blocked_s: float, last: bool
+    ) -> None:
+        self._failed = self._unwritten = None
+        try:
+            try:
+                with _memory_for("the state"):
+                    self.copies.arrived()
+                    folder = write_state(self.folder, frozen, keep=self.keep)
+            except LoraTrainError as error:
+                self._unwritten = error
+                raise
+            file, failed = _attempt(export)
+            self.events.emit(
+                "saved",
+                step=frozen.step,
+                export=file,
+                state=folder.name,
+                bytes=sum(path.stat().st_size for path in folder.iterdir()),
+                seconds=self.clock() - began,
+                blocked_s=blocked_s,
+            )
+            if failed is not None:
+                raise failed
+        except LoraTrainError as error:
+            self.failures += 1
+            self._failed = error
+            counted = f"{self.failures} of {MAX_FAILURES} in a row end the run"
+            self.events.problem(
+                f"saving at step {frozen.step} failed ({'the last save' if last else counted}): "
+                f"{error.found}",
+                fix=error.fix,
+                code="CKP-03",
+            )
+        except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
+            self._mistake = error
+        else:
+            self.failures = 0
+
+
+def _attempt(export: Export | None) -> tuple[str | None, LoraTrainError | None]:
+    """Return the name of the export, or why there is none; a state counts without it."""
+    if export is None:
+        return None, None
+    try:
+        with _memory_for("the exported file"):
+            return export(), None
+    except LoraTrainError as error:
+        return None, error
+
+
+@contextmanager
+def _memory_for(what: str) -> Iterator[None]:
+    """Turn running out of memory into a MachineError: a save that failed, as one the disk refused."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            raise
+        raise MachineError(
+            f"there was not enough memory for {what}: {first_line(error)}",
+            fix="close what else uses the machine's memory",
+        ) from error
+
+
+def _do_next(given: SimpleQueue[Callable[[], None] | None]) -> None:
+    work = given.get()
+    if work is not None:
+        work()

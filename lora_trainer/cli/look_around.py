@@ -1,0 +1,80 @@
+"""The commands that look around and change nothing but a cache: check, inspect, presets, doctor; and gui.
+
+None imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from lora_trainer.cli.options import Base, Json, Reply, Sets, overrides
+from lora_trainer.common.errors import RequestError
+
+
+def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = False) -> Reply:  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    """Report on a dataset: score, buckets, unusable files, captions, duplicates; each with advice."""
+    from lora_trainer.run.answers import check_text
+    from lora_trainer.run.prepare import Request, examine
+
+    found = examine(Request(dataset=dataset, overrides=overrides(set_, base=base)))
+    return Reply(value=found.to_json() if json else check_text(found.report), as_json=json)
+
+
+def inspect(file: Path, /, *, json: Json = False) -> Reply:
+    """Say what a LoRA file is: family, key format, rank, alpha, metadata, problems."""
+    from lora_trainer.lora_file.inspect import inspect_file
+    from lora_trainer.run.answers import inspect_text
+
+    inspection = inspect_file(file)
+    return Reply(value=inspection.to_json() if json else inspect_text(inspection), as_json=json)
+
+
+def presets() -> Reply:
+    """List every preset cell: what each hardware tier and priority sets."""
+    from lora_trainer.run.answers import presets_text
+
+    return Reply(value=presets_text(), as_json=False)
+
+
+def doctor(
+    *,
+    clear_cache: Annotated[
+        bool, Parameter(negative="", help="empty the cache that all trainings share")
+    ] = False,
+    set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    json: Json = False,
+) -> Reply:
+    """Say what this machine is, what trains on it and why, and what is missing with how to mend it."""
+    from lora_trainer.config.config import build_config
+    from lora_trainer.dataset.run_dataset import cache_in
+    from lora_trainer.run.answers import cleared_text, doctor_json
+    from lora_trainer.run.machine_report import checks, checks_json, doctor_text
+
+    if clear_cache:
+        from lora_trainer.cache.lease import clear
+
+        done = clear(cache_in(build_config(overrides(set_))))
+        cleared = {"folder": str(done.folder), "files": done.files, "bytes": done.bytes}
+        return Reply(value=cleared if json else cleared_text(done), as_json=json)
+        return None
+    if set_:
+        raise RequestError("--set does nothing here", fix="leave it out, or add --clear-cache")
+    from lora_trainer.hardware.machine import detect
+
+    hardware = detect()
+    found = checks(hardware, cache=cache_in(build_config({})).root, environment=os.environ)
+    if json:
+        return Reply(value={**doctor_json(hardware), "checks": checks_json(found)}, as_json=True)
+    return Reply(value=doctor_text(found), as_json=False)
+
+
+def gui(
+    *words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+) -> None:
+    """Open the graphical interface; its options are those of `lora-train-gui --help`."""
+    importlib.import_module("lora_trainer.gui.app").main(words)

@@ -1,0 +1,169 @@
+"""`lora-train profile` and `bench`: short trainings measured, and how the results are shown.
+
+What `bench` and `profile` say: as tables for people, as plain values for scripts.
+
+Functions take finished results and return rich renderables; nothing is computed here.
+
+`lora-train profile` and `bench`: short trainings, watched and measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lora_trainer.cli.options import (
+    Base,
+    ConfigFile,
+    Json,
+    Preset,
+    Priorities,
+    Reply,
+    Sets,
+    console,
+    overrides,
+)
+from lora_trainer.common.dist_env import read_dist_env
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.quiet import quiet_libraries
+from lora_trainer.measuring.bench import BenchRow
+from lora_trainer.planning.search import gib
+
+if TYPE_CHECKING:
+    from lora_trainer.measuring.profile import Profiled
+
+_SHOWN_OPERATIONS = 10
+
+
+def bench_table(rows: Sequence[BenchRow]) -> RenderableType:
+    """Return the table of a bench: one row per training, what failed last."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    for title in (
+        "s a step",
+        "images/s",
+        "against planned",
+        "peak",
+        "predicted",
+        "cached images/s",
+    ):
+        table.add_column(title, justify="right")
+    planned = rows[0].images_per_s if rows else None
+    for row in rows:
+        if row.failure is None:
+            table.add_row(*map(Text, (row.name, *_figures(row, planned))))
+    failures = [Text(f"{row.name}: {row.failure}", style="yellow") for row in rows if row.failure]
+    return Group(table, *failures)
+
+
+def _figures(row: BenchRow, planned: float | None) -> tuple[str, ...]:
+    speed = row.images_per_s
+    return (
+        "" if row.seconds_per_step is None else f"{row.seconds_per_step:.3f}",
+        "" if speed is None else f"{speed:.2f}",
+        f"{speed / planned:.2f}x" if speed and planned else "",
+        "" if row.peak_bytes is None else gib(row.peak_bytes),
+        "" if row.predicted_bytes is None else gib(row.predicted_bytes),
+        "warm" if row.cached_images_per_s is None else f"{row.cached_images_per_s:.2f}",
+    )
+
+
+def profile_text(profiled: Profiled) -> RenderableType:
+    """Return what a profile found: shares, the longest operations, where the trace is, the verdict."""
+    shares = Table("where a step's time goes", "share", box=None, pad_edge=False)
+    for cause, share in profiled.verdict.shares.items():
+        shares.add_row(cause, Text(f"{100 * share:.1f} %", justify="right"))
+    longest = sorted(profiled.measured.work_s.items(), key=lambda item: -item[1])
+    operations = Table("operation", "ms a step", box=None, pad_edge=False)
+    for name, seconds in longest[:_SHOWN_OPERATIONS]:
+        operations.add_row(Text(name[:80]), Text(f"{1000 * seconds:.2f}", justify="right"))
+    return Group(
+        shares,
+        "",
+        operations,
+        "",
+        Text(f"{profiled.measured.wall_s:.3f} s a step over {profiled.steps} steps"),
+        Text(f"trace: {profiled.trace} (tensorboard --logdir, or open it in Perfetto)"),
+        Text(profiled.verdict.sentence, style="bold"),
+    )
+
+
+def profile(
+    dataset: Path,
+    /,
+    *,
+    preset: Preset = "auto",
+    priority: Priorities = "balanced",
+    base: Base = None,
+    config: ConfigFile = None,
+    set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    steps: Annotated[int, Parameter(help="optimizer steps to watch")] = 10,
+    output: Annotated[Path, Parameter(help="folder for the run folder with the trace")] = Path(
+        "runs"
+    ),
+    json: Json = False,
+) -> Reply:
+    """Train a few steps under torch's profiler and say what sets the pace, and which setting changes it."""
+    if (processes := read_dist_env().count) > 1:
+        raise RequestError(
+            f"profile looks at one process, and the launcher started {processes}",
+            fix="start it without the launcher",
+        )
+    quiet_libraries()
+    from lora_trainer.measuring.profile import profile_run
+    from lora_trainer.reporting.console import ConsoleListener
+    from lora_trainer.run.prepare import Request
+
+    request = Request(
+        dataset=dataset,
+        preset=preset,
+        priority=priority,
+        config_file=config,
+        overrides=overrides(set_, base=base),
+    )
+    with ConsoleListener(console(stderr=True)) as listener:
+        found = profile_run(request, steps=steps, output=output, listeners=(listener,))
+    return Reply(value=found.to_json() if json else profile_text(found), as_json=json)
+
+
+def bench(
+    dataset: Path,
+    /,
+    *,
+    preset: Preset = "auto",
+    priority: Priorities = "balanced",
+    base: Base = None,
+    config: ConfigFile = None,
+    set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    steps: Annotated[int, Parameter(help="optimizer steps of each training, after a warm-up")] = 8,
+    only: Annotated[
+        list[str], Parameter(negative="", help="setting to vary, repeatable [default: all]")
+    ] = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    json: Json = False,
+) -> Reply:
+    """Measure short trainings that differ in one setting each: batch sizes, kernels, resolutions."""
+    from lora_trainer.measuring.bench import bench
+    from lora_trainer.run.prepare import Request
+
+    request = Request(
+        dataset=dataset,
+        preset=preset,
+        priority=priority,
+        config_file=config,
+        overrides=overrides(set_, base=base),
+    )
+    rows = bench(
+        request,
+        steps=steps,
+        only=only,
+        on_start=lambda variant, count: console(stderr=True).print(
+            f"measuring {variant.name} (of {count})", style="dim", highlight=False
+        ),
+    )
+    return Reply(value=[row.to_json() for row in rows] if json else bench_table(rows), as_json=json)

@@ -1,0 +1,237 @@
+"""The commands on finished files: convert, merge, resize, extract, describe.
+
+Nothing here computes, and torch is imported only when a command runs. A command that ends in an error
+or is interrupted leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from signal import SIGINT
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from lora_trainer.cli.options import Json, Reply
+from lora_trainer.common.errors import RequestError, StoppedBySignal
+from lora_trainer.common.quiet import quiet_libraries
+from lora_trainer.config.config import Precision
+from lora_trainer.costs.sample_cost import Targets
+from lora_trainer.families.base import FileFormat
+from lora_trainer.lora_file.formats import Asked
+
+if TYPE_CHECKING:
+    from lora_trainer.tools.results import Result
+
+Output = Annotated[Path, Parameter(help="file to write")]
+Force = Annotated[bool, Parameter(negative="", help="replace an existing output")]
+MadeFor = Annotated[
+    str | None,
+    Parameter(name="--base", help="the model it was made for [default: the public release]"),
+]
+OwnPrecision = Annotated[
+    Precision | None, Parameter(help="fp32, bf16 or fp16 [default: the input's]")
+]
+Entry = Annotated[str | None, Parameter(help="text of this entry, empty to remove it")]
+OwnFormat = Annotated[Asked, Parameter(help="key names [default: the input's, or what fits]")]
+
+
+def convert(
+    file: Path,
+    /,
+    *,
+    format: Annotated[FileFormat, Parameter(help="whose key names the result has")],
+    output: Annotated[
+        Path | None, Parameter(help="file to write [default: FILE-FORMAT.safetensors]")
+    ] = None,
+    precision: OwnPrecision = None,
+    base: MadeFor = None,
+    force: Force = False,
+    json: Json = False,
+) -> Reply:
+    """Write an adapter in the key names of kohya, diffusers or ComfyUI; its updates stay the same."""
+    with _nothing_left_behind():
+        from lora_trainer.tools.convert import convert
+
+        return _answer(
+            convert(
+                file, format=format, output=output, precision=precision, base=base, force=force
+            ),
+            as_json=json,
+        )
+
+
+def merge(
+    files: list[str],
+    /,
+    *,
+    output: Output,
+    into: Annotated[
+        str | None,
+        Parameter(help="bake the sum into this base model: folder, .safetensors or Hub id"),
+    ] = None,
+    rank: Annotated[int | None, Parameter(help="cut the sum to this rank [default: exact]")] = None,
+    format: OwnFormat = "auto",
+    precision: OwnPrecision = None,
+    base: MadeFor = None,
+    force: Force = False,
+    json: Json = False,
+) -> Reply:
+    """Add adapters up, each FILE or FILE:WEIGHT, to one adapter, or into a base model with --into."""
+    with _nothing_left_behind():
+        from lora_trainer.tools.merge import merge, parse_weighted
+        from lora_trainer.tools.merge_base import bake
+
+        inputs = [parse_weighted(text) for text in files]
+        if into is None:
+            merged = merge(
+                inputs,
+                output=output,
+                rank=rank,
+                format=format,
+                precision=precision,
+                base=base,
+                force=force,
+            )
+            return _answer(merged, as_json=json)
+        _refuse_beside_into(rank=rank, format=format, precision=precision, base=base)
+        return _answer(bake(inputs, base=into, output=output, force=force), as_json=json)
+
+
+def resize(
+    file: Path,
+    /,
+    *,
+    output: Output,
+    rank: Annotated[int | None, Parameter(help="the highest rank a module may keep")] = None,
+    ratio: Annotated[
+        float | None, Parameter(help="keep singular values of at least the largest / RATIO")
+    ] = None,
+    energy: Annotated[
+        float | None, Parameter(help="keep the lowest rank with this share of the energy")
+    ] = None,
+    format: OwnFormat = "auto",
+    precision: OwnPrecision = None,
+    base: MadeFor = None,
+    force: Force = False,
+    json: Json = False,
+) -> Reply:
+    """Cut a LoRA, LoHa or LoKr to a lower rank by its singular values; the result is a LoRA."""
+    with _nothing_left_behind():
+        from lora_trainer.tools.resize import ResizeLimits, resize
+
+        return _answer(
+            resize(
+                file,
+                ResizeLimits(rank=rank, ratio=ratio, energy=energy),
+                output=output,
+                format=format,
+                precision=precision,
+                base=base,
+                force=force,
+            ),
+            as_json=json,
+        )
+
+
+def extract(
+    tuned: str,
+    base: str,
+    /,
+    *,
+    output: Output,
+    rank: Annotated[
+        int | None, Parameter(help="rank of every layer, or with --energy the most")
+    ] = None,
+    energy: Annotated[
+        float | None, Parameter(help="the lowest rank with this share of the layer's energy")
+    ] = None,
+    targets: Annotated[Targets, Parameter(help="layers of the denoiser that may get one")] = "all",
+    format: Annotated[Asked, Parameter(help="key names [default: the most widely read]")] = "auto",
+    precision: Annotated[Precision, Parameter(help="of the result")] = "fp16",
+    force: Force = False,
+    json: Json = False,
+) -> Reply:
+    """Write what TUNED has beyond BASE, two base models of one family, as a LoRA."""
+    with _nothing_left_behind():
+        from lora_trainer.tools.extract import extract
+
+        return _answer(
+            extract(
+                tuned,
+                base,
+                output=output,
+                rank=rank,
+                energy=energy,
+                targets=targets,
+                format=format,
+                precision=precision,
+                force=force,
+            ),
+            as_json=json,
+        )
+
+
+def describe(
+    file: Path,
+    /,
+    *,
+    title: Entry = None,
+    description: Entry = None,
+    author: Entry = None,
+    license: Entry = None,
+    trigger: Annotated[str | None, Parameter(help="the words that call the concept")] = None,
+    tags: Annotated[str | None, Parameter(help="words to find it by, with commas between")] = None,
+    output: Annotated[
+        Path | None, Parameter(help="file to write [default: FILE, whose tensors stay the same]")
+    ] = None,
+    force: Force = False,
+    json: Json = False,
+) -> Reply:
+    """Write what people are told about an adapter into its header; an empty text removes an entry."""
+    with _nothing_left_behind():
+        from lora_trainer.tools.describe import Description, describe
+
+        texts = Description(
+            title=title,
+            description=description,
+            author=author,
+            license=license,
+            trigger=trigger,
+            tags=tags,
+        )
+        done = describe(file, texts, output=output or file, force=force or output is None)
+        if json:
+            return Reply(value={"file": str(done.file), "changed": done.changed}, as_json=True)
+        changed = ", ".join(done.changed) or "nothing"
+        return Reply(value=f"wrote {done.file}\nchanged: {changed}", as_json=False)
+
+
+@contextmanager
+def _nothing_left_behind() -> Iterator[None]:
+    """Run a command; interrupted, it says that nothing is there: what it wrote had no name yet."""
+    quiet_libraries()
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise StoppedBySignal(
+            SIGINT, found="stopped, nothing was written", fix="run the command again"
+        ) from None
+
+
+def _answer(result: Result, *, as_json: bool) -> Reply:
+    from lora_trainer.tools.results import result_json, result_text
+
+    return Reply(value=result_json(result) if as_json else result_text(result), as_json=as_json)
+
+
+def _refuse_beside_into(**options: Any) -> None:
+    """Raise RequestError for options of an adapter file where the result is a base model."""
+    for name, value in options.items():
+        if value not in (None, "auto"):
+            raise RequestError(
+                f"--{name} does not go with --into: the result is a base model, named by --into",
+                fix=f"leave --{name} out",
+            )

@@ -1,0 +1,129 @@
+"""`lora-train DATASET`: a training, or with --dry-run its plan; and the reading of such words for the queue.
+
+Inputs: the words of a training. Outputs: a run folder, or what the words ask for. torch is imported
+only when a training begins.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from lora_trainer.cli.options import (
+    Base,
+    ConfigFile,
+    Kind,
+    Preset,
+    Priorities,
+    Reply,
+    Sets,
+    console,
+    overrides,
+)
+from lora_trainer.cli.table import COMMANDS
+from lora_trainer.common.dist_env import read_dist_env
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.gc_control import made_to_stay
+from lora_trainer.common.quiet import quiet_libraries
+
+
+def train(
+    dataset: Path,
+    /,
+    *,
+    preset: Preset = "auto",
+    priority: Priorities = "balanced",
+    base: Base = None,
+    kind: Kind = None,
+    output: Annotated[Path | None, Parameter(help="folder for run folders [default: runs]")] = None,
+    name: Annotated[
+        str | None, Parameter(help="name of the run and its files [default: the dataset folder's]")
+    ] = None,
+    steps: Annotated[
+        int | None, Parameter(help="optimizer steps [default: by number of images]")
+    ] = None,
+    seed: Annotated[
+        int | None, Parameter(help="every random draw follows from it [default: 42]")
+    ] = None,
+    config: ConfigFile = None,
+    set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    resume: Annotated[
+        bool, Parameter(negative="", help="go on with the run of this name, to the same bits")
+    ] = False,
+    resume_from: Annotated[Path | None, Parameter(help="go on with the run in this folder")] = None,
+    dry_run: Annotated[
+        bool, Parameter(negative="", help="print the resolved run and stop")
+    ] = False,
+    strict: Annotated[bool, Parameter(negative="", help="refuse a dataset with warnings")] = False,
+) -> Reply | None:
+    """Train a LoRA on the images in DATASET; the result is runs/NAME/NAME.safetensors and report.html."""
+    typed = overrides(set_, base=base, output=output, name=name, steps=steps, seed=seed, kind=kind)
+    if dry_run:
+        from lora_trainer.cli.planning import planned
+        from lora_trainer.run.prepare import Request
+
+        here = read_dist_env().count
+        request = Request(
+            dataset=dataset,
+            preset=preset,
+            priority=priority,
+            config_file=config,
+            overrides=typed,
+            processes=here,
+            sharing=here,
+        )
+        return planned(request, as_json=False)
+    with made_to_stay():
+        quiet_libraries()
+        from lora_trainer.reporting.console import ConsoleListener
+        from lora_trainer.run.prepare import Request
+        from lora_trainer.run.train import TrainRequest
+        from lora_trainer.run.train import train as run_training
+
+    request = Request(
+        dataset=dataset,
+        preset=preset,
+        priority=priority,
+        config_file=config,
+        overrides=typed,
+        fetches=True,
+    )
+    asked = TrainRequest(
+        request=request,
+        resume=resume,
+        resume_from=resume_from,
+        strict=strict,
+        command=tuple(sys.argv[1:]),
+    )
+    with ConsoleListener(console()) as listener:
+        run_training(asked, listeners=(listener,))
+    return None
+
+
+def read(words: Sequence[str]) -> Mapping[str, Any]:
+    """Return the arguments that the words of a training give, by their names in `train`.
+
+    Raises RequestError, also for another command and for a plan, and CycloptsError.
+    """
+    from lora_trainer.config.config import check_keys, refuse_secrets
+
+    no_training = RequestError(
+        "only trainings wait in the queue",
+        fix="give after -- what follows `lora-train` in the command of a training",
+    )
+    if words and words[0] in COMMANDS:
+        raise no_training
+    app = App(default_command=train)
+    command, bound, _ = app.parse_args(list(words), exit_on_error=False, print_error=False)
+    given = bound.arguments
+    if command is not train or given.get("dry_run"):
+        raise no_training
+    flags = {name: given.get(name) for name in ("base", "output", "name", "steps", "seed", "kind")}
+    assigned = overrides(given.get("set_", []), **flags)
+    check_keys(assigned)
+    refuse_secrets(assigned)  # the words are written into a file, to be used later
+    return {**given, "output": assigned.get("output.folder")}

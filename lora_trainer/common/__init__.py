@@ -1,0 +1,1 @@
+"""What every room uses: errors, events, files, randomness, words; nothing of training."""

@@ -1,0 +1,364 @@
+"""Files that are whole or absent: atomic writes, hashing, strict JSON, size-capped folders.
+
+A write goes to a temporary name on the same filesystem and is renamed into place. `durable=True` adds
+fsync of the file and its folder, for files that must survive a power cut (FAULTS: without fsync all
+acknowledged states were lost). Caches skip fsync and carry checksums instead. Windows' differences are
+handled here too: text mode, files held open by other programs, forbidden names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from filelock import FileLock, Timeout
+
+from lora_trainer.common.errors import MachineError, RequestError
+
+TEMPORARY_PREFIX = ".tmp-"
+WINDOWS_FORBIDDEN = frozenset('<>:"/\\|?*')
+WINDOWS_DEVICES = frozenset(
+    {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
+)
+"""Names that open a device in any folder and with any extension (Microsoft, "Naming Files")."""
+_WINDOWS_PATH_CHARACTERS = 260
+_HELD_OPEN_S = 2.0
+_CHUNK_BYTES = 1 << 20
+T = TypeVar("T")
+Part = bytes | memoryview
+Data = Part | Sequence[Part]
+"""The bytes of a file, or consecutive parts, which are never joined in memory."""
+
+
+def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write `data` so that `path` always holds either its whole old or its whole new content.
+
+    Raises MachineError naming the path and the free bytes on a disk error.
+    """
+    # A name has at most 255 bytes: about 30 of the ASCII prefix and 50 characters of up to four bytes.
+    temporary = path.with_name(
+        f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}"[:80]
+    )
+    try:
+        write_file(temporary, data, durable=durable)
+        retry_while_open(lambda: temporary.replace(path))
+        if durable:
+            sync_folder(path.parent)
+    except OSError as error:
+        with suppress(OSError):  # report the first disk error, not a second one on cleaning up
+            temporary.unlink(missing_ok=True)
+        raise disk_error(path, error) from error
+
+
+def write_file(path: Path, data: Data, *, durable: bool) -> None:
+    """Create `path` with mode 0666 & ~umask, write all bytes, optionally fsync; raises OSError."""
+    descriptor = open_binary(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        for part in parts_of(data):
+            view = memoryview(part)
+            while view:
+                view = view[os.write(descriptor, view[:_CHUNK_BYTES]) :]
+        if durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_binary(path: Path, flags: int, *, mode: int = 0o666) -> int:
+    """Open a file in binary mode and return its descriptor (`os.open`); raises OSError.
+
+    Without `O_BINARY`, which only Windows has, its C runtime writes "\\r\\n" for each "\\n" byte of a
+    tensor and stops reading at the first Ctrl-Z.
+    """
+    return os.open(path, flags | getattr(os, "O_BINARY", 0), mode)
+
+
+def retry_while_open(operation: Callable[[], T]) -> T:
+    """Rename, remove or read a file; on Windows retry for 2 s while another program has it open.
+
+    On Windows a file that a virus scanner, an indexer or the GUI has open cannot be replaced or removed,
+    nor read while it is being replaced. Elsewhere a PermissionError is final and raised at once.
+    """
+    deadline_s, wait_s = time.monotonic() + _HELD_OPEN_S, 0.005
+    while True:
+        try:
+            return operation()
+        except PermissionError:
+            if sys.platform != "win32" or time.monotonic() > deadline_s:
+                raise
+        time.sleep(wait_s)
+        wait_s = min(0.1, 2 * wait_s)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside `folder` durable; Windows has no such call and needs none."""
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def disk_error(path: Path, error: OSError) -> MachineError:
+    """Return a MachineError of one line with the path and the free bytes for a disk's OSError."""
+    fix = "free some space or choose another folder with --output or --set data.cache_dir=FOLDER"
+    if sys.platform == "win32" and isinstance(error, PermissionError):
+        fix = "close the program that has the file open, or choose another folder with --output"
+    elif sys.platform == "win32" and len(str(path.absolute())) >= _WINDOWS_PATH_CHARACTERS - 12:
+        fix = "its path is too long for Windows: enable long paths, or choose a shorter --output"
+    return MachineError(
+        f"cannot write {path}: {error.strerror or error} ({_free_text(path)})", fix=fix
+    )
+
+
+def windows_name_problem(name: str) -> str:
+    """Return why Windows does not allow a file name, as a predicate; "" for an allowed name."""
+    if forbidden := WINDOWS_FORBIDDEN & set(name):
+        return f"holds {' '.join(sorted(forbidden))}, which Windows forbids in names"
+    if name.partition(".")[0].rstrip().casefold() in WINDOWS_DEVICES:
+        return "is the name of a device on Windows"
+    if name != name.rstrip(". "):
+        return "ends in a dot or a space, which Windows removes"
+    return ""
+
+
+@contextmanager
+def locked(file: Path, *, within_s: float, busy: MachineError) -> Iterator[None]:
+    """Hold the lock `file` while the block runs, creating its folder; the lock does not nest.
+
+    Raises `busy` when another process holds it for `within_s` seconds, MachineError on a disk error.
+    """
+    lock = FileLock(file, timeout=within_s)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise busy from None
+    except OSError as error:
+        raise disk_error(file, error) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _free_text(path: Path) -> str:
+    existing = next((parent for parent in path.parents if parent.exists()), Path())
+    if sys.platform == "win32":
+        import shutil
+
+        return f"{shutil.disk_usage(existing).free:,} bytes free"
+    stats = os.statvfs(existing)
+    return f"{stats.f_bavail * stats.f_frsize:,} bytes free"
+
+
+def parts_of(data: Data) -> Sequence[Part]:
+    """Return the parts of a file, one for plain bytes."""
+    return (data,) if isinstance(data, bytes | memoryview) else data
+
+
+def sha256_bytes(data: Data) -> str:
+    """Return the hex SHA-256 of `data`."""
+    digest = hashlib.sha256()
+    for part in parts_of(data):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """Return the hex SHA-256 of a file's bytes; raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def json_bytes(value: Any) -> bytes:
+    """Encode as readable UTF-8 JSON with a final newline; NaN and infinity are refused."""
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raises RequestError with line and column, or the duplicate key."""
+    try:
+        text = retry_while_open(lambda: path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(
+            f"cannot read {path}: {error}", fix="give a readable UTF-8 JSON file"
+        ) from None
+    return json_object(text, name=str(path))
+
+
+def json_object(text: str, *, name: str) -> dict[str, Any]:
+    """Parse a JSON object; raises RequestError with `name`, line and column, or the duplicate key."""
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        where = f"{name}:{error.lineno}:{error.colno}"
+        raise RequestError(f"{where}: not JSON: {error.msg}", fix="correct that line") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{name}: {error}", fix="correct the file") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} holds a {type(value).__name__}", fix="give a JSON object {...}")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} occurs twice")
+    return result
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
+
+
+@dataclass(kw_only=True)
+class HashMemo:
+    """Content hashes remembered by (size, mtime_ns, ctime_ns, inode), so that a warm start reads no file.
+
+    Stored as one JSON file, path -> "size mtime ctime inode hash"; lists instead of strings would take
+    twice the memory. A damaged file counts as empty because the memo only saves time.
+    """
+
+    file: Path
+    entries: dict[str, str]
+    _saved: bool = field(default=False, init=False, compare=False)
+    """Whether the file holds these entries."""
+
+    @classmethod
+    def load(cls, file: Path) -> HashMemo:
+        try:
+            entries = json.loads(file.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            entries = None
+        memo = cls(file=file, entries=entries if isinstance(entries, dict) else {})
+        memo._saved = isinstance(entries, dict)
+        return memo
+
+    def sha256(self, path: Path) -> str:
+        """Return the hex SHA-256 of a file, remembered if its stat is unchanged; raises OSError."""
+        key, stat = _memo_key(path), os.stat(path)  # noqa: PTH116 - asked for each of 100,000 files
+        remembered = self._remembered(key, stat)
+        if remembered is not None:
+            return remembered
+        digest = sha256_file(path)
+        # A file changed less than 2 s ago may change again within its timestamp's resolution.
+        if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:
+            self.entries[key] = _stamp(stat) + digest
+            self._saved = False
+        return digest
+
+    def known(self, path: str) -> str | None:
+        """Return the remembered hash of a file with unchanged stat, None for a file that must be read."""
+        try:
+            return self._remembered(_memo_key(path), os.stat(path))  # noqa: PTH116 - as above
+        except OSError:
+            return None
+
+    def _remembered(self, key: str, stat: os.stat_result) -> str | None:
+        stamp, entry = _stamp(stat), self.entries.get(key)
+        if isinstance(entry, str) and entry.startswith(stamp):
+            return entry.removeprefix(stamp)
+        return None
+
+    def save(self) -> None:
+        """Write the memo if it has changed; raises MachineError on a disk error."""
+        if self._saved:
+            return
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise disk_error(self.file, error) from error
+        # json.dumps escapes to ASCII, because a file name may hold bytes that are not UTF-8.
+        write_atomic(self.file, json.dumps(self.entries).encode(), durable=False)
+        self._saved = True
+
+
+def _memo_key(path: Path | str) -> str:
+    return os.path.abspath(path)  # noqa: PTH100 - resolve() would stat every parent of every file
+
+
+def _stamp(stat: os.stat_result) -> str:
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino} "
+
+
+@dataclass(frozen=True, kw_only=True)
+class CappedFolder:
+    """A folder of disposable files kept under `limit_bytes` by removing the least recently used.
+
+    Files are removed only in a folder with our marker file, never in a folder given by mistake.
+    """
+
+    root: Path
+    limit_bytes: int
+    marker: str = ".lora-train-cache"
+
+    def create(self) -> None:
+        """Create the folder and its marker; raises MachineError on a disk error."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            if not (self.root / self.marker).exists():
+                write_file(
+                    self.root / self.marker, b"lora-train may delete files here\n", durable=False
+                )
+        except OSError as error:
+            raise disk_error(self.root, error) from error
+
+    def files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """Yield each entry file with its stat, without hidden and temporary files."""
+        return ((Path(file), stat) for file, stat in _files_in(str(self.root)))
+
+    def used_bytes(self) -> int:
+        """Return the bytes of all entries."""
+        return sum(stat.st_size for _, stat in _files_in(str(self.root)))
+
+    def prune(self, keep: Iterable[Path | str]) -> int:
+        """Remove oldest-used files until under the limit, never one in `keep`; return bytes freed."""
+        if not (self.root / self.marker).exists():
+            return 0
+        excess = self.used_bytes() - self.limit_bytes
+        if excess <= 0:
+            return 0
+        protected = {os.path.normpath(path) for path in keep}
+        entries = sorted(
+            (max(stat.st_atime_ns, stat.st_mtime_ns), file, stat.st_size)
+            for file, stat in _files_in(str(self.root))
+        )
+        freed = 0
+        for _, file, size_bytes in entries:
+            if freed >= excess:
+                break
+            if os.path.normpath(file) not in protected:
+                with suppress(PermissionError):  # Windows: another run reads it
+                    Path(file).unlink(missing_ok=True)
+                    freed += size_bytes
+        return freed
+
+
+def _files_in(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield regular files of a folder and its subfolders whose names do not start with a dot."""
+    try:
+        with os.scandir(folder) as listing:
+            entries = [entry for entry in listing if not entry.name.startswith(".")]
+    except OSError:  # another run removed the folder, or its permissions forbid reading
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files_in(entry.path)
+            continue
+        try:
+            if entry.is_file():
+                yield entry.path, entry.stat()
+        except OSError:  # another run pruned it between listing and stat
+            continue

@@ -1,0 +1,1 @@
+"""Every setting: declared once, layered with origins, built into one typed value."""

@@ -1,0 +1,325 @@
+"""The list of all settings with their documentation, and conversion between typed values and a Config.
+
+Each setting is declared once, in `settings/`. The command line (`--set section.key=value`), config files,
+presets, the JSON Schema, the GUI form, the docs table, run.json and the metadata of exported files derive
+from these declarations through this module. An unknown key is an error that names the nearest setting.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from lora_trainer.common.errors import RequestError, did_you_mean
+from lora_trainer.common.redaction import secret_keys
+from lora_trainer.config.declare import (
+    CHECKPOINTING,
+    CHUNK_TOKENS,
+    FLOW_WEIGHTINGS,
+    MIXABLE,
+    SCHEDULE_FREE,
+    SNR_WEIGHTINGS,
+    Auto,
+    Checkpointing,
+    Needs,
+    OptimizerName,
+    Precision,
+    Section,
+    Weighting,
+)
+from lora_trainer.config.forms import Form, form_of, label_of
+from lora_trainer.config.inputs import OWN_FOLDER, BaseSettings, DataSettings, FolderSettings
+from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings, TrainSettings
+from lora_trainer.config.optimizer import OptimizerSettings
+from lora_trainer.config.running import MemorySettings, OutputSettings, SamplingSettings
+from lora_trainer.config.sections import Config
+
+__all__ = [
+    "CHECKPOINTING",
+    "CHUNK_TOKENS",
+    "FLOW_WEIGHTINGS",
+    "MIXABLE",
+    "OWN_FOLDER",
+    "SCHEDULE_FREE",
+    "SNR_WEIGHTINGS",
+    "AdapterSettings",
+    "Auto",
+    "BaseSettings",
+    "Checkpointing",
+    "Config",
+    "DataSettings",
+    "FolderSettings",
+    "MemorySettings",
+    "ObjectiveSettings",
+    "OptimizerName",
+    "OptimizerSettings",
+    "OutputSettings",
+    "Precision",
+    "SamplingSettings",
+    "SettingInfo",
+    "TrainSettings",
+    "Weighting",
+    "all_settings",
+    "build_config",
+    "check_keys",
+    "concrete",
+    "flatten",
+    "near_keys",
+    "overlaid",
+    "parse_assignment",
+    "refuse_secrets",
+    "setting_keys",
+    "setting_of",
+    "setting_schemas",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingInfo:
+    """One setting as tables, GUI form and docs show it; see `settings.declare.setting` for the conditions."""
+
+    key: str
+    default: Any
+    unit: str
+    doc: str
+    form: Form
+    only_for: Needs
+    not_for: Needs
+    idle_with: Needs
+    path: bool
+    headline: bool
+
+    @property
+    def section(self) -> str:
+        return self.key.partition(".")[0]
+
+    @property
+    def label(self) -> str:
+        """The name for display, without section and unit."""
+        return label_of(self.key.partition(".")[2], unit=self.unit)
+
+    def unused(self, values: Mapping[str, Any]) -> str:
+        """Return the reason why the setting has no effect with these values of others, else "".
+
+        `values` are by `section.name`; a missing value or `auto` may still become any value.
+        """
+        settled = {key: value for key, value in values.items() if value != "auto"}
+        for key, allowed in self.only_for.items():
+            if key in settled and settled[key] not in allowed:
+                alternatives = " or ".join(map(_typed, allowed))
+                return f"needs {key}={alternatives}, but it is {_typed(settled[key])}"
+        for key, refused in self.not_for.items():
+            if key in settled and settled[key] in refused:
+                return f"without effect while {key} is {_typed(settled[key])}"
+        if self.idle_with and all(settled.get(key) in idle for key, idle in self.idle_with.items()):
+            idle = (f"{key} is {_typed(settled[key])}" for key in self.idle_with)
+            return f"without effect while {' and '.join(idle)}"
+        return ""
+
+
+def _typed(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def all_settings() -> list[SettingInfo]:
+    """Return every setting in declaration order, keyed `section.name`."""
+    return list(_settings())
+
+
+@cache
+def _settings() -> tuple[SettingInfo, ...]:
+    schemas = setting_schemas()
+    return tuple(
+        SettingInfo(
+            key=f"{section}.{name}",
+            default=info.default,
+            unit=schemas[f"{section}.{name}"]["unit"],
+            doc=info.description or "",
+            form=form_of(schemas[f"{section}.{name}"]),
+            only_for=schemas[f"{section}.{name}"].get("only_for", {}),
+            not_for=schemas[f"{section}.{name}"].get("not_for", {}),
+            idle_with=schemas[f"{section}.{name}"].get("idle_with", {}),
+            path=schemas[f"{section}.{name}"].get("path", False),
+            headline=schemas[f"{section}.{name}"].get("headline", False),
+        )
+        for section, fields in sections().items()
+        for name, info in fields.items()
+    )
+
+
+def sections() -> dict[str, dict[str, FieldInfo]]:
+    """Return the fields of each section, both in declaration order."""
+    fields = {}
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        assert isinstance(section, type) and issubclass(section, Section)
+        fields[name] = section.model_fields
+    return fields
+
+
+def setting_schemas() -> dict[str, dict[str, Any]]:
+    """Return the JSON Schema of every setting, by `section.name`."""
+    schema = Config.model_json_schema()
+    schemas: dict[str, dict[str, Any]] = {}
+    for section, reference in schema["properties"].items():
+        name = reference["$ref"].rpartition("/")[2]
+        for key, value in schema["$defs"][name]["properties"].items():
+            schemas[f"{section}.{key}"] = _standalone(value, schema["$defs"])
+    return schemas
+
+
+def _standalone(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a field's schema with `$ref` entries inlined and without pydantic's titles."""
+    standalone = {part: value for part, value in schema.items() if part != "title"}
+    entries = standalone.get("additionalProperties")
+    if isinstance(entries, dict) and "$ref" in entries:
+        entry = definitions[entries["$ref"].rpartition("/")[2]]
+        properties = {
+            name: {part: value for part, value in inner.items() if part != "title"}
+            for name, inner in entry["properties"].items()
+        }
+        shared = {key: entry[key] for key in ("type", "additionalProperties")}
+        standalone["additionalProperties"] = {**shared, "properties": properties}
+    return standalone
+
+
+@cache
+def _entry_fields() -> Mapping[str, tuple[str, ...]]:
+    """Return the settings that map names to records (`data.folders`), each with the record's field names."""
+    entries = {key: schema.get("additionalProperties") for key, schema in setting_schemas().items()}
+    return {
+        key: tuple(entry["properties"])
+        for key, entry in entries.items()
+        if isinstance(entry, dict) and "properties" in entry
+    }
+
+
+def setting_of(key: str) -> str:
+    """Return the setting that contains a key: `data.folders` for `data.folders.NAME.repeats`."""
+    for setting, fields in _entry_fields().items():
+        name, _, field = key.removeprefix(f"{setting}.").rpartition(".")
+        if key.startswith(f"{setting}.") and name and field in fields:
+            return setting
+    return key
+
+
+def overlaid(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two layers of values; `upper` wins.
+
+    A key `data.folders.NAME.repeats` changes one field of the merged `data.folders` and keeps the others.
+    """
+    merged = dict(lower)
+    for key, value in upper.items():
+        setting = setting_of(key)
+        if setting == key:
+            merged[key] = value
+            continue
+        name, _, field = key.removeprefix(f"{setting}.").rpartition(".")
+        entries = merged.get(setting, {})
+        # A value that is no mapping stays as it is: validation refuses it with a better message.
+        if isinstance(entries, Mapping) and isinstance(entries.get(name, {}), Mapping):
+            merged[setting] = {**entries, name: {**entries.get(name, {}), field: value}}
+    return merged
+
+
+def setting_keys() -> tuple[str, ...]:
+    """Return all `section.name` keys."""
+    return tuple(info.key for info in _settings())
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Return {"section.name": JSON value} for every setting."""
+    sections = config.model_dump(mode="json")
+    return {
+        f"{section}.{name}": value
+        for section, values in sections.items()
+        for name, value in values.items()
+    }
+
+
+def build_config(values: Mapping[str, Any]) -> Config:
+    """Build a Config from {"section.name": value}; raises one RequestError that names all mistakes."""
+    check_keys(values)
+    refuse_secrets(values)
+    nested: dict[str, dict[str, Any]] = {}
+    for key, value in overlaid({}, values).items():
+        section, name = key.split(".")
+        nested.setdefault(section, {})[name] = value
+    try:
+        return Config.model_validate(nested)
+    except ValidationError as error:
+        raise RequestError(_explain(error), fix="change these values") from None
+
+
+def check_keys(values: Mapping[str, Any]) -> None:
+    """Raise RequestError for unknown keys, with the nearest setting of each."""
+    keys = setting_keys()
+    unknown = [
+        f"unknown setting {key!r}.{did_you_mean(key, near_keys(key))}"
+        for key in values
+        if setting_of(key) not in keys
+    ]
+    if unknown:
+        raise RequestError(" ".join(unknown), fix="see `lora-train plan DATASET` for all settings")
+
+
+def near_keys(key: str) -> tuple[str, ...]:
+    """Return the candidates for a misspelt key: all settings, or the fields of the setting it starts with."""
+    for setting, fields in _entry_fields().items():
+        if key.startswith(f"{setting}."):
+            rest = key.removeprefix(f"{setting}.")
+            name = rest.rpartition(".")[0] or rest
+            return tuple(f"{setting}.{name}.{field}" for field in fields)
+    return setting_keys()
+
+
+def refuse_secrets(values: Mapping[str, Any]) -> None:
+    """Raise RequestError for settings that hold a token: settings are written into run and LoRA files."""
+    if keys := secret_keys(values):
+        raise RequestError(
+            f"{', '.join(keys)} contains a token or a password",
+            fix="remove it; put tokens into the environment (HF_TOKEN) or use `hf auth login`",
+        )
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """Parse `section.key=value`; the value is JSON where it can be, else text. Raises RequestError."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise RequestError(f"--set {text!r} has no '='", fix="write --set section.key=value")
+    try:
+        return key.strip(), json.loads(value)
+    except (ValueError, RecursionError):
+        return key.strip(), value
+
+
+def concrete(value: T | Auto) -> T:
+    """Return a setting's value after planning; `auto` there is a bug and raises AssertionError."""
+    if value == "auto":
+        raise AssertionError("the planner left a setting at auto")
+    return value
+
+
+def _explain(error: ValidationError) -> str:
+    messages_by_setting: dict[str, list[str]] = {}
+    for problem in error.errors(include_url=False):
+        path = [str(part) for part in problem["loc"]]
+        key = ".".join(path[:2])
+        if key in _entry_fields() and len(path) > 3:
+            key = ".".join(path[:4])
+        where = f"{key}={problem['input']!r}: " if key else ""
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            message = f"unknown.{did_you_mean(key, near_keys(key))}"
+        messages_by_setting.setdefault(where, []).append(message[:1].lower() + message[1:])
+    return "; ".join(
+        where + " or ".join(messages) for where, messages in messages_by_setting.items()
+    )

@@ -1,0 +1,445 @@
+"""Settings in layers, from presets and settings files to the command line, each with its origin.
+
+Settings files that users write: JSON or TOML, nested sections or flat `section.key` names.
+
+Input is a path; output is {"section.key": value} with the line and column of each key. Each mistake is a
+RequestError that names file, line and column, and for an unknown key the nearest setting. A file may also
+hold its settings under `settings`, as `plan --json`, run.json and shared presets do.
+
+Merges settings in layers: family, tier, priority, cell, concept, files, command line; later wins.
+
+Input is the user's request and the hardware's tier; output is one `Config` and, for each setting, the layer
+that set it last. `auto` values stay; the planner replaces them. Presets are JSON in the package
+`lora_trainer.presets`, one file per family; their JSON Schema comes from `Config`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.common.errors import RequestError, did_you_mean
+from lora_trainer.common.files import json_object
+from lora_trainer.config.choices import CONCEPT, PRIORITIES, SETTINGS, Priority
+from lora_trainer.config.config import (
+    Config,
+    build_config,
+    flatten,
+    near_keys,
+    overlaid,
+    setting_keys,
+    setting_of,
+    setting_schemas,
+)
+
+WRAPPER = "settings"
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
+_TOML_HEADER = re.compile(r"^\s*\[([^\[\]]+)\]")
+_TOML_KEY = re.compile(r"""^\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"))*)\s*=""")
+_TOML_PLACE = re.compile(r"\(at line (\d+), column (\d+)\)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingsFile:
+    """The settings of a file; `places` has file:line:column of each key, `family` the file's family if any."""
+
+    values: Mapping[str, Any]
+    places: Mapping[str, str]
+    family: str | None = None
+
+
+def read_settings_file(file: Path) -> SettingsFile:
+    """Read a settings file; raises RequestError for an unreadable file, bad syntax and unknown keys."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(
+            f"cannot read {file}: {error}", fix="give a readable UTF-8 file"
+        ) from None
+    return read_settings_text(text, name=str(file), toml=file.suffix.lower() == ".toml")
+
+
+def read_settings_text(text: str, *, name: str, toml: bool = False) -> SettingsFile:
+    """Read the text of a settings file called `name`; raises RequestError as for a file."""
+    data = _toml_object(text, name) if toml else json_object(text, name=name)
+    places = {
+        key.removeprefix(f"{WRAPPER}."): f"{name}:{_line_and_column(text, offset)}"
+        for key, offset in (_toml_keys(text) if toml else _json_keys(text))
+    }
+    family = data.get("family")
+    wrapped = data.get(WRAPPER)
+    if isinstance(wrapped, dict):
+        settings = {key: _unwrapped(value) for key, value in wrapped.items()}
+    else:
+        settings = {key: value for key, value in data.items() if key not in ("$schema", "family")}
+    values = _flat(settings, places, name)
+    return SettingsFile(
+        values=values,
+        places={key: places.get(key, name) for key in values},
+        family=family if isinstance(family, str) else None,
+    )
+
+
+def _unwrapped(value: Any) -> Any:
+    """Return the value inside `plan --json`'s {"value": ..., "origin": ...}, any other value unchanged."""
+    wrapped = isinstance(value, dict) and {"value", "origin"} <= value.keys()
+    return value["value"] if wrapped else value
+
+
+def _flat(settings: Mapping[str, Any], places: Mapping[str, str], name: str) -> dict[str, Any]:
+    """Return {"section.key": value}; raises one RequestError that names all mistakes."""
+    keys, values, wrong = setting_keys(), dict[str, Any](), list[str]()
+    for key, value in _pairs(settings):
+        position = places.get(key, name)
+        if setting_of(key) not in keys:
+            wrong.append(f"{position}: unknown setting {key!r}.{did_you_mean(key, near_keys(key))}")
+        elif key in values:
+            wrong.append(f"{position}: {key!r} is set twice.")
+        values[key] = value
+    if wrong:
+        raise RequestError(" ".join(wrong), fix="see `lora-train plan DATASET` for all settings")
+    return values
+
+
+def _pairs(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if key in Config.model_fields and isinstance(value, dict):
+            yield from ((f"{key}.{name}", _unwrapped(inner)) for name, inner in value.items())
+        else:
+            yield key, value
+
+
+def _toml_object(text: str, name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        match = _TOML_PLACE.search(str(error))
+        position = f"{name}:{match[1]}:{match[2]}" if match else name
+        message = _TOML_PLACE.sub("", str(error)).strip()
+        raise RequestError(f"{position}: not TOML: {message}", fix="correct that line") from None
+    except RecursionError:
+        raise RequestError(f"{name}: nested too deeply", fix="correct the file") from None
+
+
+def _json_keys(text: str) -> Iterator[tuple[str, int]]:
+    """Yield each key's dotted path and offset in valid JSON text.
+
+    json.loads reports no offsets, so the tokens are scanned a second time.
+    """
+    path: list[str] = []
+    kinds: list[str] = []
+    awaits_key = False
+    for token in _JSON_TOKEN.finditer(text):
+        mark = token[0]
+        if mark in "{[":
+            kinds.append(mark)
+            path.append("")
+            awaits_key = mark == "{"
+        elif mark in "}]":
+            kinds.pop()
+            path.pop()
+        elif mark == ",":
+            awaits_key = kinds[-1] == "{"
+        elif mark != ":" and awaits_key:
+            path[-1] = json.loads(mark)
+            awaits_key = False
+            yield ".".join(part for part in path if part), token.start()
+
+
+def _toml_keys(text: str) -> Iterator[tuple[str, int]]:
+    """Yield dotted keys and offsets line by line.
+
+    A line inside a multi-line string may look like a key; its offset is never looked up.
+    """
+    section, offset = "", 0
+    for line in text.splitlines(keepends=True):
+        if header := _TOML_HEADER.match(line):
+            section = f"{_plain(header[1])}."
+        elif key := _TOML_KEY.match(line):
+            yield section + _plain(key[1]), offset + key.start(1)
+        offset += len(line)
+
+
+def _plain(key: str) -> str:
+    return re.sub(r"[\s\"']", "", key)
+
+
+def _line_and_column(text: str, offset: int) -> str:
+    line = text.count("\n", 0, offset) + 1
+    return f"{line}:{offset - (text.rfind(chr(10), 0, offset) + 1) + 1}"
+
+
+TIERS = ("cpu", "6-8", "10-12", "16-24")
+RESUMED = "resumed run"
+COMMAND_LINE = "command line"
+BATCH_SIZE = "train.batch_size"
+_FILE_SUFFIXES = (".json", ".toml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The layer that set a value, and a reason or file position where the layer has one."""
+
+    layer: str
+    reason: str = ""
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the user set the value, on the command line or in a settings file."""
+        return self.layer == COMMAND_LINE or self.layer.startswith(("config ", "preset "))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """One configuration, and the origin of each `section.key`.
+
+    `preset_batch_size` is the batch size that the presets' learning rate was chosen for.
+    """
+
+    config: Config
+    origins: Mapping[str, Origin]
+    family: str
+    tier: str
+    priority: str
+    preset: str
+    preset_batch_size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyPresets:
+    """One file of `presets/`: values by tier, by priority and for single cells `tier/priority`."""
+
+    family: str
+    title: str
+    base: Mapping[str, Any]
+    tiers: Mapping[str, Mapping[str, Any]]
+    priorities: Mapping[str, Mapping[str, Any]]
+    cells: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def unsupported(self, tier: str, priority: str) -> str:
+        """Return the reason why a pair of tier and priority cannot work, else ""."""
+        cell = self.cells.get(f"{tier}/{priority}", {})
+        return str(cell["unsupported"]) if "unsupported" in cell else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    values: Mapping[str, Any]
+    name: str
+    places: Mapping[str, str] | None = None
+
+    def origin(self, key: str) -> Origin:
+        return Origin(layer=self.name, reason=self.places[key] if self.places else "")
+
+
+def resolve(
+    *,
+    family: str,
+    tier: str,
+    priority: Priority,
+    preset: str,
+    config_file: Path | None,
+    overrides: Mapping[str, Any],
+    run_settings: Mapping[str, Any] | None = None,
+) -> Resolved:
+    """Merge all layers, later wins; raises RequestError that names each bad value and its origin.
+
+    `preset` is `auto`, a tier, `family/tier` or a settings file. With `run_settings`, the settings of the
+    run being resumed, no presets apply: only this command's files and overrides change them.
+    """
+    named_tier, preset_file = _parse_preset(preset, family)
+    tier = named_tier or tier
+    name = str(preset_file) if preset_file else f"{family}/{tier}"
+    if run_settings is not None:
+        layers = [_Layer(values=run_settings, name=RESUMED)]
+    else:
+        layers = [_file_layer(preset_file, "preset", family)] if preset_file else []
+    layers += [_file_layer(config_file, "config", family)] if config_file else []
+    layers.append(_Layer(values=overrides, name=COMMAND_LINE))
+    presets: list[_Layer] = []
+    if run_settings is None:
+        concept = next(
+            (setter.values[CONCEPT] for setter in layers[::-1] if CONCEPT in setter.values), ""
+        )
+        presets = _preset_layers(family, tier, priority)
+        layers = [*presets, _concept_layer(str(concept)), *layers]
+    origins = {key: Origin(layer="default") for key in setting_keys()}
+    values: dict[str, Any] = {}
+    for layer in layers:
+        values = overlaid(values, layer.values)
+        origins.update({setting_of(key): layer.origin(key) for key in layer.values})
+    return Resolved(
+        config=_build(values, origins),
+        origins=origins,
+        family=family,
+        tier=tier,
+        priority=priority,
+        preset=name,
+        preset_batch_size=next(
+            (setter.values[BATCH_SIZE] for setter in presets[::-1] if BATCH_SIZE in setter.values),
+            1,
+        ),
+    )
+
+
+def lowered_to(resolved: Resolved, *, resolution_px: int) -> Resolved:
+    """Return the settings with preset resolutions lowered to a base's native `resolution_px`.
+
+    Presets fit the public releases of a family; a resolution set by the user stays.
+    """
+    side_key, more_key = "data.resolution", "data.more_resolutions"
+    values, origins = flatten(resolved.config), dict(resolved.origins)
+    if not (is_preset(origins[side_key].layer) and values[side_key] > resolution_px):
+        return resolved
+    reason = f"{values[side_key]} is preset, the base was trained on {resolution_px}"
+    values[side_key], origins[side_key] = resolution_px, replace(origins[side_key], reason=reason)
+    if is_preset(origins[more_key].layer):
+        values[more_key] = [side_px for side_px in values[more_key] if side_px < resolution_px]
+    return replace(resolved, config=build_config(values), origins=origins)
+
+
+def is_preset(layer: str) -> bool:
+    """Return whether a layer is a shipped preset or a settings file given with --preset."""
+    return layer.split()[0] in ("family", "preset", "priority", "cell", "concept")
+
+
+def _build(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> Config:
+    try:
+        return build_config(values)
+    except RequestError as error:
+        blamed = {key: origins[key] for key in values if _names(error, key)}
+        where = [
+            f"{key} is from {origin.reason or origin.layer}"
+            for key, origin in blamed.items()
+            if origin.layer != COMMAND_LINE
+        ]
+        raise RequestError("; ".join([error.found.rstrip("."), *where]), fix=error.fix) from None
+
+
+def _names(error: RequestError, key: str) -> bool:
+    return f"{key}=" in error.found or f"{key}." in error.found
+
+
+def preset_names() -> tuple[str, ...]:
+    """Return all `family/tier` names."""
+    return tuple(f"{family}/{tier}" for family in preset_families() for tier in TIERS)
+
+
+def preset_families() -> tuple[str, ...]:
+    """Return the families that have presets."""
+    folder = resources.files("lora_trainer.presets")
+    names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".json"))
+    return tuple(name.removesuffix(".json") for name in names if name != "schema.json")
+
+
+def load_presets(family: str) -> FamilyPresets:
+    """Read the presets of a family; raises RequestError for a family that has none."""
+    if family not in preset_families():
+        raise RequestError(
+            f"there are no presets for {family!r}, only for {', '.join(preset_families())}",
+            fix="use a base model of one of these families",
+        )
+    text = resources.files("lora_trainer.presets").joinpath(f"{family}.json").read_text("utf-8")
+    data = json.loads(text)
+    return FamilyPresets(**{key: value for key, value in data.items() if key != "$schema"})
+
+
+def _preset_layers(family: str, tier: str, priority: Priority) -> list[_Layer]:
+    presets = load_presets(family)
+    if reason := presets.unsupported(tier, priority):
+        raise RequestError(
+            f"preset {family}/{tier} with priority {priority} is unsupported: {reason}",
+            fix="choose another priority or tier",
+        )
+    cell = f"{tier}/{priority}"
+    return [
+        _Layer(values=presets.base, name=f"family {family}"),
+        _Layer(values=presets.tiers[tier], name=f"preset {tier}"),
+        _Layer(values=presets.priorities[priority], name=f"priority {priority}"),
+        _Layer(values=presets.cells.get(cell, {}), name=f"cell {cell}"),
+    ]
+
+
+def _concept_layer(concept: str) -> _Layer:
+    """Return the layer of a kind of concept; empty for an unknown word, which validation refuses later."""
+    chosen = SETTINGS.get(concept, {})
+    return _Layer(
+        values={key: value for key, (value, _) in chosen.items()},
+        name=f"concept {concept}",
+        places={key: reason for key, (_, reason) in chosen.items()},
+    )
+
+
+def _file_layer(file: Path, kind: str, family: str) -> _Layer:
+    contents = read_settings_file(file)
+    if contents.family not in (None, family):
+        raise RequestError(
+            f"{kind} {file} is for {contents.family}, the base model is {family}",
+            fix=f"use a {kind} made for {family} or remove its family",
+        )
+    return _Layer(values=contents.values, name=f"{kind} {file}", places=contents.places)
+
+
+def _parse_preset(preset: str, family: str) -> tuple[str | None, Path | None]:
+    """Return the tier or the file that `preset` names; raises RequestError listing the names."""
+    if preset == "auto":
+        return None, None
+    if preset in TIERS:
+        return preset, None
+    if preset in preset_names():
+        named_family, _, tier = preset.partition("/")
+        if named_family != family:
+            raise RequestError(
+                f"preset {preset} is for {named_family}, the base model is {family}",
+                fix=f"use --preset {family}/{tier} or another base model",
+            )
+        return tier, None
+    if Path(preset).suffix.lower() in _FILE_SUFFIXES:
+        return None, Path(preset)
+    names = ("auto", *TIERS, *preset_names())
+    raise RequestError(
+        f"unknown preset {preset!r}.{did_you_mean(preset, names)} Presets are {', '.join(names)}",
+        fix="give one of these names or a .json file with settings",
+    )
+
+
+def preset_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the files in `presets/`, made from `Config`."""
+    settings = {"$ref": "#/$defs/settings"}
+    reason = {"type": "string", "minLength": 1, "description": "why this pair cannot work"}
+    unsupported = _object({"unsupported": reason}, required=["unsupported"])
+    pairs = f"^({'|'.join(TIERS)})/({'|'.join(PRIORITIES)})$"
+    parts = {
+        "$schema": {"type": "string"},
+        "family": {"type": "string", "description": "the model family, as the file is named"},
+        "title": {"type": "string"},
+        "base": {**settings, "description": "for every tier and priority of the family"},
+        "tiers": _object(dict.fromkeys(TIERS, settings), required=list(TIERS)),
+        "priorities": _object(dict.fromkeys(PRIORITIES, settings), required=list(PRIORITIES)),
+        "cells": {
+            "type": "object",
+            "patternProperties": {pairs: {"anyOf": [settings, unsupported]}},
+            "additionalProperties": False,
+        },
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Presets of one model family; later wins: base, tier, priority, cell",
+        **_object(parts, required=[name for name in parts if name not in ("$schema", "cells")]),
+        "$defs": {"settings": _object(setting_schemas(), required=[])},
+    }
+
+
+def _object(properties: Mapping[str, Any], *, required: list[str]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": dict(properties),
+        "required": required,
+        "additionalProperties": False,
+    }

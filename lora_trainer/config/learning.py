@@ -1,0 +1,343 @@
+"""The settings of learning: the adapter, the length of training, noise and loss."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from lora_trainer.config.choices import Concept
+from lora_trainer.config.declare import (
+    CARD,
+    CONVOLUTIONS,
+    FLOW,
+    LORA,
+    NO_REGULARISATION,
+    NOISE_OR_V,
+    NOT_OFT,
+    NOT_SCHEDULE_FREE,
+    SQUARED,
+    WITHOUT_NEW_TOKENS,
+    WITHOUT_VALIDATION,
+    Auto,
+    AutoCount,
+    AutoInterval,
+    AutoScale,
+    Precision,
+    Section,
+    Weighting,
+    setting,
+)
+
+
+class AdapterSettings(Section):
+    kind: Literal["lora", "loha", "lokr", "oft"] = setting(
+        "lora",
+        "LoRA; LoHa, LoKr (Yeh et al. 2023, arXiv 2309.14859); OFT (Qiu et al. 2023, arXiv 2306.07280)",
+    )
+    rank: int = setting(
+        16,
+        "rank of the update, to which file size is proportional; with OFT the size of a block",
+        ge=1,
+        le=1024,
+        headline=True,
+    )
+    alpha: AutoScale = setting(
+        "auto", "scale the update by alpha / rank; auto: alpha = rank", not_for=NOT_OFT
+    )
+    conv_rank: int | None = setting(
+        None,
+        "rank of convolutions larger than 1x1 (LoCon); none: adapter.rank",
+        ge=1,
+        le=1024,
+        only_for=CONVOLUTIONS,
+    )
+    conv_alpha: float | None = setting(
+        None,
+        "alpha of convolutions larger than 1x1; none: adapter.alpha",
+        gt=0,
+        le=4096,
+        only_for=CONVOLUTIONS,
+        not_for=NOT_OFT,
+    )
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=1024)]] = setting(
+        {}, "rank by regular expression on the module name, first match wins"
+    )
+    dora: bool = setting(
+        False,
+        "learn each output's norm separately (Liu et al. 2024, arXiv 2402.09353); LoRA only",
+        only_for=LORA,
+    )
+    rslora: bool = setting(
+        False,
+        "scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); LoRA only",
+        only_for=LORA,
+    )
+    init: Literal["default", "pissa"] = setting(
+        "default",
+        "start at zero, or at the top singular vectors (Meng et al. 2024, arXiv 2404.02948); LoRA only",
+        only_for=LORA,
+    )
+    dropout: float = setting(
+        0.0,
+        "fraction of input channels hidden from each layer's adapter, drawn for each sample",
+        ge=0.0,
+        le=0.9,
+        not_for=NOT_OFT,
+    )
+    rank_dropout: float = setting(
+        0.0,
+        "fraction of each update's ranks left out, drawn for each sample; LoRA only",
+        ge=0.0,
+        le=0.9,
+        only_for=LORA,
+    )
+    module_dropout: float = setting(
+        0.0,
+        "fraction of layers whose adapter is switched off, drawn for each sample",
+        ge=0.0,
+        le=0.9,
+        not_for={**NOT_OFT, "adapter.dora": (True,)},
+    )
+    lokr_factor: int = setting(
+        -1,
+        "size of LoKr's left factor; -1: the most even split",
+        ge=-1,
+        le=1024,
+        only_for={"adapter.kind": ("lokr",)},
+    )
+    text_encoder: bool = setting(
+        False, "train the text encoders too; their outputs cannot be cached then"
+    )
+    new_tokens: int = setting(
+        0,
+        "pivotal tuning: number of new token vectors per text encoder for data.trigger; 0: none",
+        unit="tokens",
+        ge=0,
+        le=32,
+    )
+    new_tokens_from: str | None = setting(
+        None,
+        "word whose token vectors the new tokens start from; none: random vectors of usual size",
+        min_length=1,
+        max_length=100,
+        not_for=WITHOUT_NEW_TOKENS,
+    )
+    targets: Literal["attention", "transformer", "all"] = setting(
+        "transformer",
+        "layers with an adapter; transformer adds feed-forward and projections, all adds convolutions",
+    )
+
+
+class TrainSettings(Section):
+    concept: Concept = setting(
+        "any", "kind of subject to learn; changes some presets, see docs/concepts.md"
+    )
+    steps: AutoCount = setting(
+        "auto", "optimizer steps; auto: train.views times the images, over the batch", headline=True
+    )
+    views: int = setting(
+        120,
+        "times each image is trained on if train.steps is auto; fewer than 20 images count as 20",
+        ge=1,
+        le=100_000,
+    )
+    batch_size: int = setting(
+        1,
+        "images per optimizer step over all devices and micro-batches",
+        unit="images",
+        ge=1,
+        le=4096,
+        headline=True,
+    )
+    seed: int = setting(42, "seed of all random draws", ge=0, le=2**53 - 1)
+    init_from: str | None = setting(
+        None,
+        "adapter file to continue from; its kind and rank must equal the run's",
+        path=True,
+    )
+    precision: Precision | Auto = setting(
+        "auto",
+        "dtype of base weights and activations (the adapter keeps fp32 masters)",
+        headline=True,
+    )
+    max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0: never", ge=0.0, le=1e6)
+    tighten_on_spike: bool = setting(
+        False,
+        "halve max_grad_norm when the loss jumps, three times at most",
+        not_for={"train.max_grad_norm": (0.0,)},
+    )
+    lower_on_plateau: bool = setting(
+        False,
+        "halve the learning rate after three validations without a lower loss, three times at most",
+        not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
+    )
+    ema_decay: float | None = setting(
+        None,
+        "keep a running average of the adapter with this decay, faster at first; 0.99-0.999 is usual",
+        gt=0.0,
+        lt=1.0,
+        not_for=NOT_SCHEDULE_FREE,
+    )
+    text_encoder_until: float = setting(
+        1.0,
+        "fraction of the steps after which the text encoders' adapters are frozen; 1: never",
+        gt=0.0,
+        le=1.0,
+        only_for={"adapter.text_encoder": (True,)},
+    )
+    new_tokens_until: float = setting(
+        1.0,
+        "fraction of the steps after which the new tokens are frozen; 1: never",
+        gt=0.0,
+        le=1.0,
+        not_for=WITHOUT_NEW_TOKENS,
+    )
+    validate_every_steps: AutoInterval = setting(
+        "auto", "steps between validations; 0: never", not_for=WITHOUT_VALIDATION
+    )
+    stop_after_validations: int | None = setting(
+        None,
+        "stop after this many validations in a row without a lower loss; none: train all steps",
+        ge=1,
+        le=1000,
+        not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
+    )
+    deterministic: bool = setting(
+        False,
+        "ask CUDA for deterministic kernels (slower; CPUs are deterministic anyway)",
+        only_for=CARD,
+    )
+
+
+class ObjectiveSettings(Section):
+    weighting: Weighting | Auto = setting(
+        "auto",
+        "loss weight by noise level; flow: sigma_sqrt, cosmap; auto: min_snr if min_snr_gamma is set",
+    )
+    min_snr_gamma: float | None = setting(
+        5.0,
+        "gamma of min_snr (Hang et al. 2023, arXiv 2303.09556) and soft_min_snr; null: no weighting",
+        gt=0,
+        le=100,
+        only_for=NOISE_OR_V,
+        not_for={"objective.weighting": ("debiased", "p2")},
+    )
+    p2_gamma: float = setting(
+        1.0,
+        "gamma of p2, (1 + SNR)^-gamma (Choi et al. 2022, arXiv 2204.00227)",
+        gt=0,
+        le=10,
+        only_for={"objective.weighting": ("p2",)},
+    )
+    loss: Literal["mse", "huber", "smooth_l1"] = setting(
+        "mse",
+        "squared error, or an error that is linear above huber_delta and so less sensitive to outliers",
+    )
+    huber_delta: float = setting(
+        0.1,
+        "error above which huber and smooth_l1 are linear; with a schedule, its value at pure noise",
+        gt=0.0,
+        le=1.0,
+        not_for=SQUARED,
+    )
+    huber_schedule: Literal["snr", "exponential", "constant"] = setting(
+        "snr",
+        "decrease of the delta with noise, from 1 at no noise (Khrapov et al. 2024, arXiv 2403.16728)",
+        not_for=SQUARED,
+    )
+    noise_offset: float = setting(
+        0.0, "strength of per-channel constant noise (0.03-0.1 is usual)", ge=0.0, le=1.0
+    )
+    multires_noise_iterations: int = setting(
+        0, "coarser noise octaves added to the noise; 0: none", ge=0, le=16
+    )
+    multires_noise_discount: float = setting(
+        0.3,
+        "strength of each octave relative to the finer one",
+        ge=0.0,
+        le=1.0,
+        not_for={"objective.multires_noise_iterations": (0,)},
+    )
+    prior: Literal["images", "base"] = setting(
+        "images",
+        "target for regularisation images: the images, or the prediction of the base without adapter",
+        idle_with=NO_REGULARISATION,
+    )
+    prior_weight: float = setting(
+        1.0,
+        "factor on the loss of regularisation images",
+        gt=0.0,
+        le=100.0,
+        idle_with=NO_REGULARISATION,
+    )
+    preservation_weight: float = setting(
+        0.0,
+        "loss weight that keeps the base's prediction for data.class_word; 1 is usual, 0: off",
+        ge=0.0,
+        le=100.0,
+    )
+    input_perturbation: float = setting(
+        0.0,
+        "strength of extra noise in the input only (Ning et al. 2023, arXiv 2301.11706); 0.1 is usual",
+        ge=0.0,
+        le=1.0,
+    )
+    timestep_sampling: Literal["uniform", "logit_normal", "sigmoid", "mode", "cosmap"] = setting(
+        "uniform",
+        "density of the timesteps (Esser et al. 2024, arXiv 2403.03206); sigmoid: logit_normal(0, 1)",
+    )
+    logit_mean: float = setting(
+        0.0,
+        "mean of logit_normal; above 0: noisier",
+        ge=-10.0,
+        le=10.0,
+        only_for={"objective.timestep_sampling": ("logit_normal",)},
+    )
+    logit_std: float = setting(
+        1.0,
+        "deviation of logit_normal",
+        gt=0.0,
+        le=10.0,
+        only_for={"objective.timestep_sampling": ("logit_normal",)},
+    )
+    mode_scale: float = setting(
+        1.29,
+        "weight of the middle timesteps for mode; below 0: of the first and last",
+        ge=-1.0,
+        le=1.75,
+        only_for={"objective.timestep_sampling": ("mode",)},
+    )
+    timestep_strata: int = setting(
+        1,
+        "of this many samples in a row, one timestep from each of as many equal ranges; 1: independent",
+        unit="samples",
+        ge=1,
+        le=256,
+    )
+    flow_shift: Annotated[float, Field(gt=0, le=100)] | Literal["resolution"] = setting(
+        1.0,
+        "shift s: flow timestep t becomes s t / (1 + (s - 1) t); resolution: s of the base's sampler",
+        only_for=FLOW,
+    )
+    guidance_scale: float = setting(
+        1.0,
+        "guidance scale during training, for bases with a guidance embedding",
+        ge=0.0,
+        le=50.0,
+        only_for=FLOW,
+    )
+    zero_terminal_snr: Literal["auto"] | bool = setting(
+        "auto",
+        "make the last timestep pure noise (Lin et al. 2023, arXiv 2305.08891); auto: like the base",
+        only_for=NOISE_OR_V,
+    )
+    min_timestep: int = setting(0, "smallest timestep trained", ge=0, le=999)
+    max_timestep: int = setting(999, "largest timestep trained", ge=0, le=999)
+
+    @property
+    def chosen_weighting(self) -> Weighting:
+        """The weighting, with `auto` replaced."""
+        if self.weighting != "auto":
+            return self.weighting
+        return "none" if self.min_snr_gamma is None else "min_snr"

@@ -1,0 +1,182 @@
+"""The settings of memory, hardware, output files, sample images and dashboards."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from lora_trainer.config.base_precision import BaseMatmul, BasePrecision
+from lora_trainer.config.declare import (
+    CARD,
+    CUDA,
+    MIXABLE,
+    WITHOUT_VALIDATION,
+    Auto,
+    AutoCount,
+    AutoInterval,
+    AutoShare,
+    Checkpointing,
+    Precision,
+    Section,
+    setting,
+)
+
+
+def _checkpointing(value: Any) -> Any:
+    """Convert true and false, as older settings files have them, to a checkpointing level."""
+    if isinstance(value, bool):
+        return "full" if value else "none"
+    return value
+
+
+class MemorySettings(Section):
+    micro_batch: AutoCount = setting(
+        "auto",
+        "images per forward pass; never changes the result, only memory and speed",
+        unit="images",
+        headline=True,
+    )
+    gradient_checkpointing: Annotated[Checkpointing | Auto, BeforeValidator(_checkpointing)] = (
+        setting(
+            "auto",
+            "activations to keep or recompute, from none (most memory) to offloaded: docs/memory.md",
+            headline=True,
+        )
+    )
+    kept_share: AutoShare = setting(
+        "auto",
+        "fraction of blocks, evenly spaced, that use the next lighter checkpointing level",
+        only_for={"memory.gradient_checkpointing": MIXABLE},
+    )
+    base_precision: BasePrecision | Auto = setting(
+        "auto",
+        "precision of the frozen base: train.precision, or its blocks in 8 or 4 bits",
+        headline=True,
+    )
+    base_matmul: BaseMatmul | Auto = setting(
+        "auto",
+        "matrix products of an int8 base: dequantized weights, or int8 by int8; auto: the faster one",
+        only_for={"memory.base_precision": ("int8",)},
+    )
+    streamed_blocks: AutoInterval = setting(
+        "auto",
+        "blocks of the base kept in host memory and copied to the GPU when they run",
+        unit="blocks",
+        only_for=CARD,
+        headline=True,
+    )
+    modulation_cache: bool | Auto = setting(
+        "auto",
+        "keep modulation layers in host memory and precompute their outputs; the result is the same",
+    )
+    attention: Literal["auto", "sdpa", "xformers"] = setting(
+        "auto", "attention kernels; auto: SDPA", only_for=CARD
+    )
+    text_encoder_precision: Precision | Auto = setting(
+        "auto",
+        "dtype of the text encoders while caching; auto: fp32, above 2 billion parameters bf16",
+    )
+    text_encoder_offload: bool | Auto = setting(
+        "auto",
+        "while caching, keep the text encoders in host memory and copy one layer at a time to the GPU",
+        only_for={**CARD, "adapter.text_encoder": (False,)},
+    )
+
+
+class HardwareSettings(Section):
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = setting(
+        "auto", "where to train: cuda is NVIDIA and AMD (ROCm), mps Apple, xpu Intel"
+    )
+    threads: AutoCount = setting("auto", "CPU threads; part of what makes a resume bit-exact")
+    vram_limit_gib: float | None = setting(
+        None,
+        "use at most this much GPU memory: limits the plan and PyTorch's allocator",
+        unit="GiB",
+        gt=0,
+        le=1024,
+        only_for=CARD,
+    )
+    compile: Literal["auto", "none", "blocks"] = setting(
+        "auto",
+        "fuse the blocks' kernels (torch.compile); auto: with priority speed, if this run gets faster",
+    )
+    cuda_graphs: bool | Auto = setting(
+        "auto",
+        "record steps and replay them as one launch; auto: with priority speed, if this run gets faster",
+        only_for=CUDA,
+    )
+    process_timeout_s: float = setting(
+        120.0,
+        "with several processes: longest silence of one process before all are stopped",
+        unit="s",
+        ge=5,
+        le=86_400,
+    )
+
+
+class OutputSettings(Section):
+    folder: str = setting("runs", "folder in which run folders are created", path=True)
+    name: str = setting("auto", "name of the run and its files; auto: the dataset folder's name")
+    precision: Precision = setting("fp16", "dtype of exported files")
+    weights: Literal["auto", "trained", "ema"] = setting(
+        "auto",
+        "weights to export, sample and validate: trained or averaged; auto: ema with train.ema_decay",
+        not_for={"train.ema_decay": (None,)},
+    )
+    format: Literal["auto", "kohya", "diffusers", "comfyui"] = setting(
+        "auto", "key names of exported files; auto: the format most programs read for this family"
+    )
+    description: str = setting("", "a sentence about the adapter, written into exported files")
+    author: str = setting("", "the adapter's author, written into exported files")
+    license: str = setting("", "the adapter's licence, written into exported files")
+    hub_repo: str | None = setting(
+        None, "Hub repository (owner/name) to upload the result to, with a model card"
+    )
+    hub_private: bool = setting(
+        True,
+        "make a newly created Hub repository private",
+        not_for={"output.hub_repo": (None,)},
+    )
+    save_every_steps: AutoInterval = setting(
+        "auto", "steps between rolling exports and states; 0: only at the end", headline=True
+    )
+    save_every_epochs: int | None = setting(
+        None, "epochs between rolling exports and states", ge=1, le=100_000
+    )
+    keep_best: bool = setting(
+        False,
+        "also export the weights with the lowest validation loss, as NAME-best.safetensors",
+        not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
+    )
+    measure: bool = setting(
+        True, "measure the finished adapter's weights, ranks and gain for report.html"
+    )
+    keep_last: int = setting(3, "number of rolling exports to keep", ge=1, le=10_000)
+    keep_states: int = setting(2, "number of resume states to keep", ge=2, le=10_000)
+
+
+class SamplingSettings(Section):
+    prompts: tuple[str, ...] = setting(
+        (), "prompts of the sample images; none: taken from the captions"
+    )
+    prompts_from_captions: int = setting(
+        4,
+        "number of captions used as prompts where sampling.prompts is empty, held-out images first",
+        unit="images",
+        ge=1,
+        le=64,
+    )
+    negative_prompt: str = setting("", "negative prompt of the sample images")
+    every_steps: AutoInterval = setting("auto", "steps between sample images; 0: never")
+    steps: int = setting(25, "denoising steps per sample", ge=1, le=1000)
+    guidance_scale: float = setting(5.0, "classifier-free guidance; 1: none", ge=1.0, le=50.0)
+    seed: int = setting(
+        1234, "seed of the first prompt's image; the next prompt adds 1", ge=0, le=2**53 - 1
+    )
+
+
+class LoggingSettings(Section):
+    trackers: tuple[str, ...] = setting(
+        ("tensorboard",), "accelerate trackers; those not installed are reported"
+    )

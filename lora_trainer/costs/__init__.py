@@ -1,0 +1,1 @@
+"""What one sample costs: bytes and FLOPs by formula, without torch."""

@@ -1,0 +1,1 @@
+"""From a folder of images to checked records; no torch."""

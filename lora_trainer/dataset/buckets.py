@@ -1,0 +1,113 @@
+"""Aspect-ratio buckets: which sizes there are, which one a picture gets, how it is cut to it.
+
+Pure integer geometry in pixels: a picture is scaled to cover its bucket and the overhang is cropped
+away evenly on both sides. Nothing depends on other pictures, so adding one moves no other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from PIL import Image
+
+from lora_trainer.common.errors import RequestError
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Bucket:
+    """The size pictures of similar shape are trained at."""
+
+    width_px: int
+    height_px: int
+
+    def __str__(self) -> str:
+        return f"{self.width_px}x{self.height_px}"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How one picture fills its bucket: scaled to cover it, then cropped at (left, top)."""
+
+    bucket: Bucket
+    scaled_width_px: int
+    scaled_height_px: int
+    left_px: int
+    top_px: int
+    cropped_fraction: float
+    """Share of the picture's area that is cut away."""
+    upscaled: bool
+    """Whether the picture is smaller than its bucket."""
+
+
+def buckets_for(
+    *, resolution_px: int, step_px: int, max_aspect: float, setting: str = "data.resolution"
+) -> tuple[Bucket, ...]:
+    """Return the sizes in multiples of `step_px` with at most `resolution_px` squared pixels.
+
+    For each width the tallest that fits, and the same lying down, as long as the longer side is at
+    most `max_aspect` times the shorter; the square is always among them. Raises RequestError
+    when not even one step fits, in the words of `setting`.
+    """
+    if resolution_px < step_px:
+        raise RequestError(
+            f"{setting}={resolution_px} is below this base's bucket step of {step_px} px",
+            fix=f"use {setting}={step_px} or more",
+        )
+    side_px = resolution_px // step_px * step_px
+    found = {Bucket(side_px, side_px)}
+    for width_px in range(step_px, resolution_px**2 // step_px + 1, step_px):
+        height_px = resolution_px**2 // width_px // step_px * step_px
+        longer_px, shorter_px = max(width_px, height_px), min(width_px, height_px)
+        if shorter_px and longer_px <= max_aspect * shorter_px:
+            found |= {Bucket(width_px, height_px), Bucket(height_px, width_px)}
+    return tuple(sorted(found))
+
+
+def place(width_px: int, height_px: int, *, buckets: Sequence[Bucket]) -> Placement:
+    """Choose the bucket nearest in aspect ratio (in log space; the larger of equally near ones)."""
+    bucket = min(
+        buckets, key=lambda bucket: (_distance(bucket, width_px, height_px), -_area(bucket), bucket)
+    )
+    # Compared as whole numbers, so that an exact fit is never a rounding error away from one.
+    if bucket.width_px * height_px >= bucket.height_px * width_px:
+        scaled_width_px = bucket.width_px
+        scaled_height_px = max(bucket.height_px, _rounded(height_px * bucket.width_px, width_px))
+    else:
+        scaled_height_px = bucket.height_px
+        scaled_width_px = max(bucket.width_px, _rounded(width_px * bucket.height_px, height_px))
+    return Placement(
+        bucket=bucket,
+        scaled_width_px=scaled_width_px,
+        scaled_height_px=scaled_height_px,
+        left_px=(scaled_width_px - bucket.width_px) // 2,
+        top_px=(scaled_height_px - bucket.height_px) // 2,
+        cropped_fraction=1 - _area(bucket) / (scaled_width_px * scaled_height_px),
+        upscaled=bucket.width_px > width_px or bucket.height_px > height_px,
+    )
+
+
+def cut(image: Image.Image, placement: Placement, *, flip: bool) -> Image.Image:
+    """Return the bucket-sized middle of a picture (LANCZOS), mirrored left to right if `flip`."""
+    scaled = image.resize(
+        (placement.scaled_width_px, placement.scaled_height_px), Image.Resampling.LANCZOS
+    )
+    right_px = placement.left_px + placement.bucket.width_px
+    bottom_px = placement.top_px + placement.bucket.height_px
+    part = scaled.crop((placement.left_px, placement.top_px, right_px, bottom_px))
+    return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else part
+
+
+def _distance(bucket: Bucket, width_px: int, height_px: int) -> float:
+    ratio = (bucket.width_px * height_px) / (bucket.height_px * width_px)
+    # Rounded so that equal distances on either side tie whatever the last bit says.
+    return round(abs(math.log(ratio)), 12)
+
+
+def _area(bucket: Bucket) -> int:
+    return bucket.width_px * bucket.height_px
+
+
+def _rounded(numerator: int, denominator: int) -> int:
+    return (2 * numerator + denominator) // (2 * denominator)

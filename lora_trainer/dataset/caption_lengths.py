@@ -1,0 +1,191 @@
+"""How long the captions of a dataset are in CLIP's tokens, and in how many chunks they are read.
+
+Inputs: records, settings and a counter of tokens. Outputs: how many images have captions longer than
+one, two or three chunks, the number of chunks for `data.caption_tokens=auto`, and a finding about what
+is cut. Counted is every text that training can read: variants of each caption, and its class.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.common.caption_markup import weighted_parts, words_of
+from lora_trainer.common.files import sha256_file, write_atomic
+from lora_trainer.common.findings import Finding, warning
+from lora_trainer.config.config import CHUNK_TOKENS, Config
+from lora_trainer.dataset.caption_rules import variants
+from lora_trainer.dataset.captions import of_class
+from lora_trainer.dataset.records import ImageRecord
+from lora_trainer.dataset.tokens import TokenCounter, new_word, tokenizer_folder
+from lora_trainer.families.base import BaseFacts, Family
+
+KEY = "data.caption_tokens"
+MOST_REMEMBERED = 32
+MOST_CHUNKS = 3
+"""225 tokens: as much as kohya's trainers read."""
+TOO_LONG = "caption-too-long"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionLengths:
+    """How many images have a longest text of so many tokens, and the image of the longest of all."""
+
+    images: Mapping[int, int]
+    longest_file: str
+
+    @property
+    def longest(self) -> int:
+        return max(self.images)
+
+    @property
+    def all_images(self) -> int:
+        return sum(self.images.values())
+
+    def longer_than(self, tokens: int) -> int:
+        """Return how many images have a text of more tokens."""
+        return sum(images for count, images in self.images.items() if count > tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthMemo:
+    """The lengths of earlier datasets by a digest of all their texts: to count 100,000 takes 15 s.
+
+    A damaged file is the same as none, because it only saves time.
+    """
+
+    file: Path
+
+    def known(self, digest: str) -> CaptionLengths | None:
+        try:
+            images, longest_file = self._entries()[digest]
+            counts = {int(tokens): int(count) for tokens, count in images.items()}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None
+        return CaptionLengths(images=counts, longest_file=str(longest_file)) if counts else None
+
+    def remember(self, digest: str, lengths: CaptionLengths) -> None:
+        """Write lengths beside the newest of others; raises MachineError when the disk refuses."""
+        kept = dict(list(self._entries().items())[1 - MOST_REMEMBERED :])
+        kept[digest] = [dict(lengths.images), lengths.longest_file]
+        write_atomic(self.file, json.dumps(kept).encode(), durable=False)
+
+    def _entries(self) -> dict[str, Any]:
+        try:
+            entries = json.loads(self.file.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return entries if isinstance(entries, dict) else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """In how many chunks texts are read, and why; `lengths` is None where they could not be counted."""
+
+    chunks: int
+    reason: str
+    lengths: CaptionLengths | None = None
+
+
+def caption_lengths(
+    records: Iterable[ImageRecord], *, config: Config, tokenizer: Path, memo: LengthMemo
+) -> CaptionLengths | None:
+    """Count the tokens of every text that is trained with; None where nothing can be counted."""
+    of_images = [(record.name, tuple(_texts(record, config))) for record in records]
+    digest = _digest(of_images, config=config, tokenizer=tokenizer)
+    known = memo.known(digest)
+    if known is not None:
+        return known
+    counter = TokenCounter.load(tokenizer)
+    if counter is None or not of_images:
+        return None
+    texts = list({text for _, own in of_images for text in own})
+    counts = dict(zip(texts, _counted(texts, config, counter), strict=True))
+    longest = [(max(counts[text] for text in own), name) for name, own in of_images]
+    _, name = min(longest, key=lambda pair: (-pair[0], pair[1]))
+    found = CaptionLengths(images=Counter(count for count, _ in longest), longest_file=name)
+    memo.remember(digest, found)
+    return found
+
+
+def _digest(
+    of_images: Iterable[tuple[str, Sequence[str]]], *, config: Config, tokenizer: Path
+) -> str:
+    """Return a digest of all that the lengths depend on: the tokenizer's files, the texts, how they are read."""
+    digest = hashlib.sha256(repr((config.data.emphasis, new_word(config))).encode())
+    for file in sorted(tokenizer.glob("*")):
+        digest.update(f"{file.name} {sha256_file(file)}\n".encode())
+    for name, texts in of_images:
+        digest.update("\0".join((name, *texts, "\n")).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def reading_of(
+    records: Sequence[ImageRecord],
+    *,
+    config: Config,
+    facts: BaseFacts,
+    family: Family,
+    memo: LengthMemo,
+) -> Reading:
+    """Return in how many chunks the texts of a run are read."""
+    asked = config.data.caption_tokens
+    if not family.reads_chunks:
+        return Reading(
+            chunks=1, reason=f"{facts.source} reads up to {facts.max_tokens} tokens in one piece"
+        )
+    tokenizer, lengths = tokenizer_folder(facts), None
+    if tokenizer is not None:
+        lengths = caption_lengths(records, config=config, tokenizer=tokenizer, memo=memo)
+    if asked != "auto":
+        return Reading(chunks=asked // CHUNK_TOKENS, reason="", lengths=lengths)
+    if lengths is None:
+        return Reading(chunks=1, reason="captions are counted once the base is on this machine")
+    room = facts.chunk_room
+    chunks = min(MOST_CHUNKS, max(1, -(-lengths.longest // room)))
+    longer = lengths.longer_than(room)
+    reason = f"the longest caption has {lengths.longest} tokens"
+    if longer:
+        reason += f", {longer} of {lengths.all_images} have more than {room}"
+    return Reading(chunks=chunks, reason=reason, lengths=lengths)
+
+
+def too_long(reading: Reading, *, facts: BaseFacts) -> Iterator[Finding]:
+    """Yield a warning where ends of captions are not read, with the setting that reads them."""
+    room = reading.chunks * facts.chunk_room
+    if reading.lengths is None or reading.lengths.longest <= room:
+        return
+    lengths, most = reading.lengths, MOST_CHUNKS * CHUNK_TOKENS
+    what = (
+        f"{lengths.longer_than(room)} of {lengths.all_images} images have captions of more than the "
+        f"{room} tokens that are read, {lengths.longest} in {lengths.longest_file}: their ends are cut"
+    )
+    advice = f"shorten them, most important words first: {most} tokens are the most"
+    if reading.chunks < MOST_CHUNKS:
+        advice = f"use --set {KEY}=auto, which reads up to {most}, or shorten them"
+    yield warning(TOO_LONG, None, what, advice=advice, code="CAP-03")
+
+
+def _texts(record: ImageRecord, config: Config) -> Iterator[str]:
+    settings = record.settings(config.data)
+    word = settings.class_word if config.objective.preservation_weight else None
+    for text in variants(record.written, settings=settings, seed=config.train.seed):
+        yield text
+        if word is not None and settings.trigger is not None:
+            yield of_class(text, trigger=settings.trigger, class_word=word) or ""
+
+
+def _counted(texts: Sequence[str], config: Config, counter: TokenCounter) -> list[int]:
+    """Count texts as text encoders read them: without marks of emphasis, the new word as its tokens."""
+    words = [words_of(weighted_parts(text)) for text in texts] if config.data.emphasis else texts
+    learned = new_word(config)
+    if learned is None:
+        return counter.counts(words)
+    parts = [learned.split(text) for text in words]
+    counts = iter(counter.counts([part for each in parts for part in each]))
+    return [sum(next(counts) for _ in each) + learned.tokens * (len(each) - 1) for each in parts]

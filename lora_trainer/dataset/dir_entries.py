@@ -1,0 +1,153 @@
+"""Entries of a dataset folder: those that were meant, and files that are of no use.
+
+Directory entries: those that somebody meant, their names as text, what they are.
+
+What lies in a dataset folder and was not taken: rows of its report.
+
+Inputs: what a walk over the folder has seen. Outputs: findings about files of no use, captions and masks
+without a picture, and captions of several.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_trainer.common.errors import InputError
+from lora_trainer.common.findings import Finding, named, note, shown, warning
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.captions import same_name, split_name
+from lora_trainer.dataset.images import IMAGE_EXTENSIONS
+
+Entry = os.DirEntry[str]
+_IGNORED_NAMES = frozenset({"__macosx", "thumbs.db", "desktop.ini"})
+_DOCUMENT_STEMS = frozenset({"readme", "license", "licence"})
+
+
+def entries_in(path: Path) -> list[Entry]:
+    """Return what lies in a folder by name, system files and documents excepted; raises InputError."""
+    try:
+        with os.scandir(path) as found:
+            return sorted(
+                (entry for entry in found if _is_meant(entry.name)), key=lambda entry: entry.name
+            )
+    except OSError as error:
+        what = f"cannot read folder {shown(str(path))} ({error.strerror or error})"
+        raise InputError(what, fix="make it readable or move it away") from None
+
+
+def _is_meant(name: str) -> bool:
+    folded = name.casefold()
+    stem, extension = split_name(folded)
+    is_document = stem in _DOCUMENT_STEMS and extension not in IMAGE_EXTENSIONS
+    return not (name.startswith(".") or folded in _IGNORED_NAMES or is_document)
+
+
+def text_of(name: str) -> str:
+    """Return a file name as text: it may hold bytes that are not UTF-8, which no JSON file can."""
+    return name if name.isascii() else os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def holds(question: Callable[[], bool]) -> bool:
+    """Ask something of an entry; one that cannot be followed is nothing."""
+    try:
+        return question()
+    except OSError:  # a loop of links
+        return False
+
+
+def is_inside(path: str, real_root: str) -> bool:
+    """Say whether a path, its links followed, lies in a folder."""
+    return Path(os.path.realpath(path)).is_relative_to(real_root)
+
+
+def kind_of(entry: Entry) -> str:
+    """Return what an entry is that is no regular file."""
+    if entry.is_symlink():
+        return "a link to no file"
+    return "a folder" if holds(entry.is_dir) else "a pipe, socket or device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnusedFiles:
+    """Files by extension, caption files with the pictures they are used by, and masks of no picture.
+
+    `pictures` are the names of the pictures as `same_name` has them, without extension; `described`
+    those of metadata lines. `excluded` is the folder of what somebody took out of the dataset.
+    """
+
+    settings: DataSettings
+    ignored: Mapping[str, int]
+    users: Mapping[str, Sequence[str]]
+    pictures: frozenset[str]
+    described: Collection[str]
+    unclaimed_masks: Sequence[tuple[str, str]]
+    excluded: Path | None
+
+    def ignored_files(self) -> Iterator[Finding]:
+        """Yield one note that counts the files of no use here."""
+        if self.ignored:
+            counts = ", ".join(
+                f"{count} {suffix}" for suffix, count in sorted(self.ignored.items())
+            )
+            what = f"files that are neither picture nor caption are ignored: {counts}"
+            yield note("ignored-files", None, what, advice="nothing to do")
+
+    def shared_captions(self) -> Iterator[Finding]:
+        """Yield the caption files that stand for several pictures."""
+        advice = "give each picture a name of its own and a caption file of that name"
+        for source, names in self.users.items():
+            if len(names) > 1:
+                what = f"is the caption of {len(names)} pictures: {named(names)}"
+                yield warning("ambiguous-caption", source, what, advice=advice, code="IMG-08")
+
+    def unused_captions(self) -> Iterator[Finding]:
+        """Yield one warning that names caption files and metadata lines without a picture."""
+        unused = [
+            source
+            for source, names in self.users.items()
+            # A caption file beside another of the same stem is not lost, only second choice.
+            if not names
+            and (source in self.described or same_name(split_name(source)[0]) not in self.pictures)
+            and not self._is_excluded(source)
+        ]
+        if unused:
+            what = f"captions without a picture ({len(unused)}): {named(unused)}"
+            advice = "name them as their pictures, or remove them"
+            yield warning("unused-caption", None, what, advice=advice, code="CAP-01")
+
+    def unused_masks(self) -> Iterator[Finding]:
+        """Yield one row that names masks nobody asked for, or that have no picture."""
+        away = self._excluded_stems()
+        found = [name for name, picture in self.unclaimed_masks if same_name(picture) not in away]
+        count, names = len(found), named(found)
+        if count and self.settings.masks == "files":
+            what = f"masks without a picture ({count}): {names}"
+            advice = "name them as their pictures, or remove them"
+            yield warning("unused-mask", None, what, advice=advice)
+        elif count:
+            what = f"masks are not used ({count}): {names}"
+            yield note("unused-mask", None, what, advice="--set data.masks=files to use them")
+
+    def _excluded_stems(self) -> set[str]:
+        """Return the pictures that were taken out of the dataset, whose masks stay: without extension."""
+        if self.excluded is None:
+            return set()
+        places = {name.rpartition("/")[0] for _, name in self.unclaimed_masks}
+        inside = [self.excluded / place for place in places]
+        return {
+            same_name(split_name(Path(entry.path).relative_to(self.excluded).as_posix())[0])
+            for place in inside
+            if place.is_dir()
+            for entry in entries_in(place)
+        }
+
+    def _is_excluded(self, name: str) -> bool:
+        """Say whether the picture that a metadata line describes was taken out of the dataset."""
+        return (
+            self.excluded is not None
+            and name in self.described
+            and holds((self.excluded / name).is_file)
+        )

@@ -1,0 +1,430 @@
+"""Image files: decoding, pixel formats, and the reason where a file cannot be used.
+
+From any of Pillow's pixel formats to 8-bit RGB, with a note for every change a picture needed.
+
+Transparency is put on a background colour, 16 bits are scaled to 8, CMYK goes through its colour
+profile. RGB and gray are taken as they are, whatever profile they carry. Nothing goes silently.
+
+Why a file is no usable picture, told from what its decoder raised and how its bytes begin.
+
+From an image file to upright 8-bit RGB pixels, or one line saying why not.
+
+Reads PNG, JPEG, WebP, GIF, TIFF, BMP and AVIF through Pillow. Size limits are checked from the
+header, only regular files are opened, nothing is repaired silently: each change a picture needed is
+a note.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import stat
+import struct
+import threading
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import ExifTags, Image, ImageCms, ImageColor, UnidentifiedImageError
+
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.findings import shown
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.measures import Measures, measure
+
+_OPAQUE_MODES = frozenset({"1", "L", "P", "RGB", "YCbCr"})
+_ALPHA_MODES = frozenset({"LA", "La", "PA", "RGBA", "RGBa"})
+_REFUSED_MODES = {"F": "floating-point", "I": "32-bit integer", "LAB": "Lab"}
+
+Rgb = tuple[int, int, int]
+
+
+class PixelFormatError(ValueError):
+    """A pixel format that cannot be turned into RGB without guessing; the message names it."""
+
+
+def to_rgb(image: Image.Image, *, raw_mode: str, background: Rgb, notes: list[str]) -> Image.Image:
+    """Return a loaded picture as RGB; `raw_mode` is the format of the file's own pixels.
+
+    Appends "kind: sentence" to `notes`; raises PixelFormatError.
+    """
+    if ";16" in raw_mode:
+        notes.append("depth: 16 bits per channel are scaled to 8")
+    _scale_transparent_colour(image, raw_mode)
+    if image.mode.startswith("I;16"):
+        image = _scaled_to_8_bits(image)
+    if image.mode == "CMYK":
+        return _from_cmyk(image, notes)
+    if image.mode in _ALPHA_MODES or image.has_transparency_data:
+        return _on_background(image, background, notes)
+    if image.mode in _OPAQUE_MODES:
+        return image.convert("RGB")
+    raise PixelFormatError(f"has {_REFUSED_MODES.get(image.mode, image.mode)} pixels")
+
+
+def to_alpha(image: Image.Image, *, raw_mode: str) -> Image.Image | None:
+    """Return how opaque a loaded picture is, mode L, or None for one that has no transparency."""
+    _scale_transparent_colour(image, raw_mode)
+    if image.mode.startswith("I;16"):
+        image = _scaled_to_8_bits(image)
+    if image.mode not in _ALPHA_MODES and not image.has_transparency_data:
+        return None
+    straight = image.convert("LA") if image.mode == "La" else image
+    return straight.convert("RGBA").getchannel("A")
+
+
+def _scale_transparent_colour(image: Image.Image, raw_mode: str) -> None:
+    # Pillow leaves a PNG's transparent colour in the file's bit depth, and then no pixel has it.
+    match raw_mode, image.info.get("transparency"):
+        case "RGB;16B", (int(red), int(green), int(blue)):
+            image.info["transparency"] = (red >> 8, green >> 8, blue >> 8)
+        case "L;4", int(gray):
+            image.info["transparency"] = gray * 17
+        case "L;2", int(gray):
+            image.info["transparency"] = gray * 85
+
+
+def _scaled_to_8_bits(image: Image.Image) -> Image.Image:
+    values = np.asarray(image)
+    table = ((np.arange(1 << 16, dtype=np.uint32) + 128) // 257).astype(np.uint8)
+    gray = Image.fromarray(table[values])
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        opaque = np.where(values == transparent, 0, 255).astype(np.uint8)
+        gray.putalpha(Image.fromarray(opaque))
+    return gray
+
+
+def _from_cmyk(image: Image.Image, notes: list[str]) -> Image.Image:
+    profile = image.info.get("icc_profile")
+    if not profile:
+        notes.append("cmyk-profile: CMYK without a colour profile, converted by the plain formula")
+        return image.convert("RGB")
+    try:
+        inks = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        srgb = ImageCms.createProfile("sRGB")
+        converted = ImageCms.profileToProfile(image, inks, srgb, outputMode="RGB")
+    except (ImageCms.PyCMSError, OSError, ValueError, TypeError) as error:
+        problem = f"broken CMYK profile ignored ({error}), converted by the plain formula"
+        notes.append(f"cmyk-profile: {problem}")
+        return image.convert("RGB")
+    assert converted is not None  # None is for inPlace=True
+    notes.append("cmyk: converted from CMYK through its colour profile")
+    return converted
+
+
+def _on_background(image: Image.Image, background: Rgb, notes: list[str]) -> Image.Image:
+    straight = image.convert("LA") if image.mode == "La" else image
+    rgba = straight.convert("RGBA")
+    if rgba.getchannel("A").getextrema() == (255, 255):
+        return rgba.convert("RGB")
+    notes.append("alpha: transparent parts are put on the colour data.alpha_background")
+    canvas = Image.new("RGBA", rgba.size, (*background, 255))
+    return Image.alpha_composite(canvas, rgba).convert("RGB")
+
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
+"""Pillow's names of what is read: decoders that run no foreign program, as that of EPS would."""
+HEAD_BYTES = 256
+DECODER_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    Image.DecompressionBombError,
+    struct.error,
+    zlib.error,
+)
+"""What Pillow raises on damaged bytes; its own exceptions are the smaller part."""
+_REPLACE = "replace it with an intact copy or remove it"
+_CONVERT = "convert it to PNG or JPEG"
+_SIGNATURES = (
+    (rb"\Z", "empty (0 bytes)", _REPLACE),
+    (rb"version https://git-lfs", "a Git LFS pointer, not the picture", "run `git lfs pull`"),
+    (rb"\s*<(!doctype html|html|head|body)", "not an image (looks like HTML)", "download it again"),
+    (rb"\s*(<\?xml|<svg)", "not a bitmap (looks like SVG or XML)", _CONVERT),
+    (rb"....ftyp(hei|hev|mif1|msf1)", "a HEIC picture", _CONVERT),
+    (rb"(\xff\x0a|....JXL )", "a JPEG XL picture", _CONVERT),
+    (rb"....ftyp", "a video", "take stills from it"),
+    (rb"%PDF", "not an image (looks like PDF)", _CONVERT),
+    (
+        rb"(PK\x03\x04|Rar!|7z\xbc\xaf|\x1f\x8b)",
+        "not an image (looks like an archive)",
+        "unpack it",
+    ),
+    (rb"[\t\n\r\x20-\x7e]+\Z", "not an image (looks like text)", "remove it"),
+    (rb"", f"not an image of a known kind ({', '.join(FORMATS)})", f"{_CONVERT} or remove it"),
+)
+
+
+class ImageDecodeError(InputError):
+    """A picture that cannot be used: `reason` without its path, `code` of the case in FAULTS."""
+
+    def __init__(self, path: Path, reason: str, *, code: str, fix: str) -> None:
+        super().__init__(f"{shown(str(path))} {reason}", fix=fix)
+        self.reason = reason
+        self.code = code
+
+
+def explain(
+    path: Path, error: Exception, *, head: bytes, max_megapixels: float
+) -> ImageDecodeError:
+    """Turn what a decoder raised into one line; `head` is the first `HEAD_BYTES` of the file."""
+    if isinstance(error, Image.DecompressionBombError):
+        claimed = re.search(r"\d+", str(error))
+        pixels = f"{int(claimed[0]):,}" if claimed else "too many"
+        limit = f"data.max_megapixels={max_megapixels:g} are allowed"
+        fix = "scale it down, or raise data.max_megapixels if you trust it"
+        reason = f"is too large: its header claims {pixels} pixels, {limit}"
+        return ImageDecodeError(path, reason, code="IMG-07", fix=fix)
+    if isinstance(error, UnidentifiedImageError):
+        what, fix = next(
+            (what, fix)
+            for pattern, what, fix in _SIGNATURES
+            if re.match(pattern, head, re.IGNORECASE | re.DOTALL)
+        )
+        return ImageDecodeError(path, f"is {what}", code="IMG-02", fix=fix)
+    if isinstance(error, PixelFormatError):
+        fix = "save it as RGB or gray with 8 or 16 bits"
+        return ImageDecodeError(path, str(error), code="IMG-05", fix=fix)
+    truncated = "truncated" in str(error).lower()
+    what, code = ("ends early", "IMG-01") if truncated else ("is damaged", "IMG-02")
+    detail = shown(str(error)) or type(error).__name__
+    return ImageDecodeError(path, f"{what} ({detail})", code=code, fix=_REPLACE)
+
+
+IMAGE_EXTENSIONS = frozenset(
+    (".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+    + (".avif", ".heic", ".heif", ".jxl")
+)
+"""Files with these names are meant as pictures; which of them can be read, decoding finds out."""
+MIN_SIDE_PX = 16
+MAX_ASPECT = 20
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# Pillow's size limit and Python's warnings belong to the whole process: calls that depend on either
+# are made one at a time. Decoding proper runs outside the lock.
+_PROCESS_WIDE = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodedImage:
+    """A picture as it is displayed, mode RGB, and what was done for that as "kind: sentence"."""
+
+    image: Image.Image
+    notes: tuple[str, ...]
+
+    @property
+    def transparent(self) -> bool:
+        """Whether some of its pixels come from `data.alpha_background`."""
+        return any(note.startswith("alpha:") for note in self.notes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifiedImage:
+    """What the preflight keeps of a picture that decoded. `background` is "" for an opaque one."""
+
+    width_px: int
+    height_px: int
+    notes: tuple[str, ...]
+    measures: Measures
+    background: str
+
+
+def background_rgb(settings: DataSettings) -> Rgb:
+    """Return the colour put behind transparent pictures; raises RequestError for an unknown one."""
+    try:
+        red, green, blue = ImageColor.getrgb(settings.alpha_background)[:3]
+    except ValueError:
+        raise RequestError(
+            f"data.alpha_background={settings.alpha_background!r} is not a colour",
+            fix="use a CSS name such as white, or #rrggbb",
+        ) from None
+    return red, green, blue
+
+
+def max_pixels(settings: DataSettings) -> int:
+    """Return the number of pixels above which a picture is refused."""
+    return int(settings.max_megapixels * 1_000_000)
+
+
+def verify(path: Path, *, settings: DataSettings, content_hash: str) -> VerifiedImage:
+    """Decode a picture to see that it can be, and keep its numbers; raises ImageDecodeError."""
+    decoded = decode(path, settings=settings, content_hash=content_hash)
+    width_px, height_px = decoded.image.size
+    return VerifiedImage(
+        width_px=width_px,
+        height_px=height_px,
+        notes=decoded.notes,
+        measures=measure(decoded.image),
+        background=settings.alpha_background if decoded.transparent else "",
+    )
+
+
+def decode(path: Path, *, settings: DataSettings, content_hash: str | None = None) -> DecodedImage:
+    """Decode a file to RGB as it is displayed: EXIF orientation applied, transparency put on
+    `data.alpha_background`, first frame of an animation (see `pixels` for the formats).
+
+    Raises ImageDecodeError (an InputError) naming file and reason; also when `content_hash` is given and
+    the file's bytes no longer have that SHA-256.
+    """
+    background = background_rgb(settings)
+    notes: list[str] = []
+    with _loaded(path, settings, content_hash, notes) as (image, raw_mode):
+        rgb = to_rgb(image, raw_mode=raw_mode, background=background, notes=notes)
+        turn = _upright_turn(image, settings, notes)
+        upright = rgb if turn is None else rgb.transpose(turn)
+    return DecodedImage(image=upright, notes=tuple(notes))
+
+
+def decode_alpha(
+    path: Path, *, settings: DataSettings, content_hash: str | None = None
+) -> Image.Image | None:
+    """Decode how opaque a picture is as it is displayed, mode L; None for one without transparency.
+
+    Raises ImageDecodeError as `decode` does.
+    """
+    notes: list[str] = []  # those of the picture have been said
+    with _loaded(path, settings, content_hash, notes) as (image, raw_mode):
+        alpha = to_alpha(image, raw_mode=raw_mode)
+        turn = _upright_turn(image, settings, notes)
+        return alpha if alpha is None or turn is None else alpha.transpose(turn)
+
+
+@contextmanager
+def _loaded(
+    path: Path, settings: DataSettings, content_hash: str | None, notes: list[str]
+) -> Iterator[tuple[Image.Image, str]]:
+    """Yield the loaded first frame of a file and the format of its pixels there."""
+    with _opened(path) as file, _faults_named(path, file, settings):
+        if content_hash is not None and _sha256(file) != content_hash:
+            raise ImageDecodeError(
+                path, "changed while in use", code="CAP-05", fix="start the run again"
+            )
+        yield _load(path, file, settings, notes)
+
+
+def _sha256(file: BufferedReader) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
+    try:
+        # Asked before opening: opening a pipe blocks for ever.
+        is_regular = stat.S_ISREG(path.stat().st_mode)
+        file = path.open("rb") if is_regular else None
+    except OSError as error:
+        reason = f"cannot be opened ({error.strerror or error})"
+        raise ImageDecodeError(
+            path, reason, code="IMG-09", fix="make it readable or remove it"
+        ) from None
+    if file is None:
+        raise ImageDecodeError(path, "is not a regular file", code="IMG-09", fix="remove it")
+    with file:
+        yield file
+
+
+@contextmanager
+def _faults_named(path: Path, file: BufferedReader, settings: DataSettings) -> Iterator[None]:
+    try:
+        yield
+    except DECODER_FAULTS as error:
+        file.seek(0)
+        head = file.read(HEAD_BYTES)
+        limit = settings.max_megapixels
+        raise explain(path, error, head=head, max_megapixels=limit) from None
+
+
+@contextmanager
+def _process_wide_switches(settings: DataSettings) -> Iterator[list[warnings.WarningMessage]]:
+    """Set Pillow's size limit and collect warnings for the calls inside; restore both after."""
+    with _PROCESS_WIDE, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        usual = Image.MAX_IMAGE_PIXELS
+        # Pillow refuses above twice its limit, before the decoders that do so allocate a canvas.
+        Image.MAX_IMAGE_PIXELS = (max_pixels(settings) + 1) // 2
+        try:
+            yield caught
+        finally:
+            Image.MAX_IMAGE_PIXELS = usual
+
+
+def _load(
+    path: Path, file: BufferedReader, settings: DataSettings, notes: list[str]
+) -> tuple[Image.Image, str]:
+    """Return the loaded first frame and the format of its pixels in the file."""
+    file.seek(0)
+    with _process_wide_switches(settings) as caught:
+        image = Image.open(file, formats=FORMATS)
+        _check_shape(path, image.size)
+        raw_mode = str(image.tile[0].args) if image.tile else ""
+        # The further pictures of an MPO are previews and depth maps of the first.
+        frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+        if image.format == "TIFF":  # checks its size again, and warns, while loading
+            image.load()
+        notes += _metadata_notes(caught)
+    if frames > 1:
+        notes.append(f"animated: only the first of its {frames} frames or pages is used")
+    image.load()
+    return image, raw_mode
+
+
+def _metadata_notes(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [
+        f"exif: {shown(str(warning.message))}"
+        for warning in caught
+        if not issubclass(warning.category, Image.DecompressionBombWarning)
+    ]
+
+
+def _check_shape(path: Path, size: tuple[int, int]) -> None:
+    longer_px, shorter_px = max(size), min(size)
+    text = f"{size[0]}x{size[1]}"
+    if shorter_px < MIN_SIDE_PX:
+        reason = f"is too small: {text}, each side must have {MIN_SIDE_PX} pixels"
+        raise ImageDecodeError(path, reason, code="IMG-07", fix="remove it")
+    if longer_px > MAX_ASPECT * shorter_px:
+        reason = f"is too long: {text}, one side may be {MAX_ASPECT} times the other"
+        raise ImageDecodeError(path, reason, code="IMG-07", fix="crop it or remove it")
+
+
+def _upright_turn(
+    image: Image.Image, settings: DataSettings, notes: list[str]
+) -> Image.Transpose | None:
+    # Asked after loading: PNG has EXIF data at its end, and TIFF is already turned by then.
+    with _process_wide_switches(settings) as caught:
+        try:
+            orientation: Any = image.getexif().get(ExifTags.Base.Orientation, 1)
+        except DECODER_FAULTS as error:
+            notes.append(f"exif: unreadable EXIF data is ignored ({shown(str(error))})")
+            return None
+        notes += _metadata_notes(caught)
+    data = image.info.get("exif", b"").removeprefix(b"Exif\0\0")
+    if data and not data.startswith((b"II", b"MM")):  # JPEG swallows the error while opening
+        notes.append("exif: unreadable EXIF data is ignored")
+    if not isinstance(orientation, int) or not 0 <= orientation <= 8:  # 0 is common for "unknown"
+        notes.append(f"exif: orientation {orientation!r} is ignored, 1 to 8 exist")
+        return None
+    return _UPRIGHT.get(orientation)

@@ -1,0 +1,138 @@
+"""One listed picture looked into: its hash, what decoding says of it, its mask and its caption.
+
+`known` answers from what is remembered and opens no file; `inspect_image` reads what it must. Both give the
+same, a finding in place of a picture that cannot be used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_trainer.common.files import HashMemo, sha256_bytes
+from lora_trainer.common.findings import Finding, unusable
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.captions import MAX_CAPTION_BYTES, CaptionText, read_caption
+from lora_trainer.dataset.decode_memo import DecodeMemo
+from lora_trainer.dataset.images import ImageDecodeError, VerifiedImage, verify
+from lora_trainer.dataset.listing import GivenCaption, ImageFile
+from lora_trainer.dataset.masks import Mask, check_mask
+
+BAD_MASK = "bad-mask"
+"""Kind of the findings about masks that cannot be used, which nobody wants to train without."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InspectedImage:
+    """A picture that can be used; `sidecar` is what its caption file says, `caption` what counts."""
+
+    picture: ImageFile
+    content_hash: str
+    image: VerifiedImage
+    sidecar: CaptionText | None
+    mask: Mask | None
+
+    @property
+    def caption(self) -> GivenCaption:
+        """The caption and its source: the file, else metadata, else the folder's name, else none."""
+        if self.sidecar is not None and self.sidecar.text:
+            name = self.picture.sidecar_name or ""
+            return GivenCaption(text=self.sidecar.text, lines=self.sidecar.lines, source=name)
+        given = next((given for given in self.picture.stand_ins if given.text), None)
+        return given or GivenCaption(text="", source="")
+
+
+def known(
+    picture: ImageFile, *, settings: DataSettings, memo: HashMemo, verified: DecodeMemo
+) -> InspectedImage | None:
+    """Return what is remembered of a picture whose files have not changed; None: it must be read.
+
+    No picture with a mask is answered for: whether the two fit is not remembered.
+    """
+    if picture.mask is not None or settings.masks == "alpha":
+        return None
+    content_hash = memo.known(picture.file)
+    image = None if content_hash is None else verified.image(content_hash, settings=settings)
+    if content_hash is None or image is None:
+        return None
+    sidecar = None
+    if picture.sidecar_file is not None:
+        caption_hash = memo.known(picture.sidecar_file)
+        sidecar = None if caption_hash is None else verified.caption(caption_hash)
+        if sidecar is None:
+            return None
+    return InspectedImage(
+        picture=picture, content_hash=content_hash, image=image, sidecar=sidecar, mask=None
+    )
+
+
+def inspect_image(
+    picture: ImageFile, *, settings: DataSettings, memo: HashMemo, verified: DecodeMemo
+) -> InspectedImage | Finding:
+    """Hash and, unless these bytes are known, decode one picture; read its caption file."""
+    try:
+        content_hash = memo.sha256(picture.path)
+        image = verified.image(content_hash, settings=settings)
+        if image is None:
+            image = verify(picture.path, settings=settings, content_hash=content_hash)
+            verified.add_image(content_hash, image)
+    except ImageDecodeError as fault:
+        return unusable(picture.name, fault.reason, advice=fault.fix, code=fault.code)
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror or error})"
+        return unusable(picture.name, reason, advice="make it readable", code="IMG-09")
+    try:
+        mask = _mask(picture, image, content_hash=content_hash, settings=settings, memo=memo)
+        if mask is not None:
+            check_mask(mask, image, settings=settings, verified=verified)
+    except ImageDecodeError as fault:
+        return _bad_mask(picture, fault.reason, advice=fault.fix, code=fault.code)
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror or error})"
+        return _bad_mask(picture, reason, advice="make it readable or remove it", code="IMG-09")
+    sidecar = None if picture.sidecar is None else _sidecar(picture.sidecar, memo, verified)
+    return InspectedImage(
+        picture=picture, content_hash=content_hash, image=image, sidecar=sidecar, mask=mask
+    )
+
+
+def _mask(
+    picture: ImageFile,
+    image: VerifiedImage,
+    *,
+    content_hash: str,
+    settings: DataSettings,
+    memo: HashMemo,
+) -> Mask | None:
+    """Return where a picture's mask is, if it has one; raises OSError for a file that cannot be read."""
+    if picture.mask is not None:
+        return Mask(path=picture.mask, content_hash=memo.sha256(picture.mask), of_alpha=False)
+    if settings.masks == "alpha" and image.background:
+        return Mask(path=picture.path, content_hash=content_hash, of_alpha=True)
+    return None
+
+
+def _bad_mask(picture: ImageFile, reason: str, *, advice: str, code: str) -> Finding:
+    return Finding(
+        kind=BAD_MASK,
+        severity="error",
+        file=picture.mask_name or picture.name,
+        what=reason,
+        advice=advice,
+        code=code,
+    )
+
+
+def _sidecar(path: Path, memo: HashMemo, verified: DecodeMemo) -> CaptionText:
+    try:
+        known = verified.caption(memo.sha256(path))
+        if known is not None:
+            return known
+        with path.open("rb") as file:
+            data = file.read(MAX_CAPTION_BYTES + 1)
+    except OSError as error:
+        return CaptionText(text="", problems=(f"cannot be read ({error.strerror or error})",))
+    caption = read_caption(data)
+    # Under the hash of what was read: the file may have changed since the memo looked.
+    verified.add_caption(sha256_bytes(data), caption)
+    return caption

@@ -1,0 +1,100 @@
+"""Which part of a picture counts: masks in files of their own, or the opaque part of the picture.
+
+Inputs: files, and where a picture goes in its bucket. Outputs: whether a mask can be used, checked once
+and remembered, and its values in [0, 1] at the size of the latents. White counts, black does not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.buckets import Placement
+from lora_trainer.dataset.captions import split_name
+from lora_trainer.dataset.decode_memo import DecodeMemo
+from lora_trainer.dataset.images import ImageDecodeError, VerifiedImage, decode, decode_alpha
+
+MASKS_FOLDER = "masks"
+"""Masks lie in a folder of this name beside the pictures, under the pictures' names ..."""
+MASK_SUFFIX = "-masklabel"
+"""... or beside the picture, with this at the end of their name."""
+ASPECT_TOLERANCE = 0.02
+"""What sides rounded to pixels make of a ratio, at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mask:
+    """A mask that was checked; `of_alpha`: the picture itself is the file, its transparency the mask."""
+
+    path: Path
+    content_hash: str
+    of_alpha: bool
+
+
+def masked_stem(file_name: str) -> str | None:
+    """Return the stem of the picture that a file beside it is the mask of; None for other files."""
+    stem = split_name(file_name)[0]
+    return stem.removesuffix(MASK_SUFFIX) if stem.endswith(MASK_SUFFIX) else None
+
+
+def check_mask(
+    mask: Mask, image: VerifiedImage, *, settings: DataSettings, verified: DecodeMemo
+) -> None:
+    """Raise ImageDecodeError for a mask that is no picture, of another shape than its own, or all black."""
+    size = verified.mask(mask.content_hash, of_alpha=mask.of_alpha)
+    if size is None:
+        pixels = decode_mask(mask, settings=settings)
+        size = (*pixels.size, int(np.asarray(pixels).max()))
+        verified.add_mask(mask.content_hash, size, of_alpha=mask.of_alpha)
+    width_px, height_px, brightest = size
+    if brightest == 0:
+        what = "is transparent everywhere" if mask.of_alpha else "is black everywhere"
+        fix = "make visible what is to be learned, or remove it"
+        raise ImageDecodeError(
+            mask.path, f"{what}: nothing would be learned", code="IMG-04", fix=fix
+        )
+    allowed = ASPECT_TOLERANCE + 1 / min(width_px, height_px)
+    if abs(math.log(width_px * image.height_px / (height_px * image.width_px))) > allowed:
+        reason = (
+            f"is {width_px}x{height_px}, not of the shape of its picture, "
+            f"{image.width_px}x{image.height_px}"
+        )
+        raise ImageDecodeError(
+            mask.path, reason, code="IMG-04", fix="make it of the picture as it is"
+        )
+
+
+def decode_mask(mask: Mask, *, settings: DataSettings) -> Image.Image:
+    """Return a mask upright, mode L; raises ImageDecodeError, also for a file that has changed.
+
+    Transparent parts of a mask file are black: what is drawn in it is what counts.
+    """
+    if mask.of_alpha:
+        alpha = decode_alpha(mask.path, settings=settings, content_hash=mask.content_hash)
+        assert alpha is not None, "only transparent pictures have such a mask"
+        return alpha
+    on_black = settings.model_copy(update={"alpha_background": "black"})
+    return decode(mask.path, settings=on_black, content_hash=mask.content_hash).image.convert("L")
+
+
+def mask_values(
+    pixels: Image.Image, placement: Placement, *, flip: bool, factor: int
+) -> NDArray[np.float32]:
+    """Return float32 [1, H, W] in [0, 1]: means over the `factor` pixels a side of each latent.
+
+    Placed as its picture is; each pixel counts by its area, so no part is lost to rounding.
+    """
+    size = (placement.scaled_width_px, placement.scaled_height_px)
+    scaled = pixels.convert("F").resize(size, Image.Resampling.BOX)
+    right_px = placement.left_px + placement.bucket.width_px
+    bottom_px = placement.top_px + placement.bucket.height_px
+    part = np.asarray(scaled.crop((placement.left_px, placement.top_px, right_px, bottom_px)))
+    squares = part.reshape(part.shape[0] // factor, factor, part.shape[1] // factor, factor)
+    values = squares.mean(axis=(1, 3), dtype=np.float64) / 255.0
+    return np.ascontiguousarray(values[None, :, ::-1] if flip else values[None], dtype=np.float32)

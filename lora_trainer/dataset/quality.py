@@ -1,0 +1,364 @@
+"""How good a dataset is for training: a score in [0, 1] from named parts, and advice per picture.
+
+Works on the numbers the preflight took (`measures`), so it opens no file. Each part is a documented
+formula in [0, 1]. Shares of a dataset that are worth nothing (broken pictures, copies, pictures without
+a caption) are factors of the score, and how good the rest is takes something off: no amount of sharp
+pictures makes up for half of them being copies. Nothing here changes a run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lora_trainer.common.findings import Finding, by_severity, note, warning
+from lora_trainer.common.gc_control import gc_disabled
+from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.buckets import Placement
+from lora_trainer.dataset.captions import has_trigger
+from lora_trainer.dataset.listing import FOLDER_NAME
+from lora_trainer.dataset.measures import PRINT_LENGTH_BITS, Measures, same_colours
+from lora_trainer.dataset.regularisation import PREFIX as REGULARISATION
+from lora_trainer.dataset.scan import Dataset, ImageRecord
+
+FACTORS = ("usable", "near_duplicates", "captions")
+"""Parts that the score is multiplied by."""
+WEIGHTS: Mapping[str, float] = {
+    "resolution": 0.25,
+    "sharpness": 0.2,
+    "exposure": 0.1,
+    "aspect": 0.05,
+    "trigger": 0.05,
+}
+"""What each of the other parts takes off where it is 0."""
+PICTURE_WEIGHTS: Mapping[str, float] = {
+    **{name: weight for name, weight in WEIGHTS.items() if name != "trigger"},
+    "near_duplicates": 0.2,
+    "captions": 0.15,
+}
+"""Share of each part in the score of a picture."""
+UNCAPTIONED_COST = 1.5
+STAND_IN_LACK, LONE_STAND_IN_LACK = 0.5, 0.1
+"""What of a caption a folder's name or the trigger lacks: among captions, and where no picture has one."""
+BLANK_BELOW = 0.03
+UPSCALED_ADVISED = 1.25
+CROPPED_ADVISED = 0.25
+CRISP_FROM, CRISP_FULL, CRISP_ADVISED = 0.3, 0.6, 0.4
+DARK_BELOW, BRIGHT_ABOVE, CONTRAST_BELOW = 0.25, 0.85, 0.12
+WORST_NAMED = 3
+PRINT_BITS, PRINT_COLOUR = 8, 12.0
+_BAND_BITS = -(-PRINT_LENGTH_BITS // (PRINT_BITS + 1))
+# A band shared by more pictures than this (a plain background, say) tells none from another.
+_BAND_CROWD = 32
+_COMMON_WORDS = frozenset(("a", "an", "and", "at", "by", "for", "in", "of", "on", "the", "with"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PictureReport:
+    """One picture: its score in [0, 1], and where it goes.
+
+    `score` is the mean, weighted alike, of the parts that a picture has by itself.
+    """
+
+    file: str
+    width_px: int
+    height_px: int
+    score: float
+    placement: Placement
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values; `kept` is what the crop leaves: left, top, right, bottom in [0, 1]."""
+        placed = self.placement
+        left, top = placed.left_px / placed.scaled_width_px, placed.top_px / placed.scaled_height_px
+        right = left + placed.bucket.width_px / placed.scaled_width_px
+        bottom = top + placed.bucket.height_px / placed.scaled_height_px
+        return {
+            "file": self.file,
+            "width_px": self.width_px,
+            "height_px": self.height_px,
+            "score": round(self.score, 4),
+            "bucket": str(placed.bucket),
+            "kept": [round(edge, 5) for edge in (left, top, right, bottom)],
+            "cropped_fraction": round(placed.cropped_fraction, 5),
+            "upscaled": placed.upscaled,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetReport:
+    """What `check` prints: score and its parts in [0, 1], findings, images per bucket, pictures."""
+
+    images: int
+    score: float
+    parts: Mapping[str, float]
+    findings: tuple[Finding, ...]
+    buckets: Mapping[str, int]
+    pictures: tuple[PictureReport, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for `check --json` and run.json, without the single pictures."""
+        return {
+            "images": self.images,
+            "score": round(self.score, 4),
+            "parts": {name: round(value, 4) for name, value in self.parts.items()},
+            "findings": [asdict(finding) for finding in self.findings],
+            "buckets": dict(self.buckets),
+        }
+
+
+@gc_disabled()
+def inspect_images(
+    dataset: Dataset,
+    *,
+    placements: Mapping[str, Placement],
+    settings: DataSettings,
+    more: Sequence[Finding] = (),
+) -> DatasetReport:
+    """Score a dataset for the buckets it is placed in (by record name); `more` are findings to list, too.
+
+    The score is usable * near_duplicates * captions * (1 - sum of w (1 - p) over the other parts).
+    `usable`: share of the pictures in the folder that can be read and show something.
+    `near_duplicates`: distinct pictures over pictures. `captions`: 1 / (1 + 1.5 u), u the share without
+    a caption, see `_lack`. `resolution`: 1 over the enlargement needed, at most 1. `sharpness`:
+    crispness at the trained size, 0.3 counting as 0 and 0.6 as 1. `exposure`: share of pictures neither
+    dark, washed out nor flat. `aspect`: share of area kept by the crop. `trigger`: share of captions
+    with the trigger, or without one with the commonest word. `buckets` counts repeats.
+    """
+    records = dataset.records
+    twins = near_duplicates(records)
+    columns: dict[str, list[float]] = {name: [] for name in PICTURE_WEIGHTS}
+    pictures = []
+    for record in records:
+        own = _own_parts(record, placements, twins)
+        for name, value in own.items():
+            columns[name].append(value)
+        pictures.append(
+            PictureReport(
+                file=record.name,
+                width_px=record.width_px,
+                height_px=record.height_px,
+                score=_weighted(own),
+                placement=placements[record.name],
+            )
+        )
+    parts = {
+        "usable": _usable(dataset),
+        "near_duplicates": _mean(columns["near_duplicates"]),
+        "captions": 1 / (1 + UNCAPTIONED_COST * _lack(records, settings)),
+        **{name: _mean(columns[name]) for name in WEIGHTS if name != "trigger"},
+        "trigger": _trigger_share(records, settings),
+    }
+    buckets: Counter[str] = Counter()
+    for record in records:
+        buckets[str(placements[record.name].bucket)] += record.repeats
+    score = math.prod(parts[name] for name in FACTORS)
+    score *= 1 - sum(_loss(name, parts[name]) for name in WEIGHTS)
+    findings = [*dataset.findings, *more, *_twin_findings(twins, records)]
+    findings += _score_finding(score, parts, least=settings.min_score)
+    for record in records:
+        findings += _picture_findings(record, placements)
+    return DatasetReport(
+        images=len(records),
+        score=score,
+        parts=parts,
+        findings=by_severity(findings),
+        buckets=dict(sorted(buckets.items())),
+        pictures=tuple(pictures),
+    )
+
+
+def _own_parts(
+    record: ImageRecord, placements: Mapping[str, Placement], twins: Mapping[str, str]
+) -> dict[str, float]:
+    """Return the parts of the score that one picture has by itself: all but the trigger's."""
+    return {
+        "resolution": 1 / _enlargement(record, placements),
+        "sharpness": _sharpness(record, placements),
+        "near_duplicates": float(record.name not in twins),
+        "captions": _captioned(record),
+        "exposure": float(exposure_fault(record.measures) is None),
+        "aspect": 1 - placements[record.name].cropped_fraction,
+    }
+
+
+def _weighted(parts: Mapping[str, float]) -> float:
+    """Return the mean of a picture's parts by their weights."""
+    return sum(PICTURE_WEIGHTS[name] * value for name, value in parts.items()) / sum(
+        PICTURE_WEIGHTS[name] for name in parts
+    )
+
+
+def _loss(name: str, part: float) -> float:
+    """Return what a part takes off the score, or off its factor."""
+    return WEIGHTS.get(name, 1.0) * (1 - part)
+
+
+def _usable(dataset: Dataset) -> float:
+    """Return the share of a folder's pictures that can be read and are not of one colour all over."""
+    broken = sum(
+        finding.severity == "error" and not (finding.file or "").startswith(REGULARISATION)
+        for finding in dataset.findings
+    )
+    blank = sum(_is_blank(record.measures) for record in dataset.records)
+    total = len(dataset.records) + broken
+    return (total - broken - blank) / total
+
+
+def _is_blank(measures: Measures | None) -> bool:
+    return measures is not None and measures.brightest - measures.darkest < BLANK_BELOW
+
+
+def _lack(records: Sequence[ImageRecord], settings: DataSettings) -> float:
+    """Return the share of pictures without a caption; some with and some without are no caption style.
+
+    Where no picture has one of its own, a folder's name or a trigger is nearly as good.
+    """
+    own = [record.caption_source not in (None, FOLDER_NAME) for record in records]
+    if not any(own):
+        stands_in = [
+            record.caption_source == FOLDER_NAME or bool(record.settings(settings).trigger)
+            for record in records
+        ]
+        return _mean(LONE_STAND_IN_LACK if named else 1.0 for named in stands_in)
+    return _mean(1 - _captioned(record) for record in records)
+
+
+def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
+    """Return, for each record that looks like an earlier one, the earlier one's name.
+
+    Prints that differ in at most n bits agree in one of n + 1 bands, so only those are compared.
+    """
+    measured = [(record.name, record.measures) for record in records if record.measures]
+    prints = [measures.structure for _, measures in measured]
+    bands: dict[int, list[int]] = {}
+    twins: dict[str, str] = {}
+    for index, (name, measures) in enumerate(measured):
+        own, keys = prints[index], _bands(prints[index])
+        # In one expression, as a hundred others are looked at for each picture.
+        close = {
+            other
+            for key in keys
+            for other in bands.get(key, ())
+            if (prints[other] ^ own).bit_count() <= PRINT_BITS
+        }
+        for other in sorted(close):
+            if same_colours(measured[other][1], measures, max_colour=PRINT_COLOUR):
+                twins[name] = measured[other][0]
+                break
+        else:  # a twin's own twins are found through the first
+            for key in keys:
+                band = bands.setdefault(key, [])
+                if len(band) < _BAND_CROWD:
+                    band.append(index)
+    return twins
+
+
+def exposure_fault(measures: Measures | None) -> str | None:
+    """Return "is nearly black", "is washed out" or "has hardly any contrast", else None."""
+    if measures is None:
+        return None
+    if measures.brightest < DARK_BELOW:
+        return "is nearly black"
+    if measures.darkest > BRIGHT_ABOVE:
+        return "is washed out"
+    if measures.brightest - measures.darkest < CONTRAST_BELOW:
+        return "has hardly any contrast"
+    return None
+
+
+def _bands(structure: int) -> list[int]:
+    """Return a number for each band of a print: where it lies and what it holds."""
+    mask = (1 << _BAND_BITS) - 1
+    starts = range(0, PRINT_LENGTH_BITS, _BAND_BITS)
+    return [start << _BAND_BITS | structure >> start & mask for start in starts]
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def _enlargement(record: ImageRecord, placements: Mapping[str, Placement]) -> float:
+    """Return how many times larger a picture is trained than it is, at least 1."""
+    bucket = placements[record.name].bucket
+    return max(1.0, bucket.width_px / record.width_px, bucket.height_px / record.height_px)
+
+
+def _crispness(record: ImageRecord, placements: Mapping[str, Placement]) -> float:
+    bucket = placements[record.name].bucket
+    trained_side_px = math.sqrt(bucket.width_px * bucket.height_px)
+    return 1.0 if record.measures is None else record.measures.crispness_at(trained_side_px)
+
+
+def _sharpness(record: ImageRecord, placements: Mapping[str, Placement]) -> float:
+    share = (_crispness(record, placements) - CRISP_FROM) / (CRISP_FULL - CRISP_FROM)
+    return min(1.0, max(0.0, share))
+
+
+def _captioned(record: ImageRecord) -> float:
+    if record.caption_source == FOLDER_NAME:
+        return 1 - STAND_IN_LACK
+    return 0.0 if record.caption_source is None else 1.0
+
+
+def _trigger_share(records: Sequence[ImageRecord], settings: DataSettings) -> float:
+    triggers = {record.name: settings.of_folder(record.folder).trigger for record in records}
+    if any(triggers.values()):
+        return _mean(
+            has_trigger(record.caption, trigger)
+            for record in records
+            if (trigger := triggers[record.name])
+        )
+    words = Counter(
+        word
+        for record in records
+        for word in set(re.findall(r"\w+", record.caption.casefold())) - _COMMON_WORDS
+    )
+    return max(words.values(), default=0) / len(records)
+
+
+def _score_finding(score: float, parts: Mapping[str, float], *, least: float) -> Iterator[Finding]:
+    """Yield a warning for a dataset below the least score, naming the parts that cost it most."""
+    if score >= least:
+        return
+    lost = sorted(parts, key=lambda name: -_loss(name, parts[name]))
+    worst = [f"{name} {parts[name]:.2f}" for name in lost[:WORST_NAMED] if parts[name] < 1]
+    what = f"the dataset's score is {score:.2f}, below data.min_score={least:g}; worst: {', '.join(worst)}"
+    advice = "mend what `lora-train check` lists, or lower data.min_score"
+    yield warning("score", None, what, advice=advice)
+
+
+def _picture_findings(
+    record: ImageRecord, placements: Mapping[str, Placement]
+) -> Iterator[Finding]:
+    placement = placements[record.name]
+    size = f"{record.width_px}x{record.height_px}"
+    enlargement = _enlargement(record, placements)
+    if enlargement > UPSCALED_ADVISED:
+        what = f"is {size}, enlarged {enlargement:.1f} times to {placement.bucket}"
+        advice = "use a larger original, or lower data.resolution"
+        yield warning("low-resolution", record.name, what, advice=advice)
+    fault = exposure_fault(record.measures)
+    if fault is not None:
+        yield warning("exposure", record.name, fault, advice="correct or remove it")
+    elif _crispness(record, placements) < CRISP_ADVISED:
+        what = "looks blurred at the size it is trained"
+        yield warning("blurred", record.name, what, advice="use a sharper picture")
+    if placement.cropped_fraction > CROPPED_ADVISED:
+        what = (
+            f"loses {placement.cropped_fraction:.0%} of its area to the crop to {placement.bucket}"
+        )
+        advice = "crop it yourself, or raise data.max_aspect"
+        yield note("cropped", record.name, what, advice=advice)
+
+
+def _twin_findings(twins: Mapping[str, str], records: Sequence[ImageRecord]) -> Iterator[Finding]:
+    contents = {record.name: record.content_hash for record in records}
+    for name, original in twins.items():
+        if contents[name] != contents[original]:  # identical files are reported by the scan
+            what = f"looks the same as {original}"
+            yield warning("near-duplicate", name, what, advice="keep the better one")

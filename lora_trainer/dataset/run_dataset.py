@@ -1,0 +1,101 @@
+"""A dataset as a run uses it: scanned with what the cache folder remembers, each picture in its bucket.
+
+Inputs: the folder, the settings, the facts of the base. Outputs: the dataset, placements by record name,
+and where the caches are. Nothing is written but memo files, which only save time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lora_trainer.common.files import CappedFolder, HashMemo
+from lora_trainer.common.gc_control import gc_disabled
+from lora_trainer.config.config import Config
+from lora_trainer.dataset.buckets import Placement, buckets_for, place
+from lora_trainer.dataset.decode_memo import DecodeMemo
+from lora_trainer.dataset.regularisation import scan_all
+from lora_trainer.dataset.scan import Dataset, ImageRecord
+from lora_trainer.families.base import BaseFacts
+from lora_trainer.hardware.machine import GIB
+
+
+def cache_folder(config: Config) -> Path:
+    """Return the cache root: the setting, or the platform's folder for caches."""
+    if config.data.cache_dir != "auto":
+        return Path(config.data.cache_dir).expanduser()
+    if sys.platform == "win32":
+        return (
+            Path(os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local")))
+            / "lora-train"
+            / "cache"
+        )
+    return Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "lora-train"
+
+
+def cache_in(config: Config) -> CappedFolder:
+    """Return the cache with its size cap."""
+    limit_bytes = int(config.data.cache_max_gib * GIB)
+    return CappedFolder(root=cache_folder(config), limit_bytes=limit_bytes)
+
+
+def scan_with_memo(folder: Path, config: Config, cache_root: Path) -> Dataset:
+    """Scan a dataset with the hashes and verified pictures remembered in the cache folder."""
+    with gc_disabled():
+        memo = HashMemo.load(cache_root / ".hashes.json")
+        verified = DecodeMemo.load(cache_root / ".verified.json")
+    dataset = scan_all(folder, settings=config.data, memo=memo, verified=verified)
+    memo.save()
+    verified.save()
+    return dataset
+
+
+def place_all(dataset: Dataset, config: Config, facts: BaseFacts) -> dict[str, Placement]:
+    """Return where each record goes, by record name."""
+    resolution = config.data.resolution
+    resolution_px = facts.resolution_px if resolution == "auto" else resolution
+    records = (*dataset.records, *dataset.regularisation)
+    return _place_at(resolution_px, records, config, facts)
+
+
+def place_more(
+    records: Sequence[ImageRecord], config: Config, facts: BaseFacts
+) -> tuple[dict[str, Placement], ...]:
+    """Return what `place_all` does at each of `data.more_resolutions`, of these records."""
+    return tuple(
+        _place_at(side_px, records, config, facts, setting="data.more_resolutions")
+        for side_px in config.data.more_resolutions
+    )
+
+
+def _place_at(
+    resolution_px: int,
+    records: Sequence[ImageRecord],
+    config: Config,
+    facts: BaseFacts,
+    *,
+    setting: str = "data.resolution",
+) -> dict[str, Placement]:
+    buckets = buckets_for(
+        resolution_px=resolution_px,
+        step_px=facts.bucket_step_px,
+        max_aspect=config.data.max_aspect if config.data.buckets else 1.0,
+        setting=setting,
+    )
+    # Many pictures have few sizes; those of one size share the object too.
+    sizes = {(record.width_px, record.height_px) for record in records}
+    placed = {size: place(*size, buckets=buckets) for size in sizes}
+    return {record.name: placed[record.width_px, record.height_px] for record in records}
+
+
+def bucket_counts(
+    records: tuple[ImageRecord, ...], placements: Mapping[str, Placement]
+) -> dict[str, int]:
+    """Return images per epoch, repeats included, by "WIDTHxHEIGHT"."""
+    counts: Counter[str] = Counter()
+    for record in records:
+        counts[str(placements[record.name].bucket)] += record.repeats
+    return dict(sorted(counts.items()))

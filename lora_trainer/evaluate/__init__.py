@@ -1,0 +1,1 @@
+"""What a finished LoRA is worth: measured parts and a score (docs/scores.md)."""

@@ -1,0 +1,237 @@
+"""Everything a validation measures with: the base with an adapter on a dial, encoded data, a sampler.
+
+Input: a EvaluatedLora and a dataset; output: a Evaluation. It is prepared as a training would be, so devices,
+precisions and caches are the plan's; text encoders run live where the adapter changes them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from PIL import Image
+from torch import nn
+
+from lora_trainer.cache.cache_plan import SampleSource
+from lora_trainer.common.errors import InputError
+from lora_trainer.common.events import EventStream
+from lora_trainer.common.randomness import Stream, draw_seed
+from lora_trainer.config.config import concrete
+from lora_trainer.dataset.buckets import cut
+from lora_trainer.dataset.images import decode
+from lora_trainer.dataset.scan import ImageRecord
+from lora_trainer.dataset.tokens import new_word
+from lora_trainer.evaluate.evaluated_lora import EvaluatedLora
+from lora_trainer.evaluate.features import pixels
+from lora_trainer.evaluate.losses import LossProbe
+from lora_trainer.families.base import DENOISER, Geometry, Sampler
+from lora_trainer.lora.adapter import Adapter, denoiser_layers, layer_shapes
+from lora_trainer.lora.lora_hooks import attach_lora
+from lora_trainer.lora.new_tokens import add_new_tokens
+from lora_trainer.lora_file.embedding import embedding_path, read_embedding
+from lora_trainer.lora_file.names import file_names
+from lora_trainer.lora_file.read import read_contents
+from lora_trainer.lora_file.read_tensors import read_tensors
+from lora_trainer.run.build import Networks, arrange, build_dataloader, build_model, load_networks
+from lora_trainer.run.caching import fill_caches, open_cache, texts_as
+from lora_trainer.run.device import encoder_device, setup_torch
+from lora_trainer.run.final_scores import WeightFigures, weight_figures
+from lora_trainer.run.follow import prepare_with_base
+from lora_trainer.run.job import TrainingJob
+from lora_trainer.run.prepare import Prepared as Plan
+from lora_trainer.run.prepare import Request
+from lora_trainer.run.run_folder import RunFolder
+from lora_trainer.training.batch import Sample, StepBatch
+from lora_trainer.training.dataloader import TrainingDataLoader
+
+QUANTILES = 16
+MAX_PICTURES = 16
+"""Pictures of a kind whose losses are measured: enough for a mean, and a bound on the time."""
+SAMPLE_STEPS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A prepared validation; `sources` are the records' cache entries by sample id."""
+
+    plan: Plan
+    probe: LossProbe
+    weights: WeightFigures
+    feeder: TrainingDataLoader
+    sampler: Sampler
+    sources: Mapping[str, SampleSource]
+
+    def batches(self, records: Sequence[ImageRecord]) -> list[StepBatch]:
+        """Return pictures at each quantile of the timesteps, the noise fixed by content."""
+        chosen = sorted(records, key=lambda record: record.content_hash)[:MAX_PICTURES]
+        names = [record.sample_ids()[0] for record in chosen]
+        keys = [(name, self.sources[name]) for name in names]
+        return self.feeder.validation(keys, quantiles=QUANTILES)
+
+    def samples(self, prompts: Sequence[str], *, strength: float) -> list[Image.Image]:
+        """Draw an image per prompt, seeds as for the samples of a training."""
+        settings, key = self.plan.config.sampling, texts_as(self.plan).key
+        model, read = self.probe.model, self.feeder.entries.read
+        with self.probe.dial.at(strength), torch.no_grad():
+            return [
+                self.sampler.image(
+                    model.embed(read(key(prompt))),
+                    model.embed(read(key(settings.negative_prompt))),
+                    seed=settings.seed + index,
+                    size_px=(self.side_px, self.side_px),
+                    steps=SAMPLE_STEPS,
+                    guidance_scale=settings.guidance_scale,
+                )
+                for index, prompt in enumerate(prompts)
+            ]
+
+    def elsewhere(self, prompts: Sequence[str], images: Sequence[Image.Image]) -> list[StepBatch]:
+        """Return images that are not of the dataset at each quantile, as `batches` does."""
+        encoder = self.plan.family.load_image_encoder(
+            self.plan.facts, device=encoder_device(self.plan)
+        )
+        side = self.side_px
+        latents = [
+            encoder.encode_images(pixels(image, side_px=side) * 2 - 1)[0].mean for image in images
+        ]
+        whole = Geometry(original_px=(side, side), corner_px=(0, 0), target_px=(side, side))
+        shared = {
+            **self.plan.family.geometry_conditioning(self.plan.facts, whole),
+            **self.feeder.shared_conditioning,
+        }
+        found = []
+        for quantile in range(QUANTILES):
+            level = self.feeder.levels.at((quantile + 0.5) / QUANTILES, size_px=(side, side))
+            samples = []
+            for prompt, latent in zip(prompts, latents, strict=True):
+                seed = draw_seed(self.feeder.seed, Stream.DRIFT_NOISE, prompt, int(level.timestep))
+                noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(seed))
+                text = self.feeder.entries.read(texts_as(self.plan).key(prompt))
+                samples.append(
+                    Sample(
+                        sample=prompt,
+                        latents=latent,
+                        noise=noise,
+                        level=level,
+                        weight=1.0,
+                        conditioning={**text, **shared},
+                    )
+                )
+            found.append(StepBatch(step=int(level.timestep), samples=tuple(samples), epoch=0.0))
+        return found
+
+    def pictures(self, records: Sequence[ImageRecord]) -> list[Image.Image]:
+        """Return the pictures as they are trained: scaled and cropped."""
+        data = self.plan.config.data
+        return [
+            cut(
+                decode(record.path, settings=data, content_hash=record.content_hash).image,
+                self.plan.placements[record.name],
+                flip=False,
+            )
+            for record in records
+        ]
+
+    @property
+    def side_px(self) -> int:
+        """The side of the samples."""
+        return concrete(self.plan.config.data.resolution)
+
+
+def plan_of(subject: EvaluatedLora, dataset: Path) -> Plan:
+    """Prepare the dataset as the adapter's training did; raises what `prepare` raises."""
+    # An adapter of another trainer may change any layer, and all are measured.
+    settings = {**subject.settings, "memory.modulation_cache": False}
+    plan = prepare_with_base(Request(dataset=dataset, overrides=settings))
+    changes_text = _changes_text(subject.file, plan)
+    if changes_text != plan.config.adapter.text_encoder:
+        settings |= {"adapter.text_encoder": changes_text}
+        plan = prepare_with_base(Request(dataset=dataset, overrides=settings))
+    return plan
+
+
+def _changes_text(file: Path, plan: Plan) -> bool:
+    spellings = file_names(plan.family, plan.family.text_modules())
+    parts = read_contents(file).parts
+    return any(spellings.find(name, size=part.size) for name, part in parts.items())
+
+
+def build_evaluation(
+    subject: EvaluatedLora, plan: Plan, *, prompts: Sequence[str], events: EventStream
+) -> Evaluation:
+    """Encode what is needed and load the base with the adapter beside it; raises LoraTrainError."""
+    setup_torch(plan)
+    job = TrainingJob(
+        prepared=plan,
+        folder=RunFolder(
+            path=subject.file.parent, lock=FileLock(subject.file.parent / ".not-ours")
+        ),
+        prompts=prompts,
+        state=None,
+        events=events,
+        stop=lambda: None,
+        started_at_s=time.time(),
+    )
+    cache = open_cache(plan, events)
+    wanted = fill_caches(job, cache)
+    events.emit("phase", phase="load", message=plan.facts.source, done=0, total=0)
+    networks = load_networks(plan)
+    _add_words(subject.file, plan, networks)
+    inside = _inside(networks)
+    names = file_names(
+        plan.family,
+        {
+            **{name: layer_shapes(network) for name, network in inside.items()},
+            DENOISER: denoiser_layers(plan.family, plan.facts.architecture),
+        },
+    )
+    tensors = read_tensors(subject.file, names=names)
+    weights = weight_figures(inside, tensors)
+    dial = attach_lora(inside, tensors)
+    arrange(plan, networks)
+    model = replace(build_model(plan, networks, Adapter(layers={}, rank=0, alpha=0.0)), masks=None)
+    return Evaluation(
+        plan=plan,
+        probe=LossProbe(model=model, dial=dial, at_once=concrete(plan.config.memory.micro_batch)),
+        weights=weights,
+        feeder=build_dataloader(job, wanted, cache),
+        sampler=plan.family.build_sampler(
+            plan.facts,
+            denoiser=networks.denoiser,
+            device=model.device,
+            decode_on=encoder_device(plan),
+        ),
+        sources=wanted.sources,
+    )
+
+
+def _add_words(file: Path, plan: Plan, networks: Networks) -> None:
+    """Teach the text encoders the word that was learned with the adapter; raises InputError."""
+    word = new_word(plan.config)
+    if word is None or networks.text is None:
+        return
+    place = embedding_path(file)
+    if not place.is_file():
+        raise InputError(
+            f"{file.name} was trained with new tokens for {word.text!r}, and their file is missing",
+            fix=f"put {place.name} into {place.parent}",
+        )
+    found = read_embedding(place).vectors
+    words = add_new_tokens(
+        networks.text,
+        word.tokens,
+        start=plan.config.adapter.new_tokens_from,
+        seed=plan.config.train.seed,
+    )
+    for component, vectors in words.items():
+        vectors.requires_grad_(False)
+        vectors.copy_(torch.from_numpy(found[plan.family.new_token_keys[component]]))
+
+
+def _inside(networks: Networks) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {DENOISER: networks.denoiser}
+    return found | (dict(networks.text.networks) if networks.text is not None else {})

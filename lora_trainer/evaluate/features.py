@@ -1,0 +1,136 @@
+"""Pictures as vectors, and distances between sets of them: how near samples come to a dataset.
+
+Input: PIL images of any size, cropped square here; output: float32 [N, D]. A CLIP image encoder is used
+where one is on this machine (Radford et al. 2021, arXiv 2103.00020), else latents of the embedded
+base's VAE, which know colours and layout but no meaning. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.nn import functional as F
+
+from lora_trainer import families
+from lora_trainer.common.errors import InputError, first_line
+from lora_trainer.config.config import BaseSettings
+from lora_trainer.families.locate import EMBEDDED, cached_snapshot, locate
+from lora_trainer.reporting.score import energy_distance
+
+CLIP = "openai/clip-vit-base-patch32"
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+GRIDS = (1, 2, 4)
+"""Cells a side in which latents are averaged: coarse layout, so that a moved subject stays alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """An image encoder; `name` is said in the report, as numbers of different ones do not compare."""
+
+    name: str
+    encode: Callable[[Sequence[Image.Image]], Tensor]
+
+
+def find_features(clip: str | None = None) -> Features:
+    """Return CLIP from `clip`, a folder or a Hub id in the local cache, or the best there is.
+
+    Raises InputError where `clip` is named and is not here.
+    """
+    folder = Path(clip).expanduser() if clip is not None else Path()
+    if clip is None or not folder.is_dir():
+        found = cached_snapshot(clip or CLIP, revision=None)
+        if found is None and clip is not None:
+            raise InputError(
+                f"{clip} is no folder and not in the local Hub cache",
+                fix="give a folder with a CLIP vision model, or leave --clip out",
+            )
+        if found is None:
+            return latent_features()
+        folder = found
+    return clip_features(folder, name=clip or CLIP)
+
+
+def latent_features() -> Features:
+    """Return means and deviations of the embedded VAE's latents over 1, 4 and 16 cells, D = 168."""
+    facts = locate(BaseSettings(model=EMBEDDED))
+    encoder = families.family(facts.family).load_image_encoder(facts, device=torch.device("cpu"))
+    side_px = facts.resolution_px
+
+    def encode(images: Sequence[Image.Image]) -> Tensor:
+        return torch.stack([pooled(_latent(image)) for image in images])
+
+    def _latent(image: Image.Image) -> Tensor:
+        (latent,) = encoder.encode_images(pixels(image, side_px=side_px) * 2 - 1)
+        return latent.mean
+
+    return Features(name="latents of the embedded base's VAE", encode=encode)
+
+
+def clip_features(folder: Path, *, name: str) -> Features:
+    """Return unit-length image embeddings of a CLIP model in a folder; raises InputError."""
+    from transformers import CLIPVisionModelWithProjection
+
+    try:
+        model: Any = CLIPVisionModelWithProjection.from_pretrained(
+            folder, local_files_only=True, use_safetensors=True
+        )
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{name} cannot be loaded as a CLIP image encoder: {first_line(error)}",
+            fix="give a folder with a CLIP vision model, or leave --clip out",
+        ) from error
+    model = model.eval().requires_grad_(False)
+    side_px = int(model.config.image_size)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (CLIP_MEAN, CLIP_STD))
+
+    @torch.no_grad()
+    def encode(images: Sequence[Image.Image]) -> Tensor:
+        rows = [(pixels(image, side_px=side_px) - mean) / std for image in images]
+        return torch.cat([F.normalize(model(row).image_embeds, dim=-1) for row in rows])
+
+    return Features(name=f"CLIP ({name})", encode=encode)
+
+
+def pixels(image: Image.Image, *, side_px: int) -> Tensor:
+    """Return the central square of an image, float32 [1, 3, side, side] in [0, 1]."""
+    square = ImageOps.fit(image.convert("RGB"), (side_px, side_px), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(square, dtype=np.float32)).permute(2, 0, 1)[None] / 255
+
+
+def pooled(latent: Tensor) -> Tensor:
+    """Return mean and deviation of [C, H, W] in the cells of each grid, every grid weighing the same."""
+    rows = []
+    for cells in GRIDS:
+        mean = F.adaptive_avg_pool2d(latent[None], cells)
+        square = F.adaptive_avg_pool2d(latent[None].square(), cells)
+        deviation = (square - mean.square()).clamp(min=0).sqrt()
+        rows.append(torch.cat([mean, deviation], dim=1).flatten() / cells)
+    return torch.cat(rows)
+
+
+def distances(first: Tensor, second: Tensor) -> Tensor:
+    """Return Euclidean distances [N, M] of [N, D] and [M, D], each pair by itself."""
+    return torch.cdist(
+        first[None], second[None], compute_mode="donot_use_mm_for_euclid_dist"
+    ).squeeze(0)
+
+
+def set_distance(first: Tensor, second: Tensor) -> float:
+    """Return the energy distance of two sets of at least two vectors."""
+    return energy_distance(
+        distances(first, second).flatten().tolist(), _pairs(first), _pairs(second)
+    )
+
+
+def _pairs(features: Tensor) -> list[float]:
+    upper = torch.triu_indices(len(features), len(features), offset=1)
+    found: list[float] = distances(features, features)[upper[0], upper[1]].tolist()
+    return found

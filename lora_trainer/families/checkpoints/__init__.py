@@ -1,0 +1,1 @@
+"""Where files keep a base's weights: folders and single files."""

@@ -1,0 +1,189 @@
+"""Reading a base model's folders and files without loading a weight: JSON, headers, shards, counts.
+
+Input is a `Layout`; every function raises InputError naming the part and the missing file. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.common.errors import InputError
+from lora_trainer.families.base import Header, Layout, Part, TensorInfo
+
+MAX_HEADER_BYTES = 16_000_000
+"""Largest header read of a safetensors file; the format allows 100 MB, the largest base models need 1 MB."""
+MAX_TENSORS = 100_000
+MAX_DIMENSIONS = 16
+MAX_KEY_LENGTH = 1_000
+AGAIN = "download the base model again"
+CHAT_TEMPLATE = "chat_template.jinja"
+_TOKENIZER_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
+_VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "spiece.model"})
+_NO_PARAMETERS = ("position_ids", "running_mean", "running_var", "num_batches_tracked")
+_STEMS = ("diffusion_pytorch_model", "model")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a base model."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"base model file {file} is missing or not JSON ({error})", fix=AGAIN
+        ) from None
+    if not isinstance(value, dict):
+        raise InputError(f"base model file {file} is not a JSON object", fix=AGAIN)
+    return value
+
+
+def components(folder: Path) -> Mapping[str, str]:
+    """Return component name -> class name of a diffusers folder; empty without model_index.json.
+
+    The pipeline's own class has the key "".
+    """
+    index = folder / "model_index.json"
+    if not index.is_file():
+        return {}
+    index_json = read_json(index)
+    classes = {
+        name: value[1]
+        for name, value in index_json.items()
+        if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)
+    }
+    return {"": str(index_json.get("_class_name", "")), **classes}
+
+
+def part_folder(layout: Layout, part: Part, subfolder: str) -> Path:
+    """Return the folder of a part's config.json: the folder in `layout.files`, else `subfolder`."""
+    override = layout.files.get(part)
+    return override if override is not None and override.is_dir() else layout.folder / subfolder
+
+
+def part_file(layout: Layout, part: Part) -> Path | None:
+    """Return the single file that holds a part's weights, None where they are in a folder."""
+    override = layout.files.get(part)
+    return override if override is not None and override.is_file() else None
+
+
+def weights(folder: Path) -> tuple[Path, ...]:
+    """Return the safetensors files of a part's folder, full precision before fp16, shards in order.
+
+    Raises InputError for a missing shard and for weights that exist as pickles only.
+    """
+    for variant in ("", ".fp16"):
+        for stem in _STEMS:
+            single = folder / f"{stem}{variant}.safetensors"
+            index = folder / f"{stem}.safetensors.index{variant}.json"
+            if single.is_file():
+                return (single,)
+            if index.is_file():
+                return _shards(index)
+    pickles = [path.name for path in folder.glob("*.bin")]
+    contents = f"only {pickles[0]}, a pickle that can run code" if pickles else "no weights"
+    raise InputError(
+        f"base model part {folder} has {contents}; allowed is {_STEMS[0]}.safetensors or {_STEMS[1]}.safetensors",
+        fix="download the safetensors version of the base model",
+    )
+
+
+def variant(folder: Path) -> str | None:
+    """Return diffusers' `variant` argument that loads the files of `weights`."""
+    return "fp16" if ".fp16" in weights(folder)[0].name else None
+
+
+def tokenizer_files(folder: Path) -> tuple[Path, ...]:
+    """Return the files of a tokenizer; raises InputError when there is no vocabulary."""
+    files = {path.name: path for path in folder.glob("*") if path.suffix in _TOKENIZER_SUFFIXES}
+    if not files.keys() & _VOCABULARIES:
+        raise InputError(
+            f"base model part {folder} has none of {', '.join(sorted(_VOCABULARIES))}", fix=AGAIN
+        )
+    if "vocab.json" in files and not files.keys() & {"tokenizer.json", "merges.txt"}:
+        raise InputError(f"base model part {folder} has vocab.json without merges.txt", fix=AGAIN)
+    return tuple(sorted(files.values()))
+
+
+def check_chat_template(folder: Path) -> None:
+    """Raise InputError when a language model's tokenizer has no chat template.
+
+    Some releases keep the template in tokenizer_config.json, others in chat_template.jinja.
+    """
+    settings = folder / "tokenizer_config.json"
+    if not (folder / CHAT_TEMPLATE).is_file() and "chat_template" not in read_json(settings):
+        raise InputError(
+            f"base model part {folder} has no chat template: neither {CHAT_TEMPLATE} nor one in "
+            f"{settings.name}",
+            fix=AGAIN,
+        )
+
+
+def read_header(file: Path) -> Header:
+    """Return the tensors of a safetensors file; raises InputError for a truncated or foreign file."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if not 2 <= length <= MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {length:,} bytes")
+            text = stream.read(length)
+            if is_crowded(text):  # before json.loads, which would build all its objects
+                raise ValueError(f"it names more than {MAX_TENSORS:,} tensors")
+            header = json.loads(text)
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+        tensors = {
+            name: TensorInfo(dtype=str(entry["dtype"]), shape=tuple(map(int, entry["shape"])))
+            for name, entry in entries.items()
+        }
+        if any(len(name) > MAX_KEY_LENGTH for name in tensors):
+            raise ValueError(f"a tensor's name of more than {MAX_KEY_LENGTH:,} characters")
+        if any(len(info.shape) > MAX_DIMENSIONS for info in tensors.values()):
+            raise ValueError(f"a tensor of more than {MAX_DIMENSIONS} dimensions")
+        size = file.stat().st_size
+    except (
+        OSError, ValueError, struct.error, MemoryError, OverflowError, AttributeError, KeyError, TypeError, IndexError,
+        RecursionError,
+    ) as error:  # fmt: skip
+        raise InputError(f"{file} is not a whole safetensors file ({error})", fix=AGAIN) from None
+    if size != 8 + length + end:
+        raise InputError(
+            f"{file} has {size:,} bytes, its header says {8 + length + end:,}", fix=AGAIN
+        )
+    return tensors
+
+
+def is_crowded(header: bytes) -> bool:
+    """Return whether a header has more brackets than `MAX_TENSORS` need; parsed it could fill the memory."""
+    return header.count(b"{") + header.count(b"[") > 4 * MAX_TENSORS
+
+
+def count_parameters(files: Iterable[Path], *, unread: tuple[str, ...] = ()) -> int:
+    """Count the parameters in safetensors files; position ids and batch statistics are none.
+
+    `unread` are prefixes of tensors that loading leaves out.
+    """
+    return sum(
+        math.prod(info.shape)
+        for file in files
+        for name, info in read_header(file).items()
+        if not name.endswith(_NO_PARAMETERS) and not name.startswith(unread)
+    )
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise InputError(f"base model file {index} lists no weights", fix=AGAIN)
+    # Keep only each file's last path component: an index must not point outside its folder.
+    files = [index.parent / Path(str(name)).name for name in sorted(set(names.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise InputError(
+            f"base model part {index.parent} lacks {len(missing)} of {len(files)} shards, first {missing[0]}",
+            fix=AGAIN,
+        )
+    return tuple(files)

@@ -1,0 +1,1 @@
+"""Latents, VAEs and samples, as families share them."""

@@ -1,0 +1,142 @@
+"""Images of the flow-matching families: latents as tokens, the VAE, samples from the base's pipeline.
+
+Latents as the tokens of FLUX-like transformers: 2x2 squares, channels before rows before columns.
+
+Float [B, C, H, W] to [B, H/2 W/2, 4 C] and back, and the position of each token. Pure functions.
+
+Encoding and sampling images for flow-matching families: the VAE's posterior, the base's own pipeline.
+
+A family normalises latents, names its pipeline's arguments and prepares latents for its VAE (`LatentDecoder`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lora_trainer.common.errors import InputError
+from lora_trainer.families.base import Conditioning, ImageEncoder, Latents, Sampler
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import DiffusionPipeline
+    from PIL import Image
+    from torch import Tensor, nn
+
+
+def pack(latents: Tensor) -> Tensor:
+    """Return [B, H/2 W/2, 4 C] of [B, C, H, W]; height and width are even."""
+    batch, channels, height, width = latents.shape
+    squares = latents.reshape(batch, channels, height // 2, 2, width // 2, 2)
+    return squares.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * 4)
+
+
+def unpack(tokens: Tensor, *, height: int, width: int) -> Tensor:
+    """Return [B, C, height, width] in latents of [B, height/2 width/2, 4 C]."""
+    batch, _, channels = tokens.shape
+    squares = tokens.reshape(batch, height // 2, width // 2, channels // 4, 2, 2)
+    return squares.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // 4, height, width)
+
+
+def position_ids(latents: Tensor) -> Tensor:
+    """Return float32 [H/2 W/2, 3]: 0, row, column of each token of [B, C, H, W]."""
+    import torch
+
+    rows = torch.arange(latents.shape[-2] // 2, device=latents.device)
+    columns = torch.arange(latents.shape[-1] // 2, device=latents.device)
+    grid = torch.cartesian_prod(rows, columns).reshape(-1, 2).float()
+    return torch.nn.functional.pad(grid, (1, 0))
+
+
+class LatentDecoder(Protocol):
+    """The members of a family that encoding and sampling use."""
+
+    def normalised(self, vae: nn.Module, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and deviation of a posterior, scaled for the denoiser."""
+
+    def sampler_arguments(
+        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        """Return the pipeline's arguments for encoded prompts."""
+
+    def latents_to_decode(
+        self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
+    ) -> Tensor:
+        """Return the VAE's input, float32, for latents that the pipeline returned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowImageEncoder(ImageEncoder):
+    """A VAE whose posterior the family normalises."""
+
+    vae: Any
+    family: LatentDecoder
+
+    def encode_images(self, pixels: Tensor) -> list[Latents]:
+        import torch
+
+        with torch.no_grad():
+            posterior = self.vae.encode(pixels.to(self.vae.device)).latent_dist
+            means, stds = self.family.normalised(self.vae, posterior.mean, posterior.std)
+        means, stds = means.float().cpu(), stds.float().cpu()
+        if not (means.isfinite().all() and stds.isfinite().all()):
+            raise InputError(
+                "the VAE gave latents that are not finite numbers",
+                fix="use the base model's original VAE, or another with --set base.vae=FILE",
+            )
+        return [Latents(mean=mean, std=std) for mean, std in zip(means, stds, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowSampler(Sampler):
+    """The base's own pipeline with the denoiser in training; the VAE decodes in float32."""
+
+    pipeline: Any
+    vae: Any
+    device: torch.device
+    decode_on: torch.device
+    family: LatentDecoder
+
+    def image(
+        self,
+        conditioning: Conditioning,
+        negative: Conditioning,
+        *,
+        seed: int,
+        size_px: tuple[int, int],
+        steps: int,
+        guidance_scale: float,
+    ) -> Image.Image:
+        import torch
+        from diffusers.image_processor import VaeImageProcessor
+
+        latents = self.pipeline(
+            **self.family.sampler_arguments(
+                self._moved(conditioning), self._moved(negative), guidance_scale=guidance_scale
+            ),
+            generator=torch.Generator().manual_seed(seed),
+            width=size_px[0],
+            height=size_px[1],
+            num_inference_steps=steps,
+            output_type="latent",
+        ).images.to(self.decode_on)
+        try:
+            vae = self.vae.to(self.decode_on)
+            with torch.no_grad():
+                ready = self.family.latents_to_decode(self.pipeline, vae, latents, size_px)
+                pixels = vae.decode(ready.float(), return_dict=False)[0]
+        finally:
+            # Also after an error: training needs the memory, most of all when decoding ran out of it.
+            self.vae.to("cpu")
+        if pixels.dim() == 5:  # a video VAE returns [B, C, frames, H, W] with one frame
+            pixels = pixels[:, :, 0]
+        image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
+        return image
+
+    def _moved(self, conditioning: Conditioning) -> Conditioning:
+        dtype = next(self.pipeline.transformer.parameters()).dtype
+        return {
+            name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
+            for name, tensor in conditioning.items()
+        }

@@ -1,0 +1,402 @@
+"""Where a base model is: this machine, the Hub and its cache; and the facts of the base that was found.
+
+Models from the Hugging Face Hub: what is in the local cache, and what to download.
+
+Torch-free. Of a base model only what a training reads is fetched: safetensors in one precision,
+configs and tokenizers, never pickles, other frameworks' weights or safety checkers.
+
+Where a base model is and what it is: from what the user wrote to a layout on this machine and its facts.
+
+A source is `embedded`, a diffusers folder, a `.safetensors` checkpoint or a Hub id. Torch-free:
+everything is decided from configs and safetensors headers. `describe` touches no network; `locate`
+may download. What is wrong with a source is said before anything is cached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+from lora_trainer import families
+from lora_trainer.common.errors import InputError, MachineError, RequestError, first_line
+from lora_trainer.common.files import HashMemo
+from lora_trainer.config.config import CHUNK_TOKENS, Auto, BaseSettings
+from lora_trainer.families.base import BaseFacts, Family, Layout, Part
+from lora_trainer.families.checkpoints.base_folder import AGAIN, read_header
+
+_TEXTS = frozenset({".json", ".txt", ".model", ".jinja"})
+"""Configurations, vocabularies, SentencePiece's models, chat templates."""
+_TOP_TEXTS = frozenset({"model_index.json", "config.json"})
+_PART_FOLDERS: dict[Part, re.Pattern[str]] = {
+    "denoiser": re.compile(r"unet|transformer"),
+    "vae": re.compile(r"vae"),
+    "text_encoder": re.compile(r"text_encoder(_\d)?"),
+}
+_TEXT_FOLDERS = re.compile(r"scheduler|tokenizer(_\d)?")
+_VARIANT = re.compile(r"\.(fp16|non_ema|bf16|ema)(?=[.-])")
+
+
+def cached_snapshot(source: str, *, revision: str | None) -> Path | None:
+    """Return the folder of a repository that is in the Hub's local cache, else None."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in ("model_index.json", "config.json"):
+        found = try_to_load_from_cache(source, name, revision=revision)
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+def download(source: str, *, revision: str | None, without: frozenset[Part]) -> Path:
+    """Return the local folder of a base model with everything but the weights of parts in `without`.
+
+    Raises what `fetch` raises.
+    """
+    return fetch(
+        source,
+        revision=revision,
+        choose=partial(wanted, without=without),
+        what="base model",
+        instead="give a local diffusers folder, or --base embedded",
+    )
+
+
+def fetch(
+    source: str,
+    *,
+    revision: str | None,
+    choose: Callable[[Iterable[str]], list[str]],
+    what: str,
+    instead: str,
+) -> Path:
+    """Return the local folder of a repository with those of its files that `choose` keeps.
+
+    Raises MachineError when the Hub cannot be reached or asks for a licence to be accepted, and
+    InputError for a repository that does not exist; `what` names it there, `instead` is another way.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is re-exported
+        GatedRepoError,
+        HTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        listed = HfApi().model_info(source, revision=revision).siblings or []
+        files = choose(entry.rfilename for entry in listed)
+        return Path(snapshot_download(source, revision=revision, allow_patterns=files))
+    except GatedRepoError:
+        raise MachineError(
+            f"{what} {source} is gated",
+            fix=f"accept its licence at huggingface.co/{source} and run `hf auth login`",
+        ) from None
+    except RevisionNotFoundError:
+        raise InputError(
+            f"{what} {source} has no revision {revision!r}", fix="check base.revision"
+        ) from None
+    except RepositoryNotFoundError:
+        raise InputError(
+            f"there is no model {source!r} on the Hub that you can read",
+            fix="check the name, or give a local folder",
+        ) from None
+    except (LocalEntryNotFoundError, HTTPError, OSError) as error:
+        if (
+            isinstance(error, OSError) and error.filename is not None
+        ):  # the disk refused, not the network
+            raise MachineError(
+                f"{what} {source} cannot be stored: {error.filename}: {error.strerror}",
+                fix="free some space, or let HF_HOME name a folder that can be written",
+            ) from None
+        raise MachineError(
+            f"{what} {source} could not be downloaded ({_reason(error)})",
+            fix=f"connect once, or {instead}",
+        ) from None
+    except (LookupError, TypeError, ValueError) as error:  # a login page, a proxy's own answer
+        raise MachineError(
+            f"{what} {source} could not be downloaded: what answers is not the Hub "
+            f"({type(error).__name__}: {first_line(error)[:200]})",
+            fix="check the connection and HF_ENDPOINT, or give a local folder",
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    response = getattr(error, "response", None)
+    if response is not None:
+        return f"the Hub answers {response.status_code}"
+    return f"{type(error).__name__}: no connection, or offline mode"
+
+
+def wanted(names: Iterable[str], *, without: frozenset[Part]) -> list[str]:
+    """Choose files of a repository: texts, and of each folder's safetensors one precision.
+
+    Full precision is preferred, as it is when loading; `fp16` where there is nothing else.
+    """
+    kept = [path for path in map(PurePosixPath, names) if _is_read(path)]
+    chosen = [path for path in kept if path.suffix in _TEXTS and not _VARIANT.search(path.name)]
+    weights = [path for path in kept if path.suffix == ".safetensors"]
+    folders = {path.parent for path in weights}
+    if len(folders) > 1:  # weights at the top are a second copy of the model
+        folders.discard(PurePosixPath("."))
+    for folder in folders:
+        if not _is_part(folder.name, without):
+            inside = [path for path in weights if path.parent == folder]
+            plain = [path for path in inside if not _VARIANT.search(path.name)]
+            chosen += plain or [path for path in inside if ".fp16." in path.name]
+            if not plain:
+                chosen += [
+                    path for path in kept if path.parent == folder and _is_index_of_fp16(path)
+                ]
+    return sorted(map(str, chosen))
+
+
+def _is_read(path: PurePosixPath) -> bool:
+    """Say whether a file is at the top or in the folder of a component; others are exports and spares."""
+    if len(path.parts) == 1:
+        return path.suffix == ".safetensors" or path.name in _TOP_TEXTS
+    folder = path.parts[0]
+    known = _TEXT_FOLDERS.fullmatch(folder) or _is_part(folder, frozenset(_PART_FOLDERS))
+    return len(path.parts) == 2 and bool(known)
+
+
+def _is_index_of_fp16(path: PurePosixPath) -> bool:
+    return path.suffix == ".json" and ".safetensors.index.fp16." in path.name
+
+
+def _is_part(folder: str, parts: frozenset[Part]) -> bool:
+    return any(_PART_FOLDERS[part].fullmatch(folder) for part in parts)
+
+
+EMBEDDED = "embedded"
+EMBEDDED_FOLDER = Path(__file__).resolve().parents[1] / "embedded"
+_PICKLES = frozenset({".ckpt", ".pt", ".pth", ".bin", ".pkl"})
+_ADAPTER_MARKS = ("lora_down", "lora_up", "lora_A.", "lora_B.", "hada_w1", "lokr_w1", "oft_blocks")
+
+
+def describe(settings: BaseSettings) -> BaseFacts:
+    """Return facts of `settings.model` without downloading: from its files, or by name for well-known ids.
+
+    Raises InputError for what cannot be a base and MachineError for what is not on this machine.
+    """
+    source = settings.model
+    layout, family = _find(settings)
+    if layout is not None:
+        return _facts(layout, family, source=source)
+    facts = families.known_base(family.default_source if family else source)
+    if facts is None:
+        raise MachineError(
+            f"base model {source!r} is not on this machine and not known by name",
+            fix="start the training once to download it, or give a local diffusers folder",
+        )
+    return replace(facts, source=source)
+
+
+def locate(settings: BaseSettings) -> BaseFacts:
+    """Return facts of `settings.model` on this machine, downloading what is missing from the Hub.
+
+    Raises InputError for an unusable source and MachineError when the Hub cannot be reached.
+    """
+    source = settings.model
+    layout, family = _find(settings)
+    if layout is not None:
+        try:
+            return _facts(layout, family, source=source)
+        except InputError:
+            if not _from_hub(settings):
+                raise  # else a download was interrupted: finish it
+    layout, family = _find(settings, fetch=True)
+    assert layout is not None
+    return _facts(layout, family, source=source)
+
+
+def _facts(layout: Layout, family: Family | None, *, source: str) -> BaseFacts:
+    """Return what a base is; raises InputError where its files do not say what their classes need."""
+    try:
+        family = family or families.detect(layout.folder)
+        return family.facts(layout, source=source, identities={})
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {first_line(error)[:200]}"
+        raise InputError(
+            f"a config.json of base model {source} lacks something or says it wrongly ({what})",
+            fix=AGAIN,
+        ) from error
+
+
+def with_choices(
+    facts: BaseFacts, settings: BaseSettings, *, zero_terminal_snr: bool | None
+) -> BaseFacts:
+    """Return `facts` with what the user knows better than the files; raises RequestError where it cannot be."""
+    prediction = facts.prediction if settings.prediction == "auto" else settings.prediction
+    zero = facts.zero_terminal_snr if zero_terminal_snr is None else zero_terminal_snr
+    if (prediction == "flow") != (facts.prediction == "flow"):
+        raise RequestError(
+            f"base.prediction={prediction}, but {facts.source} is of family {facts.family}",
+            fix="leave base.prediction at auto",
+        )
+    if prediction == "flow" and zero:
+        raise RequestError(
+            f"objective.zero_terminal_snr does not apply to {facts.source}: flow matching starts at pure noise",
+            fix="leave it at auto",
+        )
+    if zero and prediction == "epsilon":
+        raise RequestError(
+            "zero terminal SNR with epsilon prediction: pure noise says nothing about the image",
+            fix="use --set base.prediction=v_prediction, or --set objective.zero_terminal_snr=false",
+        )
+    facts = families.family(facts.family).with_clip_skip(facts, settings.clip_skip)
+    return replace(facts, prediction=prediction, zero_terminal_snr=zero)
+
+
+def with_caption_tokens(facts: BaseFacts, caption_tokens: int | Auto) -> BaseFacts:
+    """Return `facts` with texts read in as many chunks as `data.caption_tokens` says; auto: in one."""
+    if caption_tokens == "auto" or not families.family(facts.family).reads_chunks:
+        return facts
+    return replace(facts, chunks=caption_tokens // CHUNK_TOKENS)
+
+
+def identified(facts: BaseFacts, memo: HashMemo) -> BaseFacts:
+    """Return `facts` of a local base with the content hash of each part filled in."""
+    files = families.family(facts.family).parts(facts.located)
+    identities = {part: _identity(found, memo) for part, found in files.items()}
+    parts = {name: replace(part, identity=identities[name]) for name, part in facts.parts.items()}
+    return replace(facts, parts=parts)
+
+
+def base_files(facts: BaseFacts) -> Mapping[str, tuple[Path, ...]]:
+    """Return the files of each part of a base that is on this machine."""
+    return families.family(facts.family).parts(facts.located)
+
+
+def _identity(files: tuple[Path, ...], memo: HashMemo) -> str:
+    joined = "\n".join(f"{path.name} {memo.sha256(path)}" for path in files)
+    return hashlib.sha256(joined.encode()).hexdigest()
+
+
+def _find(settings: BaseSettings, *, fetch: bool = False) -> tuple[Layout | None, Family | None]:
+    """Return the layout (None: not on this machine) and the family where a header tells it."""
+    source = settings.model
+    path = Path(source).expanduser()
+    if path.suffix == ".safetensors" or (path.is_file() and path.suffix not in _PICKLES):
+        return _find_file(settings, path, fetch=fetch)
+    folder = _folder(source, revision=settings.revision, fetch=fetch)
+    if folder is None:
+        return None, None
+    if settings.vae is None:
+        return Layout(folder=folder), None
+    family = families.detect(folder)
+    return Layout(folder=folder, files={"vae": _find_vae(settings, family, fetch=fetch)}), family
+
+
+def _find_file(settings: BaseSettings, file: Path, *, fetch: bool) -> tuple[Layout | None, Family]:
+    family, parts = _recognised(file)
+    files: dict[Part, Path] = dict.fromkeys(parts, file)
+    if settings.vae is not None:
+        files["vae"] = _find_vae(settings, family, fetch=fetch)
+    companion = family.default_source if settings.companion == "auto" else settings.companion
+    folder = _folder(companion, revision=None, fetch=fetch, without=frozenset(files))
+    if folder is None:
+        return None, family
+    found = families.detect(folder)
+    if found is not family:
+        raise InputError(
+            f"base.companion {companion} is of family {found.name}, {file.name} is {family.name}",
+            fix=f"name a {family.name} folder, or leave base.companion at auto",
+        )
+    return Layout(folder=folder, files=files), family
+
+
+def _recognised(file: Path) -> tuple[Family, frozenset[Part]]:
+    """Return family and parts of a checkpoint file; raises InputError saying what it is instead."""
+    if not file.is_file():
+        raise InputError(
+            f"base model {file} does not exist",
+            fix="give an existing file or folder, a Hub id (owner/name) or `embedded`",
+        )
+    if file.suffix != ".safetensors":
+        raise InputError(
+            f"base model {file.name} is no .safetensors file",
+            fix="give a .safetensors checkpoint, a diffusers folder or a Hub id",
+        )
+    header = read_header(file)
+    found = families.detect_file(header)
+    if found is not None:
+        return found
+    if any(mark in name for name in header for mark in _ADAPTER_MARKS):
+        raise InputError(
+            f"{file.name} is a LoRA, not a base model",
+            fix="give the base model it was made for; to go on training it use --set train.init_from=FILE",
+        )
+    first = next(iter(sorted(header)), "no tensor")
+    raise InputError(
+        f"{file.name} holds {len(header):,} tensors such as {first!r}: no checkpoint of a supported "
+        f"family ({', '.join(families.MODULES)})",
+        fix="give a text-to-image checkpoint of one of these (no inpainting, refiner or part alone)",
+    )
+
+
+def _find_vae(settings: BaseSettings, family: Family, *, fetch: bool) -> Path:
+    """Return the file or folder of `base.vae`; raises InputError when it holds no VAE for the family."""
+    assert settings.vae is not None
+    path = Path(settings.vae).expanduser()
+    if path.is_file() and path.suffix == ".safetensors":
+        if "vae" not in family.detect_file(read_header(path)):
+            raise InputError(
+                f"base.vae {path.name} holds no VAE of family {family.name}",
+                fix="give a VAE made for this base, or leave base.vae out",
+            )
+        return path
+    folder = _folder(settings.vae, revision=None, fetch=fetch)
+    if folder is None:
+        raise MachineError(
+            f"base.vae {settings.vae} is not on this machine",
+            fix="start the training once to download it, or give a local file",
+        )
+    inside = folder / "vae" if (folder / "vae" / "config.json").is_file() else folder
+    if not (inside / "config.json").is_file():
+        raise InputError(
+            f"base.vae {settings.vae} has no config.json", fix="give a VAE folder or file"
+        )
+    return inside
+
+
+def _folder(
+    source: str, *, revision: str | None, fetch: bool, without: frozenset[Part] = frozenset()
+) -> Path | None:
+    """Return the local folder of a source, downloading it where `fetch` asks for it."""
+    if source == EMBEDDED:
+        return EMBEDDED_FOLDER
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.suffix in _PICKLES:
+        raise InputError(
+            f"base model {path.name} is a pickle, which can run code when opened",
+            fix="give the safetensors version",
+        )
+    if _is_path(source):
+        raise InputError(
+            f"base model {source!r} does not exist",
+            fix="give an existing file or folder, a Hub id (owner/name) or `embedded`",
+        )
+    if fetch:
+        return download(source, revision=revision, without=without)
+    return cached_snapshot(source, revision=revision)
+
+
+def _is_path(source: str) -> bool:
+    path = Path(source).expanduser()
+    return path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1
+
+
+def _from_hub(settings: BaseSettings) -> bool:
+    """Say whether anything of this base may come from the Hub."""
+    named = [settings.model, settings.vae, settings.companion]
+    return any(
+        name is not None and name != EMBEDDED and not Path(name).expanduser().exists()
+        for name in named
+    )

@@ -1,0 +1,1 @@
+"""Text encoders and tokenizers, as families share them."""

@@ -1,0 +1,336 @@
+"""CLIP text encoders and the weights of words in their outputs.
+
+Prompt weights on CLIP's hidden states, as Stable Diffusion web UI and kohya's trainers apply them.
+
+Inputs: the weighted parts of a prompt, a tokenizer, an encoder's hidden states h. Outputs: a weight w_i per
+token i, and the states w_i h_i * mean(h) / mean(w h), with means over tokens and channels of one chunk:
+weighted words grow relative to the rest while the mean stays the same. The ratio is left out where a mean
+is near zero or the means differ in sign, because it would then explode or flip the states. Pooled outputs
+have no tokens and stay unchanged. Torch-free to import.
+
+CLIP text encoders: tokenizing, embedding with gradients, loading from folders and checkpoints.
+
+A `ClipPart` states the place and the names of one encoder in files. Output is `text`, the hidden states
+that the U-Net attends to; a pair of encoders also returns `pooled`. Torch-free to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.common.caption_markup import Weighted, words_of
+from lora_trainer.families.base import WEIGHTS, Conditioning, Layout, NewWord, TextEncoder
+from lora_trainer.families.checkpoints.base_folder import part_file, variant
+from lora_trainer.families.checkpoints.unet_file import load_clip
+from lora_trainer.families.text.chunks import Chunks
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from transformers import CLIPTokenizer, PreTrainedTokenizerBase
+
+NEGLIGIBLE = 0.02
+"""Fraction of the root mean square below which a mean counts as zero: the final layer norm leaves means
+close to zero, and a ratio of two such means says nothing about strength."""
+
+
+def token_weights(
+    parts: Sequence[Weighted],
+    tokenizer: CLIPTokenizer,
+    *,
+    chunks: Chunks,
+    word: NewWord | None = None,
+) -> Tensor:
+    """Return the weight of each token, float32 [1, tokens of all chunks]; special tokens weigh 1.
+
+    A token has the weight of its last letter. `word` is a new word that is read as new tokens.
+    """
+    import torch
+
+    text, letters = words_of(parts), list(_by_letter(parts))
+    weights: list[float] = []
+    first = 0
+    for number, piece in enumerate([text] if word is None else word.split(text)):
+        if word is not None and number > 0:
+            weights += [letters[first]] * word.tokens
+            first += len(word.text)
+        # verbose=False: transformers' warning on truncation would repeat the report of our caption check.
+        ends = tokenizer(
+            piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )["offset_mapping"]
+        weights += [letters[first + end - 1] for _, end in ends]
+        first += len(piece)
+    return torch.tensor([chunks.row(weights, begin=1.0, end=1.0, padding=1.0)])
+
+
+def emphasised(hidden: Tensor, weights: Tensor | None) -> Tensor:
+    """Apply weights [B, tokens] to hidden states [B, tokens, width]; None returns the states unchanged."""
+    import torch
+
+    if weights is None:
+        return hidden
+    states = hidden.float()
+    weighted = states * weights.to(states.device, states.dtype).unsqueeze(-1)
+    before, after = (values.mean(dim=(1, 2), keepdim=True) for values in (states, weighted))
+    strength = states.square().mean(dim=(1, 2), keepdim=True).sqrt()
+    both = torch.minimum(before * before.sign(), after * before.sign())
+    has_mean, one = both > NEGLIGIBLE * strength, torch.ones_like(after)
+    # Choose before dividing: torch.where passes gradients through both branches, and 0 * (1 / 0) is NaN.
+    scale = torch.where(has_mean, before, one) / torch.where(has_mean, after, one)
+    return (weighted * scale).to(hidden.dtype)
+
+
+def _by_letter(parts: Iterable[Weighted]) -> Iterable[float]:
+    for words, weight in parts:
+        yield from [weight] * len(words)
+
+
+TEXT_MODEL = "text_model."
+MAX_LAYERS = 32
+"""Layers of the largest CLIP text encoder in use, OpenCLIP's bigG."""
+TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "mlp.fc1", "mlp.fc2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipSize:
+    """The numbers that fix the shapes of an encoder: layers, their width, and the width of their MLP."""
+
+    layers: int
+    width: int
+    inner: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipPart:
+    """One CLIP text encoder of a family; `released` is the size of the public releases'.
+
+    `component` is its folder and its name in adapter keys, `network` its transformers class,
+    `tokenizer` the tokenizer's folder, `kohya` the prefix of its adapter in kohya's files.
+    `checkpoint` is the prefix of its weights in single-file checkpoints; a prefix that ends with
+    `model.` means OpenCLIP's layout, with `transformer.` transformers'. `embedding` is the key of its
+    vectors in embedding files.
+    """
+
+    component: str = "text_encoder"
+    network: str = "CLIPTextModel"
+    tokenizer: str = "tokenizer"
+    kohya: str = "lora_te"
+    checkpoint: str
+    released: ClipSize
+    embedding: str = "emb_params"
+
+
+class ClipEncoder(TextEncoder):
+    """CLIP encoders and their tokenizers, by component; the U-Net reads the last hidden state."""
+
+    def __init__(
+        self,
+        *,
+        networks: Mapping[str, nn.Module],
+        tokenizers: Mapping[str, CLIPTokenizer],
+        chunks: Chunks,
+    ) -> None:
+        self.networks = networks
+        self.tokenizers = tokenizers
+        self.chunks = chunks
+        self.word: NewWord | None = None
+
+    def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return int64 [B, tokens of all chunks] by component."""
+        return {
+            component: self._numbers_of(prompts, tokenizer)
+            for component, tokenizer in self.tokenizers.items()
+        }
+
+    def learn(self, word: NewWord) -> None:
+        self.word = word
+
+    def numbers(self, text: str) -> Mapping[str, Sequence[int]]:
+        return {
+            component: self._plain_numbers(text, tokenizer)
+            for component, tokenizer in self.tokenizers.items()
+        }
+
+    def _numbers_of(self, prompts: Sequence[str], tokenizer: CLIPTokenizer) -> Tensor:
+        import torch
+
+        begin, *_, end = tokenizer("").input_ids
+        rows = [
+            self.chunks.row(
+                self._with_word(prompt, tokenizer),
+                begin=begin,
+                end=end,
+                padding=tokenizer.pad_token_id,
+            )
+            for prompt in prompts
+        ]
+        return torch.tensor(rows)
+
+    def _with_word(self, prompt: str, tokenizer: CLIPTokenizer) -> list[int]:
+        if self.word is None:
+            return self._plain_numbers(prompt, tokenizer)
+        first, *rest = self.word.split(prompt)
+        numbers = self._plain_numbers(first, tokenizer)
+        for part in rest:
+            numbers += [*self.word.numbers, *self._plain_numbers(part, tokenizer)]
+        return numbers
+
+    @staticmethod
+    def _plain_numbers(text: str, tokenizer: CLIPTokenizer) -> list[int]:
+        # verbose=False: transformers' warning on truncation would repeat the report of our caption check.
+        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    def tokenize_weighted(self, parts: Sequence[Weighted]) -> Mapping[str, Tensor]:
+        weights = {
+            component + WEIGHTS: token_weights(parts, tokenizer, chunks=self.chunks, word=self.word)
+            for component, tokenizer in self.tokenizers.items()
+        }
+        return {**self.tokenize([words_of(parts)]), **weights}
+
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        """Return `text` [B, tokens, width]: the states after the final norm, for Stable Diffusion 1 and 2."""
+        ((component, network),) = self.networks.items()
+        return {"text": self._text(tokens, component, self._outputs(tokens, component)[0])}
+
+    def _outputs(self, tokens: Mapping[str, Tensor], component: str, **options: Any) -> Any:
+        """Run one network on all chunks of all texts at once."""
+        network = self.networks[component]
+        return network(self.chunks.apart(tokens[component]).to(device_of(network)), **options)
+
+    def _text(self, tokens: Mapping[str, Tensor], component: str, states: Tensor) -> Tensor:
+        """Apply prompt weights to the hidden states of all chunks and join the chunks to whole prompts."""
+        weights = tokens.get(component + WEIGHTS)
+        apart = None if weights is None else self.chunks.apart(weights)
+        return self.chunks.joined(emphasised(states, apart))
+
+    def count_tokens(self, prompt: str) -> int:
+        return len(self._with_word(prompt, next(iter(self.tokenizers.values()))))
+
+    def prompt_room(self) -> int:
+        return self.chunks.room
+
+
+class ClipPairEncoder(ClipEncoder):
+    """Several encoders side by side; the U-Net reads the layer before the last of each.
+
+    Podell et al. 2023 (arXiv 2307.01952), section 2.1. The last encoder has a projection.
+    """
+
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        """Return `text` [B, tokens, sum of widths] and the last encoder's `pooled` [B, projection].
+
+        Of several chunks only the first gives `pooled`, as in kohya's trainers.
+        """
+        import torch
+
+        outputs = [
+            self._outputs(tokens, component, output_hidden_states=True)
+            for component in self.networks
+        ]
+        states = [
+            self._text(tokens, component, output.hidden_states[-2])
+            for component, output in zip(self.networks, outputs, strict=True)
+        ]
+        pooled = outputs[-1].text_embeds[:: self.chunks.count]
+        return {"text": torch.cat(states, dim=-1), "pooled": pooled}
+
+
+def load_network(
+    layout: Layout,
+    part: ClipPart,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    clip_skip: int = 1,
+) -> nn.Module:
+    """Load one encoder frozen, from the checkpoint that holds it or else from its folder.
+
+    The last `clip_skip` - 1 layers are deleted, so the final norm reads an earlier layer's output, as in
+    web user interfaces and kohya's trainers.
+    """
+    import transformers
+
+    kind, folder = getattr(transformers, part.network), layout.folder / part.component
+    single = part_file(layout, "text_encoder")
+    if single is None:
+        network = kind.from_pretrained(
+            layout.folder,
+            subfolder=part.component,
+            dtype=dtype,
+            variant=variant(folder),
+            use_safetensors=True,
+        )
+    else:
+        config = kind.config_class.from_pretrained(folder, local_files_only=True)
+        network = load_clip(single, kind, config, prefix=part.checkpoint, dtype=dtype)
+    if clip_skip > 1:
+        _drop_last_layers(network, clip_skip - 1)
+    loaded: nn.Module = network.requires_grad_(False).eval().to(device)
+    return loaded
+
+
+def _drop_last_layers(network: Any, count: int) -> None:
+    layers = next(
+        module for name, module in network.named_modules() if name.endswith("encoder.layers")
+    )
+    network.config.num_hidden_layers -= count
+    del layers[network.config.num_hidden_layers :]
+
+
+def load_tokenizers(layout: Layout, parts: Sequence[ClipPart]) -> dict[str, CLIPTokenizer]:
+    """Load the tokenizer of each encoder, by component."""
+    from transformers import CLIPTokenizer
+
+    tokenizers = {
+        part.component: CLIPTokenizer.from_pretrained(layout.folder, subfolder=part.tokenizer)
+        for part in parts
+    }
+    for tokenizer in tokenizers.values():
+        read_padding_as_text(tokenizer)
+    return tokenizers
+
+
+def read_padding_as_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make a tokenizer that pads with an ordinary character tokenize that character in captions normally.
+
+    OpenCLIP pads with token 0, which is "!"; the configurations of Stable Diffusion 2 and of bigG therefore
+    name "!" as a special token. transformers then tokenizes "wow!" with token 0 for "!" instead of token
+    256 ("!" at the end of a word), which OpenCLIP, ComfyUI, A1111 and sd-scripts use.
+    """
+    if tokenizer.pad_token not in (tokenizer.bos_token, tokenizer.eos_token):
+        tokenizer.split_special_tokens = True
+
+
+def text_targets(network: nn.Module) -> list[str]:
+    """Return the linear layers of attention and MLP, in module order."""
+    return [
+        name
+        for name, _ in network.named_modules()
+        if "encoder.layers." in name and name.endswith(TARGETS)
+    ]
+
+
+def target_shapes(size: ClipSize) -> dict[str, tuple[int, int]]:
+    """Return (fan_in, out) of each layer of `text_targets`."""
+    inner = {"mlp.fc1": (size.width, size.inner), "mlp.fc2": (size.inner, size.width)}
+    square = (size.width, size.width)
+    return {
+        f"encoder.layers.{number}.{name if name in inner else f'self_attn.{name}'}": inner.get(
+            name, square
+        )
+        for number in range(size.layers)
+        for name in TARGETS
+    }
+
+
+def stable_name(module: str) -> str:
+    """Return a module's name in adapter files: with `text_model.`, which transformers 5 dropped."""
+    return module if module.startswith((TEXT_MODEL, "text_projection")) else TEXT_MODEL + module
+
+
+def device_of(network: Any) -> torch.device:
+    """Return the device that a network's weights are on."""
+    device: torch.device = next(network.parameters()).device
+    return device

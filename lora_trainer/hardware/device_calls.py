@@ -1,0 +1,216 @@
+"""The calls of torch that differ by device; `devices.py` has the capabilities of each kind.
+
+Inputs are a `torch.device` and sizes in bytes. torch.cuda serves NVIDIA and AMD, torch.xpu has the same API,
+torch.mps a smaller one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lora_trainer.hardware.devices import KINDS, TURING, DeviceKind, KindName, reinstall
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every device of the process."""
+
+
+def kind_of(device: torch.device | str) -> DeviceKind:
+    """Return the capabilities of a torch device."""
+    name = torch.device(device).type
+    if name == "cuda" and torch.version.hip:
+        name = "rocm"
+    if name == "meta":  # a traced network has no streams, pinned memory or copies
+        name = "cpu"
+    return KINDS[name]  # type: ignore[index]  # others cannot be chosen
+
+
+def module_of(device: torch.device) -> Any:
+    """Return torch's module for a device: `torch.cuda` (NVIDIA and AMD), `torch.mps` or `torch.xpu`."""
+    return torch.get_device_module(device)
+
+
+def may_copy_ahead(device: torch.device) -> bool:
+    """Return whether the host may go on during a copy to or from the device (`non_blocking`)."""
+    return kind_of(device).streams
+
+
+def side_stream(device: torch.device) -> Any:
+    """Return a new stream beside the computing stream, None for a device with a single queue."""
+    return module_of(device).Stream(device) if kind_of(device).streams else None
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the current stream of a device with streams."""
+    return module_of(device).current_stream(device)
+
+
+def on_stream(stream: Any) -> Any:
+    """Return a context manager that queues work on a stream."""
+    return module_of(stream.device).stream(stream)
+
+
+def mark(device: torch.device) -> Any:
+    """Record and return an event behind all queued work, None for a device without streams."""
+    return current_stream(device).record_event() if kind_of(device).streams else None
+
+
+def started_device() -> torch.device | None:
+    """Return the GPU whose context this process has opened, else None; opens no context."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return None
+    began = getattr(module_of(device), "is_initialized", lambda: True)
+    return device if began() else None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work queued on a device."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's (free, total) bytes by its driver; raises RuntimeError."""
+    api = module_of(device)
+    if kind_of(device).name == "mps":
+        total = int(api.recommended_max_memory())
+        return max(0, total - int(api.driver_allocated_memory())), total
+    free, total = api.mem_get_info(device)
+    return int(free), int(total)
+
+
+def peak_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the peak bytes of tensors and of the allocator's reserve; MPS has current values only."""
+    api = module_of(device)
+    if kind_of(device).name == "mps":
+        return int(api.current_allocated_memory()), int(api.driver_allocated_memory())
+    return int(api.max_memory_allocated(device)), int(api.max_memory_reserved(device))
+
+
+def tensor_bytes(device: torch.device) -> int:
+    """Return the bytes that tensors occupy on a GPU now."""
+    api = module_of(device)
+    if kind_of(device).name == "mps":
+        return int(api.current_allocated_memory())
+    return int(api.memory_allocated(device))
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU; for Apple's GPUs the memory Metal recommends for one process."""
+    api = module_of(device)
+    if kind_of(device).name == "mps":
+        return int(api.recommended_max_memory())
+    return int(api.get_device_properties(device).total_memory)
+
+
+def bound_allocator(device: torch.device, *, allowed_bytes: int) -> int:
+    """Limit torch's allocator on a GPU to `allowed_bytes`, capped at its memory; return the limit."""
+    api = module_of(device)
+    total = total_bytes(device)
+    allowed_bytes = min(total, allowed_bytes)
+    where = () if kind_of(device).name == "mps" else (device,)
+    api.set_per_process_memory_fraction(allowed_bytes / total, *where)
+    return allowed_bytes
+
+
+def name_of(device: torch.device) -> str:
+    """Return a GPU's name."""
+    if kind_of(device).name == "mps":
+        return str(torch.backends.mps.get_name())
+    return str(module_of(device).get_device_name(device))
+
+
+def register_host(address: int, size_bytes: int) -> int:
+    """Pin existing host memory for copies to all GPUs; return CUDA's error code, 0 for success."""
+    return int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE))
+
+
+def unregister_host(address: int) -> None:
+    """Undo `register_host`; no copy may be in progress."""
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def found_by_torch(*, torch: Any = torch) -> list[dict[str, Any]]:
+    """Return the GPUs that torch lists, as fields of `hardware.Gpu`, for builds without NVML.
+
+    `torch` is the module, replaced in tests.
+    """
+    if torch.backends.mps.is_available():
+        total = int(torch.mps.recommended_max_memory())
+        used = int(torch.mps.driver_allocated_memory())
+        gpu_name = torch.backends.mps.get_name()
+        bf16 = torch.backends.mps.is_macos_or_newer(14, 0)  # Metal has bfloat from macOS 14 on
+        return [_card(0, gpu_name, total, total - used, kind="mps", bf16=bool(bf16))]
+    if torch.cuda.is_available() and torch.version.hip:
+        gpus = []
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            facts = torch.cuda.get_device_properties(index)
+            arch = str(getattr(facts, "gcnArchName", "")).partition(":")[0]
+            name = f"{facts.name} ({arch})" if arch else facts.name
+            # torch reports bf16 for any HIP GPU; GPUs other than these compute it in fp32.
+            bf16 = arch.startswith(("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12"))
+            gpus.append(_card(index, name, total, free, kind="rocm", bf16=bf16))
+        return gpus
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        gpus = []
+        for index in range(torch.xpu.device_count()):
+            free, total = torch.xpu.mem_get_info(index)
+            name = torch.xpu.get_device_properties(index).name
+            bf16 = bool(torch.xpu.is_bf16_supported())
+            gpus.append(_card(index, name, total, free, kind="xpu", bf16=bf16))
+        return gpus
+    return []
+
+
+def _card(
+    index: int, name: str, total: int, free: int, *, kind: KindName, bf16: bool
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        "name": str(name),
+        "total_bytes": int(total),
+        "free_bytes": int(free),
+        "kind": kind,
+        "bf16": bf16,
+    }
+
+
+def require_kernels(device: torch.device, *, torch: Any = torch) -> str:
+    """Return why torch cannot compute on a GPU that it lists, "" if it can; opens the GPU's context."""
+    if kind_of(device).name != "cuda":
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    archs = [arch for arch in torch.cuda.get_arch_list() if arch.startswith(("sm_", "compute_"))]
+    if not archs or _has_kernels((major, minor), archs):
+        return ""
+    name = torch.cuda.get_device_name(device)
+    index = "cu126" if (major, minor) < TURING else "cu128"
+    return (
+        f"{name} has compute capability {major}.{minor}, and torch {torch.__version__} has kernels for "
+        f"{', '.join(archs)} only: {reinstall(index)}"
+    )
+
+
+def _has_kernels(capability: tuple[int, int], archs: list[str]) -> bool:
+    """Return whether any built architecture runs on a capability, by CUDA's rules.
+
+    Machine code (sm_) runs on the same major version from its minor version on, and with suffix "a" on its
+    exact version only; PTX (compute_) is compiled for all later versions.
+    """
+    for arch in archs:
+        form, _, digits = arch.partition("_")
+        number = "".join(letter for letter in digits if letter.isdigit())
+        built = (int(number[:-1]), int(number[-1]))
+        exact = digits.endswith("a")
+        if form == "compute" and capability >= built:
+            return True
+        if form == "sm" and (
+            capability == built
+            if exact
+            else capability[0] == built[0] and capability[1] >= built[1]
+        ):
+            return True
+    return False

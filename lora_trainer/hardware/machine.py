@@ -1,0 +1,493 @@
+"""The hardware and packages of this machine, each fact with its source; detected without importing torch.
+
+NVIDIA's GPUs come from `nvml.py`; GPUs of other makers from a torch built for them, which runs in a
+separate process; processor, memory and package versions from here. Detection never raises: an unknown fact
+has a reason instead of a value. Containers are respected: CPU affinity, and the limits of control groups on
+processors and memory.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from lora_trainer.hardware import torch_allocator
+from lora_trainer.hardware.devices import KINDS, TorchBuild, against_card, torch_build
+from lora_trainer.hardware.nvml import Gpu as Gpu
+from lora_trainer.hardware.nvml import Nvml, find_gpus, number_by_bus
+
+Tier = Literal["cpu", "6-8", "10-12", "16-24"]
+GIB = 2**30
+DISTRIBUTION = "lora-train"
+PURPOSES: Mapping[str, str] = {
+    "torch": "computes everything",
+    "diffusers": "the image models",
+    "transformers": "the text encoders",
+    "accelerate": "starts trainings on several GPUs",
+    "peft": "reads LoRAs when images are sampled",
+    "safetensors": "reads and writes model files",
+    "bitsandbytes": "optional: less memory, by 8-bit optimizers and 4-bit base models",
+    "prodigyopt": "optional: the optimizer Prodigy",
+    "pytorch-optimizer": "optional: the optimizers Adafactor, CAME and Muon",
+    "schedulefree": "optional: the optimizer Schedule-Free AdamW",
+    "xformers": "optional: faster attention on some GPUs",
+    "triton": "optional: compiled blocks on a GPU",
+    "tensorboard": "optional: curves in TensorBoard",
+    "gradio": "optional: the graphical interface",
+}
+"""Package -> its purpose, for `doctor`."""
+PACKAGES = tuple(PURPOSES)
+# An assumed GPU (`plan --vram`) is Ampere, which has bf16.
+ASSUMED_CAPABILITY = (8, 6)
+WSL_PINNABLE_BYTES = GIB // 2
+"""Memory a process may pin under WSL2: refusals were seen above 0.5 (microsoft/WSL#14078), 0.75 and 1 GiB."""
+MOST_SPARED_BYTES = 4 * GIB
+SPILL_MARGIN_BYTES = 600 * 2**20
+"""Memory left to other programs where the driver spills: memory they take later moves ours to the host, and
+Windows' budget for a process is below the free memory. ComfyUI leaves as much (`EXTRA_RESERVED_VRAM`)."""
+LARGE_SPILL_MARGIN_BYTES = 700 * 2**20
+"""Above 15 GiB, where 600 MiB proved too little (ComfyUI#9093)."""
+DISPLAY_MARGIN_BYTES = 400 * 2**20
+"""Memory left on a GPU with a display where the driver does not spill: a desktop and a browser grow."""
+_ASK_TORCH = (
+    "import json; from lora_trainer.hardware.device_calls import found_by_torch; "
+    "print(json.dumps(found_by_torch()))"
+)
+_ASKED_WITHIN_S = 120.0
+_VENDORS = {"0x1002": ("AMD", "rocm"), "0x8086": ("Intel", "xpu")}
+"""PCI vendors of GPUs that need another build of torch. A discrete Intel GPU and one inside a processor
+look the same without torch, so no other build is suggested for Intel."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact(Generic[T]):
+    """A value and its source."""
+
+    value: T
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The detected hardware; `reasons` has each field's source, `gpu_reason` also why there is no GPU.
+
+    `torch` is the installed torch's build. `cards_chosen`: CUDA_VISIBLE_DEVICES is set, so this process may
+    see only some of the GPUs. `expandable_segments`: PyTorch's allocator grows its segments in this
+    environment.
+    """
+
+    gpus: tuple[Gpu, ...]
+    gpu_reason: str
+    cpu_name: str
+    cpu_threads: int
+    ram_total_bytes: int
+    ram_free_bytes: int
+    packages: Mapping[str, str | None]
+    reasons: Mapping[str, str]
+    torch: TorchBuild | None = None
+    cards_chosen: bool = False
+    expandable_segments: bool = False
+    pinnable_bytes: int | None = None
+    """Memory a process may pin; None: the system sets no limit."""
+
+    @property
+    def ram_usable_bytes(self) -> int:
+        """Host memory that a plan may use."""
+        return usable_ram_bytes(total_bytes=self.ram_total_bytes, free_bytes=self.ram_free_bytes)
+
+    def pinnable_by_each(self, *, sharing: int) -> int | None:
+        """Return the bytes that each of `sharing` processes may pin, None without a limit."""
+        return None if self.pinnable_bytes is None else self.pinnable_bytes // sharing
+
+    def facts(self) -> dict[str, Fact[Any]]:
+        """Return all fields but the packages as facts, for `doctor`."""
+        facts: dict[str, Fact[Any]] = {
+            "gpus": Fact(value=tuple(gpu.name for gpu in self.gpus), reason=self.gpu_reason)
+        }
+        for name, reason in self.reasons.items():
+            facts[name] = Fact(value=getattr(self, name), reason=reason)
+        return facts
+
+    def accelerator(self, *, sharing: int = 1) -> Fact[Gpu | None]:
+        """Return the GPU to plan for, or None with the reason why training uses the processor.
+
+        For `sharing` processes on this machine it is the smallest participating GPU, because all processes
+        do equal work.
+        """
+        if not self.gpus:
+            return Fact(value=None, reason=self.gpu_reason)
+        usable = self.usable(sharing=sharing)
+        if not usable:
+            return Fact(value=None, reason=self.against(self.gpus[0]))
+        taking_part = usable[:sharing]
+        gpu = min(taking_part, key=lambda gpu: gpu.free_bytes)
+        reason = f"{gpu.name}, {self.gpu_reason}"
+        if len(taking_part) > 1:
+            reason += f"; the smallest of the {len(taking_part)} GPUs in this run"
+        elif len(self.gpus) > 1 and sharing == 1:
+            reason += f"; GPU {gpu.index} is the best of them"
+        on_one = -(-sharing // len(taking_part))
+        # With CUDA_VISIBLE_DEVICES a scheduler may show each process a GPU of its own.
+        if on_one > 1 and not self.cards_chosen:
+            reason += f"; {on_one} processes on each"
+            gpu = replace(gpu, free_bytes=gpu.free_bytes // on_one)
+        return Fact(value=gpu, reason=reason)
+
+    def usable(self, *, sharing: int = 1) -> tuple[Gpu, ...]:
+        """Return the GPUs that the installed torch can use, the best first.
+
+        A single process prefers bf16, then free memory. Several processes must agree on one order while
+        they allocate, so they sort by total memory, which does not change.
+        """
+
+        def rank(gpu: Gpu) -> tuple[bool, int, int]:
+            size = gpu.free_bytes if sharing == 1 else gpu.total_bytes
+            return gpu.has_bf16, size // GIB, -gpu.index
+
+        gpus = [gpu for gpu in self.gpus if not self.against(gpu)]
+        return tuple(sorted(gpus, key=rank, reverse=True))
+
+    def against(self, gpu: Gpu) -> str:
+        """Return why the installed torch cannot use a GPU, with the command that fixes it; "" if it can."""
+        build = self.build
+        if build is None or gpu.assumed:
+            return ""
+        if build.kind != gpu.kind:
+            missing = {"cuda": "CUDA", "rocm": "ROCm"}.get(gpu.kind, gpu.kind.upper())
+            return (
+                f"torch {build.version} is built without {missing}, so {gpu.name} cannot be used; "
+                f"{gpu.can.install}"
+            )
+        return against_card(build, gpu.name, gpu.compute_capability)
+
+    @property
+    def build(self) -> TorchBuild | None:
+        """The build of the installed torch; None: not installed or unknown."""
+        version = self.packages.get("torch")
+        if version is None or self.torch is not None and version in self.torch.version:
+            return self.torch
+        local = version.partition("+")[2]
+        for prefix, kind in (("cpu", "cpu"), ("rocm", "rocm"), ("xpu", "xpu"), ("cu", "cuda")):
+            if local.startswith(prefix):
+                toolkit = local.removeprefix(prefix)
+                if kind == "cuda" and toolkit.isdigit():
+                    toolkit = f"{toolkit[:-1]}.{toolkit[-1]}"
+                return TorchBuild(version=version, kind=kind, toolkit=toolkit)  # type: ignore[arg-type]
+        return None
+
+    def disk_free_bytes(self, path: Path) -> int:
+        """Return the free bytes of the disk on which `path` is or will be created; raises OSError."""
+        existing = next(
+            folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
+        )
+        return shutil.disk_usage(existing).free
+
+
+def hardware_from(values: Mapping[str, Any]) -> Hardware:
+    """Rebuild hardware from the JSON of its `asdict`, sent by another process."""
+    gpus = []
+    for gpu in values["gpus"]:
+        capability = gpu["compute_capability"]
+        gpus.append(Gpu(**{**gpu, "compute_capability": tuple(capability) if capability else None}))
+    build = values["torch"] and TorchBuild(**values["torch"])
+    return Hardware(**{**values, "gpus": tuple(gpus), "torch": build})
+
+
+def detect(
+    *,
+    nvml: Nvml | None = None,
+    environment: Mapping[str, str] | None = None,
+    root: Path = Path("/"),
+) -> Hardware:
+    """Detect this machine's hardware; the arguments (`root` is that of /proc and /sys) are for tests.
+
+    Sets CUDA's device order to NVML's. This works because CUDA starts later, when torch is imported.
+    """
+    if environment is None:
+        number_by_bus(os.environ)
+        environment = os.environ
+    build = torch_build()
+    gpus, gpu_reason = find_gpus(nvml, environment)
+    if not gpus:
+        gpus, gpu_reason = _of_other_makers(build, gpu_reason, root)
+    if driver_spills():
+        gpus = tuple(replace(gpu, spills=True) for gpu in gpus)
+    total, free = _memory(root)
+    facts: dict[str, Fact[Any]] = {
+        "cpu_name": _cpu_name(root),
+        "cpu_threads": _cpu_threads(root),
+        "ram_total_bytes": total,
+        "ram_free_bytes": free,
+        "pinnable_bytes": pinnable(total_bytes=total.value, root=root),
+    }
+    return Hardware(
+        gpus=gpus,
+        gpu_reason=gpu_reason,
+        packages={name: _version(name) for name in PACKAGES},
+        reasons={name: fact.reason for name, fact in facts.items()},
+        torch=build,
+        cards_chosen="CUDA_VISIBLE_DEVICES" in environment,
+        expandable_segments=torch_allocator.in_force(environment, build=build),
+        **{name: fact.value for name, fact in facts.items()},
+    )
+
+
+def _of_other_makers(
+    build: TorchBuild | None, reason: str, root: Path
+) -> tuple[tuple[Gpu, ...], str]:
+    """Return the GPUs seen by a torch built for other makers' GPUs, else suggest the build for an AMD GPU."""
+    if build is not None and build.kind in ("rocm", "mps", "xpu"):
+        try:
+            answer = subprocess.run(
+                [sys.executable, "-c", _ASK_TORCH],
+                capture_output=True,
+                timeout=_ASKED_WITHIN_S,
+                check=True,
+            ).stdout
+            gpus = tuple(
+                Gpu(**fields, compute_capability=None, driver=build.toolkit)
+                for fields in json.loads(answer.splitlines()[-1])
+            )
+        except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
+            return (), f"{build} cannot be asked for its GPUs: {type(error).__name__}"
+        many = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}" if gpus else "no GPU"
+        return gpus, f"{many} found by {build}"
+    for maker, kind in sorted(_other_cards(root)):
+        if kind == "rocm":
+            return (), (
+                f"there is a GPU of {maker}, which needs another build of torch: "
+                f"{KINDS['rocm'].install}"
+            )
+    return (), reason
+
+
+def _other_cards(root: Path) -> set[tuple[str, str]]:
+    """Return makers and kinds of AMD's and Intel's GPUs that Linux lists (/sys/class/drm)."""
+    try:
+        cards = list((root / "sys/class/drm").glob("card[0-9]*/device/vendor"))
+    except OSError:
+        return set()
+    return {vendor for card in cards if (vendor := _VENDORS.get(_read(card)))}
+
+
+def driver_spills(*, system: str = sys.platform, release: str = platform.release()) -> bool:
+    """Return whether the driver moves GPU memory to the host when the GPU is full, instead of refusing."""
+    return system == "win32" or "microsoft" in release.lower()
+
+
+def is_wsl(root: Path = Path("/")) -> bool:
+    """Return whether this Linux runs under Windows, by its kernel's name or Windows' GPU device /dev/dxg."""
+    kernel = _read(root / "proc/sys/kernel/osrelease") + _read(root / "proc/version")
+    return "microsoft" in kernel.lower() or (root / "dev/dxg").exists()
+
+
+def pinnable(
+    *, total_bytes: int, system: str = sys.platform, root: Path = Path("/")
+) -> Fact[int | None]:
+    """Return the host memory a process may pin for copies to a GPU, None without a known limit.
+
+    On Linux the driver ignores RLIMIT_MEMLOCK and pins any free memory, so only plans limit it.
+    """
+    if system == "win32":
+        return Fact(value=total_bytes // 2, reason="Windows lets GPUs use half of the memory")
+    if is_wsl(root):
+        return Fact(
+            value=WSL_PINNABLE_BYTES, reason="WSL2 refuses to pin more than about this much"
+        )
+    return Fact(value=None, reason="no limit but the free memory")
+
+
+def usable_ram_bytes(*, total_bytes: int, free_bytes: int) -> int:
+    """Return the free memory that a plan may use: all but a tenth of the total, spared up to 4 GiB.
+
+    With less than a tenth available, systems begin to swap and watchdogs to kill programs (earlyoom's
+    default limit). On large machines a tenth would be more than other programs need, hence the 4 GiB.
+    """
+    return max(0, free_bytes - min(total_bytes // 10, MOST_SPARED_BYTES))
+
+
+def spare_ram_bytes(root: Path = Path("/")) -> int:
+    """Return the memory of the machine or container that a plan may use now."""
+    total, free = _memory(root)
+    return usable_ram_bytes(total_bytes=total.value, free_bytes=free.value)
+
+
+def desktop_bytes(gpu: Gpu) -> int:
+    """Return the GPU memory to leave to other programs, which may take more during the run."""
+    if gpu.spills:
+        return spill_margin_bytes(gpu.total_bytes)
+    return DISPLAY_MARGIN_BYTES if gpu.display else 0
+
+
+def spill_margin_bytes(total_bytes: int) -> int:
+    """Return the memory to leave to other programs on a GPU of this size where the driver spills."""
+    return LARGE_SPILL_MARGIN_BYTES if total_bytes > 15 * GIB else SPILL_MARGIN_BYTES
+
+
+def free_ram_bytes(root: Path = Path("/")) -> int:
+    """Return the memory of the machine or container that is free now."""
+    _, free = _memory(root)
+    return free.value
+
+
+def assume_card(hardware: Hardware, *, vram_gib: float) -> Hardware:
+    """Return this machine with one empty GPU of `vram_gib` in place of its own (`plan --vram`)."""
+    size = int(vram_gib * GIB)
+    card = Gpu(
+        index=0,
+        name=f"an assumed {vram_gib:g} GiB GPU",
+        total_bytes=size,
+        free_bytes=size,
+        compute_capability=ASSUMED_CAPABILITY,
+        driver="",
+        spills=any(gpu.spills for gpu in hardware.gpus),
+        assumed=True,
+    )
+    return replace(hardware, gpus=(card,), gpu_reason="given by --vram, with nothing else on it")
+
+
+def package_notes(
+    packages: Mapping[str, str | None], *, requirements: Iterable[str] | None = None
+) -> dict[str, str]:
+    """Return package -> problem: not installed, or a version outside the tested range.
+
+    `requirements` default to those of this package; a checkout that is not installed has none.
+    """
+    if requirements is None:
+        requirements = _requirements()
+    specifiers = {
+        (requirement := Requirement(text)).name: requirement.specifier for text in requirements
+    }
+    notes = {}
+    for name, version in packages.items():
+        allowed = specifiers.get(name, SpecifierSet())
+        if version is None:
+            notes[name] = f"not installed: pip install {name}"
+        elif not allowed.contains(version, prereleases=True):
+            notes[name] = f'{allowed} is needed: pip install "{name}{allowed}"'
+    return notes
+
+
+def is_optional(package: str) -> bool:
+    """Return whether training works without a package."""
+    return PURPOSES.get(package, "").startswith("optional")
+
+
+def _requirements() -> Iterable[str]:
+    try:
+        return importlib.metadata.requires(DISTRIBUTION) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
+def tier(total_bytes: int | None) -> Tier:
+    """Return the preset tier of a GPU by its size rounded to GiB: up to 9, 10 to 15, 16 and more."""
+    if total_bytes is None:
+        return "cpu"
+    rounded = int(total_bytes / GIB + 0.5)
+    if rounded <= 9:
+        return "6-8"
+    return "10-12" if rounded <= 15 else "16-24"
+
+
+def tier_problem(total_bytes: int | None) -> str:
+    """Return a warning for a GPU too small for the smallest tier, else ""."""
+    if total_bytes is None or total_bytes >= 5.5 * GIB:
+        return ""
+    return (
+        f"the GPU has {total_bytes / GIB:.1f} GiB, less than the smallest preset (6-8) is made for"
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name(root: Path) -> Fact[str]:
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return Fact(value=line.partition(":")[2].strip(), reason="model name in /proc/cpuinfo")
+    name = platform.processor() or platform.machine()
+    return Fact(value=name, reason="named by the operating system")
+
+
+def _cpu_threads(root: Path) -> Fact[int]:
+    """Count usable physical cores: two threads on one core share its arithmetic units and gain nothing."""
+    allowed = usable_processors()
+    cores = _physical_cores(root, allowed)
+    threads = Fact(
+        value=len(allowed), reason=f"{len(allowed)} processors may be used, cores unknown"
+    )
+    if cores:
+        threads = Fact(
+            value=cores, reason=f"{cores} physical cores among {len(allowed)} usable processors"
+        )
+    quota = cpu_quota(root)
+    if quota and quota < threads.value:
+        return Fact(value=max(1, int(quota)), reason=f"the container may use {quota:g} processors")
+    return threads
+
+
+def usable_processors() -> list[int]:
+    """Return the numbers of the logical processors this process may use."""
+    process = psutil.Process()
+    if hasattr(process, "cpu_affinity"):  # macOS has none
+        return list(process.cpu_affinity())
+    return list(range(psutil.cpu_count() or 1))
+
+
+def _physical_cores(root: Path, processors: Iterable[int]) -> int:
+    """Count distinct (package, core) pairs; without topology files psutil's count of cores, 0 if unknown."""
+    pairs = set()
+    for processor in processors:
+        topology = root / f"sys/devices/system/cpu/cpu{processor}/topology"
+        pair = (_read(topology / "physical_package_id"), _read(topology / "core_id"))
+        if not all(pair):
+            return min(psutil.cpu_count(logical=False) or 0, len(list(processors)))
+        pairs.add(pair)
+    return len(pairs)
+
+
+def cpu_quota(root: Path) -> float | None:
+    """Return the container's limit in processors (fractions possible), None without a limit."""
+    quota, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")
+    return int(quota) / int(period) if quota.isdigit() and period.strip().isdigit() else None
+
+
+def _memory(root: Path) -> tuple[Fact[int], Fact[int]]:
+    """Return total and free bytes, the smaller of the machine's and the container's values."""
+    machine = psutil.virtual_memory()
+    total = Fact(value=int(machine.total), reason="memory of the machine")
+    free = Fact(value=int(machine.available), reason="available without swapping")
+    limit, used = (
+        _read(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory.current")
+    )
+    if not (limit.isdigit() and int(limit) < total.value):
+        return total, free
+    unused = max(0, int(limit) - int(used if used.isdigit() else 0))
+    reason = f"the container may use {int(limit) / GIB:.1f} GiB"
+    return Fact(value=int(limit), reason=reason), Fact(value=min(free.value, unused), reason=reason)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

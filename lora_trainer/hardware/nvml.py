@@ -1,0 +1,214 @@
+"""NVIDIA GPUs listed by NVML, without torch and without exceptions.
+
+Each call of NVML may fail by itself (no driver, broken driver, GPU lost, not supported); the failure becomes
+part of the reason. The list matches CUDA's: CUDA_VISIBLE_DEVICES picks and orders the GPUs, and a GPU split
+by MIG appears as its slices, because programs can use only slices. GPUs are numbered by PCI bus;
+`number_by_bus` makes CUDA use the same order.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from lora_trainer.hardware.devices import KINDS, DeviceKind, KindName
+
+_ORDER, _BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+_INIT_FAILURES = {
+    "Shared Library Not Found": "no NVIDIA driver (libnvidia-ml.so.1 not found)",
+    "Driver Not Loaded": "the NVIDIA driver is installed but not loaded",
+    "mismatch": "the NVIDIA driver was updated but the old one still runs: restart the machine",
+}
+
+
+class Nvml(Protocol):
+    """The used part of the `pynvml` module; handles are opaque."""
+
+    NVMLError: type[Exception]
+
+    def nvmlInit(self) -> None: ...
+    def nvmlShutdown(self) -> None: ...
+    def nvmlSystemGetDriverVersion(self) -> str: ...
+    def nvmlDeviceGetCount(self) -> int: ...
+    def nvmlDeviceGetHandleByIndex(self, index: int, /) -> Any: ...
+    def nvmlDeviceGetName(self, handle: Any, /) -> str: ...
+    def nvmlDeviceGetUUID(self, handle: Any, /) -> str: ...
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, /) -> Any: ...
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any, /) -> tuple[int, int]: ...
+    def nvmlDeviceGetDisplayActive(self, handle: Any, /) -> int: ...
+    def nvmlDeviceGetMigMode(self, handle: Any, /) -> list[int]: ...
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any, /) -> int: ...
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU, or one MIG slice; `index` is CUDA's, `compute_capability` None if unknown.
+
+    `bf16`: whether it computes bfloat16 in hardware (None: derived from the capability). `spills`: its
+    driver moves memory to the host when it is full. `display`: a screen or an X server uses it.
+    """
+
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+    compute_capability: tuple[int, int] | None
+    driver: str
+    uuid: str = ""
+    spills: bool = False
+    display: bool = False
+    assumed: bool = False
+    kind: KindName = "cuda"
+    bf16: bool | None = None
+
+    @property
+    def can(self) -> DeviceKind:
+        """The capabilities of this kind of GPU."""
+        return KINDS[self.kind]
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it computes bfloat16 in hardware, as NVIDIA's GPUs do from Ampere (8.0) on."""
+        if self.bf16 is not None:
+            return self.bf16
+        return self.compute_capability is not None and self.compute_capability >= (8, 0)
+
+
+def number_by_bus(environment: MutableMapping[str, str]) -> None:
+    """Make CUDA number GPUs as NVML does, unless the user chose an order; call it before CUDA starts.
+
+    By default CUDA numbers the fastest GPU 0, so a run would be planned for one GPU and train on another.
+    """
+    environment.setdefault(_ORDER, _BY_BUS)
+
+
+def find_gpus(nvml: Nvml | None, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
+    """Return the GPUs that CUDA would list, and a sentence on their source or on why there is none."""
+    if nvml is None:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return (), "the package nvidia-ml-py is not installed, so NVIDIA GPUs cannot be seen"
+    try:
+        nvml.nvmlInit()
+    except (nvml.NVMLError, OSError) as error:
+        return (), _init_failure(str(error))
+    try:
+        return _find(nvml, environment)
+    finally:
+        _Asker(nvml).ask(nvml.nvmlShutdown)
+
+
+def _init_failure(message: str) -> str:
+    for part, reason in _INIT_FAILURES.items():
+        if part in message:
+            return reason
+    return f"NVML failed to start: {message}"
+
+
+def _find(nvml: Nvml, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
+    asker = _Asker(nvml)
+    count = asker.ask(nvml.nvmlDeviceGetCount) or 0
+    driver = _text(asker.ask(nvml.nvmlSystemGetDriverVersion))
+    cards = [gpu for index in range(count) for gpu in _cards(asker, index, driver)]
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    chosen = cards if visible is None else list(_visible(cards, visible))
+    gpus = tuple(replace(gpu, index=index) for index, gpu in enumerate(chosen))
+    sentences = [
+        f"{len(gpus)} of {len(cards)} NVIDIA GPUs usable" if cards else "no NVIDIA GPU found"
+    ]
+    if driver:
+        sentences.append(f"driver {driver}")
+    if visible is not None and len(chosen) < len(cards):
+        sentences.append(f"CUDA_VISIBLE_DEVICES={visible!r} hides the others")
+    if len({gpu.name for gpu in gpus}) > 1 and environment.get(_ORDER) != _BY_BUS:
+        sentences.append(f"GPUs differ and CUDA may order them otherwise: set {_ORDER}={_BY_BUS}")
+    return gpus, "; ".join([*sentences, *asker.failures])
+
+
+class _Asker:
+    """Makes NVML calls and collects their failures without repetition."""
+
+    def __init__(self, nvml: Nvml) -> None:
+        self.nvml = nvml
+        self.failures: list[str] = []
+
+    def ask(self, call: Callable[..., Any], *arguments: Any, about: str = "NVML") -> Any:
+        """Return the call's answer, or None after recording its failure."""
+        try:
+            return call(*arguments)
+        except (self.nvml.NVMLError, OSError) as error:
+            failure = f"{about}: {call.__name__} said {str(error) or type(error).__name__}"
+            self.failures += [failure] if failure not in self.failures else []
+            return None
+
+    def ask_quietly(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the call's answer or None, for calls that many GPUs do not support."""
+        failures_before = list(self.failures)
+        answer = self.ask(call, *arguments)
+        self.failures = failures_before
+        return answer
+
+
+def _cards(asker: _Asker, index: int, driver: str) -> Iterator[Gpu]:
+    """Yield GPU `index`, or its MIG slices; nothing if its memory is unknown."""
+    nvml = asker.nvml
+    about = f"GPU {index}"
+    handle = asker.ask(nvml.nvmlDeviceGetHandleByIndex, index, about=about)
+    if handle is None:
+        return
+    capability = asker.ask(nvml.nvmlDeviceGetCudaComputeCapability, handle, about=about)
+    for device in _slices(asker, handle, about):
+        memory = asker.ask(nvml.nvmlDeviceGetMemoryInfo, device, about=about)
+        if memory is None:
+            continue
+        yield Gpu(
+            index=index,
+            name=_text(asker.ask(nvml.nvmlDeviceGetName, device, about=about)) or "NVIDIA GPU",
+            total_bytes=int(memory.total),
+            free_bytes=int(memory.free),
+            compute_capability=(int(capability[0]), int(capability[1])) if capability else None,
+            driver=driver,
+            display=bool(asker.ask_quietly(nvml.nvmlDeviceGetDisplayActive, device)),
+            uuid=_text(asker.ask_quietly(nvml.nvmlDeviceGetUUID, device)),
+        )
+
+
+def _slices(asker: _Asker, handle: Any, about: str) -> list[Any]:
+    """Return the MIG slices of a GPU, or the GPU itself where MIG is off or unknown."""
+    nvml = asker.nvml
+    mode = asker.ask_quietly(nvml.nvmlDeviceGetMigMode, handle)
+    if not mode or not mode[0]:
+        return [handle]
+    count = asker.ask(nvml.nvmlDeviceGetMaxMigDeviceCount, handle, about=about) or 0
+    handles = (
+        asker.ask_quietly(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
+        for index in range(count)
+    )
+    slices = [device for device in handles if device is not None]
+    if not slices:
+        asker.failures.append(f"{about} is in MIG mode and has no slices to compute on")
+    return slices
+
+
+def _visible(cards: list[Gpu], visible: str) -> Iterator[Gpu]:
+    """Yield GPUs by CUDA's rule: numbers or starts of UUIDs, ending at the first token without a GPU."""
+    for token in (part.strip() for part in visible.split(",")):
+        matches = [gpu for gpu in cards if _is_meant(gpu, token)]
+        if not matches:
+            return
+        yield matches[0]
+
+
+def _is_meant(gpu: Gpu, token: str) -> bool:
+    if token.isdigit():
+        return gpu.index == int(token)
+    return token.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(token)
+
+
+def _text(value: Any) -> str:
+    """Convert an answer to text; old versions of pynvml answer in bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")

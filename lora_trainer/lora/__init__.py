@@ -1,0 +1,1 @@
+"""What is trained: adapter layers, how they are put into networks, their dropout, norms and new tokens."""

@@ -1,0 +1,135 @@
+"""Two kinds of adapter that peft does not have as they are needed here: PiSSA and OFT.
+
+PiSSA (Meng et al. 2024, arXiv 2404.02948): a LoRA that starts at the weight's main singular vectors.
+
+The paper writes the residual W - s B0 A0 into the frozen weight. Here the weight stays as it is and the
+layer computes W x + s (B A x - B0 A0 x), which is the same function: the base is not rounded again,
+stays whole for other users, and what is exported is exactly what was trained.
+
+OFT as image programs read it: the outputs of a frozen layer, rotated in groups of channels.
+
+Qiu et al. 2023, arXiv 2306.07280. peft's OFT rotates the inputs, which no image program can read; this
+is the diagonal OFT of LyCORIS, ComfyUI and Forge (`oft_blocks`).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import LoraVariant
+from torch import Tensor, nn
+
+from lora_trainer.common.errors import RequestError
+from lora_trainer.lora.tensors import rotation
+from lora_trainer.network.quantize import frozen_weight
+
+OVERSAMPLING, ITERATIONS = 8, 8
+
+
+def principal_factors(
+    weight: Tensor, *, rank: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Return float32 down [rank, n], up [m, rank] with up @ down the best rank-`rank` part of [m, n].
+
+    Each takes half of every singular value. By subspace iteration (Halko et al. 2009, arXiv
+    0909.4061, algorithm 4.4), exact where rank + 8 reaches the smaller side; a full decomposition of
+    one layer of a large model takes half a minute. `generator` is on the CPU. Ranks beyond the
+    smaller side are zero. Raises RequestError for weights that are not plain numbers.
+    """
+    if weight.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise RequestError(
+            "adapter.init=pissa needs the base's weights as they are, and these are quantised",
+            fix="use --set adapter.init=default",
+        )
+    values = weight.detach().float()
+    outputs, inputs = values.shape
+    width = min(rank + OVERSAMPLING, outputs, inputs)
+    start = torch.randn(inputs, width, generator=generator).to(values.device)
+    basis = torch.linalg.qr(values @ start).Q
+    for _ in range(ITERATIONS):
+        basis = torch.linalg.qr(values @ torch.linalg.qr(values.T @ basis).Q).Q
+    left, singular, right = torch.linalg.svd(basis.T @ values, full_matrices=False)
+    kept = min(rank, width)
+    roots = singular[:kept].sqrt()
+    down = values.new_zeros(rank, inputs)
+    up = values.new_zeros(outputs, rank)
+    down[:kept] = roots[:, None] * right[:kept]
+    up[:, :kept] = (basis @ left[:, :kept]) * roots
+    return down, up
+
+
+class InitialVariant(LoraVariant):
+    """The forward pass of a LoRA from which the product it started at is taken away."""
+
+    @staticmethod
+    def forward(
+        module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any
+    ) -> Tensor:
+        """Return `result` + scale (up down - up0 down0) x: `result` while nothing has moved."""
+        live = module.lora_B[active_adapter](module.lora_A[active_adapter](x))
+        start = module.initial_up(module.initial_down(x))
+        changed: Tensor = result + (live - start) * module.scaling[active_adapter]
+        return changed
+
+
+def start_at(layer: Any, name: str, *, down: Tensor, up: Tensor) -> dict[str, Tensor]:
+    """Set both the live and the taken-away pair of a peft layer; return the latter, frozen."""
+    frozen: dict[str, Tensor] = {}
+    for side, modules, values in (("down", layer.lora_A, down), ("up", layer.lora_B, up)):
+        live: nn.Module = modules[name]
+        weight = live.get_parameter("weight")
+        with torch.no_grad():
+            weight.copy_(values.reshape(weight.shape))
+        still = copy.deepcopy(live).requires_grad_(False)
+        setattr(layer, f"initial_{side}", still)
+        frozen[side] = still.get_parameter("weight")
+    layer.lora_variant[name] = InitialVariant()
+    return frozen
+
+
+class RotatedLayer(nn.Module):
+    """y = R^T W x + bias, R of one rotation per group of output channels; starts at the identity.
+
+    Wraps a Linear (channels last) or a Conv2d (channels second). `blocks` is float32
+    [out / size, size, size]; the rotation is done in float32 whatever the layer's dtype.
+    """
+
+    def __init__(self, base_layer: nn.Module, *, out: int, size: int) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        device = frozen_weight(base_layer).device
+        self.blocks = nn.Parameter(torch.zeros(out // size, size, size, device=device))
+        self.enabled = True
+        self.channel_dim = 1 if isinstance(base_layer, nn.Conv2d) else -1
+
+    @property
+    def weight(self) -> Tensor:
+        """The frozen layer's own: networks look at its dtype and device."""
+        return frozen_weight(self.base_layer)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The frozen layer's own."""
+        bias: Tensor | None = self.base_layer.bias  # type: ignore[assignment]  # Linear or Conv2d
+        return bias
+
+    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        plain: Tensor = self.base_layer(inputs, *args, **kwargs)
+        if not self.enabled:
+            return plain
+        matrices = rotation(self.blocks)
+        outputs = _rotated(matrices, plain.float().movedim(self.channel_dim, -1))
+        if self.bias is not None:  # the layer has added it already, but it is not rotated
+            bias = self.bias.float()
+            outputs = outputs + (bias - _rotated(matrices, bias))
+        return outputs.movedim(-1, self.channel_dim).to(plain.dtype)
+
+
+def _rotated(matrices: Tensor, values: Tensor) -> Tensor:
+    """Rotate the last dimension, [..., count x size]: `adapter_tensors.rotate` of outputs, not weights."""
+    count, size, _ = matrices.shape
+    grouped = values.unflatten(-1, (count, size))
+    # Not `@`: it would copy the matrices for every row, and autograd would keep the copies.
+    return torch.einsum("...kn,knm->...km", grouped, matrices).flatten(-2)

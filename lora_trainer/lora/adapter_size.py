@@ -1,0 +1,165 @@
+"""How wide the adapter of each layer is: rank, scale, block sizes, and with them its parameter count.
+
+Input is the settings and a layer's name and shape, output plain numbers, so the memory plan and the
+injection decide alike. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.config import AdapterSettings
+
+Shape = tuple[int, ...]
+"""Of a tensor that is trained; of a 1x1 convolution the matrix, which is all that a plan knows of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Width:
+    """Rank of one layer's adapter, and the factor that multiplies its update."""
+
+    rank: int
+    scale: float
+
+
+def layer_width(key: str, *, kernel: int, settings: AdapterSettings, alpha: float) -> Width:
+    """Return the width of the layer "component.module" whose kernel has `kernel` elements.
+
+    `alpha` is that of `adapter.rank` (of `conv_rank` if `conv_alpha` is set). A `rank_pattern` keeps
+    alpha / rank: a narrower layer is not scaled up. rsLoRA: alpha / sqrt(rank), with that alpha.
+    """
+    rank = settings.rank
+    if kernel > 1:
+        alpha *= (settings.conv_rank or rank) / rank
+        rank = settings.conv_rank or rank
+        alpha = settings.conv_alpha or alpha
+    pattern = first_match(key, settings.rank_pattern, setting="adapter.rank_pattern")
+    if pattern is not None:
+        alpha *= settings.rank_pattern[pattern] / rank
+        rank = settings.rank_pattern[pattern]
+    return Width(rank=rank, scale=alpha / (math.sqrt(rank) if settings.rslora else rank))
+
+
+def first_match(key: str, patterns: Iterable[str], *, setting: str) -> str | None:
+    """Return the first regular expression found in the module name or in "component.module".
+
+    Raises RequestError for one that is not a regular expression, naming `setting`.
+    """
+    module = key.partition(".")[2]
+    for pattern in patterns:
+        try:
+            if re.search(pattern, module) or re.search(pattern, key):
+                return pattern
+        except re.error as error:
+            raise RequestError(
+                f"{setting}: {pattern!r} is not a regular expression ({error})",
+                fix="write a dot as \\. and balance the brackets",
+            ) from None
+    return None
+
+
+def block_size(out: int, *, rank: int) -> int:
+    """Return the size of OFT's blocks: the largest divisor of `out` that is at most `rank`."""
+    return max(size for size in range(1, min(rank, out) + 1) if out % size == 0)
+
+
+def factorise(dimension: int, *, factor: int) -> tuple[int, int]:
+    """Return LoKr's (left, right), left x right = `dimension`; as peft and LyCORIS split it.
+
+    A `factor` that divides is the left one; otherwise the most even split with left at most
+    `factor` (-1: no limit) is found.
+    """
+    if factor > 0 and dimension % factor == 0:
+        return factor, dimension // factor
+    limit = dimension if factor == -1 else max(1, factor)
+    left = max(size for size in range(1, math.isqrt(dimension) + 1) if dimension % size == 0)
+    while left > limit:
+        left = max(size for size in range(1, left) if dimension % size == 0)
+    return left, dimension // left
+
+
+def adapter_parameters(
+    shapes: Mapping[str, Sequence[int]],
+    settings: AdapterSettings,
+    *,
+    component: str = "denoiser",
+) -> int:
+    """Return how many numbers the adapter of these layers trains, exactly; as `adapter_tensors`."""
+    return total_elements(adapter_tensors(shapes, settings, component=component))
+
+
+def adapter_tensors(
+    shapes: Mapping[str, Sequence[int]],
+    settings: AdapterSettings,
+    *,
+    component: str = "denoiser",
+) -> Counter[Shape]:
+    """Return the shapes of the tensors that the adapter of these layers trains: shape -> how many.
+
+    A shape is (fan_in, out), or (fan_in, out, kernel) where the kernel has more than one element;
+    `fan_in` counts the kernel. PiSSA's frozen factors come on top: as many again.
+    """
+    found: Counter[Shape] = Counter()
+    for module, shape in shapes.items():
+        found.update(_layer_tensors(f"{component}.{module}", shape, settings))
+    return found
+
+
+def total_elements(tensors: Mapping[Shape, int]) -> int:
+    """Return how many numbers these tensors hold together."""
+    return sum(math.prod(shape) * count for shape, count in tensors.items())
+
+
+def rebuilt_elements(shapes: Mapping[str, Sequence[int]], settings: AdapterSettings) -> int:
+    """Return how many float32 numbers LoHa and LoKr keep for the backward pass of these layers.
+
+    Both build the whole change of a weight in every forward pass, and autograd keeps it: without
+    gradient checkpointing those of all layers, with it those of the block that is computed.
+    """
+    if settings.kind not in ("loha", "lokr"):
+        return 0
+    return sum(fan_in * out for fan_in, out, *_ in shapes.values())
+
+
+def _layer_tensors(key: str, shape: Sequence[int], settings: AdapterSettings) -> tuple[Shape, ...]:
+    fan_in, out, kernel = (*shape, 1)[:3]
+    rank = layer_width(key, kernel=kernel, settings=settings, alpha=1.0).rank
+    match settings.kind:
+        case "lora":
+            norms: tuple[Shape, ...] = (_norms(out, kernel),) if settings.dora else ()
+            return (_read(rank, fan_in, kernel), _written(out, rank, kernel), *norms)
+        case "loha":
+            return 2 * ((rank, fan_in), (out, rank))
+        case "lokr":
+            in_left, in_right = factorise(fan_in // kernel, factor=settings.lokr_factor)
+            out_left, out_right = factorise(out, factor=settings.lokr_factor)
+            full = rank >= max(in_right, out_right) / 2
+            right = in_right * kernel
+            second = (
+                (_read(out_right, right, kernel),) if full else ((out_right, rank), (rank, right))
+            )
+            return ((out_left, in_left), *second)
+        case "oft":
+            size = block_size(out, rank=rank)
+            return ((out // size, size, size),)
+
+
+def _read(rank: int, fan_in: int, kernel: int) -> Shape:
+    """The shape of what reads a layer's inputs; kernels are square."""
+    if kernel == 1:
+        return (rank, fan_in)
+    side = math.isqrt(kernel)
+    return (rank, fan_in // kernel, side, kernel // side)
+
+
+def _written(out: int, rank: int, kernel: int) -> Shape:
+    return (out, rank) if kernel == 1 else (out, rank, 1, 1)
+
+
+def _norms(out: int, kernel: int) -> Shape:
+    return (out,) if kernel == 1 else (1, out, 1, 1)

@@ -1,0 +1,183 @@
+"""Dropout of an adapter as a pure function of the sample: no split, resume or recomputation changes it.
+
+Each sample of each epoch has one mask per layer: over the input channels and over the ranks of an
+update (Lin et al. 2024, arXiv 2404.09610, drop rows and columns of its factors likewise), and one
+number for the whole. A mask holds for all positions of an image, so it is small: those of all layers
+are made at once, before a forward pass, from a hash of (seed, epoch, sample, layer, channel) in
+integers, which gives the same bits on every device, and stay for the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.common.randomness import Stream, draw_seed
+from lora_trainer.config.config import AdapterSettings
+from lora_trainer.lora.tensors import AdapterKind
+
+_BITS = 32
+_LOW = 2**_BITS - 1
+Mask = Callable[[Tensor], Tensor]
+"""Multiplies [rows, ..., channels], or [rows, channels, height, width], by the masks of its samples."""
+
+
+@dataclass(kw_only=True)
+class SampleMasks:
+    """The masks of all layers; in force inside `of`, else nothing is dropped."""
+
+    _starts: list[int] = field(default_factory=list)
+    _widths: list[int] = field(default_factory=list)
+    _shares: list[tuple[float, float]] = field(default_factory=list)
+    _columns: tuple[Tensor, Tensor, Tensor] | None = None
+    _masks: tuple[Tensor, ...] = ()
+
+    def add(self, name: str, *, width: int, share: float, rescaled: bool = True) -> Mask:
+        """Return what drops a share of `width` channels, and rescales the others to keep the mean."""
+        index = len(self._widths)
+        self._starts.append(draw_seed(0, Stream.ADAPTER_DROPOUT, name) & _LOW)
+        self._widths.append(width)
+        self._shares.append((share, 1.0 / (1.0 - share) if rescaled else 1.0))
+
+        def masked(values: Tensor, *, channel_dim: int) -> Tensor:
+            if not self._masks:
+                return values
+            return values * _aligned(self._masks[index], values, channel_dim)
+
+        return lambda values: masked(values, channel_dim=1 if values.dim() == 4 else -1)
+
+    @contextmanager
+    def of(self, seeds: Tensor) -> Iterator[None]:
+        """Drop for samples in the order of the batch while the block runs.
+
+        `seeds` int64 [samples, 2] are the `halves` of each sample's seed, on the device.
+        """
+        starts, thresholds, scales = self._columns_on(seeds.device)
+        drawn = _mixed(_mixed(starts ^ seeds[:, :1]) ^ seeds[:, 1:])
+        masks = (drawn >= thresholds) * scales
+        self._masks = masks.split(self._widths, dim=1)
+        try:
+            yield
+        finally:
+            self._masks = ()
+
+    def _columns_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return of every channel of every mask: its name as a number, its threshold, its scale."""
+        if self._columns is None:
+            starts = [
+                (start + torch.arange(width)) & _LOW
+                for start, width in zip(self._starts, self._widths, strict=True)
+            ]
+            widths = torch.tensor(self._widths)
+            thresholds = torch.tensor([round(share * 2**_BITS) for share, _ in self._shares])
+            scales = torch.tensor([scale for _, scale in self._shares])
+            self._columns = (
+                torch.cat(starts).to(device),
+                thresholds.repeat_interleave(widths).to(device),
+                scales.repeat_interleave(widths).to(device),
+            )
+        return self._columns
+
+
+def halves(seed: int) -> tuple[int, int]:
+    """Return the lower 32 bits of a 63-bit seed and the others."""
+    return seed & _LOW, seed >> _BITS
+
+
+def drops(settings: AdapterSettings) -> bool:
+    """Say whether these settings drop anything."""
+    return bool(settings.dropout or settings.rank_dropout or settings.module_dropout)
+
+
+def drop_in_lora(
+    masks: SampleMasks, key: str, downs: Sequence[nn.Module], settings: AdapterSettings
+) -> None:
+    """Drop what goes into the `down` layers of one adapted layer and what comes out of them alike."""
+    before, after = gates_of_lora(masks, key, downs[0], settings)
+    for down in downs:
+        for mask in before:
+            down.register_forward_pre_hook(_before(mask))
+        for mask in after:
+            down.register_forward_hook(_after(mask))
+
+
+def gates_of_lora(
+    masks: SampleMasks, key: str, down: nn.Module, settings: AdapterSettings
+) -> tuple[list[Mask], list[Mask]]:
+    """Return what drops the inputs of a `down` layer, and what drops its outputs."""
+    rank, channels = down.get_parameter("weight").shape[:2]
+    name = f"{key}.input"
+    before = [masks.add(name, width=channels, share=settings.dropout)] if settings.dropout else []
+    return before, list(_of_outputs(masks, key, rank, settings))
+
+
+def drop_in_lycoris(
+    masks: SampleMasks, key: str, layer: Any, kind: AdapterKind, settings: AdapterSettings
+) -> None:
+    """Drop what goes into the update of a LoHa or LoKr layer of peft, and the whole of it."""
+    assert kind in ("loha", "lokr") and not settings.rank_dropout
+    real = layer._get_delta_activations
+    channels = layer.get_base_layer().weight.shape[1]
+    into = (
+        [masks.add(f"{key}.input", width=channels, share=settings.dropout)]
+        if settings.dropout
+        else []
+    )
+    out = list(_of_outputs(masks, key, 1, settings))
+
+    def activations(adapter_name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        for mask in into:
+            x = mask(x)
+        found: Tensor = real(adapter_name, x, *args, **kwargs)
+        for mask in out:
+            found = mask(found)
+        return found
+
+    layer._get_delta_activations = activations
+
+
+def _of_outputs(
+    masks: SampleMasks, key: str, rank: int, settings: AdapterSettings
+) -> Iterator[Mask]:
+    if settings.rank_dropout:
+        yield masks.add(f"{key}.rank", width=rank, share=settings.rank_dropout)
+    if settings.module_dropout:  # not rescaled, as in sd-scripts and LyCORIS
+        share = settings.module_dropout
+        yield masks.add(f"{key}.module", width=1, share=share, rescaled=False)
+
+
+def _before(mask: Mask) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    return lambda _module, inputs: (mask(inputs[0]), *inputs[1:])
+
+
+def _after(mask: Mask) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+    return lambda _module, _inputs, output: mask(output)
+
+
+def _aligned(mask: Tensor, values: Tensor, channel_dim: int) -> Tensor:
+    """Shape [samples, channels] to multiply `values`, whose rows are those of one sample after another."""
+    rows, samples = values.shape[0], mask.shape[0]
+    if rows % samples:
+        raise AssertionError(f"{rows} rows do not belong to {samples} samples")
+    if rows != samples:
+        mask = mask.repeat_interleave(rows // samples, dim=0)
+    shape = [1] * values.dim()
+    shape[0], shape[channel_dim] = mask.shape
+    return mask.view(shape)
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """Mix the low 32 bits of int64 so that every bit depends on all (a "lowbias32" hash by Wellons).
+
+    Both factors are below 2^31, so no product leaves 63 bits.
+    """
+    values = values ^ (values >> 16)
+    values = (values * 0x21F0AAAD) & _LOW
+    values = values ^ (values >> 15)
+    values = (values * 0x735A2D97) & _LOW
+    return values ^ (values >> 15)

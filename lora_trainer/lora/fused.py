@@ -1,0 +1,283 @@
+"""LoRA on frozen layers: on a linear one as one operation, y = W x + b + s B A x.
+
+peft runs A and B beside the layer in float32: with a base in 16 bits each layer keeps a float32 copy of
+its input, and adds and casts outputs four times. Here A x and B (A x) are computed in the dtype of the
+layer, the product with W is added to them in place, and the backward pass makes A x again: what is
+kept is the input as it is, which layers that read the same one share. The masters A and B stay
+float32, and so do their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from peft.tuners.lora.layer import Conv2d, Linear
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from lora_trainer.network.quantize import QuantizedLinear, frozen_parts
+from lora_trainer.network.quantized_matmul import WeightMatmul
+
+Gate = Callable[[Tensor], Tensor]
+"""Multiplies [..., channels] by a mask that stays in force until the backward pass is over."""
+
+
+class FusedLinear(Linear):
+    """peft's LoRA of a linear layer, with its parameters, names and state, as one operation.
+
+    DoRA and PiSSA need more than the product: they are computed as peft does. `before` drops inputs of
+    the adapter, `gates` drop ranks.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.before: list[Gate] = []
+        self.gates: list[Gate] = []
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        (name,) = self.active_adapters
+        if self.disable_adapters or self.merged or name in self.lora_variant:
+            plain: Tensor = super().forward(x, *args, **kwargs)
+            return plain
+        base = self.get_base_layer()
+        update = _Update(scale=self.scaling[name], gates=self.gates)
+        weights = (self.lora_A[name].weight, self.lora_B[name].weight)
+        if self.before or not _is_product(base):
+            given = gated(_samples(x), self.before) if self.before else x
+            change: Tensor = LowRank.apply(given, *weights, update)  # type: ignore[no-untyped-call]
+            outputs: Tensor = base(x)
+            return outputs + change.view(outputs.shape)
+        stored, product = frozen_parts(base, x)
+        fused: Tensor = FrozenAndLowRank.apply(  # type: ignore[no-untyped-call]
+            x, *weights, update, base.bias, product, *stored
+        )
+        return fused
+
+
+def _is_product(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Say whether a layer is W x + b and no more: hooks may bring its weights or change its output."""
+    return (
+        type(layer) in (nn.Linear, QuantizedLinear)
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and "forward" not in vars(layer)  # diffusers' hooks
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Update:
+    """s gate(x A^T) B^T, and its gradients; x [..., in], A [rank, in], B [out, rank]."""
+
+    scale: float
+    gates: Sequence[Gate]
+
+    def of(self, x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return it, plus `bias`, as a new [rows, out]."""
+        middle, up = self._middle(x, down), up.to(x.dtype)
+        if bias is None:
+            return _product(middle, up.T, scale=self.scale)
+        return torch.addmm(bias, middle, up.T, alpha=self.scale)
+
+    def of_weights(
+        self, gradient: Tensor, x: Tensor, down: Tensor, up: Tensor, needed: Sequence[bool]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of x A^T [rows, rank], and of A and B where `needed`; x A^T is made again.
+
+        `gradient` is [rows, out].
+        """
+        of_middle = _product(gradient, up.to(gradient.dtype), scale=self.scale)
+        of_middle = self._gated(of_middle, x)
+        of_down = of_up = None
+        if needed[0]:
+            of_down = (of_middle.T @ _flat(x)).to(down.dtype)
+        if needed[1]:
+            middle = self._middle(x, down)
+            of_up = _product(gradient.T, middle, scale=self.scale).to(up.dtype)
+        return of_middle, of_down, of_up
+
+    def _middle(self, x: Tensor, down: Tensor) -> Tensor:
+        return self._gated(_flat(x) @ down.to(x.dtype).T, x)
+
+    def _gated(self, middle: Tensor, x: Tensor) -> Tensor:
+        if not self.gates:
+            return middle
+        return _flat(gated(middle.view(x.shape[0], -1, middle.shape[-1]), self.gates))
+
+
+class FrozenAndLowRank(torch.autograd.Function):
+    """A frozen layer and the update of its adapter: W x + b + s gate(x A^T) B^T.
+
+    Keeps x and what W is made of. The product with W comes last, and its result is what is returned:
+    so a checkpoint that keeps results of products can keep this one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        down: Tensor,
+        up: Tensor,
+        update: _Update,
+        bias: Tensor | None,
+        product: WeightMatmul,
+        *stored: Tensor,
+    ) -> Tensor:
+        ctx.update, ctx.product = update, product
+        ctx.save_for_backward(x, down, up, *stored)
+        outputs = product.forward(_flat(x), stored, update.of(x, down, up, bias))
+        return outputs.view(*x.shape[:-1], up.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, down, up, *stored = ctx.saved_tensors  # once: checkpointing unpacks nothing twice
+        gradient = _flat(gradient)
+        of_middle, of_down, of_up = ctx.update.of_weights(
+            gradient, x, down, up, ctx.needs_input_grad[1:3]
+        )
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = of_middle @ down.to(x.dtype)
+            of_x = ctx.product.backward(gradient, stored, of_x).view(x.shape)
+        return of_x, of_down, of_up, None, None, None, *(None for _ in stored)
+
+
+class LowRank(torch.autograd.Function):
+    """The update alone, s gate(x A^T) B^T. Keeps x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, update: _Update) -> Tensor:
+        ctx.update = update
+        ctx.save_for_backward(x, down, up)
+        return update.of(x, down, up).view(*x.shape[:-1], up.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, down, up = ctx.saved_tensors
+        of_middle, of_down, of_up = ctx.update.of_weights(
+            _flat(gradient), x, down, up, ctx.needs_input_grad[1:3]
+        )
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = (of_middle @ down.to(x.dtype)).view(x.shape)
+        return of_x, of_down, of_up, None
+
+
+class LeanConv2d(Conv2d):
+    """peft's LoRA of a convolution, computed in the dtype of its input.
+
+    A convolution keeps its input anyway, and the adapter reads the same one instead of a float32 copy.
+    `before` and `gates` as in `FusedLinear`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]  # peft has no annotation
+        self.before: list[Gate] = []
+        self.gates: list[Gate] = []
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        (name,) = self.active_adapters
+        down: Any = self.lora_A[name]
+        plain_padding = down.padding_mode == "zeros" and not isinstance(down.padding, str)
+        peft_s = self.disable_adapters or self.merged or name in self.lora_variant
+        if peft_s or not plain_padding:
+            plain: Tensor = super().forward(x, *args, **kwargs)
+            return plain
+        update = _ConvUpdate(
+            scale=self.scaling[name],
+            gates=self.gates,
+            kernel=(down.stride, down.padding, down.dilation),
+        )
+        given = gated(x, self.before)
+        changed: Tensor = self.get_base_layer()(x) + LowRankConv.apply(  # type: ignore[no-untyped-call]
+            given, down.weight, self.lora_B[name].weight, update
+        )
+        return changed
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ConvUpdate:
+    """The update of a convolution; `kernel` is the stride, padding and dilation of A."""
+
+    scale: float
+    gates: Sequence[Gate]
+    kernel: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
+
+    def middle(self, x: Tensor, down: Tensor) -> Tensor:
+        """Return s gate(A * x), [samples, rank, height, width]."""
+        return gated(F.conv2d(x, down, None, *self.kernel), self.gates).mul_(self.scale)
+
+
+class LowRankConv(torch.autograd.Function):
+    """The update of a convolution alone, B * s gate(A * x). Keeps x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, update: _ConvUpdate) -> Tensor:
+        ctx.update = update
+        ctx.save_for_backward(x, down, up)
+        return F.conv2d(update.middle(x, down.to(x.dtype)), up.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, down, up = ctx.saved_tensors
+        update: _ConvUpdate = ctx.update
+        of_x_needed, down_needed, up_needed, _ = ctx.needs_input_grad
+        narrow = down.to(x.dtype)
+        of_middle, of_up = _conv_gradients(
+            gradient, update.middle(x, narrow), up.to(x.dtype), _POINTWISE, (True, up_needed)
+        )
+        of_middle = gated(of_middle, update.gates).mul_(update.scale)
+        of_x, of_down = _conv_gradients(
+            of_middle, x, narrow, update.kernel, (of_x_needed, down_needed)
+        )
+        return of_x, _like(of_down, down), _like(of_up, up), None
+
+
+_POINTWISE = ((1, 1), (0, 0), (1, 1))
+
+
+def _conv_gradients(
+    gradient: Tensor, x: Tensor, weight: Tensor, kernel: Any, needed: tuple[bool, bool]
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of an input and of a weight, None where not `needed`."""
+    stride, padding, dilation = kernel
+    of_x, of_weight, _ = torch.ops.aten.convolution_backward(
+        gradient, x, weight, None, stride, padding, dilation, False, (0, 0), 1, (*needed, False)
+    )
+    return of_x, of_weight
+
+
+def _like(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
+    return None if gradient is None else gradient.to(parameter.dtype)
+
+
+CUSTOM: Mapping[type[nn.Module], type[nn.Module]] = {nn.Linear: FusedLinear, nn.Conv2d: LeanConv2d}
+"""What peft makes of a layer in place of its own."""
+
+
+def gated(values: Tensor, gates: Sequence[Gate]) -> Tensor:
+    """Return `values` through all gates."""
+    for gate in gates:
+        values = gate(values)
+    return values
+
+
+def _product(a: Tensor, b: Tensor, *, scale: float) -> Tensor:
+    """Return scale a b in one kernel."""
+    unread = a.new_empty(1)  # times 0, which lets no NaN through either
+    return torch.addmm(unread, a, b, beta=0, alpha=scale)
+
+
+def _samples(values: Tensor) -> Tensor:
+    """Return [samples, ..., channels] as [samples, rows, channels]: four dimensions are an image to gates."""
+    return values.reshape(values.shape[0], -1, values.shape[-1])
+
+
+def _flat(values: Tensor) -> Tensor:
+    """Return [..., channels] as [rows, channels], a view where that is possible."""
+    return values.reshape(-1, values.shape[-1])

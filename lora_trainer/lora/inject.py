@@ -1,0 +1,267 @@
+"""Adapter layers put into frozen networks: peft's LoRA, LoHa and LoKr, our own OFT.
+
+Nothing outside this module and `adapter_kinds.py` knows peft. Masters are float32 whatever the base's dtype.
+Each tensor is initialised from its own counter-based generator, so an adapter depends on (seed, module
+name) and not on what else is adapted; every update starts at zero.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, inject_adapter_in_model
+from peft.tuners.lora.dora import DoraLinearLayer
+from torch import Tensor, nn
+
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.randomness import Stream, draw_seed
+from lora_trainer.config.config import AdapterSettings
+from lora_trainer.families.base import DENOISER
+from lora_trainer.lora.adapter_kinds import RotatedLayer, principal_factors, start_at
+from lora_trainer.lora.adapter_size import Width, block_size, layer_width
+from lora_trainer.lora.dropout import SampleMasks, drop_in_lora, drop_in_lycoris, gates_of_lora
+from lora_trainer.lora.fused import CUSTOM, FusedLinear, LeanConv2d
+from lora_trainer.lora.tensors import AdapterKind, ModuleTensors, split_key
+from lora_trainer.network.quantize import frozen_weight
+
+_NAME = "default"
+_ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
+    "loha": {name: f"hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b")},
+    "lokr": {name: f"lokr_{name}" for name in ("w1", "w2", "w2_a", "w2_b")},
+}
+"""peft's attribute of each tensor, in the order in which they are trained and saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedLayer:
+    """One adapted layer: its trainable parameters by name, and for PiSSA where they started.
+
+    `switch` turns its update off, or on again.
+    """
+
+    kind: AdapterKind
+    width: Width
+    parameters: Mapping[str, nn.Parameter]
+    switch: Callable[[bool], None]
+    initial: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> ModuleTensors:
+        """Return the live values, detached; PiSSA's as a LoRA of twice the rank on the untouched base."""
+        found = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        rank = self.width.rank
+        if "magnitude" in found:
+            found["magnitude"] = found["magnitude"].flatten()
+        if self.initial:
+            found["down"] = torch.cat([found["down"], self.initial["down"]])
+            found["up"] = torch.cat([found["up"], -self.initial["up"]], dim=1)
+            rank *= 2
+        return ModuleTensors(kind=self.kind, tensors=found, rank=rank, scale=self.width.scale)
+
+
+def adapt(
+    network: nn.Module,
+    modules: Sequence[str],
+    *,
+    component: str,
+    settings: AdapterSettings,
+    alpha: float,
+    seed: int,
+    initial: Mapping[str, Tensor] | None,
+    masks: SampleMasks | None = None,
+) -> dict[str, AdaptedLayer]:
+    """Adapt the named layers and return them by "component.module", in that order.
+
+    `initial` holds PiSSA's saved starts as "component.module.down" and "... .up"; `masks` drop as the
+    settings say. Raises RequestError for a layer that this kind of adapter cannot change.
+    """
+    keys = {f"{component}.{module}": network.get_submodule(module) for module in modules}
+    widths = {
+        key: layer_width(
+            key, kernel=_kernel(key, layer, settings.kind), settings=settings, alpha=alpha
+        )
+        for key, layer in keys.items()
+    }
+    if settings.kind == "oft":
+        return {key: _rotate(network, key, layer, widths[key].rank) for key, layer in keys.items()}
+    for rank in dict.fromkeys(width.rank for width in widths.values()):
+        names = [split_key(key)[1] for key, width in widths.items() if width.rank == rank]
+        vars(network).pop(
+            "peft_config", None
+        )  # peft warns of a second adapter, and this is the same
+        inject_adapter_in_model(_peft_config(settings, names, rank), network, adapter_name=_NAME)
+    found = {
+        key: _peft_layer(network, key, layer, widths[key], settings, seed=seed, initial=initial)
+        for key, layer in keys.items()
+    }
+    if masks is not None:
+        for key in keys:
+            _drop(masks, key, network.get_submodule(split_key(key)[1]), settings)
+    return found
+
+
+def _drop(masks: SampleMasks, key: str, layer: Any, settings: AdapterSettings) -> None:
+    if settings.kind != "lora":
+        drop_in_lycoris(masks, key, layer, settings.kind, settings)
+        return
+    if isinstance(layer, FusedLinear | LeanConv2d) and not layer.lora_variant:
+        layer.before, layer.gates = gates_of_lora(masks, key, layer.lora_A[_NAME], settings)
+        return
+    # PiSSA's start is dropped alike: what is left of both is what has changed.
+    start = [layer.initial_down] if settings.init == "pissa" else []
+    drop_in_lora(masks, key, [layer.lora_A[_NAME], *start], settings)
+
+
+def draw(seed: int, key: str, name: str) -> torch.Generator:
+    """Return the CPU generator of one tensor of one layer."""
+    component, module = split_key(key)
+    counters = (module if component == DENOISER else key, *(() if name == "down" else (name,)))
+    return torch.Generator().manual_seed(draw_seed(seed, Stream.ADAPTER_INIT, *counters))
+
+
+def _kernel(key: str, layer: nn.Module, kind: AdapterKind) -> int:
+    """Return how many elements the kernel of a layer has; raises RequestError for other layers."""
+    if isinstance(layer, nn.Linear):
+        return 1
+    if isinstance(layer, nn.Conv2d) and layer.groups == 1:
+        return math.prod(layer.kernel_size)
+    raise RequestError(
+        f"adapter.kind={kind} cannot change {key}: it is a {type(layer).__name__}, and only linear "
+        "layers and ungrouped 2D convolutions can be changed",
+        fix="choose narrower adapter.targets",
+    )
+
+
+def _peft_config(settings: AdapterSettings, names: Sequence[str], rank: int) -> PeftConfig:
+    # A list would also match all names that end with one of its own.
+    shared: dict[str, Any] = {"r": rank, "target_modules": "|".join(map(re.escape, names))}
+    match settings.kind:
+        case "lora":
+            # init_lora_weights=False leaves peft's own draw; ours replaces it.
+            config = LoraConfig(**shared, use_dora=settings.dora, init_lora_weights=False)
+            config._register_custom_module(dict(CUSTOM))
+            return config
+        case "loha":
+            # A layer is dropped when torch.rand(1) <= module_dropout: with 0.0 once in 2**24 passes.
+            return LoHaConfig(**shared, alpha=rank, module_dropout=-1.0)
+        case "lokr":
+            return LoKrConfig(
+                **shared, alpha=rank, module_dropout=-1.0, decompose_factor=settings.lokr_factor
+            )
+        case kind:
+            raise AssertionError(f"{kind} is not peft's")
+
+
+def _peft_layer(
+    network: nn.Module,
+    key: str,
+    base: nn.Module,
+    width: Width,
+    settings: AdapterSettings,
+    *,
+    seed: int,
+    initial: Mapping[str, Tensor] | None,
+) -> AdaptedLayer:
+    layer: Any = network.get_submodule(split_key(key)[1])
+    assert layer is not base, f"peft did not adapt {key}"
+    if settings.kind == "lora":
+        parameters = {"down": layer.lora_A[_NAME].weight, "up": layer.lora_B[_NAME].weight}
+    else:
+        held = {
+            name: getattr(layer, attribute)
+            for name, attribute in _ATTRIBUTES[settings.kind].items()
+        }
+        parameters = {name: values[_NAME] for name, values in held.items() if _NAME in values}
+    if parameters.keys() == {"w1", "w2"}:  # readers ignore the alpha of a LoKr of full factors
+        width = Width(rank=width.rank, scale=1.0)
+    layer.scaling[_NAME] = width.scale
+    for name, parameter in parameters.items():
+        _initialise(parameter, settings.kind, name, draw(seed, key, name), full="w2" in parameters)
+    frozen: Mapping[str, Tensor] = {}
+    if settings.dora:
+        parameters["magnitude"] = _learn_norms(layer)
+    if settings.init == "pissa":
+        down, up = _start(key, base, width, seed=seed, saved=initial)
+        frozen = start_at(layer, _NAME, down=down, up=up)
+    return AdaptedLayer(
+        kind=settings.kind,
+        width=width,
+        parameters=parameters,
+        # peft's own switch would also freeze the parameters.
+        switch=lambda on: setattr(layer, "_disable_adapters", not on),
+        initial=frozen,
+    )
+
+
+def _initialise(
+    parameter: nn.Parameter, kind: str, name: str, generator: torch.Generator, *, full: bool
+) -> None:
+    """Set the start, in float32: the update is zero, and its first gradient is not.
+
+    LoRA: Kaiming's uniform and zero (Hu et al. 2021). LoHa and LoKr: as in LyCORIS.
+    """
+    values = torch.zeros(parameter.shape, dtype=torch.float32)
+    match kind, name:
+        case ("lora", "down") | ("lokr", "w1" | "w2_a"):
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        case "loha", "w1_a":
+            values.normal_(std=0.1, generator=generator)
+        case "loha", "w1_b" | "w2_b":
+            values.normal_(std=1.0, generator=generator)
+    parameter.data = values.to(parameter.device)
+
+
+class _LeanDora(DoraLinearLayer):
+    """peft multiplies with an identity of [in, in], close to 1 GB in the largest layers, for FSDP."""
+
+    def get_lora_weight(self, lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> Tensor:
+        product: Tensor = lora_B.weight @ lora_A.weight
+        return product
+
+
+def _learn_norms(layer: Any) -> nn.Parameter:
+    """Let the norms of the outputs start at those of the weight, by the formula of the forward pass."""
+    norms = layer.lora_magnitude_vector[_NAME]
+    weight = frozen_weight(layer.get_base_layer()).float()
+    magnitude: Tensor = norms.get_weight_norm(weight, torch.zeros_like(weight), scaling=1.0)
+    if type(norms) is DoraLinearLayer:
+        norms = _LeanDora(fan_in_fan_out=False)  # type: ignore[no-untyped-call]
+        layer.lora_magnitude_vector[_NAME] = norms
+    norms.weight = nn.Parameter(magnitude)
+    parameter: nn.Parameter = norms.weight
+    return parameter
+
+
+def _start(
+    key: str, base: nn.Module, width: Width, *, seed: int, saved: Mapping[str, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Return PiSSA's factors, those of a saved run if there is one: a second SVD has other bits."""
+    weight = frozen_weight(base)
+    if saved is None:
+        flat = weight.flatten(1)
+        down, up = principal_factors(flat, rank=width.rank, generator=draw(seed, key, "down"))
+        return down / math.sqrt(width.scale), up / math.sqrt(width.scale)
+    try:
+        return saved[f"{key}.down"].to(weight.device), saved[f"{key}.up"].to(weight.device)
+    except KeyError:
+        raise RequestError(
+            f"the saved state has no PiSSA start of {key}: it belongs to another adapter",
+            fix="resume with the run's own adapter settings, or start a new run",
+        ) from None
+
+
+def _rotate(network: nn.Module, key: str, layer: nn.Module, rank: int) -> AdaptedLayer:
+    out = frozen_weight(layer).shape[0]
+    size = block_size(out, rank=rank)
+    rotated = RotatedLayer(layer, out=out, size=size)
+    network.set_submodule(split_key(key)[1], rotated)
+    return AdaptedLayer(
+        kind="oft",
+        width=Width(rank=size, scale=1.0),
+        parameters={"blocks": rotated.blocks},
+        switch=lambda on: setattr(rotated, "enabled", on),
+    )

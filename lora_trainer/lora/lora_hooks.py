@@ -1,0 +1,218 @@
+"""LoRA files beside frozen layers by forward hooks: an assistant, and one whose strength can be set.
+
+A frozen LoRA that runs beside the layers of a distilled base while it is trained.
+
+Training breaks a few-step base's distillation. An assistant that undoes the distillation is active while
+training and off while sampling, so that what is learned fits the distilled base. The weights stay as
+they are: its part is added by forward hooks, whether or not an adapter wraps the layer.
+
+An adapter file of any kind beside frozen networks, at a strength that can be changed between passes.
+
+Input: networks by component and ModuleTensors; output: a dial. The weights stay as they are: the update
+is added by forward hooks, so it works beside quantised and streamed layers, and at strength 0 every
+prediction is the base's own, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lora_trainer.common.errors import InputError
+from lora_trainer.families.base import DENOISER
+from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors, split_key, update
+from lora_trainer.network.quantize import frozen_weight
+
+
+class Assistant:
+    """A switch over the hooks of one assistant; it is on after `attach`."""
+
+    def __init__(self) -> None:
+        self.enabled = True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Leave the base as it is while the block runs: for samples and for measuring the base itself."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+
+def attach(denoiser: nn.Module, tensors: AdapterTensors) -> Assistant:
+    """Let an adapter file run beside the layers of a denoiser, in their dtype, without gradients of its own.
+
+    Works before and after `inject`. Raises InputError for anything but a plain LoRA of this denoiser.
+    """
+    layers = {key: _layer(denoiser, key, module) for key, module in tensors.items()}
+    assistant = Assistant()
+    for key, layer in layers.items():
+        layer.register_forward_hook(_assistant_hook(assistant, layer, tensors[key]))
+    return assistant
+
+
+def _layer(denoiser: nn.Module, key: str, module: ModuleTensors) -> nn.Linear | nn.Conv2d:
+    """Return the frozen layer, inside its adapter if it has one."""
+    component, name = split_key(key)
+    if module.kind != "lora" or module.dora:
+        kind = "DoRA" if module.dora else module.kind
+        raise InputError(
+            f"the assistant is a {kind} adapter; only a plain LoRA can run beside a base",
+            fix="give a plain LoRA, or leave base.assistant out",
+        )
+    found = dict(denoiser.named_modules()).get(name) if component == DENOISER else None
+    layer = getattr(found, "base_layer", found)
+    down, up = module.tensors["down"], module.tensors["up"]
+    if (
+        not isinstance(layer, nn.Linear | nn.Conv2d)
+        or layer.weight.shape[0] != up.shape[0]
+        or layer.weight[:1].numel() != down[:1].numel()
+    ):
+        raise InputError(
+            f"the assistant changes {key}, which this base does not have in that size",
+            fix="give the assistant that was made for this base, or leave base.assistant out",
+        )
+    return layer
+
+
+def _assistant_hook(
+    assistant: Assistant, layer: nn.Linear | nn.Conv2d, module: ModuleTensors
+) -> Any:
+    weight = layer.weight
+    rank = module.tensors["down"].shape[0]
+    down = module.tensors["down"].to(weight).reshape(rank, *weight.shape[1:])
+    up = (module.tensors["up"].float() * module.scale).to(weight)
+    up = up.reshape(weight.shape[0], rank, *(1,) * (weight.dim() - 2))
+
+    def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if not assistant.enabled:
+            return output
+        x = inputs[0]
+        if isinstance(layer, nn.Linear):
+            return output + F.linear(F.linear(x, down), up)
+        middle = F.conv2d(
+            x, down, stride=layer.stride, padding=layer.padding, dilation=layer.dilation
+        )
+        return output + F.conv2d(middle, up)
+
+    return add
+
+
+Layer = nn.Linear | nn.Conv2d
+Apply = Callable[[Tensor], Tensor]
+"""What an adapter adds to a layer's output, by its input."""
+
+
+class LoraStrength:
+    """The strength of an attached adapter; it is 0 after `attach_lora`."""
+
+    def __init__(self) -> None:
+        self.strength = 0.0
+
+    @contextmanager
+    def at(self, strength: float) -> Iterator[None]:
+        """Apply the adapter at this strength while the block runs."""
+        before, self.strength = self.strength, strength
+        try:
+            yield
+        finally:
+            self.strength = before
+
+
+def attach_lora(networks: Mapping[str, nn.Module], tensors: AdapterTensors) -> LoraStrength:
+    """Hook an adapter beside the layers it changes; raises InputError where they do not fit it."""
+    dial = LoraStrength()
+    layers = {key: layer_of(networks, key, module) for key, module in tensors.items()}
+    for key, layer in layers.items():
+        layer.register_forward_hook(_hook(dial, layer, tensors[key]))
+    return dial
+
+
+def layer_of(networks: Mapping[str, nn.Module], key: str, module: ModuleTensors) -> Layer:
+    """Return the frozen layer that a module of an adapter changes, inside its adapter if it has one.
+
+    Raises InputError where the base has no such layer of that size.
+    """
+    component, name = split_key(key)
+    found = networks[component].get_submodule(name)
+    layer = getattr(found, "base_layer", found)
+    fits = isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
+    if not fits or not _fits(module, frozen_weight(layer)):
+        raise InputError(
+            f"the adapter changes {key}, which this base does not have in that size",
+            fix="name the base that the adapter was made for with --base",
+        )
+    assert isinstance(layer, Layer)
+    return layer
+
+
+def _fits(module: ModuleTensors, weight: Tensor) -> bool:
+    if module.kind == "lora":
+        up, down = module.tensors["up"], module.tensors["down"]
+        return (up.shape[0], down[0].numel()) == (weight.shape[0], weight[0].numel())
+    if module.kind == "oft":
+        return module.tensors["blocks"][..., 0].numel() == weight.shape[0]
+    return update(module).numel() == weight.numel()
+
+
+def change_of(layer: Layer, module: ModuleTensors) -> Tensor:
+    """Return what a module adds to its layer's weight at strength 1, float32 [out, in, ...]."""
+    weight = frozen_weight(layer).float()
+    tensors = {name: tensor.to(weight.device) for name, tensor in module.tensors.items()}
+    moved = ModuleTensors(kind=module.kind, tensors=tensors, rank=module.rank, scale=module.scale)
+    return update(moved, weight).reshape(weight.shape)
+
+
+def _hook(dial: LoraStrength, layer: Layer, module: ModuleTensors) -> Any:
+    apply = _low_rank(layer, module) if _is_plain(module) else _whole(layer, module)
+
+    def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if dial.strength == 0:
+            return output
+        return output + dial.strength * apply(inputs[0])
+
+    return add
+
+
+def _is_plain(module: ModuleTensors) -> bool:
+    return module.kind == "lora" and not module.dora
+
+
+def _low_rank(layer: Layer, module: ModuleTensors) -> Apply:
+    shape = tuple(frozen_weight(layer).shape)
+    rank = module.tensors["down"].shape[0]
+    down = module.tensors["down"].float().reshape(rank, *shape[1:])
+    up = module.tensors["up"].float() * module.scale
+    up = up.reshape(shape[0], rank, *(1,) * (len(shape) - 2))
+    kept: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def apply(x: Tensor) -> Tensor:
+        place = (x.device, x.dtype)
+        if place not in kept:  # streamed layers have no place of their own: their input has
+            kept[place] = (down.to(*place), up.to(*place))
+        own_down, own_up = kept[place]
+        if isinstance(layer, nn.Linear):
+            return F.linear(F.linear(x, own_down), own_up)
+        return F.conv2d(_convolved(layer, x, own_down), own_up)
+
+    return apply
+
+
+def _whole(layer: Layer, module: ModuleTensors) -> Apply:
+    """The update is made again in every pass: kept, those of all layers would double the base."""
+
+    def apply(x: Tensor) -> Tensor:
+        change = change_of(layer, module).to(x)
+        return F.linear(x, change) if isinstance(layer, nn.Linear) else _convolved(layer, x, change)
+
+    return apply
+
+
+def _convolved(layer: nn.Conv2d, x: Tensor, kernel: Tensor) -> Tensor:
+    return F.conv2d(x, kernel, stride=layer.stride, padding=layer.padding, dilation=layer.dilation)

@@ -1,0 +1,205 @@
+"""An adapter as plain tensors, whatever its kind: what training hands to exports and tools read from files.
+
+Names are those of LyCORIS (Yeh et al. 2023, arXiv 2309.14859), which ComfyUI and Forge read, without
+their prefixes. All maths of what an adapter does to a weight is `update`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lora_trainer.config.config import Precision
+
+DTYPES: Mapping[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+AdapterKind = Literal["lora", "loha", "lokr", "oft", "oft_in", "glora", "ia3", "full", "norm"]
+BASED: frozenset[AdapterKind] = frozenset({"oft", "oft_in", "glora", "ia3"})
+"""Kinds whose update is made of the weight it changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleTensors:
+    """The tensors that change one module.
+
+    lora: `down` [r, in, ...], `up` [out, r(, 1, 1)].
+    loha: `w1_a` [out, r], `w1_b` [r, in x kernel], `w2_a`, `w2_b`.
+    lokr: `w1` or `w1_a` and `w1_b`, `w2` [b, d, ...] or `w2_a` and `w2_b` [r, d x kernel].
+    oft: `blocks` [count, size, size], the rotation of groups of output channels.
+    oft may have `rescale` [out]; oft_in: `skew` [count, size (size - 1) / 2], turning groups of inputs.
+    glora: `a1` [in, r], `a2` [r, in], `b1` [out, r], `b2` [r, in, ...]: the weight times A, plus B.
+    ia3: `by_output` [out] or `by_input` [in], that much of the weight is added.
+    full: `difference` [out, in, ...]; norm: `difference` [width].
+    Any may have `bias` [out], what the bias changes by; DoRA has `magnitude` [out(, 1, ...)], or
+    in files of others `input_magnitude` [1, in(, 1, 1)].
+    `rows` are those of the product that the layer has, None: all of them.
+    `scale` multiplies the update: alpha / rank, or alpha / sqrt(rank) for rsLoRA; oft ignores it, and
+    it is 1 for a lokr whose factors are both full, as readers ignore the alpha of those.
+    """
+
+    kind: AdapterKind
+    tensors: Mapping[str, Tensor]
+    rank: int
+    scale: float
+    rows: tuple[int, int] | None = None
+
+    @property
+    def dora(self) -> bool:
+        """Whether the norm of each output, or input, is learned apart (Liu et al. 2024, arXiv 2402.09353)."""
+        return "magnitude" in self.tensors or "input_magnitude" in self.tensors
+
+
+AdapterTensors = Mapping[str, ModuleTensors]
+"""By "component.module", such as "denoiser.mid_block.attentions.0.proj_in" or "text_encoder.encoder...."."""
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Return (component, module) of a key of `AdapterTensors`."""
+    component, _, module = key.partition(".")
+    return component, module
+
+
+def needs_weight(module: ModuleTensors) -> bool:
+    """Say whether the update depends on the weight it changes: DoRA, OFT, GLoRA, IA3."""
+    return module.dora or module.kind in BASED
+
+
+def update(module: ModuleTensors, weight: Tensor | None = None) -> Tensor:
+    """Return what the module adds to a weight, [out, in, ...], float32 or float64 if a tensor is.
+
+    Without `weight` the kernel of a convolution may come out flattened ([out, in x kernel]). Raises
+    ValueError when the update needs the weight and none is given.
+    """
+    if needs_weight(module) and weight is None:
+        raise ValueError(f"the update of {module.kind} depends on the weight it changes")
+    dtype = _dtype(*module.tensors.values(), *(() if weight is None else (weight,)))
+    tensors = {name: tensor.to(dtype) for name, tensor in module.tensors.items()}
+    weight = None if weight is None else weight.to(dtype)
+    change = _change(module, tensors, weight)
+    if module.rows is not None:
+        change = change[slice(*module.rows)]
+    change = change if weight is None else change.reshape(weight.shape)
+    if not module.dora:
+        return change
+    assert weight is not None
+    changed = weight + change
+    if "magnitude" in tensors:
+        return (
+            per_output(tensors["magnitude"].reshape(-1) / row_norms(changed), changed) * changed
+            - weight
+        )
+    factors = tensors["input_magnitude"].reshape(-1) / row_norms(changed.transpose(0, 1))
+    return factors.reshape(-1, *(1,) * (changed.dim() - 2)) * changed - weight
+
+
+def _change(module: ModuleTensors, tensors: Mapping[str, Tensor], weight: Tensor | None) -> Tensor:
+    """Return the update without DoRA."""
+    match module.kind:
+        case "lora":
+            return low_rank(tensors["down"], tensors["up"]) * module.scale
+        case "loha":
+            first = tensors["w1_a"] @ tensors["w1_b"]
+            return first * (tensors["w2_a"] @ tensors["w2_b"]) * module.scale
+        case "lokr":
+            return kronecker(_factor(tensors, "w1"), _factor(tensors, "w2")) * module.scale
+        case "full" | "norm":
+            return tensors["difference"]
+    assert weight is not None
+    match module.kind:
+        case "oft":
+            turned = rotate(rotation(tensors["blocks"]), weight)
+            if "rescale" in tensors:
+                turned = per_output(tensors["rescale"], turned) * turned
+            return turned - weight
+        case "oft_in":
+            return _rotate_inputs(tensors["skew"], weight) - weight
+        case "ia3":
+            if "by_output" in tensors:
+                return per_output(tensors["by_output"], weight) * weight
+            return tensors["by_input"].reshape(-1, *(1,) * (weight.dim() - 2)) * weight
+    # glora
+    turned = torch.einsum("oi...,ij->oj...", weight, tensors["a1"] @ tensors["a2"])
+    added = low_rank(tensors["b2"], tensors["b1"]).reshape(weight.shape)
+    return (turned + added) * module.scale
+
+
+def low_rank(down: Tensor, up: Tensor) -> Tensor:
+    """Return up x down, [out, in, ...], of `down` [r, in, ...] and `up` [out, r(, 1, 1)]."""
+    return (up.flatten(1) @ down.flatten(1)).reshape(up.shape[0], *down.shape[1:])
+
+
+def kronecker(left: Tensor, right: Tensor) -> Tensor:
+    """Return the Kronecker product of `left` [a, c] and `right` [b, d, ...]: [a b, c d, ...]."""
+    return torch.kron(left.reshape(*left.shape, *(1,) * (right.dim() - 2)), right.contiguous())
+
+
+def rotation(blocks: Tensor) -> Tensor:
+    """Return the Cayley transform (I + Q) (I - Q)^-1, Q = blocks - blocks^T; zero blocks: exactly I.
+
+    Qiu et al. 2023, arXiv 2306.07280, section 3.4; [count, size, size].
+    """
+    skew = blocks - blocks.mT
+    identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
+    turned: Tensor = torch.linalg.solve(identity - skew, identity + skew)  # the factors commute
+    return turned
+
+
+def rotate(matrices: Tensor, weight: Tensor) -> Tensor:
+    """Multiply each group of output channels of `weight` [out, ...] by the transpose of its matrix.
+
+    The transpose is how LyCORIS and ComfyUI read `oft_blocks`.
+    """
+    count, size, _ = matrices.shape
+    grouped = weight.reshape(count, size, -1)
+    return (matrices.mT @ grouped).reshape(weight.shape)
+
+
+def _rotate_inputs(skew: Tensor, weight: Tensor) -> Tensor:
+    """Return `weight` [out, in, ...] with groups of inputs turned; one group's rotation may serve all.
+
+    As OneTrainer and peft compute it: four terms of the series of the Cayley transform, the inputs
+    of a linear layer turned before it, the kernels of a convolution turned themselves.
+    """
+    size = (1 + math.isqrt(1 + 8 * skew.shape[1])) // 2
+    upper = skew.new_zeros(skew.shape[0], size, size)
+    rows, columns = torch.triu_indices(size, size, 1)
+    upper[:, rows, columns] = skew
+    turn = upper - upper.mT
+    squared = turn @ turn
+    turned = torch.eye(size, dtype=skew.dtype) + 2 * (turn + squared + squared @ turn)
+    turned = turned + squared @ squared
+    grouped = weight.reshape(weight.shape[0], -1, 1, size)
+    matrix = turned.mT if weight.dim() == 2 else turned
+    return (grouped @ matrix).reshape(weight.shape)
+
+
+def row_norms(weight: Tensor) -> Tensor:
+    """Return the L2 norm of the weights of each output, [out]."""
+    norms: Tensor = torch.linalg.vector_norm(weight.flatten(1), dim=1)
+    return norms
+
+
+def per_output(values: Tensor, like: Tensor) -> Tensor:
+    """Shape [out] so that it multiplies the outputs of a weight [out, in, ...]."""
+    return values.reshape(-1, *(1,) * (like.dim() - 1))
+
+
+def _factor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return a factor of a lokr, full or as the product of two; a kernel may be unflattened."""
+    if name in tensors:
+        return tensors[name]
+    return low_rank(tensors[f"{name}_b"], tensors[f"{name}_a"])
+
+
+def _dtype(*tensors: Tensor) -> torch.dtype:
+    """float32 at least: half precision would round the update itself."""
+    double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if double else torch.float32

@@ -1,0 +1,1 @@
+"""LoRA files, ours and others': names, headers, reading, writing, metadata, verification."""

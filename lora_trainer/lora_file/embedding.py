@@ -1,0 +1,116 @@
+"""Files with the vectors of a new word, as A1111, Forge, ComfyUI and diffusers read textual inversions.
+
+Input is one [tokens, width] array for each text encoder, by its key in such files; output
+`embeddings/NAME_emb.safetensors` beside the adapter `NAME.safetensors`, in float32, read back before
+anything relies on it. Vectors inside adapter files (`bundle_emb.` keys, as OneTrainer writes them)
+are told, but not written: diffusers refuses such a file. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from lora_trainer.common.errors import InputError, MachineError, TrainingStopped
+from lora_trainer.common.files import disk_error, write_atomic
+from lora_trainer.families.base import NewWord
+from lora_trainer.lora_file.stream import BodyHashes, Slot, header_bytes, ordered
+
+FOLDER = "embeddings"
+KEYS = ("emb_params", "clip_l", "clip_g")
+"""Keys of the vectors: of the only text encoder, or of each of two (Stable Diffusion XL)."""
+BUNDLED = "bundle_emb."
+WORD = "lora_train.word"
+"""Header entry: what stands in captions where the vectors were trained."""
+
+Vectors = Mapping[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedding:
+    """What an embedding file holds: vectors by key, and its header."""
+
+    vectors: Vectors
+    metadata: Mapping[str, str]
+
+
+def embedding_path(adapter: Path) -> Path:
+    """Return where the vectors belong that were trained with the adapter in a file."""
+    return adapter.parent / FOLDER / f"{adapter.stem}_emb.safetensors"
+
+
+def write_embedding(path: Path, vectors: Vectors, *, metadata: Mapping[str, str]) -> None:
+    """Write a file; raises TrainingStopped for what is no number and MachineError for a disk's refusal."""
+    for key, values in vectors.items():
+        if not np.isfinite(values).all():
+            raise TrainingStopped(
+                f"the new tokens of {key} hold values that are not finite numbers",
+                fix="resume from an earlier state with a lower optimizer.new_tokens_learning_rate",
+            )
+    slots = ordered(
+        Slot(name=key, dtype="F32", shape=values.shape) for key, values in vectors.items()
+    )
+    body = b"".join(vectors[slot.name].astype("<f4").tobytes() for slot in slots)
+    hashes = BodyHashes()
+    hashes.update(body)
+    header = header_bytes(slots, {**metadata, **hashes.entries(slots, metadata)})
+    try:
+        path.parent.mkdir(exist_ok=True)
+    except OSError as error:
+        raise disk_error(path.parent, error) from error
+    write_atomic(path, header + body)
+    found = read_embedding(path).vectors
+    if found.keys() != vectors.keys() or any(
+        not np.array_equal(found[key], vectors[key]) for key in vectors
+    ):
+        raise MachineError(
+            f"{path} reads back with other numbers than were written",
+            fix="check the disk or choose another folder with --output",
+        )
+
+
+def read_embedding(path: Path) -> Embedding:
+    """Read a file in the names of `KEYS`; raises InputError for any other."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata: dict[str, Any] = file.metadata() or {}
+            vectors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"{path} cannot be read as an embedding: {error}", fix="export it again"
+        ) from None
+    shapes = {key: values.shape for key, values in vectors.items()}
+    if not embedding_shapes(shapes):
+        raise InputError(f"{path} holds no embedding", fix="give a file with emb_params or clip_l")
+    return Embedding(vectors=vectors, metadata=metadata)
+
+
+def embedding_shapes(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the vectors' shapes where the tensors are those of an embedding file, else nothing."""
+    known = bool(tensors) and set(tensors) <= set(KEYS)
+    return dict(tensors) if known and all(len(s) == 2 for s in tensors.values()) else {}
+
+
+def bundled(keys: Iterable[str]) -> list[str]:
+    """Return the names of the words whose vectors are inside an adapter file."""
+    parts = (key.removeprefix(BUNDLED) for key in keys if key.startswith(BUNDLED))
+    return sorted({part.partition(".")[0] for part in parts})
+
+
+def trained_words(metadata: Mapping[str, str]) -> NewWord | None:
+    """Return what an adapter file of ours was trained to read as new tokens, by its header."""
+    try:
+        settings = json.loads(metadata["lora_train.settings"])
+        tokens, text = settings["adapter.new_tokens"], settings["data.trigger"]
+    except (KeyError, ValueError, TypeError, RecursionError):
+        return None
+    if not isinstance(tokens, int) or not isinstance(text, str) or tokens < 1:
+        return None
+    return NewWord(text=text.strip(), tokens=tokens)

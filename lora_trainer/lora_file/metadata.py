@@ -1,0 +1,436 @@
+"""The header of an exported LoRA: `ss_*`, `modelspec.*` and `lora_train.*`.
+
+What is known about a run, or about a file made from others, when an adapter is exported.
+
+How a file was trained, in kohya's names (`ss_*`), which A1111, Forge and model browsers read.
+
+Input is an ExportInfo, output a mapping of plain values.
+
+What the header of an exported file tells: keys that A1111, Forge, ComfyUI and browsers read.
+
+Input is an ExportInfo of plain values, output a mapping of strings: `ss_*` (kohya's names),
+`modelspec.*` (ModelSpec 1.0.1) and `lora_train.*` (our version and the resolved settings). Files
+are shared, so folders are reduced to names, and paths, tokens and machine settings left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from lora_trainer import __version__
+from lora_trainer.common.redaction import public_source, public_text
+from lora_trainer.config.config import CHUNK_TOKENS, Auto
+from lora_trainer.families.base import Prediction
+
+__all__ = ["ExportInfo", "SubsetSummary", "metadata", "usage_hint"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubsetSummary:
+    """One folder of training images: its name, repeats of each image, one caption per image."""
+
+    folder: str
+    repeats: int
+    captions: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportInfo:
+    """What is known about a run when a file is exported; the same info gives the same bytes.
+
+    `settings` is the planned configuration as `config.flatten` gives it (no `auto` left but where a
+    value follows the base: `zero_terminal_snr` is what was used). `rank` and `alpha` are those of
+    most modules; `buckets` counts images per epoch by "WIDTHxHEIGHT"; times are Unix seconds.
+    """
+
+    title: str
+    rank: int
+    alpha: float
+    base_name: str
+    base_identity: str
+    base_model_version: str
+    architecture: str
+    prediction: Prediction
+    settings: Mapping[str, Any]
+    subsets: tuple[SubsetSummary, ...]
+    buckets: Mapping[str, int]
+    step: int
+    images_seen: int
+    started_at_s: float
+    saved_at_s: float
+    trigger: str | None = None
+    description: str = ""
+    author: str = ""
+    license: str = ""
+    thumbnail_jpeg: bytes | None = None
+    zero_terminal_snr: bool = False
+    regularisation_per_epoch: int = 0
+    merged_from: tuple[str, ...] = ()
+
+    @property
+    def images_per_epoch(self) -> int:
+        """Images seen in one epoch, repeats included."""
+        return sum(len(subset.captions) * subset.repeats for subset in self.subsets)
+
+
+MAX_TAGS = 1000
+"""Tags listed per file, the most frequent first; ComfyUI ignores headers above 8 MiB."""
+MAX_TAG_CHARACTERS = 300
+_PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+ALGORITHMS = {
+    "lora": "lora",
+    "loha": "loha",
+    "lokr": "lokr",
+    "oft": "diag-oft",
+    "oft_in": "oft",
+    "glora": "glora",
+    "ia3": "ia3",
+    "full": "full",
+    "norm": "full",
+}
+"""LyCORIS's names of our kinds of adapter."""
+_FALSE_IN_KOHYA = (
+    *("bucket_no_upscale", "color_aug", "random_crop", "lowram", "full_fp16", "fp8_base"),
+    *("ip_noise_gamma_random_strength", "noise_offset_random_strength"),
+)
+_NONE_IN_KOHYA = (
+    "face_crop_aug_range",
+    "adaptive_noise_scale",
+)
+"""Options of kohya's trainers that this program does not have, as they are there when unused."""
+
+
+def training_metadata(info: ExportInfo) -> dict[str, Any]:
+    """Return all `ss_` entries; values are not yet text."""
+    return {**_network(info), **_schedule(info), **_options(info), **_dataset(info)}
+
+
+def _network(info: ExportInfo) -> dict[str, Any]:
+    arguments = _network_arguments(info)
+    vae = info.settings["base.vae"]
+    return {
+        "ss_base_model_version": info.base_model_version,
+        "ss_v2": info.base_model_version.startswith("sd_v2"),
+        "ss_sd_model_name": info.base_name,
+        "ss_output_name": info.title,
+        "ss_network_module": "lycoris.kohya" if "algo" in arguments else "networks.lora",
+        "ss_network_dim": info.rank,
+        "ss_network_alpha": float(info.alpha),
+        "ss_network_args": _kohya_json(arguments),
+        "ss_network_dropout": info.settings["adapter.dropout"] or None,
+        **({"ss_vae_name": vae} if vae else {}),
+    }
+
+
+def _network_arguments(info: ExportInfo) -> dict[str, str]:
+    """Return the arguments with which kohya's own network or LyCORIS would make this adapter."""
+    settings, found = info.settings, dict[str, str]()
+    kind, dora, rslora = (settings[f"adapter.{name}"] for name in ("kind", "dora", "rslora"))
+    if kind != "lora" or dora or rslora:
+        found["algo"] = ALGORITHMS[kind]
+    if dora:
+        found |= {"dora_wd": "True", "wd_on_output": "True"}
+    if rslora:
+        found["rs_lora"] = "True"
+    for name in ("rank_dropout", "module_dropout"):
+        if settings[f"adapter.{name}"]:
+            found[name] = f"{settings[f'adapter.{name}']:g}"
+    if kind == "lokr":
+        found["factor"] = str(settings["adapter.lokr_factor"])
+    # Only U-Nets have convolutions, and no U-Net is trained by flow matching.
+    if settings["adapter.targets"] == "all" and info.prediction != "flow":
+        rank, alpha = settings["adapter.conv_rank"], settings["adapter.conv_alpha"]
+        found["conv_dim"] = str(info.rank if rank is None else rank)
+        found["conv_alpha"] = f"{info.alpha if alpha is None else alpha:g}"
+    for name, key in (("dims", "adapter.rank_pattern"), ("lrs", "optimizer.learning_rate_pattern")):
+        if settings[key]:
+            pairs = (f"{pattern}={value}" for pattern, value in settings[key].items())
+            found[f"network_reg_{name}"] = ",".join(pairs)
+    if settings["optimizer.lora_plus_ratio"] != 1:
+        found["loraplus_lr_ratio"] = f"{settings['optimizer.lora_plus_ratio']:g}"
+    return found
+
+
+def _schedule(info: ExportInfo) -> dict[str, Any]:
+    settings = info.settings
+    images = max(1, info.images_per_epoch + info.regularisation_per_epoch)
+    steps, batch = settings["train.steps"], settings["train.batch_size"]
+    return {
+        "ss_steps": info.step,
+        "ss_max_train_steps": steps,
+        "ss_epoch": _ceil_divide(info.images_seen, images),
+        "ss_num_epochs": _ceil_divide(steps * batch, images),
+        "ss_num_batches_per_epoch": _ceil_divide(images, batch),
+        "ss_batch_size_per_device": batch,
+        "ss_total_batch_size": batch,
+        "ss_gradient_accumulation_steps": 1,
+        "ss_training_started_at": float(info.started_at_s),
+        "ss_training_finished_at": float(info.saved_at_s),
+        "ss_learning_rate": settings["optimizer.learning_rate"],
+        "ss_unet_lr": settings["optimizer.learning_rate"],
+        "ss_text_encoder_lr": _text_encoder_rate(settings),
+        "ss_lr_scheduler": settings["optimizer.schedule"],
+        "ss_lr_warmup_steps": round(settings["optimizer.warmup_fraction"] * steps),
+        "ss_seed": settings["train.seed"],
+    }
+
+
+def _text_encoder_rate(settings: Mapping[str, Any]) -> float | None:
+    if not settings["adapter.text_encoder"]:
+        return None
+    stated: float | None = settings["optimizer.text_encoder_learning_rate"]
+    if stated is not None:
+        return stated
+    rate: float = settings["optimizer.learning_rate"]
+    return rate if settings["optimizer.name"] == "prodigy" else rate / 2
+
+
+def _options(info: ExportInfo) -> dict[str, Any]:
+    settings, name = info.settings, info.settings["optimizer.name"]
+    betas = (settings["optimizer.beta1"], settings["optimizer.beta2"])
+    decay, epsilon = settings["optimizer.weight_decay"], settings["optimizer.epsilon"]
+    return {
+        "ss_optimizer": f"{name}(weight_decay={decay},betas={betas},eps={epsilon})",
+        "ss_mixed_precision": _PRECISIONS[settings["train.precision"]],
+        "ss_gradient_checkpointing": settings["memory.gradient_checkpointing"] != "none",
+        "ss_max_grad_norm": settings["train.max_grad_norm"],
+        "ss_scale_weight_norms": settings["optimizer.max_weight_norm"],
+        **_loss(info),
+        "ss_noise_offset": settings["objective.noise_offset"],
+        "ss_multires_noise_iterations": settings["objective.multires_noise_iterations"],
+        "ss_multires_noise_discount": settings["objective.multires_noise_discount"],
+        "ss_caption_dropout_rate": settings["data.caption_dropout"],
+        "ss_shuffle_caption": settings["data.shuffle_tags"],
+        "ss_keep_tokens": settings["data.keep_tokens"],
+        "ss_flip_aug": settings["data.flip"],
+        "ss_enable_bucket": settings["data.buckets"],
+        "ss_caption_dropout_every_n_epochs": settings["data.caption_dropout_every_epochs"],
+        "ss_caption_tag_dropout_rate": settings["data.tag_dropout"],
+        "ss_clip_skip": _beyond(settings["base.clip_skip"], 1),
+        "ss_max_token_length": _beyond(settings["data.caption_tokens"], CHUNK_TOKENS),
+        "ss_cache_latents": True,
+        "ss_training_comment": info.description or None,
+        **{f"ss_{name}": False for name in _FALSE_IN_KOHYA},
+        **{f"ss_{name}": None for name in _NONE_IN_KOHYA},
+        **(_flow(settings) if info.prediction == "flow" else _noise(info)),
+    }
+
+
+def _beyond(value: int | Auto, usual: int) -> int | None:
+    """Return a number as kohya's trainers note it: none where it is the usual one, or nothing was decided."""
+    return None if value in (usual, "auto") else int(value)
+
+
+def _loss(info: ExportInfo) -> dict[str, Any]:
+    """Return the loss and its weights; soft_min_snr and p2 have no name in kohya's trainers."""
+    settings = info.settings
+    kind, loss = settings["objective.weighting"], settings["objective.loss"]
+    return {
+        "ss_loss_type": "l2" if loss == "mse" else loss,
+        "ss_huber_c": settings["objective.huber_delta"],
+        "ss_huber_schedule": settings["objective.huber_schedule"],
+        "ss_huber_scale": 1.0,
+        "ss_min_snr_gamma": settings["objective.min_snr_gamma"] if kind == "min_snr" else None,
+        "ss_debiased_estimation": kind == "debiased",
+        "ss_prior_loss_weight": settings["objective.prior_weight"]
+        if info.regularisation_per_epoch
+        else None,
+        "ss_ip_noise_gamma": settings["objective.input_perturbation"] or None,
+    }
+
+
+def _noise(info: ExportInfo) -> dict[str, Any]:
+    return {"ss_zero_terminal_snr": info.zero_terminal_snr}
+
+
+def _flow(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how timesteps were drawn; kohya counts some densities among the weightings."""
+    sampling, weighting = (
+        settings[f"objective.{name}"] for name in ("timestep_sampling", "weighting")
+    )
+    schemes = [weighting] if weighting != "none" else []
+    schemes += [sampling] if sampling in ("logit_normal", "mode") else []
+    return {
+        "ss_timestep_sampling": sampling,
+        "ss_weighting_scheme": schemes[0] if schemes else "none",
+        "ss_mode_scale": settings["objective.mode_scale"],
+        "ss_logit_mean": settings["objective.logit_mean"],
+        "ss_logit_std": settings["objective.logit_std"],
+        "ss_sigmoid_scale": 1.0,
+        "ss_discrete_flow_shift": settings["objective.flow_shift"],
+        "ss_guidance_scale": settings["objective.guidance_scale"],
+        "ss_model_prediction_type": "raw",
+    }
+
+
+def _dataset(info: ExportInfo) -> dict[str, Any]:
+    side = info.settings["data.resolution"]
+    tags, buckets = _tag_frequency(info), _bucket_info(info.buckets)
+    subsets = [
+        {
+            "image_dir": subset.folder,
+            "img_count": len(subset.captions),
+            "num_repeats": subset.repeats,
+            "class_tokens": info.trigger,
+            "is_reg": False,
+        }
+        for subset in info.subsets
+    ]
+    dataset = {
+        "is_dreambooth": True,
+        "batch_size_per_device": info.settings["train.batch_size"],
+        "num_train_images": info.images_per_epoch,
+        "num_reg_images": info.regularisation_per_epoch,
+        "resolution": [side, side],
+        "enable_bucket": info.settings["data.buckets"],
+        "bucket_info": buckets,
+        "tag_frequency": tags,
+        "subsets": subsets,
+    }
+    folders = {
+        s.folder: {"n_repeats": s.repeats, "img_count": len(s.captions)} for s in info.subsets
+    }
+    return {
+        "ss_resolution": (side, side),
+        "ss_num_train_images": info.images_per_epoch,
+        "ss_num_reg_images": info.regularisation_per_epoch,
+        "ss_dataset_dirs": _kohya_json(folders),
+        "ss_reg_dataset_dirs": _kohya_json({}),
+        "ss_tag_frequency": _kohya_json(tags),
+        "ss_bucket_info": _kohya_json(buckets),
+        "ss_datasets": _kohya_json([dataset]),
+    }
+
+
+def _tag_frequency(info: ExportInfo) -> dict[str, dict[str, int]]:
+    """Count comma-separated tags per folder; the trigger leads, as browsers show the first tag."""
+    limit = max(1, MAX_TAGS // max(1, len(info.subsets)))
+    found: dict[str, dict[str, int]] = {}
+    for subset in info.subsets:
+        tags = (
+            tag.strip()[:MAX_TAG_CHARACTERS]
+            for caption in subset.captions
+            for tag in caption.split(",")
+        )
+        counts = Counter(tag for tag in tags if tag)
+        ordered = sorted(counts, key=lambda tag: (tag != info.trigger, -counts[tag], tag))
+        found[subset.folder] = {tag: counts[tag] for tag in ordered[:limit]}
+    return found
+
+
+def _bucket_info(buckets: Mapping[str, int]) -> dict[str, Any]:
+    rows = enumerate(sorted(buckets.items()))
+    return {
+        "buckets": {
+            str(index): {"resolution": [int(side) for side in size.split("x")], "count": count}
+            for index, (size, count) in rows
+        }
+    }
+
+
+def _ceil_divide(total: int, part: int) -> int:
+    return -(-total // part)
+
+
+def _kohya_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+MACHINE_SETTINGS = ("output.folder", "data.cache_dir")
+"""Settings that say where things lie on this machine and nothing about the result."""
+
+_PREDICTIONS: Mapping[Prediction, str] = {
+    "epsilon": "epsilon",
+    "v_prediction": "v",
+    "flow": "flow",
+}
+_SOURCES = ("base.model", "base.vae", "base.companion", "base.assistant", "train.init_from")
+"""Settings that name a model: a Hub id is for everybody, a folder on this machine is not."""
+
+
+def metadata(info: ExportInfo) -> dict[str, str]:
+    """Return all header entries but the hashes, which need the tensors; every value is text."""
+    public: ExportInfo = _public(replace(info, settings=_without_folders(info.settings)))
+    values = {
+        **training_metadata(public),
+        **_modelspec(public),
+        **_own(public),
+    }
+    return {
+        key: value if isinstance(value, str) else str(value)
+        for key, value in sorted(values.items())
+    }
+
+
+def _modelspec(info: ExportInfo) -> dict[str, Any]:
+    side, settings = info.settings["data.resolution"], info.settings
+    low, high = settings["objective.min_timestep"], settings["objective.max_timestep"]
+    required = {
+        "sai_model_spec": "1.0.1",
+        "architecture": info.architecture,
+        "implementation": "diffusers",
+        "implementation_version": f"lora-train/{__version__}",
+        "title": info.title,
+        "resolution": f"{side}x{side}",
+        "date": datetime.fromtimestamp(info.saved_at_s, UTC).isoformat(timespec="seconds"),
+        "prediction_type": _PREDICTIONS[info.prediction],
+    }
+    picture = info.thumbnail_jpeg
+    optional = {
+        "trigger_phrase": info.trigger,
+        "usage_hint": usage_hint(info.trigger or ""),
+        "description": info.description,
+        "author": info.author,
+        "license": info.license,
+        "merged_from": ", ".join(info.merged_from),
+        "timestep_range": f"{low},{high}" if (low, high) != (0, 999) else None,
+        "thumbnail": f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}"
+        if picture
+        else None,
+    }
+    present = {**required, **{key: value for key, value in optional.items() if value}}
+    return {f"modelspec.{key}": value for key, value in present.items()}
+
+
+def usage_hint(trigger: str) -> str:
+    """Return the sentence that tells how a trigger is used, an empty one for no trigger."""
+    return f"Put '{trigger}' into the prompt." if trigger else ""
+
+
+def _own(info: ExportInfo) -> dict[str, Any]:
+    settings = {key: value for key, value in info.settings.items() if key not in MACHINE_SETTINGS}
+    return {
+        "lora_train.version": __version__,
+        "lora_train.settings": _json(settings),
+        "lora_train.base_identity": info.base_identity,
+    }
+
+
+def _without_folders(settings: Mapping[str, Any]) -> dict[str, Any]:
+    named = {key: public_source(settings[key]) for key in _SOURCES if settings.get(key)}
+    return {**settings, **named}
+
+
+def _public(value: Any) -> Any:
+    """Clean every text inside `value`, however nested, so that no field can be forgotten."""
+    if isinstance(value, str):
+        return public_text(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_public(item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _public(item) for key, item in value.items()}
+    if isinstance(value, (ExportInfo, SubsetSummary)):
+        return replace(
+            value, **{field.name: _public(getattr(value, field.name)) for field in fields(value)}
+        )
+    return value
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)

@@ -1,0 +1,406 @@
+"""What one module of an adapter file does to its layer, in a form that is the same for all trainers.
+
+Input are a module's tensors by role as numpy arrays, output an `Update`: Tucker forms multiplied out, a
+constraint of rotations applied, magnitudes flat, the strength one factor. Formulas are those of
+LyCORIS (Yeh et al. 2023, arXiv 2309.14859) unless said. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from lora_trainer.lora_file.names import Kind, Role
+
+Array = np.ndarray[Any, Any]
+Arrays = dict[str, Array]
+
+
+class NoRows(ValueError):
+    """An update whose rows cannot be taken apart; the text says why, and follows the layer's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What changes one weight [out, in, ...], or its rows `rows` of a joined one.
+
+    lora: `down` [r, in, ...], `up` [out, r(, 1, 1)].
+    loha: `w1_a` [out, r], `w1_b` [r, in x kernel], `w2_a`, `w2_b`.
+    lokr: `w1` or `w1_a` and `w1_b`, `w2` [b, d, ...] or `w2_a` and `w2_b` [r, d x kernel].
+    oft: `blocks` [count, size, size], which turn groups of outputs; `rescale` [out] after that.
+    oft_in: `skew` [count, size (size - 1) / 2], upper triangles of what turns groups of inputs.
+    glora: `a1` [in, r], `a2` [r, in], `b1` [out, r], `b2` [r, in x kernel]: W A + B.
+    ia3: `by_output` [out] or `by_input` [in], that much of the weight is added.
+    full: `difference` [out, in, ...]; norm: `difference` [width].
+    Any may have `bias` [out]; lora, loha, lokr may have DoRA's `magnitude` [out(, 1, ...)] or
+    `input_magnitude` [1, in(, 1, 1)]. `dtypes` are those of the file; what had to be computed is float64.
+    """
+
+    kind: Kind
+    arrays: Mapping[str, Array]
+    rank: int
+    scale: float
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    rows: tuple[int, int] | None = None
+
+
+def normal_form(
+    kind: Kind,
+    arrays: Mapping[Role, Array],
+    *,
+    dtypes: Mapping[Role, str],
+    stated: Callable[[int], float],
+    magnitude_of_outputs: bool = False,
+) -> Update:
+    """Return the update of a module; `stated` gives the strength for a rank where no alpha does.
+
+    Raises ValueError, whose text follows the module's name, for tensors that do not fit together.
+    """
+    alpha = _alpha(arrays)
+    found: Arrays = {
+        str(role): np.asarray(array)
+        for role, array in arrays.items()
+        if role not in ("alpha", "up_bias", "magnitude", "scaled", "on_input")
+    }
+    kept = {str(role): dtype for role, dtype in dtypes.items()}
+    match kind:
+        case "lora":
+            found = _lora(found)
+        case "loha":
+            found = _loha(found)
+        case "lokr":
+            found = _lokr(found)
+        case "oft":
+            found = _oft(found, constraint=alpha)
+        case "oft_in":
+            found = _oft_in(found, scaled=bool(np.any(arrays.get("scaled", 0))))
+        case "glora":
+            found = _glora(found)
+        case "ia3":
+            found = _ia3(found, on_input=bool(np.any(arrays["on_input"])))
+        case "full" | "norm":
+            if not found:
+                raise ValueError("has no numbers")
+    rank = _rank(kind, found, alpha=alpha)
+    scale = _scale(kind, found, alpha=alpha, rank=rank, stated=stated)
+    if "up_bias" in arrays:
+        # peft's bias of lora_B is added with the strength of the rest.
+        found["bias"] = np.asarray(arrays["up_bias"], dtype=np.float64) * scale
+    if "bias" in found:
+        found["bias"] = found["bias"].reshape(-1)
+    if "magnitude" in arrays:
+        name, values = _magnitude(arrays["magnitude"], found, kind, outputs=magnitude_of_outputs)
+        found[name] = values
+        kept[name] = kept["magnitude"]
+    update = Update(
+        kind=kind,
+        arrays=found,
+        rank=rank,
+        scale=scale,
+        dtypes={name: kept[name] for name in found if _untouched(name, found, arrays, kept)},
+    )
+    _check_sizes(update)
+    return update
+
+
+def _untouched(
+    name: str, found: Arrays, arrays: Mapping[Role, Array], kept: Mapping[str, str]
+) -> bool:
+    if name not in kept:
+        return False
+    if name == "input_magnitude" or name == "magnitude":
+        return True
+    own = {str(role): array for role, array in arrays.items()}.get(name)
+    return own is not None and found[name].dtype == own.dtype
+
+
+def _alpha(arrays: Mapping[Role, Array]) -> float | None:
+    if "alpha" not in arrays:
+        return None
+    if arrays["alpha"].size != 1:
+        raise ValueError(f"has an alpha of {arrays['alpha'].size} numbers")
+    return float(arrays["alpha"].reshape(()))
+
+
+def _lora(found: Arrays) -> Arrays:
+    if "mid" in found:  # two small products are the ordinary down matrix
+        down = found["down"].reshape(found["down"].shape[0], -1)
+        product = np.einsum("ij...,jn->in...", found.pop("mid").astype(np.float64), down)
+        found["down"] = product
+    return found
+
+
+def _loha(found: Arrays) -> Arrays:
+    for number in ("1", "2"):
+        core = found.pop(f"t{number}", None)
+        if core is not None:  # [r, out], [r, in] around [r, r, kernel]
+            inner = found[f"w{number}_b"].astype(np.float64)
+            found[f"w{number}_a"] = np.ascontiguousarray(found[f"w{number}_a"].T)
+            product = np.einsum("ij...,jn->in...", core.astype(np.float64), inner)
+            found[f"w{number}_b"] = product.reshape(product.shape[0], -1)
+        for side in ("a", "b"):
+            name = f"w{number}_{side}"
+            found[name] = found[name].reshape(found[name].shape[0], -1)
+    return found
+
+
+def _lokr(found: Arrays) -> Arrays:
+    core = found.pop("t2", None)
+    if core is not None:
+        product = np.einsum("ij...,jn->in...", core.astype(np.float64), found["w2_b"])
+        found["w2_a"] = np.ascontiguousarray(found["w2_a"].T)
+        kernel = product.shape[2:]
+        found["w2_b"] = product.reshape(product.shape[0], -1, *kernel)
+    return found
+
+
+def _oft(found: Arrays, *, constraint: float | None) -> Arrays:
+    blocks = found["blocks"]
+    if blocks.ndim == 4:
+        raise ValueError("is a BOFT, butterflies of rotations, which is not supported")
+    if blocks.ndim != 3 or blocks.shape[1] != blocks.shape[2]:
+        raise ValueError(f"has rotations of shape {blocks.shape}, not (count, size, size)")
+    if constraint:
+        # LyCORIS and sd-scripts: the norm of all of a layer's skew matrices is at most alpha x out.
+        limit = constraint * blocks.shape[0] * blocks.shape[1]
+        wide = blocks.astype(np.float64)
+        norm = float(np.linalg.norm(wide - wide.transpose(0, 2, 1)))
+        if norm > limit:
+            found["blocks"] = wide * (limit / norm)
+    if "rescale" in found:
+        found["rescale"] = found["rescale"].reshape(-1)
+    return found
+
+
+def _oft_in(found: Arrays, *, scaled: bool) -> Arrays:
+    skew = found["skew"]
+    if skew.ndim != 2:
+        raise ValueError(f"has rotations of shape {skew.shape}, not (count, numbers)")
+    size = rotated_size(skew.shape[1])
+    if scaled:  # OneTrainer's scaled variant
+        found["skew"] = skew.astype(np.float64) / (2 * math.sqrt(size - 1))
+    return found
+
+
+def rotated_size(numbers: int) -> int:
+    """Return the side of a skew matrix with this many numbers above its diagonal; raises ValueError."""
+    size = (1 + math.isqrt(1 + 8 * numbers)) // 2
+    if size * (size - 1) // 2 != numbers or size < 2:
+        raise ValueError(f"has rotations of {numbers} numbers each, which is no triangle")
+    return size
+
+
+def _glora(found: Arrays) -> Arrays:
+    core = found.pop("bm", None)
+    flat = {
+        name: array.reshape(array.shape[0], -1) for name, array in found.items() if array.ndim > 1
+    }
+    if core is not None:
+        product = np.einsum("ij...,jn->in...", core.astype(np.float64), flat["b2"])
+        found["b2"] = product
+    rank = min(flat["a1"].shape)
+    if flat["b1"].shape[1] != rank:  # LyCORIS before 2.0 had the pairs the other way around
+        found |= {"a1": found["a2"], "a2": found["a1"], "b1": found["b2"], "b2": found["b1"]}
+    found["a1"] = found["a1"].reshape(found["a1"].shape[0], -1)
+    found["a2"] = found["a2"].reshape(found["a2"].shape[0], -1)
+    return found
+
+
+def _ia3(found: Arrays, *, on_input: bool) -> Arrays:
+    factor = found.pop("factor")
+    found["by_input" if on_input else "by_output"] = factor.reshape(-1)
+    return found
+
+
+def _rank(kind: Kind, found: Arrays, *, alpha: float | None) -> int:
+    if kind == "oft":
+        return int(found["blocks"].shape[1])
+    if kind == "oft_in":
+        return rotated_size(found["skew"].shape[1])
+    pairs = (("up", "down"), ("w1_a", "w1_b"), ("w2_a", "w2_b"), ("a1", "a2"), ("b1", "b2"))
+    ranks = {
+        rank
+        for left, right in pairs
+        if left in found
+        for rank in (found[left].shape[1], found[right].shape[0])
+    }
+    if not ranks:  # two whole LoKr factors: LyCORIS states the rank as alpha
+        return max(1, round(alpha)) if alpha is not None and math.isfinite(alpha) else 1
+    if len(ranks) > 1 or 0 in ranks:
+        raise ValueError(f"has factors of different rank ({', '.join(map(str, sorted(ranks)))})")
+    return int(ranks.pop())
+
+
+def _scale(
+    kind: Kind, found: Arrays, *, alpha: float | None, rank: int, stated: Callable[[int], float]
+) -> float:
+    if kind in ("oft", "oft_in", "ia3", "full", "norm"):
+        return 1.0
+    if kind == "lokr" and {"w1", "w2"} <= found.keys():
+        return 1.0  # by LyCORIS's rule, alpha counts only where a factor is decomposed
+    scale = alpha / rank if alpha is not None else stated(rank)
+    if not math.isfinite(scale):
+        raise ValueError(f"has an alpha of {alpha}")
+    return scale
+
+
+def _magnitude(values: Array, found: Arrays, kind: Kind, *, outputs: bool) -> tuple[str, Array]:
+    """Return the name and numbers of DoRA's magnitudes: of each output, or of each input.
+
+    LyCORIS and OneTrainer write both: [out, 1, ...] and [1, in, ...]; peft only the former.
+    """
+    update = Update(kind=kind, arrays=found, rank=1, scale=1.0)
+    out, fan_in, kernel = sizes(update)
+    inputs = fan_in // max(1, kernel)
+    if not outputs and values.ndim > 1 and values.shape[0] == 1 != values.shape[1]:
+        if values.size not in (inputs, fan_in):
+            raise ValueError(f"has {values.size} magnitudes for {inputs} inputs")
+        return "input_magnitude", values
+    if values.size != out:
+        raise ValueError(f"has {values.size} magnitudes for {out} outputs")
+    # The dimensions of the kernel are kept where the factors do not have them.
+    return "magnitude", values.reshape(-1) if kind == "lora" else values.reshape(
+        out, *(1,) * (values.ndim - 1)
+    )
+
+
+def sizes(update: Update) -> tuple[int, int, int]:
+    """Return (out, fan in, kernel elements) of the weight, 0 for what the update does not tell.
+
+    A kernel that is flattened counts as 1.
+    """
+    arrays = {name: array for name, array in update.arrays.items()}
+    match update.kind:
+        case "lora":
+            down = arrays["down"]
+            return arrays["up"].shape[0], math.prod(down.shape[1:]), math.prod(down.shape[2:])
+        case "loha":
+            return arrays["w1_a"].shape[0], arrays["w1_b"].shape[1], 1
+        case "lokr":
+            out = fan_in = kernel = 1
+            for name in ("w1", "w2"):
+                left = arrays.get(name, arrays.get(f"{name}_a"))
+                right = arrays.get(name, arrays.get(f"{name}_b"))
+                assert left is not None and right is not None
+                out, fan_in = out * left.shape[0], fan_in * math.prod(right.shape[1:])
+                kernel *= math.prod(right.shape[2:])
+            return out, fan_in, kernel
+        case "oft":
+            return arrays["blocks"].shape[0] * arrays["blocks"].shape[1], 0, 1
+        case "glora":
+            b2 = arrays["b2"]
+            return arrays["b1"].shape[0], math.prod(b2.shape[1:]), math.prod(b2.shape[2:])
+        case "full" | "norm" if "difference" in arrays:
+            whole = arrays["difference"]
+            return whole.shape[0], math.prod(whole.shape[1:]), math.prod(whole.shape[2:])
+        case "ia3":
+            return arrays.get("by_output", np.zeros(0)).size, 0, 1
+    return arrays["bias"].size if "bias" in arrays else 0, 0, 1
+
+
+def _check_sizes(update: Update) -> None:
+    """Raise ValueError where the factors of one module are of different layers."""
+    arrays = update.arrays
+    if update.kind == "loha" and (
+        arrays["w1_a"].shape[0] != arrays["w2_a"].shape[0]
+        or arrays["w1_b"].shape[1] != arrays["w2_b"].shape[1]
+    ):
+        raise ValueError("has two products of different sizes")
+    if update.kind == "glora" and arrays["a1"].shape[0] != arrays["a2"].shape[1]:
+        raise ValueError("has two products of different sizes")
+    out = sizes(update)[0]
+    for name in ("bias", "rescale"):
+        if name in arrays and out and arrays[name].size != out:
+            raise ValueError(f"has {arrays[name].size} numbers of {name} for {out} outputs")
+    if any(array.dtype.kind not in "fiub" for array in arrays.values()):
+        raise ValueError("has tensors that are no numbers")
+
+
+# ---- rows of joined layers
+
+
+_OUTPUTS: Mapping[Kind, Set[str]] = {
+    "lora": {"up"},
+    "loha": {"w1_a", "w2_a"},
+    "glora": {"b1"},
+    "full": {"difference"},
+    "ia3": {"by_output"},
+    "norm": {"difference"},
+    "oft_in": set(),
+}
+"""Arrays whose first dimension counts the outputs."""
+
+
+def take_rows(update: Update, begin: int, end: int) -> Update:
+    """Return the update of some rows of a joined layer, as an update of its own, exactly.
+
+    Raises NoRows where it has none of its own: it then needs the whole weight.
+    """
+    if "input_magnitude" in update.arrays:
+        raise NoRows("has a magnitude for each input of joined layers (DoRA), which they share")
+    if update.kind == "oft":
+        return _oft_rows(update, begin, end)
+    changed = {
+        name: array[begin:end]
+        for name, array in update.arrays.items()
+        if name in ("magnitude", "bias")
+    }
+    if update.kind == "lokr":
+        return _lokr_rows(replace(update, arrays={**update.arrays, **changed}), begin, end)
+    for name in _OUTPUTS[update.kind] & update.arrays.keys():
+        changed[name] = update.arrays[name][begin:end]
+    rows = replace(update, arrays={**update.arrays, **changed})
+    return _without_zeros(rows) if update.kind == "lora" else rows
+
+
+def _without_zeros(update: Update) -> Update:
+    """Leave out what of a LoRA only other rows of a joined layer read (sd-scripts' split_qkv)."""
+    up, down = update.arrays["up"], update.arrays["down"]
+    read = up.reshape(up.shape[0], up.shape[1], -1).any(axis=(0, 2))
+    if read.all() or not read.any():
+        return update
+    return replace(
+        update,
+        arrays={**update.arrays, "up": up[:, read], "down": down[read]},
+        rank=int(read.sum()),
+    )
+
+
+def _oft_rows(update: Update, begin: int, end: int) -> Update:
+    size = update.arrays["blocks"].shape[1]
+    if begin % size or end % size:
+        raise NoRows("turns outputs of joined layers into each other (OFT)")
+    changed = {"blocks": update.arrays["blocks"][begin // size : end // size]}
+    changed |= {
+        name: update.arrays[name][begin:end]
+        for name in ("rescale", "bias")
+        if name in update.arrays
+    }
+    return replace(update, arrays={**update.arrays, **changed})
+
+
+def _lokr_rows(update: Update, begin: int, end: int) -> Update:
+    """Rows of w1 where the layers end between them, else the whole product, from which rows are taken."""
+    left = "w1" if "w1" in update.arrays else "w1_a"
+    right = update.arrays.get("w2", update.arrays.get("w2_a"))
+    assert right is not None
+    height = right.shape[0]
+    if begin % height or end % height:
+        return replace(update, rows=(begin, end))
+    rows = update.arrays[left][begin // height : end // height]
+    return replace(update, arrays={**update.arrays, left: rows})
+
+
+def swap_halves(update: Update) -> Update:
+    """Return the update with the two halves of its rows exchanged; raises NoRows where it cannot."""
+    out = sizes(update)[0]
+    if update.kind not in ("lora", "loha", "full", "glora", "norm", "ia3") or out % 2:
+        raise NoRows(f"is a {update.kind} whose rows are in another order in this base")
+    order = np.r_[out // 2 : out, 0 : out // 2]
+    names = (_OUTPUTS[update.kind] | {"magnitude", "bias"}) & update.arrays.keys()
+    changed = {name: update.arrays[name][order] for name in names}
+    return replace(update, arrays={**update.arrays, **changed})

@@ -1,0 +1,318 @@
+"""Reading an adapter file from any trainer without torch: checked header, roles of the keys, sizes.
+
+Input is a path nobody vouches for, or bytes; output the modules as they are spelt there. Every size is
+checked before it is believed, and nothing in the file is used as a path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from lora_trainer.common.errors import InputError
+from lora_trainer.lora_file.header import HeaderEntry, Opened, open_checked, refuse
+from lora_trainer.lora_file.module_update import Update, normal_form
+from lora_trainer.lora_file.names import PART_MARK, Kind, Role, parse_key
+from lora_trainer.lora_file.strength import Strengths, read_strengths
+
+Array = np.ndarray[Any, Any]
+_NUMPY = {
+    "F16": "<f2", "F32": "<f4", "F64": "<f8", "BOOL": "?",
+    "I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8",
+}  # fmt: skip
+_F8_BITS = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2)}
+_BESIDE: frozenset[Role] = frozenset({"alpha", "magnitude", "bias", "up_bias", "rescale", "scaled"})
+_NEEDED: Mapping[Kind, tuple[frozenset[Role], ...]] = {
+    "lora": (frozenset({"down", "up"}), frozenset({"down", "up", "mid"})),
+    "loha": (
+        frozenset({"w1_a", "w1_b", "w2_a", "w2_b"}),
+        frozenset({"w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2"}),
+    ),
+    "lokr": tuple(
+        frozenset({*left, *right})
+        for left in (("w1",), ("w1_a", "w1_b"))
+        for right in (("w2",), ("w2_a", "w2_b"), ("w2_a", "w2_b", "t2"))
+    ),
+    "oft": (frozenset({"blocks"}),),
+    "oft_in": (frozenset({"skew"}),),
+    "glora": (frozenset({"a1", "a2", "b1", "b2"}), frozenset({"a1", "a2", "b1", "b2", "bm"})),
+    "ia3": (frozenset({"factor", "on_input"}),),
+    "full": (frozenset({"difference"}), frozenset()),
+    "norm": (frozenset({"difference"}),),
+}
+_ORDER: tuple[Kind, ...] = ("loha", "lokr", "oft", "oft_in", "glora", "ia3", "norm", "full", "lora")
+"""Of two kinds in one module the one that is not the mere companion of the other (a magnitude, a bias)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleFactors:
+    """All tensors of one module by role; `kind` is None where there are no factors at all."""
+
+    kind: Kind | None
+    entries: Mapping[Role, HeaderEntry]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the factors of its kind are all there, and no others."""
+        have = self.entries.keys() - _BESIDE
+        if self.kind == "full" and not have:
+            return "bias" in self.entries
+        if self.kind == "norm":
+            have |= self.entries.keys() & {"difference"}
+        return self.kind is not None and have in _NEEDED[self.kind]
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks that factors state, one where they agree; of an OFT, the size of a block.
+
+        A LoKr of two whole factors has none, nor has what is no product.
+        """
+        tucker = {"t1", "t2"} & self.entries.keys()
+        pairs: list[tuple[Role, int]] = [
+            ("up", 1), ("w1_b", 0), ("w2_b", 0), ("blocks", -1), ("a2", 0), ("b2", 0),
+        ]  # fmt: skip
+        pairs.append(("down", 0))
+        pairs += [
+            ("w1_a", 0 if tucker and self.kind == "loha" else 1),
+            ("w2_a", 0 if tucker else 1),
+        ]
+        return frozenset(
+            self.entries[role].shape[place]
+            for role, place in pairs
+            if role in self.entries and len(self.entries[role].shape) > 1
+        )
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(out, fan in) of the update, kernels counted, 0 for what the tensors do not tell."""
+        shapes = {str(role): entry.shape for role, entry in self.entries.items()}
+        try:
+            return _size(self.kind, shapes)
+        except (KeyError, IndexError):
+            return (0, 0)
+
+    @property
+    def down_shape(self) -> tuple[int, ...]:
+        """Shape [rank, in, ...] of the factor at the input, as far as it can be told."""
+        if "down" in self.entries and "mid" not in self.entries:
+            return self.entries["down"].shape
+        fan_in = self.size[1]
+        return (max(self.ranks, default=1), fan_in) if fan_in else ()
+
+
+def _size(kind: Kind | None, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    match kind:
+        case "lora":
+            fan_in = math.prod(shapes["down"][1:]) * math.prod(shapes.get("mid", ())[2:])
+            return shapes["up"][0], fan_in
+        case "loha":
+            if "t1" in shapes:
+                return shapes["w1_a"][1], shapes["w1_b"][1] * math.prod(shapes["t1"][2:])
+            return shapes["w1_a"][0], math.prod(shapes["w1_b"][1:])
+        case "lokr":
+            out, fan_in = 1, 1
+            for whole, left, right in (("w1", "w1_a", "w1_b"), ("w2", "w2_a", "w2_b")):
+                if whole in shapes:
+                    out, fan_in = out * shapes[whole][0], fan_in * math.prod(shapes[whole][1:])
+                elif whole == "w2" and "t2" in shapes:
+                    out *= shapes[left][1]
+                    fan_in *= shapes[right][1] * math.prod(shapes["t2"][2:])
+                else:
+                    out, fan_in = out * shapes[left][0], fan_in * math.prod(shapes[right][1:])
+            return out, fan_in
+        case "oft":
+            return shapes["blocks"][-3] * shapes["blocks"][-1], 0
+        case "glora":
+            rank = min(shapes["b1"])
+            new = shapes["b1"][1] == rank
+            kernel = math.prod(shapes.get("bm", ())[2:])
+            wide = (shapes["b1"][0], math.prod(shapes["b2"][1:]) * kernel)
+            return wide if new else (shapes["b2"][0], math.prod(shapes["b1"][1:]))
+        case "full" | "norm" if "difference" in shapes:
+            return shapes["difference"][0], math.prod(shapes["difference"][1:])
+        case "full":
+            return shapes["bias"][0], 0
+    return 0, 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What the header says: metadata, the modules as spelt there, and the keys of no adapter.
+
+    `strengths` are those that stand in the header, or in the settings beside the file.
+    """
+
+    metadata: Mapping[str, str]
+    parts: Mapping[str, ModuleFactors]
+    unknown: tuple[str, ...]
+    strengths: Strengths
+
+    @property
+    def whole(self) -> Mapping[str, ModuleFactors]:
+        """The modules whose tensors are all there, by name."""
+        return {name: part for name, part in sorted(self.parts.items()) if part.complete}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeltAdapter:
+    """An adapter file that is open: its modules as they are spelt there, each read when asked for."""
+
+    name: str
+    contents: Contents
+    opened: Opened
+    _start: int
+
+    def array(self, entry: HeaderEntry) -> Array:
+        """Return a tensor's numbers, float32 for dtypes that numpy has not; raises InputError."""
+        return numbers(self.data(entry), entry)
+
+    def data(self, entry: HeaderEntry) -> bytearray:
+        """Return a tensor's bytes; raises InputError when the file became shorter or cannot be read."""
+        return read_bytes(self.opened.file, self._start, entry, path=self.opened.path)
+
+    def update(self, spelling: str) -> Update:
+        """Return a module in its normal form; raises InputError for one whose tensors do not fit."""
+        part = self.contents.parts[spelling]
+        arrays = {role: self.array(entry) for role, entry in part.entries.items()}
+        dtypes = {role: entry.dtype for role, entry in part.entries.items()}
+        peft = any("lora_magnitude_vector" in entry.key for entry in part.entries.values())
+        try:
+            assert part.kind is not None
+            with np.errstate(all="ignore"):
+                return normal_form(
+                    part.kind,
+                    arrays,
+                    dtypes=dtypes,
+                    stated=lambda rank: self.contents.strengths.scale_of(spelling, rank=rank),
+                    magnitude_of_outputs=peft,
+                )
+        except (ValueError, IndexError, KeyError) as error:
+            raise InputError(
+                f"{self.name} cannot be used: {spelling!r} {str(error).splitlines()[0]}",
+                fix="give an adapter made for this base model, whole",
+            ) from None
+
+
+@contextmanager
+def open_spelt(source: Path | bytes) -> Iterator[SpeltAdapter]:
+    """Open and check a safetensors file; raises InputError saying what is wrong."""
+    name = source.name if isinstance(source, Path) else "the file in memory"
+    with open_checked(source) as opened:
+        contents = _contents(opened, source if isinstance(source, Path) else None)
+        yield SpeltAdapter(name=name, contents=contents, opened=opened, _start=opened.file.tell())
+
+
+def read_contents(source: Path | bytes) -> Contents:
+    """Check a file's header and return what it lists, no tensor read; raises InputError."""
+    with open_checked(source) as opened:
+        return _contents(opened, source if isinstance(source, Path) else None)
+
+
+def read_bytes(file: BinaryIO, start: int, entry: HeaderEntry, *, path: Path) -> bytearray:
+    """Return a tensor's bytes; raises InputError when the file became shorter or cannot be read."""
+    data = bytearray(entry.end - entry.begin)
+    try:
+        file.seek(start + entry.begin)
+        length = file.readinto(data)  # type: ignore[attr-defined]  # all binary files have it
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}", fix="try again") from None
+    if length != len(data):
+        raise InputError(f"{path} changed while it was read", fix="start again")
+    return data
+
+
+def _contents(opened: Opened, path: Path | None) -> Contents:
+    parts: dict[str, dict[Role, HeaderEntry]] = {}
+    kinds: dict[str, set[Kind]] = {}
+    unknown: list[HeaderEntry] = []
+    for entry in opened.entries:
+        parsed = parse_key(entry.key)
+        if parsed is None:
+            unknown.append(entry)
+            continue
+        module, kind, role = parsed
+        if role in parts.setdefault(module, {}):
+            refuse(
+                opened.path, f"has two tensors for the {role} of {module!r}, one is {entry.key!r}"
+            )
+        parts[module][role] = entry
+        if kind is not None:
+            kinds.setdefault(module, set()).add(kind)
+    left = [entry.key for entry in unknown if not _take_factor(entry, parts)]
+    _share_beside(parts)
+    return Contents(
+        metadata=opened.metadata,
+        parts={
+            module: ModuleFactors(kind=_kind(kinds.get(module, set()), roles), entries=roles)
+            for module, roles in parts.items()
+        },
+        unknown=tuple(left),
+        strengths=read_strengths(opened.metadata, path),
+    )
+
+
+def _take_factor(entry: HeaderEntry, parts: Mapping[str, dict[Role, HeaderEntry]]) -> bool:
+    """Give an IA3 its factor, whose key ends like that of any weight; say whether it is one."""
+    module, dot, last = entry.key.rpartition(".")
+    if last != "weight" or not dot or "on_input" not in parts.get(module, {}):
+        return False
+    parts[module]["factor"] = entry
+    return True
+
+
+def _share_beside(parts: dict[str, dict[Role, HeaderEntry]]) -> None:
+    """Give every part of a joined layer the alpha that stands beside the whole."""
+    pieces = [module for module in parts if PART_MARK in module]
+    for module in pieces:
+        whole = parts.get(module.partition(PART_MARK)[0], {})
+        parts[module] = {
+            **{role: whole[role] for role in whole if role == "alpha"},
+            **parts[module],
+        }
+    for whole_name in {module.partition(PART_MARK)[0] for module in pieces}:
+        if parts.get(whole_name, {}).keys() == {"alpha"}:
+            del parts[whole_name]
+
+
+def _kind(kinds: set[Kind], roles: Mapping[Role, HeaderEntry]) -> Kind | None:
+    if kinds >= {"lora"} and {"down", "up", "mid"} & roles.keys():
+        return "lora"
+    if not kinds and "bias" in roles:
+        return "full"
+    return next((kind for kind in _ORDER if kind in kinds), None)
+
+
+def numbers(data: bytearray, entry: HeaderEntry) -> Array:
+    """Return the numbers of a tensor; bf16 and fp8 as float32, which holds them all."""
+    if not data:
+        return np.zeros(entry.shape, "<f4")
+    if entry.dtype == "BF16":  # the upper half of a float32
+        wide = np.frombuffer(data, "<u2").astype("<u4") << 16
+        return wide.view("<f4").reshape(entry.shape)
+    if entry.dtype in _F8_BITS:
+        table = _f8_table(*_F8_BITS[entry.dtype])
+        values: Array = table[np.frombuffer(data, "u1")].reshape(entry.shape)
+        return values
+    return np.frombuffer(data, _NUMPY[entry.dtype]).reshape(entry.shape)
+
+
+def _f8_table(exponent_bits: int, mantissa_bits: int) -> Array:
+    """Return the value of each of the 256 bytes; E4M3 has no infinity (OCP 8-bit floating point 1.0)."""
+    codes = np.arange(128)
+    exponent, mantissa = codes >> mantissa_bits, codes & (2**mantissa_bits - 1)
+    bias = 2 ** (exponent_bits - 1) - 1
+    small = np.ldexp(mantissa / 2.0**mantissa_bits, 1 - bias)
+    usual = np.ldexp(1 + mantissa / 2.0**mantissa_bits, exponent - bias)
+    values = np.where(exponent == 0, small, usual)
+    if exponent_bits == 4:
+        values[127] = np.nan
+    else:
+        values[124:] = [np.inf, np.nan, np.nan, np.nan]
+    table: Array = np.concatenate([values, -values]).astype("<f4")
+    return table

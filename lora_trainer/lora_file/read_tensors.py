@@ -1,0 +1,195 @@
+"""Tensors of LoRA files, and of safetensors files as torch holds them.
+
+Torch tensors as safetensors files hold them: dtype by its name there, bytes in order.
+
+Reading the adapter out of a file of any trainer, layer by layer, as tensors under this program's names.
+
+Input is a safetensors file (or its bytes) and the layers of a base (`adapter_names.file_names`), output
+ModuleTensors. A module that stands for several layers of the base is taken apart by its rows. Tensors
+are read when asked for, so that any number of files can be worked on in the memory of one module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lora_trainer.common.errors import InputError
+from lora_trainer.lora.tensors import ModuleTensors
+from lora_trainer.lora_file.embedding import BUNDLED
+from lora_trainer.lora_file.module_update import NoRows, Update, swap_halves, take_rows
+from lora_trainer.lora_file.names import LayerNames, LayerRows
+from lora_trainer.lora_file.read import ModuleFactors, SpeltAdapter, open_spelt
+from lora_trainer.lora_file.stream import Slot
+
+SLOT_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""Floating-point dtypes by their names in files."""
+_NAMES = {dtype: name for name, dtype in SLOT_DTYPES.items()}
+
+
+def slot(name: str, tensor: Tensor) -> Slot:
+    """Return the place that a floating-point tensor takes in a file."""
+    return Slot(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape))
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU, copied only where they do not lie in order."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    data: Any = flat.view(torch.uint8).numpy()
+    return memoryview(data)
+
+
+_OTHER_BASE = "give an adapter made for this base model, or name its base with --base"
+
+
+@dataclass(kw_only=True, eq=False)
+class OpenAdapter(Mapping[str, ModuleTensors]):
+    """An adapter file that is open for reading: modules by "component.module", each read when looked up.
+
+    Keys are sorted; `items()` holds one module at a time.
+    """
+
+    name: str
+    metadata: Mapping[str, str]
+    _spelt: SpeltAdapter
+    _places: Mapping[str, tuple[str, LayerRows]]
+    _last: tuple[str, Update] | None = field(default=None, init=False)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._places  # the base class would read the module
+
+    def __getitem__(self, key: str) -> ModuleTensors:
+        """Return one module's tensors on the CPU; raises InputError for misshapen ones.
+
+        They have the file's dtype, and float64 where they had to be computed.
+        """
+        spelling, place = self._places[key]
+        if (
+            self._last is None or self._last[0] != spelling
+        ):  # joined layers come one after the other
+            self._last = (spelling, self._spelt.update(spelling))
+        update = self._last[1]
+        try:
+            if place.rows is not None:
+                update = take_rows(update, *place.rows)
+            if place.swapped:
+                update = swap_halves(update)
+        except NoRows as error:
+            raise InputError(
+                f"{self.name} cannot be used with one weight for each layer: {spelling!r} {error}",
+                fix="use it in the program it was made with, which keeps these layers in one weight",
+            ) from None
+        return _tensors(update)
+
+
+@contextmanager
+def open_adapter(source: Path | bytes, *, names: LayerNames) -> Iterator[OpenAdapter]:
+    """Open an adapter file of any trainer; `names` finds the layers of the base by spelling.
+
+    Raises InputError where the file is no whole safetensors file, where modules are unknown or lack
+    tensors, and where a tensor belongs to no kind of adapter that is known.
+    """
+    with open_spelt(source) as spelt:
+        contents = spelt.contents
+        places = _places(contents.parts, names, name=spelt.name)
+        unknown = [key for key in contents.unknown if not key.startswith(BUNDLED)]
+        if unknown:
+            _refuse(
+                spelt.name, f"holds {len(unknown)} tensors of no known kind, first {unknown[0]!r}"
+            )
+        if not places:
+            _refuse(spelt.name, "holds no adapter")
+        yield OpenAdapter(
+            name=spelt.name,
+            metadata=contents.metadata,
+            _spelt=spelt,
+            _places=dict(sorted(places.items())),
+        )
+
+
+def read_tensors(source: Path | bytes, *, names: LayerNames) -> dict[str, ModuleTensors]:
+    """Return all modules of an adapter file at once; see `open_adapter`."""
+    with open_adapter(source, names=names) as adapter:
+        return dict(adapter)
+
+
+def _places(
+    parts: Mapping[str, ModuleFactors], names: LayerNames, *, name: str
+) -> dict[str, tuple[str, LayerRows]]:
+    found = {spelling: names.find(spelling, size=part.size) for spelling, part in parts.items()}
+    unknown = sorted(spelling for spelling, layers in found.items() if not layers)
+    if unknown:
+        _refuse(
+            name,
+            f"has {len(unknown)} of {len(parts)} modules that the base model lacks, first {unknown[0]!r}",
+            fix=_OTHER_BASE,
+        )
+    places: dict[str, tuple[str, LayerRows]] = {}
+    for spelling, part in parts.items():
+        if not part.complete:
+            _refuse(name, f"lacks tensors of {spelling!r}: it has only {', '.join(part.entries)}")
+        for layer in found[spelling]:
+            if layer.key in places:
+                _refuse(name, f"names one module twice, {spelling!r} and {places[layer.key][0]!r}")
+            _check_rows(name, spelling, part, layer)
+            places[layer.key] = (spelling, layer)
+    return places
+
+
+def _check_rows(name: str, spelling: str, part: ModuleFactors, layer: LayerRows) -> None:
+    """Raise InputError for rows that a joined layer does not have, which a slice would pass over."""
+    if layer.rows is None:
+        return
+    if layer.rows[0] >= layer.rows[1]:
+        _refuse(name, f"joins layers in {spelling!r} whose sizes are not known", fix=_OTHER_BASE)
+    if part.size[0] and layer.rows[1] > part.size[0]:
+        _refuse(
+            name,
+            f"has {part.size[0]} outputs in {spelling!r}, the layers that it joins have more",
+            fix=_OTHER_BASE,
+        )
+
+
+def _tensors(update: Update) -> ModuleTensors:
+    return ModuleTensors(
+        kind=update.kind,
+        tensors={
+            name: torch.from_numpy(np.array(array)).to(
+                SLOT_DTYPES[update.dtypes.get(name, _own(array))]
+            )
+            for name, array in sorted(update.arrays.items())
+        },
+        rank=update.rank,
+        scale=update.scale,
+        rows=update.rows,
+    )
+
+
+def _own(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> str:
+    return {"f2": "F16", "f8": "F64"}.get(array.dtype.str[1:], "F32")
+
+
+def _refuse(
+    name: str, what: str, *, fix: str = "give an adapter of a kind that `lora-train inspect` knows"
+) -> NoReturn:
+    raise InputError(f"{name} {what}", fix=fix)

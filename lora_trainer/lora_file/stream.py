@@ -1,0 +1,197 @@
+"""Safetensors files written tensor by tensor: any size in the memory of one tensor, whole or absent.
+
+Input is what each tensor is called and how large it is, then their bytes in the same order; output a
+file that appears under its name when all of it is on the disk. Hashes of the tensor bytes have a fixed
+length, so the header keeps room for them and gets them last. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, retry_while_open, sync_folder
+from lora_trainer.lora_file.header import ELEMENT_BYTES
+
+Body = bytes | memoryview
+MODELSPEC_HASH = "modelspec.hash_sha256"
+MODEL_HASH = "sshs_model_hash"
+LEGACY_HASH = "sshs_legacy_hash"
+HASHES = (MODELSPEC_HASH, MODEL_HASH, LEGACY_HASH)
+"""Header entries that readers of adapters look for; all follow from the tensor bytes."""
+_LEGACY_START, _LEGACY_END = 0x100000, 0x110000
+_CHUNK_BYTES = 1 << 20
+_DTYPES = (
+    *("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
+    *("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
+)
+"""The order in which safetensors itself writes them: wide ones first, so that all are aligned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """A tensor's place in a file to be written; `dtype` as safetensors spells it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(kw_only=True)
+class BodyHashes:
+    """Takes the tensor bytes in file order; `entries` are then the hashes that readers look for."""
+
+    _digest: Any = field(default_factory=sha256)
+    _start: bytearray = field(default_factory=bytearray)
+
+    def update(self, data: Body) -> None:
+        self._digest.update(data)
+        if len(self._start) < _LEGACY_END:
+            self._start += memoryview(data).cast("B")[: _LEGACY_END - len(self._start)]
+
+    def entries(self, slots: Sequence[Slot], metadata: Mapping[str, str]) -> dict[str, str]:
+        """Return the entries of `HASHES`; `metadata` are the other entries of the file."""
+        digest = self._digest.hexdigest()
+        # kohya's legacy hash: 64 KiB at 1 MiB of the file as it would be with the ss_ entries alone.
+        training = {key: value for key, value in metadata.items() if key.startswith("ss_")}
+        as_kohya = header_bytes(slots, training) + self._start
+        legacy = sha256(as_kohya[_LEGACY_START:_LEGACY_END]).hexdigest()[:8]
+        return {MODELSPEC_HASH: f"0x{digest}", MODEL_HASH: digest, LEGACY_HASH: legacy}
+
+
+def ordered(slots: Iterable[Slot]) -> list[Slot]:
+    """Sort as safetensors does: by dtype, the widest first, then by name."""
+    return sorted(slots, key=lambda slot: (_DTYPES.index(slot.dtype), slot.name))
+
+
+def header_bytes(slots: Iterable[Slot], metadata: Mapping[str, str]) -> bytes:
+    """Return the length prefix and the JSON header, padded so that tensors stay aligned.
+
+    safetensors itself orders metadata by chance.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    offset = 0
+    for slot in slots:
+        end = offset + slot.bytes
+        entries[slot.name] = {
+            "dtype": slot.dtype,
+            "shape": list(slot.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    # Text from elsewhere may hold lone surrogates, which are no UTF-8.
+    text = json.dumps(entries, ensure_ascii=False).encode("utf-8", "replace")
+    padded = text + b" " * (-len(text) % 8)
+    return len(padded).to_bytes(8, "little") + padded
+
+
+def refuse_existing(path: Path, *, force: bool) -> None:
+    """Raise RequestError where a result cannot go: no folder for it, or something is there already."""
+    if not path.parent.is_dir():
+        raise RequestError(f"the folder {path.parent} does not exist", fix="create it first")
+    if path.is_dir():
+        raise RequestError(f"{path} is a folder", fix="give --output a file name")
+    if path.exists() and not force:
+        raise RequestError(f"{path} exists already", fix="give another --output, or --force")
+
+
+def write_tensors(
+    path: Path,
+    slots: Sequence[Slot],
+    bodies: Iterable[Body],
+    *,
+    metadata: Mapping[str, str],
+    hashes: Iterable[str] = HASHES,
+    force: bool = False,
+) -> None:
+    """Write a safetensors file of these tensors; `bodies` are their bytes, taken one at a time.
+
+    `hashes` names the entries of `HASHES` that the header gets. Whatever interrupts it, `path` holds
+    all of the new file or what it held before. Raises RequestError for a file that exists, unless
+    `force`, and MachineError when the disk refuses or gives other bytes back.
+    """
+    with whole_or_absent(path, force=force) as file:
+        _write(file, path, slots, bodies, metadata=metadata, hashes=tuple(hashes))
+
+
+@contextmanager
+def whole_or_absent(path: Path, *, force: bool) -> Iterator[BinaryIO]:
+    """Give a file to write that appears as `path` once it is on the disk; raises as `write_tensors`."""
+    refuse_existing(path, force=force)
+    temporary = path.with_name(
+        f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}"[:200]
+    )
+    try:
+        with temporary.open("xb+") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        refuse_existing(path, force=force)  # it may have come into being meanwhile
+        retry_while_open(lambda: temporary.replace(path))
+        sync_folder(path.parent)
+    except OSError as error:
+        raise disk_error(path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write(
+    file: BinaryIO,
+    path: Path,
+    slots: Sequence[Slot],
+    bodies: Iterable[Body],
+    *,
+    metadata: Mapping[str, str],
+    hashes: tuple[str, ...],
+) -> None:
+    found = BodyHashes()
+    others = {key: value for key, value in metadata.items() if key not in HASHES}
+    room = header_bytes(slots, others | _chosen(found.entries((), {}), hashes))
+    file.write(room)
+    for slot, body in zip(slots, bodies, strict=True):
+        view = memoryview(body).cast("B")
+        if len(view) != slot.bytes:
+            raise ValueError(f"{slot.name} has {len(view)} bytes, planned were {slot.bytes}")
+        found.update(view)
+        file.write(view)
+    file.seek(0)
+    entries = found.entries(slots, others)
+    header = header_bytes(slots, others | _chosen(entries, hashes))
+    assert len(header) == len(room)
+    file.write(header)
+    require_body(file, path, start=len(room), sha256_hex=entries[MODEL_HASH])
+
+
+def require_body(file: BinaryIO, path: Path, *, start: int, sha256_hex: str) -> None:
+    """Read back what was written from `start` on; raises MachineError for other bytes."""
+    file.flush()
+    if _body_sha256(file, start=start) != sha256_hex:
+        raise MachineError(
+            f"{path} reads back with other bytes than were written",
+            fix="check the disk or choose another folder with --output",
+        )
+
+
+def _chosen(entries: Mapping[str, str], hashes: tuple[str, ...]) -> dict[str, str]:
+    return {key: entries[key] for key in hashes}
+
+
+def _body_sha256(file: BinaryIO, *, start: int) -> str:
+    file.seek(start)
+    digest = sha256()
+    while data := file.read(_CHUNK_BYTES):
+        digest.update(data)
+    return digest.hexdigest()

@@ -1,0 +1,243 @@
+"""How far an exported file is from the live adapter, and whether rounding alone explains it.
+
+Input is a file and the live tensors, output norms per module. The file is read as a stranger's
+would be (`adapter_read`): strength from the file itself, every module present, none unknown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lora_trainer.common.errors import InputError, TrainingStopped
+from lora_trainer.config.config import Precision
+from lora_trainer.families.base import Family
+from lora_trainer.lora.tensors import (
+    DTYPES,
+    AdapterTensors,
+    ModuleTensors,
+    rotation,
+    split_key,
+    update,
+)
+from lora_trainer.lora_file.names import file_names
+from lora_trainer.lora_file.read_tensors import OpenAdapter, open_adapter
+
+# Norms are roots of float64 sums of products, and alpha is a float32: below this they are noise.
+_NOISE = 2e-7
+_CHUNK_ELEMENTS = 2**22
+"""Elements of a LoHa's update formed at a time: 32 MiB in float64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """One module read back: norms of read - live and of live, and whether rounding explains the former.
+
+    Norms are Frobenius norms of the update; of an OFT, of its rotations less the identity.
+    """
+
+    key: str
+    error: float
+    size: float
+    explained: bool
+
+    @property
+    def relative_error(self) -> float:
+        """|read - live| / |live|; infinite where the live update is zero and the file's is not."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.size if self.size > 0 else float("inf")
+
+
+def matches(
+    source: bytes | Path, tensors: AdapterTensors, *, family: Family, precision: Precision
+) -> Iterator[Match]:
+    """Compare every module; raises TrainingStopped when the file does not hold these modules."""
+    modules: dict[str, list[str]] = {}
+    for key in tensors:
+        component, module = split_key(key)
+        modules.setdefault(component, []).append(module)
+    try:
+        with open_adapter(source, names=file_names(family, modules)) as adapter:
+            for key, live in tensors.items():
+                yield _match(key, live, _read(adapter, key, live), precision=precision)
+    except InputError as error:
+        raise _not_the_adapter(error.found) from None
+
+
+def _read(adapter: OpenAdapter, key: str, live: ModuleTensors) -> ModuleTensors:
+    if key not in adapter:
+        raise _not_the_adapter(f"{key} is missing")
+    read = adapter[key]
+    if read.kind != live.kind or _shapes(read) != _shapes(live):
+        raise _not_the_adapter(f"{key} has other tensors or shapes")
+    return read
+
+
+def _shapes(module: ModuleTensors) -> dict[str, tuple[int, ...]]:
+    """Kernels may be flattened: readers take factors as matrices."""
+    return {name: (t.shape[0], t[0].numel()) for name, t in sorted(module.tensors.items())}
+
+
+def _not_the_adapter(what: str) -> TrainingStopped:
+    return TrainingStopped(
+        f"the exported file does not hold the adapter: {what}", fix="report this as a bug"
+    )
+
+
+def _match(key: str, live: ModuleTensors, read: ModuleTensors, *, precision: Precision) -> Match:
+    live, read = _exact(live), _exact(read)
+    if live.kind == "lora":
+        error, size = _low_rank_norms(live, read)
+        explained = error <= _low_rank_rounding(live, read, precision=precision)
+        explained &= all(
+            _is_rounding(read.tensors[name], exact, precision=precision)
+            for name, exact in live.tensors.items()
+            if name not in ("up", "down")
+        )
+    else:
+        # The update multiplies factors element by element: bounds on its norm would pass anything.
+        error, size = _NORMS.get(live.kind, _tensor_norms)(live, read)
+        explained = all(
+            _is_rounding(read.tensors[name].reshape(exact.shape), exact, precision=precision)
+            for name, exact in _at_scale(live, read.scale).items()
+        )
+    return Match(key=key, error=error, size=size, explained=explained)
+
+
+def _at_scale(module: ModuleTensors, scale: float) -> Mapping[str, Tensor]:
+    """Return the tensors of a module as a file of this strength must hold them."""
+    if module.kind not in ("loha", "lokr", "glora") or scale == module.scale:
+        return module.tensors
+    strong = ("a1", "b1") if module.kind == "glora" else ("w1",)
+    strong = strong if strong[0] in module.tensors else ("w1_a",)
+    factor = module.scale / scale if scale else math.inf  # nothing explains a strength that is lost
+    changed = {name: module.tensors[name] * factor for name in strong}
+    return {**module.tensors, **changed}
+
+
+def _exact(module: ModuleTensors) -> ModuleTensors:
+    tensors = {
+        name: tensor.detach().cpu().to(torch.float64)  # MPS has no float64
+        for name, tensor in module.tensors.items()
+    }
+    return replace(module, tensors=tensors)
+
+
+# ---- what rounding explains
+
+
+def _is_rounding(read: Tensor, live: Tensor, *, precision: Precision) -> bool:
+    limits = torch.finfo(DTYPES[precision])
+    spacing = live.abs() * (limits.eps / 2) + limits.tiny * limits.eps / 2
+    return bool(((read - live).abs() <= spacing).all())
+
+
+def _low_rank_rounding(live: ModuleTensors, read: ModuleTensors, *, precision: Precision) -> float:
+    """Return the largest |read - live| that rounding both factors to `precision` can cause.
+
+    An element moves by at most eps / 2 of itself, or half a subnormal spacing near zero. A fixed
+    percentage would refuse the tiny values of a first step and pass a wrong alpha in bf16. `up` is
+    rounded as the file has it: with the strength multiplied in where the file states none.
+    """
+    up = live.tensors["up"].flatten(1) * (live.scale / read.scale if read.scale else 0.0)
+    down = live.tensors["down"].flatten(1)
+    up_size, down_size = float(up.norm()), float(down.norm())
+    moved_up, moved_down = _moved(up, precision), _moved(down, precision)
+    moved = moved_up * down_size + (up_size + moved_up) * moved_down
+    return abs(read.scale) * (moved + _NOISE * up_size * down_size)
+
+
+def _moved(matrix: Tensor, precision: Precision) -> float:
+    limits = torch.finfo(DTYPES[precision])
+    near_zero = limits.tiny * limits.eps / 2 * float(matrix.numel() ** 0.5)
+    return limits.eps / 2 * float(matrix.norm()) + near_zero
+
+
+# ---- norms, without forming the [out, in] matrices
+
+
+def _low_rank_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, float]:
+    """read - live = (U' - U) D' + U (D' - D) is one product of thin factors.
+
+    Differences are taken before products, so equal files give exactly zero.
+    """
+    up, up_read = _strong_up(live), _strong_up(read)
+    down, down_read = live.tensors["down"].flatten(1), read.tensors["down"].flatten(1)
+    left = torch.cat([up_read - up, up], dim=1)
+    right = torch.cat([down_read, down_read - down], dim=0)
+    return _product_norm(left, right), _product_norm(up, down)
+
+
+def _strong_up(module: ModuleTensors) -> Tensor:
+    return module.tensors["up"].flatten(1) * module.scale
+
+
+def _product_norm(left: Tensor, right: Tensor) -> float:
+    """|A B| from |A B|^2 = sum of (A^T A) * (B B^T), elementwise."""
+    squared = ((left.T @ left) * (right @ right.T)).sum()
+    return float(squared.clamp_min(0).sqrt())
+
+
+def _loha_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, float]:
+    rows = max(1, _CHUNK_ELEMENTS // live.tensors["w1_b"].shape[1])
+    error = size = 0.0
+    for start in range(0, live.tensors["w1_a"].shape[0], rows):
+        part = slice(start, start + rows)
+        exact = update(_rows(live, part))
+        error += float((update(_rows(read, part)) - exact).square().sum())
+        size += float(exact.square().sum())
+    return math.sqrt(error), math.sqrt(size)
+
+
+def _rows(module: ModuleTensors, part: slice) -> ModuleTensors:
+    tensors = {
+        name: tensor[part] if name.endswith("_a") else tensor.flatten(1)
+        for name, tensor in module.tensors.items()
+    }
+    return replace(module, tensors=tensors)
+
+
+def _lokr_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, float]:
+    """read - live = dL x R' + L x dR, and norms and inner products of x are products of the factors'."""
+    left, right = _kron_factor(live, "w1") * live.scale, _kron_factor(live, "w2")
+    left_read, right_read = _kron_factor(read, "w1") * read.scale, _kron_factor(read, "w2")
+    moved_left, moved_right = left_read - left, right_read - right
+    squared = (
+        _dot(moved_left, moved_left) * _dot(right_read, right_read)
+        + 2 * _dot(moved_left, left) * _dot(right_read, moved_right)
+        + _dot(left, left) * _dot(moved_right, moved_right)
+    )
+    size = math.sqrt(_dot(left, left) * _dot(right, right))
+    return math.sqrt(max(0.0, squared)), size
+
+
+def _kron_factor(module: ModuleTensors, name: str) -> Tensor:
+    if name in module.tensors:
+        return module.tensors[name].flatten(1)
+    return module.tensors[f"{name}_a"] @ module.tensors[f"{name}_b"].flatten(1)
+
+
+def _dot(left: Tensor, right: Tensor) -> float:
+    return float((left * right).sum())
+
+
+def _oft_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, float]:
+    rotations, rotations_read = rotation(live.tensors["blocks"]), rotation(read.tensors["blocks"])
+    identity = torch.eye(rotations.shape[-1], dtype=torch.float64)
+    return float((rotations_read - rotations).norm()), float((rotations - identity).norm())
+
+
+def _tensor_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, float]:
+    """Norms over all numbers of a module, for kinds whose update is made of the weight, or is them."""
+    pairs = [(exact, read.tensors[name]) for name, exact in _at_scale(live, read.scale).items()]
+    error = sum(_dot(other - exact, other - exact) for exact, other in pairs)
+    return math.sqrt(error), math.sqrt(sum(_dot(exact, exact) for exact, _ in pairs))
+
+
+_NORMS = {"loha": _loha_norms, "lokr": _lokr_norms, "oft": _oft_norms}

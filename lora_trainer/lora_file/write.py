@@ -1,0 +1,338 @@
+"""Adapter files that work elsewhere: key names, header, read-back, rolling names.
+
+Input is the live adapter, output a safetensors file in the names of kohya, of diffusers or of
+ComfyUI. A file is read back as a stranger's would be and compared with the live adapter before it
+is published. The same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lora_trainer.common.errors import InputError, MachineError, TrainingStopped
+from lora_trainer.common.files import (
+    disk_error,
+    retry_while_open,
+    sha256_bytes,
+    sha256_file,
+    write_atomic,
+)
+from lora_trainer.config.config import Precision
+from lora_trainer.families.base import Family, FileFormat
+from lora_trainer.lora.tensors import DTYPES, AdapterTensors, ModuleTensors, split_key
+from lora_trainer.lora_file.embedding import embedding_path
+from lora_trainer.lora_file.formats import AdapterContents, resolve_format
+from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary, metadata
+from lora_trainer.lora_file.names import ALPHA, BIAS, file_endings
+from lora_trainer.lora_file.read_tensors import slot, tensor_bytes
+from lora_trainer.lora_file.stream import BodyHashes, header_bytes, ordered
+from lora_trainer.lora_file.strength import DIFFUSERS_METADATA, FOLDED
+from lora_trainer.lora_file.verify import matches
+
+__all__ = [
+    "AdapterTensors",
+    "ExportInfo",
+    "ModuleTensors",
+    "SubsetSummary",
+    "best_export_name",
+    "common_alpha",
+    "contents_of",
+    "export_bytes",
+    "file_tensors",
+    "final_export_name",
+    "metadata",
+    "prune_exports",
+    "publish",
+    "read_back",
+    "resolve_format",
+    "step_export_name",
+    "write_export",
+]
+
+_STRONG = frozenset({"up", "w1", "w1_a", "a1", "b1"})
+"""The factors that take what of the strength the file does not state: each product has one of these."""
+_SCALED = frozenset({"lora", "loha", "lokr", "glora"})
+"""Kinds whose alpha is a strength."""
+_FLAT = frozenset({"w1_b", "w2_b"})
+"""Factors that readers multiply as matrices: a convolution's kernel is flattened into the rows."""
+
+
+def contents_of(tensors: AdapterTensors) -> AdapterContents:
+    """Return what an adapter holds as far as formats care."""
+    return AdapterContents(
+        kinds=frozenset(module.kind for module in tensors.values()),
+        dora=any(module.dora for module in tensors.values()),
+        text=any(split_key(key)[0].startswith("text_encoder") for key in tensors),
+        bias=any("bias" in module.tensors and module.kind != "norm" for module in tensors.values()),
+        input_dora=any("input_magnitude" in module.tensors for module in tensors.values()),
+    )
+
+
+def export_bytes(
+    tensors: AdapterTensors,
+    *,
+    family: Family,
+    format: FileFormat,
+    precision: Precision,
+    metadata: Mapping[str, str],
+) -> bytes:
+    """Return the safetensors file of an adapter; `format` is one that `formats.resolve_format` allows.
+
+    kohya files state the strength of LoRAs as `alpha`, one for all modules, as diffusers 0.42 gives
+    attention layers the most frequent one; what a module's own differs by is multiplied into `up`. In
+    the other formats all of it is, as their readers disagree about where it is written, and so is
+    that of a LoHa and a LoKr, whose alpha in kohya files is their rank (docs/formats.md). The header gets
+    `metadata` and hashes of the tensor bytes. Raises TrainingStopped when a value is not finite or
+    does not fit `precision`.
+    """
+    if DIFFUSERS_METADATA in metadata:
+        raise ValueError(f"{DIFFUSERS_METADATA} would be a second strength beside the tensors'")
+    named: list[tuple[str, Tensor]] = []
+    alpha = common_alpha(tensors.values())
+    for key, module in tensors.items():
+        named += file_tensors(
+            module, key=key, family=family, format=format, precision=precision, lora_alpha=alpha
+        )
+    folded = any(
+        _alpha(module, format=format, lora_alpha=alpha) is None for module in tensors.values()
+    )
+    return _sealed(named, {**metadata, FOLDED: "multiplied in"} if folded else metadata)
+
+
+def read_back(data: bytes | Path, tensors: AdapterTensors, *, family: Family) -> float:
+    """Read an exported file as a loader would; return the largest relative error of an update.
+
+    The error is |read - live| / |live| in Frobenius norm, infinite where the live update is zero
+    and the file's is not. Raises TrainingStopped when modules are missing, unknown or misshapen.
+    """
+    found = matches(data, tensors, family=family, precision="fp32")
+    return max((match.relative_error for match in found), default=0.0)
+
+
+def write_export(
+    path: Path,
+    tensors: AdapterTensors,
+    *,
+    family: Family,
+    info: ExportInfo,
+    format: FileFormat,
+    precision: Precision,
+) -> float:
+    """Publish a trained adapter at `path` once it reads back right; return the largest relative error.
+
+    Raises as `publish` does.
+    """
+    return publish(
+        path,
+        tensors,
+        family=family,
+        entries=metadata(info),
+        format=format,
+        precision=precision,
+    )
+
+
+def publish(
+    path: Path,
+    tensors: AdapterTensors,
+    *,
+    family: Family,
+    entries: Mapping[str, str],
+    format: FileFormat,
+    precision: Precision,
+) -> float:
+    """Write an adapter with these header entries; return the largest relative error of an update.
+
+    Raises TrainingStopped when a module differs by more than rounding to `precision` explains, and
+    MachineError when the disk refuses or gives other bytes back.
+    """
+    data = export_bytes(
+        tensors, family=family, format=format, precision=precision, metadata=entries
+    )
+    worst = 0.0
+    for match in matches(data, tensors, family=family, precision=precision):
+        if not match.explained:
+            raise TrainingStopped(
+                f"{path.name} would differ from the adapter in {match.key} by {match.relative_error:.1e}",
+                fix="report this as a bug; the saved states are unharmed",
+            )
+        worst = max(worst, match.relative_error)
+    write_atomic(path, data)
+    if sha256_file(path) != sha256_bytes(data):
+        raise MachineError(
+            f"{path} reads back with other bytes than were written",
+            fix="check the disk or choose another folder with --output",
+        )
+    return worst
+
+
+def final_export_name(name: str) -> str:
+    """Return the file name of a run's final export."""
+    return f"{name}.safetensors"
+
+
+def step_export_name(name: str, *, step: int) -> str:
+    """Return the file name of a rolling export."""
+    return f"{name}-step{step:08d}.safetensors"
+
+
+def best_export_name(name: str) -> str:
+    """Return the file name of the export of a run's best step."""
+    return f"{name}-best.safetensors"
+
+
+def prune_exports(folder: Path, *, name: str, keep_last: int) -> list[Path]:
+    """Remove a run's rolling exports but the `keep_last` newest by step, and what belongs to them.
+
+    Returns the removed exports. Call it after the newest is published. Nothing that is not named like
+    a rolling export of `name` is touched. Raises MachineError when the disk refuses.
+    """
+    pattern = re.compile(rf"{re.escape(name)}-step(\d{{8,}})\.safetensors")
+    found = {path: pattern.fullmatch(path.name) for path in folder.iterdir()}
+    steps = {path: int(match[1]) for path, match in found.items() if match}
+    oldest_first = sorted(steps, key=lambda path: steps[path])
+    removed = oldest_first[: max(0, len(oldest_first) - keep_last)]
+    for path in removed:
+        try:
+            retry_while_open(path.unlink)
+            embedding_path(path).unlink(missing_ok=True)
+        except OSError as error:
+            raise disk_error(path, error) from error
+    return removed
+
+
+def common_alpha(modules: Iterable[ModuleTensors]) -> float:
+    """Return the most frequent alpha of LoRA modules."""
+    alphas = Counter(module.scale * module.rank for module in modules if module.kind == "lora")
+    return alphas.most_common(1)[0][0] if alphas else 1.0
+
+
+def file_tensors(
+    module: ModuleTensors,
+    *,
+    key: str,
+    family: Family,
+    format: FileFormat,
+    precision: Precision,
+    lora_alpha: float,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in the file, tensor) of one module, rounded, on the CPU; see `export_bytes`.
+
+    `lora_alpha` is `common_alpha` of all modules of the file.
+    """
+    if module.rows is not None:
+        raise InputError(
+            f"{key} has some rows of a Kronecker product only (LoKr of joined layers), which no file "
+            "with one weight for each layer can state",
+            fix="make a LoRA of it with `lora-train resize --rank`, or merge it with --into",
+        )
+    name = family.lora_key_name(format, *split_key(key))
+    alpha = _alpha(module, format=format, lora_alpha=lora_alpha)
+    factor = _folded(module, alpha)
+    own = file_endings(format, module.kind, component=split_key(key)[0])
+    endings: dict[str, str] = {
+        **{str(role): ending for role, ending in own.items()},
+        **({} if module.kind == "norm" else {"bias": BIAS}),
+    }
+    endings |= {"input_magnitude": endings.get("magnitude", "")}
+    endings |= dict.fromkeys(("by_output", "by_input"), endings.get("factor", ""))
+    for role, tensor in module.tensors.items():
+        wide = tensor.detach().cpu().to(torch.float64)  # MPS has no float64
+        if role in _STRONG:
+            wide = wide * factor
+        if role in _FLAT:
+            wide = wide.flatten(1)
+        if role in ("magnitude", "input_magnitude"):
+            found = _magnitude(wide, module, role, key=key, format=format, precision=precision)
+        else:
+            found = _rounded(wide, key=key, precision=precision)
+        yield f"{name}{endings[role]}", found
+    if module.kind == "ia3":
+        on_input = "by_input" in module.tensors
+        yield f"{name}{endings['on_input']}", torch.tensor(float(on_input))
+    if alpha is not None:
+        yield f"{name}{ALPHA}", torch.tensor(alpha, dtype=torch.float32)
+
+
+def _alpha(module: ModuleTensors, *, format: FileFormat, lora_alpha: float) -> float | None:
+    """Return the alpha that the file states, kept in fp32: readers take it with .item().
+
+    The alpha of an OFT is a limit on its rotations; 0 is none. That of a LoHa and a LoKr is the rank, as
+    LyCORIS 4.1 merges alpha / rank squared. Readers of ComfyUI's names take an alpha for all kinds,
+    but diffusers 0.42 refuses it beside a LoRA or a LoKr.
+    """
+    if module.kind not in _SCALED or format == "diffusers":
+        return 0.0 if module.kind == "oft" and format != "diffusers" else None
+    if format == "comfyui":
+        return None
+    return lora_alpha if module.kind == "lora" else float(module.rank)
+
+
+def _folded(module: ModuleTensors, alpha: float | None) -> float:
+    """Return what one of the factors takes of the strength."""
+    if module.kind not in _SCALED or module.scale * module.rank == alpha:
+        return 1.0
+    return module.scale if alpha is None else module.scale * module.rank / alpha
+
+
+def _magnitude(
+    tensor: Tensor,
+    module: ModuleTensors,
+    role: str,
+    *,
+    key: str,
+    format: FileFormat,
+    precision: Precision,
+) -> Tensor:
+    """Round a magnitude as little as its readers allow: it scales the base's weight, not the update.
+
+    diffusers looks at the first tensor to tell a file's format, and files begin with the widest
+    dtype: that must stay a factor's.
+    """
+    if format == "diffusers":
+        closest: Precision = "fp32" if precision == "fp32" else "fp16"
+        return _rounded(_as_peft(tensor, module), key=key, precision=closest)
+    column = tensor
+    if module.kind == "lora" and role == "magnitude":
+        column = tensor.reshape(-1, *(1,) * (module.tensors["down"].ndim - 1))
+    return _rounded(column, key=key, precision="fp32")
+
+
+def _as_peft(tensor: Tensor, module: ModuleTensors) -> Tensor:
+    """Return [out] for a linear layer, [1, out, 1, ...] for a convolution."""
+    kernel = module.tensors["down"].ndim - 2
+    return tensor.reshape(1, -1, *(1,) * kernel) if kernel else tensor
+
+
+def _rounded(tensor: Tensor, *, key: str, precision: Precision) -> Tensor:
+    if not tensor.isfinite().all():
+        raise TrainingStopped(
+            f"the adapter of {key} holds values that are not finite numbers",
+            fix="resume from an earlier state with a lower optimizer.learning_rate",
+        )
+    rounded = tensor.to(DTYPES[precision]).contiguous()
+    if not rounded.isfinite().all():
+        largest, limit = tensor.abs().max(), torch.finfo(rounded.dtype).max
+        raise TrainingStopped(
+            f"the adapter of {key} reaches {largest:.3g}, {precision} ends at {limit:.3g}",
+            fix="export with --set output.precision=fp32",
+        )
+    return rounded
+
+
+def _sealed(named: list[tuple[str, Tensor]], entries: Mapping[str, str]) -> bytes:
+    """Serialise with the hashes readers look for."""
+    tensors = dict(named)
+    if len(tensors) < len(named):
+        raise ValueError("two modules share one name in the file")
+    slots = ordered(slot(name, tensor) for name, tensor in named)
+    body = b"".join(tensor_bytes(tensors[each.name]) for each in slots)
+    hashes = BodyHashes()
+    hashes.update(body)
+    return header_bytes(slots, {**entries, **hashes.entries(slots, entries)}) + body

@@ -1,0 +1,1 @@
+"""Short trainings, watched and measured: bench and profile."""

@@ -1,0 +1,211 @@
+"""`bench`: short trainings that differ in one setting each, as a table of speed and memory.
+
+Input is a request as for training, output one row per variant. Every row is a training of its own
+process in a folder that is thrown away: what it measures is what a user would get, its peak memory
+is its own, and one that runs out of memory ends no other.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.events import read_jsonl
+from lora_trainer.common.files import read_json_object
+from lora_trainer.config.config import concrete, flatten
+from lora_trainer.run.prepare import Prepared, Request, prepare
+
+WARMUP_STEPS = 2
+QUIET: Mapping[str, Any] = {
+    "sampling.every_steps": 0,
+    "train.validate_every_steps": 0,
+    "output.save_every_steps": 0,
+    "output.hub_repo": None,
+    "logging.trackers": [],
+}
+TOLD_ONLY_HERE = ("output.folder", "output.name", "train.steps", *QUIET)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Settings to try on top of those asked for; no settings is the run as planned."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRow:
+    """What a variant measured; `failure` is the program's last line where it did not finish.
+
+    `seconds_per_step` is the median after the warm-up; `peak_bytes` what the allocator reserved on a
+    card, with the plan's share of the context, and the process's memory on a CPU; `predicted_bytes`
+    the plan's peak; `cached_images_per_s` None where the caches were warm.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    seconds_per_step: float | None = None
+    images_per_s: float | None = None
+    peak_bytes: int | None = None
+    predicted_bytes: int | None = None
+    cached_images_per_s: float | None = None
+    failure: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def bench(
+    request: Request,
+    *,
+    steps: int,
+    only: Sequence[str] = (),
+    on_start: Callable[[Variant, int], None] = lambda _variant, _count: None,
+) -> list[BenchRow]:
+    """Measure the planned run and its variants, one after the other; `only` keeps those of some settings.
+
+    `on_start(variant, count)` is called before each. Raises RequestError for too few steps or settings
+    that are not varied and whatever planning raises; a variant that fails is a row.
+    """
+    if steps < 1:
+        raise RequestError(f"--steps {steps} is no number of steps", fix="give 1 or more")
+    chosen = _chosen(list(variants(prepare(request))), only)
+    rows = []
+    try:
+        with tempfile.TemporaryDirectory(prefix="lora-train-bench-") as folder:
+            for variant in chosen:
+                on_start(variant, len(chosen))
+                rows.append(_measure(request, variant, steps=steps, folder=Path(folder)))
+    except OSError as error:
+        raise MachineError(
+            f"the trainings could not be started: {error.strerror or error}",
+            fix="free some space in the folder for temporary files",
+        ) from error
+    return rows
+
+
+def _chosen(found: list[Variant], only: Sequence[str]) -> list[Variant]:
+    varied = {key for variant in found for key in variant.settings}
+    for key in only:
+        if key not in varied:
+            raise RequestError(
+                f"{key} is not varied here",
+                fix=f"name some of {', '.join(sorted(varied))}",
+            )
+    return [
+        each for each in found if not only or not each.settings or set(only) & set(each.settings)
+    ]
+
+
+def variants(prepared: Prepared) -> Iterator[Variant]:
+    """Yield the run as planned, then others that differ in one setting."""
+    config = prepared.config
+    yield Variant(name="as planned", settings={})
+    values: dict[str, tuple[Any, ...]] = {
+        "memory.micro_batch": tuple(_powers_of_two(config.train.batch_size)),
+        "memory.gradient_checkpointing": ("none", "light", "selective", "full"),
+        "data.resolution": tuple(_smaller_sides_px(prepared)),
+    }
+    if config.hardware.device != "cpu":
+        if prepared.hardware.packages.get("xformers"):
+            values["memory.attention"] = ("sdpa", "xformers")
+        if config.train.precision == "bf16" and "fp16" in prepared.family.precisions:
+            values["train.precision"] = ("fp16",)
+    planned = flatten(config)
+    for key, choices in values.items():
+        for value in choices:
+            if value != planned[key]:
+                yield Variant(name=f"{key}={value}", settings={key: value})
+
+
+def _smaller_sides_px(prepared: Prepared) -> Iterator[int]:
+    step_px, side_px = prepared.facts.bucket_step_px, concrete(prepared.config.data.resolution)
+    for share in (0.5, 0.75):
+        smaller_px = int(side_px * share) // step_px * step_px
+        if smaller_px:
+            yield smaller_px
+
+
+def _powers_of_two(limit: int) -> Iterator[int]:
+    """Yield 1, 2, 4, ... and `limit`."""
+    value = 1
+    while value < limit:
+        yield value
+        value *= 2
+    yield limit
+
+
+def _measure(request: Request, variant: Variant, *, steps: int, folder: Path) -> BenchRow:
+    name = f"{len(list(folder.iterdir()))}"
+    settings = {
+        # The caches of this bench only, so that the first row of each resolution fills them.
+        "data.cache_dir": str(folder / "cache"),
+        **_typed(request),
+        **QUIET,
+        **variant.settings,
+        "train.steps": WARMUP_STEPS + steps,
+        "output.folder": str(folder),
+        "output.name": name,
+    }
+    finished = subprocess.run(
+        _command(request, settings), capture_output=True, text=True, encoding="utf-8", check=False
+    )
+    if finished.returncode:
+        said = [line for line in finished.stderr.splitlines() if line.strip()]
+        failure = said[-1] if said else f"ended with exit code {finished.returncode}"
+        return BenchRow(name=variant.name, settings=variant.settings, failure=failure)
+    return _row(variant, folder / name)
+
+
+def _typed(request: Request) -> dict[str, Any]:
+    return {key: value for key, value in request.overrides.items() if key not in TOLD_ONLY_HERE}
+
+
+def _command(request: Request, settings: Mapping[str, Any]) -> list[str]:
+    command = [sys.executable, "-m", "lora_trainer", str(request.dataset.resolve())]
+    command += ["--preset", request.preset, "--priority", request.priority]
+    if request.config_file is not None:
+        command += ["--config", str(request.config_file)]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={json.dumps(value)}"]
+    return command
+
+
+def _row(variant: Variant, folder: Path) -> BenchRow:
+    """Read what a finished run left."""
+    events = read_jsonl(folder / "events.jsonl")
+    steps = [row for row in events if row["event"] == "step" and row["step"] > WARMUP_STEPS]
+    plan = read_json_object(folder / "run.json")["plan"]
+    seconds = statistics.median(row["seconds"] for row in steps)
+    images = steps[-1]["images"] / steps[-1]["step"]
+    reserved = max(row["vram_reserved_bytes"] for row in steps)
+    cached = next(row for row in events if row["event"] == "cached")
+    return BenchRow(
+        name=variant.name,
+        settings=variant.settings,
+        seconds_per_step=seconds,
+        images_per_s=images / seconds,
+        peak_bytes=reserved + _context_bytes(plan)
+        if reserved
+        else max(row["host_bytes"] for row in steps),
+        predicted_bytes=plan["memory"]["peak_bytes"],
+        cached_images_per_s=(
+            cached["latents"] / cached["seconds"]
+            if cached["latents"] and cached["seconds"]
+            else None
+        ),
+    )
+
+
+def _context_bytes(plan: Mapping[str, Any]) -> int:
+    """Return what the plan counts for context and libraries, which the allocator does not see."""
+    return sum(item["bytes"] for item in plan["memory"]["items"] if item["name"] == "runtime")

@@ -1,0 +1,156 @@
+"""`profile`: a few steps of a training under torch's profiler, and what sets its pace.
+
+Input is a request as for training, output a run folder whose tensorboard/ holds the trace, and a
+verdict. The steps are those of the real run: same caches, same loop, same plan.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
+
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.events import Event, Listener
+from lora_trainer.reporting.bottleneck import Measured, Verdict, verdict
+from lora_trainer.run.prepare import Prepared, Request, prepare
+from lora_trainer.run.train import TrainRequest, train
+from lora_trainer.training.progress import Progress
+
+WARMUP_STEPS = 3
+"""Steps before the profiler starts: the first ones pick kernels and fill the allocator."""
+NO_EXTRAS: Mapping[str, Any] = {
+    "sampling.every_steps": 0,
+    "train.validate_every_steps": 0,
+    "output.save_every_steps": 0,
+    "output.hub_repo": None,
+    "logging.trackers": (),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled:
+    """What was found, and where the trace is; `operations` has seconds a step, the longest first."""
+
+    verdict: Verdict
+    measured: Measured
+    steps: int
+    trace: Path
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {
+            "sentence": self.verdict.sentence,
+            "cause": self.verdict.cause,
+            "shares": dict(self.verdict.shares),
+            "seconds_per_step": self.measured.wall_s,
+            "operations": dict(_longest(self.measured.work_s)),
+            "steps": self.steps,
+            "trace": str(self.trace),
+        }
+
+
+def profile_run(
+    request: Request, *, steps: int, output: Path, listeners: tuple[Listener, ...] = ()
+) -> Profiled:
+    """Train `steps` steps, watched; the run folder in `output` keeps the trace and no adapter.
+
+    Raises RequestError for too few steps and whatever training raises.
+    """
+    if steps < 1:
+        raise RequestError(f"--steps {steps} is no number of steps", fix="give 1 or more")
+    real = prepare(request)
+    short = replace(
+        request,
+        overrides={
+            **request.overrides,
+            **NO_EXTRAS,
+            "train.steps": WARMUP_STEPS + steps,
+            "output.folder": str(output),
+            "output.name": f"{_name(real)}-profile",
+        },
+    )
+    watch = _Watch(last=WARMUP_STEPS + steps)
+    file = train(
+        TrainRequest(request=short, watchers=(watch,)), listeners=(*listeners, watch.listen)
+    )
+    trace = file.parent / "tensorboard"
+    tensorboard_trace_handler(str(trace))(watch.profiler)
+    file.unlink()  # after so few steps it is no result
+    shutil.rmtree(file.parent / "states", ignore_errors=True)
+    measured = watch.measured(steps)
+    return Profiled(
+        verdict=verdict(measured, real.config), measured=measured, steps=steps, trace=trace
+    )
+
+
+def _name(prepared: Prepared) -> str:
+    name = prepared.config.output.name
+    return prepared.dataset.folder.resolve().name if name == "auto" else name
+
+
+def _activities() -> list[ProfilerActivity]:
+    found = [ProfilerActivity.CPU]
+    own = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
+    device = torch.accelerator.current_accelerator()
+    return [*found, own[device.type]] if device is not None and device.type in own else found
+
+
+@dataclass(kw_only=True)
+class _Watch:
+    """Starts the profiler after the warm-up, stops it after `last`, and notes what events tell."""
+
+    what: ClassVar = "the profile"
+    last: int
+    profiler: profile = field(default_factory=lambda: profile(activities=_activities()))
+    rows: list[Mapping[str, Any]] = field(default_factory=list)
+    save_s: float = 0.0
+
+    def due(self, progress: Progress) -> bool:
+        return progress.step in (WARMUP_STEPS, self.last)
+
+    def __call__(self, progress: Progress) -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        (self.profiler.start if progress.step == WARMUP_STEPS else self.profiler.stop)()
+
+    def listen(self, event: Event) -> None:
+        if event.kind == "step" and event.fields["step"] > WARMUP_STEPS:
+            self.rows.append(event.fields)
+        elif event.kind == "saved":
+            self.save_s = max(self.save_s, event.fields["seconds"])
+
+    def measured(self, steps: int) -> Measured:
+        """Return means a step; waiting and wall time are medians, one slow step says nothing."""
+        return Measured(
+            wall_s=statistics.median(row["seconds"] for row in self.rows),
+            data_wait_s=statistics.median(row["data_wait_s"] for row in self.rows),
+            work_s={name: s / steps for name, s in self._seconds().items()},
+            save_s=self.save_s,
+        )
+
+    def _seconds(self) -> dict[str, float]:
+        """Return time by kernel on a card, by operation without those it calls on a processor."""
+        rows = self.profiler.key_averages()
+        kernels = {
+            row.key: row.self_device_time_total * 1e-6
+            for row in rows
+            if row.device_type.name == "CUDA" and not row.is_user_annotation
+        }
+        if kernels:
+            return kernels
+        return {
+            row.key: row.self_cpu_time_total * 1e-6
+            for row in rows
+            if row.device_type.name == "CPU" and row.key.startswith(("aten::", "mkldnn"))
+        }
+
+
+def _longest(work_s: Mapping[str, float], count: int = 10) -> list[tuple[str, float]]:
+    return sorted(work_s.items(), key=lambda item: -item[1])[:count]

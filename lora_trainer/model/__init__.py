@@ -1,1 +1,0 @@
-"""Loading and changing networks: base models, adapters, attention kernels."""

@@ -1,0 +1,318 @@
+"""Block swap: frozen blocks wait in host memory and are on the device while they are due.
+
+Frozen weights of blocks packed into host memory, so that one copy brings a block to a device.
+
+Input are modules of a network; their tensors become views of one piece of memory per block, on the
+host or wherever that memory was copied to. Adapters inside the blocks are left alone. Each block is
+pinned in place, or not: torch's own pinned allocations are rounded up to a power of two, and no copy may
+reach over the end of what is pinned.
+
+Streams frozen blocks: their weights lie in host memory and are on the device while they are due.
+
+`stream_blocks` takes a network with adapters and checkpointing in place, on the CPU or on the device,
+and leaves it ready to train and sample on the device. Weights are copied one block ahead into one of
+two buffers, in the forward and in the backward pass, and never back: the base is frozen. Blocks must
+be recomputed, or autograd would keep weights that are written over; torch's version counters would
+then refuse the backward pass, so no gradient is ever silently wrong.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.common.errors import RequestError
+from lora_trainer.hardware.device_calls import synchronize
+from lora_trainer.network.async_copies import CopyStream, Done
+from lora_trainer.network.checkpointing import is_checkpointed
+from lora_trainer.network.pinned_memory import pinned, whole_pages
+from lora_trainer.network.swapped_blocks import BUFFERS, streamed_indices
+
+ALIGNMENT_BYTES = 256
+"""Where tensors begin: matrix kernels are chosen by alignment, and look no further than this."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Place:
+    """Where a module holds a frozen tensor, and where that lies in the memory of its block."""
+
+    owner: dict[str, Any]
+    name: str
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    is_parameter: bool
+
+    def view(self, memory: Tensor) -> Tensor:
+        end = self.offset + self.shape.numel() * self.dtype.itemsize
+        values = memory[self.offset : end].view(self.dtype).view(self.shape)
+        return nn.Parameter(values, requires_grad=False) if self.is_parameter else values
+
+
+class PackedBlock:
+    """The frozen tensors of one block: parameters and buffers, `bytes` with their alignment."""
+
+    def __init__(self, block: nn.Module, *, setting: str = "memory.streamed_blocks") -> None:
+        """Raise RequestError, which names the `setting`, for weights that are not plain tensors."""
+        self.bytes = 0
+        self._places: list[_Place] = []
+        for owner, name in base_tensors(block):
+            tensor = owner[name]
+            assert not tensor.requires_grad, "only a frozen base can be streamed"
+            if type(tensor) not in (Tensor, nn.Parameter):
+                raise RequestError(
+                    f"{setting} cannot stream weights of type {type(tensor).__name__}",
+                    fix=f"use --set {setting}=0, or another memory.base_precision",
+                )
+            place = _Place(
+                owner=owner,
+                name=name,
+                offset=self.bytes,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                is_parameter=isinstance(tensor, nn.Parameter),
+            )
+            self._places.append(place)
+            self.bytes += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    def take_in(self, memory: Tensor) -> None:
+        """Move the tensors into `memory` (uint8 [bytes]) one by one."""
+        for place in self._places:
+            packed = place.view(memory)
+            packed.detach().copy_(place.owner[place.name].detach())
+            place.owner[place.name] = packed
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """Return the tensors as they lie in `memory`, uint8 of `bytes` or more."""
+        return [place.view(memory) for place in self._places]
+
+    def hold(self, views: Sequence[Tensor] | None) -> None:
+        """Let the block use these; None: nothing, until the next call."""
+        for number, place in enumerate(self._places):
+            place.owner[place.name] = None if views is None else views[number]
+
+
+def base_tensors(block: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield where the base's own tensors are held: (a module's parameters or buffers, name)."""
+    # An adapter wraps the layer it changes; all else inside it is its own, also what it keeps frozen.
+    inner = block._modules.get("base_layer")
+    if inner is not None:
+        yield from base_tensors(inner)
+        return
+    for owner in (block._parameters, block._buffers):
+        yield from ((owner, name) for name, tensor in owner.items() if tensor is not None)
+    for child in block.children():
+        yield from base_tensors(child)
+
+
+def pack(blocks: Sequence[PackedBlock]) -> list[Tensor]:
+    """Move the tensors of each block into memory of its own on the host, uint8; return that."""
+    found = []
+    for block in blocks:
+        memory = whole_pages(block.bytes)
+        block.take_in(memory)
+        found.append(memory)
+    return found
+
+
+def pin(
+    memories: Sequence[Tensor], *, device: torch.device, owner: object
+) -> weakref.finalize[..., Any]:
+    """Lock host memory in place for copies to a device, one after the other, as far as the system lets us.
+
+    It stays pinned as long as `owner` lives, or until what is returned is called; no copy may be under
+    way then.
+    """
+    undone = [undo for memory in memories if (undo := pinned().in_place(memory, device=device))]
+
+    def unpin() -> None:
+        while undone:
+            undone.pop()()
+
+    undo = weakref.finalize(owner, unpin)
+    undo.atexit = False  # CUDA may be gone by then
+    return undo
+
+
+def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks that can be streamed by name, in module order, as diffusers declares them."""
+    kinds: Any = network._repeated_blocks or network._no_split_modules
+    return {name: found for name, found in network.named_modules() if type(found).__name__ in kinds}
+
+
+def block_sizes(network: nn.Module) -> list[int]:
+    """Return how many elements the base has in each repeated block; works on `meta` too."""
+    return [
+        sum(owner[name].numel() for owner, name in base_tensors(block))
+        for block in repeated_blocks(network).values()
+    ]
+
+
+def stream_blocks(network: nn.Module, *, count: int, device: torch.device) -> Streamed:
+    """Keep the frozen weights of `count` repeated blocks in host memory; all else goes to `device`.
+
+    Raises RequestError where there are not as many blocks, they are not recomputed, or their weights
+    are of a type that cannot be packed.
+    """
+    names = list(repeated_blocks(network))
+    if not 1 <= count <= len(names):
+        raise RequestError(
+            f"memory.streamed_blocks={count}, and the base has {len(names)} blocks",
+            fix=f"use at most {len(names)}",
+        )
+    return Streamed(
+        network, [names[index] for index in streamed_indices(len(names), count)], device=device
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class _Buffer:
+    """Device memory for the weights of one block; `block` is in it, or on its way until `arrived`."""
+
+    memory: Tensor
+    views: list[list[Tensor]]
+    """Of every block, as it lies in `memory`."""
+    block: int | None = None
+    arrived: Done = None
+
+
+class Streamed:
+    """The streamed blocks of a network; `remove` makes it a plain one again.
+
+    `loads` counts copies to the device.
+    """
+
+    def __init__(self, network: nn.Module, names: list[str], *, device: torch.device) -> None:
+        self.names, self.device = tuple(names), device
+        self.loads = 0
+        blocks = [network.get_submodule(name) for name in names]
+        # Weak: a block's hook holds this object.
+        self._parents = [
+            weakref.ref(network.get_submodule(".".join(name.split(".")[:-2]))) for name in names
+        ]
+        for index, block in enumerate(blocks):
+            self._require_recomputation(index, block)
+        self._blocks = [PackedBlock(block) for block in blocks]
+        self._host = pack(self._blocks)
+        self._unpin = pin(self._host, device=device, owner=self)
+        self._host_views = [
+            block.views(part) for block, part in zip(self._blocks, self._host, strict=True)
+        ]
+        self._move_the_rest(network)
+        self._copies = CopyStream(device)
+        self._buffers = [self._buffer() for _ in range(min(BUFFERS, len(names)))]
+        self._order, self._last = list(range(len(names))), 0
+        self._handles = [
+            block.register_forward_pre_hook(partial(self._before, index))
+            for index, block in enumerate(blocks)
+        ]
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the weights, pinned as far as the system lets us."""
+        return sum(part.nbytes for part in self._host)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Device memory of the buffers."""
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
+
+    def copy_when_due(self) -> None:
+        """Copy on the stream that computes, from now on: nothing is on its way while something is computed."""
+        for buffer in self._buffers:
+            self._copies.wait(buffer.arrived)
+            if buffer.block is not None:
+                self._blocks[buffer.block].hold(self._host_views[buffer.block])
+            buffer.block, buffer.arrived = None, None
+        self._copies = CopyStream(self.device, beside=False)
+
+    def remove(self) -> None:
+        """Put all weights on the device for good."""
+        for handle in self._handles:
+            handle.remove()
+        synchronize(self.device)  # copies may be under way
+        self._buffers.clear()
+        for block, part in zip(self._blocks, self._host, strict=True):
+            block.hold(block.views(part.to(self.device, copy=True)))
+        self._unpin()
+
+    # ---- before a block runs: in the forward pass, and again when the backward pass recomputes it
+
+    def _before(self, index: int, module: nn.Module, _: tuple[Any, ...]) -> None:
+        backward = torch._C._current_graph_task_id() != -1
+        if torch.is_grad_enabled() and not backward:
+            self._require_recomputation(index, module)
+        buffer = self._buffer_of(index)
+        if buffer is None:  # not foreseen: this block waits for the whole copy
+            buffer = self._load(index)
+        self._copies.wait(buffer.arrived)
+        self._blocks[index].hold(buffer.views[index])
+        # The last in the list is in use; the first is free: the block before has been computed, and
+        # in the backward pass its gradients have, as autograd runs the later of two blocks first.
+        self._buffers.remove(buffer)
+        self._buffers.append(buffer)
+        following = self._previous(index) if backward else self._next(index)
+        if following is not None and self._buffer_of(following) is None:
+            self._load(following)
+
+    def _buffer_of(self, index: int) -> _Buffer | None:
+        return next((buffer for buffer in self._buffers if buffer.block == index), None)
+
+    def _load(self, index: int) -> _Buffer:
+        """Start the copy of a block into the free buffer; what was there is used no more."""
+        buffer, source = self._buffers[0], self._host[index]
+        if buffer.block is not None:
+            self._blocks[buffer.block].hold(self._host_views[buffer.block])
+        buffer.block = None
+        buffer.arrived = self._copies.copy(buffer.memory[: source.nbytes], source)
+        buffer.block = index
+        self.loads += 1
+        return buffer
+
+    def _next(self, index: int) -> int | None:
+        """Return the block that follows in the forward pass, and learn the order: modules may lie in another."""
+        order = self._order
+        if order.index(index) > order.index(self._last) + 1:
+            order.remove(index)
+            order.insert(order.index(self._last) + 1, index)
+        self._last = index
+        place = order.index(index) + 1
+        if place < len(order):
+            return order[place]
+        # Without gradients the next pass begins; with them the backward pass begins here.
+        return None if torch.is_grad_enabled() else order[0]
+
+    def _previous(self, index: int) -> int | None:
+        place = self._order.index(index) - 1
+        return self._order[place] if place >= 0 else None
+
+    # ---- setting up
+
+    def _require_recomputation(self, index: int, block: nn.Module) -> None:
+        parent = self._parents[index]()
+        if parent is None or not is_checkpointed(parent, block):
+            raise RequestError(
+                f"memory.streamed_blocks needs every block recomputed, and {self.names[index]} is not",
+                fix="use --set memory.gradient_checkpointing=full",
+            )
+
+    def _move_the_rest(self, network: nn.Module) -> None:
+        for block in self._blocks:
+            block.hold(None)
+        try:
+            network.to(self.device)
+        finally:
+            for block, views in zip(self._blocks, self._host_views, strict=True):
+                block.hold(views)
+
+    def _buffer(self) -> _Buffer:
+        memory = torch.empty(
+            max(block.bytes for block in self._blocks), dtype=torch.uint8, device=self.device
+        )
+        return _Buffer(memory=memory, views=[block.views(memory) for block in self._blocks])

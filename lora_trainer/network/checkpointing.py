@@ -1,0 +1,279 @@
+"""Gradient checkpointing of a diffusers network: what blocks keep, and where their inputs wait.
+
+`apply_checkpointing` takes a network and a kind, and hands diffusers the function through which its
+networks call their blocks. The numbers of a step stay the same bits: blocks draw nothing at random.
+Works on `meta` too, where a step's memory is traced.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from lora_trainer.config.config import CHECKPOINTING, MIXABLE, Checkpointing
+from lora_trainer.costs.sample_cost import KEEP_ATTENTION, kept_blocks
+from lora_trainer.network.async_copies import CopyStream, Done
+from lora_trainer.network.live_storages import storage_key
+from lora_trainer.network.pinned_memory import pinned
+from lora_trainer.network.selective_checkpoint import SelectivePolicy, selective_contexts
+
+BLOCKS_ON_DEVICE = 2
+"""Blocks whose inputs are on the device at a time: that of the block at work, and one on its way."""
+
+
+def apply_checkpointing(
+    network: nn.Module, kind: Checkpointing, *, kept_share: float = 0.0
+) -> None:
+    """Let a diffusers network recompute its blocks in the backward pass; may be called again.
+
+    Call it after adapters are in place. This share of the blocks keeps as much as with the kind before,
+    for the kinds in `MIXABLE`. `offloaded` keeps the inputs of blocks in host memory, pinned where the
+    network is on a CUDA device.
+    """
+    if kind == "none":
+        network.disable_gradient_checkpointing()  # type: ignore[operator]
+    else:
+        runner = BlockRunner(network, kind, kept_share=kept_share)
+        network.enable_gradient_checkpointing(runner)  # type: ignore[operator]
+
+
+def is_checkpointed(parent: nn.Module, block: nn.Module) -> bool:
+    """Say whether `parent`, the module that calls `block`, lets it be recomputed."""
+    run = getattr(parent, "_gradient_checkpointing_func", None)
+    on = bool(getattr(parent, "gradient_checkpointing", False))
+    return on and (not isinstance(run, BlockRunner) or run.recomputes(block))
+
+
+class BlockRunner:
+    """What a network calls its blocks through while gradients are computed."""
+
+    def __init__(self, network: nn.Module, kind: Checkpointing, *, kept_share: float = 0.0) -> None:
+        self._kind = kind
+        blocks = checkpointable_blocks(network)
+        more = kept_blocks(len(blocks), kept_share if kind in MIXABLE else 0.0)
+        # Weak: the network holds this runner.
+        self._keep_more = weakref.WeakSet(blocks[index] for index in more)
+        ranks = (
+            rank
+            for module in network.modules()
+            if isinstance(module, LoraLayer)
+            for rank in module.r.values()
+        )
+        self._rank = max(ranks, default=0)
+        self._host = HostInputs() if kind == "offloaded" else None
+        # False spares every block a look at the generators; adapters key their draws by sample.
+        self._draws = any(
+            isinstance(module, nn.Dropout) and module.p > 0 for module in network.modules()
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """What has been moved to host memory so far."""
+        return self._host.moved_bytes if self._host is not None else 0
+
+    def recomputes(self, block: nn.Module) -> bool:
+        """Say whether `block` runs again in the backward pass, whatever it keeps of its results."""
+        return self.kind_of(block) != "none"
+
+    def kind_of(self, block: nn.Module) -> Checkpointing:
+        """Return how this block is run."""
+        if block not in self._keep_more:
+            return self._kind
+        return CHECKPOINTING[CHECKPOINTING.index(self._kind) - 1]
+
+    def __call__(self, block: nn.Module, *args: Any) -> Any:
+        kind = self.kind_of(block)
+        if kind == "none":
+            return block(*args)
+        modes: dict[str, Any] = {}
+        if kind in KEEP_ATTENTION:
+            policy = SelectivePolicy(checkpointing=kind, rank=self._rank)
+            modes["context_fn"] = partial(selective_contexts, policy)
+        with self._host.holding(args) if self._host is not None else nullcontext():
+            return checkpoint(
+                block, *args, use_reentrant=False, preserve_rng_state=self._draws, **modes
+            )
+
+
+def checkpointable_blocks(network: nn.Module) -> list[nn.Module]:
+    """Return the blocks that a diffusers network calls through its runner, in the order they run.
+
+    They are in lists of modules that can be checkpointed, which some of them hold more of. Samplers of
+    U-Nets, which always keep everything, are counted too.
+    """
+    lists = [
+        (f"{name}.{kind}", children)
+        for name, owner in network.named_modules()
+        if hasattr(owner, "gradient_checkpointing")
+        for kind, children in owner.named_children()
+        if isinstance(children, nn.ModuleList)
+    ]
+    # U-Nets declare this list before the middle, which runs before it.
+    lists.sort(key=lambda found: found[0].startswith("up_blocks"))
+    return [
+        block
+        for _, blocks in lists
+        for block in blocks
+        if not hasattr(block, "gradient_checkpointing")
+    ]
+
+
+class HostInputs:
+    """Takes the inputs of blocks to host memory in the order of the forward pass, and back in reverse.
+
+    The device keeps those of two blocks: a copy hides behind the computation of one block.
+    """
+
+    def __init__(self) -> None:
+        self.moved_bytes = 0
+        self._stream: CopyStream | None = None
+        self._leaving: deque[_BlockInputs] = deque()
+        self._arriving: _BlockInputs | None = None
+        self._latest: weakref.ref[_BlockInputs] | None = None
+
+    @contextmanager
+    def holding(self, inputs: tuple[Any, ...]) -> Iterator[None]:
+        """Take in what autograd keeps of a block's inputs while the block runs.
+
+        Only what has a gradient: the rest, such as texts and positions, all blocks share.
+        """
+        own = {storage_key(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad}
+        self._expect(None)
+        if len(self._leaving) == BLOCKS_ON_DEVICE:
+            self._leaving.popleft().leave()
+        block = _BlockInputs(before=self._latest)
+        self._leaving.append(block)
+        self._latest = weakref.ref(block)
+
+        def pack(tensor: Tensor) -> Tensor | tuple[_BlockInputs, int]:
+            if storage_key(tensor) not in own:
+                return tensor
+            self.moved_bytes += tensor.nbytes
+            block.kept.append(_Kept(tensor, self._stream_of(tensor.device)))
+            return block, len(block.kept) - 1
+
+        with saved_tensors_hooks(pack, self._unpack):
+            yield
+
+    def _unpack(self, packed: Tensor | tuple[_BlockInputs, int]) -> Tensor:
+        """Return an input, and start the way back of those of the block before."""
+        if isinstance(packed, Tensor):
+            return packed
+        block, index = packed
+        found = block.take(index)
+        self._expect(block.before, instead_of=block)
+        return found
+
+    def _expect(
+        self,
+        before: weakref.ref[_BlockInputs] | None,
+        *,
+        instead_of: _BlockInputs | None = None,
+    ) -> None:
+        """Bring the inputs of one more block, and let go of others that were on their way.
+
+        After an error nobody asks for those: their graph is gone, and only this object holds them
+        until their copies are over.
+        """
+        block = before() if before is not None else None
+        if block is self._arriving:
+            return
+        if self._arriving not in (None, instead_of):
+            self._arriving.leave()
+        self._arriving = block
+        if block is not None:
+            block.bring()
+
+    def _stream_of(self, device: torch.device) -> CopyStream:
+        if self._stream is None or self._stream.device != device:
+            self._stream = CopyStream(device)
+        return self._stream
+
+
+class _BlockInputs:
+    """The inputs of one call of a block, and those of the call before it."""
+
+    def __init__(self, *, before: weakref.ref[_BlockInputs] | None) -> None:
+        self.before = before
+        self.kept: list[_Kept] = []
+
+    def leave(self) -> None:
+        for kept in self.kept:
+            kept.leave()
+
+    def bring(self) -> None:
+        for kept in self.kept:
+            kept.bring()
+
+    def take(self, index: int) -> Tensor:
+        """Return one input; work queued from now on begins after the copies of all of them."""
+        for kept in self.kept:
+            kept.settle()
+        return self.kept[index].take()
+
+
+class _Kept:
+    """One input of a block: its host copy, and the tensor itself while it is on the device."""
+
+    def __init__(self, tensor: Tensor, stream: CopyStream) -> None:
+        self._on_device: Tensor | None = tensor
+        self._stream = stream
+        self._done: Done = None
+        # A part of a larger storage is kept without the rest, so its strides change.
+        whole = tensor.nbytes == tensor.untyped_storage().nbytes()
+        self._strides = tensor.stride() if whole else _contiguous_strides(tensor.shape)
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+        self._host: Tensor | None = None
+        if not tensor.is_meta:  # a traced network has no host memory to copy to
+            self._host = pinned().empty(
+                self._shape, strides=self._strides, dtype=self._dtype, device=tensor.device
+            )
+            self._done = stream.copy(self._host, tensor)
+
+    def settle(self) -> None:
+        """Let work queued from now on begin after the last copy."""
+        self._stream.wait(self._done)
+        self._done = None
+
+    def leave(self) -> None:
+        """Give the device memory back."""
+        self.settle()
+        self._on_device = None
+
+    def bring(self) -> None:
+        """Start the way back, if it is not on the device."""
+        if self._on_device is not None:
+            return
+        self._on_device = self._empty()
+        if self._host is not None:
+            self._done = self._stream.copy(self._on_device, self._host)
+
+    def take(self) -> Tensor:
+        """Return it on the device, where from now on only the caller keeps it."""
+        self.bring()
+        found = self._on_device
+        assert found is not None
+        self.leave()
+        return found
+
+    def _empty(self) -> Tensor:
+        """Return room for it on the device."""
+        return torch.empty_strided(
+            self._shape, self._strides, dtype=self._dtype, device=self._stream.device
+        )
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1][: len(shape)]

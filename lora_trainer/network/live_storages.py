@@ -1,0 +1,323 @@
+"""Memory and work of a network on `meta`: bytes alive, FLOPs and kernels, as a device would have them.
+
+How kernels behave on `meta` tensors: which fused ones a device runs, and quick answers to repeated calls.
+
+On `meta` torch falls back to unfused formulas, which keep far more for the backward pass (attention:
+every score), and works out shapes and strides in Python, again for every block of a network.
+
+Counts the bytes of every tensor storage that is alive, as an allocator would see them, and the work.
+
+Input is what runs while the mode is active, on `meta` or on a device; outputs are bytes alive now and
+at the peak, FLOPs of matrix products and the number of kernels.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+KernelsOf = Literal["cuda", "cpu"]
+"""Whose fused kernels to count. `cpu` is what a float32 run on the CPU keeps, to the byte."""
+_ATEN = torch.ops.aten
+
+
+class MetaAnswers:
+    """Runs kernels that make new tensors; a call like an earlier one, on `meta`, is answered from memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what `function` gives: fresh tensors of the same shapes, strides and dtypes."""
+        call = _signature((function, args, tuple(kwargs.items())))
+        if call in self._known:
+            return _mapped(_made, self._known[call])
+        result = function(*args, **kwargs)
+        made = [output for output in outputs_of(result) if isinstance(output, Tensor)]
+        if call is not None and all(output.is_meta for output in made):
+            self._known[call] = _mapped(_described, result)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def outputs_of(result: Any) -> Any:
+    """Return the outputs of a kernel one by one; a kernel's lists are never nested."""
+    return result if isinstance(result, tuple | list) else (result,)
+
+
+def _mapped(change: Callable[[Any], Any], result: Any) -> Any:
+    if isinstance(result, tuple | list):
+        return type(result)(map(change, result))
+    return change(result)
+
+
+def _described(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return _Described(value.shape, value.stride(), value.dtype)
+
+
+def _made(value: Any) -> Any:
+    if not isinstance(value, _Described):
+        return value
+    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+
+
+def _signature(value: Any) -> Any:
+    """Return a key that fixes what a call gives; None where a tensor of it is real."""
+    if isinstance(value, Tensor):
+        return (value.shape, value.stride(), value.dtype) if value.is_meta else None
+    if isinstance(value, tuple | list):
+        parts = tuple(map(_signature, value))
+        return None if None in parts else parts
+    return (type(value), value)  # 1, 1.0 and True are equal, and give different dtypes
+
+
+_ATTENTION_BACKWARD = (
+    _ATEN._scaled_dot_product_flash_attention_backward,
+    _ATEN._scaled_dot_product_efficient_attention_backward,
+)
+_CONVOLUTIONS = (_ATEN.convolution, _ATEN.convolution_backward)
+_ACCUMULATOR_BYTES = 4
+
+
+def kernel_workspace_bytes(packet: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Return what a CUDA kernel takes of the allocator while it runs, beside inputs and outputs.
+
+    Attention adds the gradient of its queries up in fp32 (flash_api.cpp, `dq_accum`); cuDNN turns images
+    in 16 bits into the layout of tensor cores and back, so inputs, weights and outputs are there twice.
+    cuDNN does with less where that is refused (Conv_v8.cpp goes on to the next plan).
+    """
+    if packet in _ATTENTION_BACKWARD:
+        query: Tensor = args[1]
+        return _ACCUMULATOR_BYTES * query.numel()
+    if packet in _CONVOLUTIONS:
+        tensors = [value for value in (*args, *outputs_of(result)) if isinstance(value, Tensor)]
+        images = [value for value in tensors if value.dim() == 4]
+        return sum(value.nbytes for value in images if value.element_size() == 2)
+    return 0
+
+
+class FusedKernels(TorchFunctionMode):
+    """Redirects calls on meta tensors; others pass."""
+
+    def __init__(self, kernels_of: KernelsOf) -> None:
+        super().__init__()
+        self._attention = _attention_on_cuda if kernels_of == "cuda" else _attention_on_cpu
+        self._cuda = kernels_of == "cuda"
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention and _on_meta(*args, **kwargs):
+            return self._attention(*args, **kwargs)
+        if function is F.rms_norm and self._cuda and _on_meta(*args, **kwargs):
+            return _rms_norm(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _on_meta(*args: Any, **kwargs: Any) -> bool:
+    first: Tensor = next(iter((*args, *kwargs.values())))
+    return first.is_meta
+
+
+def _attention_on_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Flash attention for 16 bits without a mask, else the memory-efficient kernel."""
+    result: Tensor
+    if attn_mask is None and query.element_size() == 2:
+        result, *_ = _ATEN._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )
+        return result
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    result, *_ = _ATEN._scaled_dot_product_efficient_attention(
+        query, key, value, _bias(attn_mask, query, key), True, dropout_p, is_causal, scale=scale
+    )
+    return result
+
+
+def _attention_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    assert not enable_gqa, "grouped queries run unfused on the CPU"
+    bias = attn_mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        bias = torch.empty_like(attn_mask, dtype=query.dtype)
+    result: Tensor = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale
+    )[0]
+    return result
+
+
+def _bias(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return what is added to the scores: [B, heads, queries, keys], broadcast without memory."""
+    if attn_mask is None:
+        return None
+    added = attn_mask
+    if attn_mask.dtype == torch.bool:
+        added = torch.empty_like(attn_mask, dtype=query.dtype)
+    return added.expand(*query.shape[:3], key.shape[2])
+
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    if weight is not None and weight.dtype != input.dtype:  # CUDA, too, runs these unfused
+        return torch.rms_norm(input, normalized_shape, weight, eps)
+    result: Tensor = _FrozenRmsNorm.apply(  # type: ignore[no-untyped-call]  # torch has no annotation
+        input, len(normalized_shape)
+    )
+    return result
+
+
+class _FrozenRmsNorm(torch.autograd.Function):
+    """One kernel each way; keeps its input and one fp32 scale per normalised vector."""
+
+    @staticmethod
+    def forward(context: Any, input: Tensor, dimensions: int) -> Tensor:
+        scale = input.new_empty(input.shape[:-dimensions], dtype=torch.float32)
+        context.save_for_backward(input, scale)
+        return torch.zeros_like(input)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return torch.zeros_like(gradient), None
+
+
+_FLOPS = {**flop_registry, _ATEN.addmm_: flop_registry[_ATEN.addmm]}
+_ALLOCATIONS = {
+    _ATEN.empty,
+    _ATEN.empty_like,
+    _ATEN.empty_strided,
+    _ATEN.new_empty,
+    _ATEN.set_,
+}
+
+
+class _Storage(NamedTuple):
+    size_bytes: int
+    number: int
+    alive: weakref.ref[Any]
+
+
+class LiveStorages(TorchDispatchMode):
+    """While active: `now_bytes` alive of what was made inside, `peak_bytes` the most there was.
+
+    Storages of `ignored` do not count. `flops` are those of matrix products, attention included;
+    `kernels` what a device would be told to start. `events` are (number of a storage, its bytes) as it is
+    made and (number, 0) as it goes, in order, with what CUDA's kernels need for themselves while they
+    run: that is in no other figure.
+    """
+
+    def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation
+        # Held, so that no other storage takes over the key of one that died.
+        self._ignored = {storage_key(tensor): tensor.untyped_storage() for tensor in ignored}
+        self._alive: dict[int, _Storage] = {}
+        self._marked: set[int] = set()
+        self.marking = False
+        """Whether storages are marked as they are made."""
+        self._answers = MetaAnswers()
+        self.now_bytes = self.peak_bytes = self.flops = self.kernels = 0
+        self.events: list[tuple[int, int]] = []
+        self._numbers = count(1)
+
+    @property
+    def marked_bytes(self) -> int:
+        """Bytes of the marked storages that are alive."""
+        return sum(self._alive[key].size_bytes for key in self._marked)
+
+    def mark(self, tensor: Tensor) -> None:
+        """Count the storage of `tensor`, if it was made inside, in `marked_bytes`."""
+        key = storage_key(tensor)
+        if key in self._alive:
+            self._marked.add(key)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, packet = kwargs or {}, function.overloadpacket
+        if function.is_view or packet is _ATEN._unsafe_view:
+            return function(*args, **kwargs)
+        self.kernels += packet not in _ALLOCATIONS
+        if function._schema.is_mutable:  # writes to a storage that was there before
+            result = function(*args, **kwargs)
+            self._work(packet, args, kwargs, result)
+            return result
+        result = self._answers(function, args, kwargs)
+        self._work(packet, args, kwargs, result)
+        for output in outputs_of(result):
+            if isinstance(output, Tensor):
+                self._watch(output)
+        if workspace_bytes := kernel_workspace_bytes(packet, args, result):
+            number = next(self._numbers)
+            self.events += [(number, workspace_bytes), (number, 0)]
+        return result
+
+    def _work(self, packet: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if packet in _FLOPS:
+            self.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
+
+    def _watch(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = int(storage._cdata)
+        if key in self._alive or key in self._ignored:
+            return
+        size, number = storage.nbytes(), next(self._numbers)
+        self._alive[key] = _Storage(size, number, weakref.ref(storage, lambda _: self._forget(key)))
+        if size:
+            self.events.append((number, size))
+        self.now_bytes += size
+        if self.marking:
+            self._marked.add(key)
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+    def _forget(self, key: int) -> None:
+        storage = self._alive.pop(key)
+        self.now_bytes -= storage.size_bytes
+        self._marked.discard(key)
+        if storage.size_bytes:
+            self.events.append((storage.number, 0))
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return what identifies a tensor's storage while it is alive."""
+    return int(tensor.untyped_storage()._cdata)

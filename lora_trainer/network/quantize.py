@@ -1,0 +1,311 @@
+"""A frozen network's linear weights in 4 or 8 bits, computed with in the network's dtype or as they are.
+
+`quantize` takes a loaded, frozen network and replaces its large linear layers in place, one by one. nf4
+is bitsandbytes' kernels in a layer of ours: its `Linear4bit` repacks the weight in the first pass
+without gradients on some processors, and the numbers change with it. int8 and fp8 are two lines of
+torch each: torchao 0.18's weight-only tensors let autograd keep every layer's dequantised copy until
+the backward pass (measured), which is more memory than bf16. All is stored in plain buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, package_problem
+from lora_trainer.config.base_precision import (
+    INT8_MAX,
+    NF4_BLOCK,
+    NF4_SCALES_BLOCK,
+    BaseMatmul,
+    Quantization,
+    has_int8_product,
+)
+from lora_trainer.network.quantized_matmul import (
+    Int8Layouts,
+    Int8Product,
+    RestoredProduct,
+    WeightMatmul,
+    int8_layouts,
+)
+
+Stored = Mapping[str, Tensor]
+"""What is kept of a weight, by name: `codes` and scales."""
+_FP8 = torch.float8_e4m3fn
+_FP8_MAX = torch.finfo(_FP8).max
+
+
+def quantize(
+    network: nn.Module,
+    kind: Quantization,
+    *,
+    device: torch.device,
+    skip: Collection[str] = (),
+    matmul: BaseMatmul = "dequantized",
+) -> Int8Layouts | None:
+    """Quantise the layers of `quantizable` in place; each goes to `device` for that and back.
+
+    A network loaded into host memory thus never lies whole on `device`, and the same weights give the
+    same bits wherever they are kept afterwards. Returns which int8 products `device` has, None where
+    none are wanted; the others are not used. Raises MachineError when nf4's library is missing.
+    """
+    if kind == "nf4":
+        _require_bitsandbytes()
+    shapes = quantizable(network, skip=skip)
+    layouts = None
+    if matmul == "int8" and device.type != "meta":
+        layouts = int8_layouts(filter(_is_multiplied, shapes.values()), device=device)
+    for name in shapes:
+        layer = network.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        quantized = QuantizedLinear(layer, kind, device=device, matmul=matmul, layouts=layouts)
+        network.set_submodule(name, quantized)
+    return layouts
+
+
+def dequantize_products(network: nn.Module) -> None:
+    """Multiply codes no more: from now on each weight of a quantised network is made whole for that."""
+    for module in network.modules():
+        if isinstance(module, QuantizedLinear):
+            module.multiplies_codes = False
+
+
+def _is_multiplied(shape: tuple[int, int]) -> bool:
+    return has_int8_product(*shape)
+
+
+def quantizable(network: nn.Module, *, skip: Collection[str] = ()) -> dict[str, tuple[int, int]]:
+    """Return (fan_in, out) of the layers that `quantize` replaces, by name; works on meta weights too.
+
+    They are the linear layers of the repeated blocks, with the blocks' modulation (a third of some
+    transformers), except those with a part of their name in `skip`. Kept as they are: embeddings of
+    image, text and time, the final projection (a percent of the weights, and every value passes
+    through them; kohya's scaled fp8 leaves the same out, diffusers takes all linear layers), norms and
+    convolutions.
+    """
+    lists = {name for name, module in network.named_modules() if isinstance(module, nn.ModuleList)}
+    return {
+        name: _shape(layer)
+        for name, layer in network.named_modules()
+        if type(layer) is nn.Linear
+        and not set(name.split(".")) & set(skip)
+        and any(name.startswith(f"{blocks}.") for blocks in lists)
+    }
+
+
+def _shape(layer: nn.Linear) -> tuple[int, int]:
+    return layer.in_features, layer.out_features
+
+
+def frozen_weight(layer: nn.Module) -> Tensor:
+    """Return the weight of a linear layer or convolution, detached; of a quantised one what it stands for."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach()
+
+
+def frozen_parts(layer: nn.Linear, x: Tensor) -> tuple[Sequence[Tensor], WeightMatmul]:
+    """Return what is stored of a linear layer's weight, and how `x` is multiplied by that."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.stored(), layer.product(x)
+    return (layer.weight,), _PLAIN
+
+
+def _itself(stored: Sequence[Tensor]) -> Tensor:
+    return stored[0]
+
+
+_PLAIN = RestoredProduct(_itself)
+
+
+class QuantizedLinear(nn.Linear):
+    """y = W x + bias, W [out, in] kept in 4 or 8 bits and dequantised where it is needed.
+
+    `weight` is the dequantised copy, made at every access, in the dtype of the layer it came from:
+    adapters read its shape, norms and singular vectors as those of a plain layer. The backward pass
+    dequantises again; between the passes autograd keeps what is stored. W is never trained.
+
+    With `matmul` int8 the codes are multiplied as they are where they can be: by their size, and on a
+    device with these `layouts` (None: all), or only forwards. Vectors [samples, in] are
+    what modulates every token of a block: they are few, and their rounding would be in everything.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Linear,
+        kind: Quantization,
+        *,
+        device: torch.device,
+        matmul: BaseMatmul = "dequantized",
+        layouts: Int8Layouts | None = None,
+    ) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would make a float32 weight
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.kind = kind
+        self.bias = layer.bias
+        layouts = layouts or Int8Layouts()
+        self.multiplies_codes = (
+            matmul == "int8"
+            and kind == "int8"
+            and has_int8_product(*_shape(layer))
+            and not layouts.against_forward
+        )
+        self.multiplies_backwards = not layouts.against_backward
+        encode, decode = _CODECS[kind]
+        weight = layer.weight.detach()
+        self._decode = partial(decode, shape=tuple(weight.shape), dtype=weight.dtype)
+        stored = encode(weight.to(device))
+        self._names = tuple(stored)
+        for name, tensor in stored.items():
+            self.register_buffer(name, tensor.to(weight.device))
+        self.train(layer.training)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # a parameter in nn.Linear
+        """W dequantised afresh, [out, in], without a gradient."""
+        return self.restored(self.stored())
+
+    @property
+    def stored_bytes(self) -> int:
+        """What W takes, with its scales."""
+        return sum(tensor.nbytes for tensor in self.stored())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        stored, product = self.stored(), self.product(inputs)
+        if not inputs.requires_grad:  # nothing goes backward; torch.compile takes no such function
+            return _multiplied(product, inputs, stored, self.bias)
+        outputs: Tensor = _FrozenLinear.apply(  # type: ignore[no-untyped-call]
+            inputs, self.bias, product, *stored
+        )
+        return outputs
+
+    def product(self, inputs: Tensor) -> WeightMatmul:
+        """Return how these inputs are multiplied."""
+        if self.multiplies_codes and inputs.dim() > 2:
+            return Int8Product(None if self.multiplies_backwards else self.restored)
+        return RestoredProduct(self.restored)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, kind={self.kind}"
+
+    def stored(self) -> list[Tensor]:
+        """Return the tensors that W is kept as."""
+        return [self.get_buffer(name) for name in self._names]
+
+    def restored(self, stored: Sequence[Tensor]) -> Tensor:
+        """Return W of what it is kept as."""
+        return self._decode(dict(zip(self._names, stored, strict=True)))
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """A linear layer whose weight is made anew in the backward pass instead of being kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, bias: Tensor | None, product: WeightMatmul, *stored: Tensor
+    ) -> Tensor:
+        ctx.product = product
+        ctx.save_for_backward(*stored)
+        return _multiplied(product, inputs, stored, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        stored = ctx.saved_tensors  # once: checkpointing lets nothing be unpacked twice
+        of_inputs = ctx.product.backward(gradient.reshape(-1, gradient.shape[-1]), stored)
+        shape = (*gradient.shape[:-1], of_inputs.shape[-1])
+        return of_inputs.view(shape), None, None, *(None for _ in stored)
+
+
+def _multiplied(
+    product: WeightMatmul, inputs: Tensor, stored: Sequence[Tensor], bias: Tensor | None
+) -> Tensor:
+    outputs = product.forward(inputs.reshape(-1, inputs.shape[-1]), stored, bias)
+    return outputs.view(*inputs.shape[:-1], outputs.shape[-1])
+
+
+# ---- int8 and fp8: symmetric, one float32 scale per output
+
+
+def _encode_int8(weight: Tensor) -> Stored:
+    scale = _row_scale(weight, INT8_MAX)
+    return {"codes": (weight / scale).round_().to(torch.int8), "scale": scale}
+
+
+def _encode_fp8(weight: Tensor) -> Stored:
+    scale = _row_scale(weight, _FP8_MAX)
+    # Above the largest number the cast gives NaN, and a quotient may be rounded up.
+    return {"codes": (weight / scale).clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8), "scale": scale}
+
+
+def _row_scale(weight: Tensor, largest: float) -> Tensor:
+    """Return what the largest number of each row is divided by to become `largest`, float32 [out, 1]."""
+    scale = weight.abs().amax(dim=1, keepdim=True).float() / largest
+    return torch.where(scale == 0, 1.0, scale)  # a row that is not finite stays so
+
+
+def _decode_scaled(stored: Stored, *, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    # Codes are exact in 16 bits, and the product is rounded once: mul_ computes it in float32.
+    return stored["codes"].to(dtype).mul_(stored["scale"])
+
+
+# ---- nf4: bitsandbytes
+
+
+def _encode_nf4(weight: Tensor) -> Stored:
+    from bitsandbytes.functional import quantize_4bit
+
+    codes, state = quantize_4bit(
+        weight.contiguous(), blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4"
+    )
+    return {
+        "codes": codes,
+        "scale": state.absmax,
+        "scale_scale": state.state2.absmax,
+        "scale_levels": state.state2.code,
+        "scale_mean": state.offset,
+    }
+
+
+def _decode_nf4(stored: Stored, *, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    scales = QuantState(
+        absmax=stored["scale_scale"],
+        code=stored["scale_levels"],
+        blocksize=NF4_SCALES_BLOCK,
+        dtype=torch.float32,
+    )
+    state = QuantState(
+        absmax=stored["scale"],
+        offset=stored["scale_mean"],
+        state2=scales,
+        shape=torch.Size(shape),
+        blocksize=NF4_BLOCK,
+        quant_type="nf4",
+        dtype=dtype,
+    )
+    weight: Tensor = dequantize_4bit(stored["codes"], state)
+    return weight
+
+
+def _require_bitsandbytes() -> None:
+    try:
+        import bitsandbytes  # noqa: F401
+    except BROKEN_PACKAGE as error:
+        raise MachineError(
+            f"memory.base_precision=nf4 needs bitsandbytes, {package_problem(error)}",
+            fix="pip install -U bitsandbytes, or use --set memory.base_precision=int8",
+        ) from None
+
+
+_CODECS: Mapping[Quantization, tuple[Callable[[Tensor], Stored], Callable[..., Tensor]]] = {
+    "int8": (_encode_int8, _decode_scaled),
+    "fp8": (_encode_fp8, _decode_scaled),
+    "nf4": (_encode_nf4, _decode_nf4),
+}

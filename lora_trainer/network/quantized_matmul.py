@@ -1,0 +1,214 @@
+"""Products with a frozen weight W [out, in]: x W^T in the forward pass, dY W in the backward pass.
+
+Either W is made of what is stored of it for each product, or int8 codes are multiplied as they are
+stored (W8A8): the other factor is rounded to 8 bits too, with a scale for each of its rows, sums are
+exact in int32, and one set of codes serves both passes. Input is the other factor and what is stored;
+output the product in that factor's dtype.
+
+cuBLAS promises the layout of the forward product alone (codes transposed). In the backward pass neither
+factor is transposed, which its kernels have for some cards and versions only, some of them with wrong sums
+(PyTorch #106840, #169961): `int8_layouts` tries both on the device itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lora_trainer.common.errors import first_line
+from lora_trainer.config.base_precision import INT8_MAX, int8_rows_at_once
+from lora_trainer.network.out_of_memory import is_out_of_memory
+
+Restored = Callable[[Sequence[Tensor]], Tensor]
+"""Makes a frozen weight [out, in] of what is stored of it."""
+_ROWS_STEP = 32
+"""Rows of an integer product are filled up with zeros to this: cuBLAS refuses fewer than 17, and its
+versions differ in which odd numbers they multiply correctly. No result depends on it."""
+_LEAST_SCALE = 1e-30
+_PROBED_ROWS = (_ROWS_STEP, 33 * _ROWS_STEP)
+"""Rows of the products that are tried: kernels are chosen by size, for few rows others than for many."""
+_CHECKED_ROWS = 16
+"""Rows at either end whose sums are compared: in float64, which cards for games compute slowly."""
+
+
+class WeightMatmul(Protocol):
+    """How a frozen weight is multiplied.
+
+    `plus` is added: a vector, which is only read, or a sum of the result's shape, which may be written
+    to and be what is returned.
+    """
+
+    def forward(self, x: Tensor, stored: Sequence[Tensor], plus: Tensor | None = None) -> Tensor:
+        """Return x W^T + plus; x [rows, in]."""
+
+    def backward(
+        self, gradient: Tensor, stored: Sequence[Tensor], plus: Tensor | None = None
+    ) -> Tensor:
+        """Return dY W + plus; dY [rows, out]."""
+
+
+@dataclass(frozen=True)
+class RestoredProduct:
+    """W is made anew for each product, which is then one of the dtype of the network."""
+
+    restored: Restored
+
+    def forward(self, x: Tensor, stored: Sequence[Tensor], plus: Tensor | None = None) -> Tensor:
+        return _matmul(x, self.restored(stored).T, plus)
+
+    def backward(
+        self, gradient: Tensor, stored: Sequence[Tensor], plus: Tensor | None = None
+    ) -> Tensor:
+        return _matmul(gradient, self.restored(stored), plus)
+
+
+def _matmul(a: Tensor, b: Tensor, plus: Tensor | None) -> Tensor:
+    if plus is None:
+        return a @ b
+    return plus.addmm_(a, b) if plus.dim() == 2 else torch.addmm(plus, a, b)
+
+
+@dataclass(frozen=True)
+class Int8Product:
+    """The int8 codes of W, with a scale for each output, are multiplied themselves.
+
+    Backwards the scales go into dY before it is rounded: (dY s) q is dY (s q), in the layout that the
+    codes already have. Where the device has no such product, `restored_backwards` makes W for it.
+    """
+
+    restored_backwards: Restored | None = None
+
+    def forward(self, x: Tensor, stored: Sequence[Tensor], plus: Tensor | None = None) -> Tensor:
+        codes, scale = stored
+        if torch.compiler.is_compiling():  # in pieces, which a compiler fuses
+            return _product(x, codes.T, of_columns=scale.T, plus=plus)
+        outputs: Tensor = int8_product(x, codes.T, scale.T, plus)
+        return outputs
+
+    def backward(
+        self, gradient: Tensor, stored: Sequence[Tensor], plus: Tensor | None = None
+    ) -> Tensor:
+        if self.restored_backwards is not None:
+            return _matmul(gradient, self.restored_backwards(stored), plus)
+        codes, scale = stored
+        own = plus if plus is not None and plus.dim() == 2 else None
+        return _product(gradient, codes, of_inputs=scale.T, plus=plus, out=own)
+
+
+@torch.library.custom_op("lora_train::int8_product", mutates_args=())
+def int8_product(x: Tensor, codes: Tensor, scale: Tensor, plus: Tensor | None) -> Tensor:
+    """Return x (codes scale) + plus; x [rows, in], int8 codes [in, out], float32 scale [1, out].
+
+    An operator of its own, so that whoever watches kernels sees a product and its result.
+    """
+    return _product(x, codes, of_columns=scale, plus=plus)
+
+
+@int8_product.register_fake
+def _(x: Tensor, codes: Tensor, scale: Tensor, plus: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], codes.shape[1])
+
+
+INT8_PRODUCT = torch.ops.lora_train.int8_product.default
+"""What a dispatch mode sees of it."""
+
+
+def _product(
+    values: Tensor,
+    codes: Tensor,
+    *,
+    of_inputs: Tensor | None = None,
+    of_columns: Tensor | None = None,
+    plus: Tensor | None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return (values of_inputs) (codes of_columns) + plus, in pieces of rows that bound what lies beside it.
+
+    `out` may be `plus`.
+    """
+    (rows, _), (inner, columns) = values.shape, codes.shape
+    outputs = values.new_empty(rows, columns) if out is None else out
+    step = int8_rows_at_once(inner, columns)
+    for start in range(0, rows, step):
+        piece = slice(start, start + step)
+        given = values[piece] if of_inputs is None else values[piece] * of_inputs
+        quantized, scale = quantized_rows(given)
+        sums = torch._int_mm(_filled_up(quantized), codes)[: len(given)]
+        one, other = (sums, scale) if of_columns is None else (sums * scale, of_columns)
+        if plus is None:
+            torch.mul(one, other, out=outputs[piece])
+        else:
+            beside = plus[piece] if plus.dim() == 2 else plus
+            torch.addcmul(beside, one, other, out=outputs[piece])
+    return outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Layouts:
+    """Which int8 products a device computes, both passes; empty: it does, else why not."""
+
+    against_forward: str = ""
+    against_backward: str = ""
+
+
+def int8_layouts(
+    shapes: Iterable[tuple[int, int]], *, rows: Sequence[int] = _PROBED_ROWS, device: torch.device
+) -> Int8Layouts:
+    """Multiply random codes of each (fan_in, out) on a device, and compare the sums with exact ones.
+
+    Takes milliseconds a shape. Raises RuntimeError where the device is out of memory.
+    """
+    forward = backward = ""
+    for fan_in, out in sorted(set(shapes)):
+        generator = torch.Generator().manual_seed(fan_in * out)
+        codes = _random_codes(out, fan_in, generator).to(device)
+        for count in rows:
+            x, gradient = (
+                _random_codes(count, width, generator).to(device) for width in (fan_in, out)
+            )
+            forward = forward or _against(x, codes.T)
+            backward = backward or _against(gradient, codes)
+    return Int8Layouts(against_forward=forward, against_backward=backward)
+
+
+def _random_codes(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    low, high = -int(INT8_MAX), int(INT8_MAX) + 1
+    return torch.randint(low, high, (rows, columns), generator=generator, dtype=torch.int8)
+
+
+def _against(rows: Tensor, codes: Tensor) -> str:
+    """Return why this product of int8 codes cannot be used; empty: its sums are right."""
+    named = f"[{rows.shape[0]}, {rows.shape[1]}] by [{codes.shape[0]}, {codes.shape[1]}]"
+    try:
+        sums = torch._int_mm(rows, codes)
+        checked = torch.cat([sums[:_CHECKED_ROWS], sums[-_CHECKED_ROWS:]])
+        ends = torch.cat([rows[:_CHECKED_ROWS], rows[-_CHECKED_ROWS:]])
+        is_right = torch.equal(checked.double(), ends.double() @ codes.double())
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        return f"{named} is refused: {first_line(error)}"
+    return "" if is_right else f"{named} gives wrong sums"
+
+
+def quantized_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 codes [rows, n] and float32 scales [rows, 1]: each row by its largest number.
+
+    A row is rounded by itself, whatever is computed beside it. One that is not finite gets a scale that
+    is not, and so does its product.
+    """
+    largest = torch.linalg.vector_norm(
+        values, float("inf"), dim=1, keepdim=True, dtype=torch.float32
+    )
+    scale = largest.div_(INT8_MAX).clamp_(min=_LEAST_SCALE)
+    return (values / scale).round_().to(torch.int8), scale
+
+
+def _filled_up(rows: Tensor) -> Tensor:
+    missing = -len(rows) % _ROWS_STEP
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows

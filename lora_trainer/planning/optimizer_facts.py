@@ -1,0 +1,110 @@
+"""What is known of each optimizer without torch: its library, and what the settings mean to it.
+
+Input is a name and the learning rate of a preset, which is one for AdamW; output the settings that an
+optimizer needs otherwise, each with its reason, and what is odd about those that somebody has typed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lora_trainer.common.findings import Finding, note, warning
+from lora_trainer.config.config import SCHEDULE_FREE, Config, OptimizerName, OptimizerSettings
+from lora_trainer.lora.adapter_size import adapter_tensors
+
+RATE, SECOND_DECAY, SCHEDULE = "optimizer.learning_rate", "optimizer.beta2", "optimizer.schedule"
+USUAL_RATES = (1e-6, 2e-2)
+"""Learning rates that trainings of adapters have been seen to use, of optimizers that step as AdamW."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFacts:
+    """One optimizer.
+
+    `package` is what to install, if more than torch is needed. Its learning rate is `rate_factor`
+    times AdamW's, or `rate` whatever AdamW's is; `why` says so in words. `beta2` is its second
+    decay where AdamW's is not its own, `usual_rates` what nobody would ask about.
+    """
+
+    package: str | None = None
+    rate_factor: float = 1.0
+    rate: float | None = None
+    why: str = ""
+    beta2: float | None = None
+    usual_rates: tuple[float, float] = USUAL_RATES
+
+
+_BITSANDBYTES, _COLLECTION = "bitsandbytes", "pytorch-optimizer"
+_LION = OptimizerFacts(
+    package=_BITSANDBYTES,
+    rate_factor=0.2,
+    why="steps by the sign alone, so its rate is a fifth of AdamW's",
+    beta2=0.99,
+    usual_rates=(1e-7, 4e-3),
+)
+OPTIMIZERS: Mapping[OptimizerName, OptimizerFacts] = {
+    "adamw": OptimizerFacts(),
+    "adamw8bit": OptimizerFacts(package=_BITSANDBYTES),
+    "paged_adamw8bit": OptimizerFacts(package=_BITSANDBYTES),
+    "lion": _LION,
+    "lion8bit": _LION,
+    "adafactor": OptimizerFacts(package=_COLLECTION),
+    "came": OptimizerFacts(
+        package=_COLLECTION,
+        rate_factor=0.1,
+        why="steps ten times as far as AdamW at first, so its rate is a tenth",
+        usual_rates=(1e-7, 2e-3),
+    ),
+    "muon": OptimizerFacts(
+        package=_COLLECTION,
+        rate_factor=2.0,
+        why="steps a fifth of its rate, AdamW about twice that, so its rate is doubled",
+        usual_rates=(1e-6, 4e-2),
+    ),
+    "prodigy": OptimizerFacts(
+        package="prodigyopt",
+        rate=1.0,
+        why="finds the rate itself, this is a factor on it",
+        usual_rates=(0.1, 10.0),
+    ),
+    "schedulefree_adamw": OptimizerFacts(package="schedulefree", usual_rates=(1e-6, 1e-1)),
+}
+
+
+def needed_otherwise(name: OptimizerName, *, preset_rate: float) -> Iterator[tuple[str, Any, str]]:
+    """Yield (setting, value, reason) for what AdamW's presets and defaults would have wrong."""
+    facts = OPTIMIZERS[name]
+    if facts.rate is not None:
+        yield RATE, facts.rate, f"{name} {facts.why}"
+    elif facts.rate_factor != 1.0:
+        rate = float(f"{preset_rate * facts.rate_factor:.6g}")  # 2e-05, not 2.0000000000000002e-05
+        yield RATE, rate, f"{name} {facts.why}: {preset_rate:g} is preset"
+    if facts.beta2 is not None:
+        yield SECOND_DECAY, facts.beta2, f"as {name}'s paper has it"
+    if name == SCHEDULE_FREE:
+        yield SCHEDULE, "constant", f"{name} takes the place of a schedule"
+
+
+def optimizer_remarks(config: Config, *, shapes: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
+    """Yield what is odd about the optimizer's settings; `shapes` are those of the adapted layers."""
+    if odd := _odd_rate(config.optimizer):
+        advice = "leave it out, and it follows the optimizer"
+        yield warning("learning-rate", None, odd, advice=advice)
+    if config.optimizer.name == "muon":
+        tensors = adapter_tensors(shapes, config.adapter)
+        others = sum(count for shape, count in tensors.items() if len(shape) != 2)
+        if others:
+            what = f"{others} of {tensors.total()} tensors are no matrices: AdamW moves them"
+            advice = "nothing; adapter.targets=transformer leaves convolutions out"
+            yield note("muon", None, what, advice=advice)
+
+
+def _odd_rate(settings: OptimizerSettings) -> str:
+    low, high = OPTIMIZERS[settings.name].usual_rates
+    if low <= settings.learning_rate <= high:
+        return ""
+    why = OPTIMIZERS[settings.name].why
+    reason = f": {settings.name} {why}" if why else ""
+    return f"{RATE}={settings.learning_rate:g} is unusual for {settings.name}{reason}"

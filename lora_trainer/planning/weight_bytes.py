@@ -1,0 +1,232 @@
+"""Bytes of weights: those of the frozen base, and those of what is trained.
+
+How much memory the frozen base takes, kept whole or in few bits, on the card or streamed. Torch-free.
+
+Input is the base's parameter count and the shapes of the linear layers in its repeated blocks; output
+bytes. `quantization.weight_bytes` counts a layer as `network/quantize.py` stores it.
+
+Bytes of what is trained: optimizer states and where they lie, copies for saving. No torch.
+
+Input is the shapes of the adapter's tensors (shape -> how many), as libraries treat small tensors
+otherwise than large ones, and some optimizers matrices otherwise than vectors; output is bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from lora_trainer.config.base_precision import QUANTIZATIONS, BasePrecision, weight_bytes
+from lora_trainer.config.config import Precision
+from lora_trainer.hardware.torch_allocator import pinned_bytes
+from lora_trainer.lora.adapter_size import Shape
+from lora_trainer.network.swapped_blocks import BUFFERS, moved_bytes, saved_bytes
+
+ELEMENT_BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+VECTORS_SHARE = 16
+"""What layers that are away give is made for as many samples as take this part of the layers' bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenBase:
+    """The weights of a base: `shapes` are (fan_in, out) of the linear layers in its repeated blocks.
+
+    With `kept_as` of few bits these are quantised, but those with a part of their name in
+    `quantization_skip`; everything else (embeddings, norms, biases, convolutions) stays in `dtype`.
+    `block_pattern` matches the beginning of a layer's name that is the name of its block. The layers
+    `away` lie in host memory, and only what they give for samples to come is on the device.
+    """
+
+    parameters: int
+    shapes: Mapping[str, tuple[int, int]]
+    quantization_skip: tuple[str, ...]
+    block_pattern: str
+    dtype: Precision
+    kept_as: BasePrecision
+    away: tuple[str, ...] = ()
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.kept_as in QUANTIZATIONS
+
+    @cached_property
+    def linear_bytes(self) -> int:
+        """Bytes of the layers of `shapes`, with their scales."""
+        return sum(self.layer_bytes.values())
+
+    @cached_property
+    def layer_bytes(self) -> Mapping[str, int]:
+        """Bytes of each layer of `shapes` as it is kept."""
+        return {
+            name: weight_bytes(fan_in=fan_in, out=out, precision=self._precision(name))
+            for name, (fan_in, out) in self.shapes.items()
+        }
+
+    def _precision(self, name: str) -> BasePrecision:
+        return self.dtype if set(name.split(".")) & set(self.quantization_skip) else self.kept_as
+
+    @cached_property
+    def linear_elements(self) -> int:
+        """Numbers in the layers of `shapes`."""
+        return sum(fan_in * out for fan_in, out in self.shapes.values())
+
+    @cached_property
+    def away_bytes(self) -> int:
+        """Bytes of the layers that are away."""
+        return sum(self.layer_bytes[name] for name in self.away)
+
+    @cached_property
+    def away_elements(self) -> int:
+        """Numbers in the layers that are away."""
+        return sum(math.prod(self.shapes[name]) for name in self.away)
+
+    @property
+    def away_buffer_bytes(self) -> int:
+        """Bytes of the buffers through which they come."""
+        largest = max((self.layer_bytes[name] for name in self.away), default=0)
+        return min(BUFFERS, len(self.away)) * largest
+
+    @cached_property
+    def vector_bytes(self) -> int:
+        """Bytes of what they give for one sample."""
+        return sum(self.shapes[name][1] for name in self.away) * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def samples_ahead(self) -> int:
+        """For how many samples that is made at once; 0: nothing is away."""
+        if not self.away:
+            return 0
+        return max(1, self.away_bytes // (VECTORS_SHARE * self.vector_bytes))
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of what is never kept in few bits."""
+        return (self.parameters - self.linear_elements) * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole base."""
+        return self.linear_bytes + self.other_bytes
+
+    @property
+    def dequantized_bytes(self) -> int:
+        """Bytes of the largest layer made whole again, which happens one layer at a time; 0: nothing to make."""
+        if not self.is_quantized:
+            return 0
+        largest = max((fan_in * out for fan_in, out in self.shapes.values()), default=0)
+        return largest * ELEMENT_BYTES[self.dtype]
+
+    @cached_property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of each repeated block that can be streamed, in module order, but for biases and norms."""
+        blocks: dict[str, int] = {}
+        pattern = re.compile(self.block_pattern)
+        away = set(self.away)
+        for name, size in self.layer_bytes.items():
+            if name not in away and (found := pattern.match(name)):
+                blocks[found[0]] = blocks.get(found[0], 0) + size
+        return tuple(blocks.values())
+
+    def streamed_bytes(self, count: int) -> int:
+        """Return what `count` streamed blocks take in host memory, and what a pass copies."""
+        return moved_bytes(self.block_bytes, count) if count else 0
+
+    def buffer_bytes(self, count: int) -> int:
+        """Return what the buffers of `count` streamed blocks take on the device."""
+        return self.streamed_bytes(count) - saved_bytes(self.block_bytes, count)
+
+
+MASTER_BYTES = GRADIENT_BYTES = 4
+EIGHT_BIT_MOMENTS: Mapping[str, int] = {"adamw8bit": 2, "paged_adamw8bit": 2, "lion8bit": 1}
+MOMENTS: Mapping[str, int] = {"adamw": 2, "lion": 1, "schedulefree_adamw": 2, "prodigy": 4}
+"""fp32 tensors as large as what is trained. One of Prodigy's is its start, which takes nothing where
+that is zero, as `up` of a new LoRA is: it is counted all the same."""
+PAGED = frozenset({"paged_adamw8bit"})
+"""Optimizers whose state the driver moves to host memory while the card is full."""
+# bitsandbytes (0.49 and 0.50, optim/optimizer.py): states of fewer elements stay in fp32; one fp32 scale for
+# every block of the others; of a paged optimizer's, tensors of fewer elements and all scales stay
+# on the card.
+EIGHT_BIT_ELEMENTS = 4096
+SCALED_ELEMENTS = 256
+PAGED_ELEMENTS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Optimizer states by where they lie: always on the device, or where the driver moves them."""
+
+    on_device: int
+    paged: int
+
+    @property
+    def total(self) -> int:
+        return self.on_device + self.paged
+
+
+def state_bytes(tensors: Mapping[Shape, int], optimizer: str) -> StateBytes:
+    """Return what the states of an optimizer take; `tensors` is shape -> how many."""
+    on_device = paged = 0
+    for shape, count in tensors.items():
+        for size, is_paged in _states(shape, optimizer):
+            on_device += 0 if is_paged else count * size
+            paged += count * size if is_paged else 0
+    return StateBytes(on_device=on_device, paged=paged)
+
+
+def copied_bytes(
+    tensors: Mapping[Shape, int], optimizer: str, *, pissa: bool, pinned: bool, copies: int = 0
+) -> int:
+    """Return the host memory that saving keeps: of masters, of optimizer states, and for the export.
+
+    Torch rounds each `pinned` tensor up to a power of two, at least a page. What is paged is no
+    device memory to it, so its copies are not pinned. PiSSA's start is saved too, and exported;
+    `copies` of the masters, a running average and the best weights, are saved.
+    """
+    kept = 1 + pissa + copies
+    sizes = [
+        (count, size, pinned and not is_paged)
+        for shape, count in tensors.items()
+        for size, is_paged in (
+            *((MASTER_BYTES * math.prod(shape), False),) * kept,
+            *_states(shape, optimizer),
+            (MASTER_BYTES * math.prod(shape) * (2 if pissa else 1), False),
+        )
+    ]
+    return sum(count * (pinned_bytes(size) if rounded else size) for count, size, rounded in sizes)
+
+
+def _states(shape: Shape, optimizer: str) -> tuple[tuple[int, bool], ...]:
+    """Return (bytes, whether paged) of each state of one tensor."""
+    elements = math.prod(shape)
+    if optimizer in EIGHT_BIT_MOMENTS:
+        moments = EIGHT_BIT_MOMENTS[optimizer]
+        if elements < EIGHT_BIT_ELEMENTS:
+            return ((4 * elements, False),) * moments
+        scales = 4 * -(-elements // SCALED_ELEMENTS)
+        is_paged = optimizer in PAGED and elements >= PAGED_ELEMENTS
+        return ((elements, is_paged), (scales, False)) * moments
+    return tuple((4 * size, False) for size in _state_elements(shape, optimizer))
+
+
+def _state_elements(shape: Shape, optimizer: str) -> tuple[int, ...]:
+    """Return the elements of each fp32 state of one tensor."""
+    elements = math.prod(shape)
+    match optimizer:
+        case "adafactor":
+            return _second_moment(shape)
+        case "came":  # of updates and of their instability; of a vector the latter is not used
+            return (elements, *_second_moment(shape) * (1 if len(shape) < 2 else 2))
+        case "muon":  # AdamW for what is no matrix
+            return (elements,) * (1 if len(shape) == 2 else MOMENTS["adamw"])
+    return (elements,) * MOMENTS[optimizer]
+
+
+def _second_moment(shape: Shape) -> tuple[int, ...]:
+    """Return the elements of its factors over the last two dimensions; a vector's is whole."""
+    if len(shape) < 2:
+        return shape
+    *others, rows, columns = shape
+    return (math.prod(others) * rows, math.prod(others) * columns)

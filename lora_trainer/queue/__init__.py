@@ -1,0 +1,1 @@
+"""The training queue: items as files, one worker a device."""

@@ -1,0 +1,264 @@
+"""What a person sees while a run goes: one live line on a terminal, sparse plain lines elsewhere.
+
+Inputs: the run's events, a rich Console, a clock. Outputs: text only. Problems, saves, samples and
+validations are one line each, in the order they happen; the last lines sum the run up. Text from
+files cannot break lines, colour them or move the cursor.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from lora_trainer.common.events import Event
+from lora_trainer.common.wording import (
+    against_base,
+    bytes_text,
+    clock_text,
+    duration_text,
+    loss_text,
+    one_line,
+    rate_text,
+    step_seconds_text,
+)
+from lora_trainer.reporting.status import Smoothed, TimeLeft, measured
+
+INTERVAL_S = 30.0
+_QUIET_PHASES = ("training", "sampling", "stopping")
+PHASES: Mapping[str, str] = {
+    "scan": "reading images",
+    "plan": "planning",
+    "cache": "encoding",
+    "load": "loading base",
+    "train": "training",
+    "sample": "sampling",
+    "export": "exporting",
+    "report": "reporting",
+    "stop": "stopping",
+    "quit": "stopping",
+}
+_STYLES = {"note": "dim", "warning": "yellow", "error": "bold red"}
+
+
+@dataclass
+class ConsoleListener:
+    """Listener that shows a run; a context, so that the live line ends whatever ends the run."""
+
+    console: Console
+    clock: Callable[[], float] = time.monotonic
+    steps: int = 0
+    _loss: Smoothed = field(default_factory=Smoothed, init=False)
+    _pace: TimeLeft = field(default_factory=TimeLeft, init=False)
+    _problems: int = field(default=0, init=False)
+    _base_loss: float = field(default=math.nan, init=False)
+    _phase: str = field(default="", init=False)
+    _ended: bool = field(default=False, init=False)
+    _said: dict[str, tuple[int, float]] = field(default_factory=dict, init=False)
+    _bar: Progress | None = field(default=None, init=False)
+
+    def __enter__(self) -> ConsoleListener:
+        if self.console.is_terminal:
+            self._bar = _live_bar(self.console)
+            self._bar.start()
+            self._bar.add_task("starting", total=None, count="", figures="")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end_bar()
+
+    def __call__(self, event: Event) -> None:
+        fields = event.fields
+        match event.kind:
+            case "run_started":
+                self.steps = fields["steps"]
+                self._say(_start_line(fields))
+            case "phase":
+                self._show_phase(fields)
+            case "step":
+                self._show_step(fields, at_s=event.time_s)
+            case "problem":
+                self._problems += 1
+                self._say(_problem_line(fields), style=_STYLES[fields["severity"]])
+            case "finished" | "stopped":
+                self._end_bar()
+                self._summarize(event)
+            case "validation":
+                self._show_validation(fields)
+            case "measured":
+                self._say(_measured_line(fields))
+            case "resumed":
+                self._say(f"resumed at step {fields['step']}: {fields['exactness']}")
+                for difference in fields["differences"]:
+                    self._say(f"  {difference}")
+            case "sample" | "saved" | "change" | "uploaded":
+                self._say(_event_line(event))
+
+    def _say(self, line: str, *, style: str = "") -> None:
+        encoding = self.console.encoding
+        shown = one_line(line).encode(encoding, errors="replace").decode(encoding)
+        self.console.print(Text(shown, style=style), soft_wrap=True)
+
+    def _show_phase(self, fields: Mapping[str, Any]) -> None:
+        if self._ended:
+            return
+        name = PHASES.get(fields["phase"], fields["phase"])
+        done, total = fields["done"], fields["total"]
+        self._update(name, done=done, total=total, figures=fields["message"])
+        if name != self._phase and name not in _QUIET_PHASES:
+            self._say_plainly(f"{name}: {fields['message']}" if fields["message"] else name)
+        if done and name not in _QUIET_PHASES:
+            self._say_sometimes(name, f"{name} {_share(done, total)}", done=done, total=total)
+        self._phase = name
+
+    def _show_step(self, fields: Mapping[str, Any], *, at_s: float) -> None:
+        self._loss.add(measured(fields["loss"]))
+        self._pace.add(fields["seconds"], at_s=at_s)
+        self._phase = name = PHASES["train"]
+        figures = self.figures(fields)
+        self._update(name, done=fields["step"], total=self.steps, figures=figures)
+        line = f"step {_share(fields['step'], self.steps)}: {figures}"
+        self._say_sometimes(name, line, done=fields["step"], total=self.steps)
+
+    def figures(self, fields: Mapping[str, Any]) -> str:
+        """Return the figures of one step event: smoothed loss, rate, pace, time left, memory."""
+        left_s = self._pace.remaining_s(max(0, self.steps - fields["step"]))
+        parts = [
+            f"loss {loss_text(self._loss.value)}",
+            f"lr {rate_text(fields['lr'])}",
+            f"{step_seconds_text(self._pace.step_s)}/it",
+            f"ETA {clock_text(left_s)}",
+        ]
+        if fields["vram_bytes"]:
+            parts.append(f"VRAM {bytes_text(fields['vram_bytes'])}")
+        return ", ".join(parts)
+
+    def _update(self, name: str, *, done: int, total: int, figures: str) -> None:
+        if self._bar is not None:
+            count = f"{done}/{total}" if total else ""
+            task = self._bar.task_ids[0]
+            self._bar.update(
+                task, description=name, completed=done, count=count, figures=one_line(figures)
+            )
+            self._bar.tasks[0].total = total or None  # update() cannot set a total back to unknown
+
+    def _say_sometimes(self, name: str, line: str, *, done: int, total: int) -> None:
+        """Print a plain line at every tenth of the way, and after 30 s without one."""
+        tenth, now_s = done * 10 // total if total else 0, self.clock()
+        last_tenth, last_s = self._said.setdefault(name, (0, now_s))
+        if tenth != last_tenth or now_s - last_s >= INTERVAL_S:
+            self._said[name] = (tenth, now_s)
+            self._say_plainly(line)
+
+    def _say_plainly(self, line: str) -> None:
+        if not self.console.is_terminal:
+            self._say(line)
+
+    def _show_validation(self, fields: Mapping[str, Any]) -> None:
+        loss = fields["loss"]
+        if fields["step"] == 0:
+            self._base_loss = loss
+            images = f"{fields['images']} held-out images"
+            return self._say(f"validation of the base: loss {loss_text(loss)}, {images}")
+        known = math.isfinite(self._base_loss)
+        comparison = f", {against_base(loss, self._base_loss)}" if known else ""
+        return self._say(f"validation at step {fields['step']}: loss {loss_text(loss)}{comparison}")
+
+    def _summarize(self, event: Event) -> None:
+        fields = event.fields
+        self._ended = True
+        if event.kind == "stopped":
+            where = f" at step {fields['step']} of {self.steps}" if self.steps else ""
+            self._say(f"stopped{where}: {fields['reason']}", style=_STYLES["warning"])
+        else:
+            self._say(_finish_line(fields), style="bold green")
+        if self._problems:
+            count = "1 problem" if self._problems == 1 else f"{self._problems} problems"
+            self._say(f"{count} on the way: see problems.jsonl and the report")
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _live_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}", style="bold", markup=False),
+        BarColumn(bar_width=max(6, min(40, console.width - 84))),
+        TextColumn("{task.fields[count]}", markup=False),
+        TextColumn("{task.fields[figures]}", markup=False),
+        console=console,
+        refresh_per_second=4,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+
+def _share(done: int, total: int) -> str:
+    return f"{done}/{total} ({100 * done // total} %)" if total else f"{done}"
+
+
+def _start_line(fields: Mapping[str, Any]) -> str:
+    held_out = (
+        f", {fields['validation_images']} of them held out" if fields["validation_images"] else ""
+    )
+    return (
+        f"{fields['name']}: {fields['steps']} steps of batch {fields['batch_size']} "
+        f"on {fields['images']} images{held_out}; {fields['family']} {fields['base']} "
+        f"on {fields['device']}, preset {fields['preset']} ({fields['tier']}, {fields['priority']})"
+    )
+
+
+def _problem_line(fields: Mapping[str, Any]) -> str:
+    file = f"{fields['file']}: " if fields["file"] and fields["file"] not in fields["what"] else ""
+    fix = f" Fix: {fields['fix'].rstrip('.')}." if fields["fix"] else ""
+    return f"{fields['severity']}: {file}{fields['what'].rstrip('.')}.{fix}"
+
+
+def _event_line(event: Event) -> str:
+    fields = event.fields
+    match event.kind:
+        case "sample":
+            step = f"at step {fields['step']}" if fields["step"] else "of the base"
+            return f"samples {step}: {len(fields['images'])} images"
+        case "saved":
+            names = " and ".join(name for name in (fields["export"], fields["state"]) if name)
+            size, took = bytes_text(fields["bytes"]), duration_text(fields["seconds"])
+            return f"saved at step {fields['step']}: {names} ({size}, {took})"
+        case "uploaded":
+            return f"uploaded: {fields['address']} ({'private' if fields['private'] else 'public'})"
+        case _:
+            return (
+                f"changed {fields['key']}: {fields['old']} -> {fields['new']} ({fields['reason']})"
+            )
+
+
+def _measured_line(fields: Mapping[str, Any]) -> str:
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in fields["parts"].items())
+    return f"measured: {parts} (of 1 each); lora-train validate RUN DATASET measures the rest"
+
+
+def _finish_line(fields: Mapping[str, Any]) -> str:
+    loss, base_loss = fields["validation_loss"], fields["base_validation_loss"]
+    line = (
+        f"finished {fields['step']} steps in {duration_text(fields['seconds'])}: {fields['export']}"
+    )
+    if fields.get("early"):
+        line += f" (ended early: {fields['early']})"
+    if loss is None:
+        return f"{line}; nothing was validated"
+    comparison = f", {against_base(loss, base_loss)}" if base_loss is not None else ""
+    return f"{line}; validation loss {loss_text(loss)}{comparison}"

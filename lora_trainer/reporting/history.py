@@ -1,0 +1,432 @@
+"""A run folder read as a history, at once or as it grows.
+
+What a run folder tells about its run: typed rows of run.json, events.jsonl and problems.jsonl.
+
+Input: rows as they were written. Output: the parts of a `RunHistory`; history.py reads the files
+and puts them together. A figure that is missing or of another type is NaN, never an error.
+
+Reads a JSON-lines file as it grows: each call yields the lines that are new since the last.
+
+Input: a file that one process appends to and a resume replaces. Output: rows, and whether the file
+began anew. The bytes just before the place reached are compared, so that a file which was cut and
+has grown past that place again is not taken for the one that was read.
+
+Reads a run folder, at once or as it grows: the rows of its files put together as a `RunHistory`.
+
+Input: a run folder, also one of a killed or resumed run. A step that was trained again after a
+resume counts once, as it went last; lines that are torn or lack their step are counted in
+`unreadable_lines`, never raised. A reader that is kept parses only what is new.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+from lora_trainer.common.files import read_json_object
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """One optimizer step; a figure that was not recorded is NaN."""
+
+    step: int
+    images: float
+    loss: float
+    lr: float
+    seconds: float
+    data_wait_s: float
+    vram_bytes: float
+    vram_reserved_bytes: float
+    vram_used_bytes: float
+    host_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationRow:
+    """One validation; step 0 is the untouched base."""
+
+    step: int
+    loss: float
+    images: float
+    by_timestep: tuple[tuple[float, float], ...]
+
+
+STEP_FIGURES = tuple(entry.name for entry in fields(StepRow) if entry.name != "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleImage:
+    """One sample; `file` is relative to the run folder, as the run wrote it."""
+
+    step: int
+    prompt: str
+    seed: str
+    file: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkRow:
+    """Something that happened at `step`: a save, a change of a setting, a resume."""
+
+    kind: str
+    step: int
+    fields: Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHistory:
+    """A run as its folder tells it, steps ascending; `end` is how its last session ended."""
+
+    folder: Path
+    run: Row
+    started: Row
+    steps: tuple[StepRow, ...]
+    validations: tuple[ValidationRow, ...]
+    samples: tuple[SampleImage, ...]
+    marks: tuple[MarkRow, ...]
+    problems: tuple[Row, ...]
+    phase_seconds: Mapping[str, float]
+    sessions: int
+    end: Row | None
+    unreadable_lines: int
+
+    @property
+    def base_validation(self) -> ValidationRow | None:
+        return next((row for row in self.validations if row.step == 0), None)
+
+    @property
+    def last_validation(self) -> ValidationRow | None:
+        return self.validations[-1] if self.validations and self.validations[-1].step else None
+
+
+def number(row: Row, key: str) -> float:
+    """Return a number of a row as float, NaN where there is none."""
+    value = row.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
+def mapping(row: Row, key: str) -> Row:
+    """Return an object of a row, an empty one where there is none."""
+    value = row.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def sequence(row: Row, key: str) -> Sequence[Any]:
+    """Return a list of a row, an empty one where there is none."""
+    value = row.get(key)
+    return value if isinstance(value, list) else ()
+
+
+def step_row(row: Row) -> StepRow:
+    """Return one optimizer step of its event."""
+    return StepRow(step=row["step"], **{name: number(row, name) for name in STEP_FIGURES})
+
+
+def validation_row(row: Row) -> ValidationRow:
+    """Return one validation of its event."""
+    pairs = [
+        pair for pair in sequence(row, "by_timestep") if isinstance(pair, list) and len(pair) == 2
+    ]
+    points = [dict(zip(("timestep", "loss"), pair, strict=True)) for pair in pairs]
+    return ValidationRow(
+        step=row["step"],
+        loss=number(row, "loss"),
+        images=number(row, "images"),
+        by_timestep=tuple((number(point, "timestep"), number(point, "loss")) for point in points),
+    )
+
+
+def sample_images(row: Row) -> Iterator[SampleImage]:
+    """Yield the images of a sample event."""
+    for image in sequence(row, "images"):
+        if isinstance(image, dict):
+            prompt, seed, file = (str(image.get(key, "")) for key in ("prompt", "seed", "file"))
+            yield SampleImage(step=row["step"], prompt=prompt, seed=seed, file=file)
+
+
+_COMPARED_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class News:
+    """What a file held beyond what was known: `anew` if all of it has to be forgotten first.
+
+    `rows` are the objects, a None stands for a line that is no object. `torn` says whether a last
+    line follows that is not one yet.
+    """
+
+    anew: bool
+    rows: list[dict[str, Any] | None]
+    torn: bool
+
+
+@dataclass
+class JsonlFollower:
+    """The place reached in a file; a missing file is an empty one."""
+
+    path: Path
+    _offset: int = field(default=0, init=False)
+    _before: bytes = field(default=b"", init=False)
+    _inode: int = field(default=0, init=False)
+    _open_line: bool = field(default=False, init=False)
+
+    def read(self) -> News:
+        """Return what is new; raises OSError for a file that is there and cannot be read."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            anew = self._offset > 0
+            self._forget()
+            return News(anew=anew, rows=[], torn=False)
+        with file:
+            inode = os.fstat(file.fileno()).st_ino
+            data = self._continued(file) if inode == self._inode else None
+            anew = data is None
+            if data is None:
+                self._forget()
+                file.seek(0)
+                data = file.read()
+        self._inode = inode
+        return self._taken(data, anew=anew)
+
+    def _continued(self, file: BinaryIO) -> bytes | None:
+        """Return the bytes after the place reached; None if what was before it has changed."""
+        file.seek(self._offset - len(self._before))
+        data = file.read()
+        if not data.startswith(self._before):
+            return None
+        data = data[len(self._before) :]
+        # A line that was whole without its end is another one if more was written to it.
+        return None if self._open_line and data and not data.startswith(b"\n") else data
+
+    def _taken(self, data: bytes, *, anew: bool) -> News:
+        *whole, last = data.split(b"\n")
+        rows = [_row(line) for line in whole if line.strip()]
+        row = _row(last) if last.strip() else None
+        if row is not None:
+            rows.append(row)
+        taken = data if row is not None else data[: len(data) - len(last)]
+        self._offset += len(taken)
+        self._before = (self._before + taken)[-_COMPARED_BYTES:]
+        self._open_line = row is not None or (self._open_line and not taken)
+        return News(anew=anew, rows=rows, torn=row is None and bool(last.strip()))
+
+    def _forget(self) -> None:
+        self._offset, self._before, self._open_line = 0, b"", False
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+RECENT_ROWS = 200
+_STEPPED = frozenset({"step", "validation", "sample", "saved", "resumed"})
+_ENDS = frozenset({"run_started", "finished", "stopped"})
+_MARKS = frozenset({"saved", "change", "resumed"})
+
+
+class _Placed(Protocol):
+    @property
+    def step(self) -> int: ...
+
+
+Placed = TypeVar("Placed", bound=_Placed)
+
+
+def read_history(folder: Path) -> RunHistory:
+    """Read a run folder; a missing run.json counts as empty, a damaged one raises RequestError."""
+    return HistoryReader(folder).read()
+
+
+@dataclass
+class HistoryReader:
+    """What is known of a run folder; a `read` costs what is new and one pass over the steps."""
+
+    folder: Path
+    _events: JsonlFollower = field(init=False)
+    _problems: JsonlFollower = field(init=False)
+    _told: _Told = field(default_factory=lambda: _Told(), init=False)
+    _listed: _Listed = field(default_factory=lambda: _Listed(), init=False)
+    _run: Row = field(default_factory=dict, init=False)
+    _run_stamp: tuple[int, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        self._events = JsonlFollower(self.folder / "events.jsonl")
+        self._problems = JsonlFollower(self.folder / "problems.jsonl")
+
+    def read(self) -> RunHistory:
+        """Return the run as its files have it now; raises RequestError for run.json, OSError."""
+        run = self._read_run()
+        events, problems = self._events.read(), self._problems.read()
+        if events.anew:
+            self._told = _Told()
+        if problems.anew:
+            self._listed = _Listed()
+        for row in self._told.usable(events):
+            self._told.take(row)
+        self._listed.rows.extend(self._listed.usable(problems))
+        torn = events.torn + problems.torn
+        return self._told.history(self.folder, run=run, listed=self._listed, torn=torn)
+
+    def recent(self) -> list[Row]:
+        """Return the newest rows that are no steps, at most 200, by the time they were written."""
+        rows = [*self._told.recent, *self._listed.rows[-RECENT_ROWS:]]
+        return sorted(rows, key=_time_s)[-RECENT_ROWS:]
+
+    def _read_run(self) -> Row:
+        file = self.folder / "run.json"
+        try:
+            stat = file.stat()
+        except FileNotFoundError:
+            self._run_stamp, self._run = (), {}
+            return {}
+        stamp = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        if stamp != self._run_stamp:
+            self._run, self._run_stamp = read_json_object(file), stamp
+        return self._run
+
+
+def _time_s(row: Row) -> float:
+    time_s = number(row, "time")
+    return time_s if math.isfinite(time_s) else 0.0
+
+
+@dataclass
+class _Listed:
+    """The rows of one file that can be used, and how many lines cannot."""
+
+    rows: list[Row] = field(default_factory=list)
+    damaged: int = 0
+
+    def usable(self, news: News) -> Iterator[dict[str, Any]]:
+        for row in news.rows:
+            if row is not None and _is_usable(row):
+                yield row
+            else:
+                self.damaged += 1
+
+
+def _is_usable(row: Row) -> bool:
+    kind = row.get("event")
+    return isinstance(kind, str) and (kind not in _STEPPED or isinstance(row.get("step"), int))
+
+
+@dataclass
+class _Told(_Listed):
+    """What the events so far come to; `rows` are the problems among them.
+
+    Rows without a step of their own get that of the step before them.
+    """
+
+    started: Row = field(default_factory=dict)
+    sessions: int = 0
+    end: Row | None = None
+    steps: dict[int, StepRow] = field(default_factory=dict)
+    validations: dict[int, ValidationRow] = field(default_factory=dict)
+    samples: list[SampleImage] = field(default_factory=list)
+    marks: list[MarkRow] = field(default_factory=list)
+    recent: deque[Row] = field(default_factory=lambda: deque(maxlen=RECENT_ROWS))
+    phases: _Phases = field(default_factory=lambda: _Phases())
+    _step: int = 0
+
+    def take(self, row: dict[str, Any]) -> None:
+        kind = row["event"]
+        self.phases.take(row)
+        if kind in _ENDS:
+            self.end = None if kind == "run_started" else row
+        if kind == "run_started":
+            self._begin(row)
+        elif kind in _STEPPED:
+            self._step = row["step"]
+        if kind == "step":
+            self.steps[self._step] = step_row(row)
+            return
+        self.recent.append(row)
+        if kind == "validation":
+            self.validations[self._step] = validation_row(row)
+        elif kind == "sample":
+            self.samples.extend(sample_images(row))
+        elif kind == "problem":
+            self.rows.append(row)
+        elif kind in _MARKS:
+            fields = {**row, "step": self._step}
+            self.marks.append(MarkRow(kind=kind, step=self._step, fields=fields))
+
+    def _begin(self, row: Row) -> None:
+        """Count a start; it forgets all steps after the one it resumed from."""
+        self.started = row
+        self.sessions += 1
+        resumed_from = row.get("resumed_from")
+        last = resumed_from if isinstance(resumed_from, int) else -1
+        self.steps = {step: kept for step, kept in self.steps.items() if step <= last}
+        self.validations = {step: kept for step, kept in self.validations.items() if step <= last}
+        self.samples = _until(self.samples, last)
+        self.marks = _until(self.marks, last)
+        self._step = max(0, last)
+
+    def history(self, folder: Path, *, run: Row, listed: _Listed, torn: int) -> RunHistory:
+        return RunHistory(
+            folder=folder,
+            run=run,
+            started=self.started,
+            sessions=self.sessions,
+            steps=_in_order(self.steps),
+            validations=_in_order(self.validations),
+            samples=tuple(self.samples),
+            marks=tuple(self.marks),
+            problems=tuple(listed.rows if len(listed.rows) >= len(self.rows) else self.rows),
+            phase_seconds=self.phases.seconds(),
+            end=self.end,
+            unreadable_lines=self.damaged + listed.damaged + torn,
+        )
+
+
+def _until(rows: list[Placed], last: int) -> list[Placed]:
+    return [row for row in rows if row.step <= last]
+
+
+def _in_order(by_step: Mapping[int, Placed]) -> tuple[Placed, ...]:
+    return tuple(by_step[step] for step in sorted(by_step))
+
+
+@dataclass
+class _Phases:
+    """The time spent in each phase; the pause between a stop and a resume is no time."""
+
+    _spent: dict[str, float] = field(default_factory=dict)
+    _phase: str = ""
+    _since_s: float = math.nan
+
+    def take(self, row: Row) -> None:
+        now_s = number(row, "time")
+        if row["event"] == "run_started":
+            self._phase = "plan"
+        elif math.isfinite(now_s - self._since_s):
+            passed_s = max(0.0, now_s - self._since_s)
+            self._spent[self._phase] = self._spent.get(self._phase, 0.0) + passed_s
+        self._since_s = now_s
+        if row["event"] == "phase":
+            self._phase = str(row.get("phase", self._phase))
+        elif row["event"] == "step":
+            self._phase = "train"
+
+    def seconds(self) -> dict[str, float]:
+        return {name: seconds for name, seconds in self._spent.items() if seconds > 0}

@@ -1,0 +1,209 @@
+"""The score of a LoRA: its parts as formulas, and the result that names what is missing.
+
+The formulas of a LoRA's score: each part a pure function of measured numbers, in [0, 1].
+
+Inputs are losses, norms and distances that others measured; outputs are parts and their weighted
+geometric mean, so that one broken part sinks the score. Torch-free. docs/scores.md explains each.
+
+What a validation says: the parts there are, the parts there are not and why, and the score.
+
+Input: parts as measured; output: the same as plain values, for validation.json, `--json` and the
+report. A score is of the parts there are; `complete` says whether that is all of them. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+WEIGHTS: Mapping[str, float] = {
+    "gain": 0.25,
+    "weights": 0.15,
+    "similarity": 0.15,
+    "strength": 0.12,
+    "generalisation": 0.12,
+    "drift": 0.1,
+    "memorisation": 0.08,
+    "rank": 0.03,
+}
+"""Share of each part in the score; they add up to 1."""
+FLOOR = 0.05
+"""What a part of zero counts as in the geometric mean: it sinks the score, and others are still told apart."""
+GAIN_HALF = 0.05
+DEAD_BELOW, SANE_UP_TO = 1e-5, 0.5
+RANK_FULL = 0.25
+COPIED, OWN = 0.5, 0.9
+
+
+def score(parts: Mapping[str, float]) -> float:
+    """Return exp(sum w ln max(p, 0.05) / sum w) over the parts there are; 0 if the weights are unusable.
+
+    Raises ValueError when there is no part at all.
+    """
+    if not parts:
+        raise ValueError("no part was measured")
+    if parts.get("weights") == 0:
+        return 0.0
+    total = math.fsum(WEIGHTS[name] for name in parts)
+    logs = math.fsum(WEIGHTS[name] * math.log(max(part, FLOOR)) for name, part in parts.items())
+    return math.exp(logs / total)
+
+
+def weights_part(relative_norms: Sequence[float]) -> float:
+    """Return the mean over modules of 1 where 1e-5 <= r <= 0.5, 0 below, 0.5 / r above, 0 if not finite.
+
+    r is |update| / |weight|, both Frobenius norms; an adapter with any number that is not finite is 0.
+    """
+    if not relative_norms or not all(map(math.isfinite, relative_norms)):
+        return 0.0
+    return fmean(0.0 if r < DEAD_BELOW else min(1.0, SANE_UP_TO / r) for r in relative_norms)
+
+
+def rank_part(used: Sequence[float]) -> float:
+    """Return the mean over modules of min(1, used / 0.25); `used` is effective rank / rank."""
+    return fmean(min(1.0, share / RANK_FULL) for share in used)
+
+
+def effective_rank(singular_values: Sequence[float]) -> float:
+    """Return exp of the entropy of p = s^2 / sum s^2, at least 1; 0 for an update of zero.
+
+    After Roy and Vetterli 2007 ("The effective rank"), with energies in place of values.
+    """
+    energy = math.fsum(value * value for value in singular_values)
+    if energy == 0:
+        return 0.0
+    shares = [value * value / energy for value in singular_values]
+    return math.exp(-math.fsum(share * math.log(share) for share in shares if share > 0))
+
+
+def mean_gain(base: Sequence[float], adapted: Sequence[float]) -> float:
+    """Return the mean over timesteps of 1 - adapted / base, each at least -1; losses at the same noise."""
+    gains = (1 - after / before for before, after in zip(base, adapted, strict=True))
+    return fmean(max(-1.0, gain if math.isfinite(gain) else -1.0) for gain in gains)
+
+
+def gain_part(gain: float) -> float:
+    """Return g / (g + 0.05), 0 without a gain: 5 % less loss than the base is half."""
+    return gain / (gain + GAIN_HALF) if gain > 0 else 0.0
+
+
+def strength_part(losses: Mapping[float, float]) -> float:
+    """Return (L(0) - L(1)) / (L(0) - least L): how much of the best gain full strength has.
+
+    `losses` are held-out losses by strength, 0 and 1 among them; 0 where no strength helps.
+    """
+    finite = [loss for loss in losses.values() if math.isfinite(loss)]
+    best = losses[0.0] - min(finite)
+    if best <= 0 or not math.isfinite(losses[1.0]):
+        return 0.0
+    return _clipped((losses[0.0] - losses[1.0]) / best)
+
+
+def generalisation_part(*, trained_gain: float, held_out_gain: float) -> float:
+    """Return held-out gain / gain on trained pictures, in [0, 1]; 0 where nothing was learned."""
+    return _clipped(held_out_gain / trained_gain) if trained_gain > 0 else 0.0
+
+
+def similarity_part(*, base_distance: float, adapted_distance: float) -> float:
+    """Return 1 - E(adapted) / E(base), E the energy distance of samples to the pictures."""
+    return _clipped(1 - max(0.0, adapted_distance) / base_distance)
+
+
+def memorisation_part(*, base_ratio: float, adapted_ratio: float) -> float:
+    """Return (q - 0.5) / 0.4 in [0, 1], q = ratio of the adapter's samples / ratio of the base's.
+
+    A ratio is the distance to the nearest trained picture over that to the nearest held-out one.
+    """
+    return _clipped((adapted_ratio / base_ratio - COPIED) / (OWN - COPIED))
+
+
+def drift_part(*, change: float, base_loss: float) -> float:
+    """Return 1 / (1 + change / loss): mean squared change of predictions on unrelated prompts,
+
+    against the base's own mean squared error there.
+    """
+    ratio = change / base_loss
+    return 1 / (1 + ratio) if math.isfinite(ratio) else 0.0
+
+
+def expected_nearest(distances: Sequence[float], *, count: int) -> float:
+    """Return the mean, over all choices of `count` of the distances, of the smallest one.
+
+    Sets of unequal size are so compared at the size of the smaller one.
+    """
+    ordered = sorted(distances)
+    whole = math.comb(len(ordered), count)
+    return math.fsum(
+        distance * math.comb(len(ordered) - place - 1, count - 1) / whole
+        for place, distance in enumerate(ordered)
+    )
+
+
+def energy_distance(
+    between: Sequence[float], within_first: Sequence[float], within_second: Sequence[float]
+) -> float:
+    """Return 2 mean(between) - mean(within first) - mean(within second), pairs of distinct ones only.
+
+    Szekely and Rizzo 2013 ("Energy statistics"); without the pairs of one with itself it has no bias,
+    so it may be slightly below 0.
+    """
+    return 2 * fmean(between) - fmean(within_first) - fmean(within_second)
+
+
+def _clipped(value: float) -> float:
+    return min(1.0, max(0.0, value)) if math.isfinite(value) else 0.0
+
+
+VALIDATION_FILE = "validation.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """One adapter file's validation: parts in [0, 1], `left_out` reasons by part, measured figures, remarks."""
+
+    file: str
+    parts: Mapping[str, float]
+    left_out: Mapping[str, str]
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def score(self) -> float | None:
+        """The weighted geometric mean of the parts there are; None where none could be measured."""
+        return score(self.parts) if self.parts else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every part was measured."""
+        return self.parts.keys() == WEIGHTS.keys()
+
+    @property
+    def weight_left_out(self) -> float:
+        """The share of the score that the parts that are not there would have."""
+        return sum(weight for name, weight in WEIGHTS.items() if name not in self.parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, parts in the order of their weight."""
+        found = self.score
+        return {
+            "file": self.file,
+            "score": None if found is None else round(found, 4),
+            "complete": self.complete,
+            "parts": {name: round(self.parts[name], 4) for name in WEIGHTS if name in self.parts},
+            "left_out": {name: self.left_out[name] for name in WEIGHTS if name in self.left_out},
+            "weight_left_out": round(self.weight_left_out, 4),
+            "figures": _plain(self.figures),
+            "notes": list(self.notes),
+        }
+
+
+def _plain(value: Any) -> Any:
+    """Return JSON values; a figure that is not finite, as of a broken adapter, becomes null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value

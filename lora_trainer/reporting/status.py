@@ -1,0 +1,463 @@
+"""A run as it is seen and steered from outside: loss, time left, status.json, the control folder.
+
+Figures that run along with training: a smoothed loss and the time left.
+
+Inputs: one value per step. Outputs: numbers for the console, the trackers and the report. Pure
+bookkeeping on the host; no clock is read here.
+
+How a run is seen and steered from outside: status.json and the control folder.
+
+Inputs: the run's events; the process that writes. Outputs: status.json, replaced atomically but not
+fsynced (it describes a live process, which a power cut ends anyway), and the requests that somebody
+put into control/ as empty files. A run that claims to live is believed only if its process does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import psutil
+
+from lora_trainer.common.errors import MachineError
+from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.files import json_bytes, retry_while_open, write_atomic
+from lora_trainer.common.wording import INTERRUPTED_EXIT_CODES, loss_text, one_line
+
+
+def measured(value: float | None) -> float:
+    """Return a figure of an event; None stands for one that was not a finite number."""
+    return math.nan if value is None else float(value)
+
+
+@dataclass(kw_only=True)
+class Smoothed:
+    """Exponential moving average without start-up bias; passes over values that are not finite."""
+
+    span_steps: float = 20.0
+    _sum: float = 0.0
+    _weight: float = 0.0
+
+    def add(self, value: float) -> float:
+        """Take one value and return the average so far; NaN before the first finite value."""
+        if math.isfinite(value):
+            keep = 1 - 2 / (self.span_steps + 1)
+            self._sum = keep * self._sum + (1 - keep) * value
+            self._weight = keep * self._weight + (1 - keep)
+        return self.value
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._weight if self._weight else math.nan
+
+
+@dataclass(kw_only=True)
+class TimeLeft:
+    """Time left: the median of recent steps, plus what saves, samples and validations have cost.
+
+    Losses reach the host late and in bunches, so those side costs come from totals only.
+    """
+
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    _first_s: float = 0.0
+    _last_s: float = 0.0
+    _steps_after_first: int = 0
+    _step_seconds: float = 0.0
+
+    def add(self, seconds: float, *, at_s: float) -> None:
+        """Take the duration of one step and the time at which it was reported."""
+        if self.recent:
+            self._steps_after_first += 1
+            self._step_seconds += seconds
+        else:
+            self._first_s = at_s
+        self._last_s = at_s
+        self.recent.append(seconds)
+
+    @property
+    def step_s(self) -> float:
+        """Median of the recent steps; NaN before the first."""
+        return statistics.median(self.recent) if self.recent else math.nan
+
+    @property
+    def side_s(self) -> float:
+        """Seconds spent outside of steps, per step so far."""
+        if not self._steps_after_first:
+            return 0.0
+        outside_s = self._last_s - self._first_s - self._step_seconds
+        return max(0.0, outside_s / self._steps_after_first)
+
+    def remaining_s(self, steps: int) -> float:
+        """Return the seconds that `steps` more steps will take; NaN before the first step."""
+        return steps * (self.step_s + self.side_s)
+
+
+State = Literal["starting", "caching", "training", "finished", "stopped", "failed"]
+Seen = Literal["running", "interrupted", "finished", "stopped", "failed"]
+Request = Literal["stop", "stop_now", "save", "sample"]
+
+STATUS_FILE = "status.json"
+CONTROL_FOLDER = "control"
+INTERVAL_S = 0.5
+# psutil counts from the time of boot, which moves a little when the clock is corrected.
+_START_TOLERANCE_S = 1.0
+# What reading a status.json can raise that is missing, damaged or of another making.
+_UNREADABLE = (OSError, ValueError, TypeError, RecursionError, OverflowError)
+_COUNTS = ("step", "steps", "done", "total")
+STOPPING = frozenset({"stop", "quit"})
+"""Phases of a run that was asked to end: nothing but its end comes after them."""
+_PHASE_STATES: dict[str, State] = {
+    "scan": "starting",
+    "plan": "starting",
+    "load": "starting",
+    "cache": "caching",
+    "train": "training",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """What status.json holds; times are Unix times, `exit_code` is None while the run goes on.
+
+    `done` of `total` parts of `phase` are behind it, 0 of 0 where that cannot be said.
+    """
+
+    state: State = "starting"
+    pid: int
+    pid_started_s: float
+    name: str = ""
+    step: int = 0
+    steps: int = 0
+    phase: str = ""
+    done: int = 0
+    total: int = 0
+    message: str = ""
+    heartbeat_s: float
+    exit_code: int | None = None
+
+
+@dataclass
+class StatusWriter:
+    """Listener that keeps status.json: at once when state or phase change, else every half second."""
+
+    run_folder: Path
+    events: EventStream
+    clock: Callable[[], float] = time.time
+    status: Status = field(init=False)
+    _written: Status | None = field(default=None, init=False)
+    _refused: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        process = psutil.Process()
+        self.status = Status(
+            pid=process.pid,
+            pid_started_s=process.create_time(),
+            name=self.run_folder.name,
+            heartbeat_s=self.clock(),
+        )
+
+    def __call__(self, event: Event) -> None:
+        """Take an event; a disk that refuses the file is reported once and training goes on."""
+        before, self.status = self.status, after(self.status, event)
+        # What begins may take minutes without an event: the file must not name what was before it.
+        self.beat(at_once=_begins(event, before, self.status))
+
+    def beat(self, *, at_once: bool = False) -> None:
+        """Show that the process lives; cheap enough for every micro-batch."""
+        now_s = self.clock()
+        last = self._written
+        changed = last is None or (last.state, last.exit_code) != (
+            self.status.state,
+            self.status.exit_code,
+        )
+        if changed or at_once or last is None or abs(now_s - last.heartbeat_s) >= INTERVAL_S:
+            self.status = replace(self.status, heartbeat_s=now_s)
+            self._written = self.status
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            write_atomic(
+                self.run_folder / STATUS_FILE, json_bytes(asdict(self.status)), durable=False
+            )
+        except MachineError as error:
+            if not self._refused:
+                self._refused = True
+                self.events.problem(
+                    f"the status file is out of date: {error.found}",
+                    fix=error.fix,
+                    file=STATUS_FILE,
+                )
+
+
+def _begins(event: Event, before: Status, now: Status) -> bool:
+    """Say whether something begins: another phase, or a part of one that nothing was done of since the last."""
+    within = event.kind == "phase" and event.fields["done"] in (0, before.done)
+    return within or now.phase != before.phase
+
+
+def after(status: Status, event: Event) -> Status:
+    """Return the status once `event` has happened; the end of a run is final."""
+    fields = event.fields
+    if event.kind == "run_started":
+        return replace(
+            status,
+            state="starting",
+            name=fields["name"],
+            step=fields["resumed_from"] or 0,
+            steps=fields["steps"],
+            phase="",
+            done=0,
+            total=0,
+            exit_code=None,
+        )
+    if status.exit_code is not None:
+        return status
+    if event.kind == "phase":
+        return _in_phase(status, event)
+    if event.kind == "step":
+        return _after_step(status, event)
+    if (
+        event.kind == "sample" and status.phase == "sample"
+    ):  # made between steps: the next one begins
+        return replace(
+            status, phase="train", done=status.step, total=status.steps, message="training"
+        )
+    if event.kind == "finished":
+        return replace(
+            status,
+            state="finished",
+            step=fields["step"],
+            message=_ended(fields),
+            exit_code=0,
+        )
+    if event.kind == "stopped":
+        asked = fields["exit_code"] in INTERRUPTED_EXIT_CODES
+        return replace(
+            status,
+            state="stopped" if asked else "failed",
+            step=fields["step"],
+            message=one_line(fields["reason"]),
+            exit_code=fields["exit_code"],
+        )
+    return status
+
+
+def _ended(fields: Mapping[str, Any]) -> str:
+    early = fields.get("early")
+    return f"finished early: {early}" if early else "finished"
+
+
+def _in_phase(status: Status, event: Event) -> Status:
+    phase = event.fields["phase"]
+    if status.phase in STOPPING and phase not in STOPPING:
+        return status
+    return replace(
+        status,
+        state=_PHASE_STATES.get(phase, status.state),
+        phase=phase,
+        done=event.fields["done"],
+        total=event.fields["total"],
+        message=one_line(event.fields["message"] or phase),
+    )
+
+
+def _after_step(status: Status, event: Event) -> Status:
+    step = event.fields["step"]
+    if status.phase in STOPPING:  # steps on their way are still told of
+        return replace(status, step=step)
+    message = f"step {step} of {status.steps}, loss {loss_text(measured(event.fields['loss']))}"
+    return replace(
+        status,
+        state="training",
+        step=step,
+        phase="train",
+        done=step,
+        total=status.steps,
+        message=message,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """A run as others see it: `stage` is what the run wrote last, `state` what is true now.
+
+    `pid` and `pid_started_s` name the process that trains, both None when there is none.
+    """
+
+    state: Seen
+    stage: State
+    name: str
+    step: int
+    steps: int
+    phase: str
+    done: int
+    total: int
+    message: str
+    heartbeat_s: float
+    exit_code: int | None
+    pid: int | None
+    pid_started_s: float | None
+
+
+def read_status(run_folder: Path) -> RunStatus:
+    """Return whether the run lives, has ended, or was interrupted; never raises.
+
+    A missing or unreadable status.json is an interrupted run: it ended before it could say how.
+    """
+    try:
+        status = _read(run_folder)
+        alive = is_alive(pid=status.pid, started_s=status.pid_started_s)
+    except _UNREADABLE as error:
+        return _unreadable(run_folder, f"{STATUS_FILE} cannot be read: {one_line(str(error))}")
+    return RunStatus(
+        state=_seen(status, alive=alive),
+        stage=status.state,
+        name=status.name,
+        step=status.step,
+        steps=status.steps,
+        phase=status.phase,
+        done=status.done,
+        total=status.total,
+        message=status.message,
+        heartbeat_s=status.heartbeat_s,
+        exit_code=status.exit_code,
+        pid=status.pid if alive else None,
+        pid_started_s=status.pid_started_s if alive else None,
+    )
+
+
+def wrote_status(run_folder: Path, *, pid: int, started_s: float) -> bool:
+    """Return whether status.json is the work of that process, dead or alive; never raises."""
+    try:
+        status = _read(run_folder)
+        return status.pid == pid and _same_start(status.pid_started_s, started_s)
+    except _UNREADABLE:
+        return False
+
+
+def _read(run_folder: Path) -> Status:
+    status = Status(**json.loads(retry_while_open((run_folder / STATUS_FILE).read_bytes)))
+    if status.state not in get_args(State):
+        raise ValueError(status.state)
+    if not all(isinstance(getattr(status, name), int) for name in _COUNTS):
+        raise ValueError(f"one of {', '.join(_COUNTS)} is no number")
+    if not isinstance(status.heartbeat_s, int | float):
+        raise TypeError("heartbeat_s is no number")
+    return status
+
+
+def _seen(status: Status, *, alive: bool) -> Seen:
+    if status.state in ("finished", "stopped", "failed"):
+        return status.state
+    return "running" if alive else "interrupted"
+
+
+def _unreadable(run_folder: Path, message: str) -> RunStatus:
+    blank: dict[str, Any] = {
+        "step": 0,
+        "steps": 0,
+        "phase": "",
+        "done": 0,
+        "total": 0,
+        "heartbeat_s": 0.0,
+        "exit_code": None,
+        "pid": None,
+        "pid_started_s": None,
+    }
+    return RunStatus(
+        state="interrupted", stage="starting", name=run_folder.name, message=message, **blank
+    )
+
+
+def is_alive(*, pid: int, started_s: float) -> bool:
+    """Return whether the process of that number and start runs; another of its number does not count.
+
+    Raises ValueError, TypeError or OverflowError for what is no number of a process.
+    """
+    return _living(pid=pid, started_s=started_s) is not None
+
+
+def _living(*, pid: int, started_s: float) -> psutil.Process | None:
+    try:
+        process = psutil.Process(pid)
+        same = _same_start(process.create_time(), started_s)
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.Error:
+        return None
+
+
+def end_process(status: RunStatus) -> bool:
+    """Kill the process that trains, and no other that has its number by now; False if it is gone.
+
+    The last saved state stays valid. Raises MachineError when the system refuses.
+    """
+    if status.pid is None or status.pid_started_s is None:
+        return False
+    process = _living(pid=status.pid, started_s=status.pid_started_s)
+    try:
+        if process is not None:
+            process.kill()
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error as error:
+        raise MachineError(
+            f"process {status.pid} cannot be ended: {one_line(str(error))}",
+            fix="end it as the user who started it",
+        ) from error
+    return process is not None
+
+
+def _same_start(one_s: float, other_s: float) -> bool:
+    return abs(one_s - other_s) <= _START_TOLERANCE_S
+
+
+@dataclass(frozen=True)
+class Control:
+    """Requests to a running trainer: one empty file each in the run's control folder."""
+
+    run_folder: Path
+
+    def pending(self) -> set[str]:
+        """Return the requests that wait; files of other names are not requests."""
+        folder = self.run_folder / CONTROL_FOLDER
+        try:
+            names = {entry.name for entry in os.scandir(folder)}
+        except OSError:  # no folder, no requests
+            return set()
+        return names & set(get_args(Request))
+
+    def done(self, name: str) -> None:
+        """Remove a request that was obeyed."""
+        file = self.run_folder / CONTROL_FOLDER / name
+        retry_while_open(lambda: file.unlink(missing_ok=True))
+
+    def forget_before(self, time_s: float) -> None:
+        """Remove requests from before `time_s`: they were meant for a process that was killed."""
+        for name in self.pending():
+            file = self.run_folder / CONTROL_FOLDER / name
+            with suppress(OSError):
+                if file.stat().st_mtime < time_s:
+                    file.unlink()
+
+    def asked_at_s(self, name: Request) -> float | None:
+        """Return when a request that waits was made, None if none does."""
+        try:
+            return (self.run_folder / CONTROL_FOLDER / name).stat().st_mtime
+        except OSError:
+            return None
+
+    def request(self, name: Request) -> None:
+        """Ask the run that trains in this folder for something; raises OSError."""
+        folder = self.run_folder / CONTROL_FOLDER
+        folder.mkdir(exist_ok=True)
+        (folder / name).touch()

@@ -1,0 +1,1 @@
+"""One training put together: prepare, build, train, save, follow, stop."""

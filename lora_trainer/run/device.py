@@ -1,0 +1,184 @@
+"""The device of a training: which one, how much of its memory, and what bit-exactness depends on.
+
+An upper bound on what PyTorch's allocator takes of a card, so that it can be shared.
+
+Where a driver moves memory to the host instead of refusing it (Windows, and Linux under it), a full
+card is not an error but a run ten times slower: there the bound is always set.
+
+The device of a training: its choice, its memory limit, and the facts bit-exactness depends on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lora_trainer.common.dist_env import read_dist_env
+from lora_trainer.common.errors import MachineError
+from lora_trainer.common.events import EventStream
+from lora_trainer.config.config import concrete
+from lora_trainer.hardware.device_calls import (
+    bound_allocator,
+    kind_of,
+    name_of,
+    require_kernels,
+    total_bytes,
+)
+from lora_trainer.hardware.machine import GIB, Gpu, detect, driver_spills, spill_margin_bytes
+from lora_trainer.network.compiling import compiler_version
+from lora_trainer.network.pinned_memory import counted
+from lora_trainer.run.prepare import Prepared
+
+
+def cap_allocator(*, limit_bytes: int | None, free_bytes: int, device: torch.device) -> int | None:
+    """Bound the allocator of a GPU; return the bytes it may have, None: no bound was needed.
+
+    `limit_bytes` is what the whole process may take, context included; `free_bytes` what is free.
+    """
+    spills = driver_spills()
+    if limit_bytes is None and not spills:
+        return None
+    total = total_bytes(device)
+    if spills:
+        room_bytes = free_bytes - spill_margin_bytes(total)
+        limit_bytes = room_bytes if limit_bytes is None else min(limit_bytes, room_bytes)
+    assert limit_bytes is not None
+    runtime_bytes = kind_of(device).runtime_bytes
+    return bound_allocator(device, allowed_bytes=max(limit_bytes - runtime_bytes, 0))
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CPU = torch.device("cpu")
+COMPILED_CODE = "compiled"
+"""Name of the compiled code's folder in the cache folder."""
+
+
+def setup_torch(prepared: Prepared) -> dict[str, Any]:
+    """Set threads and determinism of the process; return the facts that bit-exactness depends on.
+
+    Raises MachineError when this torch cannot use the planned device.
+    """
+    config = prepared.config
+    torch.set_num_threads(concrete(config.hardware.threads))
+    compiled = config.hardware.compile == "blocks"
+    if compiled:
+        _keep_compiled_code(prepared)
+    if config.train.deterministic:  # CUDA reads the variable at its start, in the next lines
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    device = planned_device(prepared)
+    if device.type != CPU.type:
+        if kind_of(device).own_memory:  # torch.mps has a single device and no set_device
+            torch.get_device_module(device).set_device(device)
+        _cap(prepared, device)
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "processes": prepared.processes,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "device": prepared.hardware.cpu_name if device.type == CPU.type else name_of(device),
+        "deterministic": device.type == "cpu" or config.train.deterministic,
+        **({"compiler": compiler_version(device)} if compiled else {}),
+    }
+
+
+def _keep_compiled_code(prepared: Prepared) -> None:
+    """Keep compiled kernels in the size-capped cache folder for later runs; the user's own variables win."""
+    folder = prepared.cache_root / COMPILED_CODE
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+
+
+def _cap(prepared: Prepared, device: torch.device) -> None:
+    """Limit PyTorch's allocator to `hardware.vram_limit_gib`, or to the memory the driver has free."""
+    asked_gib, card = prepared.config.hardware.vram_limit_gib, card_of(prepared, device)
+    cap_allocator(
+        limit_bytes=None if asked_gib is None else int(asked_gib * GIB),
+        free_bytes=card.free_bytes,
+        device=device,
+    )
+
+
+def best_device() -> tuple[torch.device, bool]:
+    """Return the best GPU of this machine and whether it computes bf16, else the processor.
+
+    For work without a plan: images of a finished LoRA, captions.
+    """
+    gpu = detect().accelerator().value
+    if gpu is None or not torch.get_device_module(gpu.can.torch_type).is_available():
+        return CPU, False
+    device = torch.device(gpu.can.torch_type, gpu.index)
+    return (CPU, False) if require_kernels(device) else (device, gpu.has_bf16)
+
+
+@contextmanager
+def pinning(prepared: Prepared, events: EventStream) -> Iterator[None]:
+    """Limit pinned host memory to the platform's limit while the block runs; report a refusal once."""
+
+    def report(problem: str) -> None:
+        events.problem(
+            problem,
+            fix="nothing; fewer memory.streamed_blocks need less pinned memory",
+            severity="note",
+        )
+
+    limit_bytes = prepared.hardware.pinnable_by_each(sharing=prepared.sharing)
+    with counted(limit_bytes=limit_bytes, told=report):
+        yield
+
+
+def encoder_device(prepared: Prepared) -> torch.device:
+    """Return the device of text encoders and VAE: another GPU that has the memory and is at least as good.
+
+    On the training device they share memory with the denoiser while samples are made. Free memory comes
+    from the plan, because asking torch would open a context on each GPU.
+    """
+    device = planned_device(prepared)
+    if device.type == CPU.type or prepared.sharing > 1:
+        return device
+    here = card_of(prepared, device)
+    phase_bytes = prepared.plan.memory.phases
+    for card in prepared.hardware.usable():
+        as_good = (card.compute_capability or (0, 0)) >= (here.compute_capability or (0, 0))
+        roomy = card.free_bytes >= max(phase_bytes["images"], phase_bytes["texts"])
+        if card.index != here.index and as_good and card.has_bf16 >= here.has_bf16 and roomy:
+            return torch.device(device.type, card.index)
+    return device
+
+
+def card_of(prepared: Prepared, device: torch.device) -> Gpu:
+    """Return the detected GPU of a planned device."""
+    return next(gpu for gpu in prepared.hardware.gpus if gpu.index == (device.index or 0))
+
+
+def planned_device(prepared: Prepared) -> torch.device:
+    """Return this process's device with its index; several processes are spread over the GPUs.
+
+    Raises MachineError where torch does not see the GPU or has no kernels for it.
+    """
+    kind = prepared.config.hardware.device
+    if kind == CPU.type:
+        return CPU
+    cards = prepared.hardware.usable(sharing=prepared.sharing)
+    if not cards:
+        reason = prepared.hardware.accelerator(sharing=prepared.sharing).reason
+        raise MachineError(
+            f"hardware.device={kind}, but there is no GPU to use: {reason}",
+            fix="use --set hardware.device=cpu",
+        )
+    card = cards[read_dist_env().local_rank % len(cards)]
+    if not torch.get_device_module(kind).is_available():
+        raise MachineError(
+            f"the machine has {card.name} but torch {torch.__version__} cannot use it",
+            fix=f"{card.can.install}, or use --set hardware.device=cpu",
+        )
+    device = torch.device(kind, card.index)
+    if problem := require_kernels(device):
+        raise MachineError(problem, fix="install that build, or use --set hardware.device=cpu")
+    return device

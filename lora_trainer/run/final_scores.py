@@ -1,0 +1,233 @@
+"""Scores of every finished LoRA: the size and rank of its updates, and the gain over the base.
+
+How large an adapter's updates are beside the weights they change, and how much of their rank they use.
+
+Input: the base's networks and the adapter's tensors; output a number per module. Nothing of the size
+of the model is formed: a module at a time, and of a plain LoRA only its factors' products.
+
+What has been measured of an adapter so far, and how weights become parts.
+
+Input: figures; output: parts, reasons for those left out, and the Validation they make in the end.
+
+What is measured of every finished adapter: its weights, ranks and the gain over the base.
+
+Input: the networks with the adapter in them and the losses the run has logged; output:
+RUN/validation.json and an event. It takes no pass of the model; `lora-train validate` does the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.common.errors import LoraTrainError, first_line
+from lora_trainer.common.events import read_events
+from lora_trainer.common.files import json_bytes, write_atomic
+from lora_trainer.families.base import DENOISER
+from lora_trainer.lora.adapter import Adapter
+from lora_trainer.lora.lora_hooks import change_of, layer_of
+from lora_trainer.lora.low_rank import NotLowRank, product, singular
+from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors
+from lora_trainer.network.quantize import frozen_weight
+from lora_trainer.reporting.history import ValidationRow, validation_row
+from lora_trainer.reporting.score import (
+    DEAD_BELOW,
+    SANE_UP_TO,
+    VALIDATION_FILE,
+    WEIGHTS,
+    Validation,
+    effective_rank,
+    gain_part,
+    mean_gain,
+    rank_part,
+    weights_part,
+)
+from lora_trainer.run.build import Networks
+from lora_trainer.run.job import TrainingJob
+from lora_trainer.run.run_folder import EVENTS_FILE, RunFolder
+from lora_trainer.training.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFigures:
+    """By module: |update| / |weight|, infinite for numbers that are not finite, and effective rank / rank.
+
+    `ranks_used` lacks modules whose update is no product of thin matrices; `why_not` says why.
+    """
+
+    relative_norms: Mapping[str, float]
+    ranks_used: Mapping[str, float] = field(default_factory=dict)
+    why_not: str = ""
+
+    @property
+    def finite(self) -> bool:
+        return all(map(math.isfinite, self.relative_norms.values()))
+
+    @property
+    def dead(self) -> list[str]:
+        """Modules that change nothing."""
+        return [key for key, norm in self.relative_norms.items() if norm < DEAD_BELOW]
+
+    @property
+    def exploded(self) -> list[str]:
+        """Modules whose update is larger than half their weight, or not finite."""
+        return [key for key, norm in self.relative_norms.items() if not norm <= SANE_UP_TO]
+
+
+@torch.no_grad()
+def weight_figures(networks: Mapping[str, nn.Module], tensors: AdapterTensors) -> WeightFigures:
+    """Measure every module; raises InputError where the adapter does not fit the networks."""
+    norms: dict[str, float] = {}
+    used: dict[str, float] = {}
+    why_not = ""
+    for key, module in tensors.items():
+        layer = layer_of(networks, key, module)
+        if not all(bool(tensor.isfinite().all()) for tensor in module.tensors.values()):
+            norms[key] = math.inf
+            continue
+        weight = float(torch.linalg.vector_norm(frozen_weight(layer), dtype=torch.float32))
+        norm = _plain_norm(module)
+        if norm is None:
+            norm = float(torch.linalg.vector_norm(change_of(layer, module)))
+        norms[key] = norm / weight if weight > 0 else (math.inf if norm > 0 else 0.0)
+        try:
+            used[key] = rank_used(module)
+        except NotLowRank as error:
+            why_not = str(error)
+    return WeightFigures(relative_norms=norms, ranks_used=used, why_not=why_not)
+
+
+def rank_used(module: ModuleTensors) -> float:
+    """Return effective rank / the most it could be; raises NotLowRank."""
+    thin = product(_on_cpu(module))
+    values = singular(thin).values
+    return effective_rank(values.tolist()) / len(values)
+
+
+def _plain_norm(module: ModuleTensors) -> float | None:
+    """Return |up down| of a plain LoRA from the factors' Gram matrices, None for other kinds."""
+    if module.kind != "lora" or module.dora:
+        return None
+    up, down = (_double(module.tensors[name]).flatten(1) for name in ("up", "down"))
+    squared = ((up.T @ up) * (down @ down.T)).sum()
+    return float(squared.clamp(min=0).sqrt()) * abs(module.scale)
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().to(torch.float64)  # MPS has no float64
+
+
+def _on_cpu(module: ModuleTensors) -> ModuleTensors:
+    tensors = {name: tensor.detach().cpu() for name, tensor in module.tensors.items()}
+    return ModuleTensors(kind=module.kind, tensors=tensors, rank=module.rank, scale=module.scale)
+
+
+@dataclass(kw_only=True)
+class Found:
+    """Parts in [0, 1], reasons by part that is left out, figures and remarks."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def result(self, file: str) -> Validation:
+        """Return it as the validation of a file of that name."""
+        return Validation(
+            file=file,
+            parts=self.parts,
+            left_out=self.left_out,
+            figures=self.figures,
+            notes=self.notes,
+        )
+
+
+def measure_weights(weights: WeightFigures, found: Found) -> None:
+    """Add the parts that follow from the tensors alone."""
+    norms = list(weights.relative_norms.values())
+    found.parts["weights"] = weights_part(norms)
+    found.figures |= {
+        "modules": len(norms),
+        "relative_norm": spread(norms) if weights.finite else None,
+        "dead": weights.dead,
+        "exploded": weights.exploded,
+    }
+    if weights.ranks_used:
+        used = list(weights.ranks_used.values())
+        found.parts["rank"] = rank_part(used)
+        found.figures["rank_used"] = spread(used)
+    elif weights.finite:
+        found.left_out["rank"] = weights.why_not
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the least, the mean and the most."""
+    return {"least": min(values), "mean": fmean(values), "most": max(values)}
+
+
+BY_COMMAND = "it takes samples or more losses: lora-train validate RUN DATASET"
+
+
+def validate_at_the_end(
+    job: TrainingJob, networks: Networks, adapter: Adapter, file: Path, end: Progress
+) -> None:
+    """Measure what costs nothing and write it down; a failure is a problem, never the end of a run."""
+    inside: dict[str, nn.Module] = {DENOISER: networks.denoiser}
+    if networks.text is not None:
+        inside |= networks.text.networks
+    try:
+        result = _measured(job.folder, inside, adapter, file, end)
+        path = job.folder.path / VALIDATION_FILE
+        write_atomic(path, json_bytes(result.to_json()), durable=False)
+    except (LoraTrainError, RuntimeError) as error:
+        job.events.problem(
+            f"the finished adapter was not measured: {first_line(error)}",
+            fix="nothing to do: the adapter itself is whole",
+            severity="note",
+        )
+        return
+    job.events.emit("measured", step=end.step, parts=result.to_json()["parts"])
+
+
+def _measured(
+    folder: RunFolder, inside: Mapping[str, nn.Module], adapter: Adapter, file: Path, end: Progress
+) -> Validation:
+    found = Found()
+    measure_weights(weight_figures(inside, adapter.tensors()), found)
+    rows = [
+        validation_row(row)
+        for row in read_events(folder.path / EVENTS_FILE)
+        if row["event"] == "validation" and isinstance(row.get("step"), int)
+    ]
+    _measure_gain(rows, end.step, found)
+    for name in WEIGHTS.keys() - found.parts.keys() - found.left_out.keys():
+        found.left_out[name] = BY_COMMAND
+    return found.result(file.name)
+
+
+def _measure_gain(rows: list[ValidationRow], step: int, found: Found) -> None:
+    base = next((row for row in rows if row.step == 0), None)
+    last = next((row for row in reversed(rows) if row.step == step > 0), None)
+    if base is None or last is None or not base.by_timestep:
+        found.left_out["gain"] = "the run validated neither base nor last step, or not both"
+        return
+    before, after = ([loss for _, loss in row.by_timestep] for row in (base, last))
+    if len(before) != len(after):
+        found.left_out["gain"] = "the validations are not of the same timesteps"
+        return
+    gain = mean_gain(before, after)
+    found.parts["gain"] = gain_part(gain)
+    found.figures |= {
+        "gain": gain,
+        "gain_by_timestep": [
+            [timestep, 1 - new / old]
+            for (timestep, old), new in zip(base.by_timestep, after, strict=True)
+        ],
+    }

@@ -1,0 +1,237 @@
+"""What `doctor` says: what this machine is, what trains on it and why, what is missing and how to mend it.
+
+Input is the hardware as it was found, and where the cache lies; output sentences, each marked ok or warn.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from lora_trainer import __version__
+from lora_trainer.hardware.machine import (
+    PURPOSES,
+    Hardware,
+    is_optional,
+    package_notes,
+    tier,
+    tier_problem,
+)
+from lora_trainer.hardware.nvml import Gpu
+from lora_trainer.planning.search import gib
+
+Mark = Literal["ok", "warn"]
+_STYLES: Mapping[Mark, str] = {"ok": "green", "warn": "bold yellow"}
+_USED_BY_OTHERS = 0.15
+"""Share of a GPU that is taken by others before it is worth a warning."""
+_LITTLE_DISK_BYTES = 20 * 2**30
+_LITTLE_MEMORY_BYTES = 15 * 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineCheck:
+    """One sentence; `fix` is what to do about a warning."""
+
+    mark: Mark
+    sentence: str
+    fix: str = ""
+
+
+def checks(
+    hardware: Hardware, *, cache: Path, environment: Mapping[str, str]
+) -> list[MachineCheck]:
+    """Return what there is to say about a machine, the most important first."""
+    return [
+        *_training(hardware),
+        *_gpus(hardware),
+        *_machine(hardware),
+        *_packages(hardware),
+        *_disk(hardware, cache),
+        *_network(environment),
+    ]
+
+
+def _training(hardware: Hardware) -> Iterator[MachineCheck]:
+    found = hardware.accelerator()
+    gpu = found.value
+    if gpu is None:
+        why = "torch can use none of the GPUs" if hardware.gpus else found.reason
+        yield MachineCheck(
+            mark="warn",
+            sentence=f"Trainings run on the processor, because there is no GPU to use: {why}.",
+            fix="the embedded base trains here in minutes; for others get a GPU of 6 GiB or more"
+            if not hardware.gpus
+            else "see below",
+        )
+        return
+    precision = "bf16" if gpu.has_bf16 else "fp16, as it does not compute bf16 itself"
+    several = len(hardware.gpus)
+    why = f", the best of {several} for this torch" if several > 1 else ""
+    yield MachineCheck(
+        mark="ok",
+        sentence=f"Trainings run on {gpu.name}{why}, in {precision}, with the presets for "
+        f"{tier(gpu.total_bytes)} GiB.",
+    )
+    if problem := tier_problem(gpu.total_bytes):
+        yield MachineCheck(
+            mark="warn",
+            sentence=f"{_capital(problem)}.",
+            fix="lower data.resolution or adapter.rank where a plan does not fit",
+        )
+
+
+def _gpus(hardware: Hardware) -> Iterator[MachineCheck]:
+    for gpu in hardware.gpus:
+        if problem := hardware.against(gpu):
+            reason, _, command = problem.partition("pip install ")
+            fix = f"pip install {command}" if command else "use another GPU"
+            yield MachineCheck(mark="warn", sentence=f"{reason.rstrip(' :;')}.", fix=fix)
+            continue
+        described = (
+            f"GPU {gpu.index} is {gpu.name}, {gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} free"
+        )
+        used = 1 - gpu.free_bytes / gpu.total_bytes
+        yield MachineCheck(
+            mark="warn" if used > _USED_BY_OTHERS else "ok",
+            sentence=f"{described}{_details(gpu)}.",
+            fix="close other programs on it: plans use what is free"
+            if used > _USED_BY_OTHERS
+            else "",
+        )
+        if hardware.pinnable_bytes is not None and gpu.can.pins:
+            yield MachineCheck(
+                mark="ok",
+                sentence=f"Of the machine's memory {gib(hardware.pinnable_bytes)} may be pinned for its "
+                f"copies ({hardware.reasons.get('pinnable_bytes', 'as told')}); others are slower.",
+            )
+        if gpu.spills:
+            yield MachineCheck(
+                mark="ok",
+                sentence="Its driver moves memory to the host when it is full, which is ten times slower; "
+                "trainings keep below that.",
+            )
+        lacking = [wish.partition("=")[2] for wish in gpu.can.lacks if wish.startswith("optimizer")]
+        if lacking:
+            yield MachineCheck(
+                mark="ok",
+                sentence=f"{_capital(gpu.can.says)} has no {', '.join(lacking)}: adamw takes their place.",
+            )
+
+
+def _details(gpu: Gpu) -> str:
+    capability = gpu.compute_capability
+    parts = [f"driver {gpu.driver}"] if gpu.driver else []
+    parts += [f"compute capability {capability[0]}.{capability[1]}"] if capability else []
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _machine(hardware: Hardware) -> Iterator[MachineCheck]:
+    cores = f"{hardware.cpu_threads} core{'' if hardware.cpu_threads == 1 else 's'}"
+    reason = hardware.reasons.get("cpu_threads", "")
+    yield MachineCheck(
+        mark="ok",
+        sentence=f"The processor is {hardware.cpu_name}; {cores} of it are used ({reason}).",
+    )
+    total, free = hardware.ram_total_bytes, hardware.ram_free_bytes
+    little = total < _LITTLE_MEMORY_BYTES
+    yield MachineCheck(
+        mark="warn" if little else "ok",
+        sentence=f"{gib(free)} of {gib(total)} of memory are free "
+        f"({hardware.reasons.get('ram_total_bytes', 'memory of the machine')}).",
+        fix="large bases wait in it beside the GPU: 32 GiB are comfortable" if little else "",
+    )
+
+
+def _packages(hardware: Hardware) -> Iterator[MachineCheck]:
+    build, notes = hardware.build, package_notes(hardware.packages)
+    version = f"Python {platform.python_version()} on {platform.system() or sys.platform}"
+    if build is not None:
+        yield MachineCheck(
+            mark="ok", sentence=f"lora-train {__version__} runs on {version} with {build}."
+        )
+    missing = []
+    for name, note in notes.items():
+        reason, _, command = note.partition(": ")
+        if is_optional(name) and hardware.packages[name] is None:
+            missing.append(name)
+            continue
+        yield MachineCheck(
+            mark="warn",
+            sentence=f"{name} {hardware.packages[name] or ''}".rstrip()
+            + f" ({PURPOSES[name]}): {reason}.",
+            fix=command,
+        )
+    if not any(not is_optional(name) for name in notes):
+        yield MachineCheck(mark="ok", sentence="All packages that are needed are installed.")
+    gpu = hardware.accelerator().value
+    for name in missing:
+        if name in ("xformers", "triton") and (gpu is None or not gpu.can.compiles):
+            continue  # of use on NVIDIA's GPUs only
+        purpose = PURPOSES[name].removeprefix("optional: ")
+        yield MachineCheck(
+            mark="ok",
+            sentence=f"{name} is not installed, and not needed: {purpose}.",
+            fix=f"it comes with: pip install {name}",
+        )
+
+
+def _disk(hardware: Hardware, cache: Path) -> Iterator[MachineCheck]:
+    try:
+        free_bytes = hardware.disk_free_bytes(cache)
+    except OSError as error:
+        yield MachineCheck(
+            mark="warn",
+            sentence=f"The cache folder {cache} cannot be read: {error.strerror or error}.",
+            fix="choose another one with --set data.cache_dir=FOLDER",
+        )
+        return
+    little = free_bytes < _LITTLE_DISK_BYTES
+    yield MachineCheck(
+        mark="warn" if little else "ok",
+        sentence=f"Encoded images and captions are kept in {cache}, where {gib(free_bytes)} are free.",
+        fix="lora-train doctor --clear-cache empties it" if little else "",
+    )
+
+
+def _network(environment: Mapping[str, str]) -> Iterator[MachineCheck]:
+    if environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        yield MachineCheck(
+            mark="ok",
+            sentence="Nothing is downloaded, because HF_HUB_OFFLINE is set.",
+            fix="unset it to train base models that are not on this machine",
+        )
+    if sys.platform != "win32" and shutil.which("cc") is None and shutil.which("gcc") is None:
+        yield MachineCheck(
+            mark="ok",
+            sentence="There is no C compiler, so hardware.compile=blocks cannot make code here.",
+            fix="install gcc where you want it",
+        )
+
+
+def doctor_text(found: list[MachineCheck]) -> RenderableType:
+    """Return the sentences for people, with their marks, and how many of them ask for something."""
+    lines = []
+    for check in found:
+        fix = f" Fix: {check.fix}." if check.mark == "warn" else f" {_capital(check.fix)}."
+        said = f"  {check.sentence}{fix if check.fix else ''}"
+        lines.append(Text.assemble((f"{check.mark:<4}", _STYLES[check.mark]), said))
+    warnings = sum(check.mark == "warn" for check in found)
+    last = "Nothing is to be mended." if not warnings else f"{warnings} to look at, marked warn."
+    return Group(*lines, Text(last, style="bold"))
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def checks_json(found: list[MachineCheck]) -> list[dict[str, Any]]:
+    """Return the same as plain values."""
+    return [asdict(check) for check in found]

@@ -1,0 +1,143 @@
+"""What a run does when the device is full: the same result in less memory, and a smaller plan next time.
+
+Remedies are for one image at a time, in the order of what they cost: blocks are recomputed, their
+inputs wait in host memory, then their weights do, as far as there is room; on the processor that would
+free nothing. Whatever did not fit on a card is remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from lora_trainer.common.errors import MachineError, first_line
+from lora_trainer.common.events import Event, EventStream, Listener
+from lora_trainer.config.config import CHECKPOINTING, Checkpointing, MemorySettings, concrete
+from lora_trainer.hardware.machine import spare_ram_bytes
+from lora_trainer.network.block_swap import base_tensors, repeated_blocks, stream_blocks
+from lora_trainer.network.checkpointing import apply_checkpointing
+from lora_trainer.network.out_of_memory import is_out_of_memory
+from lora_trainer.network.swapped_blocks import moved_bytes
+from lora_trainer.planning.oom_history import OomHistory
+from lora_trainer.run.prepare import Prepared
+from lora_trainer.training.training import OomFallback
+
+
+def oom_fallbacks(
+    denoiser: nn.Module, settings: MemorySettings, *, device: torch.device, sharing: int = 1
+) -> tuple[OomFallback, ...]:
+    """Return what is left to do beyond the planned settings; each is applied on top of those before.
+
+    `sharing` processes of this training have the machine's memory between them.
+    """
+    return tuple(_oom_fallbacks(denoiser, settings, device, sharing))
+
+
+def _oom_fallbacks(
+    denoiser: nn.Module, settings: MemorySettings, device: torch.device, sharing: int
+) -> Iterator[OomFallback]:
+    planned: Checkpointing = concrete(settings.gradient_checkpointing)
+    on_host = device.type == "cpu"
+    if kept_share := concrete(settings.kept_share):
+        yield OomFallback(
+            key="memory.kept_share",
+            old=kept_share,
+            new=0.0,
+            apply=partial(apply_checkpointing, denoiser, planned),
+        )
+    stronger = CHECKPOINTING[CHECKPOINTING.index(planned) :]
+    if on_host:
+        stronger = tuple(kind for kind in stronger if kind != "offloaded")
+    for old, new in zip(stronger, stronger[1:], strict=False):
+        yield OomFallback(
+            key="memory.gradient_checkpointing",
+            old=old,
+            new=new,
+            apply=partial(apply_checkpointing, denoiser, new),
+        )
+    if on_host or concrete(settings.streamed_blocks):
+        return
+    blocks = _room_for(denoiser, free_bytes=spare_ram_bytes() // sharing)
+    if blocks:
+        yield OomFallback(
+            key="memory.streamed_blocks",
+            old=0,
+            new=blocks,
+            apply=partial(_stream, denoiser, blocks, device),
+        )
+
+
+def _room_for(denoiser: nn.Module, *, free_bytes: int) -> int:
+    """Return how many streamed blocks the machine's free memory has room for."""
+    sizes = [
+        sum(owner[name].nbytes for owner, name in base_tensors(block))
+        for block in repeated_blocks(denoiser).values()
+    ]
+    fitting = (
+        count for count in range(len(sizes), 0, -1) if moved_bytes(sizes, count) <= free_bytes
+    )
+    return next(fitting, 0)
+
+
+def _stream(denoiser: nn.Module, count: int, device: torch.device) -> None:
+    stream_blocks(denoiser, count=count, device=device)
+
+
+@contextmanager
+def oom_as_error(doing: str, *, events: EventStream) -> Iterator[None]:
+    """Turn running out of device memory into an event and a MachineError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = first_line(error)
+        events.emit("out_of_memory", images_at_once=0, reason=reason)
+        raise MachineError(
+            f"the device ran out of memory while {doing}: {reason}",
+            fix="close what else uses it and run the same command again, or set hardware.vram_limit_gib",
+        ) from error
+
+
+def oom_history_memo(prepared: Prepared, events: EventStream) -> Listener:
+    """Return a listener that remembers a card on which the plan did not fit (once: a plan is one)."""
+    memory, known = prepared.plan.memory, prepared.full_card
+    limit_bytes = memory.limit_bytes or 0
+    told = False
+
+    def listener(event: Event) -> None:
+        nonlocal told
+        if told or event.kind != "out_of_memory" or prepared.config.hardware.device == "cpu":
+            return
+        told = True
+        memo = OomHistory.of(prepared.cache_root)
+        try:
+            found = memo.remember(
+                prepared.hardware,
+                prepared.family.name,
+                planned_bytes=memory.peak_bytes,
+                limit_bytes=int(limit_bytes / known.share) if known else limit_bytes,
+            )
+        except MachineError as error:  # what ran out of memory is worth more than the memo of it
+            events.problem(
+                f"that this card was full could not be remembered: {error.found}",
+                fix=error.fix,
+                severity="note",
+                code="TRN-02",
+            )
+            return
+        if found is not None:
+            card = (prepared.hardware.usable() or prepared.hardware.gpus)[0]
+            events.problem(
+                f"{card.name} was planned to {memory.peak_bytes / limit_bytes:.0%}"
+                f" of its limit and ran out of memory: later plans there take {found}",
+                fix=f"nothing; delete {memo.file.name} in the cache folder to forget it",
+                severity="note",
+                code="TRN-02",
+            )
+
+    return listener

@@ -1,0 +1,309 @@
+"""What `plan` prints: tables for people, plain values for scripts.
+
+Tables for people: cells are shown as they are, whatever brackets and colons they hold.
+
+What `plan` says: as text for people, as plain values for scripts.
+
+Input is a prepared run; nothing is computed here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lora_trainer.common.dist_env import full_batch, share
+from lora_trainer.common.findings import Finding
+from lora_trainer.common.wording import duration_text
+from lora_trainer.config.config import Config, all_settings, concrete, flatten
+from lora_trainer.planning.host_memory import HostPrediction
+from lora_trainer.planning.memory import MemoryItem
+from lora_trainer.planning.plan import Plan
+from lora_trainer.planning.search import gib
+from lora_trainer.run.prepare import Prepared
+from lora_trainer.run.run_warnings import run_warnings
+
+STYLES = {"note": "dim", "warning": "yellow", "error": "bold red"}
+
+
+def add_row(table: Table, *cells: str | Text, style: str = "") -> None:
+    """Add cells as they are: brackets in a name or caption are no markup, `:cat:` is no picture."""
+    texts = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
+    table.add_row(*texts, style=style or None)
+
+
+def key_table(title: str) -> Table:
+    table = Table(title=title or None, box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def finding_line(finding: Finding) -> str:
+    where = f"{finding.file}: " if finding.file else ""
+    return f"{finding.severity}: {where}{finding.what}. {finding.advice}"
+
+
+LEAST_PART = 0.01
+"""Parts of a run that take less than this share of it are not named."""
+Longer = tuple[str, Plan] | None
+"""What would give a run more time, and its plan."""
+
+
+def plan_json(prepared: Prepared, longer: Longer = None) -> dict[str, Any]:
+    """Return the machine-readable plan that scripts rely on (DESIGN section 3)."""
+    plan = prepared.plan
+    return {
+        "family": prepared.family.name,
+        "base": prepared.facts.source,
+        "tier": prepared.resolved.tier,
+        "priority": prepared.resolved.priority,
+        "preset": prepared.resolved.preset,
+        "settings": {
+            key: {
+                "value": value,
+                "origin": plan.origins[key].layer,
+                "reason": plan.origins[key].reason,
+            }
+            for key, value in flatten(prepared.config).items()
+        },
+        "memory": _memory_json(plan),
+        "time": {
+            "steps": plan.steps,
+            "epochs": plan.epochs,
+            "seconds_per_step": list(plan.seconds_per_step),
+            "run_s": [plan.run_time.low_s, plan.run_time.high_s],
+            "parts_s": {part: list(pair) for part, pair in plan.run_time.parts.items()},
+            "more": _longer_text(longer),
+            "note": plan.time_note,
+            "regularisation_per_epoch": prepared.regularisation_per_epoch,
+        },
+        "disk": dict(plan.disk_bytes),
+        "processes": {"count": prepared.processes, "images": list(shares(prepared))},
+        "remarks": [
+            {"kind": found.kind, "what": found.what, "advice": found.advice}
+            for found in run_warnings(prepared)
+        ],
+    }
+
+
+def _memory_json(plan: Plan) -> dict[str, Any]:
+    memory, host = plan.memory, plan.host
+    return {
+        "items": _items_json(memory.items),
+        "phase": memory.peak_phase,
+        "phases": dict(memory.phases),
+        "by_phase": {phase: _items_json(items) for phase, items in memory.by_phase.items()},
+        "peak_bytes": memory.peak_bytes,
+        "limit_bytes": memory.limit_bytes,
+        "fits": memory.fits,
+        "images_at_once": {
+            f"{width}x{height}": count for (width, height), count in plan.images_at_once.items()
+        },
+        "host": None
+        if host is None
+        else {
+            "items": _items_json(host.items),
+            "bytes": host.bytes,
+            "limit_bytes": host.limit_bytes,
+            "loading_bytes": host.loading_bytes,
+        },
+    }
+
+
+def _items_json(items: Sequence[MemoryItem]) -> list[dict[str, Any]]:
+    return [{"name": item.name, "bytes": item.bytes, "note": item.note} for item in items]
+
+
+def plan_text(
+    prepared: Prepared, longer: Longer = None, *, everything: bool = False
+) -> RenderableType:
+    """Return the plan for people: what will run, memory item by item, time, disk, settings with their origin.
+
+    Of the settings: the dozen that decide a training, and all that the user set; with `everything`, all.
+    """
+    plan, config = prepared.plan, prepared.config
+    buckets = ", ".join(f"{name} x{count}" for name, count in prepared.report.buckets.items())
+    facts = key_table("")
+    add_row(facts, "base", f"{prepared.facts.source} ({prepared.family.name}){_download(prepared)}")
+    add_row(facts, "device", f"{config.hardware.device}: {plan.origins['hardware.device'].reason}")
+    add_row(facts, "preset", f"{prepared.resolved.preset}, priority {prepared.resolved.priority}")
+    add_row(
+        facts,
+        "data",
+        f"{len(prepared.trained)} images trained, {len(prepared.held_out)} held out"
+        f"{_regularisation_text(prepared)}; {buckets}",
+    )
+    add_row(
+        facts,
+        "length",
+        f"{plan.steps:,} steps of {config.train.batch_size} = {plan.epochs:.1f} epochs",
+    )
+    add_row(facts, "base kept", _base_text(config))
+    add_row(facts, "at once", _at_once_text(plan))
+    if prepared.processes > 1:
+        add_row(facts, "processes", _processes_text(prepared))
+    add_row(facts, "time", _time_text(plan))
+    if longer is not None:
+        add_row(facts, "more time", _longer_text(longer))
+    add_row(
+        facts, "disk", ", ".join(f"{name} {gib(size)}" for name, size in plan.disk_bytes.items())
+    )
+    settings = _settings_table(prepared, everything=everything)
+    return Group(facts, "", *_memory_tables(plan), "", *settings, *_remark_lines(prepared))
+
+
+def _settings_table(prepared: Prepared, *, everything: bool) -> list[RenderableType]:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("setting", no_wrap=True)  # cut short, a name is of no use
+    for title in ("value", "origin", "reason"):
+        table.add_column(title, overflow="fold")
+    values, origins = flatten(prepared.config), prepared.plan.origins
+    for info in all_settings():
+        origin = origins[info.key]
+        if everything or info.headline or origin.is_users:
+            shown = f"{values[info.key]} {info.unit}".rstrip()
+            style = "dim" if origin.layer == "default" else ""
+            add_row(table, info.key, shown, origin.layer, origin.reason, style=style)
+    hidden = len(values) - table.row_count
+    return [table, Text(f"{hidden} more settings: --all", style="dim")] if hidden else [table]
+
+
+def _regularisation_text(prepared: Prepared) -> str:
+    pool = len(prepared.dataset.regularisation)
+    count = prepared.regularisation_per_epoch
+    return f", {pool} for regularisation ({count} an epoch)" if pool else ""
+
+
+def _base_text(config: Config) -> str:
+    """Say in a line how the frozen base is held and what is computed twice."""
+    memory, parts = config.memory, [f"{config.memory.base_precision}"]
+    if memory.base_matmul == "int8":
+        parts.append("multiplied int8 by int8")
+    if memory.streamed_blocks:
+        parts.append(f"{memory.streamed_blocks} blocks streamed from host memory")
+    recomputed = {
+        "none": "nothing recomputed",
+        "light": "blocks recomputed but for products and attention",
+        "selective": "blocks recomputed but for wide products and attention",
+        "full": "blocks recomputed",
+        "offloaded": "blocks recomputed, their inputs in host memory",
+    }
+    parts.append(recomputed[concrete(memory.gradient_checkpointing)])
+    if memory.kept_share:
+        parts.append(f"{concrete(memory.kept_share):.0%} of them less")
+    return ", ".join(parts)
+
+
+def _at_once_text(plan: Plan) -> str:
+    counts = dict.fromkeys(plan.images_at_once.values())
+    if len(counts) == 1:
+        return _images(next(iter(counts)))
+    sizes = (f"{count} of {w}x{h}" for (w, h), count in plan.images_at_once.items())
+    return f"images by bucket: {', '.join(sizes)}"
+
+
+def shares(prepared: Prepared) -> Iterator[int]:
+    """Yield how many images of each optimizer step a process does."""
+    batch, count = prepared.config.train.batch_size, prepared.processes
+    for rank in range(count):
+        yield len(share(batch, rank=rank, count=count))
+
+
+def _processes_text(prepared: Prepared) -> str:
+    batch, counts = prepared.config.train.batch_size, list(shares(prepared))
+    full = full_batch(batch, count=len(counts))
+    busy = f"{batch / (max(counts) * len(counts)):.0%} of them have work at a time"
+    split = " + ".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)}"
+    more = "" if full == batch else f"; train.batch_size={full} would use them all"
+    return f"{len(counts)}: {split} of {batch} images a step, {busy}{more}"
+
+
+def _images(count: int) -> str:
+    return "1 image" if count == 1 else f"{count} images"
+
+
+def _memory_tables(plan: Plan) -> list[RenderableType]:
+    """Return the memory of the device, an item a row and a phase a column, and that of the machine."""
+    memory = plan.memory
+    table = Table("predicted memory", box=None, pad_edge=False)
+    for phase in memory.by_phase:
+        table.add_column(phase, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    sizes = {phase: {item.name: item for item in items} for phase, items in memory.by_phase.items()}
+    for name in _in_order(memory.by_phase.values()):
+        found = [items.get(name) for items in sizes.values()]
+        note = next(item.note for item in found if item is not None and item.note)
+        cells = [gib(item.bytes) if item is not None else "" for item in found]
+        add_row(table, name, *cells, "" if name == "allocator slack" else note, style="dim")
+    add_row(table, "sum", *(gib(size) for size in memory.phases.values()))
+    limit = f"of {gib(memory.limit_bytes)}" if memory.limit_bytes is not None else "no limit known"
+    lines: list[RenderableType] = [
+        table,
+        Text(f"predicted peak: {gib(memory.peak_bytes)} {limit}, while {memory.peak_phase}"),
+    ]
+    return lines if plan.host is None else [*lines, "", _host_table(plan.host)]
+
+
+def _remark_lines(prepared: Prepared) -> list[RenderableType]:
+    found = run_warnings(prepared)
+    lines = [Text(finding_line(one), style=STYLES[one.severity]) for one in found]
+    return ["", *lines] if lines else []
+
+
+def _download(prepared: Prepared) -> str:
+    facts = prepared.facts
+    if facts.layout is not None:
+        return ""
+    return f", not on this machine: {gib(facts.download_bytes)} to download"
+
+
+def _time_text(plan: Plan) -> str:
+    whole, (low, high) = plan.run_time, plan.seconds_per_step
+    middles = {part: math.sqrt(one * other) for part, (one, other) in whole.parts.items()}
+    parts = ", ".join(
+        f"{part} {duration_text(seconds)}"
+        for part, seconds in middles.items()
+        if seconds > LEAST_PART * whole.seconds
+    )
+    ends = f"{duration_text(whole.low_s)} to {duration_text(whole.high_s)}"
+    return (
+        f"about {duration_text(whole.seconds)} ({ends}): {parts}; "
+        f"{low:.3g} to {high:.3g} s a step ({plan.time_note})"
+    )
+
+
+def _longer_text(longer: Longer) -> str:
+    """Say in a line what a longer run would have."""
+    if longer is None:
+        return ""
+    words, plan = longer
+    config = plan.config
+    return (
+        f"{words}: {config.data.resolution} px, rank {config.adapter.rank}, {plan.steps:,} steps, "
+        f"about {duration_text(plan.run_time.seconds)}"
+    )
+
+
+def _host_table(host: HostPrediction) -> Table:
+    table = Table("beside the card", "host memory", "", box=None, pad_edge=False)
+    for item in host.items:
+        add_row(table, item.name, Text(gib(item.bytes), justify="right"), item.note, style="dim")
+    of = f"of {gib(host.limit_bytes)} free"
+    add_row(table, "sum", Text(gib(host.bytes), justify="right"), of)
+    if host.loads_slowly:
+        note = "more than is free: weights are read from their files piece by piece, slower"
+        add_row(table, "while loading", Text(gib(host.loading_bytes), justify="right"), note)
+    return table
+
+
+def _in_order(phases: Iterable[Sequence[MemoryItem]]) -> list[str]:
+    """Return the names of all items: the common frame around what the phases have."""
+    names = dict.fromkeys(item.name for items in phases for item in items)
+    last = [name for name in names if name == "allocator slack"]
+    return [name for name in names if name not in last] + last

@@ -1,0 +1,474 @@
+"""From a request to a resolved, checked and planned run, without torch: what `plan` and `--dry-run` show.
+
+Order: hardware -> base and its family -> settings by layers -> dataset -> plan. Nothing is written
+but the memo files of the cache folder, which only save time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lora_trainer import families
+from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
+from lora_trainer.common.findings import shown
+from lora_trainer.config.choices import PRIORITIES, Priority
+from lora_trainer.config.config import (
+    CHUNK_TOKENS,
+    BaseSettings,
+    Config,
+    build_config,
+    concrete,
+    flatten,
+)
+from lora_trainer.config.layers import Origin, Resolved, lowered_to, read_settings_file, resolve
+from lora_trainer.dataset import caption_lengths
+from lora_trainer.dataset.buckets import Placement
+from lora_trainer.dataset.caption_lengths import (
+    MOST_CHUNKS,
+    LengthMemo,
+    Reading,
+    reading_of,
+    too_long,
+)
+from lora_trainer.dataset.caption_rules import max_texts
+from lora_trainer.dataset.epochs import regularisation_count
+from lora_trainer.dataset.quality import DatasetReport, inspect_images
+from lora_trainer.dataset.run_dataset import cache_folder, place_all, place_more, scan_with_memo
+from lora_trainer.dataset.scan import BAD_MASK, Dataset, ImageRecord, hold_out
+from lora_trainer.dataset.tokens import CaptionLimit, caption_limit
+from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.families.locate import EMBEDDED, describe, locate, with_choices
+from lora_trainer.hardware.machine import Gpu, Hardware, Tier, assume_card, detect, tier
+from lora_trainer.lora_file.formats import resolve_format
+from lora_trainer.planning.oom_history import OomHistory, OomRecord
+from lora_trainer.planning.plan import Plan, PlanInput, plan
+
+PLANNED_BY = (
+    "memory.",
+    "hardware.",
+    "adapter.",
+    "base.",
+    "data.resolution",
+    "data.more_resolutions",
+    "train.batch_size",
+)
+"""Settings that decide how much memory a run takes: with another one it is planned again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked, flattened: `overrides` are the settings typed on this command line.
+
+    `run_settings` and `run_at_once` (images at once by "WIDTHxHEIGHT") are those of a run that goes
+    on. `processes` share each optimizer step, `sharing` of them this machine; the plan is for one.
+    `fetches`: a base that is not known by name, or not whole in the Hub's cache, is fetched to be planned for.
+    """
+
+    dataset: Path
+    preset: str = "auto"
+    priority: Priority = "balanced"
+    config_file: Path | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    run_settings: Mapping[str, Any] | None = None
+    run_at_once: Mapping[str, int] | None = None
+    assumed_vram_gib: float | None = None
+    processes: int = 1
+    sharing: int = 1
+    fetches: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run that could start: its plan, base, data and where its caches are.
+
+    `placements` are those at `data.resolution`, of all pictures; `more_placements` at each of
+    `data.more_resolutions`, of those trained on.
+    """
+
+    config: Config
+    resolved: Resolved
+    plan: Plan
+    facts: BaseFacts
+    family: Family
+    hardware: Hardware
+    dataset: Dataset
+    report: DatasetReport
+    trained: tuple[ImageRecord, ...]
+    held_out: tuple[ImageRecord, ...]
+    placements: Mapping[str, Placement]
+    more_placements: tuple[Mapping[str, Placement], ...]
+    cache_root: Path
+    full_card: OomRecord | None
+    processes: int
+    sharing: int
+    given: PlanInput
+
+    @property
+    def regularisation_per_epoch(self) -> int:
+        """Regularisation samples that go with each epoch of the images that are trained."""
+        return _regularisation_per_epoch(self.trained, self.dataset, self.config)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of an epoch, repeats and regularisation included."""
+        return sum(record.repeats for record in self.trained) + self.regularisation_per_epoch
+
+
+def _regularisation_per_epoch(
+    trained: Sequence[ImageRecord], dataset: Dataset, config: Config
+) -> int:
+    return regularisation_count(
+        sum(record.repeats for record in trained),
+        pool=len(dataset.regularisation),
+        ratio=config.data.regularisation_ratio,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Basis:
+    """What the dataset is looked at with: the hardware, the base's facts and the layered settings."""
+
+    hardware: Hardware
+    facts: BaseFacts
+    family: Family
+    resolved: Resolved
+
+
+def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
+    """Resolve, scan and plan; raises RequestError, InputError or MachineError."""
+    basis = _basis(request, hardware)
+    settings, cache_root = basis.resolved.config, cache_folder(basis.resolved.config)
+    _refuse_impossible(settings, basis)
+    dataset = scan_with_memo(request.dataset, settings, cache_root)
+    _refuse_bad_masks(dataset)
+    reading = _reading(request, dataset, basis)
+    basis = replace(basis, facts=replace(basis.facts, chunks=reading.chunks))
+    trained, held_out = hold_out(
+        dataset.records, fraction=settings.data.validation_fraction, seed=settings.train.seed
+    )
+    if not trained:
+        raise InputError(
+            f"{request.dataset} leaves no image to train on after {len(held_out)} are held out",
+            fix="add images or use --set data.validation_fraction=0",
+        )
+    _refuse_without_validation(settings, held_out=len(held_out))
+    placements = place_all(dataset, settings, basis.facts)
+    more = place_more((*trained, *dataset.regularisation), settings, basis.facts)
+    full_card = None
+    if request.run_settings is None:  # a resumed run knows itself what it did about a full card
+        full_card = OomHistory.of(cache_root).known(basis.hardware, basis.family.name)
+    given = PlanInput(
+        resolved=basis.resolved,
+        facts=basis.facts,
+        family=basis.family,
+        hardware=basis.hardware,
+        images=len(trained),
+        held_out=len(held_out),
+        samples_per_epoch=sum(record.repeats for record in trained),
+        fewest_repeats=min(record.repeats for record in trained),
+        regularisation_per_epoch=_regularisation_per_epoch(trained, dataset, settings),
+        buckets=[
+            (p.bucket.width_px, p.bucket.height_px)
+            for placed in (placements, *more)
+            for p in placed.values()
+        ],
+        latents=sum(
+            1 + record.settings(settings.data).flip
+            for placed in (placements, *more)
+            for record in (*dataset.records, *dataset.regularisation)
+            if record.name in placed
+        ),
+        texts=_text_count(dataset, settings),
+        full_card=full_card,
+        processes=request.processes,
+        sharing=request.sharing,
+        kept_at_once=_kept_at_once(request),
+    )
+    chosen = plan(given)
+    chosen = _with_caption_tokens(_with_base(_with_format(chosen, basis), basis), reading, basis)
+    return Prepared(
+        config=chosen.config,
+        resolved=basis.resolved,
+        plan=chosen,
+        facts=basis.facts,
+        family=basis.family,
+        hardware=basis.hardware,
+        dataset=dataset,
+        report=inspect_images(
+            dataset,
+            placements=placements,
+            settings=settings.data,
+            more=tuple(too_long(reading, facts=basis.facts)),
+        ),
+        trained=trained,
+        held_out=held_out,
+        placements=placements,
+        more_placements=more,
+        cache_root=cache_root,
+        full_card=full_card,
+        processes=request.processes,
+        sharing=request.sharing,
+        given=given,
+    )
+
+
+def longer(request: Request, prepared: Prepared) -> tuple[str, Plan] | None:
+    """Return what would give this run more time, and its plan; None: the presets know of nothing.
+
+    The next priority that takes longer, or after quality the size that the base was trained on.
+    """
+    request = replace(request, assumed_vram_gib=None)  # it is among the hardware
+    here_s, native_px = prepared.plan.run_time.seconds, prepared.facts.resolution_px
+    higher = PRIORITIES[PRIORITIES.index(request.priority) + 1 :]
+    tried = [(f"--priority {name}", replace(request, priority=name)) for name in higher]
+    if concrete(prepared.config.data.resolution) < native_px:
+        larger = {**request.overrides, "data.resolution": native_px}
+        tried.append((f"data.resolution={native_px}", replace(request, overrides=larger)))
+    for words, asked in tried:
+        try:
+            resolved = _basis(asked, prepared.hardware).resolved
+            same = resolved.config.data.resolution == prepared.resolved.config.data.resolution
+            buckets = prepared.given.buckets if same else ()
+            found = plan(replace(prepared.given, resolved=resolved, buckets=buckets))
+        except LoraTrainError:  # this machine cannot
+            continue
+        if found.run_time.seconds > here_s:
+            return words, found
+    return None
+
+
+def _text_count(dataset: Dataset, config: Config) -> int:
+    """Return how many different texts the captions give at most."""
+    different = {
+        (record.written, record.folder, record.regularisation): record
+        for record in (*dataset.records, *dataset.regularisation)
+    }
+    return sum(
+        max_texts(record.written, settings=record.settings(config.data))
+        * (1 if record.regularisation or not config.objective.preservation_weight else 2)
+        for record in different.values()
+    )
+
+
+def _kept_at_once(request: Request) -> Mapping[tuple[int, int], int] | None:
+    """Return the split of a run that goes on: a fresh one would change its bits with today's free memory."""
+    before = request.run_settings
+    if before is None or request.run_at_once is None:
+        return None
+    typed = [key for key, value in request.overrides.items() if before.get(key) != value]
+    if any(key.startswith(PLANNED_BY) for key in typed):
+        return None
+    sizes = (size.split("x") for size in request.run_at_once)
+    counts = request.run_at_once.values()
+    return {
+        (int(width), int(height)): count
+        for (width, height), count in zip(sizes, counts, strict=True)
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What `check` says: the report, and how long a caption of the base may be, where that is known."""
+
+    report: DatasetReport
+    caption_limit: CaptionLimit | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for `check --json`."""
+        return {
+            **self.report.to_json(),
+            "pictures": [picture.to_json() for picture in self.report.pictures],
+            "caption_limit": self.caption_limit.to_json() if self.caption_limit else None,
+        }
+
+
+def examine(request: Request, *, hardware: Hardware | None = None) -> CheckReport:
+    """Return the dataset report alone (`check`); raises RequestError, InputError or MachineError."""
+    basis = _basis(request, hardware)
+    config = basis.resolved.config
+    # Every picture may be bad here: the report lists them, a training would refuse.
+    settings = config.model_copy(
+        update={"data": config.data.model_copy(update={"max_bad_fraction": 1.0})}
+    )
+    dataset = scan_with_memo(request.dataset, settings, cache_folder(settings))
+    placements = place_all(dataset, settings, basis.facts)
+    reading = _reading(request, dataset, basis)
+    asked = settings.data.caption_tokens
+    room = MOST_CHUNKS if basis.family.reads_chunks and asked == "auto" else reading.chunks
+    return CheckReport(
+        report=inspect_images(
+            dataset,
+            placements=placements,
+            settings=settings.data,
+            more=tuple(too_long(reading, facts=basis.facts)),
+        ),
+        caption_limit=caption_limit(basis.facts, chunks=room),
+    )
+
+
+def _reading(request: Request, dataset: Dataset, basis: Basis) -> Reading:
+    """Return in how many chunks texts are read; a run of a release without the setting goes on as it began."""
+    before = request.run_settings
+    if before is not None and caption_lengths.KEY not in {**before, **request.overrides}:
+        return Reading(chunks=1, reason="as the run began")
+    return reading_of(
+        (*dataset.records, *dataset.regularisation),
+        config=basis.resolved.config,
+        facts=basis.facts,
+        family=basis.family,
+        memo=LengthMemo(file=cache_folder(basis.resolved.config) / ".captions.json"),
+    )
+
+
+def _basis(request: Request, hardware: Hardware | None) -> Basis:
+    hardware = hardware or detect()
+    if request.assumed_vram_gib is not None:
+        hardware = assume_card(hardware, vram_gib=request.assumed_vram_gib)
+    card = (
+        None
+        if asked_for(request, "hardware.device") == "cpu"
+        else hardware.accelerator(sharing=request.sharing).value
+    )
+    source = asked_for(request, "base.model")
+    if source in (None, "auto"):
+        source = families.family(families.DEFAULT_FAMILY).default_source if card else EMBEDDED
+    asked = {
+        f"base.{name}": asked_for(request, f"base.{name}") for name in BaseSettings.model_fields
+    }
+    given = {key: value for key, value in asked.items() if value is not None}
+    facts = _facts(build_config(given | {"base.model": source}).base, fetches=request.fetches)
+    family = families.family(facts.family)
+    resolved = resolve(
+        family=family.name,
+        tier=_tier(source, family, card),
+        priority=request.priority,
+        preset=request.preset,
+        config_file=request.config_file,
+        overrides=request.overrides,
+        run_settings=request.run_settings,
+    )
+    resolved = lowered_to(resolved, resolution_px=facts.resolution_px)
+    zero = resolved.config.objective.zero_terminal_snr
+    facts = with_choices(
+        facts, resolved.config.base, zero_terminal_snr=None if zero == "auto" else zero
+    )
+    return Basis(hardware=hardware, facts=facts, family=family, resolved=resolved)
+
+
+def _facts(base: BaseSettings, *, fetches: bool) -> BaseFacts:
+    try:
+        return describe(base)
+    except (InputError, MachineError):  # nothing is here, or a part of it
+        if not fetches:
+            raise
+        return locate(base)
+
+
+def _refuse_without_validation(settings: Config, *, held_out: int) -> None:
+    """Raise RequestError for settings that follow the validation loss where no picture is held out."""
+    asked = {
+        "output.keep_best": settings.output.keep_best,
+        "train.stop_after_validations": settings.train.stop_after_validations is not None,
+    }
+    keys = [key for key, is_asked in asked.items() if is_asked]
+    if keys and not held_out:
+        raise RequestError(
+            f"{' and '.join(keys)} follow the validation loss, but no picture is held out for it",
+            fix="add images, raise data.validation_fraction, or leave it out",
+        )
+
+
+def _refuse_impossible(settings: Config, basis: Basis) -> None:
+    """Raise RequestError for what this family cannot do, before the dataset is read."""
+    if settings.adapter.text_encoder and not basis.family.trainable_text:
+        raise RequestError(
+            f"adapter.text_encoder=true, but the text encoders of {basis.facts.source} "
+            f"(family {basis.family.name}) are not trained",
+            fix="leave adapter.text_encoder out",
+        )
+    if settings.adapter.new_tokens and not basis.family.new_token_keys:
+        raise RequestError(
+            f"adapter.new_tokens={settings.adapter.new_tokens}, but the text encoders of "
+            f"{basis.facts.source} (family {basis.family.name}) learn no new words",
+            fix="leave adapter.new_tokens out",
+        )
+    if settings.data.emphasis and not basis.family.supports_prompt_weights:
+        raise RequestError(
+            f"data.emphasis=true, but the text encoders of {basis.facts.source} "
+            f"(family {basis.family.name}) take no weights of words, only CLIP's alone do",
+            fix="leave data.emphasis out",
+        )
+    resolve_format(basis.family, settings.output.format, adapter=settings.adapter)
+
+
+def _refuse_bad_masks(dataset: Dataset) -> None:
+    """Raise InputError where a mask cannot be used: `check` lists them, a training would mean them."""
+    bad = [finding for finding in dataset.findings if finding.kind == BAD_MASK]
+    if bad:
+        named = "; ".join(f"{shown(found.file or '')} {found.what}" for found in bad)
+        raise InputError(f"masks cannot be used: {named}", fix=bad[0].advice)
+
+
+def _with_format(chosen: Plan, basis: Basis) -> Plan:
+    """Return the plan with the key format named."""
+    config = chosen.config
+    if config.output.format != "auto":
+        return chosen
+    found = resolve_format(basis.family, "auto", adapter=config.adapter)
+    reason = f"what most programs read for {basis.family.name}"
+    return _with_setting(chosen, "output.format", found, reason)
+
+
+def _with_caption_tokens(chosen: Plan, reading: Reading, basis: Basis) -> Plan:
+    """Return the plan with what is read of captions named; bases with other encoders leave it at auto."""
+    if not reading.reason:  # somebody said it
+        return chosen
+    tokens = reading.chunks * CHUNK_TOKENS if basis.family.reads_chunks else "auto"
+    return _with_setting(chosen, caption_lengths.KEY, tokens, reading.reason)
+
+
+def _with_setting(chosen: Plan, key: str, value: Any, reason: str) -> Plan:
+    config = build_config(flatten(chosen.config) | {key: value})
+    origins = {**chosen.origins, key: Origin(layer="planner", reason=reason)}
+    return replace(chosen, config=config, origins=origins)
+
+
+def _tier(source: str, family: Family, card: Gpu | None) -> Tier:
+    """Return the preset tier; in the default family `cpu` is the recipe of the embedded base.
+
+    A real base of that family on a processor takes the smallest card's: slow, but right.
+    """
+    if source == EMBEDDED:
+        return "cpu"
+    if card is None:
+        return "6-8" if family.name == families.DEFAULT_FAMILY else "cpu"
+    return tier(card.total_bytes)
+
+
+def _with_base(chosen: Plan, basis: Basis) -> Plan:
+    """Return the plan with the base named, so that a resume cannot meet another one."""
+    if chosen.config.base.model != "auto":
+        return chosen
+    reason = (
+        "no base was named and there is no GPU"
+        if basis.facts.source == EMBEDDED
+        else "the default on a GPU"
+    )
+    return _with_setting(chosen, "base.model", basis.facts.source, reason)
+
+
+def asked_for(request: Request, key: str) -> Any:
+    """Return a setting needed before layering: command line, then config file, then the resumed run.
+
+    None where nobody has set it; raises RequestError for a config file that cannot be read.
+    """
+    if key in request.overrides:
+        return request.overrides[key]
+    if request.config_file is not None:
+        from_file = read_settings_file(request.config_file).values
+        if key in from_file:
+            return from_file[key]
+    return (request.run_settings or {}).get(key)

@@ -1,0 +1,264 @@
+"""The run folder: naming, claiming and finding it, run.json, and what a resume may not change silently."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.events import read_events
+from lora_trainer.common.files import (
+    TEMPORARY_PREFIX,
+    disk_error,
+    json_bytes,
+    read_json_object,
+    windows_name_problem,
+    write_atomic,
+)
+from lora_trainer.config.config import AdapterSettings, Config, flatten
+
+RUN_FILE = "run.json"
+EVENTS_FILE = "events.jsonl"
+PROBLEMS_FILE = "problems.jsonl"
+STATES = "states"
+BEST_RECORD = "best.json"
+"""Says of which step NAME-best.safetensors is."""
+MAX_NAME_BYTES = 180
+"""A run's name is part of its files' names, also of unfinished ones; file systems allow 255 bytes."""
+_NEEDED: Mapping[str, type | tuple[type, ...]] = {
+    "name": str,
+    "started_at_s": (int, float),
+    "settings": dict,
+    "base.source": str,
+    "base.identities": dict,
+    "environment.exactness": dict,
+    "dataset.fingerprint": str,
+    "plan.memory.images_at_once": dict,
+}
+"""What a resume reads of run.json."""
+# Settings that say where and how much, not what is computed: a resume may change them and stay exact.
+FREE_SETTINGS = frozenset(
+    {
+        "output.folder", "output.name", "output.keep_last", "output.keep_states", "output.save_every_steps",
+        "output.save_every_epochs", "output.precision", "output.format", "sampling.prompts",
+        "sampling.negative_prompt", "sampling.every_steps", "sampling.steps", "sampling.guidance_scale",
+        "sampling.seed", "logging.trackers", "data.cache_dir", "data.cache_max_gib", "data.prefetch_steps",
+        "data.max_bad_fraction", "data.max_megapixels", "train.validate_every_steps", "hardware.vram_limit_gib",
+        "hardware.process_timeout_s",
+        "output.description", "output.author", "output.license", "output.hub_repo", "output.hub_private",
+        "output.weights", "output.measure", "data.min_score", "train.stop_after_validations",
+    }
+)  # fmt: skip
+# Settings that make validations decide something, and those that then decide what validations see.
+_WATCHING = ("train.lower_on_plateau", "train.stop_after_validations", "output.keep_best")
+_WATCHED = frozenset({"train.validate_every_steps", "output.weights"})
+# Settings that say how it is computed: a resume may change them and keeps every draw, not every bit.
+ROUNDING_SETTINGS = frozenset(
+    {
+        "hardware.compile",
+        "hardware.cuda_graphs",
+        "memory.attention",
+        "memory.gradient_checkpointing",
+        "memory.kept_share",
+        "memory.micro_batch",
+        "memory.modulation_cache",
+        "memory.streamed_blocks",
+        "memory.text_encoder_offload",
+    }
+)
+# What decides the shapes of the adapter and of the optimizer's state, and where both began.
+FORBIDDEN_SETTINGS = frozenset(
+    {
+        *(
+            f"adapter.{name}"
+            for name in AdapterSettings.model_fields
+            if not name.endswith("dropout")
+        ),
+        "optimizer.name",
+        "optimizer.learning_rate_pattern",
+        "optimizer.lora_plus_ratio",
+        "optimizer.text_encoder_learning_rate",
+        "optimizer.new_tokens_learning_rate",
+        "train.concept",  # what it settles was settled at the start
+        "train.init_from",
+        "train.ema_decay",
+        "output.keep_best",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """A claimed run folder; the lock is held until the block or the process ends."""
+
+    path: Path
+    lock: FileLock
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release(force=True)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def states(self) -> Path:
+        return self.path / STATES
+
+
+def checked_name(name: str) -> str:
+    """Return the name of a run if a folder and its files can bear it; raises RequestError."""
+    if not name.isprintable():  # also halves of characters: bytes of a name that are no text
+        problem = "holds signs that cannot be shown"
+    elif name != name.strip() or not name.strip(".") or set(name) & set("/\\"):
+        problem = "is no plain name of a folder"
+    elif sys.platform == "win32" and (fault := windows_name_problem(name)):
+        problem = fault
+    elif len(name.encode()) > MAX_NAME_BYTES:
+        problem = f"is {len(name.encode())} bytes long, {MAX_NAME_BYTES} are allowed"
+    else:
+        return name
+    raise RequestError(
+        f"{name!r} cannot be the name of a run: it {problem}", fix="give another one with --name"
+    )
+
+
+def create(parent: Path, name: str) -> RunFolder:
+    """Make and claim a new folder `name`, or `name-002`, `-003`, ... when that exists already.
+
+    Raises RequestError for what is no name and MachineError for what the disk refuses.
+    """
+    checked_name(name)
+    number = 1
+    while True:
+        path = parent / (name if number == 1 else f"{name}-{number:03d}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            continue
+        except OSError as error:
+            raise disk_error(path, error) from error
+        return claim(path)
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """Return run.json of a run folder; raises RequestError when there is none or it lacks something."""
+    _require_run(path)
+    record = read_json_object(path / RUN_FILE)
+    for key, kind in _NEEDED.items():
+        found: Any = record
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        if not isinstance(found, kind):
+            raise RequestError(
+                f"{path / RUN_FILE} has no {key}, so the run cannot be gone on with",
+                fix="restore that file, or start a new run",
+            )
+    return record
+
+
+def write_run(folder: RunFolder, content: Mapping[str, Any]) -> None:
+    """Write run.json atomically; raises MachineError."""
+    write_atomic(folder.path / RUN_FILE, json_bytes(dict(content)))
+
+
+def cut_events(folder: RunFolder, *, step: int) -> None:
+    """Drop events of steps after `step`: a resumed run does them again, with the same numbers."""
+    for name in (EVENTS_FILE, PROBLEMS_FILE):
+        file = folder.path / name
+        if not file.exists():
+            continue
+        kept = []
+        for row in read_events(file):
+            if row["event"] in ("finished", "stopped") or row.get("step", -1) > step:
+                continue
+            kept.append(json.dumps(row, ensure_ascii=False))
+        # A lone surrogate becomes its JSON escape again.
+        text = "".join(f"{line}\n" for line in kept)
+        write_atomic(file, text.encode("utf-8", "backslashreplace"))
+
+
+def last_step(folder: RunFolder) -> int:
+    """Return the last optimizer step that was logged, 0 when there is none."""
+    rows = read_events(folder.path / EVENTS_FILE)
+    return max((int(row.get("step", 0)) for row in rows if row["event"] == "step"), default=0)
+
+
+def compare(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    environment: Mapping[str, Any],
+    environment_now: Mapping[str, Any],
+) -> tuple[str, list[str]]:
+    """Return ("EXACT" | "SAME-STREAM" | "CHANGED", differences) of a resume; raises RequestError.
+
+    Settings in FORBIDDEN_SETTINGS cannot change; others make it CHANGED; another environment (torch,
+    threads, processor, device), or one that is not deterministic, keeps every draw but not every bit.
+    A setting that a run of an older version did not have was at its default.
+    """
+    before = flatten(Config()) | dict(before)
+    free = FREE_SETTINGS - (_WATCHED if any(now[key] for key in _WATCHING) else set())
+    changed = [key for key in now if before[key] != now[key] and key not in free]
+    refused = [f"{key} {before[key]} -> {now[key]}" for key in changed if key in FORBIDDEN_SETTINGS]
+    if refused:
+        raise RequestError(
+            f"a resume cannot change {', '.join(refused)}",
+            fix="leave it as it was, or start a new run",
+        )
+    lines = [f"{key}: {before[key]} -> {now[key]}" for key in changed]
+    moved = [
+        f"{key}: {environment.get(key)} -> {value}"
+        for key, value in environment_now.items()
+        if environment.get(key) != value
+    ]
+    if any(key not in ROUNDING_SETTINGS for key in changed):
+        return "CHANGED", lines + moved
+    exact = environment_now["deterministic"] and not (lines or moved)
+    return ("EXACT" if exact else "SAME-STREAM"), lines + moved
+
+
+def has_no_record(path: Path) -> bool:
+    """Whether a run was killed here before it could write down what it is: nothing is lost with it."""
+    claimed = (path / ".lock").is_file() and not (path / RUN_FILE).exists()
+    return claimed and not (path / STATES).exists()
+
+
+def _require_run(path: Path) -> None:
+    if (path / RUN_FILE).is_file():
+        return
+    others = sorted(entry.parent.name for entry in path.parent.glob(f"*/{RUN_FILE}"))
+    raise RequestError(
+        f"there is no run in {path} to resume; runs there: {', '.join(others) or 'none'}",
+        fix="name one with --name or --resume-from FOLDER, or start without --resume",
+    )
+
+
+def claim(path: Path) -> RunFolder:
+    """Take the lock of a run folder; raises MachineError when another process trains in it.
+
+    Files that a killed process had not finished are removed: nobody else writes here now.
+    """
+    lock = FileLock(path / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise MachineError(
+            f"the run in {path} is being trained by another process",
+            fix="wait for it, or stop it first",
+        ) from None
+    for unfinished in path.glob(f"{TEMPORARY_PREFIX}*"):
+        with suppress(OSError):
+            unfinished.unlink()
+    return RunFolder(path=path, lock=lock)

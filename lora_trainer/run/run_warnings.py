@@ -1,0 +1,107 @@
+"""What is odd about a planned run beside its dataset: the base, the processes, the card, the file to come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lora_trainer.common.dist_env import full_batch
+from lora_trainer.common.findings import Finding, note, warning
+from lora_trainer.config.config import AdapterSettings, concrete
+from lora_trainer.families.base import FileFormat
+from lora_trainer.hardware.machine import tier_problem
+from lora_trainer.lora_file.formats import format_notes, planned_contents
+from lora_trainer.planning.matmul import dequantized_layers
+from lora_trainer.planning.optimizer_facts import optimizer_remarks
+from lora_trainer.planning.run_time import MOST_HOURS
+from lora_trainer.run.prepare import Prepared
+
+
+def run_warnings(prepared: Prepared) -> tuple[Finding, ...]:
+    """Return what is odd about the base, the card and the file to come; `report` is about the data."""
+    config, facts = prepared.config, prepared.facts
+    found = []
+    if facts.assumed is not None:
+        found.append(warning("release", None, facts.assumed.sentence, advice=facts.assumed.setting))
+    if facts.distilled and config.base.assistant is None:
+        found.append(
+            warning(
+                "distilled",
+                None,
+                f"{facts.source} is distilled: training wears off its ability to draw in few steps",
+                advice="train on the undistilled release, "
+                "or give an assistant adapter with --set base.assistant=FILE",
+            )
+        )
+    batch, processes = config.train.batch_size, prepared.processes
+    if batch % processes:
+        busy, full = min(batch, processes), full_batch(batch, count=processes)
+        found.append(
+            warning(
+                "processes",
+                None,
+                f"train.batch_size={batch} does not divide by {processes} processes: "
+                + (f"only {busy} have work" if busy < processes else "some wait for others"),
+                advice=f"train.batch_size={full} would use all of them in every step",
+            )
+        )
+    found += _enlarged(prepared)
+    found += _long(prepared)
+    found += _wide(config.adapter)
+    found += _dequantized(prepared)
+    shapes = prepared.family.adapter_shapes(facts, targets=config.adapter.targets)
+    found += optimizer_remarks(config, shapes=shapes)
+    card = prepared.hardware.accelerator(sharing=prepared.sharing).value
+    if too_small := tier_problem(card.total_bytes if card else None):
+        advice = "lower data.resolution or adapter.rank if it does not fit"
+        found.append(warning("card", None, too_small, advice=advice))
+    format: FileFormat = concrete(config.output.format)
+    advice = "choose another output.format or adapter if that matters to you"
+    for missed in format_notes(format, planned_contents(config.adapter)):
+        found.append(warning("format", None, f"output.format={format}: {missed}", advice=advice))
+    return tuple(found)
+
+
+def _long(prepared: Prepared) -> Iterator[Finding]:
+    """Yield that a run takes longer than its priority means, on a card slower than those presets are for."""
+    priority, hours = prepared.resolved.priority, prepared.plan.run_time.seconds / 3600
+    if hours <= MOST_HOURS[priority] or prepared.plan.memory.limit_bytes is None:
+        return
+    advice = "train.steps, data.resolution and sampling.every_steps shorten it"
+    if priority != "speed":
+        advice = f"--priority speed shortens it most; so do {advice.partition(' shorten')[0]}"
+    what = (
+        f"about {hours:.1f} hours are predicted; {priority} is meant for "
+        f"{MOST_HOURS[priority]:g} with 20 pictures on an ordinary card"
+    )
+    yield note("time", None, what, advice=advice)
+
+
+def _wide(adapter: AdapterSettings) -> Iterator[Finding]:
+    slow = {"adapter.dora": adapter.dora, "adapter.init=pissa": adapter.init == "pissa"}
+    for name in (name for name, used in slow.items() if used):
+        what = (
+            f"{name} runs peft's way, beside each layer in fp32 and not as one operation with it: "
+            "a step takes more time, and in 16 bits more memory"
+        )
+        yield warning("adapter", None, what, advice="use a plain LoRA where either is short")
+
+
+def _dequantized(prepared: Prepared) -> Iterator[Finding]:
+    if prepared.config.memory.base_matmul != "int8":
+        return
+    shapes = prepared.family.linear_shapes(prepared.facts)
+    if count := dequantized_layers(shapes):
+        what = (
+            f"{count} of {len(shapes)} layers of the base are dequantized in spite of "
+            "memory.base_matmul=int8: int8 products take sizes that are multiples of 8"
+        )
+        yield warning("matmul", None, what, advice="nothing is wrong with them")
+
+
+def _enlarged(prepared: Prepared) -> Iterator[Finding]:
+    sides_px = prepared.config.data.more_resolutions
+    for side_px, placed in zip(sides_px, prepared.more_placements, strict=True):
+        count = sum(placement.upscaled for placement in placed.values())
+        if side_px > concrete(prepared.config.data.resolution) and count:
+            what = f"{count} of {len(placed)} pictures are enlarged for data.more_resolutions={side_px}"
+            yield warning("enlarged", None, what, advice="use larger originals, or leave it out")

@@ -1,0 +1,176 @@
+"""Make images with a finished LoRA the way any other program would: plain pipeline, load, generate."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BytesIO
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_trainer import families
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.files import disk_error, write_atomic
+from lora_trainer.config.config import (
+    BaseSettings,
+    Config,
+    Precision,
+    SamplingSettings,
+    build_config,
+)
+from lora_trainer.families.base import Family
+from lora_trainer.families.locate import locate, with_caption_tokens, with_choices
+from lora_trainer.lora_file.embedding import embedding_path, read_embedding, trained_words
+from lora_trainer.lora_file.read import read_contents
+from lora_trainer.lora_file.write import final_export_name
+from lora_trainer.reporting.sample_files import try_name
+from lora_trainer.run.device import DTYPES, best_device
+from lora_trainer.run.run_folder import RUN_FILE, read_run
+
+WORD_IN_PROMPTS = "<new-word>"
+"""What a trigger becomes where it was learned as new tokens: no tokenizer knows it already."""
+
+
+def make_images(
+    run: Path,
+    *,
+    prompts: Sequence[str],
+    base: str | None,
+    output: Path,
+    seed: int,
+    strengths: Sequence[float],
+) -> Iterator[Path]:
+    """Write an image per prompt and strength, yield each; `run` is a run folder or an adapter file.
+
+    All strengths of a prompt have the same seed. Raises InputError when there is no adapter,
+    RequestError when the base is not known, MachineError when the disk refuses.
+    """
+    if not all(map(math.isfinite, strengths)):
+        raise RequestError("a strength is no number", fix="give numbers such as --strength 0.8")
+    file = adapter_of(run) if run.is_dir() else run
+    metadata = read_contents(file).metadata
+    config = stated_settings(metadata)
+    source = base or (config.base.model if config else None)
+    if run.is_dir():
+        source = base or str(read_run(run)["base"]["source"])
+    if source in (None, "auto"):
+        raise RequestError(
+            f"{file.name} does not say which base it was trained on", fix="name it with --base"
+        )
+    settings = _base_settings(config, source)
+    try:
+        facts = locate(settings)
+    except InputError as error:
+        if base is not None:
+            raise
+        # The file names its base without the folder, which is nobody else's business.
+        raise InputError(error.found, fix="say where it is with --base") from None
+    if config is not None:
+        zero = config.objective.zero_terminal_snr
+        facts = with_choices(facts, settings, zero_terminal_snr=None if zero == "auto" else zero)
+        facts = with_caption_tokens(facts, config.data.caption_tokens)
+    device, has_bf16 = best_device()
+    family = families.family(facts.family)
+    dtype = DTYPES[_precision(family, device, has_bf16=has_bf16)]
+    pipeline = family.plain_pipeline(facts, dtype=dtype, device=device)
+    pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
+    named = _taught(pipeline, family, file, metadata)
+    sampling = config.sampling if config else SamplingSettings()
+    trained_px = config.data.resolution if config else "auto"
+    side_px = facts.resolution_px if trained_px == "auto" else trained_px
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(output, error) from error
+    several = len(strengths) > 1
+    for (index, prompt), strength in product(enumerate(prompts), strengths):
+        pipeline.set_adapters(pipeline.get_active_adapters(), adapter_weights=strength)
+        image = pipeline(
+            **family.pipeline_arguments(
+                pipeline,
+                facts,
+                named(prompt),
+                sampling.negative_prompt,
+                guidance_scale=sampling.guidance_scale,
+            ),
+            generator=torch.Generator().manual_seed(seed + index),
+            num_inference_steps=sampling.steps,
+            width=side_px,
+            height=side_px,
+        ).images[0]
+        name = try_name(file.stem, seed=seed + index, strength=strength if several else None)
+        png = BytesIO()
+        image.save(png, format="PNG")
+        write_atomic(output / name, png.getvalue(), durable=False)
+        yield output / name
+
+
+def _precision(family: Family, device: torch.device, *, has_bf16: bool) -> Precision:
+    if device.type == "cpu":
+        return "fp32"
+    return next(each for each in family.precisions if each != "bf16" or has_bf16)
+
+
+def _taught(
+    pipeline: Any, family: Family, file: Path, metadata: Mapping[str, str]
+) -> Callable[[str], str]:
+    """Load the new tokens that belong to an adapter; return what puts their name into a prompt.
+
+    Raises InputError when they are not there.
+    """
+    word = trained_words(metadata)
+    if word is None:
+        return lambda prompt: prompt
+    place = embedding_path(file)
+    beside = place if place.is_file() else file.with_name(place.name)
+    if not beside.is_file():
+        raise InputError(
+            f"{file.name} was trained with new tokens for {word.text!r}, and their file is missing",
+            fix=f"put {place.name} beside it",
+        )
+    vectors = read_embedding(beside).vectors
+    for component, key in family.new_token_keys.items():
+        network = getattr(pipeline, component)
+        tokenizer = getattr(pipeline, component.replace("text_encoder", "tokenizer"))
+        pipeline.load_textual_inversion(
+            torch.from_numpy(vectors[key]),
+            token=WORD_IN_PROMPTS,
+            text_encoder=network,
+            tokenizer=tokenizer,
+        )
+        for module in network.modules():  # 2 means "the largest number", which now is a new token's
+            if getattr(module, "eos_token_id", None) == 2:
+                module.eos_token_id = tokenizer.eos_token_id
+    return lambda prompt: WORD_IN_PROMPTS.join(word.split(prompt))
+
+
+def _base_settings(config: Config | None, source: str) -> BaseSettings:
+    """Return how the base is found: as the adapter's settings say, but for where it is."""
+    base = config.base if config is not None else BaseSettings()
+    return base.model_copy(update={"model": source, "vae": None, "companion": "auto"})
+
+
+def stated_settings(metadata: Mapping[str, str]) -> Config | None:
+    """Return the settings in the header of one of our files, None where there are none to be read."""
+    try:
+        return build_config(json.loads(metadata["lora_train.settings"]))
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def adapter_of(run: Path) -> Path:
+    """Return a run's final export, or the newest rolling one of a run that has not finished."""
+    if not (run / RUN_FILE).is_file():
+        raise InputError(f"{run} is not a run folder", fix="give runs/NAME or a .safetensors file")
+    name = str(read_run(run)["name"])
+    final = run / final_export_name(name)
+    if final.is_file():
+        return final
+    rolling = sorted(run.glob(f"{name}-step*.safetensors"))
+    if not rolling:
+        raise InputError(f"the run {name} has exported nothing yet", fix="wait for its first save")
+    return rolling[-1]

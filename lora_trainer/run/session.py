@@ -1,0 +1,243 @@
+"""One training in one run folder: caches, model, loop, exports. The order of this file is the order of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lora_trainer.checkpoint.states import TrainingState, freeze, state_bytes, state_of
+from lora_trainer.checkpoint.writer import StateWriter
+from lora_trainer.common.events import read_events
+from lora_trainer.common.gc_control import made_to_stay
+from lora_trainer.config.config import Config, concrete
+from lora_trainer.lora_file.write import final_export_name
+from lora_trainer.run.best_export import BestExport
+from lora_trainer.run.build import (
+    TrainComponents,
+    afterwards,
+    build_components,
+    build_dataloader,
+    speedups,
+    stages,
+)
+from lora_trainer.run.caching import fill_caches, open_cache
+from lora_trainer.run.final_scores import validate_at_the_end
+from lora_trainer.run.job import TrainingJob, export, upload
+from lora_trainer.run.oom_fallbacks import oom_as_error, oom_fallbacks
+from lora_trainer.run.plain_way import plain_way
+from lora_trainer.run.prepare import Prepared
+from lora_trainer.run.run_folder import EVENTS_FILE, RunFolder, cut_events
+from lora_trainer.run.save_and_sample import (
+    learning_action,
+    sample_action,
+    save_action,
+    validate_action,
+)
+from lora_trainer.training.actions import CompareAction
+from lora_trainer.training.dataloader import TrainingDataLoader
+from lora_trainer.training.distributed.process_group import ProcessGroup
+from lora_trainer.training.guards import GuardState
+from lora_trainer.training.loop import run
+from lora_trainer.training.optimizers import learning_rate
+from lora_trainer.training.progress import Action, Progress
+from lora_trainer.training.training import Training
+
+
+def train_job(job: TrainingJob) -> Path:
+    """Cache, train, export; return the exported file. Raises LoraTrainError."""
+    prepared, config, events = job.prepared, job.prepared.config, job.events
+    micro_batch = concrete(config.memory.micro_batch)
+
+    # ---- caches: encoders are loaded only if something is missing, and dropped before the denoiser
+    cache = open_cache(prepared, events)
+    wanted = fill_caches(job, cache)
+
+    # ---- model, adapter, optimizer
+    events.emit("phase", phase="load", message=prepared.facts.source, done=0, total=0)
+    _share(job.ranks, job.state)
+    with made_to_stay():
+        parts = build_components(job)
+    start = Progress(step=0, images=0, guard=GuardState(micro_batch=micro_batch))
+    writer = StateWriter(folder=job.folder.states, keep=config.output.keep_states, events=events)
+    best = BestExport(job=job, adapter=parts.adapter)
+    saves = save_action(job, writer, parts, best)
+    with oom_as_error("preparing the first step", events=events):
+        if job.state is not None:
+            start = parts.restored(job.state, micro_batch=micro_batch)
+        writer.remember(saves.state(start))
+
+    # ---- train
+    feeder = build_dataloader(job, wanted, cache)
+    if not job.ranks.is_single:  # a copy of all that is trained
+        _share(job.ranks, writer.newest())
+
+    def restore() -> Progress:
+        writer.wait()
+        state = writer.newest()
+        cut_events(job.folder, step=state.step)
+        _share(job.ranks, state)
+        return parts.restored(state, micro_batch=start.guard.micro_batch)
+
+    training = _training(
+        job,
+        parts,
+        feeder,
+        start,
+        actions=[
+            *job.watchers,
+            validate_action(job, wanted, feeder, parts),
+            learning_action(job, wanted, feeder, parts),
+            sample_action(job, feeder.entries, parts),
+            CompareAction(saves=saves, ranks=job.ranks),
+            saves,
+        ],
+        restore=restore,
+    )
+    events.emit("phase", phase="train", message="training", done=start.step, total=training.steps)
+    began = time.monotonic()
+    with writer:
+        end = run(training, start)
+
+    # ---- export
+    file = job.folder.path / final_export_name(job.folder.name)
+    events.emit("phase", phase="export", message=file.name, done=0, total=0)
+    with oom_as_error("exporting", events=events):
+        with parts.chosen():
+            export(job, parts.adapter, file, end)
+        best.prepared(end, lambda _, tensor: tensor.detach().cpu().clone())()
+    seconds = time.monotonic() - began
+    if config.output.measure:
+        with parts.chosen():
+            validate_at_the_end(job, parts.networks, parts.adapter, file, end)
+    base_loss, last_loss = _validation_losses(job.folder)
+    events.emit(
+        "finished",
+        step=end.step,
+        early=_early(end, config),
+        seconds=seconds,
+        export=file.name,
+        validation_loss=last_loss,
+        base_validation_loss=base_loss,
+    )
+    upload(job, parts.adapter, file)
+    job.ranks.end_together()
+    return file
+
+
+def _early(end: Progress, config: Config) -> str:
+    """Return why a training ended before its last step; empty where it did not."""
+    if end.step == concrete(config.train.steps):
+        return ""
+    best = end.guard.best
+    return (
+        f"the validation loss has not fallen for {best.stale} validations, "
+        f"it was lowest at step {best.step}"
+    )
+
+
+def follow_job(job: TrainingJob) -> None:
+    """Do this process's share of a training that another one leads: nothing is written but caches."""
+    ranks, cache = job.ranks, open_cache(job.prepared, job.events)
+    wanted = fill_caches(job, cache)
+    parts = build_components(replace(job, state=_shared(ranks)))
+    micro_batch = concrete(job.prepared.config.memory.micro_batch)
+
+    def restore() -> Progress:
+        state = _shared(ranks)
+        assert state is not None
+        return parts.restored(state, micro_batch=micro_batch)
+
+    start = restore()
+    feeder = build_dataloader(job, wanted, cache)
+    unwritten = StateWriter(folder=job.folder.states, keep=0, events=job.events)
+    actions: list[Action] = [
+        validate_action(job, wanted, feeder, parts),
+        learning_action(job, wanted, feeder, parts),
+        CompareAction(
+            saves=save_action(job, unwritten, parts, BestExport(job=job, adapter=parts.adapter)),
+            ranks=ranks,
+        ),
+    ]
+    run(_training(job, parts, feeder, start, actions=actions, restore=restore), start)
+    ranks.end_together()
+
+
+def _share(ranks: ProcessGroup, state: TrainingState | None) -> None:
+    """Give a state, or that there is none, to all other processes."""
+    if not ranks.is_single:
+        ranks.from_leader(b"" if state is None else state_bytes(freeze(state)))
+
+
+def _shared(ranks: ProcessGroup) -> TrainingState | None:
+    data = ranks.from_leader(None)
+    return state_of(data) if data else None
+
+
+def _training(
+    job: TrainingJob,
+    parts: TrainComponents,
+    feeder: TrainingDataLoader,
+    start: Progress,
+    *,
+    actions: Sequence[Action],
+    restore: Callable[[], Progress],
+) -> Training:
+    config = job.prepared.config
+    found = oom_fallbacks(
+        parts.networks.denoiser,
+        config.memory,
+        device=parts.model.device,
+        sharing=job.ranks.dist_env.local_count,
+    )
+    plain = plain_way(config, parts, sharing=job.ranks.dist_env.local_count)
+    if start.guard.plain:  # what this run found out before it was interrupted
+        for change in plain.changes:
+            change.apply()
+    for remedy in (plain.remedies if start.guard.plain else found)[: start.guard.remedies]:
+        remedy.apply()
+    images_at_once = _latents_at_once(job.prepared)
+    return Training(
+        model=parts.model,
+        parameters=parts.parameters,
+        optimizer=parts.optimizer,
+        learning_rate=learning_rate(config.optimizer, steps=concrete(config.train.steps)),
+        scaler=parts.scaler,
+        feeder=feeder,
+        steps=concrete(config.train.steps),
+        batch_size=config.train.batch_size,
+        micro_batch=concrete(config.memory.micro_batch),
+        prefetch_steps=config.data.prefetch_steps,
+        max_grad_norm=config.train.max_grad_norm,
+        events=job.events,
+        actions=actions,
+        stop=job.stop,
+        ranks=job.ranks,
+        images_at_once=images_at_once,
+        remedies=found,
+        plain=plain,
+        restore=restore,
+        watch_spikes=config.train.tighten_on_spike,
+        stages=stages(config, parts.adapter),
+        stop_after_validations=config.train.stop_after_validations,
+        afterwards=afterwards(config, parts.adapter),
+        from_zero=parts.from_zero,
+        speedups=speedups(job, parts, start.guard, images_at_once=images_at_once),
+    )
+
+
+def _validation_losses(folder: RunFolder) -> tuple[float | None, float | None]:
+    """Return the validation loss of the base and the last one, also those of before a resume."""
+    rows = read_events(folder.path / EVENTS_FILE)
+    losses = [row["loss"] for row in rows if row["event"] == "validation" and "loss" in row]
+    return (losses[0], losses[-1]) if losses else (None, None)
+
+
+def _latents_at_once(prepared: Prepared) -> dict[tuple[int, int], int]:
+    """Return the planned micro-batch by size of the latents, (height, width)."""
+    factor = prepared.facts.vae_factor
+    return {
+        (height_px // factor, width_px // factor): count
+        for (width_px, height_px), count in prepared.plan.images_at_once.items()
+    }

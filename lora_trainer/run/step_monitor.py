@@ -1,0 +1,130 @@
+"""Says once what a training's own measurements show: steps that became slow and why, memory that grows.
+
+A listener of the run's events. What costs time, a look at the card and the processors, is done in a
+thread beside the training; findings are problems like all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from lora_trainer.common.events import Event, EventStream
+from lora_trainer.config.config import concrete
+from lora_trainer.hardware.machine import GIB, free_ram_bytes
+from lora_trainer.hardware.nvml import Gpu
+from lora_trainer.run.device import CPU, card_of, planned_device
+from lora_trainer.run.prepare import Prepared
+from lora_trainer.training.pace import Creep, Growth, Slow, StepPace, Timed
+from lora_trainer.training.slow_causes import Cause, MachineState, causes, look
+
+_PAUSES = frozenset({"sample", "validation", "learned"})
+_CHANGES = frozenset({"change", "out_of_memory"})
+_FILLED_STEPS = 5000
+"""Cache entries come into host memory in the first epoch, up to a limit."""
+_UNKNOWN = Cause(
+    name="unknown",
+    found="nothing that can be seen here explains it",
+    fix="look at other programs, the disk and `nvidia-smi`; the result is the same",
+)
+
+
+@dataclass(kw_only=True)
+class Notices:
+    """Listener while the block runs; `look` measures what is around the training."""
+
+    prepared: Prepared
+    events: EventStream
+    look: Callable[[Gpu | None], MachineState] = look
+    free_host_bytes: Callable[[], int] = free_ram_bytes
+    _pace: StepPace = field(default_factory=StepPace)
+    _vram: Creep = field(default_factory=Creep)
+    _host: Creep = field(default_factory=Creep)
+    _gpu: Gpu | None = None
+    _usual: MachineState | None = None
+    _asked: bool = False
+    _told: set[str] = field(default_factory=set)
+    _beside: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lora-train-notices")
+    )
+
+    def __enter__(self) -> Notices:
+        device = planned_device(self.prepared)
+        self._gpu = None if device == CPU else card_of(self.prepared, device)
+        self.events.subscribe(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.events.listeners.remove(self)
+        self._beside.shutdown()
+
+    def __call__(self, event: Event) -> None:
+        if event.kind in _PAUSES:
+            self._pace.skip()
+        elif event.kind in _CHANGES:
+            self._pace.forget()
+        elif event.kind == "step":
+            self._after_step(event.fields)
+
+    def _after_step(self, fields: Mapping[str, Any]) -> None:
+        step = int(fields["step"])
+        timed = Timed(
+            seconds=fields["seconds"], wait_s=fields["data_wait_s"], latents=fields["latents"]
+        )
+        slow = self._pace.take(timed)
+        if self._pace.known and not self._asked:
+            self._asked = True
+            self._beside.submit(self._remember)
+        if slow is not None:
+            self._beside.submit(self._explain, slow, step)
+        filled = fields["epoch"] >= 1 or step > _FILLED_STEPS
+        if filled and (growth := self._host.take(fields["host_own_bytes"])):
+            self._tell_growth("host memory", growth, step, free_bytes=self.free_host_bytes())
+        gpu = self._gpu
+        if gpu is not None and (growth := self._vram.take(fields["vram_now_bytes"])):
+            free_bytes = gpu.total_bytes - fields["vram_used_bytes"]
+            self._tell_growth("the card's memory", growth, step, free_bytes=free_bytes)
+
+    def _remember(self) -> None:
+        self._usual = self.look(self._gpu)
+
+    def _explain(self, slow: Slow, step: int) -> None:
+        now, gpu = self.look(self._gpu), self._gpu
+        found = causes(
+            slow,
+            self._usual or MachineState(),
+            now,
+            spills=gpu is not None and gpu.spills,
+            config=self.prepared.config,
+        )
+        cause = next(found, _UNKNOWN)
+        if cause.name in self._told:
+            return
+        self._told.add(cause.name)
+        self.events.problem(
+            f"steps take {slow.factor:.1f} times as long as before, {slow.seconds:.2g} s instead of "
+            f"{slow.usual_s:.2g}, up to step {step}: {cause.found}",
+            fix=cause.fix,
+        )
+
+    def _tell_growth(self, memory: str, growth: Growth, step: int, *, free_bytes: int) -> None:
+        per_step, left = growth.bytes_per_step, concrete(self.prepared.config.train.steps) - step
+        full_in = max(0, int(free_bytes / per_step))
+        too_soon = full_in < left
+        self.events.problem(
+            f"{memory} grows by {100 * per_step / 2**20:.0f} MiB every 100 steps, "
+            f"{growth.so_far_bytes / 2**20:.0f} MiB by step {step}: the {free_bytes / GIB:.1f} GiB that are "
+            f"free are used up in {full_in} steps, {'before' if too_soon else 'after'} the end of the run",
+            fix="stop and go on with --resume, which begins with fresh memory, and report it"
+            if too_soon
+            else "nothing for this run; please report it",
+            severity="warning" if too_soon else "note",
+        )

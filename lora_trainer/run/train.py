@@ -1,0 +1,390 @@
+"""The composition root of a training: prepare -> run folder -> train -> report, with signals and records.
+
+Everything below receives plain values; this module is where they meet. It imports torch, so the
+command line imports it only to train.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lora_trainer import __version__
+from lora_trainer.cache.lease import in_use
+from lora_trainer.checkpoint.states import TrainingState, load_newest
+from lora_trainer.common.dist_env import read_dist_env
+from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, exit_code
+from lora_trainer.common.events import EventStream, JsonlWriter, Listener
+from lora_trainer.common.redaction import without_secrets
+from lora_trainer.config.config import Config, build_config, concrete, flatten
+from lora_trainer.dataset.run_dataset import bucket_counts
+from lora_trainer.families.base import Layout
+from lora_trainer.hardware import torch_allocator
+from lora_trainer.planning.search import gib
+from lora_trainer.reporting.report import write_report
+from lora_trainer.reporting.status import Control, StatusWriter
+from lora_trainer.reporting.trackers import start_trackers, usable_trackers
+from lora_trainer.run.answers import doctor_json
+from lora_trainer.run.caching import plan_cache, refuse_small_cache
+from lora_trainer.run.device import pinning, setup_torch
+from lora_trainer.run.follow import follow, gather, prepare_with_base
+from lora_trainer.run.hub_upload import check_upload
+from lora_trainer.run.job import TrainingJob
+from lora_trainer.run.oom_fallbacks import oom_history_memo
+from lora_trainer.run.plan_text import plan_json
+from lora_trainer.run.prepare import Prepared, Request, asked_for
+from lora_trainer.run.run_folder import (
+    EVENTS_FILE,
+    PROBLEMS_FILE,
+    RunFolder,
+    checked_name,
+    claim,
+    compare,
+    create,
+    cut_events,
+    has_no_record,
+    last_step,
+    read_run,
+    write_run,
+)
+from lora_trainer.run.run_warnings import run_warnings
+from lora_trainer.run.save_and_sample import sample_prompts
+from lora_trainer.run.session import train_job
+from lora_trainer.run.step_monitor import Notices
+from lora_trainer.run.stop import StopFlag, taking_signals
+from lora_trainer.training.cores import SharedCores
+from lora_trainer.training.distributed.process_group import ProcessGroup, isolate_accelerate, joined
+from lora_trainer.training.progress import Action
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest:
+    """What to prepare, whether to go on with a run, how strict to be, and the words typed (for run.json).
+
+    `watchers` are asked between steps, before anything else is done there.
+    """
+
+    request: Request
+    resume: bool = False
+    resume_from: Path | None = None
+    strict: bool = False
+    command: tuple[str, ...] = ()
+    watchers: tuple[Action, ...] = ()
+
+
+def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
+    """Train as asked and return the exported file (in a process that follows: where that will be).
+
+    Raises LoraTrainError; once there is a run folder, its events, status and report say so too.
+    """
+    isolate_accelerate()
+    here = read_dist_env()
+    request = replace(asked.request, processes=here.count, sharing=here.local_count)
+    with joined(here, timeout_s=_process_timeout_s(asked)) as ranks:
+        if here.is_main:
+            return _lead(replace(asked, request=request), ranks, listeners)
+        return follow(request, ranks)
+
+
+def _lead(asked: TrainRequest, ranks: ProcessGroup, listeners: tuple[Listener, ...]) -> Path:
+    """Plan, write and speak for all processes, and do a share of the work."""
+    previous = _previous(asked)
+    before = read_run(previous) if previous is not None and not has_no_record(previous) else None
+    request = replace(asked.request, **_as_planned(before, processes=ranks.dist_env.count))
+    prepared = prepare_with_base(request)
+    if asked.strict:
+        _refuse_problems(prepared)
+    prompts = sample_prompts(prepared)
+    place = _place(prepared)
+    _refuse_small_disk(prepared)
+    wanted = plan_cache(prepared, prompts)
+    refuse_small_cache(prepared, wanted)
+    if prepared.config.output.hub_repo is not None:
+        check_upload(prepared.config.output.hub_repo)
+    environment = setup_torch(prepared)
+    resumption = _resumption(before, prepared, environment) if before else None
+    folder = claim(previous) if previous is not None else create(*place)
+    with (
+        folder,
+        _recorded(folder, prepared, listeners, ranks) as (events, stop),
+        pinning(prepared, events),
+    ):
+        events.subscribe(oom_history_memo(prepared, events))
+        with _end_recorded(folder, events):
+            gather(ranks, prepared, folder, events, prompts=prompts)
+        job = TrainingJob(
+            prepared=prepared,
+            folder=folder,
+            prompts=prompts,
+            state=_newest_state(folder, events) if previous is not None else None,
+            events=events,
+            stop=stop,
+            started_at_s=before["started_at_s"] if before else time.time(),
+            ranks=ranks,
+            watchers=asked.watchers,
+            wanted=wanted,
+        )
+        _announce(job, resumption)
+        write_run(folder, _run_record(job, asked, environment))
+        try:
+            with (
+                _end_recorded(folder, events),
+                in_use(prepared.cache_root),
+                SharedCores(events=events),
+                Notices(prepared=prepared, events=events),
+            ):
+                file = train_job(job)
+        except LoraTrainError:
+            write_report(folder.path)
+            raise
+        events.emit("phase", phase="report", message="report.html", done=0, total=0)
+        write_report(folder.path)
+        return file
+
+
+@contextmanager
+def _end_recorded(folder: RunFolder, events: EventStream) -> Iterator[None]:
+    """Write into the run's records and status why it ends."""
+    try:
+        yield
+    except LoraTrainError as error:
+        _record_end(folder, events, str(error), code=exit_code(error))
+        raise
+
+
+def _record_end(folder: RunFolder, events: EventStream, reason: str, *, code: int) -> None:
+    events.emit("stopped", reason=reason, exit_code=code, step=last_step(folder))
+
+
+def _process_timeout_s(asked: TrainRequest) -> float:
+    """Return `hardware.process_timeout_s` as the processes meet by it, before one of them plans."""
+    settings: dict[str, Any] | None = None
+    previous = _previous(asked)
+    if previous is not None:
+        with suppress(LoraTrainError):  # the leader says so, or the run lies on its machine
+            settings = read_run(previous)["settings"]
+    key = "hardware.process_timeout_s"
+    value = asked_for(replace(asked.request, run_settings=settings), key)
+    return build_config({} if value is None else {key: value}).hardware.process_timeout_s
+
+
+def _as_planned(before: dict[str, Any] | None, *, processes: int) -> dict[str, Any]:
+    """Return what a request takes over from the run it goes on with."""
+    if before is None:
+        return {}
+    found = {"run_settings": before["settings"]}
+    if before["environment"]["exactness"].get("processes") == processes:
+        found["run_at_once"] = before["plan"]["memory"]["images_at_once"]
+    return found
+
+
+def _previous(asked: TrainRequest) -> Path | None:
+    """Return the run to resume: --resume-from, or with --resume the run of this name."""
+    if asked.resume_from is not None:
+        return asked.resume_from
+    if not asked.resume:
+        return None
+    overrides = asked.request.overrides
+    typed = overrides.get("output.name", "auto")
+    name = asked.request.dataset.resolve().name if typed == "auto" else checked_name(str(typed))
+    return Path(overrides.get("output.folder", Config().output.folder)) / name
+
+
+def _place(prepared: Prepared) -> tuple[Path, str]:
+    output = prepared.config.output
+    name = prepared.dataset.folder.resolve().name if output.name == "auto" else output.name
+    return Path(output.folder), checked_name(name)
+
+
+def _refuse_problems(prepared: Prepared) -> None:
+    problems = [finding for finding in prepared.report.findings if finding.severity != "note"]
+    if problems:
+        first = problems[0]
+        raise InputError(
+            f"--strict: the dataset has {len(problems)} problems, the first: {first.file or 'dataset'}: {first.what}",
+            fix=f"{first.advice}, see `lora-train check`, or leave --strict out",
+        )
+
+
+def _refuse_small_disk(prepared: Prepared) -> None:
+    """Raise MachineError when states and exports are predicted not to fit (FAULTS CKP-06)."""
+    folder, disk = Path(prepared.config.output.folder), prepared.plan.disk_bytes
+    needed, free = disk["states"] + disk["exports"], prepared.hardware.disk_free_bytes(folder)
+    if needed > free:
+        raise MachineError(
+            f"{folder} has {gib(free)} free, the run needs {gib(needed)} for states and exports",
+            fix="free some space, or choose another folder with --output",
+        )
+
+
+def _newest_state(folder: RunFolder, events: EventStream) -> TrainingState | None:
+    """Return the state to go on from and drop what was logged after it; None: nothing was saved yet.
+
+    Raises MachineError when there were states and none is valid: starting over must be asked for.
+    """
+    state = load_newest(folder.states, events=events)
+    damaged = sorted(path.name for path in folder.states.glob("bad-*"))
+    if state is None and damaged:
+        raise MachineError(
+            f"no state of {folder.path} is valid; damaged: {', '.join(damaged)}",
+            fix="check the disk, then start a new run without --resume",
+        )
+    cut_events(folder, step=state.step if state else -1)
+    return state
+
+
+@contextmanager
+def _recorded(
+    folder: RunFolder, prepared: Prepared, listeners: tuple[Listener, ...], ranks: ProcessGroup
+) -> Iterator[tuple[EventStream, StopFlag]]:
+    """Open the run's records and take over Ctrl-C and SIGTERM while the block runs."""
+    events = EventStream()
+    for listener in listeners:
+        events.subscribe(listener)
+    silent = {"phase", "problem"}
+    events.subscribe(
+        JsonlWriter(folder.path / EVENTS_FILE, lambda kind: kind not in silent, events)
+    )
+    events.subscribe(
+        JsonlWriter(folder.path / PROBLEMS_FILE, lambda kind: kind == "problem", events)
+    )
+    status = StatusWriter(folder.path, events)
+    events.subscribe(status)
+    if ranks.monitor is not None:
+        ranks.monitor.on_end = partial(_record_end, folder, events, code=MachineError.exit_code)
+    control = Control(folder.path)
+    control.forget_before(status.status.pid_started_s)
+    stop = StopFlag(control=control)
+    with taking_signals(stop):
+        usable, problems = usable_trackers(
+            prepared.config.logging.trackers, packages=prepared.hardware.packages
+        )
+        for problem in problems:
+            events.problem(problem.what, fix=problem.fix, severity="note")
+        start_trackers(
+            usable, run_folder=folder.path, settings=flatten(prepared.config), events=events
+        )
+        with stop.announced(events):
+            yield events, stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """How exactly a run goes on, and what is not as it was."""
+
+    exactness: str
+    differences: tuple[str, ...]
+    same_data: bool
+
+
+def _resumption(
+    before: dict[str, Any], prepared: Prepared, environment: dict[str, Any]
+) -> Resumption:
+    """Compare a run with what is asked now; raises RequestError, before anything is touched."""
+    exactness, differences = compare(
+        before["settings"],
+        flatten(prepared.config),
+        environment=before["environment"]["exactness"],
+        environment_now=environment,
+    )
+    changed = []
+    same_data = before["dataset"]["fingerprint"] == prepared.dataset.fingerprint
+    if not same_data:
+        changed.append("dataset: images or captions changed")
+    for name, part in prepared.facts.parts.items():
+        if before["base"]["identities"].get(name) != part.identity:
+            changed.append(f"base: the {name} has other weights")
+    return Resumption(
+        exactness="CHANGED" if changed else exactness,
+        differences=(*differences, *changed),
+        same_data=same_data,
+    )
+
+
+def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
+    """Say what starts, or how exactly it goes on; at the start, what is odd about base, card and data."""
+    prepared, config = job.prepared, job.prepared.config
+    steps = concrete(config.train.steps)
+    resumed = None
+    if resumption is not None:
+        resumed = job.state.step if job.state else 0
+        job.events.emit(
+            "resumed",
+            step=resumed,
+            exactness=resumption.exactness,
+            differences=list(resumption.differences),
+        )
+    job.events.emit(
+        "run_started",
+        name=job.folder.name,
+        family=prepared.family.name,
+        base=prepared.facts.source,
+        steps=steps,
+        batch_size=config.train.batch_size,
+        device=config.hardware.device,
+        tier=prepared.resolved.tier,
+        priority=prepared.resolved.priority,
+        preset=prepared.resolved.preset,
+        images=len(prepared.trained),
+        validation_images=len(prepared.held_out),
+        regularisation_images=len(prepared.dataset.regularisation),
+        resumed_from=resumed,
+    )
+    if resumption is not None and resumption.same_data:
+        return  # said when the run began
+    for finding in (*run_warnings(prepared), *prepared.report.findings):
+        if finding.severity != "note":
+            job.events.problem(
+                finding.what,
+                fix=finding.advice,
+                severity=finding.severity,
+                file=finding.file,
+                code=finding.code,
+            )
+
+
+def _run_record(
+    job: TrainingJob, asked: TrainRequest, environment: dict[str, Any]
+) -> dict[str, Any]:
+    prepared = job.prepared
+    return {
+        "name": job.folder.name,
+        "version": __version__,
+        "command": [without_secrets(word) for word in asked.command],
+        "started_at_s": job.started_at_s,
+        "settings": flatten(prepared.config),
+        "origins": {key: asdict(origin) for key, origin in prepared.plan.origins.items()},
+        "base": {
+            "family": prepared.family.name,
+            "source": prepared.facts.source,
+            "path": _shown_path(prepared.facts.located),
+            "identities": {name: part.identity for name, part in prepared.facts.parts.items()},
+        },
+        "plan": {key: value for key, value in plan_json(prepared).items() if key != "settings"},
+        "environment": {
+            "exactness": environment,
+            "python": sys.version.split()[0],
+            "allocator": torch_allocator.said(os.environ),
+            **doctor_json(prepared.hardware),
+        },
+        "dataset": {
+            **prepared.report.to_json(),
+            "name": prepared.dataset.folder.resolve().name,
+            "images": len(prepared.dataset.records),
+            "fingerprint": prepared.dataset.fingerprint,
+            "buckets": bucket_counts(prepared.trained, prepared.placements),
+            "held_out": [record.name for record in prepared.held_out],
+        },
+    }
+
+
+def _shown_path(layout: Layout) -> str:
+    """Return the last name of where a base lies; folders of this machine are nobody's business."""
+    return layout.files["denoiser"].name if "denoiser" in layout.files else layout.folder.name

@@ -1,1 +1,0 @@
-"""All settings: how one is declared, the sections, the model of all of them. Read through config.py."""

@@ -1,1 +1,0 @@
-"""The kinds of model that describe pictures; `tools.captioning` puts them to work."""

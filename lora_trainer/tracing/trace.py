@@ -1,0 +1,253 @@
+"""What a training step costs, found by running it without memory: forward and backward on meta tensors.
+
+Every kernel passes through a dispatch mode that knows which storages are alive, so bytes are exact
+where formulas are not: casts, views that become copies, what a checkpoint recomputes. No weights and
+no GPU are needed. Inputs are a network on the `meta` device and a call of it; outputs are bytes,
+FLOPs and kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from lora_trainer.costs.sample_cost import SampleCost, Workload
+from lora_trainer.families.base import BaseFacts, Conditioning, Family, Geometry
+from lora_trainer.lora.fused import CUSTOM
+from lora_trainer.network.checkpointing import BlockRunner, apply_checkpointing
+from lora_trainer.network.live_storages import FusedKernels, KernelsOf, LiveStorages, storage_key
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """Bytes and work of one forward and backward pass of the whole batch.
+
+    `saved_bytes` are what autograd and checkpoints hold when the forward pass is over, inputs and
+    parameters excepted; `adapter_saved_bytes` of them were made for adapters. `peak_bytes` is the
+    highest sum of the step, gradients of parameters excepted.
+    """
+
+    saved_bytes: int
+    adapter_saved_bytes: int
+    peak_bytes: int
+    forward_flops: int
+    step_flops: int
+    kernels: int
+
+
+def add_adapters(
+    network: nn.Module, modules: Sequence[str], *, rank: int, wide: bool = False
+) -> None:
+    """Put LoRA pairs on a network, float32 with gradients in place as in training; values undefined.
+
+    `wide`: as `Workload.wide_adapter` says.
+    """
+    config = LoraConfig(r=rank, target_modules=list(modules), init_lora_weights=False)
+    if not wide:
+        config._register_custom_module(dict(CUSTOM))
+    inject_adapter_in_model(config, network)
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+            parameter.grad = torch.empty_like(parameter)
+
+
+def trace_forward(
+    network: nn.Module,
+    forward: Callable[[], Tensor],
+    *,
+    inputs: Iterable[Tensor],
+    kernels_of: KernelsOf = "cuda",
+) -> int:
+    """Return the peak bytes of `forward` without gradients, inputs and parameters excepted."""
+    live = LiveStorages([*_resident(network), *inputs])
+    with torch.no_grad(), FusedKernels(kernels_of), live:
+        forward()
+    return live.peak_bytes
+
+
+def trace_step(
+    network: nn.Module,
+    forward: Callable[[], Tensor],
+    *,
+    inputs: Iterable[Tensor],
+    kernels_of: KernelsOf = "cuda",
+) -> StepTrace:
+    """Run `forward` and its backward pass; the network's adapters have their gradients in place.
+
+    Networks keep tables from their first call, of positions for example. Trace a forward pass
+    before: they are no activations.
+    """
+    live = LiveStorages([*_resident(network), *inputs])
+    with FusedKernels(kernels_of), live, _adapter_inputs_marked(network, live):
+        prediction = forward()
+        edge = torch.autograd.graph.get_gradient_edge(prediction)
+        shape, dtype, device = prediction.shape, prediction.dtype, prediction.device
+        del prediction  # whether the graph still holds it is up to the network
+        saved, adapter, forward_flops = live.now_bytes, live.marked_bytes, live.flops
+        torch.autograd.backward([edge], [torch.zeros(shape, dtype=dtype, device=device)])
+    return StepTrace(
+        saved_bytes=saved,
+        adapter_saved_bytes=adapter,
+        peak_bytes=live.peak_bytes,
+        forward_flops=forward_flops,
+        step_flops=live.flops,
+        kernels=live.kernels,
+    )
+
+
+def _resident(network: nn.Module) -> Iterator[Tensor]:
+    for tensor in (*network.parameters(), *network.buffers()):
+        yield tensor
+        if tensor.grad is not None:
+            yield tensor.grad
+
+
+@contextmanager
+def _adapter_inputs_marked(network: nn.Module, live: LiveStorages) -> Iterator[None]:
+    """Mark what wide adapters make that layers alone would not: copies of inputs, rank-wide middles."""
+    given: dict[nn.Module, int] = {}
+
+    def before_layer(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        given[layer] = storage_key(args[0])
+
+    def before_down(layer: nn.Module, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if storage_key(args[0]) != given[layer]:
+            live.mark(args[0])
+        live.marking = True  # the middle, and a copy of an input that is not contiguous
+
+    def after_down(*_: Any) -> None:
+        live.marking = False
+
+    handles = []
+    for layer in network.modules():
+        if isinstance(layer, LoraLayer):
+            handles.append(layer.register_forward_pre_hook(before_layer))
+            for down in layer.lora_A.values():
+                handles.append(down.register_forward_pre_hook(partial(before_down, layer)))
+                handles.append(down.register_forward_hook(after_down, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedNetwork:
+    """A denoiser on `meta`, frozen, with adapters, and what its family gives it beside the latents."""
+
+    family: Family
+    facts: BaseFacts
+    network: nn.Module
+    dtype: torch.dtype
+    conditioning: Conditioning
+    """Batch 1, on `meta`, in the dtypes of training."""
+    forward_peaks: dict[tuple[Workload, KernelsOf], int] = field(default_factory=dict)
+    """Of passes without gradients, in which no kind of checkpointing makes a difference."""
+
+    def sample_cost(self, workload: Workload, *, kernels_of: KernelsOf = "cuda") -> SampleCost:
+        """Trace one micro-batch of this size; what the network is built for is its own.
+
+        `conditioning_bytes` are left out: they are the text encoder's, not the network's.
+        """
+        count = workload.micro_batch
+        noisy, timesteps, conditioning = self.inputs(workload)
+        tensors = [noisy, timesteps, *conditioning.values()]
+
+        def forward() -> Tensor:
+            return self.family.predict(self.network, noisy, timesteps, conditioning)
+
+        apply_checkpointing(self.network, workload.checkpointing, kept_share=workload.kept_share)
+        plain = (replace(workload, checkpointing="none", kept_share=0.0), kernels_of)
+        if plain not in self.forward_peaks:
+            self.forward_peaks[plain] = trace_forward(
+                self.network, forward, inputs=tensors, kernels_of=kernels_of
+            )
+        step = trace_step(self.network, forward, inputs=tensors, kernels_of=kernels_of)
+        return SampleCost(
+            saved_bytes=step.saved_bytes // count,
+            adapter_saved_bytes=step.adapter_saved_bytes // count,
+            temporary_bytes=(step.peak_bytes - step.saved_bytes) // count,
+            forward_bytes=self.forward_peaks[plain] // count,
+            conditioning_bytes=0,
+            forward_flops=step.forward_flops // count,
+            step_flops=step.step_flops // count,
+            kernels=step.kernels,
+            host_bytes=host_bytes(self.network) // count,
+        )
+
+    def inputs(self, workload: Workload) -> tuple[Tensor, Tensor, Conditioning]:
+        """Return noisy latents, timesteps and conditioning of one pass of a workload's micro-batch."""
+        factor, count = self.facts.vae_factor, workload.micro_batch
+        size = (workload.height_px // factor, workload.width_px // factor)
+        flow = self.facts.prediction == "flow"
+        return (
+            torch.empty(count, self.facts.latent_channels, *size, dtype=self.dtype, device="meta"),
+            torch.empty(count, dtype=torch.float32 if flow else torch.int64, device="meta"),
+            {
+                name: tensor.repeat_interleave(count, 0)
+                for name, tensor in self.conditioning.items()
+            },
+        )
+
+
+def traced_network(
+    family: Family, facts: BaseFacts, workload: Workload, *, prompt: Mapping[str, tuple[int, ...]]
+) -> TracedNetwork:
+    """Build the denoiser of a base for tracing; `prompt` has the shapes of one encoded text, batch 1.
+
+    Names that end in `mask` are int64, all others float in the dtype of the workload.
+    """
+    dtype = {2: torch.bfloat16, 4: torch.float32}[workload.element_bytes]
+    with torch.device("meta"):
+        network = family.empty_denoiser(facts.architecture)
+    network.requires_grad_(False).train()
+    for tensor in (*network.parameters(), *network.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    modules = family.lora_targets(network, workload.targets)
+    add_adapters(network, modules, rank=workload.rank, wide=workload.wide_adapter)
+    return TracedNetwork(
+        family=family,
+        facts=facts,
+        network=network,
+        dtype=dtype,
+        conditioning=empty_conditioning(family, facts, prompt=prompt, dtype=dtype),
+    )
+
+
+def empty_conditioning(
+    family: Family,
+    facts: BaseFacts,
+    *,
+    prompt: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+) -> Conditioning:
+    """Return what a family gives its network beside the latents, batch 1 on `meta`, from the prompt's shapes."""
+    whole = Geometry(original_px=(64, 64), corner_px=(0, 0), target_px=(64, 64))
+    told = {
+        **family.geometry_conditioning(facts, whole),
+        **family.guidance_conditioning(facts, guidance_scale=1.0),
+    }
+    given = {name: (shape, name.endswith("mask")) for name, shape in prompt.items()} | {
+        name: (tuple(tensor.shape), not tensor.is_floating_point()) for name, tensor in told.items()
+    }
+    return {
+        name: torch.empty(shape, dtype=torch.int64 if whole_numbers else dtype, device="meta")
+        for name, (shape, whole_numbers) in given.items()
+    }
+
+
+def host_bytes(network: nn.Module) -> int:
+    """Return what gradient checkpointing has moved to host memory since it was applied."""
+    runners = {vars(module).get("_gradient_checkpointing_func") for module in network.modules()}
+    return sum(runner.host_bytes for runner in runners if isinstance(runner, BlockRunner))

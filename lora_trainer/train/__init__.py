@@ -1,1 +1,0 @@
-"""The training step and what surrounds it: objective, optimizer, guards, loop."""

@@ -1,0 +1,270 @@
+"""The actions between steps, except sample images: validation loss, check for learning, saving.
+
+Saving is the last action of a step: a state on disk then means that everything logged up to that step
+has happened, and a resume repeats nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from lora_trainer.checkpoint.codec import Copy
+from lora_trainer.checkpoint.states import NonFiniteAdapter, TrainingState, freeze, tensors_digest
+from lora_trainer.checkpoint.writer import Export, StateWriter
+from lora_trainer.common.events import EventStream
+from lora_trainer.lora.adapter import Adapter
+from lora_trainer.training.batch import Sample, StepBatch, micro_batches
+from lora_trainer.training.distributed.process_group import ProcessGroup
+from lora_trainer.training.guards import GuardState, Unstable, after_validation, to_plain, with_best
+from lora_trainer.training.learning_check import (
+    LEAST_CHANGE,
+    LearningContext,
+    least_change,
+    without_effect,
+)
+from lora_trainer.training.progress import Progress
+from lora_trainer.training.training import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedLosses:
+    """Computes mean unweighted losses of fixed images at fixed timesteps with fixed noise.
+
+    Two calls differ only by the weights, so small changes of the loss can be seen. `batches` hold every
+    image, one batch per timestep; each process of `ranks` computes its share.
+    """
+
+    batches: Sequence[StepBatch]
+    model: Model
+    ranks: ProcessGroup
+
+    @torch.no_grad()
+    def by_timestep(self, *, cap: int) -> list[float]:
+        """Return the mean loss of each batch, at most `cap` images in one pass."""
+        passes = [self._passes(batch, cap=cap) for batch in self.batches]
+        if self.model.foresight is not None:
+            self.model.foresight.expect_passes([samples for each in passes for samples in each])
+        images = len(self.batches[0].samples)
+        sums = self.ranks.sum([self._loss_sum(each) for each in passes])
+        return [total / images for total in sums]
+
+    def _passes(self, batch: StepBatch, *, cap: int) -> list[tuple[Sample, ...]]:
+        dist_env = self.ranks.dist_env
+        share = replace(batch, samples=batch.samples[dist_env.rank :: dist_env.count])
+        return micro_batches(share, cap=cap)
+
+    def _loss_sum(self, passes: Sequence[tuple[Sample, ...]]) -> float:
+        sums = []
+        for samples in passes:
+            with self.model.modulating(samples):
+                sums.append(self.model.losses(samples).sum())
+        return float(torch.stack(sums).sum()) if sums else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateAction:
+    """Computes the mean unweighted loss of the held-out images over stratified timesteps with fixed noise.
+
+    Step 0 is the untouched base, so the gain of the adapter can be read off. `chosen()` puts the weights to
+    measure (averaged weights, say) in place while a block runs; `on_best` is called inside it whenever the
+    loss is the lowest so far, and keeps a copy of those weights.
+    """
+
+    what: ClassVar = "the validation"
+    fixed: FixedLosses
+    every_steps: int
+    events: EventStream
+    watch_plateaus: bool = False
+    watch_best: bool = False
+    on_best: Callable[[], None] = lambda: None
+    chosen: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def due(self, progress: Progress) -> bool:
+        return (
+            bool(self.fixed.batches)
+            and self.every_steps > 0
+            and (progress.step % self.every_steps == 0 or _at_the_end(progress))
+        )
+
+    def __call__(self, progress: Progress) -> GuardState | None:
+        with self.chosen():
+            losses = self.fixed.by_timestep(cap=progress.guard.micro_batch)
+        batches, mean = self.fixed.batches, sum(losses) / len(losses)
+        images = len(batches[0].samples)
+        by_timestep = [[batch.step, loss] for batch, loss in zip(batches, losses, strict=True)]
+        self.events.emit(
+            "validation", step=progress.step, loss=mean, by_timestep=by_timestep, images=images
+        )
+        return self._judged(progress, mean)
+
+    def _judged(self, progress: Progress, loss: float) -> GuardState | None:
+        """Return the guard state after a validation loss, the same on all processes; None if unused."""
+        guard = progress.guard
+        if self.watch_plateaus:
+            guard = after_validation(guard, loss)
+        if self.watch_best:
+            guard = with_best(guard, loss, step=progress.step)
+            if guard.best.step == progress.step > 0:
+                with self.chosen():
+                    self.on_best()
+        return guard if self.watch_plateaus or self.watch_best else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningAction:
+    """Compares, once in a run, the losses of a few training images with their losses before the first step.
+
+    `step` is the step of the comparison, None in a run too short for one. `so_far` is the sum of the
+    learning rates up to it as a share of the sum over the run. Raises TrainingStopped when the losses are
+    the same and will be at the end.
+    """
+
+    what: ClassVar = "the check that the adapter learns"
+    fixed: FixedLosses
+    step: int | None
+    so_far: float
+    about: LearningContext
+    events: EventStream
+
+    def due(self, progress: Progress) -> bool:
+        if self.step is None or progress.step not in (0, self.step):
+            return False
+        return progress.step == 0 or bool(progress.guard.learning.base)
+
+    def __call__(self, progress: Progress) -> GuardState | None:
+        losses = self.fixed.by_timestep(cap=progress.guard.micro_batch)
+        guard = progress.guard
+        if progress.step == 0:
+            return replace(guard, learning=replace(guard.learning, base=losses))
+        change = least_change(guard.learning.base, losses, so_far=self.so_far)
+        self.events.emit("learned", step=progress.step, change=change)
+        if change < LEAST_CHANGE:
+            raise without_effect(progress.step, self.about, change=change)
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveAction:
+    """Saves a resume state and a rolling export at regular steps, on request, and when the run ends early.
+
+    `export(progress, copy)` copies the adapter and returns the function that writes the rolling file and
+    prunes old ones; at the end of the run there is none, as the final export takes its place. Training
+    waits only for copies, except at the end, where it waits until the state is on disk. The last save is
+    tried even if earlier ones failed. A failure at the end of the run is a reported problem; a failure at
+    a requested stop is the error that the run ends with, because nothing else holds the result.
+    """
+
+    what: ClassVar = "the saved state"
+    writer: StateWriter
+    adapter: Adapter
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    export: Callable[[Progress, Copy], Export]
+    every_steps: int
+    every_images: int | None
+    batch_size: int
+    fingerprint: str
+    save_requested: Callable[[], bool]
+
+    def due(self, progress: Progress) -> bool:
+        if progress.step == 0:
+            return False
+        return self.is_regular(progress) or self.save_requested()
+
+    def is_regular(self, progress: Progress) -> bool:
+        """Say whether a save is due by the schedule alone; the answer is the same on all processes."""
+        if progress.step == 0:
+            return False
+        regular = self.every_steps > 0 and progress.step % self.every_steps == 0
+        return regular or progress.ending or self._ends_epoch(progress)
+
+    def __call__(self, progress: Progress) -> None:
+        """Copy the state and start writing it; raises Unstable if the adapter is not finite.
+
+        Raises the errors of `StateWriter.save`, and MachineError when the run is to stop and its state
+        cannot be written.
+        """
+        finished = _at_the_end(progress)
+        export = None if finished else partial(self.export, progress)
+        try:
+            self.writer.save(self.state(progress), export=export, last=progress.ending)
+        except NonFiniteAdapter as error:
+            raise Unstable(error.found, progress.guard) from None
+        if finished:
+            self.writer.wait()  # reports a failed write; the final export is still to be made
+        elif progress.ending:
+            self.writer.wait_for_acknowledgement()
+
+    def state(self, progress: Progress) -> TrainingState:
+        """Return the state of a resume at this point; its tensors are the live ones, not copies."""
+        return TrainingState(
+            step=progress.step,
+            images_seen=progress.images,
+            adapter=self.adapter.state(),
+            optimizer=self.optimizer.state_dict(),
+            extras=extras(progress, self.scaler, self.fingerprint),
+        )
+
+    def _ends_epoch(self, progress: Progress) -> bool:
+        if self.every_images is None:
+            return False
+        # A batch may contain the end of an epoch, and several epochs may end in one batch.
+        return (
+            progress.images // self.every_images
+            > (progress.images - self.batch_size) // self.every_images
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareAction:
+    """Compares weights and moments of all processes before each scheduled save; if they differ, none saves."""
+
+    what: ClassVar = "the comparison of states"
+    saves: SaveAction
+    ranks: ProcessGroup
+
+    def due(self, progress: Progress) -> bool:
+        return not self.ranks.is_single and self.saves.is_regular(progress)
+
+    def __call__(self, progress: Progress) -> None:
+        """Raise Unstable for non-finite weights, TrainingStopped for differing ones; on every process."""
+        try:
+            frozen = freeze(self.saves.state(progress))
+        except NonFiniteAdapter as error:
+            raise Unstable(error.found, progress.guard) from None
+        self.ranks.require_same(tensors_digest(frozen), step=progress.step)
+
+
+def _at_the_end(progress: Progress) -> bool:
+    """Say whether training is finished. A run that stops half-way must decide as if it had gone on."""
+    return progress.ending and not progress.stopping
+
+
+def extras(progress: Progress, scaler: torch.amp.GradScaler, fingerprint: str) -> dict[str, Any]:
+    """Return the plain values of a resume state: guard state, fp16 loss scale, fingerprint of the run."""
+    return {
+        "fingerprint": fingerprint,
+        "guard": to_plain(progress.guard),
+        "loss_scale": float(scaler.get_scale()) if scaler.is_enabled() else None,
+        "loss_scale_growth": int(scaler.state_dict()["_growth_tracker"])
+        if scaler.is_enabled()
+        else None,
+    }
+
+
+def load_scaler(scaler: torch.amp.GradScaler, values: Mapping[str, Any]) -> None:
+    """Put the loss scale of a state back; does nothing without fp16."""
+    if scaler.is_enabled():
+        scaler.load_state_dict(
+            scaler.state_dict()
+            | {"scale": values["loss_scale"], "_growth_tracker": values["loss_scale_growth"]}
+        )
+        # After a step that failed between `unscale_` and `step`, the scaler would refuse to unscale again.
+        # torch resets this record in `update` only, which would also change the scale.
+        scaler._per_optimizer_states.clear()

@@ -1,0 +1,218 @@
+"""Lets a training share the processor: threads wait asleep for each other while other programs want cores.
+
+OpenMP's threads meet at the end of every operation, and libgomp lets those that are early spin for
+milliseconds. Alone that is fastest. With less free cores than threads it is ruinous: what spins has the
+core that the last thread is waiting for, and two trainings beside each other take ten times as long or
+more. Sleeping instead costs a third of the speed alone, and next to nothing beside others.
+
+libgomp sleeps at once while it manages more threads than there are processors, which it counts over all
+teams of a process. So a few idle teams, kept while they are needed, switch one way of waiting into the
+other, and no number of threads changes: results stay the same bits. Intel's and LLVM's OpenMP (Windows,
+macOS) give way by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import psutil
+import torch
+
+from lora_trainer.common.events import EventStream
+from lora_trainer.hardware.machine import cpu_quota, usable_processors
+
+INTERVAL_S = 0.5
+CONTENDED_CORES, CALM_CORES = 0.5, 0.25
+"""Cores that threads miss: above the first they sleep, below the second, for a while, they spin again."""
+CALM_INTERVALS = 6
+_GRAIN = 2**15  # elements for which torch takes one more thread
+_IDLE_TIMES = ("idle", "iowait", "steal", "guest", "guest_nice")  # guest is part of user already
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuTimes:
+    """Seconds of processor time since the start: of all programs on usable processors, of this one.
+
+    `group_s` is that of the container, None where its processors are not limited.
+    """
+
+    at_s: float
+    all_s: float
+    own_s: float
+    group_s: float | None = None
+
+
+def cpu_times(processors: Sequence[int], root: Path = Path("/")) -> CpuTimes:
+    """Measure now; raises OSError or psutil.Error where the system does not tell."""
+    own = psutil.Process().cpu_times()
+    each = psutil.cpu_times(percpu=True)
+    busy = sum(
+        sum(times) - sum(getattr(times, name, 0.0) for name in _IDLE_TIMES)
+        for number, times in enumerate(each)
+        if number in processors
+    )
+    return CpuTimes(
+        at_s=time.monotonic(), all_s=busy, own_s=own.user + own.system, group_s=_group_s(root)
+    )
+
+
+def _group_s(root: Path) -> float | None:
+    if cpu_quota(root) is None:
+        return None
+    with suppress(OSError, ValueError):
+        for line in (root / "sys/fs/cgroup/cpu.stat").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(" ")
+            if name == "usage_usec":
+                return int(value) / 1e6
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cores:
+    """What a process may use: logical processors, and processors' time in a container with a limit."""
+
+    processors: int
+    quota: float | None = None
+
+    def taken(self, before: CpuTimes, after: CpuTimes) -> float:
+        """Return how many cores other programs used between two measurements."""
+        passed_s, own_s = after.at_s - before.at_s, after.own_s - before.own_s
+        if passed_s <= 0:
+            return 0.0
+        # The two are not read at the same moment.
+        return min(self.processors, max(0.0, after.all_s - before.all_s - own_s) / passed_s)
+
+    def missing(self, before: CpuTimes, after: CpuTimes, *, threads: int) -> float:
+        """Return how many of `threads` have no core of their own for what others use; 0: none."""
+        free = self.processors - self.taken(before, after)
+        if self.quota is not None and before.group_s is not None and after.group_s is not None:
+            own_s, passed_s = after.own_s - before.own_s, after.at_s - before.at_s
+            in_group = (after.group_s - before.group_s - own_s) / passed_s if passed_s > 0 else 0.0
+            free = min(free, self.quota - max(0.0, in_group))
+        return max(0.0, threads - free)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """How threads wait for each other now, and for how many intervals others have left the cores alone."""
+
+    asleep: bool = False
+    calm: int = 0
+
+
+def after_interval(waiting: Waiting, missing_cores: float) -> Waiting:
+    """Return how to wait after an interval in which threads missed so many cores."""
+    if missing_cores > CONTENDED_CORES:
+        return Waiting(asleep=True)
+    if not waiting.asleep or missing_cores > CALM_CORES:
+        return replace(waiting, calm=0)
+    if waiting.calm + 1 < CALM_INTERVALS:
+        return replace(waiting, calm=waiting.calm + 1)
+    return Waiting()
+
+
+class IdleTeams:
+    """Teams of OpenMP threads that only sleep, so that libgomp counts more threads than processors."""
+
+    def __init__(self, *, threads: int, processors: int) -> None:
+        self._end = threading.Event()
+        needed = math.ceil((processors + 1 - threads) / (threads - 1))
+        self._leaders = [self._team(threads) for _ in range(max(1, needed))]
+
+    def _team(self, threads: int) -> threading.Thread:
+        """Start a thread whose first operation makes a team of its own."""
+        ready = threading.Event()
+
+        def lead() -> None:
+            torch.ones(_GRAIN * threads, dtype=torch.uint8).add_(1)
+            ready.set()
+            self._end.wait()
+
+        leader = threading.Thread(target=lead, name="lora-train-idle-team", daemon=True)
+        leader.start()
+        ready.wait()
+        return leader
+
+    def end(self) -> None:
+        """End the teams; a leader takes its team along."""
+        self._end.set()
+        for leader in self._leaders:
+            leader.join()
+
+
+@dataclass(kw_only=True)
+class SharedCores:
+    """While the block runs, a thread looks at what other programs use and lets this one's wait accordingly.
+
+    Each change is an event `cores`. Nothing is done where one thread computes, or OpenMP is not libgomp.
+    """
+
+    events: EventStream
+    measure: Callable[[Sequence[int]], CpuTimes] = cpu_times
+    interval_s: float = INTERVAL_S
+    _done: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def __enter__(self) -> SharedCores:
+        threads = torch.get_num_threads()
+        if threads > 1 and openmp() == "libgomp":
+            self._thread = threading.Thread(
+                target=self._watch, args=(threads,), name="lora-train-cores", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self, threads: int) -> None:
+        numbers = usable_processors()
+        cores = Cores(processors=len(numbers), quota=cpu_quota(Path("/")))
+        waiting = Waiting()
+        teams: IdleTeams | None = None
+        with suppress(OSError, psutil.Error):  # a system that does not tell: they spin, as before
+            before = self.measure(numbers)
+            while not self._done.wait(self.interval_s):
+                after = self.measure(numbers)
+                now = after_interval(waiting, cores.missing(before, after, threads=threads))
+                if now.asleep and teams is None:
+                    teams = IdleTeams(threads=threads, processors=len(numbers))
+                elif teams is not None and not now.asleep:
+                    teams.end()
+                    teams = None
+                if now.asleep != waiting.asleep:
+                    self.events.emit(
+                        "cores",
+                        taken=round(cores.taken(before, after), 2),
+                        threads=threads,
+                        waiting="asleep" if now.asleep else "spinning",
+                    )
+                before, waiting = after, now
+        if teams is not None:
+            teams.end()
+
+
+def openmp() -> Literal["libgomp", "other"]:
+    """Return which OpenMP computes in this process."""
+    try:
+        names = {Path(part.path).name for part in psutil.Process().memory_maps()}
+    except (AttributeError, NotImplementedError, psutil.Error):  # macOS has no memory_maps
+        return "other"
+    if any(name.startswith(("libiomp5", "libomp")) for name in names):
+        return "other"
+    return "libgomp" if any(name.startswith("libgomp") for name in names) else "other"

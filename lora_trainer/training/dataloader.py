@@ -1,0 +1,337 @@
+"""What each optimizer step sees: a pure function of its number, prepared ahead by one thread.
+
+Step k takes samples [kB, (k+1)B) of the endless concatenation of shuffled epochs, whatever their
+bucket. Order, flip, caption, dropout, latent draw, timestep and noise of a sample come from (seed,
+stream, epoch, sample), so the split into micro-batches, a resume or another prefetch depth cannot
+change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from lora_trainer.cache.background import prefetched
+from lora_trainer.cache.cache_plan import Entries, SampleSource
+from lora_trainer.cache.keys import CacheKey
+from lora_trainer.common.dist_env import DistEnv, share
+from lora_trainer.common.randomness import Stream, draw_choice, draw_seed, draw_uniform, shuffled
+from lora_trainer.config.config import DataSettings, ObjectiveSettings
+from lora_trainer.dataset.caption_rules import is_dropped, variant_of
+from lora_trainer.dataset.epochs import epoch_order, sample_id
+from lora_trainer.families.base import Conditioning, Prediction
+from lora_trainer.training.batch import Sample, StepBatch, UpcomingSample
+from lora_trainer.training.loss import draw_noise, huber_delta, loss_weight
+from lora_trainer.training.timesteps import TIMESTEPS, Level, Levels
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpcomingWindow:
+    """How far ahead samples are told of: `steps` at a time, with these tensors of their conditioning.
+
+    `latent_shape` says of (width, height) in pixels what (C, H, W) the latents have.
+    """
+
+    steps: int
+    names: Sequence[str]
+    latent_shape: Callable[[tuple[int, int]], tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingDataLoader:
+    """Prepares steps. `sources` maps sample ids to cache entries; `shared_conditioning` is conditioning
+    all samples share.
+
+    Of several processes each prepares its share of a step, `place` says which. `regularisation` are the
+    samples of which an epoch takes only so many. With a `window` the first step of each tells of it all.
+    """
+
+    sources: Mapping[str, SampleSource]
+    empty_text: CacheKey
+    entries: Entries
+    levels: Levels
+    prediction: Prediction
+    shared_conditioning: Conditioning
+    data: DataSettings
+    objective: ObjectiveSettings
+    batch_size: int
+    seed: int
+    regularisation: Sequence[str] = ()
+    regularisation_per_epoch: int = 0
+    place: DistEnv = field(default_factory=DistEnv)
+    window: UpcomingWindow | None = None
+    _orders: dict[int, list[str]] = field(default_factory=dict)
+    _places: dict[int, dict[str, int]] = field(default_factory=dict)
+
+    def sample_at(self, position: int) -> tuple[int, str]:
+        """Return (epoch, sample id) at a position of the endless stream of shuffled epochs."""
+        epoch, index = divmod(position, self.epoch_length)
+        return epoch, self._order(epoch)[index]
+
+    @property
+    def epoch_length(self) -> int:
+        """How many samples an epoch has."""
+        return len(self.sources) - len(self.regularisation) + self.regularisation_per_epoch
+
+    def source(self, sample: str) -> SampleSource:
+        """Return where the tensors are of the sample that stands under a name in an epoch."""
+        return self.sources[sample_id(sample)]
+
+    def prepare(self, step: int) -> StepBatch:
+        """Return everything step `step` (0-based) needs, on the CPU."""
+        first = step * self.batch_size
+        samples: list[Sample] = []
+        for epoch, sample in self.share(step):
+            made = self.prepare_sample(epoch, sample)
+            samples += [made, *self._preserved(made, epoch, sample)]
+        return StepBatch(
+            step=step, samples=tuple(samples), epoch=(first + self.batch_size) / self.epoch_length
+        )
+
+    def share(self, step: int) -> list[tuple[int, str]]:
+        """Return (epoch, sample id) of what this process does of a step.
+
+        Samples of one shape stay together, so that they can be done at once.
+        """
+        first, place = step * self.batch_size, self.place
+        found = [self.sample_at(first + k) for k in range(self.batch_size)]
+        if place.count == 1:
+            return found
+        found.sort(key=lambda at: self.drawn(*at).size_px)
+        return [found[index] for index in share(len(found), rank=place.rank, count=place.count)]
+
+    def drawn(self, epoch: int, sample: str) -> SampleSource:
+        """Return the sample at the resolution it is trained at in an epoch."""
+        first = self.source(sample)
+        if not first.others:
+            return first
+        all_of_it = (first, *first.others)
+        return all_of_it[draw_choice(len(all_of_it), self.seed, Stream.RESOLUTION, epoch, sample)]
+
+    def prepare_sample(self, epoch: int, sample: str) -> Sample:
+        """Draw all of one sample's randomness for one epoch."""
+        source, here = self.drawn(epoch, sample), (epoch, sample)
+        flipped = source.mirrored is not None and draw_uniform(self.seed, Stream.FLIP, *here) < 0.5
+        entry = self.entries.read(source.mirrored if flipped and source.mirrored else source.plain)
+        geometry = source.mirrored_geometry if flipped else source.geometry
+        mean, std = entry["mean"], entry["std"]
+        latents = mean + std * torch.randn(
+            mean.shape, generator=self._generator(Stream.LATENT, *here)
+        )
+        noise = draw_noise(
+            (mean.shape[0], mean.shape[1], mean.shape[2]),
+            self._generator(Stream.NOISE, *here),
+            offset=self.objective.noise_offset,
+            octaves=self.objective.multires_noise_iterations,
+            discount=self.objective.multires_noise_discount,
+        )
+        level = self._level(source, *here)
+        delta = huber_delta(
+            self.objective, time=level.timestep / TIMESTEPS, alpha=level.alpha, sigma=level.sigma
+        )
+        told = {**self._text(source, *here), **geometry}
+        made = self._assemble(sample, latents, noise, level, told)
+        # smooth_l1 is huber over its delta: with falling deltas it weighs the noisier levels more.
+        weight = made.weight / delta if self.objective.loss == "smooth_l1" else made.weight
+        weight *= self.data.weight_of(source.folder)
+        if source.regularisation:
+            weight *= self.objective.prior_weight
+        return replace(
+            made,
+            weight=weight,
+            huber_delta=delta,
+            input_noise=self._perturbed(noise, *here),
+            dropout_seed=draw_seed(self.seed, Stream.ADAPTER_DROPOUT, *here),
+            counts=self._counts(source.mirrored_mask if flipped else source.mask),
+            as_base=self._stays_base(source),
+        )
+
+    def glimpses(self, step: int, window: UpcomingWindow) -> tuple[UpcomingSample, ...]:
+        """Return what is known of the samples of `prepare(step)`, in their order, without their latents."""
+        return tuple(
+            UpcomingSample(
+                shape=window.latent_shape(source.size_px),
+                timestep=self._level(source, epoch, sample).timestep,
+                conditioning=self._told(text, window.names),
+                as_base=as_base,
+            )
+            for epoch, sample in self.share(step)
+            for source in (self.drawn(epoch, sample),)
+            for text, as_base in (
+                (self._text_key(source, epoch, sample), self._stays_base(source)),
+                (self._class_text(epoch, sample), True),
+            )
+            if text is not None
+        )
+
+    def _told(self, text: CacheKey, names: Sequence[str]) -> Conditioning:
+        """Return some tensors of a sample's conditioning; what all samples share costs no reading."""
+        shared = (
+            self.shared_conditioning
+            if set(names) <= self.shared_conditioning.keys()
+            else {**self.entries.read(text), **self.shared_conditioning}
+        )
+        return {name: shared[name] for name in names}
+
+    def _preserved(self, made: Sample, epoch: int, sample: str) -> Iterator[Sample]:
+        """Yield the sample again as its class, with the same draws; none where the trigger is not said."""
+        text = self._class_text(epoch, sample)
+        if text is not None:
+            yield replace(
+                made,
+                weight=made.weight * self.objective.preservation_weight,
+                conditioning={**made.conditioning, **self.entries.read(text)},
+                counts=None,
+                as_base=True,
+            )
+
+    def _class_text(self, epoch: int, sample: str) -> CacheKey | None:
+        """Return the text with the class in place of the trigger, None where that is not asked for."""
+        source = self.source(sample)
+        variant = self._variant(source, epoch, sample) if source.of_class else None
+        return None if variant is None else source.of_class[variant]
+
+    def _stays_base(self, source: SampleSource) -> bool:
+        return source.regularisation and self.objective.prior == "base"
+
+    def _level(self, source: SampleSource, epoch: int, sample: str) -> Level:
+        return self.levels.draw(self._uniform(epoch, sample), size_px=source.size_px)
+
+    def validation(
+        self, keys: Sequence[tuple[str, SampleSource]], *, quantiles: int
+    ) -> list[StepBatch]:
+        """Return the held-out samples at each quantile of the timesteps, with fixed noise and captions."""
+        batches = []
+        for quantile in range(quantiles):
+            fraction = (quantile + 0.5) / quantiles
+            samples = []
+            for sample, source in keys:
+                mean = self.entries.read(source.plain)["mean"]
+                level = self.levels.at(fraction, size_px=source.size_px)
+                name = (sample, int(level.timestep))
+                noise = torch.randn(
+                    mean.shape, generator=self._generator(Stream.VALIDATION_NOISE, *name)
+                )
+                told = {**self.entries.read(source.texts[0]), **source.geometry}
+                made = self._assemble(sample, mean, noise, level, told)
+                samples.append(replace(made, counts=self._counts(source.mask)))
+            batches.append(
+                StepBatch(step=int(samples[0].level.timestep), samples=tuple(samples), epoch=0.0)
+            )
+        return batches
+
+    def stream(
+        self, first: int, last: int, *, ahead: int
+    ) -> AbstractContextManager[Iterator[StepBatch]]:
+        """Return a context whose value iterates over steps first..last-1, as `prefetched` says."""
+
+        def make(step: int) -> StepBatch:
+            batch, window = self.prepare(step), self.window
+            if window is None or (step > first and step % window.steps):
+                return batch
+            end = min(last, (step // window.steps + 1) * window.steps)
+            coming = tuple(self.glimpses(each, window) for each in range(step, end))
+            return replace(batch, window=coming)
+
+        return prefetched(make, first, last, ahead=ahead)
+
+    def _assemble(
+        self,
+        sample: str,
+        latents: Tensor,
+        noise: Tensor,
+        level: Level,
+        told: Conditioning,
+    ) -> Sample:
+        return Sample(
+            sample=sample,
+            latents=latents,
+            noise=noise,
+            level=level,
+            weight=loss_weight(
+                self.objective,
+                signal=level.signal,
+                sigma=level.sigma,
+                prediction=self.prediction,
+            ),
+            conditioning={**told, **self.shared_conditioning},
+        )
+
+    def _uniform(self, epoch: int, sample: str) -> float:
+        """Return the number that becomes the timestep, one in each stratum of samples in a row.
+
+        Which stratum follows from the place in the stream, so no split and no batch size changes it.
+        """
+        uniform, strata = (
+            draw_uniform(self.seed, Stream.TIMESTEP, epoch, sample),
+            self.objective.timestep_strata,
+        )
+        if strata == 1:
+            return uniform
+        position = epoch * self.epoch_length + self._place_in(epoch)[sample]
+        window, place = divmod(position, strata)
+        order = shuffled(map(str, range(strata)), self.seed, Stream.TIMESTEP_STRATUM, window)
+        return (int(order[place]) + uniform) / strata
+
+    def _perturbed(self, noise: Tensor, epoch: int, sample: str) -> Tensor | None:
+        """Return the noise of the input, with more of it than is to be predicted; None: the same."""
+        strength = self.objective.input_perturbation
+        if strength == 0:
+            return None
+        generator = self._generator(Stream.INPUT_PERTURBATION, epoch, sample)
+        return noise + strength * torch.randn(noise.shape, generator=generator)
+
+    def _counts(self, mask: CacheKey | None) -> Tensor | None:
+        """Return how much each latent's error counts, by the mask and what it leaves the rest."""
+        if mask is None:
+            return None
+        rest = self.data.mask_background
+        weights = rest + (1.0 - rest) * self.entries.read(mask)["mask"]
+        return weights / weights.mean()
+
+    def _text(self, source: SampleSource, epoch: int, sample: str) -> Conditioning:
+        return self.entries.read(self._text_key(source, epoch, sample))
+
+    def _text_key(self, source: SampleSource, epoch: int, sample: str) -> CacheKey:
+        variant = self._variant(source, epoch, sample)
+        return self.empty_text if variant is None else source.texts[variant]
+
+    def _variant(self, source: SampleSource, epoch: int, sample: str) -> int | None:
+        """Return which of its texts a sample is trained with; None: the empty one."""
+        settings = self.data.of_folder(source.folder)
+        if is_dropped(sample, settings=settings, seed=self.seed, epoch=epoch):
+            return None
+        drawn = range(len(source.texts))[1:] or range(1)
+        return drawn[variant_of(sample, count=len(drawn), seed=self.seed, epoch=epoch)]
+
+    def _order(self, epoch: int) -> list[str]:
+        order = self._orders.get(epoch)
+        if order is None:
+            order = epoch_order(
+                self.sources.keys() - set(self.regularisation),
+                self.regularisation,
+                count=self.regularisation_per_epoch,
+                seed=self.seed,
+                epoch=epoch,
+            )
+            if len(self._orders) > 2:  # old epochs are never asked for again
+                self._orders.clear()
+            self._orders[epoch] = order
+        return order
+
+    def _place_in(self, epoch: int) -> dict[str, int]:
+        """Return where in an epoch each sample comes: found once, not searched for by every sample."""
+        places = self._places.get(epoch)
+        if places is None:
+            places = {sample: place for place, sample in enumerate(self._order(epoch))}
+            if len(self._places) > 2:
+                self._places.clear()
+            self._places[epoch] = places
+        return places
+
+    def _generator(self, stream: Stream, *counters: int | str) -> torch.Generator:
+        return torch.Generator().manual_seed(draw_seed(self.seed, stream, *counters))

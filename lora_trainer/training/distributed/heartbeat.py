@@ -1,0 +1,372 @@
+"""Notices when another process of a training has died, frozen or failed, or when this one hangs at start.
+
+torch's launcher ends the processes of one machine when one of them exits, and a collective raises when a
+connection closes. This module covers the cases that neither notices or explains:
+
+* a frozen process or a machine that is switched off: no connection closes, and collectives wait for ever;
+* a start that hangs in one process (a library that waits for the others, a network that refuses);
+* the reason: the launcher's log has only an exit code, and the other processes get SIGTERM, which looks
+  like a stop by the user.
+
+Each process writes a heartbeat to the launcher's key-value store and reads the heartbeats of the others
+from a thread of its own, because its main thread may wait in a collective for ever. Followers send their
+events to the leader through the same store. Nothing here is a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch lists no exports
+
+import lora_trainer
+from lora_trainer.common.dist_env import DistEnv
+from lora_trainer.common.errors import RESUME, MachineError
+from lora_trainer.common.events import Event, EventStream
+
+INTERVAL_S = 0.5
+GRACE_S = 5.0
+"""Time that the main thread has to end the process itself, with the reason, before this thread does."""
+LOOK = f"look at what that process said, then {RESUME}"
+STORE_GONE = "the process that kept the launcher's store ended"
+_WORKING_SHARE = 0.01
+"""Share of one core: a download or a checksum uses more, a waiting thread uses none."""
+_WORKING_BYTES = 1_000_000
+
+
+def _is_local(event: Event) -> bool:
+    """Say whether a follower's event concerns that process alone, so that the leader has to be sent it.
+
+    Guards decide (TRN-01) by numbers that are the same on all processes: the leader reports those itself.
+    """
+    match event.kind:
+        case "out_of_memory":
+            return True
+        case "problem":
+            return bool(event.fields["code"] != "TRN-01")
+        case "change":
+            return str(event.fields["key"]).startswith("memory.")
+    return False
+
+
+def _processor_s() -> float:
+    """Return the processor time of all threads of this process but the calling one."""
+    return time.process_time() - time.thread_time()
+
+
+def _stored_bytes() -> int:
+    """Return the bytes this process has read from and written to disks; 0 where the system has no counter."""
+    try:
+        counted = psutil.Process().io_counters()
+    except (psutil.Error, OSError, NotImplementedError, AttributeError):  # macOS has no such call
+        return 0
+    return int(counted.read_bytes + counted.write_bytes)
+
+
+@dataclass(kw_only=True)
+class Activity:
+    """Measures for how long this process has neither computed nor read nor written.
+
+    A start has no time limit, as downloading or hashing a base may take an hour. A process that waits for
+    something that never comes uses no processor and no disk, and is recognised by that.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    processor_s: Callable[[], float] = _processor_s
+    stored_bytes: Callable[[], int] = _stored_bytes
+    _since: tuple[float, float, int] | None = None
+
+    def idle_s(self, *, window_s: float) -> float:
+        """Return the seconds since this process last worked.
+
+        It worked if since then it used a hundredth of `window_s` in processor time, or a megabyte of I/O.
+        """
+        now = (self.clock(), self.processor_s(), self.stored_bytes())
+        since = self._since or now
+        worked = now[1] - since[1] >= _WORKING_SHARE * window_s
+        if self._since is None or worked or now[2] - since[2] >= _WORKING_BYTES:
+            self._since = since = now
+        return now[0] - since[0]
+
+    def reset(self) -> None:
+        """Start measuring anew at the next call of `idle_s`."""
+        self._since = None
+
+
+def place_of_main_thread() -> str:
+    """Return the line the main thread is at, and the line of this package that called into it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    names: list[str] = []
+    ours = str(Path(lora_trainer.__file__).parent)
+    while frame is not None:
+        code = frame.f_code
+        if not names or code.co_filename.startswith(ours):
+            names.append(f"{Path(code.co_filename).name}:{frame.f_lineno} ({code.co_name})")
+        if code.co_filename.startswith(ours):
+            break
+        frame = frame.f_back
+    return ", called by ".join(names)
+
+
+@dataclass(kw_only=True)
+class _Seen:
+    """A heartbeat and the time, by this machine's clock, at which it last changed.
+
+    Clocks of several machines differ, so a heartbeat is a counter and holds no time.
+    """
+
+    beat: bytes
+    at_s: float
+
+
+@dataclass(kw_only=True)
+class PeerMonitor:
+    """A thread that watches the other processes; `timeout_s` limits silence, and idleness at the start.
+
+    `on_end(reason)` records the reason just before the thread ends this process.
+    """
+
+    dist_env: DistEnv
+    store: Store
+    timeout_s: float
+    on_end: Callable[[str], None] = lambda reason: None
+    clock: Callable[[], float] = time.monotonic
+    activity: Activity = field(default_factory=Activity)
+    _began_s: float = 0.0
+    _starting: bool = True
+    _waiting: bool = False
+    _limit: tuple[str, float] | None = None
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _rows: dict[int, int] = field(default_factory=dict)
+    _done: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+    _events: EventStream | None = None
+
+    def start(self) -> None:
+        """Publish this process's host, pid and start time, and start the thread."""
+        self._began_s = self.clock()
+        me = psutil.Process()
+        about = {"host": socket.gethostname(), "pid": me.pid, "started_s": me.create_time()}
+        self.store.set(f"about/{self.dist_env.rank}", json.dumps(about))
+        self._beat(0)
+        self._thread = threading.Thread(target=self._work, name="lora-train-monitor", daemon=True)
+        self._thread.start()
+
+    def started(self) -> None:
+        """Note that this process is connected: from now on it may wait for as long as others work."""
+        self._starting = False
+
+    def stop(self) -> None:
+        """End the thread and mark this process as done, so that its silence is no failure.
+
+        The process that hosts the store waits a moment before it exits, because the others still read the
+        reason of their end from it; for processes that have not come yet it waits up to `timeout_s`.
+        """
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+        with suppress(RuntimeError):
+            self.store.set(f"beat/{self.dist_env.rank}", "done")
+            until_s = max(self.clock() + GRACE_S, self._began_s + self.timeout_s)
+            keeps = self.dist_env.is_main and not self.dist_env.launcher_keeps_store
+            while keeps and self.clock() < until_s and not all(map(self._has_left, self._others())):
+                time.sleep(INTERVAL_S / 10)
+
+    def _others(self) -> Iterator[int]:
+        yield from (rank for rank in range(self.dist_env.count) if rank != self.dist_env.rank)
+
+    def _has_left(self, rank: int) -> bool:
+        if not self.store.check([f"beat/{rank}"]):
+            return False  # the process may still be starting
+        return bool(self.store.get(f"beat/{rank}") == b"done") or self._is_dead(rank)
+
+    def record(self, events: EventStream) -> None:
+        """Emit the events of followers in `events` (only the leader calls this)."""
+        self._events = events
+
+    def tell(self, event: Event) -> None:
+        """Send the leader an event of this follower that concerns only this process (a listener).
+
+        Each event gets a numbered key, because torch's store has no queues on Windows.
+        """
+        if _is_local(event):
+            number = self._rows.get(self.dist_env.rank, 0)
+            row = {"kind": event.kind, "fields": dict(event.fields)}
+            self.store.set(f"row/{self.dist_env.rank}/{number}", json.dumps(row))
+            self._rows[self.dist_env.rank] = number + 1
+
+    def fail(self, reason: str) -> None:
+        """Publish that this process ends and why; only the first reason of all processes is kept."""
+        with suppress(RuntimeError):
+            self.store.compare_set("failed", "", f"process {self.dist_env.rank}: {reason}")
+
+    @contextmanager
+    def limited(self, doing: str, *, advice: str) -> Iterator[None]:
+        """End all processes if the block takes longer than `timeout_s`."""
+        self._limit = (f"{doing} takes longer than {self._limit_text()}: {advice}", self.clock())
+        try:
+            yield
+        finally:
+            self._limit = None
+
+    def wait_for_all(self, name: str) -> None:
+        """Return once every process has called this with `name`; raises MachineError if one has ended."""
+        self.give(f"{name}/{self.dist_env.rank}", "1")
+        for rank in range(self.dist_env.count):
+            self.take(f"{name}/{rank}")
+
+    def give(self, key: str, value: str) -> None:
+        """Publish a text under `key` for the other processes."""
+        self.store.set(key, value)
+
+    def take(self, key: str) -> str:
+        """Wait for the text published under `key`; raises MachineError if a process has ended.
+
+        Polls the store, because the store's own `wait` does not notice that a process has ended.
+        """
+        self._waiting = True
+        try:
+            while not self.store.check([key]):
+                if reason := self._failure():
+                    raise MachineError(reason, fix=LOOK)
+                time.sleep(INTERVAL_S / 5)
+            return str(self.store.get(key).decode())
+        except RuntimeError as error:
+            raise MachineError(STORE_GONE, fix=LOOK) from error
+        finally:
+            self._waiting = False
+
+    def reason(self) -> str:
+        """Return why another process ended, waiting up to GRACE_S / 2 for the reason; empty if unknown."""
+        until_s = self.clock() + GRACE_S / 2
+        while self.clock() < until_s:
+            try:
+                reason = self._failure()
+            except RuntimeError:
+                return STORE_GONE
+            if reason:
+                return reason
+            time.sleep(INTERVAL_S / 5)
+        return ""
+
+    # ---- the thread
+
+    def _work(self) -> None:
+        number = 0
+        while not self._done.wait(INTERVAL_S):
+            number += 1
+            try:
+                self._beat(number)
+                self._listen()
+                reason = self._failure()
+                if not reason and (own_failure := self._overdue()):
+                    self.fail(own_failure)
+                    reason = f"process {self.dist_env.rank}: {own_failure}"
+            except RuntimeError:
+                reason = STORE_GONE
+            if reason:
+                self._end(reason)
+
+    def _beat(self, number: int) -> None:
+        self.store.set(f"beat/{self.dist_env.rank}", str(number))
+
+    def _listen(self) -> None:
+        if self._events is None:
+            return
+        for rank in range(1, self.dist_env.count):
+            while self.store.check([key := f"row/{rank}/{self._rows.get(rank, 0)}"]):
+                row = json.loads(self.store.get(key))
+                fields = dict(row["fields"])
+                for name in {"what", "reason"} & fields.keys():
+                    fields[name] = f"process {rank}: {fields[name]}"
+                self._events.emit(row["kind"], **fields)
+                self._rows[rank] = self._rows.get(rank, 0) + 1
+
+    def _limit_text(self) -> str:
+        return f"hardware.process_timeout_s={self.timeout_s:g}"
+
+    def _overdue(self) -> str:
+        """Return a sentence if this process hangs in its start, else an empty string."""
+        limit = self._limit
+        if limit is not None:
+            return limit[0] if self.clock() - limit[1] >= self.timeout_s else ""
+        if self._waiting or not self._starting:
+            self.activity.reset()
+            return ""
+        idle_s = self.activity.idle_s(window_s=self.timeout_s)
+        if idle_s < self.timeout_s:
+            return ""
+        return (
+            f"did nothing for {idle_s:.0f} s while starting ({self._limit_text()}); "
+            f"it waits in {place_of_main_thread()}"
+        )
+
+    def _failure(self) -> str:
+        if self.store.check(["failed"]):
+            reason = self.store.get("failed").decode()
+            return "" if reason.startswith(f"process {self.dist_env.rank}:") else reason
+        for rank in self._others():
+            if reason := self._missing(rank):
+                return reason
+        return ""
+
+    def _missing(self, rank: int) -> str:
+        """Return the failure of process `rank`, empty while it is alive."""
+        now_s, name = self.clock(), f"process {rank} of {self.dist_env.count}"
+        if not self.store.check([f"beat/{rank}"]):
+            late = now_s - self._began_s >= self.timeout_s
+            return f"{name} never came within {self._limit_text()}" if late else ""
+        beat = self.store.get(f"beat/{rank}")
+        if beat == b"done":
+            return ""
+        if self._is_dead(rank):
+            return f"{name} was killed or crashed"
+        last_beat = self._seen.get(rank)
+        if last_beat is None or last_beat.beat != beat:
+            self._seen[rank] = _Seen(beat=beat, at_s=now_s)
+            return ""
+        if now_s - last_beat.at_s < self.timeout_s:
+            return ""
+        return f"{name} has been silent for {now_s - last_beat.at_s:.0f} s"
+
+    def _about(self, rank: int) -> Mapping[str, Any]:
+        about: Mapping[str, Any] = json.loads(self.store.get(f"about/{rank}"))
+        return about
+
+    def _is_dead(self, rank: int) -> bool:
+        """Say whether a process of this machine is gone; for other machines only heartbeats can tell."""
+        about = self._about(rank)
+        if about["host"] != socket.gethostname():
+            return False
+        try:
+            process = psutil.Process(about["pid"])
+            # Systems reuse pids: another start time means another process.
+            another = abs(process.create_time() - float(about["started_s"])) > 1.0
+            return bool(another or process.status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
+
+    def _end(self, reason: str) -> None:
+        """Give the main thread GRACE_S to end by itself, then end this process at once.
+
+        A frozen process is left to the launcher, which kills processes that do not react to its SIGTERM.
+        """
+        if self._done.wait(GRACE_S):
+            return
+        self.on_end(reason)
+        sys.stderr.write(f"error: {reason}. Fix: {LOOK}.\n")
+        sys.stderr.flush()
+        # The main thread may be inside a collective that never returns: `sys.exit` here would end only
+        # this thread, and an ordinary exit would wait for it.
+        os._exit(MachineError.exit_code)

@@ -1,0 +1,333 @@
+"""Guards of a training: what they see in the losses, and what is done when it goes wrong.
+
+Detects from the losses alone that the training loss jumps or that the validation loss stops falling.
+
+Inputs are the training loss of each step and the validation losses; outputs are the next state and
+whether a guard must react. Pure functions over small values that are part of the resume state. Thresholds
+are in standard deviations of the run's own losses.
+
+The guards of a training as a pure state machine: out of memory, non-finite gradients, plateaus, jumps.
+
+No torch, no clock, no files: the loop reports an event and gets the next state back. The state is part of
+the resume state, so a resumed run decides as the uninterrupted run would have. Steps with non-finite
+gradients are skipped; after five in a row training goes back to the last good state at half the learning
+rate; after three such rollbacks it stops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from lora_trainer.common.errors import TrainingStopped
+from lora_trainer.training.learning_check import Learning
+
+WARMUP_LOSSES = 100
+SLOW, FAST = 0.01, 0.1
+"""Weights of a new loss in the slow and the fast running mean: horizons of 100 and of 10 steps."""
+SPIKE_DEVIATIONS, SPIKE_FACTOR = 5.0, 2.0
+OUTLIER_DEVIATIONS = 3.0
+QUIET_STEPS = 20
+PATIENCE = 3
+MIN_IMPROVEMENT = 0.002
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTrend:
+    """Running statistics of log(loss): slow `mean` and `variance`, fast mean `recent`.
+
+    `quiet` counts down the steps after a jump in which no other jump is reported. The logarithm makes a
+    jump a factor, whatever the scale of the losses.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+    recent: float = 0.0
+    quiet: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plateau:
+    """The best validation loss, and the number of validations since then that were not clearly better."""
+
+    best: float | None = None
+    stale: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestValidation:
+    """The lowest validation loss of a trained adapter, its step, and the number of validations since."""
+
+    loss: float | None = None
+    step: int = 0
+    stale: int = 0
+
+
+def after_validated(best: BestValidation, loss: float, *, step: int) -> BestValidation:
+    """Return the state after a validation loss; step 0, the untouched base, is no adapter and is ignored."""
+    if step == 0:
+        return best
+    if math.isfinite(loss) and (best.loss is None or loss < best.loss):
+        return BestValidation(loss=loss, step=step)
+    return replace(best, stale=best.stale + 1)
+
+
+def after_loss(trend: LossTrend, loss: float) -> tuple[LossTrend, bool]:
+    """Return the trend after a finite training loss, and whether the loss has just jumped.
+
+    At a jump the fast (geometric) mean is more than twice the slow mean, and more than five standard
+    deviations of such a fast mean above it. A single hard timestep is no jump; a divergence is one within
+    a few steps.
+    """
+    value = math.log(max(loss, 1e-12))
+    if trend.count == 0:
+        return LossTrend(count=1, mean=value, recent=value), False
+    # A plain average at first: with the weight 0.01 the first loss would count for most of 100 steps.
+    slow = max(SLOW, 1 / (trend.count + 1))
+    difference = value - trend.mean
+    # Outliers are clamped, because a jump that raised the variance would hide itself.
+    if trend.count >= WARMUP_LOSSES:
+        most = max(math.log(SPIKE_FACTOR), OUTLIER_DEVIATIONS * math.sqrt(trend.variance))
+        difference = max(-most, min(most, difference))
+    trend = LossTrend(
+        count=trend.count + 1,
+        mean=trend.mean + slow * difference,
+        variance=(1 - slow) * (trend.variance + slow * difference * difference),
+        recent=trend.recent + FAST * (value - trend.recent),
+        quiet=max(0, trend.quiet - 1),
+    )
+    if trend.count <= WARMUP_LOSSES or trend.quiet:
+        return trend, False
+    # The variance of an exponential mean with weight w is w / (2 - w) times that of one value.
+    deviation = math.sqrt(trend.variance * FAST / (2 - FAST))
+    limit = max(math.log(SPIKE_FACTOR), SPIKE_DEVIATIONS * deviation)
+    if trend.recent - trend.mean <= limit:
+        return trend, False
+    return replace(trend, recent=trend.mean, quiet=QUIET_STEPS), True
+
+
+def after_validation_loss(plateau: Plateau, loss: float) -> tuple[Plateau, bool]:
+    """Return the plateau after a validation loss, and whether the loss has just stopped falling.
+
+    It has after PATIENCE validations without an improvement of MIN_IMPROVEMENT; then counting restarts.
+    """
+    if not math.isfinite(loss):
+        return plateau, False
+    if plateau.best is None or loss < plateau.best * (1 - MIN_IMPROVEMENT):
+        return Plateau(best=loss), False
+    if plateau.stale + 1 < PATIENCE:
+        return replace(plateau, stale=plateau.stale + 1), False
+    return replace(plateau, stale=0), True
+
+
+FIRST_PATIENCE_STEPS, MAX_PATIENCE_STEPS = 50, 3200
+"""Steps that must fit before a larger micro-batch is tried again; each out of memory doubles them.
+
+Without the doubling a device that is full now and then would be filled again every 50 steps.
+"""
+MAX_SKIPPED_IN_ROW = 5
+MAX_ROLLBACKS = 3
+LOWER_RATE = 0.5
+TIGHTER_CLIPPING = 0.5
+MIN_SCALE = 0.125
+"""Plateaus and jumps lower a factor no further than this: three halvings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardState:
+    """The memory and the decisions of the guards; written to the resume state by `to_plain`.
+
+    `micro_batch` is the present cap in images, `remedies` the number of out-of-memory remedies in force,
+    `plain` whether the run is on the plain way after an error. `uncompiled` and `ungraphed` record
+    speed-ups that failed. `lr_scale` and `clip_scale` are factors on the learning rate and on
+    `train.max_grad_norm`. The counters count steps that fitted, non-finite steps and rollbacks.
+    """
+
+    micro_batch: int
+    remedies: int = 0
+    plain: bool = False
+    uncompiled: bool = False
+    ungraphed: bool = False
+    fitting_steps: int = 0
+    patience_steps: int = FIRST_PATIENCE_STEPS
+    skipped_in_row: int = 0
+    skipped: int = 0
+    rollbacks: int = 0
+    lr_scale: float = 1.0
+    clip_scale: float = 1.0
+    trend: LossTrend = LossTrend()
+    plateau: Plateau = Plateau()
+    best: BestValidation = BestValidation()
+    learning: Learning = Learning()
+
+
+_NESTED: Mapping[str, type[LossTrend | Plateau | BestValidation | Learning]] = {
+    "trend": LossTrend,
+    "plateau": Plateau,
+    "best": BestValidation,
+    "learning": Learning,
+}
+
+
+class Unstable(Exception):
+    """Asks the loop to go back to the last good state, for `reason`; `state` is the guard state then."""
+
+    def __init__(self, reason: str, state: GuardState) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.state = state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A factor that a guard changed, with the fields of the `change` event."""
+
+    key: str
+    old: float
+    new: float
+    reason: str
+
+
+def after_step(state: GuardState, *, finite: bool, step: int) -> GuardState:
+    """Count a step with non-finite gradients; raises Unstable after MAX_SKIPPED_IN_ROW in a row."""
+    if finite:
+        return replace(state, skipped_in_row=0) if state.skipped_in_row else state
+    state = replace(state, skipped_in_row=state.skipped_in_row + 1, skipped=state.skipped + 1)
+    if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
+        raise Unstable(
+            f"the gradients were not finite numbers {state.skipped_in_row} steps in a row, "
+            f"up to step {step}",
+            state,
+        )
+    return state
+
+
+def after_training_loss(state: GuardState, loss: float) -> GuardState:
+    """Return the state after the finite loss of a step; clip more tightly when the losses have jumped."""
+    trend, jumped = after_loss(state.trend, loss)
+    state = replace(state, trend=trend)
+    if not jumped or state.clip_scale <= MIN_SCALE:
+        return state
+    return replace(state, clip_scale=state.clip_scale * TIGHTER_CLIPPING)
+
+
+def after_validation(state: GuardState, loss: float) -> GuardState:
+    """Return the state after a validation loss; halve the learning rate when it has stopped falling."""
+    plateau, reached = after_validation_loss(state.plateau, loss)
+    state = replace(state, plateau=plateau)
+    if not reached or state.lr_scale <= MIN_SCALE:
+        return state
+    return replace(state, lr_scale=state.lr_scale * LOWER_RATE)
+
+
+def with_best(state: GuardState, loss: float, *, step: int) -> GuardState:
+    """Return the state after the validation loss of a step, counted as the lowest so far or as no better."""
+    return replace(state, best=after_validated(state.best, loss, step=step))
+
+
+def after_rollback(good: GuardState, unstable: Unstable) -> GuardState:
+    """Return the guard state to continue with from `good`; raises TrainingStopped after MAX_ROLLBACKS.
+
+    The facts about the machine and the counts of failures come from the bad state: going back undoes the
+    weights, but the same micro-batch would not fit this time either.
+    """
+    bad = unstable.state
+    if bad.rollbacks >= MAX_ROLLBACKS:
+        raise stopped(unstable, remedies=f" {bad.rollbacks} times at ever lower learning rates")
+    return replace(
+        good,
+        micro_batch=min(good.micro_batch, bad.micro_batch),
+        remedies=bad.remedies,
+        plain=bad.plain,
+        fitting_steps=bad.fitting_steps,
+        patience_steps=bad.patience_steps,
+        skipped=bad.skipped,
+        skipped_in_row=0,
+        rollbacks=bad.rollbacks + 1,
+        lr_scale=min(good.lr_scale, bad.lr_scale) * LOWER_RATE,
+        learning=replace(bad.learning, zero_gradients=0),
+    )
+
+
+def stopped(unstable: Unstable, *, remedies: str = "") -> TrainingStopped:
+    """Return the error that ends an unstable training after all remedies."""
+    return TrainingStopped(
+        f"{unstable.reason}{remedies}; the adapter still holds its last good values",
+        fix="lower optimizer.learning_rate, or use --set train.precision=fp32, and resume",
+    )
+
+
+def after_out_of_memory(state: GuardState, *, images: int, remedies: int) -> GuardState:
+    """Halve the micro-batch after a pass of `images` did not fit; at one image, apply one more remedy.
+
+    `remedies` is the number of remedies the run has. Raises TrainingStopped when all are in force.
+    """
+    state = replace(
+        state,
+        fitting_steps=0,
+        patience_steps=min(2 * state.patience_steps, MAX_PATIENCE_STEPS),
+    )
+    # The cap may be larger than the pass that failed (few images of one shape in a batch, or a smaller cap
+    # for large images); halving the cap alone would repeat the same pass.
+    largest = min(state.micro_batch, images)
+    if largest > 1:
+        return replace(state, micro_batch=(largest + 1) // 2)
+    if state.remedies < remedies:
+        return replace(state, micro_batch=1, remedies=state.remedies + 1)
+    raise TrainingStopped(
+        "the device ran out of memory with one image at a time and every remedy applied",
+        fix="use a lower data.resolution, a smaller adapter.rank, or free memory on the device",
+    )
+
+
+def after_fitting(state: GuardState, *, planned: int) -> GuardState:
+    """Count a step that fitted; after enough of them double the micro-batch, up to `planned`."""
+    if state.micro_batch >= planned:
+        return state
+    if state.fitting_steps + 1 < state.patience_steps:
+        return replace(state, fitting_steps=state.fitting_steps + 1)
+    return replace(state, micro_batch=min(planned, 2 * state.micro_batch), fitting_steps=0)
+
+
+def after_torn_step(good: GuardState, torn: GuardState) -> GuardState:
+    """Return the guard state to continue with from `good` after an optimizer step ran out of memory.
+
+    The run is not unstable, so nothing counts as a rollback and the learning rate stays.
+    """
+    return replace(
+        good,
+        micro_batch=torn.micro_batch,
+        remedies=torn.remedies,
+        plain=torn.plain,
+        uncompiled=torn.uncompiled,
+        ungraphed=torn.ungraphed,
+        fitting_steps=torn.fitting_steps,
+        patience_steps=torn.patience_steps,
+        learning=torn.learning,
+    )
+
+
+def changes(before: GuardState, after: GuardState, *, reason: str) -> Iterator[Change]:
+    """Yield the factors on learning rate and clipping that differ between two guard states."""
+    factors = {
+        "optimizer.learning_rate factor": (before.lr_scale, after.lr_scale),
+        "train.max_grad_norm factor": (before.clip_scale, after.clip_scale),
+    }
+    for key, (old, new) in factors.items():
+        if old != new:
+            yield Change(key=key, old=old, new=new, reason=reason)
+
+
+def to_plain(state: GuardState) -> dict[str, Any]:
+    """Return a guard state as plain values, for a resume state."""
+    nested = {name: vars(getattr(state, name)) for name in _NESTED}
+    return {field.name: getattr(state, field.name) for field in fields(state)} | nested
+
+
+def from_plain(values: Mapping[str, Any]) -> GuardState:
+    """Return the guard state of the values of `to_plain`; groups that an older state lacks are as new."""
+    nested = {name: kind(**values.get(name, {})) for name, kind in _NESTED.items()}
+    return GuardState(**{**values, **nested})

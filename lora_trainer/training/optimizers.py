@@ -1,0 +1,311 @@
+"""Optimizers by name, their parameter groups, and the learning rate as a function of the step.
+
+Optimizers by name, each from its library, and the values that they keep per parameter group.
+
+Input is parameter groups, each with its learning rate, and the settings; output is an optimizer without
+state. All use the same hyperparameters where they have them. torch's own Adafactor and Muon are not used:
+the first scales each step by the norm of the tensor, which is zero for a LoRA's `up`, and the second
+refuses tensors that are no matrices.
+
+Builds and restores optimizers, and gives the learning rate as a formula of the step.
+
+Parameters come in groups with a factor on the learning rate (`lr_scale`) for text encoders, layer patterns
+and LoRA+. The learning rate is a pure function of the step (diffusers' schedule formulas), so a resume
+needs no scheduler state. Optimizer state is allocated before step 1, so that a step cannot run out of
+memory because the state does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers.optimization import get_scheduler
+from torch import Tensor, nn
+
+from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, RequestError, package_problem
+from lora_trainer.config.config import OptimizerName, OptimizerSettings
+from lora_trainer.hardware.device_calls import kind_of
+from lora_trainer.planning.optimizer_facts import OPTIMIZERS
+
+Group = Mapping[str, Any]
+"""`params`, a list of parameters; `lr_scale`, the factor on the learning rate; `lr`, the product; `embedding`,
+true if the parameters are rows of a text encoder's embedding table."""
+Maker = Callable[[Sequence[Group], OptimizerSettings], torch.optim.Optimizer]
+CAME_BETA3 = 0.9999
+"""Decay of the instability of updates (Luo et al. 2023, arXiv 2307.02047)."""
+LEARNED_IN_GROUPS = frozenset(
+    {
+        "step",  # pytorch-optimizer
+        *("d", "d_max", "d_hat", "d_numerator", "d_denom", "k"),  # Prodigy
+        *("weight_sum", "lr_max", "scheduled_lr", "train_mode"),  # Schedule-Free, and its k
+    }
+)
+"""Keys of parameter groups that are state of the optimizer and no hyperparameters, so a resume restores
+them."""
+
+
+def make_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Return the optimizer of that name without state; raises MachineError when its library is missing."""
+    try:
+        return _MAKERS[settings.name](groups, settings)
+    except BROKEN_PACKAGE as error:
+        package = OPTIMIZERS[settings.name].package
+        raise MachineError(
+            f"optimizer.name={settings.name} needs {package}, {package_problem(error)}",
+            fix=f"pip install -U {package}, or use --set optimizer.name=adamw",
+        ) from None
+
+
+def _adam_like(settings: OptimizerSettings) -> dict[str, Any]:
+    return {
+        "lr": settings.learning_rate,
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.epsilon,
+        "weight_decay": settings.weight_decay,
+    }
+
+
+def _without_epsilon(settings: OptimizerSettings) -> dict[str, Any]:
+    return {name: value for name, value in _adam_like(settings).items() if name != "eps"}
+
+
+def _adamw(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    fused = kind_of(groups[0]["params"][0].device).fused_skips
+    return torch.optim.AdamW(list(groups), fused=fused, **_adam_like(settings))  # type: ignore[arg-type]  # dicts
+
+
+def _adamw_8bit(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+
+    # Paging moves state between device and host memory. A device that has no memory of its own keeps all
+    # state in host memory anyway, and the unpaged optimizer computes the same numbers.
+    beside = kind_of(groups[0]["params"][0].device).own_memory
+    make = PagedAdamW8bit if settings.name == "paged_adamw8bit" and beside else AdamW8bit
+    optimizer: torch.optim.Optimizer = make(groups, **_adam_like(settings))
+    return optimizer
+
+
+def _lion(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Chen et al. 2023, arXiv 2302.06675."""
+    from bitsandbytes.optim import Lion, Lion8bit
+
+    make = Lion8bit if settings.name == "lion8bit" else Lion
+    optimizer: torch.optim.Optimizer = make(groups, **_without_epsilon(settings))
+    return optimizer
+
+
+def _adafactor(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Shazeer and Stern 2018, arXiv 1804.04235, with the learning rate of the settings and without momentum."""
+    from pytorch_optimizer import AdaFactor
+
+    return AdaFactor(
+        [dict(group) for group in groups],
+        lr=settings.learning_rate,
+        betas=(None, settings.beta2),
+        weight_decay=settings.weight_decay,
+        scale_parameter=False,
+        relative_step=False,
+    )
+
+
+def _came(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Luo et al. 2023, arXiv 2307.02047."""
+    from pytorch_optimizer import CAME
+
+    return CAME(
+        [dict(group) for group in groups],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2, CAME_BETA3),
+        weight_decay=settings.weight_decay,
+    )
+
+
+def _muon(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Jordan 2024 with the rates of Liu et al. 2025, arXiv 2502.16982; AdamW for tensors that are no matrices."""
+    from pytorch_optimizer import Muon
+
+    split = []
+    for group in groups:
+        for is_matrix in (True, False):
+            tensors = [
+                tensor for tensor in group["params"] if _is_matrix(tensor, group) is is_matrix
+            ]
+            if tensors:
+                split.append({**group, "params": tensors, "use_muon": is_matrix})
+    return Muon(
+        split,
+        momentum=settings.muon_momentum,
+        weight_decay=settings.weight_decay,
+        use_adjusted_lr=True,
+        adamw_betas=(settings.beta1, settings.beta2),
+        adamw_eps=settings.epsilon,
+        adamw_wd=settings.weight_decay,
+    )
+
+
+def _is_matrix(tensor: Tensor, group: Group) -> bool:
+    return tensor.dim() == 2 and not group.get("embedding", False)
+
+
+def _prodigy(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Mishchenko and Defazio 2023, arXiv 2306.06101, as its authors advise for diffusion models."""
+    from prodigyopt import Prodigy
+
+    shared = _adam_like(settings)
+    decay = shared.pop(
+        "weight_decay"
+    )  # set per group, because Prodigy prints it when it is an argument
+    optimizer: torch.optim.Optimizer = Prodigy(
+        [{**group, "weight_decay": decay} for group in groups],
+        d_coef=settings.prodigy_d_coef,
+        growth_rate=settings.prodigy_growth_rate or float("inf"),
+        use_bias_correction=True,
+        safeguard_warmup=settings.warmup_fraction > 0,
+        **shared,
+    )
+    return optimizer
+
+
+def _schedule_free(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Defazio et al. 2024, arXiv 2405.15682."""
+    from schedulefree import AdamWScheduleFree
+
+    schedule_free = AdamWScheduleFree(groups, **_adam_like(settings))
+    schedule_free.train()
+    optimizer: torch.optim.Optimizer = schedule_free
+    return optimizer
+
+
+_MAKERS: Mapping[OptimizerName, Maker] = {
+    "adamw": _adamw,
+    "adamw8bit": _adamw_8bit,
+    "paged_adamw8bit": _adamw_8bit,
+    "lion": _lion,
+    "lion8bit": _lion,
+    "adafactor": _adafactor,
+    "came": _came,
+    "muon": _muon,
+    "prodigy": _prodigy,
+    "schedulefree_adamw": _schedule_free,
+}
+
+
+LearningRate = Callable[[int], float]
+
+
+def build_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Build the optimizer with its state allocated; raises MachineError when its library is missing."""
+    rated = [{**group, "lr": settings.learning_rate * group["lr_scale"]} for group in groups]
+    optimizer = make_optimizer(rated, settings)
+    _allocate(optimizer)
+    return optimizer
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a resume state into an optimizer of `build_optimizer`, but keep its hyperparameters.
+
+    A resume may change hyperparameters, and `load_state_dict` would silently restore the old ones. Values
+    that an optimizer learns per group (LEARNED_IN_GROUPS) do come from the state. Paged state stays
+    paged: bitsandbytes would replace its managed memory by tensors on the device, and a run that fitted
+    would not fit after a resume. Raises RequestError when the parameters are grouped otherwise.
+    """
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    if saved != [len(group["params"]) for group in optimizer.param_groups]:
+        raise RequestError(
+            "the saved state groups the layers by learning rate otherwise than these settings do",
+            fix="resume with the run's own learning rates of text encoders and patterns, and LoRA+",
+        )
+    paged = [
+        (parameter, name, tensor)
+        for parameter, values in optimizer.state.items()
+        for name, tensor in values.items()
+        if getattr(tensor, "is_paged", False)
+    ]
+    hyperparameters = [
+        _without(group, {"params", *LEARNED_IN_GROUPS}) for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict(dict(state))
+    for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
+        group.update(values)
+    for parameter, name, tensor in paged:
+        tensor.copy_(optimizer.state[parameter][name])
+        optimizer.state[parameter][name] = tensor
+
+
+def _without(group: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in names}
+
+
+def learning_rate(settings: OptimizerSettings, *, steps: int) -> LearningRate:
+    """Return step (0-based) -> learning rate, by diffusers' formula of that name."""
+    probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
+    warmup = min(round(settings.warmup_fraction * steps), steps - 1)
+    # Constant with a warm-up has a name of its own in diffusers; `constant` ignores warm-up steps.
+    name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
+    # diffusers' formulas are zero at the first step of a warm-up and after the last step: both would
+    # train nothing, so the formula is stretched by one step at each end and asked one step ahead.
+    scheduler = get_scheduler(
+        name, probe, num_warmup_steps=warmup + 1, num_training_steps=steps + 1
+    )
+    formula = scheduler.lr_lambdas[0]
+    return lambda step: settings.learning_rate * float(formula(step + 1))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Set the learning rate of every parameter group to `value` times the group's `lr_scale`."""
+    for group in optimizer.param_groups:
+        group["lr"] = value * group["lr_scale"]
+
+
+def effective_rate(optimizer: torch.optim.Optimizer, rate: float) -> float:
+    """Return the learning rate in force, without `lr_scale`: Prodigy multiplies `rate` by its estimate d."""
+    return rate * float(optimizer.param_groups[0].get("d", 1.0))
+
+
+@contextmanager
+def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Replace the weights by Schedule-Free's average while the block runs.
+
+    The trained weights are set aside and come back bit for bit: the library converts back with rounding,
+    so a run's result would depend on when it makes sample images. Needs the memory of the weights twice.
+    """
+    switch: Any = optimizer
+    parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    trained = [parameter.data for parameter in parameters]
+    copies = [tensor.clone() for tensor in trained]
+    for parameter, copy in zip(parameters, copies, strict=True):
+        parameter.data = copy
+    switch.eval()
+    try:
+        yield
+    finally:
+        switch.train()
+        for parameter, tensor in zip(parameters, trained, strict=True):
+            parameter.data = tensor
+
+
+def _allocate(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer allocate its state by a step that changes no weight: zero gradients, rate zero.
+
+    Step counts and averages of that step are reset afterwards, so the optimizer is as new.
+    """
+    before = [_without(group, {"params"}) for group in optimizer.param_groups]
+    set_learning_rate(optimizer, 0.0)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, values in zip(optimizer.param_groups, before, strict=True):
+        for name in group.keys() - values.keys() - {"params"}:
+            del group[name]
+        group.update(values)
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and (name == "step" or name.startswith("exp_avg")):
+                value.zero_()  # averages of squares: some add a constant that is not zero
+        if isinstance(state.get("step"), int):
+            state["step"] = 0

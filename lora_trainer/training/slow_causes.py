@@ -1,0 +1,261 @@
+"""What is around a training that can make its steps slower: the card's other users, its clocks, memory, cores.
+
+Measured twice, when steps are as fast as they get and when they have become slow; the difference names
+the cause. Nothing raises: what cannot be known is no cause. The calls of NVML are those
+that every driver of the last ten years has.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lora_trainer.config.config import Config, concrete
+from lora_trainer.hardware.machine import GIB, SPILL_MARGIN_BYTES, cpu_quota, usable_processors
+from lora_trainer.hardware.nvml import Gpu, Nvml
+from lora_trainer.training.cores import Cores, CpuTimes, cpu_times
+from lora_trainer.training.pace import Slow
+
+_SM_CLOCK, _CORE_SENSOR = 1, 0
+_HOT, _BRAKED = 0x20 | 0x40, 0x08 | 0x80
+"""Reasons for lower clocks: software and hardware thermal; hardware, mostly the power supply."""
+_LOWER_CLOCK = 0.85
+_BUSY_PERCENT = 10
+_SHARED_CORES = 0.5
+_SWAPPED_BYTES_PER_S = 2**20
+_WATCHED_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardState:
+    """One moment of a card; None or empty where the driver does not tell.
+
+    `users` are the processes on it, `busy_percent` what each of them keeps it busy; `held_back` are the
+    driver's reasons for lower clocks, as bits.
+    """
+
+    total_bytes: int
+    used_bytes: int
+    clock_mhz: int | None = None
+    celsius: int | None = None
+    held_back: int = 0
+    users: frozenset[int] = frozenset()
+    busy_percent: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineState:
+    """One moment: the card, if it trains on one, cores that others use, what is written to swap a second."""
+
+    card: CardState | None = None
+    beside_card: bool = False
+    processors: int = 1
+    cores_taken: float = 0.0
+    swapped_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """Why steps are slow, and what to do; `name` tells causes apart."""
+
+    name: str
+    found: str
+    fix: str
+
+
+def look(gpu: Gpu | None, *, nvml: Nvml | None = None) -> MachineState:
+    """Watch for a second; takes that long."""
+    card = card_state(gpu, nvml) if gpu is not None else None
+    numbers = usable_processors()
+    cores = Cores(processors=len(numbers), quota=cpu_quota(Path("/")))
+    taken, swapped = 0.0, 0.0
+    with suppress(OSError, RuntimeError, psutil.Error):
+        before, swapped_before = _times(numbers), psutil.swap_memory().sout
+        time.sleep(_WATCHED_S)
+        after = _times(numbers)
+        taken = cores.taken(before, after)
+        swapped = (psutil.swap_memory().sout - swapped_before) / (after.at_s - before.at_s)
+    return MachineState(
+        card=card,
+        beside_card=gpu is not None,
+        processors=len(numbers),
+        cores_taken=taken,
+        swapped_bytes_per_s=swapped,
+    )
+
+
+def _times(numbers: list[int]) -> CpuTimes:
+    return cpu_times(numbers)
+
+
+def card_state(gpu: Gpu, nvml: Nvml | None = None) -> CardState | None:
+    """Ask the driver about a card; None where it cannot be asked."""
+    try:
+        asked: Any = nvml or importlib.import_module("pynvml")
+        asked.nvmlInit()
+    except Exception:  # noqa: BLE001 - no driver, no card, no package: nothing is known
+        return None
+    try:
+        return _card_state(asked, asked.nvmlDeviceGetHandleByUUID(gpu.uuid))
+    except (asked.NVMLError, OSError):
+        return None
+    finally:
+        with suppress(asked.NVMLError, OSError):
+            asked.nvmlShutdown()
+
+
+def _card_state(nvml: Any, handle: Any) -> CardState:
+    def ask(name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(nvml, name)(handle, *arguments)
+        except (nvml.NVMLError, OSError, AttributeError):  # not on this card, or in this release
+            return None
+
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    users = {
+        int(process.pid)
+        for name in (
+            "nvmlDeviceGetComputeRunningProcesses",
+            "nvmlDeviceGetGraphicsRunningProcesses",
+        )
+        for process in ask(name) or ()
+    }
+    busy = {
+        int(sample.pid): int(sample.smUtil)
+        for sample in ask("nvmlDeviceGetProcessUtilization", 0) or ()
+    }
+    return CardState(
+        total_bytes=int(memory.total),
+        used_bytes=int(memory.total) - int(memory.free),
+        clock_mhz=ask("nvmlDeviceGetClockInfo", _SM_CLOCK),
+        celsius=ask("nvmlDeviceGetTemperature", _CORE_SENSOR),
+        held_back=ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0,
+        users=frozenset(users),
+        busy_percent=busy,
+    )
+
+
+def causes(
+    slow: Slow, before: MachineState, now: MachineState, *, spills: bool, config: Config
+) -> Iterator[Cause]:
+    """Yield what explains that steps have become slow, the likeliest first; nothing where nothing does."""
+    waits_s, longer_s = slow.wait_s - slow.usual_wait_s, slow.seconds - slow.usual_s
+    if waits_s > longer_s / 2:
+        share = 100 * slow.wait_s / slow.seconds
+        yield Cause(
+            name="data",
+            found=f"waiting for prepared batches takes {share:.0f} % of them",
+            fix=f"raise data.prefetch_steps (now {config.data.prefetch_steps}), or put data.cache_dir "
+            "on a faster disk",
+        )
+    if before.card is not None and now.card is not None:
+        yield from _card_causes(before.card, now.card, spills=spills)
+    if now.swapped_bytes_per_s > _SWAPPED_BYTES_PER_S:
+        yield Cause(
+            name="swap",
+            found=f"the machine is out of memory and swaps {now.swapped_bytes_per_s / 2**20:.0f} MiB/s",
+            fix=_less_host_memory(config),
+        )
+    if now.cores_taken - before.cores_taken > _SHARED_CORES and _compete(now, config):
+        yield Cause(
+            name="processor",
+            found=f"other programs use {now.cores_taken:.1f} of {now.processors} processors, "
+            f"{before.cores_taken:.1f} before",
+            fix="end them or wait for them; the result is the same",
+        )
+
+
+def _compete(now: MachineState, config: Config) -> bool:
+    """Whether the training wants processors that others use: all its threads, or one beside a card."""
+    threads = 1 if now.beside_card else concrete(config.hardware.threads)
+    return now.processors - now.cores_taken < threads
+
+
+def _less_host_memory(config: Config) -> str:
+    streamed = concrete(config.memory.streamed_blocks)
+    if streamed:
+        return (
+            "close other programs, or go on with --resume and a lower memory.streamed_blocks "
+            f"(now {streamed})"
+        )
+    return "close other programs, or go on with --resume and memory.base_precision=int8"
+
+
+def _card_causes(before: CardState, now: CardState, *, spills: bool) -> Iterator[Cause]:
+    used, total = now.used_bytes / GIB, now.total_bytes / GIB
+    if spills and now.total_bytes - now.used_bytes < SPILL_MARGIN_BYTES:
+        more_bytes = max(0, now.used_bytes - before.used_bytes)
+        limit = max(1.0, total - more_bytes / GIB - 0.5)
+        yield Cause(
+            name="spill",
+            found=f"the card is full, {used:.1f} of {total:.1f} GiB, and its driver moves memory to the host",
+            fix="close other programs on the card, or go on with --resume --set "
+            f"hardware.vram_limit_gib={limit:.1f}",
+        )
+    yield from _clock_causes(before, now)
+    new = sorted(
+        pid
+        for pid in now.users | now.busy_percent.keys()
+        if (pid not in before.users and pid not in before.busy_percent and pid != os.getpid())
+        or _busier(pid, before, now)
+    )
+    if new:
+        names = ", ".join(_program(pid) for pid in new[:3])
+        yield Cause(
+            name="others",
+            found=f"other programs use the card: {names}; {used:.1f} of {total:.1f} GiB are in use",
+            fix="end them or wait for them; the result is the same",
+        )
+
+
+def _busier(pid: int, before: CardState, now: CardState) -> bool:
+    """Whether another process keeps the card busy that did not before; ours is the busiest then."""
+    if pid == os.getpid() or pid == max(
+        before.busy_percent, key=before.busy_percent.__getitem__, default=pid
+    ):
+        return False
+    return now.busy_percent.get(pid, 0) - before.busy_percent.get(pid, 0) > _BUSY_PERCENT
+
+
+def _clock_causes(before: CardState, now: CardState) -> Iterator[Cause]:
+    lower = (
+        before.clock_mhz is not None
+        and now.clock_mhz is not None
+        and now.clock_mhz < _LOWER_CLOCK * before.clock_mhz
+    )
+    if not lower:
+        return
+    clocks = f"from {before.clock_mhz} to {now.clock_mhz} MHz"
+    if now.held_back & _HOT:
+        heat = "" if now.celsius is None else f" at {now.celsius} degrees Celsius"
+        yield Cause(
+            name="heat",
+            found=f"the card is too hot{heat} and has lowered its clock {clocks}",
+            fix="clean its fans and let more air to it, or lower its power limit (nvidia-smi -pl WATTS)",
+        )
+    elif now.held_back & _BRAKED:
+        yield Cause(
+            name="power supply",
+            found=f"the power supply holds the card back, its clock went {clocks}",
+            fix="plug the machine in, and look at the card's power cables and supply",
+        )
+    else:
+        yield Cause(
+            name="clock",
+            found=f"the card's clock went {clocks}, by its limit of power or its settings",
+            fix="plug a laptop in, or raise the card's power limit (nvidia-smi -pl WATTS)",
+        )
+
+
+def _program(pid: int) -> str:
+    with suppress(psutil.Error):
+        return f"{psutil.Process(pid).name()} (process {pid})"
+    return f"process {pid}"

@@ -1,0 +1,146 @@
+"""The noise level at which a sample is trained: a pure function of one uniform random number.
+
+A level fixes alpha and sigma in noisy = alpha x + sigma noise, and the timestep that the denoiser gets.
+Bases that predict noise or v have a table of 1000 levels (Ho et al. 2020, arXiv 2006.11239); flow matching
+has a continuum (Lipman et al. 2022, arXiv 2210.02747; alpha = 1 - sigma, timestep = 1000 sigma).
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Protocol
+
+import numpy as np
+
+from lora_trainer.config.config import ObjectiveSettings
+
+TIMESTEPS = 1000
+Size = tuple[int, int]
+"""(width, height) in pixels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """One noise level; `signal` is alpha-bar = alpha^2 (with alpha^2 + sigma^2 = 1), None for flow matching."""
+
+    timestep: float
+    alpha: float
+    sigma: float
+    signal: float | None
+
+
+class Levels(Protocol):
+    """The noise levels of a base: random ones for training, evenly spaced ones for validation."""
+
+    def draw(self, uniform: float, *, size_px: Size) -> Level:
+        """Return the level for a uniform number in [0, 1), by the sampling density of the settings."""
+
+    def at(self, fraction: float, *, size_px: Size) -> Level:
+        """Return the level at a fraction of the timesteps in (0, 1), for validation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableLevels:
+    """Levels of a discrete schedule: `signal` is alpha-bar per timestep, `density` draws in [first, last]."""
+
+    signal: Sequence[float]
+    density: Callable[[float], float]
+    first: int
+    last: int
+
+    def draw(self, uniform: float, *, size_px: Size) -> Level:
+        count = self.last - self.first + 1
+        # A density below 1 may round to 1.0, and the index would be one past the last timestep.
+        return self._level(self.first + min(int(self.density(uniform) * count), count - 1))
+
+    def at(self, fraction: float, *, size_px: Size) -> Level:
+        return self._level(int(fraction * len(self.signal)))
+
+    def _level(self, timestep: int) -> Level:
+        # float32 like the tensors that alpha and sigma multiply, so that they equal the scheduler's values.
+        signal = np.float32(self.signal[timestep])
+        return Level(
+            timestep=timestep,
+            alpha=float(np.sqrt(signal)),
+            sigma=float(np.sqrt(np.float32(1) - signal)),
+            signal=self.signal[timestep],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowLevels:
+    """Levels of flow matching: `density` maps a uniform number to t, `shift` an image size to s.
+
+    sigma = s t / (1 + (s - 1) t) (Esser et al. 2024, arXiv 2403.03206, section 5.3.2), then mapped
+    linearly from (0, 1) to (`lowest`, `highest`). s > 1 moves training to higher noise.
+    """
+
+    density: Callable[[float], float]
+    shift: Callable[[Size], float]
+    lowest: float
+    highest: float
+
+    def draw(self, uniform: float, *, size_px: Size) -> Level:
+        time = self.density(uniform)
+        return self._level(
+            self.lowest + (self.highest - self.lowest) * self._shifted(time, size_px)
+        )
+
+    def at(self, fraction: float, *, size_px: Size) -> Level:
+        return self._level(fraction)
+
+    def _shifted(self, time: float, size_px: Size) -> float:
+        factor = self.shift(size_px)
+        return factor * time / (1.0 + (factor - 1.0) * time)
+
+    @staticmethod
+    def _level(sigma: float) -> Level:
+        return Level(timestep=TIMESTEPS * sigma, alpha=1.0 - sigma, sigma=sigma, signal=None)
+
+
+def table_levels(signal: Sequence[float], settings: ObjectiveSettings) -> TableLevels:
+    """Return the levels of a base with a table of alpha-bar."""
+    last = min(settings.max_timestep, len(signal) - 1)
+    first = min(settings.min_timestep, last)
+    return TableLevels(signal=signal, density=_density(settings), first=first, last=last)
+
+
+def flow_levels(settings: ObjectiveSettings, *, base_shift: Callable[[Size], float]) -> FlowLevels:
+    """Return the levels of a flow-matching base; `base_shift` is the shift its sampler uses at a size."""
+    fixed = settings.flow_shift
+    return FlowLevels(
+        density=_density(settings),
+        shift=base_shift if fixed == "resolution" else lambda _size: float(fixed),
+        lowest=settings.min_timestep / TIMESTEPS,
+        highest=(settings.max_timestep + 1) / TIMESTEPS,
+    )
+
+
+def _density(settings: ObjectiveSettings) -> Callable[[float], float]:
+    """Return the quantile function that maps a uniform number to t in (0, 1) (Esser et al. 2024, section 3.1)."""
+    match settings.timestep_sampling:
+        case "uniform":
+            return _midpoint
+        case "mode":
+            return lambda uniform: _mode(_midpoint(uniform), scale=settings.mode_scale)
+        case "cosmap":
+            return lambda uniform: 1.0 - 1.0 / (math.tan(0.5 * math.pi * _midpoint(uniform)) + 1.0)
+        case "sigmoid":
+            normal = NormalDist(0.0, 1.0)
+        case "logit_normal":
+            normal = NormalDist(settings.logit_mean, settings.logit_std)
+    return lambda uniform: 1.0 / (1.0 + math.exp(-normal.inv_cdf(_midpoint(uniform))))
+
+
+def _mode(uniform: float, *, scale: float) -> float:
+    """Return 1 - u - scale (cos^2(pi u / 2) - 1 + u), which falls from 1 to 0."""
+    return 1.0 - uniform - scale * (math.cos(0.5 * math.pi * uniform) ** 2 - 1.0 + uniform)
+
+
+def _midpoint(uniform: float) -> float:
+    """Clamp a draw off 0 and 1, where the normal quantile is infinite; at 0 there is no noise to learn."""
+    return min(max(uniform, 2.0**-40), 1.0 - 2.0**-40)
