@@ -61,51 +61,41 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 """By name; what an option does not name is as the preset has it, whose weighting is min_snr."""
 REFERENCE = "min_snr"
-_RATE = 2e-3
-"""The rate of the embedded base's preset, for batches of 8."""
-
-
-def _recipe(*, batch: int, images: int, rate: float, **more: Any) -> Mapping[str, Any]:
-    return {
-        "train.batch_size": batch,
-        "train.steps": round(images / batch),
-        "optimizer.learning_rate": rate,
-        **{key.replace("__", "."): value for key, value in more.items()},
-    }
-
-
-_SPEED = _recipe(batch=8, images=300, rate=_RATE * 2**0.5, data__caption_dropout=0.0)
-RECIPES: Mapping[str, Mapping[str, Any]] = {
-    "balanced": _recipe(batch=8, images=600, rate=_RATE),
-    "balanced-twice-as-long": _recipe(batch=8, images=1200, rate=_RATE),
-    "balanced-twice-as-long-batch-1": _recipe(batch=1, images=1200, rate=_RATE / 8**0.5),
-    "balanced-batch-4-at-the-rate-of-1": _recipe(batch=4, images=600, rate=_RATE / 8**0.5),
-    "speed": _SPEED,
-    "speed-twice-as-long": _recipe(
-        batch=8, images=600, rate=_RATE * 2**0.5, data__caption_dropout=0.0
-    ),
-    "speed-adamw8bit": {**_SPEED, "optimizer.name": "adamw8bit"},
-    "speed-nf4": {**_SPEED, "memory.base_precision": "nf4"},
-    "quality": _recipe(
-        batch=8,
-        images=1000,
-        rate=_RATE,
-        data__caption_dropout=0.1,
-        train__lower_on_plateau=True,
-        train__tighten_on_spike=True,
-        train__validate_every_steps=25,
-    ),
+RECIPE_REFERENCE = "balanced"
+PRIORITY = "priority"
+"""Key of an option's priority, which is no setting."""
+_TIERS: Mapping[str, Mapping[str, Any]] = {
+    "6-8": {"memory.base_precision": "nf4", "optimizer.name": "adamw8bit"},
+    "10-12": {"memory.base_precision": "int8", "optimizer.name": "adamw8bit"},
+    "16-24": {"train.precision": "bf16"},
 }
-"""What priorities and tiers make of a recipe, on a quarter of the images of the embedded base's own."""
+"""How a tier's own cells differ from the embedded base's, in what can change what is learned."""
+RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "balanced": {PRIORITY: "balanced"},
+    "speed": {PRIORITY: "speed"},
+    "quality": {PRIORITY: "quality"},
+    **{f"balanced-{tier}": {PRIORITY: "balanced", **more} for tier, more in _TIERS.items()},
+    "balanced-batch-1": {
+        PRIORITY: "balanced",
+        "train.batch_size": 1,
+        "train.steps": 2400,
+        "optimizer.learning_rate": 2e-3 / 8**0.5,
+    },
+}
+"""The whole recipes of the embedded base, as a user gets them, and what tiers and another batch make of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One option: its gain over the base in percent by seed; `failure` where a training did not finish."""
+    """One option: its gain over the base in percent by seed; `failure` where a training did not finish.
+
+    The best gain is that of the validated step with the lowest loss: a longer run may go past it.
+    """
 
     option: str
     settings: Mapping[str, Any]
     gains_percent: Sequence[float]
+    best_gains_percent: Sequence[float]
     seconds: float
     failure: str = ""
 
@@ -119,37 +109,55 @@ def main() -> None:
         rows.append(_row(name, settings, asked))
         asked.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         print(_line(rows[-1]), flush=True)
-    print("\n" + "\n".join(_table(rows)))
+    reference = RECIPE_REFERENCE if asked.recipes else REFERENCE
+    print("\n" + "\n".join(_table(rows, reference=reference)))
 
 
 def _row(name: str, settings: Mapping[str, Any], asked: argparse.Namespace) -> Row:
     """Train one option with every seed."""
-    gains, seconds = [], 0.0
+    gains: list[float] = []
+    best_gains: list[float] = []
+    seconds = 0.0
     for seed in range(asked.seeds):
         run = asked.folder / f"{name}-{seed}"
-        found = _finished(run)
-        if found is None:
+        finished = _finished(run)
+        if finished is None:
             failure = _train(run, {**ALL_RUNS, **settings, "train.seed": seed}, asked)
-            found = _finished(run)
-            if found is None:
+            finished = _finished(run)
+            if finished is None:
                 return Row(
                     option=name,
                     settings=settings,
                     gains_percent=gains,
+                    best_gains_percent=best_gains,
                     seconds=seconds,
                     failure=failure,
                 )
-        gains.append(100 * (1 - found["validation_loss"] / found["base_validation_loss"]))
-        seconds += found["seconds"]
-    return Row(option=name, settings=settings, gains_percent=gains, seconds=seconds)
+        base_loss = finished["base_validation_loss"]
+        lowest = min(row["loss"] for row in _events(run, "validation") if row["step"] > 0)
+        gains.append(100 * (1 - finished["validation_loss"] / base_loss))
+        best_gains.append(100 * (1 - lowest / base_loss))
+        seconds += finished["seconds"]
+    return Row(
+        option=name,
+        settings=settings,
+        gains_percent=gains,
+        best_gains_percent=best_gains,
+        seconds=seconds,
+    )
 
 
 def _train(run: Path, settings: Mapping[str, Any], asked: argparse.Namespace) -> str:
     """Train one run to its end, going on with it where it was begun; return its last words."""
     line = [sys.executable, "-m", "lora_trainer", str(asked.dataset), "--base", asked.base]
     line += ["--output", str(asked.folder), "--name", run.name]
-    for key, value in {"train.steps": asked.steps, **settings}.items():
-        line += ["--set", f"{key}={json.dumps(value)}"]
+    if PRIORITY in settings:
+        line += ["--priority", settings[PRIORITY]]
+    else:
+        line += ["--steps", str(asked.steps)]
+    for key, value in settings.items():
+        if key != PRIORITY:
+            line += ["--set", f"{key}={json.dumps(value)}"]
     if (run / RUN_FILE).exists():
         line.append("--resume")
     done = subprocess.run(
@@ -164,31 +172,37 @@ def _train(run: Path, settings: Mapping[str, Any], asked: argparse.Namespace) ->
 
 def _finished(run: Path) -> Mapping[str, Any] | None:
     """Return the last event of a run that has ended well."""
-    if not (run / EVENTS_FILE).exists():
-        return None
-    return next((row for row in read_events(run / EVENTS_FILE) if row["event"] == "finished"), None)
+    return next(_events(run, "finished"), None)
 
 
-def _table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the best first; seeds hold out other pictures, so options are compared seed by seed."""
-    yield f"| option | gain % | beyond {REFERENCE}, least | mean | most |"
-    yield "|---|---|---|---|---|"
+def _events(run: Path, kind: str) -> Iterator[Mapping[str, Any]]:
+    if (run / EVENTS_FILE).exists():
+        yield from (row for row in read_events(run / EVENTS_FILE) if row["event"] == kind)
+
+
+def _table(rows: Sequence[Row], *, reference: str) -> Iterator[str]:
+    """Yield the best first; seeds hold out other images, so options are compared seed by seed."""
+    yield f"| option | gain % | at the best step | beyond {reference}, least | mean | most |"
+    yield "|---|---|---|---|---|---|"
     whole = [row for row in rows if row.gains_percent and not row.failure]
-    reference = next((row.gains_percent for row in whole if row.option == REFERENCE), None)
+    compared = next((row.gains_percent for row in whole if row.option == reference), None)
     for row in sorted(whole, key=lambda row: -statistics.mean(row.gains_percent)):
         beyond = "| | |"
-        if reference is not None:
-            more = [own - its for own, its in zip(row.gains_percent, reference, strict=True)]
+        if compared is not None:
+            more = [own - its for own, its in zip(row.gains_percent, compared, strict=True)]
             beyond = f"{min(more):+.2f} | {statistics.mean(more):+.2f} | {max(more):+.2f} |"
-        yield f"| {row.option} | {statistics.mean(row.gains_percent):.2f} | {beyond}"
+        last, best = statistics.mean(row.gains_percent), statistics.mean(row.best_gains_percent)
+        yield f"| {row.option} | {last:.2f} | {best:.2f} | {beyond}"
     for row in rows:
         if row.failure:
-            yield f"| {row.option} | {row.failure} | | | |"
+            yield f"| {row.option} | {row.failure} | | | | |"
 
 
 def _line(row: Row) -> str:
     gains = ", ".join(f"{gain:.2f}" for gain in row.gains_percent)
-    return f"{row.option}: {row.failure or gains} ({row.seconds:.0f} s)"
+    best = ", ".join(f"{gain:.2f}" for gain in row.best_gains_percent)
+    words = row.failure or f"{gains}; at the best step {best}"
+    return f"{row.option}: {words} ({row.seconds:.0f} s)"
 
 
 def _arguments() -> argparse.Namespace:
@@ -202,7 +216,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--recipes",
         action="store_true",
-        help="updates, batch and rate by priority and tier, each with its own steps (docs/presets.md)",
+        help="whole recipes by priority and tier, each with its own steps (docs/presets.md)",
     )
     parser.add_argument(
         "--only", nargs="*", choices={**OPTIONS, **RECIPES}, help="options to train; all of them"

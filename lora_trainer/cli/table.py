@@ -72,7 +72,7 @@ COMMANDS: Mapping[str, Command] = {
     "import": _of(
         "import_settings",
         "import_settings",
-        "Turn another trainer's settings file into ours; says what becomes of every key.",
+        "Turn a dataset or training TOML of kohya's trainers into settings; names every key it cannot.",
     ),
     "sample": _of(
         "make_images",
