@@ -111,16 +111,16 @@ class SettingInfo:
 
         `values` are by `section.name`; a missing value or `auto` may still become any value.
         """
-        settled = {key: value for key, value in values.items() if value != "auto"}
+        decided = {key: value for key, value in values.items() if value != "auto"}
         for key, allowed in self.only_for.items():
-            if key in settled and settled[key] not in allowed:
+            if key in decided and decided[key] not in allowed:
                 alternatives = " or ".join(map(_typed, allowed))
-                return f"needs {key}={alternatives}, but it is {_typed(settled[key])}"
+                return f"needs {key}={alternatives}, but it is {_typed(decided[key])}"
         for key, refused in self.not_for.items():
-            if key in settled and settled[key] in refused:
-                return f"without effect while {key} is {_typed(settled[key])}"
-        if self.idle_with and all(settled.get(key) in idle for key, idle in self.idle_with.items()):
-            idle = (f"{key} is {_typed(settled[key])}" for key in self.idle_with)
+            if key in decided and decided[key] in refused:
+                return f"without effect while {key} is {_typed(decided[key])}"
+        if self.idle_with and all(decided.get(key) in idle for key, idle in self.idle_with.items()):
+            idle = (f"{key} is {_typed(decided[key])}" for key in self.idle_with)
             return f"without effect while {' and '.join(idle)}"
         return ""
 

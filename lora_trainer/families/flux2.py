@@ -131,7 +131,7 @@ def _variant(size: str, *, distilled: bool) -> str:
 
 
 class Flux2(FlowFamily):
-    """The family of FLUX.2 klein (Black Forest Labs 2026) and what is fine-tuned from it."""
+    """The family of FLUX.2 klein (Black Forest Labs 2026) and its fine-tunes."""
 
     name = "flux2"
     default_source = "black-forest-labs/FLUX.2-klein-base-4B"

@@ -1,8 +1,8 @@
 """The layers of the public releases' denoisers, by name: shapes of their weights, without torch.
 
-`layer_tables.json` is written by `scripts/write_layer_tables.py` from the networks themselves: by
-family a list of architectures, each as rows (template, shape, places). A template is a layer's name with
-`#` for every number, a place the numbers, the last one as a range.
+`scripts/write_layer_tables.py` writes `layer_tables.json` from the networks themselves: per family a list of
+architectures, each as rows (template, shape, ranges). A template is a layer's name with `#` for each number;
+a range is "0.3-7": all numbers but the last, then the first and last value of the last number.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import Any
 
 FILE = Path(__file__).with_name("layer_tables.json")
 Shapes = Mapping[str, tuple[int, ...]]
-"""Shape of the weight by layer: [out, in, ...], or [width] of a norm."""
+"""Layer name -> shape of its weight: [out, in, ...], or [width] of a norm."""
 _NUMBER = re.compile(r"(?<![A-Za-z])\d+(?=\.|$)")
 
 
 @lru_cache(maxsize=1)
 def _tables() -> Mapping[str, list[Any]]:
-    found: Mapping[str, list[Any]] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+    tables: Mapping[str, list[Any]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return tables
 
 
 @lru_cache(maxsize=64)
 def released_layers(family: str) -> tuple[Shapes, ...]:
-    """Return the layers of each architecture a family was released in, empty for an unknown family."""
+    """Return the layers of each released architecture of a family, () for an unknown family."""
     return tuple(
         {
             name: tuple(shape)
-            for template, shape, places in rows
-            for name in _named(template, places)
+            for template, shape, ranges in rows
+            for name in _named(template, ranges)
         }
         for rows in _tables().get(family, [])
     )
 
 
 def packed(layers: Shapes) -> list[tuple[str, list[int], list[str]]]:
-    """Return the rows of one architecture as the file has them."""
+    """Return one architecture as rows (template, shape, ranges) of the file."""
     rows: dict[tuple[str, tuple[int, ...]], list[tuple[int, ...]]] = {}
     for name, shape in layers.items():
         numbers = tuple(int(number) for number in _NUMBER.findall(name))
@@ -53,25 +53,25 @@ def packed(layers: Shapes) -> list[tuple[str, list[int], list[str]]]:
 
 def _ranges(numbers: list[tuple[int, ...]]) -> Iterator[str]:
     first = last = numbers[0]
-    for each in (*numbers[1:], None):
-        if each and each[:-1] == last[:-1] and each[-1] == last[-1] + 1:
-            last = each
+    for numbers_next in (*numbers[1:], None):
+        if numbers_next and numbers_next[:-1] == last[:-1] and numbers_next[-1] == last[-1] + 1:
+            last = numbers_next
             continue
         if first:
             yield ".".join([*map(str, first[:-1]), f"{first[-1]}-{last[-1]}"])
         else:
             yield ""
-        if each:
-            first = last = each
+        if numbers_next:
+            first = last = numbers_next
 
 
-def _named(template: str, places: list[str]) -> Iterator[str]:
+def _named(template: str, ranges: list[str]) -> Iterator[str]:
     pieces = template.split("#")
-    for place in places:
-        if not place:
+    for range_text in ranges:
+        if not range_text:
             yield template
             continue
-        *outer, spread = place.split(".")
+        *outer, spread = range_text.split(".")
         start, _, end = spread.partition("-")
         for last in range(int(start), int(end) + 1):
             numbers = [*outer, str(last), ""]

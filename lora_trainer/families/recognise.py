@@ -85,9 +85,9 @@ def stated_family(metadata: Mapping[str, str]) -> str | None:
 
 
 def stated_version(metadata: Mapping[str, str]) -> str | None:
-    """Return the family that the metadata of any trainer names, None where none does."""
+    """Return the family named in any trainer's metadata keys, None where no key names a known family."""
     keys = ("ss_base_model_version", "modelspec.architecture", "base_model", "model_type")
-    return next((found for key in keys if (found := _version(metadata.get(key, "")))), None)
+    return next((family for key in keys if (family := _version(metadata.get(key, "")))), None)
 
 
 def a1111_version(family: str) -> str | None:

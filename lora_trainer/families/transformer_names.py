@@ -1,8 +1,8 @@
-"""What files call the layers of the diffusion transformers, where that is not diffusers' name.
+"""Names of the diffusion transformers' layers in adapter files, where they differ from diffusers' names.
 
-Each table has a name in such files -> the layers it stands for, in diffusers' names and in the order of
-their rows: the releases' own code keeps several of them in one weight. `#` stands for any number.
-Facts from the conversions of diffusers 0.42 and the trainers' own code; torch-free.
+Each table maps a name in such files to the diffusers layers it stands for, in the order of their rows: the
+releases' own code fuses several layers into one weight. `#` stands for any number. Sources are the
+conversions of diffusers 0.42 and the trainers' own code; torch-free.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FINAL: Names = {
     "final_layer.adaLN_modulation.1": ("norm_out.linear",),
 }
 _FUSED: Names = {
-    # OneTrainer's and diffusers' own names of the layers after joining them.
+    # Names that OneTrainer and diffusers give to fused layers.
     f"{_JOINT}.attn.qkv": _IMAGE_QKV,
     f"{_JOINT}.attn.added_qkv": _TEXT_QKV,
     f"{_JOINT}.attn2.qkv": _SECOND_QKV,
@@ -57,7 +57,7 @@ _SINGLE_STREAM: Names = {
     "single_blocks.#.linear2": (f"{_SINGLE}.proj_out",),
 }
 _XLABS: Names = {
-    # x-flux: LoRA inside attention processors, whose infix is left out here.
+    # x-flux puts LoRA inside attention processors; readers remove that infix before the look-up.
     "double_blocks.#.qkv1": _IMAGE_QKV,
     "double_blocks.#.qkv2": _TEXT_QKV,
     "double_blocks.#.proj1": (f"{_JOINT}.attn.to_out.0",),
@@ -193,7 +193,7 @@ QWEN: Names = {
 
 
 def other_names(tables: Names, layers: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return a table for these layers, numbers filled in; names of layers that are not there are left out."""
+    """Return the entries of `tables` for existing `layers`, with numbers in place of `#`."""
     by_template: dict[str, list[tuple[str, ...]]] = {}
     present = set(layers)
     for layer in present:
@@ -202,14 +202,14 @@ def other_names(tables: Names, layers: Iterable[str]) -> dict[str, tuple[str, ..
     filled: dict[str, tuple[str, ...]] = {}
     for name, parts in tables.items():
         for numbers in by_template.get(_NUMBER.sub("#", parts[0]), ()):
-            own = tuple(_filled(part, numbers) for part in parts)
-            if present.issuperset(own):
-                filled[_filled(name, numbers)] = own
+            joined = tuple(_filled(part, numbers) for part in parts)
+            if present.issuperset(joined):
+                filled[_filled(name, numbers)] = joined
     return filled
 
 
 def _filled(template: str, numbers: tuple[str, ...]) -> str:
-    """Fill the numbers of a layer into a template: those of its blocks come first in both."""
+    """Fill a layer's numbers into a template, the block's number first; surplus numbers are ignored."""
     for number in numbers[: template.count("#")]:
         template = template.replace("#", number, 1)
     return template

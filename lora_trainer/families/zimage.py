@@ -111,7 +111,7 @@ def _release_in_name(name: str) -> str | None:
 
 
 class ZImage(FlowFamily):
-    """The family of Z-Image (Z-Image team 2025, arXiv 2511.22699) and what is fine-tuned from it."""
+    """The family of Z-Image (Z-Image team 2025, arXiv 2511.22699) and its fine-tunes."""
 
     name = "zimage"
     default_source = "Tongyi-MAI/Z-Image"

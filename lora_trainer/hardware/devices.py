@@ -1,4 +1,4 @@
-"""Capabilities of each kind of device, for plans, memory, networks and optimizers; and the installed torch's build.
+"""Capabilities of each kind of device, and the build of the installed torch.
 
 Facts are by kind, torch-free, with a source where they are not obvious. `device_calls.py` has the calls of
 torch that differ by device. No other module tests a device's type (`tests/test_devices.py` checks that).

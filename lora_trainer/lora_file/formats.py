@@ -43,7 +43,7 @@ _MISSED: Mapping[str, str] = {
     "loha": "diffusers cannot load a LoHa, InvokeAI only those of U-Nets; ComfyUI can",
     "lokr": "diffusers and InvokeAI load the LoKr of some families only; ComfyUI can",
     "oft": "diffusers, Forge and InvokeAI cannot load an OFT; ComfyUI and A1111 can",
-    "oft_in": "of the readers checked, none but OneTrainer loads such an OFT",
+    "oft_in": "of the programs checked, only OneTrainer loads an OFT of inputs",
     "glora": "diffusers cannot load a GLoRA; ComfyUI, Forge and A1111 can",
     "ia3": "diffusers, ComfyUI and Forge cannot load an IA3; A1111 can",
     "full": "diffusers cannot load whole differences; ComfyUI, Forge and A1111 can",
@@ -115,5 +115,5 @@ def _refusal(format: FileFormat, contents: AdapterContents) -> str | None:
     if format == "diffusers" and contents.bias:
         return "changes of biases are not written in it, because diffusers has no names for them"
     if format == "diffusers" and contents.input_dora:
-        return "DoRA's magnitudes of inputs are not written in it, because peft knows those of outputs only"
+        return "DoRA's input magnitudes are not written in it, because peft reads output magnitudes only"
     return None

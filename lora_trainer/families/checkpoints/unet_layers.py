@@ -60,15 +60,15 @@ def _ldm_name(module: str, blocks: Mapping[str, str]) -> str:
 def checkpoint_names(
     modules: Iterable[str], *, architecture: Mapping[str, Any]
 ) -> dict[str, tuple[str, ...]]:
-    """Return diffusers' module by the checkpoint's name; modules that no release has are left out."""
+    """Return checkpoint name -> (diffusers' module,), without modules that no release has."""
     blocks = dict(_blocks(read_unet(architecture)))
-    found: dict[str, tuple[str, ...]] = {}
+    modules_by_name: dict[str, tuple[str, ...]] = {}
     for module in modules:
         try:
-            found[_ldm_name(module, blocks)] = (module,)
+            modules_by_name[_ldm_name(module, blocks)] = (module,)
         except KeyError:
             continue
-    return found
+    return modules_by_name
 
 
 def diffusers_module(ldm: str, *, architecture: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """The layers of text encoders that adapter files may change: names and shapes [out, in], without torch.
 
-Names are those of transformers without `text_model.`, `model.` and `language_model.`, which its
-versions and the trainers put before them or not.
+Names are those of transformers without the prefixes `text_model.`, `model.` and `language_model.`, which
+some versions of transformers and some trainers add and others leave out.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ Layers = dict[str, tuple[int, ...]]
 
 
 def clip_layers(*, layers: int, width: int, inner: int) -> Layers:
-    """Return those of a CLIP text encoder."""
+    """Return the layers of a CLIP text encoder."""
     square = ("k_proj", "v_proj", "q_proj", "out_proj")
     block: Layers = {f"self_attn.{name}": (width, width) for name in square}
     block |= {"layer_norm1": (width,), "mlp.fc1": (inner, width), "mlp.fc2": (width, inner)}
     block |= {"layer_norm2": (width,)}
-    found = {
+    blocks = {
         f"encoder.layers.{n}.{name}": shape for n in range(layers) for name, shape in block.items()
     }
-    return {**found, "final_layer_norm": (width,), "text_projection": (width, width)}
+    return {**blocks, "final_layer_norm": (width,), "text_projection": (width, width)}
 
 
 def t5_xxl_layers() -> Layers:
-    """Return those of T5-XXL's encoder."""
+    """Return the layers of T5-XXL's encoder."""
     width, inner = 4096, 10240
     block: Layers = {f"layer.0.SelfAttention.{name}": (width, width) for name in "qkvo"}
     block |= {f"layer.1.DenseReluDense.{name}": (inner, width) for name in ("wi_0", "wi_1")}
@@ -31,7 +31,7 @@ def t5_xxl_layers() -> Layers:
 
 
 def qwen_layers(*, layers: int, width: int, inner: int, queries: int, keys: int) -> Layers:
-    """Return those of a Qwen language model; `queries` and `keys` are the widths of its heads together."""
+    """Return the layers of a Qwen language model; `queries` and `keys` are the widths of all heads together."""
     block: Layers = {
         "self_attn.q_proj": (queries, width),
         "self_attn.k_proj": (keys, width),
