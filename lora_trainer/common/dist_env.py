@@ -59,6 +59,7 @@ def read_dist_env(environment: Mapping[str, str] = os.environ) -> DistEnv:
         "port": "MASTER_PORT",
     }
     variables = {field: environment[name] for field, name in names.items() if environment.get(name)}
+    # A launcher may also start a single process, which needs no group.
     if variables.get("count", "1") == "1":
         return DistEnv()
     if missing := names.keys() - variables.keys():

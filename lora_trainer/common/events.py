@@ -97,7 +97,7 @@ class JsonlWriter:
             ) as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
-            self._refused = True
+            self._refused = True  # before `problem`, whose event comes back to this listener
             self.events.problem(
                 f"{self.path.name} is no longer written: {error.strerror or error}",
                 fix="free some space; the training itself goes on",

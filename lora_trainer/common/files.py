@@ -51,7 +51,7 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
         write_file(temporary, data, durable=durable)
         retry_while_open(lambda: temporary.replace(path))
         if durable:
-            sync_folder(path.parent)
+            sync_folder(path.parent)  # the file's own fsync does not store its new name
     except OSError as error:
         with suppress(OSError):  # report the first disk error, not a second one on cleaning up
             temporary.unlink(missing_ok=True)
@@ -64,7 +64,7 @@ def write_file(path: Path, data: Data, *, durable: bool) -> None:
     try:
         for part in parts_of(data):
             view = memoryview(part)
-            while view:
+            while view:  # os.write may write less than it is given
                 view = view[os.write(descriptor, view[:_CHUNK_BYTES]) :]
         if durable:
             os.fsync(descriptor)
@@ -332,6 +332,7 @@ class CappedFolder:
             return 0
         protected = {os.path.normpath(path) for path in keep}
         entries = sorted(
+            # Mounts with noatime never update the time of reading, so the later of both times counts.
             (max(stat.st_atime_ns, stat.st_mtime_ns), file, stat.st_size)
             for file, stat in _files_in(str(self.root))
         )

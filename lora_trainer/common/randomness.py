@@ -48,6 +48,7 @@ def draw_seed(seed: int, stream: Stream, *counters: int | str) -> int:
 
 def draw_uniform(seed: int, stream: Stream, *counters: int | str) -> float:
     """Return one uniform number in [0, 1) with 53 random bits."""
+    # 63 random bits minus 10 are the 53 bits of a float's mantissa: every result is exact and below 1.
     return (draw_seed(seed, stream, *counters) >> 10) / 2**53
 
 

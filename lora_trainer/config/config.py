@@ -313,7 +313,7 @@ def _explain(error: ValidationError) -> str:
     for problem in error.errors(include_url=False):
         path = [str(part) for part in problem["loc"]]
         key = ".".join(path[:2])
-        if key in _entry_fields() and len(path) > 3:
+        if key in _entry_fields() and len(path) > 3:  # data, folders, NAME, field
             key = ".".join(path[:4])
         where = f"{key}={problem['input']!r}: " if key else ""
         message = problem["msg"].removeprefix("Value error, ")

@@ -145,7 +145,7 @@ def _json_keys(text: str) -> Iterator[tuple[str, int]]:
             kinds.pop()
             path.pop()
         elif mark == ",":
-            awaits_key = kinds[-1] == "{"
+            awaits_key = kinds[-1] == "{"  # in a list, a comma is followed by a value
         elif mark != ":" and awaits_key:
             path[-1] = json.loads(mark)
             awaits_key = False
@@ -264,6 +264,7 @@ def resolve(
     layers.append(_Layer(values=overrides, name=COMMAND_LINE))
     presets: list[_Layer] = []
     if run_settings is None:
+        # The concept's presets lie below the layer that names the concept, so it is looked up first.
         concept = next(
             (setter.values[CONCEPT] for setter in layers[::-1] if CONCEPT in setter.values), ""
         )

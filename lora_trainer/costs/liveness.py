@@ -244,6 +244,7 @@ def _peak(intervals: Iterable[Interval], operations: int) -> int:
 
 def _sums(intervals: Iterable[Interval], operations: int) -> list[int]:
     """Return the bytes alive during each operation."""
+    # Difference array: one addition per end of an interval, then a running sum over the operations.
     change = [0] * (operations + 1)
     for size, first, last in intervals:
         change[first] += size

@@ -258,7 +258,7 @@ class Family(ABC):
     new_token_keys: Mapping[str, str] = {}
     """Component of each text encoder that can learn a new word -> key of its vectors in embedding files."""
     text_roles: Mapping[str, str] = {}
-    """What ComfyUI calls each text encoder in files ("clip_l", "t5xxl", ...), by component."""
+    """Component -> ComfyUI's name of the text encoder in files ("clip_l", "t5xxl", ...)."""
     supports_prompt_weights: bool = False
     """Whether its text encoders support prompt weights, as in `(word:1.2)`."""
     reads_chunks: bool = False
@@ -324,14 +324,14 @@ class Family(ABC):
         return 0
 
     def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """Return by component the layers of text networks that adapter files of any trainer may change.
+        """Return by component the text encoders' layers that adapter files of any trainer may contain.
 
-        Shapes are those of the weights in the public releases, [out, in].
+        Values are the weights' shapes [out, in] in the public releases.
         """
         return {}
 
     def released_layers(self) -> tuple[Mapping[str, tuple[int, ...]], ...]:
-        """Return the shape [out, in, ...] of the denoiser's weights by layer, of each released architecture."""
+        """Return layer -> weight shape [out, in, ...] of the denoiser, for each released architecture."""
         return released_layers(self.name)
 
     def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
@@ -466,15 +466,14 @@ class Family(ABC):
         """
 
     def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-        """Return other names than diffusers' that adapter files have for denoiser layers.
+        """Return other names of denoiser layers in adapter files -> the diffusers layers they stand for.
 
-        Each has the layers it stands for, in the order of their rows: the releases' own code keeps
-        several of them in one weight.
+        The layers are in the order of their rows: the releases' own code fuses several into one weight.
         """
         return {}
 
     def swaps_halves(self, layer: str, shape: tuple[int, ...]) -> bool:
-        """Say whether the two halves of a denoiser layer's rows change places under its other names."""
+        """Return whether files with the layer's other names have the two halves of its rows swapped."""
         return False
 
     # ---- images

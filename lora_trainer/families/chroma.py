@@ -191,6 +191,7 @@ class Chroma(FlowFamily):
             for length, rows in groups.items()
         ]
         order = torch.tensor([row for rows in groups.values() for row in rows])
+        # `order` lists the batch's rows as grouped by length; its argsort puts them back.
         return torch.cat(parts)[order.argsort().to(noisy.device)]
 
     def batch_group_key(self, conditioning: Conditioning) -> int:

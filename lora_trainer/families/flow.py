@@ -371,11 +371,11 @@ def transformer_name(module: str) -> str:
 
 
 _TEXT_MODELS = {"clip": "text_model.", "qwen": "model."}
-"""What the names of layers begin with in the releases of text encoders, by the start of their role."""
+"""Start of an encoder's ComfyUI name -> prefix of its layers' names in the public releases."""
 
 
 def text_name(format: FileFormat, component: str, module: str, *, roles: Mapping[str, str]) -> str:
-    """Return the key of a text encoder's layer: ComfyUI goes by what the encoder is, others by its folder."""
+    """Return the key of a text encoder's layer: ComfyUI names the encoder, other formats its folder."""
     role = roles[component]
     start = _TEXT_MODELS.get(role.partition("_")[0].rstrip("0123456789"), "")
     whole = module if module.startswith((start or " ", "text_projection")) else start + module

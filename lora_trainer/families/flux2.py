@@ -271,7 +271,7 @@ class Flux2(FlowFamily):
         return other_names(transformer_names.FLUX2, layers)
 
     def swaps_halves(self, layer: str, shape: tuple[int, ...]) -> bool:
-        """diffusers' last norm has scale before shift, the releases' code shift before scale."""
+        """Return True for the last norm: diffusers has scale before shift, the original code the reverse."""
         return layer == "norm_out.linear"
 
     def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:

@@ -324,9 +324,9 @@ class StableDiffusion3(FlowFamily):
         return other_names(transformer_names.SD3, layers)
 
     def swaps_halves(self, layer: str, shape: tuple[int, ...]) -> bool:
-        """diffusers' last norms have scale before shift, the releases' code shift before scale.
+        """Return True for the last norms: diffusers has scale before shift, the original code the reverse.
 
-        The last block's norm of the text is one of these: two parts, where the others have six.
+        The last block's text norm is one of them: it has two parts, the other blocks' text norms have six.
         """
         return layer == "norm_out.linear" or (
             layer.endswith("norm1_context.linear") and shape[:1] == (2 * shape[-1],)

@@ -193,6 +193,7 @@ class UNetFamily(Family):
             source=source,
             layout=layout,
             resolution_px=number(unet, "sample_size") * vae_factor,
+            # Each level but the last halves the latents, and the way up must meet the same sizes again.
             bucket_step_px=vae_factor * 2 ** (len(levels(unet)) - 1),
             latent_channels=number(vae, "latent_channels"),
             vae_factor=vae_factor,
@@ -235,7 +236,7 @@ class UNetFamily(Family):
         }
 
     def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """Return as many layers as any encoder has: miniature bases have other numbers of them."""
+        """Return layers up to the largest encoder's number, because miniature bases have other numbers."""
         return {
             part.component: clip_layers(
                 layers=clip.MAX_LAYERS, width=part.released.width, inner=part.released.inner

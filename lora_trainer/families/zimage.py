@@ -214,11 +214,11 @@ class ZImage(FlowFamily):
 
         images = denoiser(
             list(noisy.unsqueeze(2)),  # a list of [C, 1 frame, H, W]
-            (1000 - timesteps) / 1000,
+            (1000 - timesteps) / 1000,  # time from noise (0) to image (1)
             unpadded(conditioning["text"], conditioning["text_mask"]),
             return_dict=False,
         )[0]
-        return -torch.stack(images).squeeze(2)
+        return -torch.stack(images).squeeze(2)  # towards the image -> noise - image
 
     # ---- files
 

@@ -202,6 +202,7 @@ def torch_build(folder: Path | None = None) -> TorchBuild | None:
         if spec is None or spec.origin is None:
             return None
         folder = Path(spec.origin).parent
+    # Parsed, not imported: `import torch` takes seconds and starts libraries.
     try:
         tree = ast.parse((folder / "version.py").read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):

@@ -156,6 +156,7 @@ class Hardware:
 
         def rank(gpu: Gpu) -> tuple[bool, int, int]:
             size = gpu.free_bytes if sharing == 1 else gpu.total_bytes
+            # Whole GiB: a few MiB in use must not put the second of two equal GPUs first.
             return gpu.has_bf16, size // GIB, -gpu.index
 
         gpus = [gpu for gpu in self.gpus if not self.against(gpu)]
@@ -252,6 +253,7 @@ def _of_other_makers(
     """Return the GPUs seen by a torch built for other makers' GPUs, else suggest the build for an AMD GPU."""
     if build is not None and build.kind in ("rocm", "mps", "xpu"):
         try:
+            # In a process of its own, because commands that only plan must not import torch.
             answer = subprocess.run(
                 [sys.executable, "-c", _ASK_TORCH],
                 capture_output=True,

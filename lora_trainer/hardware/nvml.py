@@ -113,7 +113,7 @@ def _find(nvml: Nvml, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], 
     asker = _Asker(nvml)
     count = asker.ask(nvml.nvmlDeviceGetCount) or 0
     driver = _text(asker.ask(nvml.nvmlSystemGetDriverVersion))
-    cards = [gpu for index in range(count) for gpu in _cards(asker, index, driver)]
+    cards = [gpu for index in range(count) for gpu in _cards(asker, index, driver)]  # by PCI bus
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     chosen = cards if visible is None else list(_visible(cards, visible))
     gpus = tuple(replace(gpu, index=index) for index, gpu in enumerate(chosen))

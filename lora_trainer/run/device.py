@@ -63,6 +63,7 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
     Raises MachineError when this torch cannot use the planned device.
     """
     config = prepared.config
+    # The number of threads decides the order in which the CPU adds, and with it the last bits of sums.
     torch.set_num_threads(concrete(config.hardware.threads))
     compiled = config.hardware.compile == "blocks"
     if compiled:

@@ -126,6 +126,7 @@ def read_header(file: Path) -> Header:
     """Return the tensors of a safetensors file; raises InputError for a truncated or foreign file."""
     try:
         with file.open("rb") as stream:
+            # The first 8 bytes are the header's length: any other file gives an absurd number here.
             (length,) = struct.unpack("<Q", stream.read(8))
             if not 2 <= length <= MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length:,} bytes")
@@ -149,6 +150,7 @@ def read_header(file: Path) -> Header:
         RecursionError,
     ) as error:  # fmt: skip
         raise InputError(f"{file} is not a whole safetensors file ({error})", fix=AGAIN) from None
+    # A download that stopped early has a whole header and too few bytes.
     if size != 8 + length + end:
         raise InputError(
             f"{file} has {size:,} bytes, its header says {8 + length + end:,}", fix=AGAIN

@@ -64,6 +64,7 @@ def load_frame_vae(
     if "conv1.weight" in tensors:  # names of Wan, the video model that the VAE comes from
         tensors = convert_wan_vae_to_diffusers(tensors)
     try:
+        # The parameters are on meta: assign=True makes the file's tensors the parameters, without a copy.
         network.load_state_dict(tensors, strict=True, assign=True)
     except RuntimeError as error:
         detail = " ".join(str(error).split())[:300]

@@ -44,6 +44,7 @@ def part_tensors(header: Header, part: FilePart) -> Mapping[str, TensorInfo]:
     if part == "denoiser":
         if any(name.startswith(DENOISER_PREFIX) for name in header):
             return _without(header, DENOISER_PREFIX)
+        # A file of a transformer alone has no prefix: its tensors are all that belong to no other part.
         other = (*VAE_PREFIXES, *_OTHERS, *_VAE_MODULES)
         return {name: info for name, info in header.items() if not name.startswith(other)}
     for prefix in VAE_PREFIXES:
@@ -158,6 +159,7 @@ def load_transformer(
     try:
         if not state.keys() <= network.state_dict().keys():
             state = dict(convert(state))
+        # The parameters are on meta: assign=True makes the file's tensors the parameters, without a copy.
         network.load_state_dict(state, strict=True, assign=True)
     except (KeyError, IndexError, RuntimeError) as error:  # RuntimeError: names or shapes differ
         raise _unlike(file, " ".join(str(error).split())[:300]) from None

@@ -218,6 +218,7 @@ def _filled(
     network: nn.Module, tensors: Mapping[str, Tensor], *, file: Path, part: str
 ) -> nn.Module:
     try:
+        # The parameters are on meta: assign=True makes the file's tensors the parameters, without a copy.
         network.load_state_dict(dict(tensors), strict=True, assign=True)
     except RuntimeError as error:
         detail = " ".join(str(error).split())[:300]

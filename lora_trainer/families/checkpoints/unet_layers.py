@@ -178,6 +178,7 @@ def _architecture(names: Iterable[str]) -> Mapping[str, Any]:
         (int(match[1]), match.lastindex or 0) for name in names if (match := _DOWN.fullmatch(name))
     )
     for _, kind in blocks:
+        # The group of `_DOWN` that matched: a resnet, a transformer, or the downsampler that ends a level.
         match kind:
             case 2:
                 resnets[-1] += 1

@@ -156,7 +156,7 @@ class ClipEncoder(TextEncoder):
     def _numbers_of(self, prompts: Sequence[str], tokenizer: CLIPTokenizer) -> Tensor:
         import torch
 
-        begin, *_, end = tokenizer("").input_ids
+        begin, *_, end = tokenizer("").input_ids  # an empty prompt has special tokens only
         rows = [
             self.chunks.row(
                 self._with_word(prompt, tokenizer),
@@ -233,6 +233,7 @@ class ClipPairEncoder(ClipEncoder):
             self._text(tokens, component, output.hidden_states[-2])
             for component, output in zip(self.networks, outputs, strict=True)
         ]
+        # The rows of a prompt's chunks follow each other, so every count-th row is a first chunk.
         pooled = outputs[-1].text_embeds[:: self.chunks.count]
         return {"text": torch.cat(states, dim=-1), "pooled": pooled}
 

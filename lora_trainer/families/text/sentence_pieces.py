@@ -48,6 +48,7 @@ def read_pieces(file: Path) -> SentencePieces:
         for field, value in _fields(file.read_bytes()):
             if field == _PIECE:
                 piece = dict(_fields(_bytes(value)))
+                # Protocol buffers may leave out a field with its default value: a missing score is 0.0.
                 (score,) = struct.unpack("<f", _bytes(piece.get(_SCORE, b"\0" * 4)))
                 pieces.append((_bytes(piece[_TEXT]).decode(), score))
             elif field == _TRAINER:
