@@ -184,7 +184,7 @@ def test_both_encoders_of_sdxl_learn_the_word(tmp_path: Path) -> None:
     ("settings", "base", "found"),
     [
         ({"data.trigger": None}, "sd15", "which is empty: choose a trigger word"),
-        ({"train.init_from": "x.safetensors"}, "sd15", "begin anew"),
+        ({"train.init_from": "x.safetensors"}, "sd15", "starts new vectors"),
         ({}, "sd3", "learn no new words"),
         (
             {"adapter.new_tokens": 0, "adapter.new_tokens_from": "cat"},
