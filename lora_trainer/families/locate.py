@@ -1,15 +1,15 @@
 """Where a base model is: this machine, the Hub and its cache; and the facts of the base that was found.
 
-Models from the Hugging Face Hub: what is in the local cache, and what to download.
+Models from the Hugging Face Hub: finds them in the local cache and downloads them.
 
-Torch-free. Of a base model only what a training reads is fetched: safetensors in one precision,
-configs and tokenizers, never pickles, other frameworks' weights or safety checkers.
+Torch-free. Only the files of a base model that a training reads are downloaded: safetensors in one
+precision, configs and tokenizers; never pickles, other frameworks' weights or safety checkers.
 
-Where a base model is and what it is: from what the user wrote to a layout on this machine and its facts.
+Finds a base model on this machine or downloads it, and reads its facts from configs and headers.
 
-A source is `embedded`, a diffusers folder, a `.safetensors` checkpoint or a Hub id. Torch-free:
-everything is decided from configs and safetensors headers. `describe` touches no network; `locate`
-may download. What is wrong with a source is said before anything is cached.
+A source is `embedded`, a diffusers folder, a `.safetensors` checkpoint or a Hub id. Torch-free: everything
+follows from configs and safetensors headers. `describe` uses no network; `locate` may download. An
+unusable source raises here, before anything is cached.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _VARIANT = re.compile(r"\.(fp16|non_ema|bf16|ema)(?=[.-])")
 
 
 def cached_snapshot(source: str, *, revision: str | None) -> Path | None:
-    """Return the folder of a repository that is in the Hub's local cache, else None."""
+    """Return the folder of a repository in the Hub's local cache, None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
     for name in ("model_index.json", "config.json"):
-        found = try_to_load_from_cache(source, name, revision=revision)
-        if isinstance(found, str):
-            return Path(found).parent
+        cached_path = try_to_load_from_cache(source, name, revision=revision)
+        if isinstance(cached_path, str):
+            return Path(cached_path).parent
     return None
 
 
 def download(source: str, *, revision: str | None, without: frozenset[Part]) -> Path:
-    """Return the local folder of a base model with everything but the weights of parts in `without`.
+    """Return the local folder of a base model with everything except the weights of parts in `without`.
 
-    Raises what `fetch` raises.
+    Raises the errors of `fetch`.
     """
     return fetch(
         source,
@@ -73,10 +73,11 @@ def fetch(
     what: str,
     instead: str,
 ) -> Path:
-    """Return the local folder of a repository with those of its files that `choose` keeps.
+    """Return the local folder of a repository with the files that `choose` selects from its list.
 
-    Raises MachineError when the Hub cannot be reached or asks for a licence to be accepted, and
-    InputError for a repository that does not exist; `what` names it there, `instead` is another way.
+    Raises MachineError when the Hub cannot be reached or requires a licence to be accepted, and InputError
+    for a repository that does not exist. In messages `what` names the kind of model ("base model") and
+    `instead` an alternative to the download.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is re-exported
@@ -119,7 +120,7 @@ def fetch(
         ) from None
     except (LookupError, TypeError, ValueError) as error:  # a login page, a proxy's own answer
         raise MachineError(
-            f"{what} {source} could not be downloaded: what answers is not the Hub "
+            f"{what} {source} could not be downloaded: the server that answers is not the Hub "
             f"({type(error).__name__}: {first_line(error)[:200]})",
             fix="check the connection and HF_ENDPOINT, or give a local folder",
         ) from None
@@ -133,13 +134,13 @@ def _reason(error: Exception) -> str:
 
 
 def wanted(names: Iterable[str], *, without: frozenset[Part]) -> list[str]:
-    """Choose files of a repository: texts, and of each folder's safetensors one precision.
+    """Choose the files of a repository to download: texts, and each folder's safetensors in one precision.
 
-    Full precision is preferred, as it is when loading; `fp16` where there is nothing else.
+    Full precision is preferred, as it is when loading; `fp16` is chosen if there is no other.
     """
-    kept = [path for path in map(PurePosixPath, names) if _is_read(path)]
-    chosen = [path for path in kept if path.suffix in _TEXTS and not _VARIANT.search(path.name)]
-    weights = [path for path in kept if path.suffix == ".safetensors"]
+    readable = [path for path in map(PurePosixPath, names) if _is_read(path)]
+    chosen = [path for path in readable if path.suffix in _TEXTS and not _VARIANT.search(path.name)]
+    weights = [path for path in readable if path.suffix == ".safetensors"]
     folders = {path.parent for path in weights}
     if len(folders) > 1:  # weights at the top are a second copy of the model
         folders.discard(PurePosixPath("."))
@@ -150,18 +151,18 @@ def wanted(names: Iterable[str], *, without: frozenset[Part]) -> list[str]:
             chosen += plain or [path for path in inside if ".fp16." in path.name]
             if not plain:
                 chosen += [
-                    path for path in kept if path.parent == folder and _is_index_of_fp16(path)
+                    path for path in readable if path.parent == folder and _is_index_of_fp16(path)
                 ]
     return sorted(map(str, chosen))
 
 
 def _is_read(path: PurePosixPath) -> bool:
-    """Say whether a file is at the top or in the folder of a component; others are exports and spares."""
+    """Say whether a file is at the top or in a component's folder; others are exports or duplicates."""
     if len(path.parts) == 1:
         return path.suffix == ".safetensors" or path.name in _TOP_TEXTS
     folder = path.parts[0]
-    known = _TEXT_FOLDERS.fullmatch(folder) or _is_part(folder, frozenset(_PART_FOLDERS))
-    return len(path.parts) == 2 and bool(known)
+    is_component = _TEXT_FOLDERS.fullmatch(folder) or _is_part(folder, frozenset(_PART_FOLDERS))
+    return len(path.parts) == 2 and bool(is_component)
 
 
 def _is_index_of_fp16(path: PurePosixPath) -> bool:
@@ -181,7 +182,7 @@ _ADAPTER_MARKS = ("lora_down", "lora_up", "lora_A.", "lora_B.", "hada_w1", "lokr
 def describe(settings: BaseSettings) -> BaseFacts:
     """Return facts of `settings.model` without downloading: from its files, or by name for well-known ids.
 
-    Raises InputError for what cannot be a base and MachineError for what is not on this machine.
+    Raises InputError for a source that cannot be a base and MachineError for one not on this machine.
     """
     source = settings.model
     layout, family = _find(settings)
@@ -190,14 +191,14 @@ def describe(settings: BaseSettings) -> BaseFacts:
     facts = families.known_base(family.default_source if family else source)
     if facts is None:
         raise MachineError(
-            f"base model {source!r} is not on this machine and not known by name",
+            f"base model {source!r} is not on this machine, and its name is not that of a well-known base",
             fix="start the training once to download it, or give a local diffusers folder",
         )
     return replace(facts, source=source)
 
 
 def locate(settings: BaseSettings) -> BaseFacts:
-    """Return facts of `settings.model` on this machine, downloading what is missing from the Hub.
+    """Return facts of `settings.model` on this machine, downloading missing files from the Hub.
 
     Raises InputError for an unusable source and MachineError when the Hub cannot be reached.
     """
@@ -208,21 +209,22 @@ def locate(settings: BaseSettings) -> BaseFacts:
             return _facts(layout, family, source=source)
         except InputError:
             if not _from_hub(settings):
-                raise  # else a download was interrupted: finish it
+                raise
+            # A cached repository that cannot be read is an interrupted download: finish it below.
     layout, family = _find(settings, fetch=True)
     assert layout is not None
     return _facts(layout, family, source=source)
 
 
 def _facts(layout: Layout, family: Family | None, *, source: str) -> BaseFacts:
-    """Return what a base is; raises InputError where its files do not say what their classes need."""
+    """Return the facts of a base; raises InputError if a config lacks a value or has a wrong one."""
     try:
         family = family or families.detect(layout.folder)
         return family.facts(layout, source=source, identities={})
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {first_line(error)[:200]}"
         raise InputError(
-            f"a config.json of base model {source} lacks something or says it wrongly ({what})",
+            f"a config.json of base model {source} lacks a value or has a wrong one ({what})",
             fix=AGAIN,
         ) from error
 
@@ -230,7 +232,7 @@ def _facts(layout: Layout, family: Family | None, *, source: str) -> BaseFacts:
 def with_choices(
     facts: BaseFacts, settings: BaseSettings, *, zero_terminal_snr: bool | None
 ) -> BaseFacts:
-    """Return `facts` with what the user knows better than the files; raises RequestError where it cannot be."""
+    """Return `facts` with the settings that override the files; raises RequestError for impossible ones."""
     prediction = facts.prediction if settings.prediction == "auto" else settings.prediction
     zero = facts.zero_terminal_snr if zero_terminal_snr is None else zero_terminal_snr
     if (prediction == "flow") != (facts.prediction == "flow"):
@@ -245,7 +247,8 @@ def with_choices(
         )
     if zero and prediction == "epsilon":
         raise RequestError(
-            "zero terminal SNR with epsilon prediction: pure noise says nothing about the image",
+            "objective.zero_terminal_snr=true with epsilon prediction: the noise of a pure-noise input tells "
+            "nothing about the image",
             fix="use --set base.prediction=v_prediction, or --set objective.zero_terminal_snr=false",
         )
     facts = families.family(facts.family).with_clip_skip(facts, settings.clip_skip)
@@ -253,7 +256,7 @@ def with_choices(
 
 
 def with_caption_tokens(facts: BaseFacts, caption_tokens: int | Auto) -> BaseFacts:
-    """Return `facts` with texts read in as many chunks as `data.caption_tokens` says; auto: in one."""
+    """Return `facts` with captions of as many chunks as `data.caption_tokens` needs; one for auto."""
     if caption_tokens == "auto" or not families.family(facts.family).reads_chunks:
         return facts
     return replace(facts, chunks=caption_tokens // CHUNK_TOKENS)
@@ -262,7 +265,7 @@ def with_caption_tokens(facts: BaseFacts, caption_tokens: int | Auto) -> BaseFac
 def identified(facts: BaseFacts, memo: HashMemo) -> BaseFacts:
     """Return `facts` of a local base with the content hash of each part filled in."""
     files = families.family(facts.family).parts(facts.located)
-    identities = {part: _identity(found, memo) for part, found in files.items()}
+    identities = {part: _identity(paths, memo) for part, paths in files.items()}
     parts = {name: replace(part, identity=identities[name]) for name, part in facts.parts.items()}
     return replace(facts, parts=parts)
 
@@ -278,7 +281,7 @@ def _identity(files: tuple[Path, ...], memo: HashMemo) -> str:
 
 
 def _find(settings: BaseSettings, *, fetch: bool = False) -> tuple[Layout | None, Family | None]:
-    """Return the layout (None: not on this machine) and the family where a header tells it."""
+    """Return the layout, None if not on this machine, and the family if a file header tells it."""
     source = settings.model
     path = Path(source).expanduser()
     if path.suffix == ".safetensors" or (path.is_file() and path.suffix not in _PICKLES):
@@ -301,17 +304,17 @@ def _find_file(settings: BaseSettings, file: Path, *, fetch: bool) -> tuple[Layo
     folder = _folder(companion, revision=None, fetch=fetch, without=frozenset(files))
     if folder is None:
         return None, family
-    found = families.detect(folder)
-    if found is not family:
+    companion_family = families.detect(folder)
+    if companion_family is not family:
         raise InputError(
-            f"base.companion {companion} is of family {found.name}, {file.name} is {family.name}",
+            f"base.companion {companion} is of family {companion_family.name}, {file.name} is {family.name}",
             fix=f"name a {family.name} folder, or leave base.companion at auto",
         )
     return Layout(folder=folder, files=files), family
 
 
 def _recognised(file: Path) -> tuple[Family, frozenset[Part]]:
-    """Return family and parts of a checkpoint file; raises InputError saying what it is instead."""
+    """Return family and parts of a checkpoint file; raises InputError that says what the file is."""
     if not file.is_file():
         raise InputError(
             f"base model {file} does not exist",
@@ -323,13 +326,13 @@ def _recognised(file: Path) -> tuple[Family, frozenset[Part]]:
             fix="give a .safetensors checkpoint, a diffusers folder or a Hub id",
         )
     header = read_header(file)
-    found = families.detect_file(header)
-    if found is not None:
-        return found
+    family_and_parts = families.detect_file(header)
+    if family_and_parts is not None:
+        return family_and_parts
     if any(mark in name for name in header for mark in _ADAPTER_MARKS):
         raise InputError(
             f"{file.name} is a LoRA, not a base model",
-            fix="give the base model it was made for; to go on training it use --set train.init_from=FILE",
+            fix="give the base model it was trained on; to continue its training use --set train.init_from=FILE",
         )
     first = next(iter(sorted(header)), "no tensor")
     raise InputError(
@@ -367,7 +370,7 @@ def _find_vae(settings: BaseSettings, family: Family, *, fetch: bool) -> Path:
 def _folder(
     source: str, *, revision: str | None, fetch: bool, without: frozenset[Part] = frozenset()
 ) -> Path | None:
-    """Return the local folder of a source, downloading it where `fetch` asks for it."""
+    """Return the local folder of a source, None if it is not on this machine; with `fetch` download it."""
     if source == EMBEDDED:
         return EMBEDDED_FOLDER
     path = Path(source).expanduser()
@@ -394,9 +397,9 @@ def _is_path(source: str) -> bool:
 
 
 def _from_hub(settings: BaseSettings) -> bool:
-    """Say whether anything of this base may come from the Hub."""
-    named = [settings.model, settings.vae, settings.companion]
+    """Say whether the base, its VAE or its companion is named by a Hub id."""
+    sources = [settings.model, settings.vae, settings.companion]
     return any(
         name is not None and name != EMBEDDED and not Path(name).expanduser().exists()
-        for name in named
+        for name in sources
     )

@@ -1,7 +1,7 @@
-"""The adapter of a run: all adapted layers of the denoiser and the text encoders, as one thing.
+"""The adapter of a run: all adapted layers of the denoiser and the text encoders together.
 
 `inject` puts it into frozen networks; `Adapter` gives its parameters to the optimizer, its tensors to
-exports, its state to a resume. What kind it is, only `injection` knows.
+exports and its state to a resume state. Only `injection` distinguishes the kinds of adapters.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _INITIAL, _AVERAGE, _BEST, _NEW_TOKENS = "initial.", "average.", "best.", "new_t
 class Adapter:
     """The adapted layers by "component.module"; `rank` and `alpha` are those of the settings.
 
-    `masks` are those of its dropout, None without any. `average` holds a running average of each
-    parameter, by its name in `state`; empty without one. `new_tokens` are the vectors of a new word
-    [tokens, width] by component, which are learned along.
+    `masks` are its dropout masks, None without dropout. `average` holds a running average of each
+    parameter by its name in `state`, empty if the run keeps none. `new_tokens` are the trained vectors of a
+    new word, [tokens, width] by component.
     """
 
     layers: Mapping[str, AdaptedLayer]
@@ -41,19 +41,19 @@ class Adapter:
     masks: SampleMasks | None = None
     average: Mapping[str, Tensor] = field(default_factory=dict)
     best: Mapping[str, Tensor] = field(default_factory=dict)
-    """Likewise the weights of the lowest validation loss so far; empty where they are not kept."""
+    """The weights of the lowest validation loss so far, by name; empty if the run does not keep them."""
     new_tokens: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return what is trained, in module order; `groups` freezes some."""
+        """Return the trained parameters in module order, without those that `groups` has frozen."""
         return [parameter for _, parameter in self._all() if parameter.requires_grad]
 
     def groups(self, settings: OptimizerSettings) -> list[dict[str, Any]]:
         """Return the optimizer's groups: "params", and "lr_scale", a factor on the learning rate.
 
-        The group of new tokens is marked "embedding": its rows are no matrix of a layer.
-        Freezes the layers whose pattern says 0. LoRA+ (Hayou et al. 2024, arXiv 2402.12354) raises the
-        factor of `up`. Raises RequestError when nothing is left to train.
+        The group of new tokens is marked "embedding", because its rows are no matrix of a layer.
+        Freezes the layers whose learning rate pattern is 0. LoRA+ (Hayou et al. 2024, arXiv 2402.12354)
+        raises the factor of `up`. Raises RequestError when no layer is left to train.
         """
         groups: dict[float, list[nn.Parameter]] = {}
         for key, layer in self.layers.items():
@@ -68,11 +68,15 @@ class Adapter:
                 "optimizer.learning_rate_pattern freezes every layer",
                 fix="give at least one layer a factor above 0",
             )
-        found = [{"params": own, "lr_scale": scale} for scale, own in groups.items()]
+        optimizer_groups = [
+            {"params": parameters, "lr_scale": scale} for scale, parameters in groups.items()
+        ]
         if self.new_tokens:
-            own = list(self.new_tokens.values())
-            found.append({"params": own, "lr_scale": settings.new_tokens_scale, "embedding": True})
-        return found
+            parameters = list(self.new_tokens.values())
+            optimizer_groups.append(
+                {"params": parameters, "lr_scale": settings.new_tokens_scale, "embedding": True}
+            )
+        return optimizer_groups
 
     def tensors(self) -> AdapterTensors:
         """Return the live float32 tensors, detached, on their device.
@@ -86,28 +90,31 @@ class Adapter:
         return {component: vectors.detach() for component, vectors in self.new_tokens.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"component.module.tensor": value} for a resume; more as "initial....", "average....", "best....".
+        """Return {"component.module.tensor": value} of the live tensors for a resume state.
 
-        The first is PiSSA's start; `inject` takes it back, so that a resumed run starts at the same bits.
+        Names that begin with "average." and "best." hold the running average and the best weights,
+        "initial." holds PiSSA's start, which `inject` takes back so that a resumed run has the same bits.
         """
         average = {f"{_AVERAGE}{name}": tensor for name, tensor in self.average.items()}
         return self._named() | average | {f"{_BEST}{name}": t for name, t in self.best.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copy a resume state in; raises RequestError when it belongs to another adapter."""
-        own = self.state()
-        if state.keys() != own.keys() or any(state[name].shape != own[name].shape for name in own):
+        live_state = self.state()
+        if state.keys() != live_state.keys() or any(
+            state[name].shape != live_state[name].shape for name in live_state
+        ):
             raise RequestError(
                 "the saved state belongs to an adapter of another rank or other layers",
                 fix="resume with the run's own adapter settings, or start a new run",
             )
-        for name, tensor in own.items():
+        for name, tensor in live_state.items():
             tensor.copy_(state[name])
 
     def load_tensors(self, tensors: AdapterTensors) -> None:
-        """Go on from an adapter file; where its alpha was another, its tensors are scaled to ours.
+        """Start from an adapter file; if its alpha differs, its tensors are scaled to the same update.
 
-        Raises RequestError when kind, layers or ranks differ, before anything is changed.
+        Raises RequestError when kind, layers or ranks differ, before any tensor is changed.
         """
         _refuse_others(self.layers, tensors)
         for key, layer in self.layers.items():
@@ -119,10 +126,10 @@ class Adapter:
                         self.average[f"{key}.{name}"].copy_(parameter)
 
     def update_average(self, step: int, *, decay: float) -> None:
-        """Take the weights after optimizer step `step`, counted from 1, into the running average.
+        """Update the running average with the weights after optimizer step `step`, counted from 1.
 
-        The decay begins low, min(decay, step / (step + 9)), so that the start is soon forgotten; it is
-        a function of the step, so nothing but the average itself is to be kept for a resume.
+        The decay begins low, min(decay, step / (step + 9)), so that the initial weights are soon forgotten.
+        It is a function of the step, so a resume needs nothing but the average itself.
         """
         share = 1.0 - min(decay, step / (step + 9.0))
         live = self._named()
@@ -132,18 +139,18 @@ class Adapter:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Exchange weights and their running average while the block runs; takes no memory."""
+        """Swap the weights with their running average while the block runs; needs no memory."""
         with self._exchanged(self.average):
             yield
 
     def keep_as_best(self) -> None:
-        """Copy the weights in force over the best so far."""
+        """Copy the present weights over the best weights so far."""
         live = self._named()
         torch._foreach_copy_(list(self.best.values()), [live[name] for name in self.best])
 
     @contextmanager
     def at_best(self) -> Iterator[None]:
-        """Exchange weights and the best so far while the block runs; takes no memory."""
+        """Swap the weights with the best weights so far while the block runs; needs no memory."""
         with self._exchanged(self.best):
             yield
 
@@ -157,7 +164,7 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Leave the networks as they are without the adapter while the block runs."""
+        """Switch the updates of all layers off while the block runs."""
         for layer in self.layers.values():
             layer.switch(False)
         try:
@@ -167,6 +174,7 @@ class Adapter:
                 layer.switch(True)
 
     def _exchange(self, others: Mapping[str, Tensor]) -> None:
+        # `.data` is swapped, not the parameters: the optimizer and the hooks keep their references.
         for name, parameter in self._all():
             other = others[name]
             parameter.data, other.data = other.data, parameter.data
@@ -187,19 +195,20 @@ class Adapter:
 
     @contextmanager
     def rounded(self, dtype: torch.dtype) -> Iterator[None]:
-        """Hold the values an export in `dtype` holds while the block runs, then the exact ones again.
+        """Round the weights to `dtype`, as an export does, while the block runs; then restore them exactly.
 
-        Also when the device runs out of memory while they are rounded. New tokens are exported whole.
+        They are restored as well if the device runs out of memory during rounding. New tokens are not
+        rounded, as exports keep them in float32.
         """
-        named = self._named().items()
-        held = [tensor for name, tensor in named if not name.startswith(_NEW_TOKENS)]
-        exact = [tensor.clone() for tensor in held]
+        live_items = self._named().items()
+        tensors = [tensor for name, tensor in live_items if not name.startswith(_NEW_TOKENS)]
+        exact = [tensor.clone() for tensor in tensors]
         try:
-            for tensor in held:
+            for tensor in tensors:
                 tensor.copy_(tensor.to(dtype))
             yield
         finally:
-            for tensor, value in zip(held, exact, strict=True):
+            for tensor, value in zip(tensors, exact, strict=True):
                 tensor.copy_(value)
 
 
@@ -217,11 +226,10 @@ def inject(
 ) -> Adapter:
     """Put an adapter on the named modules of frozen networks, both by component; updates start at zero.
 
-    `alpha` is `settings.alpha` without `auto`. `initial` is the state of the run that is resumed:
-    PiSSA starts at the factors in it instead of decomposing the weights again. `averaged`: with a
-    running average, which starts where the weights do, as what `keep_best` keeps does. `new_tokens`
-    are learned along. Raises
-    RequestError when no layer or a layer of another sort is named.
+    `alpha` is `settings.alpha` without `auto`. `initial` is the state of the run being resumed: PiSSA starts
+    at its factors instead of decomposing the weights again. `averaged` adds a running average and
+    `keep_best` a copy for the best weights; both begin equal to the weights. `new_tokens` are trained too.
+    Raises RequestError when a component has no named layer, or a layer that cannot be adapted.
     """
     starts = initial and {
         name.removeprefix(_INITIAL): tensor
@@ -246,20 +254,20 @@ def inject(
             initial=starts,
             masks=masks,
         )
-    named = dict(_named_parameters(layers, new_tokens))
+    trained = dict(_named_parameters(layers, new_tokens))
     return Adapter(
         layers=layers,
         rank=settings.rank,
         alpha=alpha,
         masks=masks,
-        average=_copy(named) if averaged else {},
-        best=_copy(named) if keep_best else {},
+        average=_copy(trained) if averaged else {},
+        best=_copy(trained) if keep_best else {},
         new_tokens=new_tokens,
     )
 
 
-def _copy(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in named.items()}
+def _copy(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 def _named_parameters(
@@ -298,7 +306,7 @@ def denoiser_layers(family: Family, architecture: Mapping[str, Any]) -> dict[str
 
 
 def _learning_rate_scale(key: str, settings: OptimizerSettings) -> float:
-    """Return the factor on `optimizer.learning_rate` of one layer; 0: frozen."""
+    """Return the factor on `optimizer.learning_rate` of one layer; 0 freezes it."""
     scale = 1.0
     if split_key(key)[0] != DENOISER:
         scale = settings.text_encoder_scale
@@ -308,7 +316,7 @@ def _learning_rate_scale(key: str, settings: OptimizerSettings) -> float:
 
 
 def _rescaled(module: ModuleTensors, scale: float) -> dict[str, Tensor]:
-    """Return float32 tensors that give at `scale` the update they gave at their own."""
+    """Return float32 tensors with which a module gives the same update at `scale` as at its own scale."""
     values = {name: tensor.float() for name, tensor in module.tensors.items()}
     if module.kind != "oft" and module.scale != scale:
         outer = {"lora": "up", "loha": "w1_a", "lokr": "w1"}[module.kind]
@@ -317,12 +325,12 @@ def _rescaled(module: ModuleTensors, scale: float) -> dict[str, Tensor]:
 
 
 def _refuse_others(layers: Mapping[str, AdaptedLayer], tensors: AdapterTensors) -> None:
-    """Raise RequestError naming the first thing in which an adapter file differs, and the setting for it."""
-    own, other = _kind(layers), _kind(tensors)
-    if own != other:
+    """Raise RequestError for the first difference of an adapter file, naming the setting to change."""
+    own_kind, other_kind = _kind(layers), _kind(tensors)
+    if own_kind != other_kind:
         raise RequestError(
-            f"train.init_from holds a {' '.join(other)} adapter, this run trains {' '.join(own)}",
-            fix=f"--set adapter.kind={other[0]} --set adapter.dora={str('dora' in other).lower()}",
+            f"train.init_from holds a {' '.join(other_kind)} adapter, this run trains {' '.join(own_kind)}",
+            fix=f"--set adapter.kind={other_kind[0]} --set adapter.dora={str('dora' in other_kind).lower()}",
         )
     if any(layer.initial for layer in layers.values()):
         raise RequestError(
@@ -341,8 +349,8 @@ def _refuse_others(layers: Mapping[str, AdaptedLayer], tensors: AdapterTensors) 
         )
     for key, layer in layers.items():
         for name, parameter in layer.parameters.items():
-            found = tensors[key].tensors.get(name)
-            if found is None or _flat_shape(found) != _flat_shape(parameter, name):
+            tensor = tensors[key].tensors.get(name)
+            if tensor is None or _flat_shape(tensor) != _flat_shape(parameter, name):
                 raise RequestError(
                     f"train.init_from has rank {tensors[key].rank} in {key}, this run has "
                     f"{layer.width.rank}, or the base model is another",
@@ -352,16 +360,19 @@ def _refuse_others(layers: Mapping[str, AdaptedLayer], tensors: AdapterTensors) 
 
 
 def _kind(layers: Mapping[str, AdaptedLayer] | AdapterTensors) -> tuple[str, ...]:
-    """Return what kinds there are, such as ("lora", "dora")."""
-    found = [
+    """Return the sorted kinds of the layers, such as ("lora", "dora")."""
+    modules = [
         layer.tensors() if isinstance(layer, AdaptedLayer) else layer for layer in layers.values()
     ]
-    kinds = sorted({module.kind for module in found})
-    return (*kinds, "dora") if any(module.dora for module in found) else tuple(kinds)
+    kinds = sorted({module.kind for module in modules})
+    return (*kinds, "dora") if any(module.dora for module in modules) else tuple(kinds)
 
 
 def _flat_shape(tensor: Tensor, name: str = "") -> tuple[int, ...]:
-    """A 1x1 convolution may have been written as a linear layer; norms have one dimension in files."""
+    """Return a shape that is the same for tensors that files write in several ways.
+
+    A 1x1 convolution may have been written as a linear layer, and norms have one dimension in files.
+    """
     if name == "magnitude" or tensor.dim() == 1:
         return (tensor.numel(),)
     if name == "blocks" or tensor.dim() == 3:

@@ -2,14 +2,14 @@
 
 PiSSA (Meng et al. 2024, arXiv 2404.02948): a LoRA that starts at the weight's main singular vectors.
 
-The paper writes the residual W - s B0 A0 into the frozen weight. Here the weight stays as it is and the
-layer computes W x + s (B A x - B0 A0 x), which is the same function: the base is not rounded again,
-stays whole for other users, and what is exported is exactly what was trained.
+The paper writes the residual W - s B0 A0 into the frozen weight. Here the weight is unchanged and the layer
+computes W x + s (B A x - B0 A0 x), which is the same function. So the base is not rounded again, other
+users of it see it unchanged, and the export is exactly the trained update.
 
-OFT as image programs read it: the outputs of a frozen layer, rotated in groups of channels.
+OFT in the form that image programs read: rotates the outputs of a frozen layer in groups of channels.
 
-Qiu et al. 2023, arXiv 2306.07280. peft's OFT rotates the inputs, which no image program can read; this
-is the diagonal OFT of LyCORIS, ComfyUI and Forge (`oft_blocks`).
+Qiu et al. 2023, arXiv 2306.07280. peft's OFT rotates the inputs, which no image program supports; this is
+the diagonal OFT of LyCORIS, ComfyUI and Forge (`oft_blocks`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def principal_factors(
 ) -> tuple[Tensor, Tensor]:
     """Return float32 down [rank, n], up [m, rank] with up @ down the best rank-`rank` part of [m, n].
 
-    Each takes half of every singular value. By subspace iteration (Halko et al. 2009, arXiv
-    0909.4061, algorithm 4.4), exact where rank + 8 reaches the smaller side; a full decomposition of
-    one layer of a large model takes half a minute. `generator` is on the CPU. Ranks beyond the
-    smaller side are zero. Raises RequestError for weights that are not plain numbers.
+    Each factor takes the square root of every singular value. Computed by subspace iteration (Halko et al.
+    2009, arXiv 0909.4061, algorithm 4.4), which is exact if rank + 8 reaches the smaller side; a full
+    decomposition of one layer of a large model takes half a minute. `generator` is on the CPU. Ranks
+    beyond the smaller side are zero. Raises RequestError for quantised weights.
     """
     if weight.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise RequestError(
@@ -48,26 +48,28 @@ def principal_factors(
     width = min(rank + OVERSAMPLING, outputs, inputs)
     start = torch.randn(inputs, width, generator=generator).to(values.device)
     basis = torch.linalg.qr(values @ start).Q
+    # A QR decomposition after each product: without it all columns would turn to the largest singular
+    # vector and lose the others in float32.
     for _ in range(ITERATIONS):
         basis = torch.linalg.qr(values @ torch.linalg.qr(values.T @ basis).Q).Q
-    left, singular, right = torch.linalg.svd(basis.T @ values, full_matrices=False)
-    kept = min(rank, width)
-    roots = singular[:kept].sqrt()
+    left_vectors, singular, right_vectors = torch.linalg.svd(basis.T @ values, full_matrices=False)
+    used_rank = min(rank, width)
+    roots = singular[:used_rank].sqrt()
     down = values.new_zeros(rank, inputs)
     up = values.new_zeros(outputs, rank)
-    down[:kept] = roots[:, None] * right[:kept]
-    up[:, :kept] = (basis @ left[:, :kept]) * roots
+    down[:used_rank] = roots[:, None] * right_vectors[:used_rank]
+    up[:, :used_rank] = (basis @ left_vectors[:, :used_rank]) * roots
     return down, up
 
 
 class InitialVariant(LoraVariant):
-    """The forward pass of a LoRA from which the product it started at is taken away."""
+    """peft's forward pass of a LoRA minus the product of its initial factors."""
 
     @staticmethod
     def forward(
         module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any
     ) -> Tensor:
-        """Return `result` + scale (up down - up0 down0) x: `result` while nothing has moved."""
+        """Return `result` + scale (up down - up0 down0) x, which is `result` before the first update."""
         live = module.lora_B[active_adapter](module.lora_A[active_adapter](x))
         start = module.initial_up(module.initial_down(x))
         changed: Tensor = result + (live - start) * module.scaling[active_adapter]
@@ -75,7 +77,7 @@ class InitialVariant(LoraVariant):
 
 
 def start_at(layer: Any, name: str, *, down: Tensor, up: Tensor) -> dict[str, Tensor]:
-    """Set both the live and the taken-away pair of a peft layer; return the latter, frozen."""
+    """Set the trained and the subtracted factors of a peft layer; return the latter, frozen, by side."""
     frozen: dict[str, Tensor] = {}
     for side, modules, values in (("down", layer.lora_A, down), ("up", layer.lora_B, up)):
         live: nn.Module = modules[name]
@@ -106,12 +108,12 @@ class RotatedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The frozen layer's own: networks look at its dtype and device."""
+        """The frozen layer's weight, because networks read its dtype and device."""
         return frozen_weight(self.base_layer)
 
     @property
     def bias(self) -> Tensor | None:
-        """The frozen layer's own."""
+        """The frozen layer's bias."""
         bias: Tensor | None = self.base_layer.bias  # type: ignore[assignment]  # Linear or Conv2d
         return bias
 
@@ -121,7 +123,9 @@ class RotatedLayer(nn.Module):
             return plain
         matrices = rotation(self.blocks)
         outputs = _rotated(matrices, plain.float().movedim(self.channel_dim, -1))
-        if self.bias is not None:  # the layer has added it already, but it is not rotated
+        # The rotation applies to W x only, and the layer's output already contains the bias: subtract the
+        # rotated bias and add the bias itself.
+        if self.bias is not None:
             bias = self.bias.float()
             outputs = outputs + (bias - _rotated(matrices, bias))
         return outputs.movedim(-1, self.channel_dim).to(plain.dtype)
@@ -131,5 +135,5 @@ def _rotated(matrices: Tensor, values: Tensor) -> Tensor:
     """Rotate the last dimension, [..., count x size]: `adapter_tensors.rotate` of outputs, not weights."""
     count, size, _ = matrices.shape
     grouped = values.unflatten(-1, (count, size))
-    # Not `@`: it would copy the matrices for every row, and autograd would keep the copies.
+    # `@` would copy the matrices for every row, and autograd would save the copies.
     return torch.einsum("...kn,knm->...km", grouped, matrices).flatten(-2)

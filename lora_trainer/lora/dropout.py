@@ -1,10 +1,10 @@
 """Dropout of an adapter as a pure function of the sample: no split, resume or recomputation changes it.
 
-Each sample of each epoch has one mask per layer: over the input channels and over the ranks of an
-update (Lin et al. 2024, arXiv 2404.09610, drop rows and columns of its factors likewise), and one
-number for the whole. A mask holds for all positions of an image, so it is small: those of all layers
-are made at once, before a forward pass, from a hash of (seed, epoch, sample, layer, channel) in
-integers, which gives the same bits on every device, and stay for the backward pass.
+Each sample of each epoch has masks per layer: over the input channels, over the ranks of the update (Lin
+et al. 2024, arXiv 2404.09610, also drop rows and columns of the factors), and one number for the whole
+update. A mask is the same at all positions of an image, so it is small. The masks of all layers are
+computed together before a forward pass, from an integer hash of (seed, epoch, sample, layer, channel) that
+gives the same bits on every device, and stay in place for the backward pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Mask = Callable[[Tensor], Tensor]
 
 @dataclass(kw_only=True)
 class SampleMasks:
-    """The masks of all layers; in force inside `of`, else nothing is dropped."""
+    """The masks of all layers; they apply inside `of`, elsewhere nothing is dropped."""
 
     _starts: list[int] = field(default_factory=list)
     _widths: list[int] = field(default_factory=list)
@@ -38,7 +38,7 @@ class SampleMasks:
     _masks: tuple[Tensor, ...] = ()
 
     def add(self, name: str, *, width: int, share: float, rescaled: bool = True) -> Mask:
-        """Return what drops a share of `width` channels, and rescales the others to keep the mean."""
+        """Return a mask that drops a `share` of `width` channels and rescales the others to keep the mean."""
         index = len(self._widths)
         self._starts.append(draw_seed(0, Stream.ADAPTER_DROPOUT, name) & _LOW)
         self._widths.append(width)
@@ -53,7 +53,7 @@ class SampleMasks:
 
     @contextmanager
     def of(self, seeds: Tensor) -> Iterator[None]:
-        """Drop for samples in the order of the batch while the block runs.
+        """Set the masks of the samples, in the order of the batch, while the block runs.
 
         `seeds` int64 [samples, 2] are the `halves` of each sample's seed, on the device.
         """
@@ -67,7 +67,7 @@ class SampleMasks:
             self._masks = ()
 
     def _columns_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return of every channel of every mask: its name as a number, its threshold, its scale."""
+        """Return the hash key, threshold and scale of every channel of every mask, each [channels]."""
         if self._columns is None:
             starts = [
                 (start + torch.arange(width)) & _LOW
@@ -85,19 +85,19 @@ class SampleMasks:
 
 
 def halves(seed: int) -> tuple[int, int]:
-    """Return the lower 32 bits of a 63-bit seed and the others."""
+    """Return the lower 32 bits and the upper 31 bits of a 63-bit seed."""
     return seed & _LOW, seed >> _BITS
 
 
 def drops(settings: AdapterSettings) -> bool:
-    """Say whether these settings drop anything."""
+    """Say whether any kind of dropout is set."""
     return bool(settings.dropout or settings.rank_dropout or settings.module_dropout)
 
 
 def drop_in_lora(
     masks: SampleMasks, key: str, downs: Sequence[nn.Module], settings: AdapterSettings
 ) -> None:
-    """Drop what goes into the `down` layers of one adapted layer and what comes out of them alike."""
+    """Add dropout to the inputs and outputs of the `down` layers of one adapted layer, with shared masks."""
     before, after = gates_of_lora(masks, key, downs[0], settings)
     for down in downs:
         for mask in before:
@@ -109,7 +109,7 @@ def drop_in_lora(
 def gates_of_lora(
     masks: SampleMasks, key: str, down: nn.Module, settings: AdapterSettings
 ) -> tuple[list[Mask], list[Mask]]:
-    """Return what drops the inputs of a `down` layer, and what drops its outputs."""
+    """Return the masks for the inputs of a `down` layer and the masks for its outputs."""
     rank, channels = down.get_parameter("weight").shape[:2]
     name = f"{key}.input"
     before = [masks.add(name, width=channels, share=settings.dropout)] if settings.dropout else []
@@ -119,7 +119,7 @@ def gates_of_lora(
 def drop_in_lycoris(
     masks: SampleMasks, key: str, layer: Any, kind: AdapterKind, settings: AdapterSettings
 ) -> None:
-    """Drop what goes into the update of a LoHa or LoKr layer of peft, and the whole of it."""
+    """Add dropout to the inputs of a LoHa or LoKr update of peft, and to the update as a whole."""
     assert kind in ("loha", "lokr") and not settings.rank_dropout
     real = layer._get_delta_activations
     channels = layer.get_base_layer().weight.shape[1]
@@ -133,10 +133,10 @@ def drop_in_lycoris(
     def activations(adapter_name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         for mask in into:
             x = mask(x)
-        found: Tensor = real(adapter_name, x, *args, **kwargs)
+        delta: Tensor = real(adapter_name, x, *args, **kwargs)
         for mask in out:
-            found = mask(found)
-        return found
+            delta = mask(delta)
+        return delta
 
     layer._get_delta_activations = activations
 
@@ -160,7 +160,7 @@ def _after(mask: Mask) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tens
 
 
 def _aligned(mask: Tensor, values: Tensor, channel_dim: int) -> Tensor:
-    """Shape [samples, channels] to multiply `values`, whose rows are those of one sample after another."""
+    """Reshape a mask [samples, channels] for `values`, whose rows are grouped by sample."""
     rows, samples = values.shape[0], mask.shape[0]
     if rows % samples:
         raise AssertionError(f"{rows} rows do not belong to {samples} samples")
@@ -174,7 +174,7 @@ def _aligned(mask: Tensor, values: Tensor, channel_dim: int) -> Tensor:
 def _mixed(values: Tensor) -> Tensor:
     """Mix the low 32 bits of int64 so that every bit depends on all (a "lowbias32" hash by Wellons).
 
-    Both factors are below 2^31, so no product leaves 63 bits.
+    Both factors are below 2^31 and the values below 2^32, so no product overflows 63 bits.
     """
     values = values ^ (values >> 16)
     values = (values * 0x21F0AAAD) & _LOW

@@ -1,10 +1,9 @@
-"""LoRA on frozen layers: on a linear one as one operation, y = W x + b + s B A x.
+"""LoRA on frozen layers; on a linear layer as one autograd operation, y = W x + b + s B A x.
 
-peft runs A and B beside the layer in float32: with a base in 16 bits each layer keeps a float32 copy of
-its input, and adds and casts outputs four times. Here A x and B (A x) are computed in the dtype of the
-layer, the product with W is added to them in place, and the backward pass makes A x again: what is
-kept is the input as it is, which layers that read the same one share. The masters A and B stay
-float32, and so do their gradients.
+peft runs A and B beside the layer in float32: with a 16-bit base each layer saves a float32 copy of its
+input for the backward pass, and adds and casts outputs four times. Here A x and B (A x) are computed in the
+dtype of the layer, the product with W is added in place, and the backward pass computes A x again. Only
+the input itself is saved, and layers with the same input share it. A, B and their gradients stay float32.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from lora_trainer.network.quantize import QuantizedLinear, frozen_parts
 from lora_trainer.network.quantized_matmul import WeightMatmul
 
 Gate = Callable[[Tensor], Tensor]
-"""Multiplies [..., channels] by a mask that stays in force until the backward pass is over."""
+"""Multiplies [..., channels] by a dropout mask, the same one until the backward pass is over."""
 
 
 class FusedLinear(Linear):
     """peft's LoRA of a linear layer, with its parameters, names and state, as one operation.
 
-    DoRA and PiSSA need more than the product: they are computed as peft does. `before` drops inputs of
-    the adapter, `gates` drop ranks.
+    DoRA and PiSSA need more than this product and run peft's code. `before` are dropout masks of the
+    adapter's inputs, `gates` are masks of its ranks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,8 +46,8 @@ class FusedLinear(Linear):
         update = _Update(scale=self.scaling[name], gates=self.gates)
         weights = (self.lora_A[name].weight, self.lora_B[name].weight)
         if self.before or not _is_product(base):
-            given = gated(_samples(x), self.before) if self.before else x
-            change: Tensor = LowRank.apply(given, *weights, update)  # type: ignore[no-untyped-call]
+            adapter_input = gated(_samples(x), self.before) if self.before else x
+            change: Tensor = LowRank.apply(adapter_input, *weights, update)  # type: ignore[no-untyped-call]
             outputs: Tensor = base(x)
             return outputs + change.view(outputs.shape)
         stored, product = frozen_parts(base, x)
@@ -59,7 +58,7 @@ class FusedLinear(Linear):
 
 
 def _is_product(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Say whether a layer is W x + b and no more: hooks may bring its weights or change its output."""
+    """Say whether a layer computes only W x + b: hooks may copy its weights or change its output."""
     return (
         type(layer) in (nn.Linear, QuantizedLinear)
         and not (layer._forward_hooks or layer._forward_pre_hooks)
@@ -75,25 +74,25 @@ class _Update:
     gates: Sequence[Gate]
 
     def of(self, x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return it, plus `bias`, as a new [rows, out]."""
+        """Return the update, plus `bias`, as a new tensor [rows, out]."""
         middle, up = self._middle(x, down), up.to(x.dtype)
         if bias is None:
             return _product(middle, up.T, scale=self.scale)
         return torch.addmm(bias, middle, up.T, alpha=self.scale)
 
     def of_weights(
-        self, gradient: Tensor, x: Tensor, down: Tensor, up: Tensor, needed: Sequence[bool]
+        self, gradient: Tensor, x: Tensor, down: Tensor, up: Tensor, needs_gradient: Sequence[bool]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of x A^T [rows, rank], and of A and B where `needed`; x A^T is made again.
+        """Return the gradients of x A^T [rows, rank], and of A and B where `needs_gradient`, else None.
 
-        `gradient` is [rows, out].
+        `gradient` is [rows, out]. x A^T is computed again, which takes less time than memory to save it.
         """
         of_middle = _product(gradient, up.to(gradient.dtype), scale=self.scale)
         of_middle = self._gated(of_middle, x)
         of_down = of_up = None
-        if needed[0]:
+        if needs_gradient[0]:
             of_down = (of_middle.T @ _flat(x)).to(down.dtype)
-        if needed[1]:
+        if needs_gradient[1]:
             middle = self._middle(x, down)
             of_up = _product(gradient.T, middle, scale=self.scale).to(up.dtype)
         return of_middle, of_down, of_up
@@ -110,8 +109,8 @@ class _Update:
 class FrozenAndLowRank(torch.autograd.Function):
     """A frozen layer and the update of its adapter: W x + b + s gate(x A^T) B^T.
 
-    Keeps x and what W is made of. The product with W comes last, and its result is what is returned:
-    so a checkpoint that keeps results of products can keep this one.
+    Saves x and the stored form of W. The product with W comes last and its result is the output, so that
+    selective checkpointing, which saves results of products, can save this one.
     """
 
     @staticmethod
@@ -133,7 +132,8 @@ class FrozenAndLowRank(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, down, up, *stored = ctx.saved_tensors  # once: checkpointing unpacks nothing twice
+        # Read once only: under checkpointing a second access of `saved_tensors` raises.
+        x, down, up, *stored = ctx.saved_tensors
         gradient = _flat(gradient)
         of_middle, of_down, of_up = ctx.update.of_weights(
             gradient, x, down, up, ctx.needs_input_grad[1:3]
@@ -146,7 +146,7 @@ class FrozenAndLowRank(torch.autograd.Function):
 
 
 class LowRank(torch.autograd.Function):
-    """The update alone, s gate(x A^T) B^T. Keeps x."""
+    """The update alone, s gate(x A^T) B^T. Saves x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, update: _Update) -> Tensor:
@@ -170,7 +170,7 @@ class LowRank(torch.autograd.Function):
 class LeanConv2d(Conv2d):
     """peft's LoRA of a convolution, computed in the dtype of its input.
 
-    A convolution keeps its input anyway, and the adapter reads the same one instead of a float32 copy.
+    A convolution saves its input anyway, and the adapter reads the same tensor instead of a float32 copy.
     `before` and `gates` as in `FusedLinear`.
     """
 
@@ -192,9 +192,9 @@ class LeanConv2d(Conv2d):
             gates=self.gates,
             kernel=(down.stride, down.padding, down.dilation),
         )
-        given = gated(x, self.before)
+        adapter_input = gated(x, self.before)
         changed: Tensor = self.get_base_layer()(x) + LowRankConv.apply(  # type: ignore[no-untyped-call]
-            given, down.weight, self.lora_B[name].weight, update
+            adapter_input, down.weight, self.lora_B[name].weight, update
         )
         return changed
 
@@ -213,7 +213,7 @@ class _ConvUpdate:
 
 
 class LowRankConv(torch.autograd.Function):
-    """The update of a convolution alone, B * s gate(A * x). Keeps x."""
+    """The update of a convolution alone, B * s gate(A * x). Saves x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, update: _ConvUpdate) -> Tensor:
@@ -242,12 +242,22 @@ _POINTWISE = ((1, 1), (0, 0), (1, 1))
 
 
 def _conv_gradients(
-    gradient: Tensor, x: Tensor, weight: Tensor, kernel: Any, needed: tuple[bool, bool]
+    gradient: Tensor, x: Tensor, weight: Tensor, kernel: Any, needs_gradient: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of an input and of a weight, None where not `needed`."""
+    """Return the gradients of an input and of a weight, None where not `needs_gradient`."""
     stride, padding, dilation = kernel
     of_x, of_weight, _ = torch.ops.aten.convolution_backward(
-        gradient, x, weight, None, stride, padding, dilation, False, (0, 0), 1, (*needed, False)
+        gradient,
+        x,
+        weight,
+        None,
+        stride,
+        padding,
+        dilation,
+        False,
+        (0, 0),
+        1,
+        (*needs_gradient, False),
     )
     return of_x, of_weight
 
@@ -257,7 +267,7 @@ def _like(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
 
 
 CUSTOM: Mapping[type[nn.Module], type[nn.Module]] = {nn.Linear: FusedLinear, nn.Conv2d: LeanConv2d}
-"""What peft makes of a layer in place of its own."""
+"""The adapter class that peft uses for each class of layers, instead of its own."""
 
 
 def gated(values: Tensor, gates: Sequence[Gate]) -> Tensor:
@@ -269,12 +279,12 @@ def gated(values: Tensor, gates: Sequence[Gate]) -> Tensor:
 
 def _product(a: Tensor, b: Tensor, *, scale: float) -> Tensor:
     """Return scale a b in one kernel."""
-    unread = a.new_empty(1)  # times 0, which lets no NaN through either
+    unread = a.new_empty(1)  # with beta=0 `addmm` ignores it, even if it holds a NaN
     return torch.addmm(unread, a, b, beta=0, alpha=scale)
 
 
 def _samples(values: Tensor) -> Tensor:
-    """Return [samples, ..., channels] as [samples, rows, channels]: four dimensions are an image to gates."""
+    """Return [samples, ..., channels] as [samples, rows, channels]; gates take four dimensions for an image."""
     return values.reshape(values.shape[0], -1, values.shape[-1])
 
 

@@ -1,8 +1,8 @@
 """Adapter layers put into frozen networks: peft's LoRA, LoHa and LoKr, our own OFT.
 
-Nothing outside this module and `adapter_kinds.py` knows peft. Masters are float32 whatever the base's dtype.
-Each tensor is initialised from its own counter-based generator, so an adapter depends on (seed, module
-name) and not on what else is adapted; every update starts at zero.
+Trained parameters are float32 whatever the base's dtype. Each tensor is initialised from a generator of its
+own, seeded by (seed, module name), so a layer's initial values do not depend on which other layers are
+adapted. Every update starts at zero.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedLayer:
-    """One adapted layer: its trainable parameters by name, and for PiSSA where they started.
+    """One adapted layer: its trainable parameters by name, and for PiSSA their `initial` values.
 
-    `switch` turns its update off, or on again.
+    `switch(False)` turns the layer's update off, `switch(True)` on again.
     """
 
     kind: AdapterKind
@@ -51,16 +51,17 @@ class AdaptedLayer:
     initial: Mapping[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> ModuleTensors:
-        """Return the live values, detached; PiSSA's as a LoRA of twice the rank on the untouched base."""
-        found = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        """Return the live values, detached; PiSSA's as a LoRA of twice the rank on the unchanged base."""
+        values = {name: parameter.detach() for name, parameter in self.parameters.items()}
         rank = self.width.rank
-        if "magnitude" in found:
-            found["magnitude"] = found["magnitude"].flatten()
+        if "magnitude" in values:
+            values["magnitude"] = values["magnitude"].flatten()
         if self.initial:
-            found["down"] = torch.cat([found["down"], self.initial["down"]])
-            found["up"] = torch.cat([found["up"], -self.initial["up"]], dim=1)
+            # B A - B0 A0 is the product of the concatenated factors [B, -B0] and [A; A0].
+            values["down"] = torch.cat([values["down"], self.initial["down"]])
+            values["up"] = torch.cat([values["up"], -self.initial["up"]], dim=1)
             rank *= 2
-        return ModuleTensors(kind=self.kind, tensors=found, rank=rank, scale=self.width.scale)
+        return ModuleTensors(kind=self.kind, tensors=values, rank=rank, scale=self.width.scale)
 
 
 def adapt(
@@ -76,8 +77,8 @@ def adapt(
 ) -> dict[str, AdaptedLayer]:
     """Adapt the named layers and return them by "component.module", in that order.
 
-    `initial` holds PiSSA's saved starts as "component.module.down" and "... .up"; `masks` drop as the
-    settings say. Raises RequestError for a layer that this kind of adapter cannot change.
+    `initial` holds PiSSA's saved factors as "component.module.down" and "component.module.up"; `masks`
+    collect the dropout masks of the settings. Raises RequestError for a layer that cannot be adapted.
     """
     keys = {f"{component}.{module}": network.get_submodule(module) for module in modules}
     widths = {
@@ -94,14 +95,14 @@ def adapt(
             "peft_config", None
         )  # peft warns of a second adapter, and this is the same
         inject_adapter_in_model(_peft_config(settings, names, rank), network, adapter_name=_NAME)
-    found = {
+    layers = {
         key: _peft_layer(network, key, layer, widths[key], settings, seed=seed, initial=initial)
         for key, layer in keys.items()
     }
     if masks is not None:
         for key in keys:
             _drop(masks, key, network.get_submodule(split_key(key)[1]), settings)
-    return found
+    return layers
 
 
 def _drop(masks: SampleMasks, key: str, layer: Any, settings: AdapterSettings) -> None:
@@ -111,7 +112,8 @@ def _drop(masks: SampleMasks, key: str, layer: Any, settings: AdapterSettings) -
     if isinstance(layer, FusedLinear | LeanConv2d) and not layer.lora_variant:
         layer.before, layer.gates = gates_of_lora(masks, key, layer.lora_A[_NAME], settings)
         return
-    # PiSSA's start is dropped alike: what is left of both is what has changed.
+    # PiSSA's initial factors are dropped with the same masks, so that the difference of both products is
+    # the trained change of the ranks that remain.
     start = [layer.initial_down] if settings.init == "pissa" else []
     drop_in_lora(masks, key, [layer.lora_A[_NAME], *start], settings)
 
@@ -124,7 +126,7 @@ def draw(seed: int, key: str, name: str) -> torch.Generator:
 
 
 def _kernel(key: str, layer: nn.Module, kind: AdapterKind) -> int:
-    """Return how many elements the kernel of a layer has; raises RequestError for other layers."""
+    """Return the number of elements of a layer's kernel; raises RequestError for layers without one."""
     if isinstance(layer, nn.Linear):
         return 1
     if isinstance(layer, nn.Conv2d) and layer.groups == 1:
@@ -137,16 +139,16 @@ def _kernel(key: str, layer: nn.Module, kind: AdapterKind) -> int:
 
 
 def _peft_config(settings: AdapterSettings, names: Sequence[str], rank: int) -> PeftConfig:
-    # A list would also match all names that end with one of its own.
+    # peft matches a list of names by their ends too; a pattern has to match whole names.
     shared: dict[str, Any] = {"r": rank, "target_modules": "|".join(map(re.escape, names))}
     match settings.kind:
         case "lora":
-            # init_lora_weights=False leaves peft's own draw; ours replaces it.
+            # With init_lora_weights=False peft draws values that `_initialise` replaces.
             config = LoraConfig(**shared, use_dora=settings.dora, init_lora_weights=False)
             config._register_custom_module(dict(CUSTOM))
             return config
         case "loha":
-            # A layer is dropped when torch.rand(1) <= module_dropout: with 0.0 once in 2**24 passes.
+            # peft drops a layer if torch.rand(1) <= module_dropout, so 0.0 would drop one pass in 2**24.
             return LoHaConfig(**shared, alpha=rank, module_dropout=-1.0)
         case "lokr":
             return LoKrConfig(
@@ -171,12 +173,15 @@ def _peft_layer(
     if settings.kind == "lora":
         parameters = {"down": layer.lora_A[_NAME].weight, "up": layer.lora_B[_NAME].weight}
     else:
-        held = {
+        parameter_dicts = {
             name: getattr(layer, attribute)
             for name, attribute in _ATTRIBUTES[settings.kind].items()
         }
-        parameters = {name: values[_NAME] for name, values in held.items() if _NAME in values}
-    if parameters.keys() == {"w1", "w2"}:  # readers ignore the alpha of a LoKr of full factors
+        parameters = {
+            name: values[_NAME] for name, values in parameter_dicts.items() if _NAME in values
+        }
+    # Programs that read LoKr files ignore alpha if both factors are full matrices, so training does too.
+    if parameters.keys() == {"w1", "w2"}:
         width = Width(rank=width.rank, scale=1.0)
     layer.scaling[_NAME] = width.scale
     for name, parameter in parameters.items():
@@ -200,9 +205,9 @@ def _peft_layer(
 def _initialise(
     parameter: nn.Parameter, kind: str, name: str, generator: torch.Generator, *, full: bool
 ) -> None:
-    """Set the start, in float32: the update is zero, and its first gradient is not.
+    """Set the initial values in float32: the update is zero, its first gradient is not.
 
-    LoRA: Kaiming's uniform and zero (Hu et al. 2021). LoHa and LoKr: as in LyCORIS.
+    LoRA uses Kaiming's uniform distribution and zero (Hu et al. 2021), LoHa and LoKr are as in LyCORIS.
     """
     values = torch.zeros(parameter.shape, dtype=torch.float32)
     match kind, name:
@@ -216,7 +221,10 @@ def _initialise(
 
 
 class _LeanDora(DoraLinearLayer):
-    """peft multiplies with an identity of [in, in], close to 1 GB in the largest layers, for FSDP."""
+    """peft's DoRA without its product with an identity [in, in], which FSDP needs.
+
+    The identity takes close to 1 GB in the largest layers.
+    """
 
     def get_lora_weight(self, lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> Tensor:
         product: Tensor = lora_B.weight @ lora_A.weight
@@ -224,7 +232,10 @@ class _LeanDora(DoraLinearLayer):
 
 
 def _learn_norms(layer: Any) -> nn.Parameter:
-    """Let the norms of the outputs start at those of the weight, by the formula of the forward pass."""
+    """Create DoRA's trained magnitudes, equal to the norms of the frozen weight.
+
+    They are computed by the formula of the forward pass, so that the initial update is exactly zero.
+    """
     norms = layer.lora_magnitude_vector[_NAME]
     weight = frozen_weight(layer.get_base_layer()).float()
     magnitude: Tensor = norms.get_weight_norm(weight, torch.zeros_like(weight), scaling=1.0)
@@ -239,7 +250,7 @@ def _learn_norms(layer: Any) -> nn.Parameter:
 def _start(
     key: str, base: nn.Module, width: Width, *, seed: int, saved: Mapping[str, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """Return PiSSA's factors, those of a saved run if there is one: a second SVD has other bits."""
+    """Return PiSSA's initial factors, from `saved` in a resumed run: a second SVD would have other bits."""
     weight = frozen_weight(base)
     if saved is None:
         flat = weight.flatten(1)

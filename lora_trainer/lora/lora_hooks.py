@@ -2,15 +2,15 @@
 
 A frozen LoRA that runs beside the layers of a distilled base while it is trained.
 
-Training breaks a few-step base's distillation. An assistant that undoes the distillation is active while
-training and off while sampling, so that what is learned fits the distilled base. The weights stay as
-they are: its part is added by forward hooks, whether or not an adapter wraps the layer.
+Training on a few-step base breaks its distillation. An assistant LoRA that undoes the distillation is on
+during training and off during sampling, so the trained adapter fits the distilled base. The base weights
+do not change: forward hooks add the assistant's update, whether or not an adapter wraps the layer.
 
-An adapter file of any kind beside frozen networks, at a strength that can be changed between passes.
+Adds an adapter file of any kind to frozen networks, at a strength that can change between passes.
 
-Input: networks by component and ModuleTensors; output: a dial. The weights stay as they are: the update
-is added by forward hooks, so it works beside quantised and streamed layers, and at strength 0 every
-prediction is the base's own, bit for bit.
+Input: networks by component and ModuleTensors; output: a `LoraStrength`, the strength. The base weights do not
+change: forward hooks add the update, so it works with quantised and streamed layers, and at strength 0
+every prediction equals the base's, bit for bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Assistant:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Leave the base as it is while the block runs: for samples and for measuring the base itself."""
+        """Switch the assistant off while the block runs: for samples and for measuring the base itself."""
         before, self.enabled = self.enabled, False
         try:
             yield
@@ -46,7 +46,7 @@ class Assistant:
 
 
 def attach(denoiser: nn.Module, tensors: AdapterTensors) -> Assistant:
-    """Let an adapter file run beside the layers of a denoiser, in their dtype, without gradients of its own.
+    """Add an adapter file to the layers of a denoiser by hooks, in the layers' dtype, frozen.
 
     Works before and after `inject`. Raises InputError for anything but a plain LoRA of this denoiser.
     """
@@ -66,8 +66,8 @@ def _layer(denoiser: nn.Module, key: str, module: ModuleTensors) -> nn.Linear | 
             f"the assistant is a {kind} adapter; only a plain LoRA can run beside a base",
             fix="give a plain LoRA, or leave base.assistant out",
         )
-    found = dict(denoiser.named_modules()).get(name) if component == DENOISER else None
-    layer = getattr(found, "base_layer", found)
+    wrapper = dict(denoiser.named_modules()).get(name) if component == DENOISER else None
+    layer = getattr(wrapper, "base_layer", wrapper)
     down, up = module.tensors["down"], module.tensors["up"]
     if (
         not isinstance(layer, nn.Linear | nn.Conv2d)
@@ -106,7 +106,7 @@ def _assistant_hook(
 
 Layer = nn.Linear | nn.Conv2d
 Apply = Callable[[Tensor], Tensor]
-"""What an adapter adds to a layer's output, by its input."""
+"""Returns the adapter's part of a layer's output for the layer's input."""
 
 
 class LoraStrength:
@@ -135,13 +135,13 @@ def attach_lora(networks: Mapping[str, nn.Module], tensors: AdapterTensors) -> L
 
 
 def layer_of(networks: Mapping[str, nn.Module], key: str, module: ModuleTensors) -> Layer:
-    """Return the frozen layer that a module of an adapter changes, inside its adapter if it has one.
+    """Return the frozen layer that a module of an adapter changes, unwrapped if it is adapted itself.
 
-    Raises InputError where the base has no such layer of that size.
+    Raises InputError if the base has no such layer of that size.
     """
     component, name = split_key(key)
-    found = networks[component].get_submodule(name)
-    layer = getattr(found, "base_layer", found)
+    wrapper = networks[component].get_submodule(name)
+    layer = getattr(wrapper, "base_layer", wrapper)
     fits = isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
     if not fits or not _fits(module, frozen_weight(layer)):
         raise InputError(
@@ -162,7 +162,7 @@ def _fits(module: ModuleTensors, weight: Tensor) -> bool:
 
 
 def change_of(layer: Layer, module: ModuleTensors) -> Tensor:
-    """Return what a module adds to its layer's weight at strength 1, float32 [out, in, ...]."""
+    """Return the update of a layer's weight at strength 1, float32 [out, in, ...]."""
     weight = frozen_weight(layer).float()
     tensors = {name: tensor.to(weight.device) for name, tensor in module.tensors.items()}
     moved = ModuleTensors(kind=module.kind, tensors=tensors, rank=module.rank, scale=module.scale)
@@ -190,13 +190,14 @@ def _low_rank(layer: Layer, module: ModuleTensors) -> Apply:
     down = module.tensors["down"].float().reshape(rank, *shape[1:])
     up = module.tensors["up"].float() * module.scale
     up = up.reshape(shape[0], rank, *(1,) * (len(shape) - 2))
-    kept: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+    factors: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def apply(x: Tensor) -> Tensor:
-        place = (x.device, x.dtype)
-        if place not in kept:  # streamed layers have no place of their own: their input has
-            kept[place] = (down.to(*place), up.to(*place))
-        own_down, own_up = kept[place]
+        location = (x.device, x.dtype)
+        # The input's device, not the layer's: a streamed layer's weights are in host memory between passes.
+        if location not in factors:
+            factors[location] = (down.to(*location), up.to(*location))
+        own_down, own_up = factors[location]
         if isinstance(layer, nn.Linear):
             return F.linear(F.linear(x, own_down), own_up)
         return F.conv2d(_convolved(layer, x, own_down), own_up)
@@ -205,7 +206,7 @@ def _low_rank(layer: Layer, module: ModuleTensors) -> Apply:
 
 
 def _whole(layer: Layer, module: ModuleTensors) -> Apply:
-    """The update is made again in every pass: kept, those of all layers would double the base."""
+    """Compute the full update in every pass: stored for all layers it would take as much as the base."""
 
     def apply(x: Tensor) -> Tensor:
         change = change_of(layer, module).to(x)

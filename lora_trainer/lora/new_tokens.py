@@ -1,8 +1,8 @@
-"""New tokens of text encoders: vectors that are learned beside a frozen table (pivotal tuning).
+"""New tokens of text encoders: trained embedding vectors beside a frozen table (pivotal tuning).
 
-Gal et al. 2022 (arXiv 2208.01618) learn the vectors of a word, Roich et al. 2021 (arXiv 2106.05744)
-first find such a pivot and then tune the generator around it. Input is a `TextEncoder` that was told
-its word; output the vectors by component, float32 whatever the dtype of the table.
+Gal et al. 2022 (arXiv 2208.01618) learn the vectors of a word; Roich et al. 2021 (arXiv 2106.05744) first
+find such a pivot and then tune the generator around it. Input is a `TextEncoder` that has the new word;
+output are the vectors by component, float32 whatever the dtype of the table.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from lora_trainer.families.base import TextEncoder
 
 
 class ExtendedTable(nn.Module):
-    """Takes the place of a network's token table: numbers below zero are rows of `vectors`."""
+    """Replaces a network's token table; token numbers -1, -2, ... are rows 0, 1, ... of `vectors`."""
 
-    def __init__(self, known: nn.Embedding, vectors: nn.Parameter) -> None:
+    def __init__(self, base_table: nn.Embedding, vectors: nn.Parameter) -> None:
         super().__init__()
-        self.known, self.vectors = known, vectors
+        self.known, self.vectors = base_table, vectors
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Return [..., width] of the known table's dtype for numbers [...]."""
-        known: Tensor = self.known(numbers.clamp(min=0))
+        """Return [..., width] in the dtype of the base's table for token numbers [...]."""
+        base_rows: Tensor = self.known(numbers.clamp(min=0))
         new = functional.embedding((-1 - numbers).clamp(min=0), self.vectors)
-        return torch.where((numbers < 0).unsqueeze(-1), new.to(known.dtype), known)
+        return torch.where((numbers < 0).unsqueeze(-1), new.to(base_rows.dtype), base_rows)
 
 
 def add_new_tokens(
     text: TextEncoder, count: int, *, start: str | None, seed: int
 ) -> dict[str, nn.Parameter]:
-    """Extend the tables of `text` by the `count` vectors of its word, and return these [count, width].
+    """Extend the tables of `text` by `count` vectors of its new word; return them, [count, width] each.
 
-    They start at the vectors of `start`, taken in turn, or at random ones of the table's standard
-    deviation. Raises RequestError for a `start` without tokens.
+    They start at the vectors of the word `start`, repeated in turn, or at random vectors with the table's
+    standard deviation. Raises RequestError for a `start` without tokens.
     """
     numbers = {} if start is None else text.numbers(start)
-    found = {}
+    vectors = {}
     for component, network in text.networks.items():
-        known = network.get_input_embeddings()  # type: ignore[operator]  # transformers' own
-        assert isinstance(known, nn.Embedding)
+        base_table = network.get_input_embeddings()  # type: ignore[operator]  # transformers' own
+        assert isinstance(base_table, nn.Embedding)
         if start is None:
-            values = _random(known.weight, count, component=component, seed=seed)
+            values = _random(base_table.weight, count, component=component, seed=seed)
         else:
-            values = _copied(known.weight, numbers[component], count, start=start)
-        found[component] = nn.Parameter(values)
-        table = ExtendedTable(known, found[component])
+            values = _copied(base_table.weight, numbers[component], count, start=start)
+        vectors[component] = nn.Parameter(values)
+        table = ExtendedTable(base_table, vectors[component])
         network.set_input_embeddings(table)  # type: ignore[operator]  # transformers' own
-    return found
+    return vectors
 
 
 def _random(table: Tensor, count: int, *, component: str, seed: int) -> Tensor:

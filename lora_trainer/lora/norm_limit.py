@@ -1,8 +1,8 @@
-"""Max-norm regularisation: no layer's update may be larger than a limit (sd-scripts: scale_weight_norms).
+"""Max-norm regularisation: limits the norm of each layer's update (sd-scripts: scale_weight_norms).
 
 After Srebro & Shraibman 2005 and Srivastava et al. 2014: after each optimizer step, the factors of an
-update that is too large are scaled back alike. Norms come from the factors' Gram matrices; only
-LoHa's product is formed, a layer at a time.
+update that is too large are all scaled by the same number. Norms are computed from the factors' Gram
+matrices, without the [out, in] product; only LoHa's product is formed, one layer at a time.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.inject import AdaptedLayer
 
 TOLERANCE = 1e-5
-"""Relative excess that is left alone: a layer scaled back to the limit may round to just above it, and
-a step that changes no weight must leave its bits."""
+"""Relative excess that is tolerated: a layer scaled back to the limit may round to just above it, and the
+next step would change its bits again although the optimizer did not move it."""
 
 
 @torch.no_grad()
 def limit_norms(adapter: Adapter, limit: float) -> None:
     """Scale the updates of trained layers whose Frobenius norm is above `limit` back to it.
 
-    Nothing waits for the device. For LoRA, LoHa and LoKr; not for DoRA and PiSSA, whose updates are
-    more than the product of the factors.
+    The host does not wait for the device. For LoRA, LoHa and LoKr; not for DoRA and PiSSA, whose updates
+    are more than the product of the factors.
     """
     layers = [
         layer
@@ -41,7 +41,7 @@ def limit_norms(adapter: Adapter, limit: float) -> None:
 
 
 def update_norm(layer: AdaptedLayer) -> Tensor:
-    """Return the Frobenius norm of what a layer adds to its weight, as a float32 scalar on its device."""
+    """Return the Frobenius norm of a layer's update, a float32 scalar on its device."""
     factors: Mapping[str, Tensor] = {
         name: parameter.detach().flatten(1) for name, parameter in layer.parameters.items()
     }
@@ -65,6 +65,9 @@ def _side_norm(factors: Mapping[str, Tensor], name: str) -> Tensor:
     return _product_norm(factors[f"{name}_a"], factors[f"{name}_b"])
 
 
-def _product_norm(left: Tensor, right: Tensor) -> Tensor:
-    """Return |left right| of [m, r] and [r, n]: the sum of (left^T left) * (right right^T)."""
-    return ((left.mT @ left) * (right @ right.mT)).sum().clamp(min=0.0).sqrt()
+def _product_norm(first: Tensor, second: Tensor) -> Tensor:
+    """Return the Frobenius norm of `first` [m, r] @ `second` [r, n].
+
+    Its square is the sum of (first^T first) * (second second^T), elementwise over [r, r].
+    """
+    return ((first.mT @ first) * (second @ second.mT)).sum().clamp(min=0.0).sqrt()

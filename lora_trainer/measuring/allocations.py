@@ -1,8 +1,8 @@
-"""What a training allocates on a card and in which order: traced on `meta`, for a model of the allocator.
+"""The device allocations of a training in their order, traced on `meta` for a model of the allocator.
 
-Input is a load of the planner and the shapes its passes have; output sizes in bytes: what is there from
-the first step to the last, and the events of each pass as `planning/caching_allocator.py` reads them.
-No weights and no card are needed.
+Input is a load of the planner and the shapes of its passes. Output, in bytes: the tensors that stay from
+the first step to the last, and the allocation events of each pass for `planning/caching_allocator.py`.
+Neither weights nor a GPU are needed.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _VAE = {
 }
 _VAE_CHANNELS, _VAE_FACTOR = 16, 8
 _MAPS = 6
-"""Tensors at the peak of another VAE."""
+"""Number of equal tensors by which the peak of a VAE of another class is modelled."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class PassShape:
-    """One pass: so many images of a bucket, their texts of so many tokens (None: of one length)."""
+    """The shape of one pass: images of one bucket, with captions of `text_tokens` (None: a fixed length)."""
 
     width_px: int
     height_px: int
@@ -59,7 +59,7 @@ class PassShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """Events of a forward and backward pass by shape, and of one sample image: guided passes and decoding."""
+    """Events of forward and backward passes by shape, and of one sample image (guided passes, decoding)."""
 
     steps: Mapping[PassShape, tuple[Event, ...]]
     sampling: tuple[Event, ...]
@@ -67,18 +67,18 @@ class Passes:
 
 @dataclass(frozen=True, kw_only=True)
 class Stays:
-    """Sizes of what stays, in the order it is allocated; `loading` comes before and is gone."""
+    """Sizes of the tensors that stay, in order of allocation; the `loading` events come first and are freed."""
 
     loading: tuple[Event, ...]
     sizes: tuple[int, ...]
 
 
 Prompt = Callable[[int | None], Mapping[str, tuple[int, ...]]]
-"""Returns the shapes of a text of so many tokens as it is encoded, batch 1; None: the longest."""
+"""Returns the shapes of an encoded caption of so many tokens, batch 1; None stands for the longest."""
 
 
 def built(load: Load, *, family: Family, facts: BaseFacts, prompt: Prompt) -> TracedNetwork:
-    """Return the network of a load on `meta`, with its adapter; what a pass keeps is not settled yet."""
+    """Return the network of a load on `meta`, with its adapter and without checkpointing so far."""
     dtype = DTYPES[load.precision]
     with META:
         network = family.empty_denoiser(facts.architecture)
@@ -87,7 +87,8 @@ def built(load: Load, *, family: Family, facts: BaseFacts, prompt: Prompt) -> Tr
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
     if load.base_precision in QUANTIZATIONS:
-        # nf4's kernels know no meta tensors: its steps are those of int8, its bytes are its own.
+        # nf4's kernels do not run on meta tensors. Its passes allocate as those of int8 do; the bytes of
+        # its weights are counted in `_base_tensors`.
         quantize(
             network, "int8", device=META, skip=family.quantization_skip, matmul=load.base_matmul
         )
@@ -102,27 +103,32 @@ def built(load: Load, *, family: Family, facts: BaseFacts, prompt: Prompt) -> Tr
 def passes(
     load: Load, traced: TracedNetwork, *, prompt: Prompt, shapes: Sequence[PassShape]
 ) -> Passes:
-    """Trace the passes of a load, wherever its weights lie.
+    """Trace the passes of a load; where its weights lie makes no difference.
 
-    `traced` is built for this load, or one that differs in nothing it is built from. A picture lying
-    down takes what it takes standing. Sizes between the smallest and the largest picture follow from
-    these two: each tensor is as large as a line in the area says.
+    `traced` is the network of this load, or of one that differs only in settings `built` does not read.
+    Landscape images allocate as portrait images of the same size do. Only the smallest and the largest
+    image of a group are traced: the sizes of all tensors are linear in the area, so the others are
+    interpolated.
     """
     _fill_tables(traced, load)
-    alike: dict[tuple[int, int | None], list[PassShape]] = {}
+    by_batch: dict[tuple[int, int | None], list[PassShape]] = {}
     for shape in sorted(set(map(_standing, shapes)), key=_area_px):
-        alike.setdefault((shape.images, shape.text_tokens), []).append(shape)
-    found: dict[PassShape, tuple[Event, ...]] = {}
-    for group in alike.values():
+        by_batch.setdefault((shape.images, shape.text_tokens), []).append(shape)
+    events_by_shape: dict[PassShape, tuple[Event, ...]] = {}
+    for group in by_batch.values():
         for shape in {group[0], group[-1]}:
-            found[shape] = tuple(_step(_with_text(traced, prompt(shape.text_tokens)), load, shape))
+            events_by_shape[shape] = tuple(
+                _step(_with_text(traced, prompt(shape.text_tokens)), load, shape)
+            )
         for shape in group[1:-1]:
             share = Fraction(
                 _area_px(shape) - _area_px(group[0]), _area_px(group[-1]) - _area_px(group[0])
             )
-            found[shape] = between(found[group[0]], found[group[-1]], share=share)
+            events_by_shape[shape] = between(
+                events_by_shape[group[0]], events_by_shape[group[-1]], share=share
+            )
     return Passes(
-        steps={shape: found[_standing(shape)] for shape in shapes},
+        steps={shape: events_by_shape[_standing(shape)] for shape in shapes},
         sampling=tuple(_sampling(traced, load)),
     )
 
@@ -130,7 +136,8 @@ def passes(
 def between(
     small: Sequence[Event], large: Sequence[Event], *, share: Fraction
 ) -> tuple[Event, ...]:
-    """Return the events of a pass between two that run the same kernels; `share` 0 is the small one."""
+    """Interpolate the events of two passes of the same kernels; `share` 0 is `small`, 1 is `large`."""
+    # Equal numbers in equal order: both passes allocate and free the same tensors at the same moments.
     assert [number for number, _ in small] == [number for number, _ in large]
     return tuple(
         (number, round(size + share * (larger - size)))
@@ -145,10 +152,10 @@ def _area_px(shape: PassShape) -> int:
 def stays(
     load: Load, traced: TracedNetwork, *, away: Sequence[str] = (), samples_ahead: int = 0
 ) -> Stays:
-    """Return what is there from the first step to the last: base, adapter, optimizer states.
+    """Return the tensors that stay from the first step to the last: base, adapter, optimizer states.
 
-    The layers `away` lie in host memory, as modulation may, and what they give is made for so many
-    samples ahead.
+    The layers `away` (modulation) are in host memory; their outputs for `samples_ahead` samples stay
+    instead.
     """
     network = traced.network
     return Stays(
@@ -174,14 +181,17 @@ def _with_text(traced: TracedNetwork, prompt: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _fill_tables(traced: TracedNetwork, load: Load) -> None:
-    """Let the network make what it keeps from its first call, which is no activation."""
+    """Run the network once, so that tables it caches at its first call do not count as activations."""
     noisy, timesteps, conditioning = traced.inputs(replace(load.workload(), micro_batch=1))
     with torch.no_grad(), FusedKernels("cuda"):
         traced.family.predict(traced.network, noisy, timesteps, conditioning)
 
 
 def _step(traced: TracedNetwork, load: Load, shape: PassShape) -> Iterator[Event]:
-    """Gradients of the adapter are made in the pass and gone after it, as `zero_grad` leaves them."""
+    """Yield the events of one forward and backward pass.
+
+    The adapter's gradients are allocated in the pass and freed at its end, as by `zero_grad`.
+    """
     network, family = traced.network, traced.family
     apply_checkpointing(network, load.checkpointing, kept_share=load.kept_share)
     parameters = [each for each in network.parameters() if each.requires_grad]
@@ -205,7 +215,7 @@ def _step(traced: TracedNetwork, load: Load, shape: PassShape) -> Iterator[Event
         target, noise = torch.empty_like(noisy), torch.empty_like(noisy)
         prediction = forward()
         loss = (prediction.float() - target.float()).square().mean()
-        # From a tensor, the backward pass would leave FusedKernels.
+        # Started from a tensor, `backward` is a torch function and would run outside the FusedKernels mode.
         edge = torch.autograd.graph.get_gradient_edge(loss)
         del prediction
         torch.autograd.backward([edge], [torch.ones_like(loss)])
@@ -228,11 +238,11 @@ def _sampling(traced: TracedNetwork, load: Load) -> Iterator[Event]:
             side = side_px // _VAE_FACTOR
             vae.decode(torch.empty(1, _VAE_CHANNELS, side, side), return_dict=False)
             del vae
-        else:  # of another kind only how much it is
-            held = torch.empty(traced.facts.parts["vae"].parameters)
+        else:  # a VAE of another class is not built: its weights and its peak are allocated as a whole
+            vae_weights = torch.empty(traced.facts.parts["vae"].parameters)
             each = family.decoding_elements_per_px * side_px**2 // _MAPS
             maps = [torch.empty(each) for _ in range(_MAPS)]
-            del held, maps
+            del vae_weights, maps
     yield from live.events
 
 
@@ -240,7 +250,7 @@ def _sampling(traced: TracedNetwork, load: Load) -> Iterator[Event]:
 
 
 def _weights(network: nn.Module, load: Load, away: Sequence[str]) -> Iterator[int]:
-    """Base weights in module order; streamed blocks have two buffers instead."""
+    """Yield the sizes of base weights in module order; streamed blocks have two buffers instead."""
     blocks = repeated_blocks(network)
     names = list(blocks)
     streamed = [
@@ -268,7 +278,7 @@ def _weights(network: nn.Module, load: Load, away: Sequence[str]) -> Iterator[in
 def _vectors(
     network: nn.Module, load: Load, away: Sequence[str], *, samples_ahead: int
 ) -> Iterator[int]:
-    """What the layers that are away give, a tensor for each."""
+    """Yield the sizes of the precomputed outputs of layers in host memory, one tensor per layer."""
     for name in away:
         width: Any = network.get_submodule(name).out_features
         yield samples_ahead * width * DTYPES[load.precision].itemsize
@@ -287,7 +297,7 @@ def _base_tensors(network: nn.Module, load: Load) -> Iterator[tuple[str, int]]:
 
 
 def _adapter(network: nn.Module, load: Load) -> Iterator[int]:
-    """Masters, then optimizer states."""
+    """Yield the sizes of the adapter's float32 weights, the optimizer's states, and copies of the weights."""
     sizes = [each.nbytes for each in network.parameters() if each.requires_grad]
     yield from sizes
     states = 1 if load.optimizer.endswith("8bit") else 4
@@ -299,7 +309,7 @@ def _adapter(network: nn.Module, load: Load) -> Iterator[int]:
 
 
 def _loading(network: nn.Module, load: Load) -> Iterator[Event]:
-    """A base in few bits is made on the card, a layer at a time, and goes back."""
+    """Yield the events of quantising a base: each layer is quantised on the GPU and moved back."""
     if load.base_precision not in QUANTIZATIONS:
         return
     number = 0

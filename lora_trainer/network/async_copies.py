@@ -1,17 +1,17 @@
 """Copies between host and device that nobody waits for until the values are needed.
 
-Numbers on their way from the device to the host, so that nobody waits for what is queued after them.
+Asynchronous reads: copies a few numbers from the device to the host without waiting for later work.
 
-`float(tensor)` on a card waits for everything queued so far, also for steps after the one that the
-tensor belongs to: a loss that is read late is no better than one that is read at once. A `AsyncRead`
-starts the copy right behind the computation and waits for that copy alone.
+`float(tensor)` on a GPU waits for all work queued so far, including the steps after the one that computed
+the tensor, so reading a loss late would wait as long as reading it at once. A `AsyncRead` queues the copy
+right after the computation, and a later `read` waits for that copy alone.
 
-Copies between host and device beside the computation, with the waiting that makes them right.
+Copies between host and device beside the computation, with the waits that keep them correct.
 
-A device with streams copies on one of its own, or in turn with the computation where that is wanted; any
-other at once. Whoever starts a copy keeps both tensors alive until a `wait` for it was queued: the
-allocator knows nothing of the side stream, and telling it (`record_stream`) would hold memory back for as
-long as the host runs ahead.
+On a device with streams, copies run on a side stream, or on the computing stream with `beside=False`; on
+other devices they run at once. The caller of `copy` keeps both tensors alive until it has called `wait`:
+the allocator does not know of the side stream and would reuse their memory. Telling it (`record_stream`)
+would hold memory back for as long as the host runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lora_trainer.network.pinned_memory import pinned
 
 
 class AsyncRead:
-    """A few numbers, float32, read from tensors of one device when the work queued so far is done."""
+    """A copy of a few float32 numbers to the host, queued behind the work that computes them."""
 
     def __init__(self, values: Tensor) -> None:
         self._host = values.detach()
@@ -41,36 +41,37 @@ class AsyncRead:
             self._copied = mark(values.device)
 
     def read(self) -> list[float]:
-        """Return the numbers; waits until they have arrived, not for what was queued later."""
+        """Return the numbers; waits until the copy is done, not for work queued later."""
         if self._copied is not None:
             self._copied.synchronize()
-        found: list[float] = self._host.tolist()
-        return found
+        numbers: list[float] = self._host.tolist()
+        return numbers
 
 
 Done = torch.Event | None
-"""When a copy is over; None: it already is."""
+"""An event at the end of a copy; None if the copy is over."""
 
 
 class CopyStream:
-    """The side stream of one device; not `beside` the computation, copies are work like any other."""
+    """The copies of one device; with `beside=False` they run in order with the computation."""
 
     def __init__(self, device: torch.device, *, beside: bool = True) -> None:
         self.device = device
         self._stream = side_stream(device) if beside else None
 
     def copy(self, target: Tensor, source: Tensor) -> Done:
-        """Start target <- source, after all work queued so far; asynchronous where host memory is pinned."""
+        """Start target <- source, after all work queued so far; asynchronous if host memory is pinned."""
         if self._stream is None:
             target.copy_(source)
             return None
+        # The source may still be computed, and the target still read, by work queued earlier.
         self._stream.wait_stream(current_stream(self.device))
         with on_stream(self._stream):
             target.copy_(source, non_blocking=True)
-            done: Done = self._stream.record_event()
-        return done
+            event: Done = self._stream.record_event()
+        return event
 
-    def wait(self, done: Done) -> None:
-        """Let all work queued from now on begin after a copy; the host does not wait."""
-        if done is not None:
-            current_stream(self.device).wait_event(done)
+    def wait(self, event: Done) -> None:
+        """Make all work queued from now on wait for a copy; the host does not wait."""
+        if event is not None:
+            current_stream(self.device).wait_event(event)

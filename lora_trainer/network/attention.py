@@ -1,7 +1,7 @@
-"""Which attention kernels the denoiser uses. SDPA is the default of every diffusers network.
+"""Selects the attention kernels of the denoiser. SDPA is the default of every diffusers network.
 
-`set_attention_backend` is a silent no-op on a U-Net (TRAPS C.8), so xformers is switched on through
-the networks' own method, and what was really set is checked afterwards.
+`set_attention_backend` silently does nothing on a U-Net, so xformers is switched on by the networks' own
+method, and the processors are checked afterwards.
 """
 
 from __future__ import annotations

@@ -2,18 +2,18 @@
 
 Frozen weights of blocks packed into host memory, so that one copy brings a block to a device.
 
-Input are modules of a network; their tensors become views of one piece of memory per block, on the
-host or wherever that memory was copied to. Adapters inside the blocks are left alone. Each block is
-pinned in place, or not: torch's own pinned allocations are rounded up to a power of two, and no copy may
-reach over the end of what is pinned.
+Input are modules of a network. Their tensors become views of one piece of memory per block: on the host,
+or wherever that memory was copied to. Adapters inside the blocks are not packed. The memory of each block
+is pinned in place, as a whole or not at all: torch's own pinned allocations are rounded up to a power of
+two, and a copy must not run past the end of a pinned range.
 
-Streams frozen blocks: their weights lie in host memory and are on the device while they are due.
+Block swap: the weights of frozen blocks stay in host memory and are copied to the device when needed.
 
-`stream_blocks` takes a network with adapters and checkpointing in place, on the CPU or on the device,
-and leaves it ready to train and sample on the device. Weights are copied one block ahead into one of
-two buffers, in the forward and in the backward pass, and never back: the base is frozen. Blocks must
-be recomputed, or autograd would keep weights that are written over; torch's version counters would
-then refuse the backward pass, so no gradient is ever silently wrong.
+`stream_blocks` takes a network with adapters and checkpointing in place, on the CPU or on the device, and
+makes it ready to train and sample on the device. Weights are copied one block ahead into one of two
+buffers, in the forward and in the backward pass, and never back, as the base is frozen. Every swapped
+block must be recomputed: autograd would otherwise save weights whose buffer is overwritten. torch's version
+counters would then refuse the backward pass, so no gradient is ever silently wrong.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from lora_trainer.network.pinned_memory import pinned, whole_pages
 from lora_trainer.network.swapped_blocks import BUFFERS, streamed_indices
 
 ALIGNMENT_BYTES = 256
-"""Where tensors begin: matrix kernels are chosen by alignment, and look no further than this."""
+"""Alignment of tensors in packed memory: matrix kernels are chosen by alignment up to this value, so a
+packed weight runs the same kernels, with the same bits, as one that is not."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Place:
-    """Where a module holds a frozen tensor, and where that lies in the memory of its block."""
+class _Slot:
+    """The attribute in which a module holds a frozen tensor, and the tensor's offset in its block's memory."""
 
     owner: dict[str, Any]
     name: str
@@ -56,12 +57,12 @@ class _Place:
 
 
 class PackedBlock:
-    """The frozen tensors of one block: parameters and buffers, `bytes` with their alignment."""
+    """The frozen tensors of one block, parameters and buffers; `bytes` is their size with alignment."""
 
     def __init__(self, block: nn.Module, *, setting: str = "memory.streamed_blocks") -> None:
-        """Raise RequestError, which names the `setting`, for weights that are not plain tensors."""
+        """Raise RequestError, naming `setting`, for weights that are not plain tensors."""
         self.bytes = 0
-        self._places: list[_Place] = []
+        self._slots: list[_Slot] = []
         for owner, name in base_tensors(block):
             tensor = owner[name]
             assert not tensor.requires_grad, "only a frozen base can be streamed"
@@ -70,7 +71,7 @@ class PackedBlock:
                     f"{setting} cannot stream weights of type {type(tensor).__name__}",
                     fix=f"use --set {setting}=0, or another memory.base_precision",
                 )
-            place = _Place(
+            slot = _Slot(
                 owner=owner,
                 name=name,
                 offset=self.bytes,
@@ -78,29 +79,29 @@ class PackedBlock:
                 shape=tensor.shape,
                 is_parameter=isinstance(tensor, nn.Parameter),
             )
-            self._places.append(place)
+            self._slots.append(slot)
             self.bytes += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def take_in(self, memory: Tensor) -> None:
         """Move the tensors into `memory` (uint8 [bytes]) one by one."""
-        for place in self._places:
-            packed = place.view(memory)
-            packed.detach().copy_(place.owner[place.name].detach())
-            place.owner[place.name] = packed
+        for slot in self._slots:
+            packed = slot.view(memory)
+            packed.detach().copy_(slot.owner[slot.name].detach())
+            slot.owner[slot.name] = packed
 
     def views(self, memory: Tensor) -> list[Tensor]:
-        """Return the tensors as they lie in `memory`, uint8 of `bytes` or more."""
-        return [place.view(memory) for place in self._places]
+        """Return views of `memory`, uint8 of `bytes` or more, as the block's tensors in their order."""
+        return [slot.view(memory) for slot in self._slots]
 
     def hold(self, views: Sequence[Tensor] | None) -> None:
-        """Let the block use these; None: nothing, until the next call."""
-        for number, place in enumerate(self._places):
-            place.owner[place.name] = None if views is None else views[number]
+        """Let the block use these tensors; with None it has none until the next call."""
+        for number, slot in enumerate(self._slots):
+            slot.owner[slot.name] = None if views is None else views[number]
 
 
 def base_tensors(block: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield where the base's own tensors are held: (a module's parameters or buffers, name)."""
-    # An adapter wraps the layer it changes; all else inside it is its own, also what it keeps frozen.
+    """Yield the holders of the base's own tensors: (a module's dict of parameters or buffers, name)."""
+    # An adapter wraps the layer it changes; its other tensors are the adapter's, even frozen ones.
     inner = block._modules.get("base_layer")
     if inner is not None:
         yield from base_tensors(inner)
@@ -112,22 +113,22 @@ def base_tensors(block: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def pack(blocks: Sequence[PackedBlock]) -> list[Tensor]:
-    """Move the tensors of each block into memory of its own on the host, uint8; return that."""
-    found = []
+    """Move the tensors of each block into host memory of its own; return these uint8 tensors."""
+    memories = []
     for block in blocks:
         memory = whole_pages(block.bytes)
         block.take_in(memory)
-        found.append(memory)
-    return found
+        memories.append(memory)
+    return memories
 
 
 def pin(
     memories: Sequence[Tensor], *, device: torch.device, owner: object
 ) -> weakref.finalize[..., Any]:
-    """Lock host memory in place for copies to a device, one after the other, as far as the system lets us.
+    """Pin host memory in place for copies to a device, one piece after the other, until the system refuses.
 
-    It stays pinned as long as `owner` lives, or until what is returned is called; no copy may be under
-    way then.
+    It stays pinned as long as `owner` lives, or until the returned finalizer is called; no copy may be
+    under way then.
     """
     undone = [undo for memory in memories if (undo := pinned().in_place(memory, device=device))]
 
@@ -136,18 +137,20 @@ def pin(
             undone.pop()()
 
     undo = weakref.finalize(owner, unpin)
-    undo.atexit = False  # CUDA may be gone by then
+    undo.atexit = False  # CUDA may be shut down by then, and the process's memory is freed anyway
     return undo
 
 
 def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks that can be streamed by name, in module order, as diffusers declares them."""
+    """Return the network's repeated blocks by name, in module order, as diffusers declares them."""
     kinds: Any = network._repeated_blocks or network._no_split_modules
-    return {name: found for name, found in network.named_modules() if type(found).__name__ in kinds}
+    return {
+        name: module for name, module in network.named_modules() if type(module).__name__ in kinds
+    }
 
 
 def block_sizes(network: nn.Module) -> list[int]:
-    """Return how many elements the base has in each repeated block; works on `meta` too."""
+    """Return the number of base weights in each repeated block; works on `meta` too."""
     return [
         sum(owner[name].numel() for owner, name in base_tensors(block))
         for block in repeated_blocks(network).values()
@@ -155,15 +158,15 @@ def block_sizes(network: nn.Module) -> list[int]:
 
 
 def stream_blocks(network: nn.Module, *, count: int, device: torch.device) -> Streamed:
-    """Keep the frozen weights of `count` repeated blocks in host memory; all else goes to `device`.
+    """Keep the frozen weights of `count` repeated blocks in host memory; move the rest to `device`.
 
-    Raises RequestError where there are not as many blocks, they are not recomputed, or their weights
-    are of a type that cannot be packed.
+    Raises RequestError if the network has fewer blocks, a block is not recomputed, or its weights are of a
+    type that cannot be packed.
     """
     names = list(repeated_blocks(network))
     if not 1 <= count <= len(names):
         raise RequestError(
-            f"memory.streamed_blocks={count}, and the base has {len(names)} blocks",
+            f"memory.streamed_blocks={count} is impossible: the base has {len(names)} blocks",
             fix=f"use at most {len(names)}",
         )
     return Streamed(
@@ -173,26 +176,26 @@ def stream_blocks(network: nn.Module, *, count: int, device: torch.device) -> St
 
 @dataclass(kw_only=True, eq=False)
 class _Buffer:
-    """Device memory for the weights of one block; `block` is in it, or on its way until `arrived`."""
+    """Device memory for the weights of one block; `block` is the block in it, complete after `arrived`."""
 
     memory: Tensor
     views: list[list[Tensor]]
-    """Of every block, as it lies in `memory`."""
+    """For every block, its tensors as views of `memory`."""
     block: int | None = None
     arrived: Done = None
 
 
 class Streamed:
-    """The streamed blocks of a network; `remove` makes it a plain one again.
+    """The swapped blocks of a network; `remove` puts them on the device for good.
 
-    `loads` counts copies to the device.
+    `loads` counts copies of a block to the device.
     """
 
     def __init__(self, network: nn.Module, names: list[str], *, device: torch.device) -> None:
         self.names, self.device = tuple(names), device
         self.loads = 0
         blocks = [network.get_submodule(name) for name in names]
-        # Weak: a block's hook holds this object.
+        # Weak references: a block's hook holds this object, and a cycle would be freed late.
         self._parents = [
             weakref.ref(network.get_submodule(".".join(name.split(".")[:-2]))) for name in names
         ]
@@ -215,16 +218,16 @@ class Streamed:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of the weights, pinned as far as the system lets us."""
+        """Bytes of host memory of the weights, pinned until the system refuses."""
         return sum(part.nbytes for part in self._host)
 
     @property
     def buffer_bytes(self) -> int:
-        """Device memory of the buffers."""
+        """Bytes of device memory of the buffers."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     def copy_when_due(self) -> None:
-        """Copy on the stream that computes, from now on: nothing is on its way while something is computed."""
+        """Copy on the computing stream from now on, so that no copy runs beside a computation."""
         for buffer in self._buffers:
             self._copies.wait(buffer.arrived)
             if buffer.block is not None:
@@ -236,7 +239,7 @@ class Streamed:
         """Put all weights on the device for good."""
         for handle in self._handles:
             handle.remove()
-        synchronize(self.device)  # copies may be under way
+        synchronize(self.device)  # copies into the buffers may be under way
         self._buffers.clear()
         for block, part in zip(self._blocks, self._host, strict=True):
             block.hold(block.views(part.to(self.device, copy=True)))
@@ -245,16 +248,19 @@ class Streamed:
     # ---- before a block runs: in the forward pass, and again when the backward pass recomputes it
 
     def _before(self, index: int, module: nn.Module, _: tuple[Any, ...]) -> None:
+        # The id of the running backward pass, -1 outside one: under checkpointing this hook also runs
+        # during recomputation, where the next block needed is the previous one.
         backward = torch._C._current_graph_task_id() != -1
         if torch.is_grad_enabled() and not backward:
             self._require_recomputation(index, module)
         buffer = self._buffer_of(index)
-        if buffer is None:  # not foreseen: this block waits for the whole copy
+        if buffer is None:  # the order was predicted wrongly: this block waits for its whole copy
             buffer = self._load(index)
         self._copies.wait(buffer.arrived)
         self._blocks[index].hold(buffer.views[index])
-        # The last in the list is in use; the first is free: the block before has been computed, and
-        # in the backward pass its gradients have, as autograd runs the later of two blocks first.
+        # The last buffer in the list is in use, the first is free: work on the block before it is queued
+        # already (in the backward pass its gradients too, as autograd runs the later of two blocks first),
+        # and the copy stream waits for all work queued so far.
         self._buffers.remove(buffer)
         self._buffers.append(buffer)
         following = self._previous(index) if backward else self._next(index)
@@ -265,7 +271,7 @@ class Streamed:
         return next((buffer for buffer in self._buffers if buffer.block == index), None)
 
     def _load(self, index: int) -> _Buffer:
-        """Start the copy of a block into the free buffer; what was there is used no more."""
+        """Start to copy a block into the free buffer; the block that was there uses host memory again."""
         buffer, source = self._buffers[0], self._host[index]
         if buffer.block is not None:
             self._blocks[buffer.block].hold(self._host_views[buffer.block])
@@ -276,21 +282,25 @@ class Streamed:
         return buffer
 
     def _next(self, index: int) -> int | None:
-        """Return the block that follows in the forward pass, and learn the order: modules may lie in another."""
+        """Return the block after `index` in the forward pass, and learn the order in which blocks run.
+
+        It may differ from the module order: U-Nets declare the up blocks before the middle block.
+        """
         order = self._order
         if order.index(index) > order.index(self._last) + 1:
             order.remove(index)
             order.insert(order.index(self._last) + 1, index)
         self._last = index
-        place = order.index(index) + 1
-        if place < len(order):
-            return order[place]
-        # Without gradients the next pass begins; with them the backward pass begins here.
+        position = order.index(index) + 1
+        if position < len(order):
+            return order[position]
+        # After the last block: with gradients the backward pass starts with this block, which is on the
+        # device; without them the next forward pass starts with the first block.
         return None if torch.is_grad_enabled() else order[0]
 
     def _previous(self, index: int) -> int | None:
-        place = self._order.index(index) - 1
-        return self._order[place] if place >= 0 else None
+        position = self._order.index(index) - 1
+        return self._order[position] if position >= 0 else None
 
     # ---- setting up
 
@@ -303,6 +313,7 @@ class Streamed:
             )
 
     def _move_the_rest(self, network: nn.Module) -> None:
+        # The blocks let go of their weights meanwhile, so that `to` does not move them.
         for block in self._blocks:
             block.hold(None)
         try:

@@ -1,8 +1,8 @@
-"""Gradient checkpointing of a diffusers network: what blocks keep, and where their inputs wait.
+"""Gradient checkpointing of a diffusers network: the results blocks keep, and where their inputs wait.
 
-`apply_checkpointing` takes a network and a kind, and hands diffusers the function through which its
-networks call their blocks. The numbers of a step stay the same bits: blocks draw nothing at random.
-Works on `meta` too, where a step's memory is traced.
+`apply_checkpointing` takes a network and a checkpointing level, and gives diffusers the function through
+which its networks call their blocks. A step has the same bits at every level, because blocks draw no
+random numbers. Works on `meta` too, where a step's memory is traced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lora_trainer.network.pinned_memory import pinned
 from lora_trainer.network.selective_checkpoint import SelectivePolicy, selective_contexts
 
 BLOCKS_ON_DEVICE = 2
-"""Blocks whose inputs are on the device at a time: that of the block at work, and one on its way."""
+"""Blocks whose inputs are on the device at a time: the block at work, and one whose copy is under way."""
 
 
 def apply_checkpointing(
@@ -38,9 +38,9 @@ def apply_checkpointing(
 ) -> None:
     """Let a diffusers network recompute its blocks in the backward pass; may be called again.
 
-    Call it after adapters are in place. This share of the blocks keeps as much as with the kind before,
-    for the kinds in `MIXABLE`. `offloaded` keeps the inputs of blocks in host memory, pinned where the
-    network is on a CUDA device.
+    Call it after adapters are in place. `kept_share` is the fraction of the blocks, evenly spaced, that use
+    the next lighter level, for the levels in `MIXABLE`. The level `offloaded` keeps the inputs of blocks in
+    host memory, pinned if the network is on a CUDA device.
     """
     if kind == "none":
         network.disable_gradient_checkpointing()  # type: ignore[operator]
@@ -57,13 +57,13 @@ def is_checkpointed(parent: nn.Module, block: nn.Module) -> bool:
 
 
 class BlockRunner:
-    """What a network calls its blocks through while gradients are computed."""
+    """The function through which a diffusers network calls its blocks while gradients are computed."""
 
     def __init__(self, network: nn.Module, kind: Checkpointing, *, kept_share: float = 0.0) -> None:
         self._kind = kind
         blocks = checkpointable_blocks(network)
         more = kept_blocks(len(blocks), kept_share if kind in MIXABLE else 0.0)
-        # Weak: the network holds this runner.
+        # Weak references: the network holds this runner, and a cycle would be freed late.
         self._keep_more = weakref.WeakSet(blocks[index] for index in more)
         ranks = (
             rank
@@ -73,22 +73,23 @@ class BlockRunner:
         )
         self._rank = max(ranks, default=0)
         self._host = HostInputs() if kind == "offloaded" else None
-        # False spares every block a look at the generators; adapters key their draws by sample.
+        # Saving and restoring the random generators costs every block a wait, so it is left out unless a
+        # module draws from them. Dropout of adapters does not: its masks are a function of the sample.
         self._draws = any(
             isinstance(module, nn.Dropout) and module.p > 0 for module in network.modules()
         )
 
     @property
     def host_bytes(self) -> int:
-        """What has been moved to host memory so far."""
+        """Bytes of block inputs that have been moved to host memory so far."""
         return self._host.moved_bytes if self._host is not None else 0
 
     def recomputes(self, block: nn.Module) -> bool:
-        """Say whether `block` runs again in the backward pass, whatever it keeps of its results."""
+        """Say whether `block` runs again in the backward pass, in full or in part."""
         return self.kind_of(block) != "none"
 
     def kind_of(self, block: nn.Module) -> Checkpointing:
-        """Return how this block is run."""
+        """Return the checkpointing level of this block."""
         if block not in self._keep_more:
             return self._kind
         return CHECKPOINTING[CHECKPOINTING.index(self._kind) - 1]
@@ -110,8 +111,8 @@ class BlockRunner:
 def checkpointable_blocks(network: nn.Module) -> list[nn.Module]:
     """Return the blocks that a diffusers network calls through its runner, in the order they run.
 
-    They are in lists of modules that can be checkpointed, which some of them hold more of. Samplers of
-    U-Nets, which always keep everything, are counted too.
+    A module that can be checkpointed holds its blocks in module lists, and its blocks may be such modules
+    themselves. Up- and downsamplers of U-Nets are included, although they are never recomputed.
     """
     lists = [
         (f"{name}.{kind}", children)
@@ -121,7 +122,7 @@ def checkpointable_blocks(network: nn.Module) -> list[nn.Module]:
         if isinstance(children, nn.ModuleList)
     ]
     # U-Nets declare this list before the middle, which runs before it.
-    lists.sort(key=lambda found: found[0].startswith("up_blocks"))
+    lists.sort(key=lambda entry: entry[0].startswith("up_blocks"))
     return [
         block
         for _, blocks in lists
@@ -131,9 +132,9 @@ def checkpointable_blocks(network: nn.Module) -> list[nn.Module]:
 
 
 class HostInputs:
-    """Takes the inputs of blocks to host memory in the order of the forward pass, and back in reverse.
+    """Moves the inputs of blocks to host memory in the order of the forward pass, and back in reverse.
 
-    The device keeps those of two blocks: a copy hides behind the computation of one block.
+    The device keeps the inputs of two blocks, so a copy runs beside the computation of one block.
     """
 
     def __init__(self) -> None:
@@ -145,11 +146,12 @@ class HostInputs:
 
     @contextmanager
     def holding(self, inputs: tuple[Any, ...]) -> Iterator[None]:
-        """Take in what autograd keeps of a block's inputs while the block runs.
+        """Move the inputs that autograd saves for a block to host memory, while the block runs.
 
-        Only what has a gradient: the rest, such as texts and positions, all blocks share.
+        Only inputs with a gradient are moved: the others, such as text embeddings and positions, are
+        shared by all blocks and would be copied by each.
         """
-        own = {storage_key(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad}
+        input_keys = {storage_key(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad}
         self._expect(None)
         if len(self._leaving) == BLOCKS_ON_DEVICE:
             self._leaving.popleft().leave()
@@ -158,23 +160,23 @@ class HostInputs:
         self._latest = weakref.ref(block)
 
         def pack(tensor: Tensor) -> Tensor | tuple[_BlockInputs, int]:
-            if storage_key(tensor) not in own:
+            if storage_key(tensor) not in input_keys:
                 return tensor
             self.moved_bytes += tensor.nbytes
-            block.kept.append(_Kept(tensor, self._stream_of(tensor.device)))
-            return block, len(block.kept) - 1
+            block.saved_inputs.append(_Kept(tensor, self._stream_of(tensor.device)))
+            return block, len(block.saved_inputs) - 1
 
         with saved_tensors_hooks(pack, self._unpack):
             yield
 
     def _unpack(self, packed: Tensor | tuple[_BlockInputs, int]) -> Tensor:
-        """Return an input, and start the way back of those of the block before."""
+        """Return an input, and start to copy back the inputs of the block before."""
         if isinstance(packed, Tensor):
             return packed
         block, index = packed
-        found = block.take(index)
+        tensor = block.take(index)
         self._expect(block.before, instead_of=block)
-        return found
+        return tensor
 
     def _expect(
         self,
@@ -182,10 +184,10 @@ class HostInputs:
         *,
         instead_of: _BlockInputs | None = None,
     ) -> None:
-        """Bring the inputs of one more block, and let go of others that were on their way.
+        """Start to copy back the inputs of one more block, and drop those that were requested before it.
 
-        After an error nobody asks for those: their graph is gone, and only this object holds them
-        until their copies are over.
+        After an error in a backward pass nothing asks for the latter: their graph is gone, and this object
+        holds them only until their copies are over.
         """
         block = before() if before is not None else None
         if block is self._arriving:
@@ -207,21 +209,21 @@ class _BlockInputs:
 
     def __init__(self, *, before: weakref.ref[_BlockInputs] | None) -> None:
         self.before = before
-        self.kept: list[_Kept] = []
+        self.saved_inputs: list[_Kept] = []
 
     def leave(self) -> None:
-        for kept in self.kept:
-            kept.leave()
+        for saved in self.saved_inputs:
+            saved.leave()
 
     def bring(self) -> None:
-        for kept in self.kept:
-            kept.bring()
+        for saved in self.saved_inputs:
+            saved.bring()
 
     def take(self, index: int) -> Tensor:
-        """Return one input; work queued from now on begins after the copies of all of them."""
-        for kept in self.kept:
-            kept.settle()
-        return self.kept[index].take()
+        """Return one input; work queued from now on begins after the copies of all inputs."""
+        for saved in self.saved_inputs:
+            saved.settle()
+        return self.saved_inputs[index].take()
 
 
 class _Kept:
@@ -231,7 +233,7 @@ class _Kept:
         self._on_device: Tensor | None = tensor
         self._stream = stream
         self._done: Done = None
-        # A part of a larger storage is kept without the rest, so its strides change.
+        # A view of part of a larger storage is copied without the rest, so its strides change.
         whole = tensor.nbytes == tensor.untyped_storage().nbytes()
         self._strides = tensor.stride() if whole else _contiguous_strides(tensor.shape)
         self._shape, self._dtype = tensor.shape, tensor.dtype
@@ -243,17 +245,17 @@ class _Kept:
             self._done = stream.copy(self._host, tensor)
 
     def settle(self) -> None:
-        """Let work queued from now on begin after the last copy."""
+        """Make work queued from now on wait for the last copy."""
         self._stream.wait(self._done)
         self._done = None
 
     def leave(self) -> None:
-        """Give the device memory back."""
+        """Free the device memory once the copy to the host is done."""
         self.settle()
         self._on_device = None
 
     def bring(self) -> None:
-        """Start the way back, if it is not on the device."""
+        """Start the copy to the device, unless the input is there."""
         if self._on_device is not None:
             return
         self._on_device = self._empty()
@@ -261,15 +263,15 @@ class _Kept:
             self._done = self._stream.copy(self._on_device, self._host)
 
     def take(self) -> Tensor:
-        """Return it on the device, where from now on only the caller keeps it."""
+        """Return the input on the device and drop this object's reference to it."""
         self.bring()
-        found = self._on_device
-        assert found is not None
+        tensor = self._on_device
+        assert tensor is not None
         self.leave()
-        return found
+        return tensor
 
     def _empty(self) -> Tensor:
-        """Return room for it on the device."""
+        """Allocate memory for the input on the device."""
         return torch.empty_strided(
             self._shape, self._strides, dtype=self._dtype, device=self._stream.device
         )

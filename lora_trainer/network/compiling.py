@@ -1,9 +1,9 @@
 """Regional compilation: the repeated blocks of a network as fused kernels (torch.compile, inductor).
 
-Blocks of one class and shape share a graph, so a network costs as much as a few blocks
+Blocks of one class and shape share a graph, so compiling a network takes as long as compiling a few blocks
 (`compile_repeated_blocks` of diffusers does the same). Only the forward function of a block is compiled:
-hooks that bring its weights, checkpointing around it and adapters inside it stay what they are. Inputs: a
-frozen network with its adapter in place; output: a switch. Off, the network is what it was.
+hooks that copy its weights, checkpointing around it and the adapters inside it work as before. Input: a
+frozen network with its adapter in place; output: a switch. Switched off, the network runs as before.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.out_of_memory import is_out_of_memory
 
 Backend = Callable[[Any, Any], Any]
-"""What torch.compile takes beside the name of a backend."""
+"""A compiler backend as a function, which torch.compile accepts besides a name."""
 GRAPHS_PER_SHAPE = 4
-"""Graphs of one kind of block at one shape: in the first block nothing before has a gradient, and the same
-kind may be at several resolutions of a U-Net."""
+"""Upper bound of the graphs of one kind of block at one latent shape: the input of the first block has no
+gradient, and blocks of one kind may be at several resolutions of a U-Net."""
 
 
 class CompilationFailed(Exception):
-    """Something went wrong in a pass with compiled blocks, other than running out of memory."""
+    """A pass with compiled blocks failed for another reason than lack of memory."""
 
 
 class CompiledBlocks:
-    """The compiled blocks of a network, in force inside `used`. `shapes` are how many are expected."""
+    """The compiled blocks of a network, active inside `used`; `shapes` is the number of latent shapes."""
 
     def __init__(
         self, network: nn.Module, *, shapes: int, backend: str | Backend = "inductor"
@@ -47,7 +47,8 @@ class CompiledBlocks:
         self._blocks = list(repeated_blocks(network).values())
         kinds = {_kind(block) for block in self._blocks}
         _expect_graphs(max(1, shapes) * len(kinds) * GRAPHS_PER_SHAPE)
-        # One graph or none: blocks in pieces would be slower to compile and gain little.
+        # `fullgraph` makes torch raise where it would otherwise split a block into several graphs, which
+        # take longer to compile and gain little.
         self._compiled = [
             self._counted(
                 torch.compile(block.forward, backend=backend, dynamic=False, fullgraph=True)
@@ -60,10 +61,10 @@ class CompiledBlocks:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Let the blocks run compiled while the block runs, its backward pass included.
+        """Run the blocks compiled inside the context, backward pass included.
 
-        Raises CompilationFailed for whatever goes wrong there, but for running out of memory: compilers
-        fail in many ways. The pass can be done again without; an error of another cause comes again.
+        Raises CompilationFailed for every error in it except out of memory, because compilers fail in many
+        ways. The caller repeats the pass uncompiled; an error of another cause is then raised again.
         """
         for block, compiled in zip(self._blocks, self._compiled, strict=True):
             block.forward = compiled
@@ -72,7 +73,7 @@ class CompiledBlocks:
         except Exception as error:
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 raise
-            cause = getattr(error, "inner_exception", error)  # of what a backend raised
+            cause = getattr(error, "inner_exception", error)  # torch wraps the errors of backends
             raise CompilationFailed(f"{type(cause).__name__}: {first_line(cause)}") from error
         finally:
             for block in self._blocks:
@@ -87,33 +88,34 @@ class CompiledBlocks:
 
 
 def compiler_version(device: torch.device) -> str:
-    """Return what compiled code depends on besides torch and the device."""
+    """Return the version of the compiler behind torch.compile: triton's, or the C++ compiler's on a CPU."""
     if device.type != "cpu":
         return f"triton {version('triton')}" if find_spec("triton") else "none"
     try:
-        asked = [os.environ.get("CXX", "g++"), "--version"]
-        told = subprocess.run(asked, capture_output=True, text=True, check=False)  # noqa: S603 - the compiler that torch will call
+        command = [os.environ.get("CXX", "g++"), "--version"]
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - the compiler that torch will call
     except OSError:
         return "none"
-    return told.stdout.partition("\n")[0]
+    return completed.stdout.partition("\n")[0]
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Return what blocks share that are compiled to the same code."""
+    """Return a key that is equal for blocks that compile to the same code."""
     shapes = tuple((name, value.shape) for name, value in block.named_parameters())
     return type(block), shapes
 
 
 def _quiet_tracing() -> None:
-    """Keep what torch's tracer does itself from being warned of: it looks at all of a tensor and a function."""
+    """Suppress two warnings that torch's tracer causes itself, by reading every attribute of an object."""
     for message in (r"The \.grad attribute", r".*torch\.autograd\.function\.Function"):
         warnings.filterwarnings("ignore", message=message)
 
 
 def _expect_graphs(count: int) -> None:
-    """Let torch compile one function so often; beyond its limit it refuses, which ends in `CompilationFailed`.
+    """Raise torch's limit of compilations of one function; beyond it torch refuses (CompilationFailed).
 
-    Where bits count, kernels are not chosen by what was faster just now.
+    In deterministic runs, also stop inductor from choosing kernels by timing them, as another kernel may
+    give other bits.
     """
     import torch._dynamo.config as config
 

@@ -1,8 +1,8 @@
-"""Recording what a device is told to do, to tell it again at once: CUDA graphs.
+"""CUDA graphs: records the kernels that a function launches, to launch them again all at once.
 
-Input is a function that reads and writes the same memory whenever it is called; output a `Recording`
-that does the same work as it, started as a whole instead of kernel by kernel. All recordings of one
-`CudaCapture` share a pool of memory: they are replayed one after the other. Nothing here knows of steps.
+Input is a function that reads and writes the same memory whenever it is called; output is a `Recording`
+that does the same work with a single launch. All recordings of one `CudaCapture` share a memory pool, which
+is safe because they are replayed one after the other. This module knows nothing of training steps.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from lora_trainer.network.out_of_memory import free_memory
 
 
 class Recording(Protocol):
-    """Work that can be done again."""
+    """Recorded work that can be repeated."""
 
     result: Tensor
-    """What the recorded function returned: the same memory, written anew by every `replay`."""
+    """The tensor that the recorded function returned; every `replay` overwrites its memory."""
 
     def replay(self) -> None:
-        """Do the work again, after everything queued so far; the host does not wait."""
+        """Repeat the work after everything queued so far; the host does not wait."""
 
 
 class Capture(Protocol):
-    """How functions are recorded."""
+    """Records functions."""
 
     def warm_up(self, run: Callable[[], Tensor]) -> Tensor:
-        """Call a function as it will be recorded, so that libraries set up what they set up once."""
+        """Call a function as it will be recorded, so that libraries initialise before a recording."""
 
     def record(self, run: Callable[[], Tensor]) -> Recording:
-        """Record a function without doing its work; raises RuntimeError for what cannot be recorded."""
+        """Record a function without doing its work; raises RuntimeError if it cannot be recorded."""
 
     def release(self) -> None:
-        """Give the memory of all recordings back; none may be replayed any more."""
+        """Free the memory of all recordings; none may be replayed any more."""
 
 
 class CudaCapture:
     """CUDA graphs (torch.cuda.graph) of one device, on a side stream, in one pool.
 
-    Autograd runs a backward pass on the streams of its forward pass, and parameters' accumulators belong
-    to the stream they were first used on: warm-ups and captures therefore share a stream.
+    Autograd runs a backward pass on the streams of its forward pass, and a parameter's gradient accumulator
+    belongs to the stream it was first used on. Warm-ups and captures therefore share a stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class CudaCapture:
         self._recordings: list[_CudaRecording] = []
 
     def warm_up(self, run: Callable[[], Tensor]) -> Tensor:
-        """Call it on the side stream; what is queued later waits for it."""
+        """Call `run` on the side stream; work queued later on the current stream waits for it."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -65,10 +65,12 @@ class CudaCapture:
 
     def record(self, run: Callable[[], Tensor]) -> Recording:
         """Capture; waits for the device, and empties the allocator's cache before (torch.cuda.graph)."""
-        gc.collect()  # a graph of autograd in a cycle would keep accumulators of another stream alive
+        # An autograd graph in a reference cycle would keep gradient accumulators of another stream alive.
+        gc.collect()
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         try:
-            # Other threads copy what is saved and watch NCCL: their calls are none of this capture's.
+            # Other threads copy tensors for saving and watch NCCL. In the default error mode their calls
+            # would invalidate this capture.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
@@ -82,7 +84,7 @@ class CudaCapture:
         return recording
 
     def release(self) -> None:
-        """Reset all graphs, which are the owners of the pool; the next capture begins a new one."""
+        """Reset all graphs, which own the pool; the next capture begins a new pool."""
         torch.cuda.synchronize(self._device)
         for recording in self._recordings:
             recording.graph.reset()

@@ -1,14 +1,14 @@
 """Memory and work of a network on `meta`: bytes alive, FLOPs and kernels, as a device would have them.
 
-How kernels behave on `meta` tensors: which fused ones a device runs, and quick answers to repeated calls.
+Makes `meta` tensors behave like a device's: runs its fused kernels, and answers repeated calls from memory.
 
-On `meta` torch falls back to unfused formulas, which keep far more for the backward pass (attention:
-every score), and works out shapes and strides in Python, again for every block of a network.
+On `meta` torch falls back to unfused formulas, which save far more for the backward pass (attention: every
+score), and computes shapes and strides in Python, again for every block of a network.
 
-Counts the bytes of every tensor storage that is alive, as an allocator would see them, and the work.
+A dispatch mode that counts the bytes of all live tensor storages, as an allocator sees them, and the work.
 
-Input is what runs while the mode is active, on `meta` or on a device; outputs are bytes alive now and
-at the peak, FLOPs of matrix products and the number of kernels.
+Input are the kernels that run while the mode is active, on `meta` or on a device; outputs are the bytes
+alive now and at the peak, the FLOPs of matrix products and the number of kernels.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 KernelsOf = Literal["cuda", "cpu"]
-"""Whose fused kernels to count. `cpu` is what a float32 run on the CPU keeps, to the byte."""
+"""The device whose fused kernels are traced. `cpu` gives the memory of a float32 run on the CPU to the byte."""
 _ATEN = torch.ops.aten
 
 
 class MetaAnswers:
-    """Runs kernels that make new tensors; a call like an earlier one, on `meta`, is answered from memory."""
+    """Runs kernels that return new tensors; a call on `meta` with the signature of an earlier one is not run."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
 
     def __call__(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what `function` gives: fresh tensors of the same shapes, strides and dtypes."""
+        """Return the result of `function`, or new tensors of the shapes, strides and dtypes it has returned."""
         call = _signature((function, args, tuple(kwargs.items())))
         if call in self._known:
             return _mapped(_made, self._known[call])
         result = function(*args, **kwargs)
-        made = [output for output in outputs_of(result) if isinstance(output, Tensor)]
-        if call is not None and all(output.is_meta for output in made):
+        new_tensors = [output for output in outputs_of(result) if isinstance(output, Tensor)]
+        if call is not None and all(output.is_meta for output in new_tensors):
             self._known[call] = _mapped(_described, result)
         return result
 
@@ -80,13 +80,16 @@ def _made(value: Any) -> Any:
 
 
 def _signature(value: Any) -> Any:
-    """Return a key that fixes what a call gives; None where a tensor of it is real."""
+    """Return a key that determines the result of a call; None if one of its tensors is not on `meta`."""
     if isinstance(value, Tensor):
         return (value.shape, value.stride(), value.dtype) if value.is_meta else None
     if isinstance(value, tuple | list):
         parts = tuple(map(_signature, value))
         return None if None in parts else parts
-    return (type(value), value)  # 1, 1.0 and True are equal, and give different dtypes
+    return (
+        type(value),
+        value,
+    )  # 1, 1.0 and True are equal as keys, but give results of other dtypes
 
 
 _ATTENTION_BACKWARD = (
@@ -98,11 +101,11 @@ _ACCUMULATOR_BYTES = 4
 
 
 def kernel_workspace_bytes(packet: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Return what a CUDA kernel takes of the allocator while it runs, beside inputs and outputs.
+    """Return the bytes a CUDA kernel allocates while it runs, besides inputs and outputs.
 
-    Attention adds the gradient of its queries up in fp32 (flash_api.cpp, `dq_accum`); cuDNN turns images
-    in 16 bits into the layout of tensor cores and back, so inputs, weights and outputs are there twice.
-    cuDNN does with less where that is refused (Conv_v8.cpp goes on to the next plan).
+    Attention sums the gradient of its queries in fp32 (flash_api.cpp, `dq_accum`). cuDNN converts 16-bit
+    images to the layout of tensor cores and back, so inputs, weights and outputs exist twice; if that
+    memory is refused it uses less (Conv_v8.cpp tries the next plan).
     """
     if packet in _ATTENTION_BACKWARD:
         query: Tensor = args[1]
@@ -115,7 +118,7 @@ def kernel_workspace_bytes(packet: Any, args: tuple[Any, ...], result: Any) -> i
 
 
 class FusedKernels(TorchFunctionMode):
-    """Redirects calls on meta tensors; others pass."""
+    """Redirects calls on meta tensors to fused kernels; calls on other tensors are unchanged."""
 
     def __init__(self, kernels_of: KernelsOf) -> None:
         super().__init__()
@@ -185,7 +188,7 @@ def _attention_on_cpu(
 
 
 def _bias(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return what is added to the scores: [B, heads, queries, keys], broadcast without memory."""
+    """Return the bias of the scores, [B, heads, queries, keys], broadcast without memory."""
     if attn_mask is None:
         return None
     added = attn_mask
@@ -200,7 +203,7 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    if weight is not None and weight.dtype != input.dtype:  # CUDA, too, runs these unfused
+    if weight is not None and weight.dtype != input.dtype:  # unfused on CUDA as well
         return torch.rms_norm(input, normalized_shape, weight, eps)
     result: Tensor = _FrozenRmsNorm.apply(  # type: ignore[no-untyped-call]  # torch has no annotation
         input, len(normalized_shape)
@@ -209,7 +212,7 @@ def _rms_norm(
 
 
 class _FrozenRmsNorm(torch.autograd.Function):
-    """One kernel each way; keeps its input and one fp32 scale per normalised vector."""
+    """RMS norm in one kernel per direction; saves its input and one fp32 scale per normalised vector."""
 
     @staticmethod
     def forward(context: Any, input: Tensor, dimensions: int) -> Tensor:
@@ -239,17 +242,17 @@ class _Storage(NamedTuple):
 
 
 class LiveStorages(TorchDispatchMode):
-    """While active: `now_bytes` alive of what was made inside, `peak_bytes` the most there was.
+    """Counts `now_bytes` of live storages that were created inside the mode, and their maximum `peak_bytes`.
 
-    Storages of `ignored` do not count. `flops` are those of matrix products, attention included;
-    `kernels` what a device would be told to start. `events` are (number of a storage, its bytes) as it is
-    made and (number, 0) as it goes, in order, with what CUDA's kernels need for themselves while they
-    run: that is in no other figure.
+    Storages of `ignored` do not count. `flops` are those of matrix products, attention included; `kernels`
+    counts the kernels that a device would launch. `events` lists (storage number, bytes) for each creation
+    and (storage number, 0) for each release, in order. Workspaces of CUDA kernels appear in the events
+    only, and in no other figure.
     """
 
     def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation
-        # Held, so that no other storage takes over the key of one that died.
+        # The storages are held: a freed storage's address, which is its key, could be reused by another.
         self._ignored = {storage_key(tensor): tensor.untyped_storage() for tensor in ignored}
         self._alive: dict[int, _Storage] = {}
         self._marked: set[int] = set()
@@ -266,7 +269,7 @@ class LiveStorages(TorchDispatchMode):
         return sum(self._alive[key].size_bytes for key in self._marked)
 
     def mark(self, tensor: Tensor) -> None:
-        """Count the storage of `tensor`, if it was made inside, in `marked_bytes`."""
+        """Count the storage of `tensor` in `marked_bytes`, if it was created inside the mode."""
         key = storage_key(tensor)
         if key in self._alive:
             self._marked.add(key)
@@ -319,5 +322,5 @@ class LiveStorages(TorchDispatchMode):
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what identifies a tensor's storage while it is alive."""
+    """Return a number that identifies a tensor's storage while it is alive."""
     return int(tensor.untyped_storage()._cdata)

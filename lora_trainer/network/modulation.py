@@ -1,10 +1,10 @@
-"""Modulation layers whose weights lie in host memory: their outputs are made ahead, many samples at a time.
+"""Modulation layers with weights in host memory: their outputs are computed ahead for many samples at a time.
 
-In some transformers a quarter to a third of the weights only turn the noise level and a pooled text
-into shifts, scales and gates, a few vectors a sample. Nothing of the image reaches them, so for samples
-known ahead they are computed once: each weight comes to the device, is applied to all of them and makes
-room for the next. `ModulatedNetwork` takes these layers out of a frozen network; it knows nothing of
-families and samples, only of inputs, one [B, width] for each pass to come.
+In some transformers a quarter to a third of the weights only map the timestep and a pooled text embedding
+to shifts, scales and gates, a few vectors per sample. They do not depend on the latents, so their outputs
+can be computed for many coming samples together: each weight is copied to the device, applied to all of
+them, and overwritten by the next. `ModulatedNetwork` takes these layers out of a frozen network; it knows
+nothing of families and samples, only inputs, one [B, width] for each coming pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SETTING = "memory.modulation_cache"
 
 
 class ModulationLayer(nn.Module):
-    """What stands in the network for a layer: it has no weights, its outputs are `source`'s."""
+    """Replaces a modulation layer in the network; it has no weights and returns the outputs of `source`."""
 
     def __init__(self, source: ModulatedNetwork, index: int, columns: slice) -> None:
         super().__init__()
@@ -34,13 +34,13 @@ class ModulationLayer(nn.Module):
         rows = self._source.rows
         if rows is None:
             return self._source.output(self._index, inputs)
-        assert len(rows) == len(inputs), "the rows in force are of another pass"
+        assert len(rows) == len(inputs), "the outputs in place are those of another pass"
         return rows[:, self._columns]
 
 
 @dataclass(kw_only=True, eq=False)
 class _Buffer:
-    """Device memory for one layer's weights; `layer` is in it, or on its way until `arrived`."""
+    """Device memory for one layer's weights; `layer` is the layer in it, complete after `arrived`."""
 
     memory: Tensor
     views: list[list[Tensor]]
@@ -49,16 +49,16 @@ class _Buffer:
 
 
 class ModulatedNetwork:
-    """The modulation layers of a network, outside it; `width` is the sum of their outputs' widths.
+    """The modulation layers of a network, taken out of it; `width` is the sum of their outputs' widths.
 
-    `rows` are the outputs in force, [B, width] on the device; without any a layer's weight is brought
-    for each call. `loads` counts copies of a layer to the device.
+    `rows` are the outputs of the present pass, [B, width] on the device; if None, each call of a layer
+    copies its weight to the device. `loads` counts these copies.
     """
 
     rows: Tensor | None = None
 
     def __init__(self, network: nn.Module, names: Sequence[str], *, device: torch.device) -> None:
-        """Take the linear layers of these names out of a frozen network that is in host memory.
+        """Take the linear layers `names` out of a frozen network that is in host memory.
 
         Raises RequestError for weights that cannot be packed.
         """
@@ -85,25 +85,25 @@ class ModulatedNetwork:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of the weights."""
+        """Bytes of host memory of the weights."""
         return sum(part.nbytes for part in self._host)
 
     def pin(self) -> None:
-        """Pin it, as far as the system lets us: after what is copied more often."""
+        """Pin the weights in host memory, until the system refuses; call it after more frequent copies' pins."""
         pin(self._host, device=self.device, owner=self)
 
     @property
     def buffer_bytes(self) -> int:
-        """Device memory of the buffers."""
+        """Bytes of device memory of the buffers."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     def copy_when_due(self) -> None:
-        """Copy on the stream that computes, from now on: nothing is on its way while something is computed."""
+        """Copy on the computing stream from now on, so that no copy runs beside a computation."""
         self._copies = CopyStream(self.device, beside=False)
         self._forget()
 
     def put_back(self, network: nn.Module) -> None:
-        """Put the layers back where they were, their weights on the device, for good."""
+        """Put the layers back into the network with their weights on the device, for good."""
         for name, layer, packed, part in zip(
             self.names, self._layers, self._packed, self._host, strict=True
         ):
@@ -114,14 +114,14 @@ class ModulatedNetwork:
         self._host_views.clear()
 
     def _forget(self) -> None:
-        """Wait for copies that are under way, and let every layer come anew."""
+        """Wait for copies that are under way and mark all buffers as empty."""
         for buffer in self._buffers:
             self._copies.wait(buffer.arrived)
             buffer.layer, buffer.arrived = None, None
 
     @contextmanager
     def giving(self, rows: Tensor | None) -> Iterator[None]:
-        """Let the layers give these rows, [B, width], while a block runs; may be nested."""
+        """Let the layers return `rows`, [B, width], while a block runs; contexts may be nested."""
         before, self.rows = self.rows, rows
         try:
             yield
@@ -130,35 +130,36 @@ class ModulatedNetwork:
 
     @torch.no_grad()
     def outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return [B, width] of each of `inputs`, [B, width of a layer's input]; views of one tensor.
+        """Return the outputs [B, width] for each of `inputs`, [B, width of a layer's input], as views.
 
-        Each is multiplied alone, as in its own pass: a product of more rows has other rounding.
+        Each input is multiplied by itself, as in its own pass, because a product of more rows rounds
+        differently.
         """
         sizes = [len(each) for each in inputs]
-        found = inputs[0].new_empty(sum(sizes), self.width)
-        each_rows = found.split(sizes)
+        all_rows = inputs[0].new_empty(sum(sizes), self.width)
+        each_rows = all_rows.split(sizes)
         for index, columns in enumerate(self._columns):
             layer = self._brought(index, then=index + 1)
-            for rows, given in zip(each_rows, inputs, strict=True):
-                rows[:, columns] = layer(given)
+            for rows, layer_input in zip(each_rows, inputs, strict=True):
+                rows[:, columns] = layer(layer_input)
             self._leave(index)
         return list(each_rows)
 
     @torch.no_grad()
     def output(self, index: int, inputs: Tensor) -> Tensor:
-        """Return one layer's output for an input that was not foreseen."""
-        found: Tensor = self._brought(index, then=(index + 1) % len(self.names))(inputs)
+        """Return one layer's output for an input whose outputs were not computed ahead."""
+        output: Tensor = self._brought(index, then=(index + 1) % len(self.names))(inputs)
         self._leave(index)
-        return found
+        return output
 
     # ---- weights on their way
 
     def _brought(self, index: int, *, then: int) -> nn.Module:
-        """Return a layer with its weights on the device, and start the copy of that which follows."""
+        """Return a layer with its weights on the device, and start to copy the weights of layer `then`."""
         buffer = self._buffer_of(index) or self._load(index)
         self._copies.wait(buffer.arrived)
         self._packed[index].hold(buffer.views[index])
-        # The last in the list is in use; the first is free.
+        # The last buffer in the list is in use, the first is free.
         self._buffers.remove(buffer)
         self._buffers.append(buffer)
         if then < len(self.names) and self._buffer_of(then) is None:

@@ -1,7 +1,7 @@
-"""Networks that run on a device without being there: each layer comes from host memory when it is due.
+"""Runs a network on a device from host memory: each layer's weights are copied there for its forward call.
 
-For networks that only run forward, such as text encoders while caching. Input is a network on the CPU;
-to its callers it stays one: inputs and outputs are on the CPU. The numbers are those of the device.
+For networks that only run forward, such as text encoders during caching. The network stays on the CPU for
+its callers: inputs and outputs are on the CPU. The results are those of the device.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 
 def offload(network: nn.Module, device: torch.device) -> None:
-    """Let a network on the CPU compute on `device`, a layer's weights at a time; it cannot be trained."""
+    """Let a network on the CPU compute on `device`, one layer's weights at a time; it cannot be trained."""
     apply_group_offloading(
         network,
         onload_device=device,
         offload_device=torch.device("cpu"),
         offload_type="leaf_level",
     )
-    # What runs outside the layers, such as masks and positions, follows the inputs.
+    # Code outside the layers, such as masks and positions, runs on the device of the inputs.
     network.register_forward_pre_hook(
         lambda _, args, kwargs: (_moved(args, device), _moved(kwargs, device)), with_kwargs=True
     )

@@ -1,13 +1,12 @@
 """A device that ran out of memory or broke: recognising it, measuring memory, giving it back.
 
-Recognising that a device ran out of memory, and giving back what can be given back.
+Recognises that a device ran out of memory, and frees cached memory.
 
-Memory in use as it is measured: the allocator's and the driver's view of a card, and the process.
+Measures memory in use: a GPU's as its allocator and its driver see it, and the process's.
 
-Input is a torch device, output bytes. On a CPU the device's memory is the process's own, so the card's
-figures are 0.
+Input is a torch device, output bytes. A CPU has no memory besides the process's, so the GPU figures are 0.
 
-Errors after which a process cannot use its device any more, told from those of one computation.
+Recognises errors after which a process cannot use its device any more.
 """
 
 from __future__ import annotations
@@ -37,13 +36,17 @@ _ON_A_FULL_CARD = (
     "CUBLAS_STATUS_NOT_INITIALIZED",
     "unable to find an engine to execute this computation",
 )
-"""What cuBLAS and cuDNN say without room for a workspace, but also for other reasons."""
+"""Messages of cuBLAS and cuDNN when a workspace does not fit, but also in other cases: they count as out of
+memory only if the GPU is nearly full."""
 NEARLY_FULL_BYTES = 256 * 2**20
-"""Less than this free on a card leaves no room for a context or a workspace of theirs."""
+"""With less free memory a context or a workspace of these libraries does not fit."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """accelerate knows the allocators' messages; CUDA, cuBLAS and cuDNN have others."""
+    """Say whether an error means that a device, or the host, ran out of memory.
+
+    accelerate recognises the messages of the allocators; CUDA, cuBLAS and cuDNN have others.
+    """
     text = str(error)
     return (
         isinstance(error, torch.OutOfMemoryError)
@@ -56,7 +59,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def free_memory() -> None:
     """Collect garbage and empty the allocator's cache.
 
-    Call it outside the `except` block: the traceback keeps the tensors alive that must go.
+    Call it outside the `except` block: inside, the traceback keeps the tensors of the failed step alive.
     """
     gc.collect()
     clear_device_cache(garbage_collection=False)
@@ -68,19 +71,19 @@ def _nearly_full() -> bool:
         return False
     try:
         free_bytes, _ = free_and_total_bytes(device)
-    except RuntimeError:  # a card that cannot say so did not merely run out of memory
+    except RuntimeError:  # a GPU that cannot answer has a worse fault than lack of memory
         return False
     return free_bytes < NEARLY_FULL_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Bytes of one moment, as a step line of events.jsonl has them.
+    """Memory in bytes at one moment, as in a step line of events.jsonl.
 
-    `vram_bytes` and `vram_reserved_bytes` are the highest so far, of tensors and of what the allocator
-    holds for them; `vram_used_bytes` is the whole card now, other programs and the CUDA context
-    included; `vram_now_bytes` is what tensors have of it now; `host_bytes` is the process's resident
-    memory now, `host_own_bytes` of it what is no file, which the system may take back.
+    `vram_bytes` and `vram_reserved_bytes` are the highest so far, of tensors and of the memory the allocator
+    reserved for them. `vram_used_bytes` is in use on the whole GPU now, by other programs and the CUDA
+    context too; `vram_now_bytes` is in use by tensors now. `host_bytes` is the process's resident memory
+    now; `host_own_bytes` excludes mapped files, which the system may drop.
     """
 
     vram_bytes: int
@@ -99,7 +102,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
     """Measure now; takes microseconds and waits for no kernel."""
     memory = psutil.Process().memory_info()
     host_bytes = int(memory.rss)
-    # Linux counts files that are mapped, such as a base's, as shared; Windows has the rest ready.
+    # Linux counts mapped files, such as a base's, as shared. Windows reports the private bytes.
     own_bytes = int(getattr(memory, "private", host_bytes - getattr(memory, "shared", 0)))
     if device.type == "cpu":
         return DeviceMemory(
@@ -134,18 +137,19 @@ _LOST = (
     "uncorrectable ECC error",
     "GPU has fallen off the bus",
 )
-"""What CUDA and HIP say when every later call of the process will fail too (CUDA Runtime API, cudaError_t:
-"the process must be terminated and relaunched")."""
+"""Messages of CUDA and HIP for errors after which every later call of the process fails too (CUDA Runtime
+API, cudaError_t: "the process must be terminated and relaunched")."""
 
 
 def is_lost(error: BaseException) -> bool:
-    """Say whether the device of this process is lost, so that only a new process can go on."""
+    """Say whether the device of this process is lost, so that only a new process can continue."""
     text = str(error)
     if any(message in text for message in _LOST):
         return True
     device = started_device() if isinstance(error, RuntimeError) else None
     if device is None:
         return False
+    # An unknown message: a lost device fails at the next call as well, an intact one does not.
     try:
         synchronize(device)
     except RuntimeError:

@@ -1,12 +1,11 @@
-"""Host memory that a card copies beside its computation: the one place that pins it, and keeps count.
+"""Pinned host memory, which a GPU copies beside its computation: the only module that pins, with a count.
 
-Pinned memory is lent by the system, and no system says how much of it there is before it refuses: WSL2
-half a GiB to one, Windows about half of the memory. So no more is asked for than the platform is known
-to give, what is copied in every step comes first, and after a refusal the rest stays ordinary memory.
-That changes no number: copies are slower, and the host waits for them.
+A system refuses to pin beyond a limit that it does not report: WSL2 at half a GiB to one, Windows at about
+half of the memory. So this module requests no more than the platform is known to allow, memory that is
+copied in every step comes first, and after a refusal the rest stays unpinned. Results do not change:
+unpinned copies are slower, and the host waits for them.
 
-How much a process has pinned is known to the driver alone and is one number for the process, so the count
-is one too: `counted` puts a new one in force for a run.
+The limit is one for the whole process, so the count is global: `counted` sets a new one for a run.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from lora_trainer.hardware.machine import GIB
 from lora_trainer.hardware.torch_allocator import PAGE_BYTES, RESERVED_BYTES, pinned_bytes
 
 _NOWHERE = torch.device("meta")
-"""Where networks are traced."""
-Told = Callable[[str], None]
+"""The device of traced networks."""
+OnRefusal = Callable[[str], None]
 
 
 def pins_for(device: torch.device, *, in_place: bool = False) -> bool:
-    """Say whether host memory is pinned for copies to and from this device, or where it is `in_place`."""
+    """Say whether host memory is pinned for this device: new memory, or existing memory with `in_place`."""
     if device == _NOWHERE:
         return False
     kind = kind_of(device)
@@ -39,19 +38,22 @@ def pins_for(device: torch.device, *, in_place: bool = False) -> bool:
 
 
 class PinnedMemory:
-    """What this process has pinned, in bytes, at most `limit_bytes` (None: until the system refuses).
+    """The bytes this process has pinned, at most `limit_bytes` (None: until the system refuses).
 
-    `told` hears once that it refused.
+    `on_refusal` is called with a message when the system refuses.
     """
 
-    def __init__(self, *, limit_bytes: int | None = None, told: Told = lambda _: None) -> None:
-        self.limit_bytes, self.told = limit_bytes, told
+    def __init__(
+        self, *, limit_bytes: int | None = None, on_refusal: OnRefusal = lambda _: None
+    ) -> None:
+        self.limit_bytes, self.on_refusal = limit_bytes, on_refusal
         self.bytes = 0
         self.refused = False
         self._lock = RLock()
-        # Torch keeps what is freed, and gives it to the next of the same size, a power of two.
+        # torch keeps freed pinned memory and reuses it for requests of the same size, a power of two.
         self._kept = Counter[int]()
-        self._freed = deque[int]()  # garbage is collected in any thread, at any time: no lock there
+        # Finalizers run in any thread at any time, even in one that holds the lock: they only append.
+        self._freed = deque[int]()
 
     def empty(
         self,
@@ -62,9 +64,9 @@ class PinnedMemory:
         strides: Sequence[int] | None = None,
         rare: bool = False,
     ) -> Tensor:
-        """Return host memory for copies to or from `device`, pinned if it can be.
+        """Return host memory for copies to or from `device`, pinned if possible.
 
-        What is `rare`, not copied in every step, leaves room for what is.
+        Memory that is `rare`, not copied in every step, leaves RESERVED_BYTES for memory that is.
         """
         if not pins_for(device):
             return _empty(shape, strides, dtype)
@@ -73,7 +75,7 @@ class PinnedMemory:
             if self._reused(taken_bytes) or self._has_room(taken_bytes, rare=rare):
                 try:
                     tensor = _pinned_empty(shape, strides, dtype)
-                except RuntimeError as error:  # torch clears CUDA's last error itself
+                except RuntimeError as error:  # torch clears CUDA's last error, unlike `_register`
                     self._refuse(taken_bytes, first_line(error))
                 else:
                     self.bytes += taken_bytes
@@ -82,9 +84,9 @@ class PinnedMemory:
         return _empty(shape, strides, dtype)
 
     def in_place(self, memory: Tensor, *, device: torch.device) -> Callable[[], None] | None:
-        """Pin memory where it is, whole pages (`whole_pages`); return what undoes that, None: unpinned.
+        """Pin existing memory of whole pages (`whole_pages`); return the function that unpins it.
 
-        Unpinning must wait until no copy is under way.
+        None means that the memory was not pinned. Call the function only when no copy is under way.
         """
         size, address = -(-memory.nbytes // PAGE_BYTES) * PAGE_BYTES, memory.data_ptr()
         with self._lock:
@@ -111,7 +113,7 @@ class PinnedMemory:
         return self.limit_bytes is None or self.bytes + size + reserved <= self.limit_bytes
 
     def _reused(self, size: int) -> bool:
-        """Say whether torch has memory of this size that was freed; if so it is counted once."""
+        """Say whether torch will reuse freed memory of this size; if so, stop counting that memory."""
         while self._freed:
             self._kept[self._freed.popleft()] += 1
         if not self._kept[size]:
@@ -122,10 +124,10 @@ class PinnedMemory:
 
     def _refuse(self, size: int, reason: str) -> None:
         self.refused = True
-        self.told(
+        self.on_refusal(
             f"the system refused to pin another {size / GIB:.2f} GiB of host memory, "
             f"{self.bytes / GIB:.2f} GiB are pinned ({reason}): the rest is copied unpinned, which "
-            "takes two to three times as long, and steps wait for it; the numbers are the same"
+            "takes two to three times as long, and steps wait for it; the results are the same"
         )
 
 
@@ -140,12 +142,12 @@ def _empty(
 def _pinned_empty(
     shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype
 ) -> Tensor:
-    """Raises RuntimeError where the system refuses."""
+    """Allocate pinned memory; raises RuntimeError if the system refuses."""
     return _empty(shape, strides, dtype, pin=True)
 
 
 def _register(address: int, size: int) -> int:
-    """Return CUDA's error, 0 for none."""
+    """Pin existing memory; return CUDA's error code, 0 for success."""
     return register_host(address, size)
 
 
@@ -154,8 +156,8 @@ def _unregister(address: int) -> None:
 
 
 def _clear_last_error(device: torch.device) -> None:
-    """Make CUDA forget a refusal, which the check behind the next kernel would take for that kernel's."""
-    with suppress(RuntimeError):  # of this check
+    """Clear CUDA's last error, which the check after the next kernel would attribute to that kernel."""
+    with suppress(RuntimeError):  # raised by the check after this kernel
         torch.empty(1, device=device).zero_()
 
 
@@ -163,15 +165,15 @@ _count = PinnedMemory()
 
 
 def pinned() -> PinnedMemory:
-    """Return the count that is in force."""
+    """Return the present count of pinned memory."""
     return _count
 
 
 @contextmanager
-def counted(*, limit_bytes: int | None, told: Told) -> Iterator[PinnedMemory]:
-    """Count what is pinned while a block runs, up to this limit."""
+def counted(*, limit_bytes: int | None, on_refusal: OnRefusal) -> Iterator[PinnedMemory]:
+    """Use a new count with this limit while a block runs."""
     global _count
-    before, _count = _count, PinnedMemory(limit_bytes=limit_bytes, told=told)
+    before, _count = _count, PinnedMemory(limit_bytes=limit_bytes, on_refusal=on_refusal)
     try:
         yield _count
     finally:
@@ -179,14 +181,14 @@ def counted(*, limit_bytes: int | None, told: Told) -> Iterator[PinnedMemory]:
 
 
 def pinned_copy(tensor: Tensor, *, device: torch.device) -> Tensor:
-    """Return a host tensor as one that can be copied to `device` without waiting; itself if none can."""
+    """Return a pinned copy of a host tensor; the tensor itself if memory is not pinned for `device`."""
     if not pins_for(device):
         return tensor
     return pinned().empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor)
 
 
 def whole_pages(size: int) -> Tensor:
-    """Return uint8 [size] that shares no page with other memory, as pinning in place needs."""
+    """Return uint8 [size] that shares no memory page with other data, as pinning in place requires."""
     pages = -(-size // PAGE_BYTES) * PAGE_BYTES
     memory = torch.empty(pages + PAGE_BYTES, dtype=torch.uint8)
     start = -memory.data_ptr() % PAGE_BYTES

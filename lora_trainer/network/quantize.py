@@ -1,10 +1,10 @@
-"""A frozen network's linear weights in 4 or 8 bits, computed with in the network's dtype or as they are.
+"""Stores a frozen network's linear weights in 4 or 8 bits; computes in the network's dtype or with int8 codes.
 
 `quantize` takes a loaded, frozen network and replaces its large linear layers in place, one by one. nf4
-is bitsandbytes' kernels in a layer of ours: its `Linear4bit` repacks the weight in the first pass
-without gradients on some processors, and the numbers change with it. int8 and fp8 are two lines of
-torch each: torchao 0.18's weight-only tensors let autograd keep every layer's dequantised copy until
-the backward pass (measured), which is more memory than bf16. All is stored in plain buffers.
+uses bitsandbytes' kernels in a layer of this package, because its `Linear4bit` repacks the weight in the
+first pass without gradients on some CPUs, which changes results. int8 and fp8 are two lines of torch each;
+torchao 0.18's weight-only tensors let autograd save every layer's dequantised copy until the backward pass
+(measured), which takes more memory than bf16. Everything is stored in plain buffers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lora_trainer.network.quantized_matmul import (
 )
 
 Stored = Mapping[str, Tensor]
-"""What is kept of a weight, by name: `codes` and scales."""
+"""The stored tensors of a weight by name: `codes` and scales."""
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
 
@@ -50,9 +50,9 @@ def quantize(
 ) -> Int8Layouts | None:
     """Quantise the layers of `quantizable` in place; each goes to `device` for that and back.
 
-    A network loaded into host memory thus never lies whole on `device`, and the same weights give the
-    same bits wherever they are kept afterwards. Returns which int8 products `device` has, None where
-    none are wanted; the others are not used. Raises MachineError when nf4's library is missing.
+    So a network in host memory is never on `device` as a whole, and the codes have the same bits wherever
+    they are stored afterwards. Returns the int8 products that `device` can compute, None unless `matmul`
+    is int8; layers do not use the others. Raises MachineError when nf4's library is missing.
     """
     if kind == "nf4":
         _require_bitsandbytes()
@@ -69,7 +69,7 @@ def quantize(
 
 
 def dequantize_products(network: nn.Module) -> None:
-    """Multiply codes no more: from now on each weight of a quantised network is made whole for that."""
+    """Stop multiplying int8 codes: from now on each product restores its weight first."""
     for module in network.modules():
         if isinstance(module, QuantizedLinear):
             module.multiplies_codes = False
@@ -82,11 +82,11 @@ def _is_multiplied(shape: tuple[int, int]) -> bool:
 def quantizable(network: nn.Module, *, skip: Collection[str] = ()) -> dict[str, tuple[int, int]]:
     """Return (fan_in, out) of the layers that `quantize` replaces, by name; works on meta weights too.
 
-    They are the linear layers of the repeated blocks, with the blocks' modulation (a third of some
-    transformers), except those with a part of their name in `skip`. Kept as they are: embeddings of
-    image, text and time, the final projection (a percent of the weights, and every value passes
-    through them; kohya's scaled fp8 leaves the same out, diffusers takes all linear layers), norms and
-    convolutions.
+    They are the linear layers of the repeated blocks, including the blocks' modulation (a third of some
+    transformers), except layers with a part of their name in `skip`. Not quantised are the embeddings of
+    image, text and timestep and the final projection (one percent of the weights, but every value passes
+    through them; kohya's scaled fp8 excludes the same layers, diffusers takes all linear layers), norms
+    and convolutions.
     """
     lists = {name for name, module in network.named_modules() if isinstance(module, nn.ModuleList)}
     return {
@@ -103,14 +103,14 @@ def _shape(layer: nn.Linear) -> tuple[int, int]:
 
 
 def frozen_weight(layer: nn.Module) -> Tensor:
-    """Return the weight of a linear layer or convolution, detached; of a quantised one what it stands for."""
+    """Return the weight of a linear layer or convolution, detached; dequantised if it is quantised."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
     return weight.detach()
 
 
 def frozen_parts(layer: nn.Linear, x: Tensor) -> tuple[Sequence[Tensor], WeightMatmul]:
-    """Return what is stored of a linear layer's weight, and how `x` is multiplied by that."""
+    """Return the stored tensors of a linear layer's weight, and the product of `x` with them."""
     if isinstance(layer, QuantizedLinear):
         return layer.stored(), layer.product(x)
     return (layer.weight,), _PLAIN
@@ -124,15 +124,15 @@ _PLAIN = RestoredProduct(_itself)
 
 
 class QuantizedLinear(nn.Linear):
-    """y = W x + bias, W [out, in] kept in 4 or 8 bits and dequantised where it is needed.
+    """y = W x + bias with W [out, in] stored in 4 or 8 bits and dequantised for each use.
 
-    `weight` is the dequantised copy, made at every access, in the dtype of the layer it came from:
-    adapters read its shape, norms and singular vectors as those of a plain layer. The backward pass
-    dequantises again; between the passes autograd keeps what is stored. W is never trained.
+    `weight` is a dequantised copy, created at every access, in the dtype of the original layer: adapters
+    read its shape, norms and singular vectors as from a plain layer. The backward pass dequantises again;
+    between the passes autograd holds only the stored tensors. W is never trained.
 
-    With `matmul` int8 the codes are multiplied as they are where they can be: by their size, and on a
-    device with these `layouts` (None: all), or only forwards. Vectors [samples, in] are
-    what modulates every token of a block: they are few, and their rounding would be in everything.
+    With `matmul` int8 the codes are multiplied directly if their size allows it and the device's `layouts`
+    do (None: both passes). Two-dimensional inputs [samples, in] are always multiplied by the restored
+    weight: they modulate every token of a block, are few, and their rounding would affect all values.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class QuantizedLinear(nn.Linear):
         matmul: BaseMatmul = "dequantized",
         layouts: Int8Layouts | None = None,
     ) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would make a float32 weight
+        nn.Module.__init__(self)  # nn.Linear's constructor would allocate a float32 weight
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.kind = kind
         self.bias = layer.bias
@@ -172,12 +172,13 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def stored_bytes(self) -> int:
-        """What W takes, with its scales."""
+        """Bytes of the stored W with its scales."""
         return sum(tensor.nbytes for tensor in self.stored())
 
     def forward(self, inputs: Tensor) -> Tensor:
         stored, product = self.stored(), self.product(inputs)
-        if not inputs.requires_grad:  # nothing goes backward; torch.compile takes no such function
+        # Without a gradient no custom backward is needed, and torch.compile does not accept one here.
+        if not inputs.requires_grad:
             return _multiplied(product, inputs, stored, self.bias)
         outputs: Tensor = _FrozenLinear.apply(  # type: ignore[no-untyped-call]
             inputs, self.bias, product, *stored
@@ -185,7 +186,7 @@ class QuantizedLinear(nn.Linear):
         return outputs
 
     def product(self, inputs: Tensor) -> WeightMatmul:
-        """Return how these inputs are multiplied."""
+        """Return the product to use for these inputs."""
         if self.multiplies_codes and inputs.dim() > 2:
             return Int8Product(None if self.multiplies_backwards else self.restored)
         return RestoredProduct(self.restored)
@@ -194,16 +195,16 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, kind={self.kind}"
 
     def stored(self) -> list[Tensor]:
-        """Return the tensors that W is kept as."""
+        """Return the stored tensors of W."""
         return [self.get_buffer(name) for name in self._names]
 
     def restored(self, stored: Sequence[Tensor]) -> Tensor:
-        """Return W of what it is kept as."""
+        """Return W, dequantised from its stored tensors."""
         return self._decode(dict(zip(self._names, stored, strict=True)))
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """A linear layer whose weight is made anew in the backward pass instead of being kept."""
+    """A linear layer whose backward pass dequantises the weight again instead of saving it."""
 
     @staticmethod
     def forward(
@@ -216,7 +217,7 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        stored = ctx.saved_tensors  # once: checkpointing lets nothing be unpacked twice
+        stored = ctx.saved_tensors  # read once only: under checkpointing a second access raises
         of_inputs = ctx.product.backward(gradient.reshape(-1, gradient.shape[-1]), stored)
         shape = (*gradient.shape[:-1], of_inputs.shape[-1])
         return of_inputs.view(shape), None, None, *(None for _ in stored)
@@ -239,18 +240,18 @@ def _encode_int8(weight: Tensor) -> Stored:
 
 def _encode_fp8(weight: Tensor) -> Stored:
     scale = _row_scale(weight, _FP8_MAX)
-    # Above the largest number the cast gives NaN, and a quotient may be rounded up.
+    # A cast of a value above fp8's largest gives NaN, and a quotient may round up to such a value.
     return {"codes": (weight / scale).clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8), "scale": scale}
 
 
 def _row_scale(weight: Tensor, largest: float) -> Tensor:
-    """Return what the largest number of each row is divided by to become `largest`, float32 [out, 1]."""
+    """Return the scale of each row, float32 [out, 1]: its largest absolute value / `largest`."""
     scale = weight.abs().amax(dim=1, keepdim=True).float() / largest
-    return torch.where(scale == 0, 1.0, scale)  # a row that is not finite stays so
+    return torch.where(scale == 0, 1.0, scale)  # a non-finite row keeps a non-finite scale
 
 
 def _decode_scaled(stored: Stored, *, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    # Codes are exact in 16 bits, and the product is rounded once: mul_ computes it in float32.
+    # Codes are exact in 16 bits, and `mul_` computes the product in float32: it is rounded only once.
     return stored["codes"].to(dtype).mul_(stored["scale"])
 
 

@@ -1,13 +1,13 @@
 """Products with a frozen weight W [out, in]: x W^T in the forward pass, dY W in the backward pass.
 
-Either W is made of what is stored of it for each product, or int8 codes are multiplied as they are
-stored (W8A8): the other factor is rounded to 8 bits too, with a scale for each of its rows, sums are
-exact in int32, and one set of codes serves both passes. Input is the other factor and what is stored;
-output the product in that factor's dtype.
+Either W is restored from its stored form for each product, or its int8 codes are multiplied directly
+(W8A8): the other factor is rounded to 8 bits as well, with one scale per row, sums are exact in int32, and
+one set of codes serves both passes. Input is the other factor and the stored tensors; output is the
+product in that factor's dtype.
 
-cuBLAS promises the layout of the forward product alone (codes transposed). In the backward pass neither
-factor is transposed, which its kernels have for some cards and versions only, some of them with wrong sums
-(PyTorch #106840, #169961): `int8_layouts` tries both on the device itself.
+cuBLAS documents only the layout of the forward product (codes transposed). In the backward pass neither
+factor is transposed; kernels for that exist for some GPUs and versions only, and some of them return wrong
+sums (PyTorch #106840, #169961). `int8_layouts` therefore tries both layouts on the device itself.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from lora_trainer.config.base_precision import INT8_MAX, int8_rows_at_once
 from lora_trainer.network.out_of_memory import is_out_of_memory
 
 Restored = Callable[[Sequence[Tensor]], Tensor]
-"""Makes a frozen weight [out, in] of what is stored of it."""
+"""Restores a frozen weight [out, in] from its stored tensors."""
 _ROWS_STEP = 32
-"""Rows of an integer product are filled up with zeros to this: cuBLAS refuses fewer than 17, and its
-versions differ in which odd numbers they multiply correctly. No result depends on it."""
+"""Rows of an integer product are padded with zeros to a multiple of this: cuBLAS refuses fewer than 17 rows,
+and its versions differ in the odd numbers of rows that they multiply correctly. No result depends on it."""
 _LEAST_SCALE = 1e-30
 _PROBED_ROWS = (_ROWS_STEP, 33 * _ROWS_STEP)
-"""Rows of the products that are tried: kernels are chosen by size, for few rows others than for many."""
+"""Rows of the trial products: cuBLAS chooses other kernels for few rows than for many."""
 _CHECKED_ROWS = 16
-"""Rows at either end whose sums are compared: in float64, which cards for games compute slowly."""
+"""Rows at either end whose sums are compared with float64; more would take long on consumer GPUs."""
 
 
 class WeightMatmul(Protocol):
-    """How a frozen weight is multiplied.
+    """The two products of a frozen weight.
 
-    `plus` is added: a vector, which is only read, or a sum of the result's shape, which may be written
-    to and be what is returned.
+    `plus` is added to the result. A vector is only read; a tensor of the result's shape may be overwritten
+    and returned.
     """
 
     def forward(self, x: Tensor, stored: Sequence[Tensor], plus: Tensor | None = None) -> Tensor:
@@ -54,7 +54,7 @@ class WeightMatmul(Protocol):
 
 @dataclass(frozen=True)
 class RestoredProduct:
-    """W is made anew for each product, which is then one of the dtype of the network."""
+    """Restores W for each product, which then runs in the network's dtype."""
 
     restored: Restored
 
@@ -75,17 +75,17 @@ def _matmul(a: Tensor, b: Tensor, plus: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Int8Product:
-    """The int8 codes of W, with a scale for each output, are multiplied themselves.
+    """Multiplies the int8 codes q of W = s q, with one scale s per output.
 
-    Backwards the scales go into dY before it is rounded: (dY s) q is dY (s q), in the layout that the
-    codes already have. Where the device has no such product, `restored_backwards` makes W for it.
+    In the backward pass the scales are applied to dY before it is rounded: (dY s) q = dY (s q), so the
+    codes need no other layout. On a device without that product, `restored_backwards` restores W instead.
     """
 
     restored_backwards: Restored | None = None
 
     def forward(self, x: Tensor, stored: Sequence[Tensor], plus: Tensor | None = None) -> Tensor:
         codes, scale = stored
-        if torch.compiler.is_compiling():  # in pieces, which a compiler fuses
+        if torch.compiler.is_compiling():  # as separate operations, which the compiler fuses
             return _product(x, codes.T, of_columns=scale.T, plus=plus)
         outputs: Tensor = int8_product(x, codes.T, scale.T, plus)
         return outputs
@@ -96,15 +96,15 @@ class Int8Product:
         if self.restored_backwards is not None:
             return _matmul(gradient, self.restored_backwards(stored), plus)
         codes, scale = stored
-        own = plus if plus is not None and plus.dim() == 2 else None
-        return _product(gradient, codes, of_inputs=scale.T, plus=plus, out=own)
+        in_place_output = plus if plus is not None and plus.dim() == 2 else None
+        return _product(gradient, codes, of_inputs=scale.T, plus=plus, out=in_place_output)
 
 
 @torch.library.custom_op("lora_train::int8_product", mutates_args=())
 def int8_product(x: Tensor, codes: Tensor, scale: Tensor, plus: Tensor | None) -> Tensor:
     """Return x (codes scale) + plus; x [rows, in], int8 codes [in, out], float32 scale [1, out].
 
-    An operator of its own, so that whoever watches kernels sees a product and its result.
+    A custom operator, so that dispatch modes (selective checkpointing, traces) see one product.
     """
     return _product(x, codes, of_columns=scale, plus=plus)
 
@@ -115,7 +115,7 @@ def _(x: Tensor, codes: Tensor, scale: Tensor, plus: Tensor | None) -> Tensor:
 
 
 INT8_PRODUCT = torch.ops.lora_train.int8_product.default
-"""What a dispatch mode sees of it."""
+"""The operator as a dispatch mode sees it."""
 
 
 def _product(
@@ -127,18 +127,19 @@ def _product(
     plus: Tensor | None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return (values of_inputs) (codes of_columns) + plus, in pieces of rows that bound what lies beside it.
+    """Return (values of_inputs) (codes of_columns) + plus.
 
-    `out` may be `plus`.
+    The rows are processed in pieces, which bounds the memory of the int8 copy and the int32 sums. `out` may
+    be `plus`.
     """
     (rows, _), (inner, columns) = values.shape, codes.shape
     outputs = values.new_empty(rows, columns) if out is None else out
     step = int8_rows_at_once(inner, columns)
     for start in range(0, rows, step):
         piece = slice(start, start + step)
-        given = values[piece] if of_inputs is None else values[piece] * of_inputs
-        quantized, scale = quantized_rows(given)
-        sums = torch._int_mm(_filled_up(quantized), codes)[: len(given)]
+        piece_values = values[piece] if of_inputs is None else values[piece] * of_inputs
+        quantized, scale = quantized_rows(piece_values)
+        sums = torch._int_mm(_filled_up(quantized), codes)[: len(piece_values)]
         one, other = (sums, scale) if of_columns is None else (sums * scale, of_columns)
         if plus is None:
             torch.mul(one, other, out=outputs[piece])
@@ -150,7 +151,7 @@ def _product(
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Layouts:
-    """Which int8 products a device computes, both passes; empty: it does, else why not."""
+    """The reasons why a device cannot use the int8 products of either pass; empty if it can."""
 
     against_forward: str = ""
     against_backward: str = ""
@@ -182,8 +183,8 @@ def _random_codes(rows: int, columns: int, generator: torch.Generator) -> Tensor
 
 
 def _against(rows: Tensor, codes: Tensor) -> str:
-    """Return why this product of int8 codes cannot be used; empty: its sums are right."""
-    named = f"[{rows.shape[0]}, {rows.shape[1]}] by [{codes.shape[0]}, {codes.shape[1]}]"
+    """Return why this product of int8 codes cannot be used, empty if its sums are right."""
+    product_name = f"[{rows.shape[0]}, {rows.shape[1]}] by [{codes.shape[0]}, {codes.shape[1]}]"
     try:
         sums = torch._int_mm(rows, codes)
         checked = torch.cat([sums[:_CHECKED_ROWS], sums[-_CHECKED_ROWS:]])
@@ -192,15 +193,15 @@ def _against(rows: Tensor, codes: Tensor) -> str:
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        return f"{named} is refused: {first_line(error)}"
-    return "" if is_right else f"{named} gives wrong sums"
+        return f"{product_name} is refused: {first_line(error)}"
+    return "" if is_right else f"{product_name} gives wrong sums"
 
 
 def quantized_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 codes [rows, n] and float32 scales [rows, 1]: each row by its largest number.
+    """Return int8 codes [rows, n] and float32 scales [rows, 1]; a row's largest number becomes 127.
 
-    A row is rounded by itself, whatever is computed beside it. One that is not finite gets a scale that
-    is not, and so does its product.
+    Each row is rounded by itself, so the rounding of a sample does not depend on its batch. A row that is
+    not finite gets a non-finite scale, and so its product is not finite either.
     """
     largest = torch.linalg.vector_norm(
         values, float("inf"), dim=1, keepdim=True, dtype=torch.float32

@@ -1,10 +1,10 @@
-"""Selective checkpointing inside a block: which results of kernels are kept when all else is made again.
+"""Selective checkpointing inside a block: saves chosen results of kernels and recomputes all others.
 
-`selective_contexts` gives `torch.utils.checkpoint` two modes for one call of a block: in the forward pass the
-first holds results that took much arithmetic for their bytes, in the recomputation the second hands
-them out in the same order instead of running their kernels. Works on `meta` too.
+`selective_contexts` gives `torch.utils.checkpoint` two dispatch modes for one call of a block. In the forward pass the
+first saves results that took much arithmetic for their bytes; in the recomputation the second returns them
+in the same order instead of running their kernels. Works on `meta` too.
 
-torch's own modes for this note every kernel there is, and cannot hand out what a kernel wrote in place.
+torch's own modes for this record every kernel, and cannot return results that a kernel wrote in place.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ _FACTORS = {
     _ATEN.addmm_.default: (1, 2),
     INT8_PRODUCT: (0, 1),
 }
-"""Products of matrices: which arguments are multiplied."""
+"""Kernels of matrix products, with the positions of the two factors among their arguments."""
 SavePolicy = Callable[[Any, tuple[Any, ...]], bool]
-"""Says of a kernel and its arguments whether the result is kept."""
+"""Says whether the result of a kernel, called with these arguments, is saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectivePolicy:
-    """Attention, and the frozen products that `keeps_product` names; never those of adapters.
+    """Saves results of attention and of the frozen products for which `keeps_product` holds.
 
-    `rank` is the largest of the network's adapters: what they multiply has a side as short.
+    Products of adapters are never saved. `rank` is the largest rank of the network's adapters: a factor
+    with a side no longer than that is taken for an adapter's.
     """
 
     checkpointing: Checkpointing
     rank: int
 
     def __call__(self, kernel: Any, arguments: tuple[Any, ...]) -> bool:
-        """Say whether the result of this kernel is kept."""
+        """Say whether the result of this kernel is saved."""
         if self.checkpointing not in KEEP_ATTENTION:
             return False
         if kernel in _FACTORS:
@@ -58,7 +59,7 @@ class SelectivePolicy:
         return _is_attention(kernel)
 
     def _keeps(self, weight: Tensor, fan_in: int, out: int) -> bool:
-        """A weight that is trained, or built of what is, belongs to an adapter."""
+        """Say whether a product with `weight` is saved; a weight with a gradient belongs to an adapter."""
         if weight.requires_grad or min(fan_in, out) <= self.rank:
             return False
         return keeps_product(self.checkpointing, fan_in=fan_in, out=out)
@@ -66,29 +67,29 @@ class SelectivePolicy:
 
 @cache
 def _is_attention(kernel: Any) -> bool:
-    """All fused kernels of torch and of xformers have it in their names; `_flash` forwards of the latter too."""
+    """Say by its name whether a kernel is a fused attention of torch or xformers ("flash_fwd" is the latter's)."""
     name = kernel.__name__
     return "attention" in name or "flash_fwd" in name
 
 
 def selective_contexts(worth: SavePolicy) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the modes of the forward pass and of the recomputation of one call of a block."""
-    kept: deque[_Result] = deque()
-    return _SavingMode(worth, kept), _ReturningMode(worth, kept)
+    results: deque[_Result] = deque()
+    return _SavingMode(worth, results), _ReturningMode(worth, results)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Result:
-    """What a kernel returned, without the graph that grew on it. Networks must not write to it."""
+    """The detached result of a kernel. A network must not write to it in place after the call."""
 
     kernel: Any
     value: Any
 
     def take(self, kernel: Any, arguments: tuple[Any, ...]) -> Any:
-        """Return it; raises RuntimeError when the block did something else than in the forward pass."""
+        """Return the result; raises RuntimeError if the recomputation calls another kernel than before."""
         if self.kernel is not kernel:
             raise RuntimeError(
-                f"a recomputed block asks for a result of {kernel}, and kept is one of {self.kernel}"
+                f"a recomputed block calls {kernel} where the forward pass called {self.kernel}"
             )
         if (
             kernel._schema.is_mutable
@@ -98,13 +99,13 @@ class _Result:
 
 
 class _SavingMode(TorchDispatchMode):
-    def __init__(self, worth: SavePolicy, kept: deque[_Result]) -> None:
+    def __init__(self, worth: SavePolicy, results: deque[_Result]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation
-        self._worth, self._kept = worth, kept
+        self._worth, self._results = worth, results
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code in a block runs as it is; what it computes is made again as a whole."""
+        """Return True: compiled code inside a block is not watched and is recomputed as a whole."""
         return True
 
     def __torch_dispatch__(
@@ -112,35 +113,35 @@ class _SavingMode(TorchDispatchMode):
     ) -> Any:
         result = kernel(*args, **(kwargs or {}))
         if self._worth(kernel, args):
-            self._kept.append(_Result(kernel=kernel, value=_detached(result)))
+            self._results.append(_Result(kernel=kernel, value=_detached(result)))
         return result
 
 
 class _ReturningMode(TorchDispatchMode):
-    def __init__(self, worth: SavePolicy, kept: deque[_Result]) -> None:
+    def __init__(self, worth: SavePolicy, results: deque[_Result]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation
-        self._worth, self._kept = worth, kept
+        self._worth, self._results = worth, results
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code in a block runs as it is."""
+        """Return True: compiled code inside a block is not watched."""
         return True
 
     def __exit__(self, *error: Any) -> None:
-        """Let go of what was not asked for: a second backward pass makes everything again."""
-        self._kept.clear()
+        """Drop results that were not used, so that a second backward pass recomputes everything."""
+        self._results.clear()
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch has no annotation
 
     def __torch_dispatch__(
         self, kernel: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if self._kept and self._worth(kernel, args):
-            return self._kept.popleft().take(kernel, args)
+        if self._results and self._worth(kernel, args):
+            return self._results.popleft().take(kernel, args)
         return kernel(*args, **(kwargs or {}))
 
 
 def _detached(result: Any) -> Any:
-    """Return results as new tensors on the same storages: autograd hangs its graph on the old ones."""
+    """Return results as new tensors on the same storages; the old ones would keep their autograd graph."""
     if isinstance(result, Tensor):
         return result.detach()
     if isinstance(result, tuple | list):

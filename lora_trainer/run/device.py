@@ -1,9 +1,9 @@
 """The device of a training: which one, how much of its memory, and what bit-exactness depends on.
 
-An upper bound on what PyTorch's allocator takes of a card, so that it can be shared.
+An upper bound on the GPU memory of PyTorch's allocator, so that the GPU can be shared.
 
-Where a driver moves memory to the host instead of refusing it (Windows, and Linux under it), a full
-card is not an error but a run ten times slower: there the bound is always set.
+On Windows and in WSL the driver moves memory to the host instead of refusing an allocation, so a full GPU
+causes no error but makes a run ten times slower. There the bound is always set.
 
 The device of a training: its choice, its memory limit, and the facts bit-exactness depends on.
 """
@@ -35,9 +35,9 @@ from lora_trainer.run.prepare import Prepared
 
 
 def cap_allocator(*, limit_bytes: int | None, free_bytes: int, device: torch.device) -> int | None:
-    """Bound the allocator of a GPU; return the bytes it may have, None: no bound was needed.
+    """Bound the allocator of a GPU; return the bytes it may take, None if no bound is needed.
 
-    `limit_bytes` is what the whole process may take, context included; `free_bytes` what is free.
+    `limit_bytes` is the limit of the whole process, context included; `free_bytes` is free at present.
     """
     spills = driver_spills()
     if limit_bytes is None and not spills:
@@ -130,7 +130,7 @@ def pinning(prepared: Prepared, events: EventStream) -> Iterator[None]:
         )
 
     limit_bytes = prepared.hardware.pinnable_by_each(sharing=prepared.sharing)
-    with counted(limit_bytes=limit_bytes, told=report):
+    with counted(limit_bytes=limit_bytes, on_refusal=report):
         yield
 
 

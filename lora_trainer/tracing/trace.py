@@ -1,9 +1,8 @@
-"""What a training step costs, found by running it without memory: forward and backward on meta tensors.
+"""The cost of a training step, measured by running forward and backward passes on meta tensors.
 
-Every kernel passes through a dispatch mode that knows which storages are alive, so bytes are exact
-where formulas are not: casts, views that become copies, what a checkpoint recomputes. No weights and
-no GPU are needed. Inputs are a network on the `meta` device and a call of it; outputs are bytes,
-FLOPs and kernels.
+Every kernel passes through a dispatch mode that tracks the live storages, so bytes are exact where formulas
+are not: casts, views that become copies, recomputation by checkpoints. Neither weights nor a GPU are
+needed. Inputs are a network on the `meta` device and a call of it; outputs are bytes, FLOPs and kernels.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from lora_trainer.network.live_storages import FusedKernels, KernelsOf, LiveStor
 class StepTrace:
     """Bytes and work of one forward and backward pass of the whole batch.
 
-    `saved_bytes` are what autograd and checkpoints hold when the forward pass is over, inputs and
-    parameters excepted; `adapter_saved_bytes` of them were made for adapters. `peak_bytes` is the
-    highest sum of the step, gradients of parameters excepted.
+    `saved_bytes` are held by autograd and checkpoints at the end of the forward pass, without inputs and
+    parameters; `adapter_saved_bytes` of them belong to adapters. `peak_bytes` is the highest sum during the
+    step, without the gradients of parameters.
     """
 
     saved_bytes: int
@@ -46,9 +45,9 @@ class StepTrace:
 def add_adapters(
     network: nn.Module, modules: Sequence[str], *, rank: int, wide: bool = False
 ) -> None:
-    """Put LoRA pairs on a network, float32 with gradients in place as in training; values undefined.
+    """Put LoRA pairs on a network, float32 with allocated gradients as in training; values are undefined.
 
-    `wide`: as `Workload.wide_adapter` says.
+    `wide` is `Workload.wide_adapter`.
     """
     config = LoraConfig(r=rank, target_modules=list(modules), init_lora_weights=False)
     if not wide:
@@ -67,7 +66,7 @@ def trace_forward(
     inputs: Iterable[Tensor],
     kernels_of: KernelsOf = "cuda",
 ) -> int:
-    """Return the peak bytes of `forward` without gradients, inputs and parameters excepted."""
+    """Return the peak bytes of `forward` without gradients; inputs and parameters do not count."""
     live = LiveStorages([*_resident(network), *inputs])
     with torch.no_grad(), FusedKernels(kernels_of), live:
         forward()
@@ -81,17 +80,17 @@ def trace_step(
     inputs: Iterable[Tensor],
     kernels_of: KernelsOf = "cuda",
 ) -> StepTrace:
-    """Run `forward` and its backward pass; the network's adapters have their gradients in place.
+    """Trace `forward` and its backward pass; the gradients of the adapters must be allocated.
 
-    Networks keep tables from their first call, of positions for example. Trace a forward pass
-    before: they are no activations.
+    Trace a forward pass before: networks cache tables (of positions, say) in their first call, and those
+    are no activations.
     """
     live = LiveStorages([*_resident(network), *inputs])
     with FusedKernels(kernels_of), live, _adapter_inputs_marked(network, live):
         prediction = forward()
         edge = torch.autograd.graph.get_gradient_edge(prediction)
         shape, dtype, device = prediction.shape, prediction.dtype, prediction.device
-        del prediction  # whether the graph still holds it is up to the network
+        del prediction  # from here only the graph may hold it, as in training
         saved, adapter, forward_flops = live.now_bytes, live.marked_bytes, live.flops
         torch.autograd.backward([edge], [torch.zeros(shape, dtype=dtype, device=device)])
     return StepTrace(
@@ -113,16 +112,16 @@ def _resident(network: nn.Module) -> Iterator[Tensor]:
 
 @contextmanager
 def _adapter_inputs_marked(network: nn.Module, live: LiveStorages) -> Iterator[None]:
-    """Mark what wide adapters make that layers alone would not: copies of inputs, rank-wide middles."""
-    given: dict[nn.Module, int] = {}
+    """Mark the storages that wide adapters create: copies of inputs, and the outputs of A."""
+    input_keys: dict[nn.Module, int] = {}
 
     def before_layer(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        given[layer] = storage_key(args[0])
+        input_keys[layer] = storage_key(args[0])
 
     def before_down(layer: nn.Module, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if storage_key(args[0]) != given[layer]:
+        if storage_key(args[0]) != input_keys[layer]:
             live.mark(args[0])
-        live.marking = True  # the middle, and a copy of an input that is not contiguous
+        live.marking = True  # the output of A, and a copy of a non-contiguous input
 
     def after_down(*_: Any) -> None:
         live.marking = False
@@ -143,7 +142,7 @@ def _adapter_inputs_marked(network: nn.Module, live: LiveStorages) -> Iterator[N
 
 @dataclass(frozen=True, kw_only=True)
 class TracedNetwork:
-    """A denoiser on `meta`, frozen, with adapters, and what its family gives it beside the latents."""
+    """A frozen denoiser on `meta` with adapters, and its conditioning."""
 
     family: Family
     facts: BaseFacts
@@ -152,12 +151,12 @@ class TracedNetwork:
     conditioning: Conditioning
     """Batch 1, on `meta`, in the dtypes of training."""
     forward_peaks: dict[tuple[Workload, KernelsOf], int] = field(default_factory=dict)
-    """Of passes without gradients, in which no kind of checkpointing makes a difference."""
+    """Peak bytes of passes without gradients, which are the same at every checkpointing level."""
 
     def sample_cost(self, workload: Workload, *, kernels_of: KernelsOf = "cuda") -> SampleCost:
-        """Trace one micro-batch of this size; what the network is built for is its own.
+        """Trace one micro-batch of this workload; its adapter and dtype are those the network was built for.
 
-        `conditioning_bytes` are left out: they are the text encoder's, not the network's.
+        `conditioning_bytes` are 0 here, as they belong to the text encoder.
         """
         count = workload.micro_batch
         noisy, timesteps, conditioning = self.inputs(workload)
@@ -232,22 +231,23 @@ def empty_conditioning(
     prompt: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
 ) -> Conditioning:
-    """Return what a family gives its network beside the latents, batch 1 on `meta`, from the prompt's shapes."""
+    """Return a network's conditioning, batch 1 on `meta`, from the shapes of an encoded prompt."""
     whole = Geometry(original_px=(64, 64), corner_px=(0, 0), target_px=(64, 64))
-    told = {
+    extra_tensors = {
         **family.geometry_conditioning(facts, whole),
         **family.guidance_conditioning(facts, guidance_scale=1.0),
     }
-    given = {name: (shape, name.endswith("mask")) for name, shape in prompt.items()} | {
-        name: (tuple(tensor.shape), not tensor.is_floating_point()) for name, tensor in told.items()
+    shapes = {name: (shape, name.endswith("mask")) for name, shape in prompt.items()} | {
+        name: (tuple(tensor.shape), not tensor.is_floating_point())
+        for name, tensor in extra_tensors.items()
     }
     return {
         name: torch.empty(shape, dtype=torch.int64 if whole_numbers else dtype, device="meta")
-        for name, (shape, whole_numbers) in given.items()
+        for name, (shape, whole_numbers) in shapes.items()
     }
 
 
 def host_bytes(network: nn.Module) -> int:
-    """Return what gradient checkpointing has moved to host memory since it was applied."""
+    """Return the bytes that gradient checkpointing has moved to host memory since it was applied."""
     runners = {vars(module).get("_gradient_checkpointing_func") for module in network.modules()}
     return sum(runner.host_bytes for runner in runners if isinstance(runner, BlockRunner))

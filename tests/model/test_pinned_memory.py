@@ -30,7 +30,7 @@ def test_after_a_refusal_the_rest_is_ordinary_memory_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver, said = pinning_driver(monkeypatch, most_bytes=3 * MIB), list[str]()
-    with counted(limit_bytes=None, told=said.append) as count:
+    with counted(limit_bytes=None, on_refusal=said.append) as count:
         kept = [count.empty((MIB,), dtype=torch.uint8, device=CPU) for _ in range(5)]
         assert count.in_place(whole_pages(4096), device=CPU) is None
         values = torch.arange(4.0)
@@ -45,7 +45,7 @@ def test_a_refusal_in_place_clears_the_error_that_cuda_would_remember(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver, said = pinning_driver(monkeypatch, most_bytes=10_000), list[str]()
-    with counted(limit_bytes=None, told=said.append) as count:
+    with counted(limit_bytes=None, on_refusal=said.append) as count:
         undo = count.in_place(whole_pages(8192), device=CPU)
         assert count.in_place(whole_pages(8192), device=CPU) is None
         assert driver.cleared == 1 and "CUDA error 2" in said[0]
@@ -58,7 +58,7 @@ def test_no_more_is_asked_for_than_the_platform_gives_and_batches_have_room_left
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver, said = pinning_driver(monkeypatch, most_bytes=RESERVED_BYTES + MIB), list[str]()
-    with counted(limit_bytes=RESERVED_BYTES + MIB, told=said.append) as count:
+    with counted(limit_bytes=RESERVED_BYTES + MIB, on_refusal=said.append) as count:
         first = count.in_place(whole_pages(MIB), device=CPU)
         assert first is not None, "what the limit leaves beside the reserve"
         assert count.in_place(whole_pages(4096), device=CPU) is None
@@ -73,7 +73,7 @@ def test_no_more_is_asked_for_than_the_platform_gives_and_batches_have_room_left
 def test_memory_that_torch_keeps_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step's inputs are new tensors in the same memory: the count must not grow with the steps."""
     pinning_driver(monkeypatch)
-    with counted(limit_bytes=2 * MIB, told=lambda _: None) as count:
+    with counted(limit_bytes=2 * MIB, on_refusal=lambda _: None) as count:
         for _ in range(50):
             inputs = [count.empty((300_000,), dtype=torch.uint8, device=CPU) for _ in range(3)]
             assert count.bytes == 3 * 2**19
@@ -91,7 +91,7 @@ def test_blocks_are_pinned_one_by_one_as_far_as_it_goes_and_the_bits_stay(
     wanted = plain.gradients()
     sizes = [4 * size for size in block_sizes(trainee(name).denoiser)]
     driver = pinning_driver(monkeypatch, most_bytes=sum(sizes[:2]) + 8 * 4096)
-    with counted(limit_bytes=None, told=lambda _: None) as count:
+    with counted(limit_bytes=None, on_refusal=lambda _: None) as count:
         at = trainee(name)
         apply_checkpointing(at.denoiser, "full")
         streamed = stream_blocks(at.denoiser, count=len(repeated_blocks(at.denoiser)), device=CPU)

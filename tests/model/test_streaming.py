@@ -311,7 +311,9 @@ def test_a_kept_weight_that_is_written_over_stops_the_backward_pass() -> None:
 def test_there_are_only_so_many_blocks(count: int) -> None:
     at = trainee("flux")
     apply_checkpointing(at.denoiser, "full")
-    with pytest.raises(RequestError, match=rf"streamed_blocks={count}, and the base has 6 blocks"):
+    with pytest.raises(
+        RequestError, match=rf"streamed_blocks={count} is impossible: the base has 6 blocks"
+    ):
         stream_blocks(at.denoiser, count=count, device=CPU)
 
 
