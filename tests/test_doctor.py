@@ -40,9 +40,9 @@ def test_doctor_prints_marked_sentences_and_no_fields(capsys: pytest.CaptureFixt
     for line in lines:
         assert line.startswith(("ok    ", "warn  ")) and line.endswith("."), line
         assert not any(raw in line for raw in ("gpus", "_bytes", "cpu_threads", "()")), line
-    assert last == f"{sum(line.startswith('warn') for line in lines)} to look at, marked warn." or (
-        last == "Nothing is to be mended."
-    )
+    warnings = sum(line.startswith("warn") for line in lines)
+    plural = "" if warnings == 1 else "s"
+    assert last == (f"{warnings} warning{plural}, marked warn." if warnings else "No problems.")
 
 
 def test_what_trains_is_said_first_with_the_reason() -> None:
@@ -91,7 +91,7 @@ def test_how_much_memory_may_be_pinned_is_said_where_it_is_bounded() -> None:
         reasons={**bound.reasons, "pinnable_bytes": "WSL2 refuses more"},
     )
     (found,) = (check.sentence for check in said(bound) if "pinned" in check.sentence)
-    assert "0.50 GiB may be pinned for its copies (WSL2 refuses more)" in found
+    assert "0.50 GiB may be pinned for copies to it (WSL2 refuses more)" in found
     assert not any("pinned" in check.sentence for check in said(with_cards(SMALL)))
 
 

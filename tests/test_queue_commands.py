@@ -116,7 +116,7 @@ def test_a_double_click_is_refused(held: Place, capsys: pytest.CaptureFixture[st
 def test_the_list_is_in_order_and_its_json_is_the_items(
     held: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said(capsys, "list") == "nothing is in the queue\n"
+    assert said(capsys, "list") == "the queue is empty\n"
     assert json.loads(said(capsys, "list", "--json")) == []
     for name in ("[b]cats", "dogs", "owls"):
         said(capsys, "add", "--", name)
@@ -129,7 +129,7 @@ def test_the_list_is_in_order_and_its_json_is_the_items(
     text = said(capsys, "list")
     assert text.index("0003-owls") < text.index("0001-b-cats")
     assert "[b]cats" in text
-    assert "nobody looks after it" in text
+    assert "not running; start it" in text
 
 
 def test_the_list_tells_what_ended_unseen_and_starts_nothing(
@@ -185,7 +185,7 @@ def test_a_worker_in_a_terminal_ends_when_asked_and_its_training_goes_on(
     worker.send_signal(number)
     out, error = worker.communicate(timeout=60)
     assert worker.returncode == 128 + number
-    assert "what trains goes on" in error and error.count("\n") == 1
+    assert "running trainings continue" in error and error.count("\n") == 1
     assert out.startswith("0001-toy started")
     item = held.item("0001-toy")
     assert item.state == "running"

@@ -143,8 +143,8 @@ def test_check_shows_score_buckets_and_every_finding(prepared: Prepared) -> None
     assert all(f"{name} x{count}" in shown for name, count in report.buckets.items())
     assert f"warning: {ODD}.png: is odd. look at it" in shown
     assert "warning: the dataset is odd. look at it" in shown
-    assert "nothing to remark" not in shown
-    assert "nothing to remark" in text(check_text(replace(report, findings=())))
+    assert "no findings" not in shown
+    assert "no findings" in text(check_text(replace(report, findings=())))
 
 
 def test_presets_shows_every_cell() -> None:

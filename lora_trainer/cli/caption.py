@@ -1,7 +1,7 @@
 """The command `caption`: a model writes the captions that a dataset lacks.
 
-One line on stdout for each picture as soon as its caption is written, or with `--json` one JSON
-object; everything else is told on stderr, or as JSON objects too. Nothing here computes.
+Prints one line per image on stdout as soon as its caption is written, everything else on stderr; with
+`--json` every line is a JSON object on stdout. Nothing here computes.
 """
 
 from __future__ import annotations
@@ -34,51 +34,56 @@ def caption(
     /,
     *,
     model: Annotated[
-        str, Parameter(help=f"{_NAMES}; or the folder or Hub id of one of their kinds")
+        str, Parameter(help=f"{_NAMES}; or the folder or Hub id of a model of the same kinds")
     ] = DEFAULT,
     overwrite: Annotated[
-        bool, Parameter(negative="", help="replace captions too; the old ones are kept for --undo")
+        bool,
+        Parameter(negative="", help="replace existing captions too; --undo restores the old ones"),
     ] = False,
     only_missing: Annotated[
         bool,
-        Parameter(negative="", help="leave captions alone that are there [this is the default]"),
+        Parameter(negative="", help="keep existing captions [this is the default]"),
     ] = False,
     images: Annotated[
         list[str],
-        Parameter(negative="", consume_multiple=True, help="only these pictures of the dataset"),
+        Parameter(negative="", consume_multiple=True, help="only these images of the dataset"),
     ] = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
     output: Annotated[
-        Path | None, Parameter(help="folder for the captions [default: beside the pictures]")
+        Path | None, Parameter(help="folder for the captions [default: beside the images]")
     ] = None,
     prefix: Annotated[str, Parameter(help="words before each caption, as typed")] = "",
-    suffix: Annotated[str, Parameter(help="the same after it; write a comma of your own")] = "",
+    suffix: Annotated[
+        str, Parameter(help="words after each caption, as typed; include a comma if you want one")
+    ] = "",
     trigger: Annotated[
-        str | None, Parameter(help="word put first in captions that have it nowhere")
+        str | None, Parameter(help="word to put first in captions that do not contain it")
     ] = None,
     prompt: Annotated[
-        str | None, Parameter(help="what to ask a model that can be asked [default: two sentences]")
+        str | None,
+        Parameter(help="instruction for models that take one [default: describe in two sentences]"),
     ] = None,
     max_tokens: Annotated[
-        int | None, Parameter(help="how long a caption may be, in tokens [default: 150]")
+        int | None, Parameter(help="longest caption, in tokens [default: 150]")
     ] = None,
     threshold: Annotated[
-        float | None, Parameter(help="for taggers: probability a tag needs [default: 0.35]")
+        float | None, Parameter(help="for taggers: lowest probability of a tag [default: 0.35]")
     ] = None,
     character_threshold: Annotated[
-        float | None, Parameter(help="the same for names of characters [default: 0.85]")
+        float | None,
+        Parameter(help="for taggers: lowest probability of a character's name [default: 0.85]"),
     ] = None,
     device: Annotated[
-        Literal["auto", "cuda", "cpu"], Parameter(help="where the model runs")
+        Literal["auto", "cuda", "cpu"], Parameter(help="device that runs the model")
     ] = "auto",
     undo: Annotated[
-        bool, Parameter(negative="", help="take back what the last call wrote, and stop")
+        bool, Parameter(negative="", help="undo the captions of the last call, and stop")
     ] = False,
     dry_run: Annotated[
-        bool, Parameter(negative="", help="say which pictures would get a caption, and stop")
+        bool, Parameter(negative="", help="list the images that would get a caption, and stop")
     ] = False,
-    json: Annotated[bool, Parameter(negative="", help="one JSON object a line")] = False,
+    json: Annotated[bool, Parameter(negative="", help="print one JSON object per line")] = False,
 ) -> None:
-    """Write a caption by a model for each picture of DATASET that has none, as NAME.txt beside it."""
+    """Let a model caption each image of DATASET that has no caption, as NAME.txt beside the image."""
     if overwrite and only_missing:
         raise RequestError(
             "--overwrite and --only-missing contradict each other", fix="give one of them"
@@ -113,55 +118,55 @@ def caption(
     except KeyboardInterrupt:
         raise StoppedBySignal(
             SIGINT,
-            found="stopped at once; captions that were written stay",
-            fix="run the same command again to go on",
+            found="stopped at once; the captions written so far stay",
+            fix="run the same command again to continue",
         ) from None
 
 
 class ProgressPrinter:
-    """Says what happens, a line each: captions on stdout, the rest on stderr; or all as JSON."""
+    """Prints one line per event: captions on stdout, everything else on stderr; or all as JSON."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
 
     def __call__(self, event: Event) -> None:
-        """Say one event of `caption_dataset`."""
+        """Print one event of `caption_dataset`."""
         if self._as_json:
             self._row({"event": event.kind, **event.fields, "time": round(event.time_s, 3)})
             return
-        found = event.fields
+        fields = event.fields
         match event.kind:
             case "caption":
-                cut = " (cut at --max-tokens)" if found["cut"] else ""
-                place = f"{found['index']}/{found['count']} {shown(found['image'])}"
-                _line(sys.stdout, f"{place}: {found['caption']}{cut}")
+                cut = " (cut at --max-tokens)" if fields["cut"] else ""
+                position = f"{fields['index']}/{fields['count']} {shown(fields['image'])}"
+                _line(sys.stdout, f"{position}: {fields['caption']}{cut}")
             case "problem":
-                about = "" if found["file"] is None else f"{shown(found['file'])} "
-                _line(sys.stderr, f"{found['severity']}: {about}{found['what']}. {found['fix']}")
+                about = "" if fields["file"] is None else f"{shown(fields['file'])} "
+                _line(sys.stderr, f"{fields['severity']}: {about}{fields['what']}. {fields['fix']}")
             case "downloading":
-                size = "" if found["gigabytes"] is None else f", about {found['gigabytes']:g} GB"
-                _line(sys.stderr, f"downloading {found['model']}{size}")
+                size = "" if fields["gigabytes"] is None else f", about {fields['gigabytes']:g} GB"
+                _line(sys.stderr, f"downloading {fields['model']}{size}")
             case "captioning":
-                had = f", had already: {found['had_one']}" if found["had_one"] else ""
-                count = f"captions to write: {found['pictures']}{had}"
-                _line(sys.stderr, f"{count}; {found['model']} on {found['device']}")
+                had = f", had already: {fields['had_one']}" if fields["had_one"] else ""
+                count = f"captions to write: {fields['pictures']}{had}"
+                _line(sys.stderr, f"{count}; {fields['model']} on {fields['device']}")
             case "captioned":
-                _line(sys.stdout, _summary(found["written"], found["failed"], found["had_one"]))
+                _line(sys.stdout, _summary(fields["written"], fields["failed"], fields["had_one"]))
 
-    def planned(self, wanted: Wanted, chosen: Chosen) -> None:
-        """Say what a call would do."""
+    def planned(self, captioner: Wanted, chosen: Chosen) -> None:
+        """Print the plan of a call: the model, and for each image whether it would get a caption."""
         names = [target.name for target in chosen.targets]
         if self._as_json:
-            known = wanted.known
+            catalogued = captioner.known
             self._row(
                 {
                     "event": "plan",
-                    "model": wanted.source,
-                    "writes": wanted.writes,
-                    "on_this_machine": wanted.folder is not None,
-                    "licence": None if known is None else known.licence,
-                    "download_gb": None if known is None else known.download_gb,
-                    "memory_gib": None if known is None else known.memory_gib,
+                    "model": captioner.source,
+                    "writes": captioner.writes,
+                    "on_this_machine": captioner.folder is not None,
+                    "licence": None if catalogued is None else catalogued.licence,
+                    "download_gb": None if catalogued is None else catalogued.download_gb,
+                    "memory_gib": None if catalogued is None else catalogued.memory_gib,
                     "pictures": names,
                     "captioned": chosen.captioned,
                     "refused": [
@@ -171,46 +176,48 @@ class ProgressPrinter:
                 }
             )
             return
-        _line(sys.stdout, f"model: {_described(wanted)}")
+        _line(sys.stdout, f"model: {_described(captioner)}")
         for name in names:
             _line(sys.stdout, f"would get a caption: {shown(name)}")
         for name, source in chosen.captioned.items():
-            _line(sys.stdout, f"has one: {shown(name)} ({shown(source)})")
+            _line(sys.stdout, f"has a caption: {shown(name)} ({shown(source)})")
         for refusal in chosen.refused:
-            _line(sys.stdout, f"gets none: {shown(refusal.name)} {refusal.what}. {refusal.fix}")
+            _line(
+                sys.stdout, f"gets no caption: {shown(refusal.name)} {refusal.what}. {refusal.fix}"
+            )
 
-    def undone(self, done: UndoResult) -> None:
-        """Say what was taken back."""
+    def undone(self, result: UndoResult) -> None:
+        """Print the captions that `--undo` removed, restored and left alone."""
         if self._as_json:
-            self._row({"event": "undone", **asdict(done)})
+            self._row({"event": "undone", **asdict(result)})
             return
-        counts = f"captions removed: {len(done.removed)}, put back: {len(done.restored)}"
+        counts = f"captions removed: {len(result.removed)}, put back: {len(result.restored)}"
         _line(sys.stdout, counts)
-        for name in done.kept:
-            _line(sys.stdout, f"left alone, as it was edited since: {shown(name)}")
+        for name in result.kept:
+            _line(sys.stdout, f"not touched, because it was edited since: {shown(name)}")
 
     def _row(self, row: dict[str, Any]) -> None:
         _line(sys.stdout, json_module.dumps(row, ensure_ascii=False))
 
 
 def _line(stream: TextIO, text: str) -> None:
-    """Write one line at once: whoever reads a pipe sees it when it happens."""
+    """Write one line and flush it, so that the reader of a pipe sees it at once."""
     stream.write(text + "\n")
     stream.flush()
 
 
 def _summary(written: int, failed: int, had_one: int) -> str:
     if not written and not failed:
-        return f"nothing to do, pictures with a caption: {had_one}; --overwrite writes new ones"
+        return f"nothing to do, images with a caption: {had_one}; --overwrite replaces captions"
     parts = [f"captions written: {written}"]
-    parts += [f"pictures without: {failed}, see above"] if failed else []
-    parts += [f"had one already: {had_one}"] if had_one else []
-    return "; ".join([*parts, "--undo takes them back"])
+    parts += [f"images without a caption: {failed}, see above"] if failed else []
+    parts += [f"had a caption already: {had_one}"] if had_one else []
+    return "; ".join([*parts, "--undo removes the new captions"])
 
 
-def _described(wanted: Wanted) -> str:
-    known, here = wanted.known, wanted.folder is not None
-    if known is None:
-        return f"{wanted.source}{'' if here else ', to be downloaded'}"
-    size = "on this machine" if here else f"to be downloaded, about {known.download_gb:g} GB"
-    return f"{known.source}, {known.licence}, needs about {known.memory_gib:g} GiB, {size}"
+def _described(captioner: Wanted) -> str:
+    catalogued, here = captioner.known, captioner.folder is not None
+    if catalogued is None:
+        return f"{captioner.source}{'' if here else ', to be downloaded'}"
+    size = "on this machine" if here else f"to be downloaded, about {catalogued.download_gb:g} GB"
+    return f"{catalogued.source}, {catalogued.licence}, needs about {catalogued.memory_gib:g} GiB, {size}"

@@ -1,7 +1,4 @@
-"""The command that reads settings files of other trainers: import.
-
-Nothing here computes, and torch is not imported.
-"""
+"""The command `import`: converts settings files of other trainers. torch is not imported."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def import_settings(
     force: Annotated[bool, Parameter(negative="", help="replace an existing output")] = False,
     json: Json = False,
 ) -> Reply:
-    """Turn another trainer's settings file into ours; says what becomes of every key."""
+    """Turn another trainer's settings file into a lora-train settings file; reports every key."""
     from lora_trainer.common.files import write_atomic
     from lora_trainer.importing.reading import import_file
     from lora_trainer.importing.writing import report, settings_json, settings_toml

@@ -1,4 +1,4 @@
-"""The commands that look around and change nothing but a cache: check, inspect, presets, doctor; and gui.
+"""The commands that only report: check, inspect, presets, doctor; and gui. They write nothing but caches.
 
 None imports torch.
 """
@@ -21,12 +21,12 @@ def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = 
     from lora_trainer.run.answers import check_text
     from lora_trainer.run.prepare import Request, examine
 
-    found = examine(Request(dataset=dataset, overrides=overrides(set_, base=base)))
-    return Reply(value=found.to_json() if json else check_text(found.report), as_json=json)
+    examined = examine(Request(dataset=dataset, overrides=overrides(set_, base=base)))
+    return Reply(value=examined.to_json() if json else check_text(examined.report), as_json=json)
 
 
 def inspect(file: Path, /, *, json: Json = False) -> Reply:
-    """Say what a LoRA file is: family, key format, rank, alpha, metadata, problems."""
+    """Describe a LoRA file: family, key format, rank, alpha, metadata, problems."""
     from lora_trainer.lora_file.inspect import inspect_file
     from lora_trainer.run.answers import inspect_text
 
@@ -35,7 +35,7 @@ def inspect(file: Path, /, *, json: Json = False) -> Reply:
 
 
 def presets() -> Reply:
-    """List every preset cell: what each hardware tier and priority sets."""
+    """List the presets: the settings of each hardware tier and priority."""
     from lora_trainer.run.answers import presets_text
 
     return Reply(value=presets_text(), as_json=False)
@@ -44,12 +44,12 @@ def presets() -> Reply:
 def doctor(
     *,
     clear_cache: Annotated[
-        bool, Parameter(negative="", help="empty the cache that all trainings share")
+        bool, Parameter(negative="", help="delete the encoded images and captions of all trainings")
     ] = False,
     set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
     json: Json = False,
 ) -> Reply:
-    """Say what this machine is, what trains on it and why, and what is missing with how to mend it."""
+    """Check this machine: its hardware, the device trainings use and why, and how to fix problems."""
     from lora_trainer.config.config import build_config
     from lora_trainer.dataset.run_dataset import cache_in
     from lora_trainer.run.answers import cleared_text, doctor_json
@@ -58,19 +58,22 @@ def doctor(
     if clear_cache:
         from lora_trainer.cache.lease import clear
 
-        done = clear(cache_in(build_config(overrides(set_))))
-        cleared = {"folder": str(done.folder), "files": done.files, "bytes": done.bytes}
-        return Reply(value=cleared if json else cleared_text(done), as_json=json)
-        return None
+        result = clear(cache_in(build_config(overrides(set_))))
+        cleared = {"folder": str(result.folder), "files": result.files, "bytes": result.bytes}
+        return Reply(value=cleared if json else cleared_text(result), as_json=json)
     if set_:
-        raise RequestError("--set does nothing here", fix="leave it out, or add --clear-cache")
+        raise RequestError(
+            "--set has no effect without --clear-cache", fix="leave --set out, or add --clear-cache"
+        )
     from lora_trainer.hardware.machine import detect
 
     hardware = detect()
-    found = checks(hardware, cache=cache_in(build_config({})).root, environment=os.environ)
+    machine_checks = checks(hardware, cache=cache_in(build_config({})).root, environment=os.environ)
     if json:
-        return Reply(value={**doctor_json(hardware), "checks": checks_json(found)}, as_json=True)
-    return Reply(value=doctor_text(found), as_json=False)
+        return Reply(
+            value={**doctor_json(hardware), "checks": checks_json(machine_checks)}, as_json=True
+        )
+    return Reply(value=doctor_text(machine_checks), as_json=False)
 
 
 def gui(

@@ -1,6 +1,8 @@
 """`lora-train sample` and `validate`: images from a finished LoRA, and what it is worth.
 
-What `validate` says, for people: the score, every part with what it was made from, and remarks.
+Output of `validate` for people: the score, its parts and notes.
+
+The commands `sample` and `validate`: images from a finished LoRA, and its score.
 """
 
 from __future__ import annotations
@@ -18,33 +20,35 @@ from lora_trainer.common.quiet import quiet_libraries
 from lora_trainer.reporting.score import WEIGHTS, Validation
 
 
-def validation_text(found: Validation) -> RenderableType:
-    """Return the score and a table of its parts; what was left out says why."""
-    score = found.score
+def validation_text(validation: Validation) -> RenderableType:
+    """Return the score and a table of its parts; a part that was left out has its reason."""
+    score = validation.score
     head = "no score: nothing could be measured" if score is None else f"score {score:.2f} of 1"
-    if not found.complete:
-        head += f", without {found.weight_left_out:.0%} of the parts' weight"
+    if not validation.complete:
+        head += f", without {validation.weight_left_out:.0%} of the parts' weight"
     table = Table("part", "weight", "value", "", box=None, pad_edge=False)
     for name, weight in WEIGHTS.items():
-        part = found.parts.get(name)
+        part = validation.parts.get(name)
         value = "" if part is None else f"{part:.2f}"
-        why = f"left out: {found.left_out.get(name, '')}" if part is None else ""
+        why = f"left out: {validation.left_out.get(name, '')}" if part is None else ""
         table.add_row(name, f"{weight:.2f}", value, Text(why, style="dim"))
-    notes = [Text(note, style="dim") for note in found.notes]
-    return Group(Text(f"{found.file}: {head}", style="bold"), table, *notes)
+    notes = [Text(note, style="dim") for note in validation.notes]
+    return Group(Text(f"{validation.file}: {head}", style="bold"), table, *notes)
 
 
 def sample(
     run: Annotated[Path, Parameter(help="a run folder or an adapter file")],
     /,
     *,
-    prompt: Annotated[list[str], Parameter(negative="", help="what to draw, repeatable")],
-    base: Annotated[str | None, Parameter(help="another base than it was trained on")] = None,
+    prompt: Annotated[list[str], Parameter(negative="", help="prompt of an image, repeatable")],
+    base: Annotated[
+        str | None, Parameter(help="base model to use [default: the one it was trained on]")
+    ] = None,
     output: Annotated[Path, Parameter(help="folder for the images")] = Path("samples"),
     seed: Annotated[int, Parameter(help="seed of the first image")] = 1234,
     strength: Annotated[
         list[float],
-        Parameter(negative="", help="how strongly the LoRA is applied, repeatable [default: 1]"),
+        Parameter(negative="", help="strength of the LoRA, repeatable [default: 1]"),
     ] = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
 ) -> None:
     """Make images with the LoRA of a run folder or file, through a plain diffusers pipeline."""
@@ -63,24 +67,26 @@ def validate(
     dataset: Annotated[Path, Parameter(help="the images it was trained on")],
     /,
     *,
-    base: Annotated[str | None, Parameter(help="another base than it was trained on")] = None,
+    base: Annotated[
+        str | None, Parameter(help="base model to use [default: the one it was trained on]")
+    ] = None,
     clip: Annotated[
         str | None,
         Parameter(
-            help="CLIP image encoder on this machine to compare pictures with: a folder or a Hub id "
+            help="CLIP image encoder on this machine that compares images: a folder or a Hub id "
             "[default: openai/clip-vit-base-patch32 if it is there, else latents of a small VAE]"
         ),
     ] = None,
     set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
     json: Json = False,
 ) -> Reply:
-    """Score a LoRA against the dataset it was trained on, part by part; into the run's report."""
+    """Score a LoRA against the dataset it was trained on, part by part; adds it to the run's report."""
     quiet_libraries()
     from lora_trainer.evaluate.validate import validate
     from lora_trainer.reporting.console import ConsoleListener
 
     with ConsoleListener(console(stderr=True)) as listener:
-        found = validate(
+        validation = validate(
             run,
             dataset,
             base=base,
@@ -88,4 +94,4 @@ def validate(
             overrides=overrides(set_),
             listeners=(listener,),
         )
-    return Reply(value=found.to_json() if json else validation_text(found), as_json=json)
+    return Reply(value=validation.to_json() if json else validation_text(validation), as_json=json)

@@ -1,10 +1,10 @@
 """`lora-train profile` and `bench`: short trainings measured, and how the results are shown.
 
-What `bench` and `profile` say: as tables for people, as plain values for scripts.
+Output of `bench` and `profile` as tables for people.
 
 Functions take finished results and return rich renderables; nothing is computed here.
 
-`lora-train profile` and `bench`: short trainings, watched and measured.
+The commands `profile` and `bench`: measure short trainings.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SHOWN_OPERATIONS = 10
 
 
 def bench_table(rows: Sequence[BenchRow]) -> RenderableType:
-    """Return the table of a bench: one row per training, what failed last."""
+    """Return the table of a bench, one row per training; failed trainings are listed below it."""
     table = Table(box=None, pad_edge=False)
     table.add_column("setting", no_wrap=True)
     for title in (
@@ -75,7 +75,7 @@ def _figures(row: BenchRow, planned: float | None) -> tuple[str, ...]:
 
 
 def profile_text(profiled: Profiled) -> RenderableType:
-    """Return what a profile found: shares, the longest operations, where the trace is, the verdict."""
+    """Return a profile for people: shares of the step, longest operations, path of the trace, verdict."""
     shares = Table("where a step's time goes", "share", box=None, pad_edge=False)
     for cause, share in profiled.verdict.shares.items():
         shares.add_row(cause, Text(f"{100 * share:.1f} %", justify="right"))
@@ -103,16 +103,16 @@ def profile(
     base: Base = None,
     config: ConfigFile = None,
     set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
-    steps: Annotated[int, Parameter(help="optimizer steps to watch")] = 10,
+    steps: Annotated[int, Parameter(help="optimizer steps to profile")] = 10,
     output: Annotated[Path, Parameter(help="folder for the run folder with the trace")] = Path(
         "runs"
     ),
     json: Json = False,
 ) -> Reply:
-    """Train a few steps under torch's profiler and say what sets the pace, and which setting changes it."""
+    """Profile a few training steps: where their time goes, and which setting would change that."""
     if (processes := read_dist_env().count) > 1:
         raise RequestError(
-            f"profile looks at one process, and the launcher started {processes}",
+            f"profile measures one process, and the launcher started {processes}",
             fix="start it without the launcher",
         )
     quiet_libraries()
@@ -128,8 +128,8 @@ def profile(
         overrides=overrides(set_, base=base),
     )
     with ConsoleListener(console(stderr=True)) as listener:
-        found = profile_run(request, steps=steps, output=output, listeners=(listener,))
-    return Reply(value=found.to_json() if json else profile_text(found), as_json=json)
+        profiled = profile_run(request, steps=steps, output=output, listeners=(listener,))
+    return Reply(value=profiled.to_json() if json else profile_text(profiled), as_json=json)
 
 
 def bench(

@@ -1,7 +1,7 @@
-"""What several commands have in common: their options, the settings typed, and how they answer.
+"""Options that several commands share, the settings typed on the command line, and a command's answer.
 
-Inputs: words of the command line. Outputs: settings by key, and answers that `cli` prints. Imports
-nothing heavy, because `--help` needs all of it.
+Inputs: words of the command line. Outputs: settings by key, and answers that `cli` prints. `--help` imports
+this module, so it imports nothing slow.
 """
 
 from __future__ import annotations
@@ -30,34 +30,37 @@ Base = Annotated[
 Preset = Annotated[
     str, Parameter(help="auto, a tier such as 10-12, or a settings file (JSON, TOML)")
 ]
-Priorities = Annotated[Priority, Parameter(help="what to prefer where something must give")]
+Priorities = Annotated[
+    Priority, Parameter(help="what to prefer if not everything fits: quality, speed or a balance")
+]
 Kind = Annotated[
     Concept | None,
-    Parameter(help="what the pictures are to teach; settles some presets [default: any]"),
+    Parameter(help="kind of concept the images show; decides some presets [default: any]"),
 ]
 ConfigFile = Annotated[
-    Path | None, Parameter(name="--config", help="settings file (JSON, TOML) over the preset")
+    Path | None,
+    Parameter(name="--config", help="settings file (JSON, TOML) that overrides the preset"),
 ]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="machine-readable output")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What a command says: text, or the value of its JSON."""
+    """The answer of a command: text or a rich renderable, or the value to print as JSON."""
 
     value: Any
     as_json: bool
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return where to print: without markup, since names and captions are shown as they are."""
+    """Return a console without markup and emoji codes: names and captions are printed unchanged."""
     return Console(stderr=stderr, soft_wrap=True, markup=False, emoji=False)
 
 
 def overrides(assignments: Sequence[str], **flags: Any) -> dict[str, Any]:
-    """Return the settings typed on this command line; a flag is a short name of its setting.
+    """Return the settings typed on the command line; a flag is a short name of its setting.
 
-    Raises RequestError for a word that is no setting, and for one that is given twice.
+    Raises RequestError for an unknown setting, and for one that is given twice with different values.
     """
     from lora_trainer.config.config import parse_assignment
 

@@ -1,4 +1,4 @@
-"""`lora-train plan`: what a training would take, before anything of it is loaded."""
+"""The command `plan`: predicts a training before anything is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lora_trainer.run.prepare import Request
 
 Vram = Annotated[
-    float | None, Parameter(name="--vram", help="answer for a card with this many GiB")
+    float | None, Parameter(name="--vram", help="plan for a GPU with this many GiB of memory")
 ]
 
 
@@ -39,20 +39,23 @@ def plan(
     config: ConfigFile = None,
     set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
     vram: Vram = None,
-    processes: Annotated[int, Parameter(help="answer for that many, a card each")] = 1,
+    processes: Annotated[int, Parameter(help="plan for so many processes, one GPU each")] = 1,
     all_: Annotated[bool, Parameter(name="--all", negative="", help="show every setting")] = False,
     json: Json = False,
 ) -> Reply:
-    """Predict memory, time and disk of a training, and say who decided its settings. Needs no GPU."""
+    """Predict memory, time and disk of a training, and show why each setting has its value. Needs no GPU."""
     if not 1 <= processes <= 4096:
-        raise RequestError(f"--processes {processes}", fix="give a number from 1 to 4096")
+        raise RequestError(
+            f"--processes {processes} is out of range", fix="give a number from 1 to 4096"
+        )
     if vram is not None and not 0 < vram <= 1024:
         raise RequestError(
-            f"--vram {vram:g} is no size of a card", fix="give its memory in GiB, such as --vram 12"
+            f"--vram {vram:g} is out of range",
+            fix="give a GPU's memory in GiB, up to 1024, such as --vram 12",
         )
     from lora_trainer.run.prepare import Request
 
-    asked = Request(
+    request = Request(
         dataset=dataset,
         preset=preset,
         priority=priority,
@@ -62,16 +65,16 @@ def plan(
         processes=processes,
         sharing=processes,
     )
-    return planned(asked, as_json=json, everything=all_)
+    return planned(request, as_json=json, everything=all_)
 
 
-def planned(asked: Request, *, as_json: bool, everything: bool = False) -> Reply:
-    """Return what a training would take."""
+def planned(request: Request, *, as_json: bool, everything: bool = False) -> Reply:
+    """Return the plan of a training, with that of a longer run where one would use more time."""
     from lora_trainer.run.plan_text import plan_json, plan_text
     from lora_trainer.run.prepare import longer, prepare
 
-    prepared = prepare(asked)
-    more = longer(asked, prepared)
+    prepared = prepare(request)
+    more = longer(request, prepared)
     if as_json:
         return Reply(value=plan_json(prepared, more), as_json=True)
     return Reply(value=plan_text(prepared, more, everything=everything), as_json=False)

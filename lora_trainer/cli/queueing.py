@@ -1,7 +1,7 @@
 """The commands of the training queue: `lora-train queue add|list|move|remove|run`.
 
-Inputs: the words of a training. Outputs: an item in the
-queue of a runs folder, and what there is to say about it. Nothing here trains or loads torch.
+Inputs: the words of a training's command. Outputs: an item in the queue of a runs folder, and its state as
+text or JSON. Nothing here trains or imports torch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lora_trainer.run.plan_text import add_row
 from lora_trainer.run.stop import StopFlag, taking_signals
 
 Training = Mapping[str, Any]
-"""The arguments that the words of a training give, by their names in `commands.training.train`."""
+"""The parsed arguments of a training's command, by their names in `commands.training.train`."""
 
 Runs = Annotated[
     Path | None, Parameter(help="folder of the run folders and their queue [default: runs]")
 ]
 
 
-app = App(name="queue", help="Let trainings wait for each other: one after another on each GPU.")
+app = App(name="queue", help="Queue trainings, which then run one after another on each GPU.")
 
 
 @app.command
@@ -41,10 +41,10 @@ def add(
     *words: Annotated[str, Parameter(allow_leading_hyphen=True)],
     runs: Runs = None,
     label: Annotated[
-        str | None, Parameter(help="what to call it [default: the name of the run]")
+        str | None, Parameter(help="name in the list [default: the name of the run]")
     ] = None,
 ) -> Reply:
-    """Put a training behind all that wait: `lora-train queue add -- DATASET ...`."""
+    """Add a training at the end of the queue: `lora-train queue add -- DATASET ...`."""
     folder = _runs(runs)
     training = read(words)
     argv = [*_output(training, folder), *words]
@@ -55,44 +55,44 @@ def add(
 
 @app.command(name="list")
 def list_items(*, runs: Runs = None, json: Json = False) -> Reply:
-    """Show what runs, what waits, and what has ended."""
+    """List the trainings that run, wait or have ended."""
     folder = _runs(runs)
     commands.settle(folder)
-    found = commands.items(folder)
+    items = commands.items(folder)
     if json:
-        return Reply(value=[asdict(item) for item in found], as_json=True)
-    return Reply(value=_listing(found, worker=commands.worker_pid(folder)), as_json=False)
+        return Reply(value=[asdict(item) for item in items], as_json=True)
+    return Reply(value=_listing(items, worker=commands.worker_pid(folder)), as_json=False)
 
 
 @app.command
 def move(id: str, where: Literal["up", "down"], /, *, runs: Runs = None) -> None:
-    """Let a waiting training change places with the one before or after it."""
+    """Swap a waiting training with the one before (up) or after (down) it."""
     commands.move(_runs(runs), id, by=-1 if where == "up" else 1)
 
 
 @app.command
 def remove(id: str, /, *, runs: Runs = None) -> None:
-    """Take a training that waits or has ended off the list; its run folder stays."""
+    """Remove a training that waits or has ended from the list; its run folder stays."""
     commands.settle(folder := _runs(runs))
     commands.remove(folder, id)
 
 
 @app.command
 def run(*, runs: Runs = None) -> None:
-    """Train what waits until nothing is left; `add` starts this by itself, in the background."""
+    """Run the waiting trainings until none is left; `add` starts this by itself, in the background."""
     stop = StopFlag()
     with taking_signals(stop):
         commands.work(_runs(runs), stop=stop, say=_say)
     if stop.number is not None:
         raise StoppedBySignal(
             stop.number,
-            found="the queue is looked after no more; what trains goes on",
-            fix="`lora-train queue run` goes on with the queue",
+            found="stopped starting trainings from the queue; running trainings continue",
+            fix="run `lora-train queue run` to continue with the queue",
         )
 
 
-def _runs(given: Path | None) -> Path:
-    return given or Path(Config().output.folder)
+def _runs(folder: Path | None) -> Path:
+    return folder or Path(Config().output.folder)
 
 
 def _name(training: Training) -> str:
@@ -101,35 +101,35 @@ def _name(training: Training) -> str:
 
 
 def _output(training: Training, runs: Path) -> tuple[str, ...]:
-    """Return the words that put the run beside its queue; raises RequestError for another place.
+    """Return the words that put the run into the queue's folder; raises RequestError for another folder.
 
-    The queue tells from the run folders how its trainings go.
+    The queue reads the state of its trainings from the run folders beside it.
     """
     output, resumed = training.get("output"), training.get("resume_from")
-    places = [Path(output)] if output is not None else []
-    places += [resumed.parent] if resumed is not None else []
-    for place in places:
-        if place.resolve() != runs.resolve():
+    folders = [Path(output)] if output is not None else []
+    folders += [resumed.parent] if resumed is not None else []
+    for folder in folders:
+        if folder.resolve() != runs.resolve():
             raise RequestError(
-                f"the run would be in {place}, but this is the queue of {runs}",
-                fix=f"use the queue of that folder: --runs {place}",
+                f"the run would be in {folder}, but this is the queue of {runs}",
+                fix=f"use the queue of that folder: --runs {folder}",
             )
-    return () if places else ("--output", str(runs))
+    return () if folders else ("--output", str(runs))
 
 
-def _listing(found: Sequence[commands.Item], *, worker: int | None) -> RenderableType:
+def _listing(items: Sequence[commands.Item], *, worker: int | None) -> RenderableType:
     table = Table(box=None, pad_edge=False)
     for heading in ("id", "state", "name", "run"):
         table.add_column(heading, overflow="fold")
-    for item in found:
+    for item in items:
         error = f": {without_secrets(item.error)}" if item.error else ""
         add_row(table, item.id, f"{item.state}{error}", item.label, item.run or "")
-    if not found:
-        return "nothing is in the queue"
-    left = any(not item.has_ended for item in found)
+    if not items:
+        return "the queue is empty"
+    is_unfinished = any(not item.has_ended for item in items)
     if worker is not None:
-        return Group(table, f"looked after by process {worker}")
-    return Group(table, "nobody looks after it: lora-train queue run") if left else table
+        return Group(table, f"run by process {worker}")
+    return Group(table, "not running; start it: lora-train queue run") if is_unfinished else table
 
 
 def _say(line: str) -> None:

@@ -1,8 +1,8 @@
-"""The commands by name: where each is, and the line `--help` has for it.
+"""The table of commands: the function of each, and its line in `--help`.
 
-A command's module is imported when the command is asked for and not before: `--help` would otherwise
-load what only the queue or a captioner needs. tests/test_cli.py holds each line against the first
-line of the command's own docstring.
+A command's module is imported only when the command runs, because `--help` would otherwise import
+libraries of the queue and the captioners. tests/test_cli.py compares each line with the first line of the
+command's docstring.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Where a command is ("module:name"), and what it does in one line."""
+    """The function of a command ("module:name") and its line in the help."""
 
     where: str
     does: str
@@ -27,7 +27,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": _of(
         "planning",
         "plan",
-        "Predict memory, time and disk of a training, and say who decided its settings. Needs no GPU.",
+        "Predict memory, time and disk of a training, and show why each setting has its value. Needs no GPU.",
     ),
     "check": _of(
         "look_around",
@@ -37,7 +37,7 @@ COMMANDS: Mapping[str, Command] = {
     "inspect": _of(
         "look_around",
         "inspect",
-        "Say what a LoRA file is: family, key format, rank, alpha, metadata, problems.",
+        "Describe a LoRA file: family, key format, rank, alpha, metadata, problems.",
     ),
     "convert": _of(
         "tools",
@@ -47,7 +47,7 @@ COMMANDS: Mapping[str, Command] = {
     "merge": _of(
         "tools",
         "merge",
-        "Add adapters up, each FILE or FILE:WEIGHT, to one adapter, or into a base model with --into.",
+        "Add up adapters, each FILE or FILE:WEIGHT, to one adapter, or into a base model with --into.",
     ),
     "resize": _of(
         "tools",
@@ -57,22 +57,22 @@ COMMANDS: Mapping[str, Command] = {
     "extract": _of(
         "tools",
         "extract",
-        "Write what TUNED has beyond BASE, two base models of one family, as a LoRA.",
+        "Write the difference of TUNED and BASE, two base models of one family, as a LoRA.",
     ),
     "describe": _of(
         "tools",
         "describe",
-        "Write what people are told about an adapter into its header; an empty text removes an entry.",
+        "Write title, author, tags and other texts into an adapter's header; an empty text removes one.",
     ),
     "caption": _of(
         "caption",
         "caption",
-        "Write a caption by a model for each picture of DATASET that has none, as NAME.txt beside it.",
+        "Let a model caption each image of DATASET that has no caption, as NAME.txt beside the image.",
     ),
     "import": _of(
         "import_settings",
         "import_settings",
-        "Turn a dataset or training TOML of kohya's trainers into settings; names every key it cannot.",
+        "Turn another trainer's settings file into a lora-train settings file; reports every key.",
     ),
     "sample": _of(
         "make_images",
@@ -82,12 +82,12 @@ COMMANDS: Mapping[str, Command] = {
     "validate": _of(
         "make_images",
         "validate",
-        "Score a LoRA against the dataset it was trained on, part by part; into the run's report.",
+        "Score a LoRA against the dataset it was trained on, part by part; adds it to the run's report.",
     ),
     "profile": _of(
         "measure",
         "profile",
-        "Train a few steps under torch's profiler and say what sets the pace, and which setting changes it.",
+        "Profile a few training steps: where their time goes, and which setting would change that.",
     ),
     "bench": _of(
         "measure",
@@ -97,12 +97,12 @@ COMMANDS: Mapping[str, Command] = {
     "presets": _of(
         "look_around",
         "presets",
-        "List every preset cell: what each hardware tier and priority sets.",
+        "List the presets: the settings of each hardware tier and priority.",
     ),
     "doctor": _of(
         "look_around",
         "doctor",
-        "Say what this machine is, what trains on it and why, and what is missing with how to mend it.",
+        "Check this machine: its hardware, the device trainings use and why, and how to fix problems.",
     ),
     "gui": _of(
         "look_around",
@@ -110,6 +110,6 @@ COMMANDS: Mapping[str, Command] = {
         "Open the graphical interface; its options are those of `lora-train-gui --help`.",
     ),
     "queue": _of(
-        "queueing", "app", "Let trainings wait for each other: one after another on each GPU."
+        "queueing", "app", "Queue trainings, which then run one after another on each GPU."
     ),
 }

@@ -1,7 +1,7 @@
 """The commands on finished files: convert, merge, resize, extract, describe.
 
-Nothing here computes, and torch is imported only when a command runs. A command that ends in an error
-or is interrupted leaves nothing behind.
+Nothing here computes, and torch is imported only when a command runs. A command that ends in an error or is
+interrupted leaves no file behind.
 """
 
 from __future__ import annotations
@@ -29,20 +29,24 @@ Output = Annotated[Path, Parameter(help="file to write")]
 Force = Annotated[bool, Parameter(negative="", help="replace an existing output")]
 MadeFor = Annotated[
     str | None,
-    Parameter(name="--base", help="the model it was made for [default: the public release]"),
+    Parameter(
+        name="--base", help="base model of the adapter [default: the family's public release]"
+    ),
 ]
 OwnPrecision = Annotated[
     Precision | None, Parameter(help="fp32, bf16 or fp16 [default: the input's]")
 ]
 Entry = Annotated[str | None, Parameter(help="text of this entry, empty to remove it")]
-OwnFormat = Annotated[Asked, Parameter(help="key names [default: the input's, or what fits]")]
+OwnFormat = Annotated[
+    Asked, Parameter(help="key names of the result [default: the input's, or one that fits]")
+]
 
 
 def convert(
     file: Path,
     /,
     *,
-    format: Annotated[FileFormat, Parameter(help="whose key names the result has")],
+    format: Annotated[FileFormat, Parameter(help="key names of the result")],
     output: Annotated[
         Path | None, Parameter(help="file to write [default: FILE-FORMAT.safetensors]")
     ] = None,
@@ -70,16 +74,18 @@ def merge(
     output: Output,
     into: Annotated[
         str | None,
-        Parameter(help="bake the sum into this base model: folder, .safetensors or Hub id"),
+        Parameter(help="merge the sum into this base model: folder, .safetensors or Hub id"),
     ] = None,
-    rank: Annotated[int | None, Parameter(help="cut the sum to this rank [default: exact]")] = None,
+    rank: Annotated[
+        int | None, Parameter(help="reduce the sum to this rank [default: keep it exact]")
+    ] = None,
     format: OwnFormat = "auto",
     precision: OwnPrecision = None,
     base: MadeFor = None,
     force: Force = False,
     json: Json = False,
 ) -> Reply:
-    """Add adapters up, each FILE or FILE:WEIGHT, to one adapter, or into a base model with --into."""
+    """Add up adapters, each FILE or FILE:WEIGHT, to one adapter, or into a base model with --into."""
     with _nothing_left_behind():
         from lora_trainer.tools.merge import merge, parse_weighted
         from lora_trainer.tools.merge_base import bake
@@ -105,12 +111,13 @@ def resize(
     /,
     *,
     output: Output,
-    rank: Annotated[int | None, Parameter(help="the highest rank a module may keep")] = None,
+    rank: Annotated[int | None, Parameter(help="highest rank of a layer")] = None,
     ratio: Annotated[
         float | None, Parameter(help="keep singular values of at least the largest / RATIO")
     ] = None,
     energy: Annotated[
-        float | None, Parameter(help="keep the lowest rank with this share of the energy")
+        float | None,
+        Parameter(help="use the lowest rank that keeps this share of the squared singular values"),
     ] = None,
     format: OwnFormat = "auto",
     precision: OwnPrecision = None,
@@ -143,18 +150,21 @@ def extract(
     *,
     output: Output,
     rank: Annotated[
-        int | None, Parameter(help="rank of every layer, or with --energy the most")
+        int | None, Parameter(help="rank of every layer, or with --energy the highest")
     ] = None,
     energy: Annotated[
-        float | None, Parameter(help="the lowest rank with this share of the layer's energy")
+        float | None,
+        Parameter(help="use the lowest rank that keeps this share of the squared singular values"),
     ] = None,
-    targets: Annotated[Targets, Parameter(help="layers of the denoiser that may get one")] = "all",
-    format: Annotated[Asked, Parameter(help="key names [default: the most widely read]")] = "auto",
-    precision: Annotated[Precision, Parameter(help="of the result")] = "fp16",
+    targets: Annotated[Targets, Parameter(help="layers of the denoiser to include")] = "all",
+    format: Annotated[
+        Asked, Parameter(help="key names of the result [default: the most widely read]")
+    ] = "auto",
+    precision: Annotated[Precision, Parameter(help="precision of the result")] = "fp16",
     force: Force = False,
     json: Json = False,
 ) -> Reply:
-    """Write what TUNED has beyond BASE, two base models of one family, as a LoRA."""
+    """Write the difference of TUNED and BASE, two base models of one family, as a LoRA."""
     with _nothing_left_behind():
         from lora_trainer.tools.extract import extract
 
@@ -182,15 +192,17 @@ def describe(
     description: Entry = None,
     author: Entry = None,
     license: Entry = None,
-    trigger: Annotated[str | None, Parameter(help="the words that call the concept")] = None,
-    tags: Annotated[str | None, Parameter(help="words to find it by, with commas between")] = None,
+    trigger: Annotated[
+        str | None, Parameter(help="trigger words that evoke the concept in a prompt")
+    ] = None,
+    tags: Annotated[str | None, Parameter(help="search tags, separated by commas")] = None,
     output: Annotated[
-        Path | None, Parameter(help="file to write [default: FILE, whose tensors stay the same]")
+        Path | None, Parameter(help="file to write [default: FILE; its tensors stay the same]")
     ] = None,
     force: Force = False,
     json: Json = False,
 ) -> Reply:
-    """Write what people are told about an adapter into its header; an empty text removes an entry."""
+    """Write title, author, tags and other texts into an adapter's header; an empty text removes one."""
     with _nothing_left_behind():
         from lora_trainer.tools.describe import Description, describe
 
@@ -202,16 +214,19 @@ def describe(
             trigger=trigger,
             tags=tags,
         )
-        done = describe(file, texts, output=output or file, force=force or output is None)
+        result = describe(file, texts, output=output or file, force=force or output is None)
         if json:
-            return Reply(value={"file": str(done.file), "changed": done.changed}, as_json=True)
-        changed = ", ".join(done.changed) or "nothing"
-        return Reply(value=f"wrote {done.file}\nchanged: {changed}", as_json=False)
+            return Reply(value={"file": str(result.file), "changed": result.changed}, as_json=True)
+        changed = ", ".join(result.changed) or "nothing"
+        return Reply(value=f"wrote {result.file}\nchanged: {changed}", as_json=False)
 
 
 @contextmanager
 def _nothing_left_behind() -> Iterator[None]:
-    """Run a command; interrupted, it says that nothing is there: what it wrote had no name yet."""
+    """Run a command; on Ctrl-C raise StoppedBySignal saying that nothing was written.
+
+    That is true because an output gets its name only once it is complete.
+    """
     quiet_libraries()
     try:
         yield
@@ -228,10 +243,10 @@ def _answer(result: Result, *, as_json: bool) -> Reply:
 
 
 def _refuse_beside_into(**options: Any) -> None:
-    """Raise RequestError for options of an adapter file where the result is a base model."""
+    """Raise RequestError for options that apply to adapter files only."""
     for name, value in options.items():
         if value not in (None, "auto"):
             raise RequestError(
-                f"--{name} does not go with --into: the result is a base model, named by --into",
+                f"--{name} cannot be combined with --into, whose result is a base model",
                 fix=f"leave --{name} out",
             )

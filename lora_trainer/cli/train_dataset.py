@@ -1,7 +1,7 @@
-"""`lora-train DATASET`: a training, or with --dry-run its plan; and the reading of such words for the queue.
+"""The command `lora-train DATASET`, a training or with --dry-run its plan; and its parsing for the queue.
 
-Inputs: the words of a training. Outputs: a run folder, or what the words ask for. torch is imported
-only when a training begins.
+Inputs: the words of the command. Outputs: a run folder, or the parsed arguments. torch is imported only
+when a training begins.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ def train(
         str | None, Parameter(help="name of the run and its files [default: the dataset folder's]")
     ] = None,
     steps: Annotated[
-        int | None, Parameter(help="optimizer steps [default: by number of images]")
+        int | None, Parameter(help="optimizer steps [default: by the number of images]")
     ] = None,
-    seed: Annotated[
-        int | None, Parameter(help="every random draw follows from it [default: 42]")
-    ] = None,
+    seed: Annotated[int | None, Parameter(help="seed of all random numbers [default: 42]")] = None,
     config: ConfigFile = None,
     set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
     resume: Annotated[
-        bool, Parameter(negative="", help="go on with the run of this name, to the same bits")
+        bool,
+        Parameter(
+            negative="", help="continue the run of this name, as if it had not been interrupted"
+        ),
     ] = False,
-    resume_from: Annotated[Path | None, Parameter(help="go on with the run in this folder")] = None,
+    resume_from: Annotated[Path | None, Parameter(help="continue the run in this folder")] = None,
     dry_run: Annotated[
-        bool, Parameter(negative="", help="print the resolved run and stop")
+        bool, Parameter(negative="", help="print the plan of the training and stop")
     ] = False,
     strict: Annotated[bool, Parameter(negative="", help="refuse a dataset with warnings")] = False,
 ) -> Reply | None:
@@ -92,7 +93,7 @@ def train(
         overrides=typed,
         fetches=True,
     )
-    asked = TrainRequest(
+    train_request = TrainRequest(
         request=request,
         resume=resume,
         resume_from=resume_from,
@@ -100,30 +101,32 @@ def train(
         command=tuple(sys.argv[1:]),
     )
     with ConsoleListener(console()) as listener:
-        run_training(asked, listeners=(listener,))
+        run_training(train_request, listeners=(listener,))
     return None
 
 
 def read(words: Sequence[str]) -> Mapping[str, Any]:
-    """Return the arguments that the words of a training give, by their names in `train`.
+    """Return the parsed arguments of a training's command, by their names in `train`.
 
-    Raises RequestError, also for another command and for a plan, and CycloptsError.
+    Raises RequestError for bad settings, for another command and for a plan, and CycloptsError.
     """
     from lora_trainer.config.config import check_keys, refuse_secrets
 
     no_training = RequestError(
-        "only trainings wait in the queue",
-        fix="give after -- what follows `lora-train` in the command of a training",
+        "only trainings can be added to the queue",
+        fix="after -- give the words that follow `lora-train` in the command of a training",
     )
     if words and words[0] in COMMANDS:
         raise no_training
     app = App(default_command=train)
     command, bound, _ = app.parse_args(list(words), exit_on_error=False, print_error=False)
-    given = bound.arguments
-    if command is not train or given.get("dry_run"):
+    arguments = bound.arguments
+    if command is not train or arguments.get("dry_run"):
         raise no_training
-    flags = {name: given.get(name) for name in ("base", "output", "name", "steps", "seed", "kind")}
-    assigned = overrides(given.get("set_", []), **flags)
+    flags = {
+        name: arguments.get(name) for name in ("base", "output", "name", "steps", "seed", "kind")
+    }
+    assigned = overrides(arguments.get("set_", []), **flags)
     check_keys(assigned)
-    refuse_secrets(assigned)  # the words are written into a file, to be used later
-    return {**given, "output": assigned.get("output.folder")}
+    refuse_secrets(assigned)  # the words are stored in the queue's file in plain text
+    return {**arguments, "output": assigned.get("output.folder")}

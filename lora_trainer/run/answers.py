@@ -1,4 +1,4 @@
-"""What `check`, `presets`, `inspect` and `doctor` say: as text for people, as plain values for scripts.
+"""Output of `check`, `presets`, `inspect` and `doctor`: text for people, plain values for scripts.
 
 Functions take finished results and return rich renderables or JSON-ready values; nothing is computed here.
 """
@@ -23,7 +23,7 @@ from lora_trainer.lora_file.inspect import Inspection, Spread
 from lora_trainer.run.plan_text import STYLES, add_row, finding_line, key_table
 
 BLOCKS_SHOWN = 12
-"""Blocks of an adapter that are listed with their norm."""
+"""Number of blocks of an adapter that are listed with their norm."""
 
 
 def check_text(report: DatasetReport) -> RenderableType:
@@ -38,12 +38,12 @@ def check_text(report: DatasetReport) -> RenderableType:
     for finding in report.findings:
         lines.append(Text(finding_line(finding), style=STYLES[finding.severity]))
     if not report.findings:
-        lines.append(Text("nothing to remark"))
+        lines.append(Text("no findings"))
     return Group(*lines)
 
 
 def inspect_text(inspection: Inspection) -> RenderableType:
-    """Return what an adapter file is, for people."""
+    """Return the description of an adapter file for people."""
     table = key_table("")
     add_row(table, "family", inspection.family)
     add_row(table, "format", inspection.format)
@@ -71,7 +71,7 @@ def _spread_text(spread: Spread | None) -> str:
 
 
 def _norms_text(norms: Mapping[str, float]) -> Iterable[RenderableType]:
-    """Yield the blocks that the file changes most, with their share of all squared norms."""
+    """Yield a table of the blocks with the largest norms, with their share of the sum of squared norms."""
     if not norms:
         return
     table = Table("block", "norm", "share", box=None, pad_edge=False)
@@ -91,7 +91,7 @@ def _norms_text(norms: Mapping[str, float]) -> Iterable[RenderableType]:
 
 
 def presets_text() -> RenderableType:
-    """Return every preset cell: what each tier and priority sets."""
+    """Return the table of presets: the settings of each family, tier and priority."""
     table = Table("family", "tier", "priority", "sets", box=None, pad_edge=False)
     for family in preset_families():
         presets = load_presets(family)
@@ -110,7 +110,7 @@ def presets_text() -> RenderableType:
 
 
 def doctor_json(hardware: Hardware) -> dict[str, Any]:
-    """Return what was found on this machine, each fact with its reason."""
+    """Return the facts about this machine as plain values, each with its reason."""
     return {
         "gpus": [
             {
@@ -133,8 +133,8 @@ def doctor_json(hardware: Hardware) -> dict[str, Any]:
 
 
 def cleared_text(cleared: Cleared) -> str:
-    """Return what was removed from a cache."""
+    """Return the sentence about a cache that was emptied."""
     return (
         f"removed {cleared.files:,} entries, {bytes_text(cleared.bytes)}, from {cleared.folder}; "
-        "trainings encode again what they need"
+        "the next trainings encode their images and captions again"
     )

@@ -1,6 +1,6 @@
-"""What `doctor` says: what this machine is, what trains on it and why, what is missing and how to mend it.
+"""Output of `doctor`: sentences about this machine, the device trainings use, and problems with their fixes.
 
-Input is the hardware as it was found, and where the cache lies; output sentences, each marked ok or warn.
+Input is the detected hardware and the folder of the cache; output are sentences, each marked ok or warn.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from lora_trainer.planning.search import gib
 Mark = Literal["ok", "warn"]
 _STYLES: Mapping[Mark, str] = {"ok": "green", "warn": "bold yellow"}
 _USED_BY_OTHERS = 0.15
-"""Share of a GPU that is taken by others before it is worth a warning."""
+"""Share of a GPU's memory that other programs may use before it is a warning."""
 _LITTLE_DISK_BYTES = 20 * 2**30
 _LITTLE_MEMORY_BYTES = 15 * 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineCheck:
-    """One sentence; `fix` is what to do about a warning."""
+    """One sentence about the machine; `fix` is an advice, for a warning the way to cure it."""
 
     mark: Mark
     sentence: str
@@ -48,7 +48,7 @@ class MachineCheck:
 def checks(
     hardware: Hardware, *, cache: Path, environment: Mapping[str, str]
 ) -> list[MachineCheck]:
-    """Return what there is to say about a machine, the most important first."""
+    """Return all sentences about a machine, the most important first."""
     return [
         *_training(hardware),
         *_gpus(hardware),
@@ -60,14 +60,14 @@ def checks(
 
 
 def _training(hardware: Hardware) -> Iterator[MachineCheck]:
-    found = hardware.accelerator()
-    gpu = found.value
+    accelerator = hardware.accelerator()
+    gpu = accelerator.value
     if gpu is None:
-        why = "torch can use none of the GPUs" if hardware.gpus else found.reason
+        why = "torch can use none of the GPUs" if hardware.gpus else accelerator.reason
         yield MachineCheck(
             mark="warn",
-            sentence=f"Trainings run on the processor, because there is no GPU to use: {why}.",
-            fix="the embedded base trains here in minutes; for others get a GPU of 6 GiB or more"
+            sentence=f"Trainings run on the CPU, because there is no usable GPU: {why}.",
+            fix="the embedded base trains here in minutes; other bases need a GPU with 6 GiB or more"
             if not hardware.gpus
             else "see below",
         )
@@ -84,7 +84,7 @@ def _training(hardware: Hardware) -> Iterator[MachineCheck]:
         yield MachineCheck(
             mark="warn",
             sentence=f"{_capital(problem)}.",
-            fix="lower data.resolution or adapter.rank where a plan does not fit",
+            fix="lower data.resolution or adapter.rank if a plan does not fit",
         )
 
 
@@ -102,27 +102,27 @@ def _gpus(hardware: Hardware) -> Iterator[MachineCheck]:
         yield MachineCheck(
             mark="warn" if used > _USED_BY_OTHERS else "ok",
             sentence=f"{described}{_details(gpu)}.",
-            fix="close other programs on it: plans use what is free"
+            fix="close other programs that use it, because plans use only free memory"
             if used > _USED_BY_OTHERS
             else "",
         )
         if hardware.pinnable_bytes is not None and gpu.can.pins:
             yield MachineCheck(
                 mark="ok",
-                sentence=f"Of the machine's memory {gib(hardware.pinnable_bytes)} may be pinned for its "
-                f"copies ({hardware.reasons.get('pinnable_bytes', 'as told')}); others are slower.",
+                sentence=f"Of the machine's memory {gib(hardware.pinnable_bytes)} may be pinned for copies "
+                f"to it ({hardware.reasons.get('pinnable_bytes', 'as set')}); unpinned copies are slower.",
             )
         if gpu.spills:
             yield MachineCheck(
                 mark="ok",
-                sentence="Its driver moves memory to the host when it is full, which is ten times slower; "
-                "trainings keep below that.",
+                sentence="When its memory is full, its driver uses host memory, which makes trainings ten "
+                "times slower; plans stay below that limit.",
             )
         lacking = [wish.partition("=")[2] for wish in gpu.can.lacks if wish.startswith("optimizer")]
         if lacking:
             yield MachineCheck(
                 mark="ok",
-                sentence=f"{_capital(gpu.can.says)} has no {', '.join(lacking)}: adamw takes their place.",
+                sentence=f"{_capital(gpu.can.says)} has no {', '.join(lacking)}: adamw is used instead.",
             )
 
 
@@ -138,7 +138,7 @@ def _machine(hardware: Hardware) -> Iterator[MachineCheck]:
     reason = hardware.reasons.get("cpu_threads", "")
     yield MachineCheck(
         mark="ok",
-        sentence=f"The processor is {hardware.cpu_name}; {cores} of it are used ({reason}).",
+        sentence=f"The CPU is {hardware.cpu_name}; trainings use {cores} of it ({reason}).",
     )
     total, free = hardware.ram_total_bytes, hardware.ram_free_bytes
     little = total < _LITTLE_MEMORY_BYTES
@@ -146,7 +146,9 @@ def _machine(hardware: Hardware) -> Iterator[MachineCheck]:
         mark="warn" if little else "ok",
         sentence=f"{gib(free)} of {gib(total)} of memory are free "
         f"({hardware.reasons.get('ram_total_bytes', 'memory of the machine')}).",
-        fix="large bases wait in it beside the GPU: 32 GiB are comfortable" if little else "",
+        fix="parts of large bases stay in it during training: 32 GiB are enough for most"
+        if little
+        else "",
     )
 
 
@@ -170,16 +172,16 @@ def _packages(hardware: Hardware) -> Iterator[MachineCheck]:
             fix=command,
         )
     if not any(not is_optional(name) for name in notes):
-        yield MachineCheck(mark="ok", sentence="All packages that are needed are installed.")
+        yield MachineCheck(mark="ok", sentence="All required packages are installed.")
     gpu = hardware.accelerator().value
     for name in missing:
         if name in ("xformers", "triton") and (gpu is None or not gpu.can.compiles):
-            continue  # of use on NVIDIA's GPUs only
+            continue  # useful on NVIDIA's GPUs only
         purpose = PURPOSES[name].removeprefix("optional: ")
         yield MachineCheck(
             mark="ok",
-            sentence=f"{name} is not installed, and not needed: {purpose}.",
-            fix=f"it comes with: pip install {name}",
+            sentence=f"{name} is not installed and not required: {purpose}.",
+            fix=f"to install it: pip install {name}",
         )
 
 
@@ -196,7 +198,7 @@ def _disk(hardware: Hardware, cache: Path) -> Iterator[MachineCheck]:
     little = free_bytes < _LITTLE_DISK_BYTES
     yield MachineCheck(
         mark="warn" if little else "ok",
-        sentence=f"Encoded images and captions are kept in {cache}, where {gib(free_bytes)} are free.",
+        sentence=f"Encoded images and captions are stored in {cache}, where {gib(free_bytes)} are free.",
         fix="lora-train doctor --clear-cache empties it" if little else "",
     )
 
@@ -206,25 +208,26 @@ def _network(environment: Mapping[str, str]) -> Iterator[MachineCheck]:
         yield MachineCheck(
             mark="ok",
             sentence="Nothing is downloaded, because HF_HUB_OFFLINE is set.",
-            fix="unset it to train base models that are not on this machine",
+            fix="unset it to download base models that are not on this machine",
         )
     if sys.platform != "win32" and shutil.which("cc") is None and shutil.which("gcc") is None:
         yield MachineCheck(
             mark="ok",
-            sentence="There is no C compiler, so hardware.compile=blocks cannot make code here.",
-            fix="install gcc where you want it",
+            sentence="There is no C compiler, so hardware.compile=blocks cannot be used.",
+            fix="install gcc to use it",
         )
 
 
-def doctor_text(found: list[MachineCheck]) -> RenderableType:
-    """Return the sentences for people, with their marks, and how many of them ask for something."""
+def doctor_text(results: list[MachineCheck]) -> RenderableType:
+    """Return the sentences for people, with their marks, and the number of warnings."""
     lines = []
-    for check in found:
+    for check in results:
         fix = f" Fix: {check.fix}." if check.mark == "warn" else f" {_capital(check.fix)}."
-        said = f"  {check.sentence}{fix if check.fix else ''}"
-        lines.append(Text.assemble((f"{check.mark:<4}", _STYLES[check.mark]), said))
-    warnings = sum(check.mark == "warn" for check in found)
-    last = "Nothing is to be mended." if not warnings else f"{warnings} to look at, marked warn."
+        sentence = f"  {check.sentence}{fix if check.fix else ''}"
+        lines.append(Text.assemble((f"{check.mark:<4}", _STYLES[check.mark]), sentence))
+    warnings = sum(check.mark == "warn" for check in results)
+    plural = "" if warnings == 1 else "s"
+    last = f"{warnings} warning{plural}, marked warn." if warnings else "No problems."
     return Group(*lines, Text(last, style="bold"))
 
 
@@ -232,6 +235,6 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def checks_json(found: list[MachineCheck]) -> list[dict[str, Any]]:
-    """Return the same as plain values."""
-    return [asdict(check) for check in found]
+def checks_json(results: list[MachineCheck]) -> list[dict[str, Any]]:
+    """Return the sentences as plain values."""
+    return [asdict(check) for check in results]

@@ -1,8 +1,8 @@
 """What `plan` prints: tables for people, plain values for scripts.
 
-Tables for people: cells are shown as they are, whatever brackets and colons they hold.
+Tables for people; cells are printed unchanged, without rich's markup and emoji codes.
 
-What `plan` says: as text for people, as plain values for scripts.
+Output of `plan`: text for people, plain values for scripts.
 
 Input is a prepared run; nothing is computed here.
 """
@@ -32,7 +32,7 @@ STYLES = {"note": "dim", "warning": "yellow", "error": "bold red"}
 
 
 def add_row(table: Table, *cells: str | Text, style: str = "") -> None:
-    """Add cells as they are: brackets in a name or caption are no markup, `:cat:` is no picture."""
+    """Add cells unchanged: brackets in a name or caption are no markup, `:cat:` is no emoji."""
     texts = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
     table.add_row(*texts, style=style or None)
 
@@ -50,13 +50,13 @@ def finding_line(finding: Finding) -> str:
 
 
 LEAST_PART = 0.01
-"""Parts of a run that take less than this share of it are not named."""
+"""Parts of a run that take less than this share of its time are not listed."""
 Longer = tuple[str, Plan] | None
-"""What would give a run more time, and its plan."""
+"""A description of a longer run, and its plan; None if there is none to offer."""
 
 
 def plan_json(prepared: Prepared, longer: Longer = None) -> dict[str, Any]:
-    """Return the machine-readable plan that scripts rely on (DESIGN section 3)."""
+    """Return the machine-readable plan; scripts rely on its keys."""
     plan = prepared.plan
     return {
         "family": prepared.family.name,
@@ -86,8 +86,8 @@ def plan_json(prepared: Prepared, longer: Longer = None) -> dict[str, Any]:
         "disk": dict(plan.disk_bytes),
         "processes": {"count": prepared.processes, "images": list(shares(prepared))},
         "remarks": [
-            {"kind": found.kind, "what": found.what, "advice": found.advice}
-            for found in run_warnings(prepared)
+            {"kind": remark.kind, "what": remark.what, "advice": remark.advice}
+            for remark in run_warnings(prepared)
         ],
     }
 
@@ -123,9 +123,9 @@ def _items_json(items: Sequence[MemoryItem]) -> list[dict[str, Any]]:
 def plan_text(
     prepared: Prepared, longer: Longer = None, *, everything: bool = False
 ) -> RenderableType:
-    """Return the plan for people: what will run, memory item by item, time, disk, settings with their origin.
+    """Return the plan for people: the run's facts, time and disk, memory item by item, settings with origins.
 
-    Of the settings: the dozen that decide a training, and all that the user set; with `everything`, all.
+    It lists the dozen settings that decide a training and those the user set; with `everything` all of them.
     """
     plan, config = prepared.plan, prepared.config
     buckets = ", ".join(f"{name} x{count}" for name, count in prepared.report.buckets.items())
@@ -144,8 +144,8 @@ def plan_text(
         "length",
         f"{plan.steps:,} steps of {config.train.batch_size} = {plan.epochs:.1f} epochs",
     )
-    add_row(facts, "base kept", _base_text(config))
-    add_row(facts, "at once", _at_once_text(plan))
+    add_row(facts, "base weights", _base_text(config))
+    add_row(facts, "micro-batch", _at_once_text(plan))
     if prepared.processes > 1:
         add_row(facts, "processes", _processes_text(prepared))
     add_row(facts, "time", _time_text(plan))
@@ -160,16 +160,16 @@ def plan_text(
 
 def _settings_table(prepared: Prepared, *, everything: bool) -> list[RenderableType]:
     table = Table(box=None, pad_edge=False)
-    table.add_column("setting", no_wrap=True)  # cut short, a name is of no use
+    table.add_column("setting", no_wrap=True)  # users copy the name, so it must not be wrapped
     for title in ("value", "origin", "reason"):
         table.add_column(title, overflow="fold")
     values, origins = flatten(prepared.config), prepared.plan.origins
     for info in all_settings():
         origin = origins[info.key]
         if everything or info.headline or origin.is_users:
-            shown = f"{values[info.key]} {info.unit}".rstrip()
+            value_text = f"{values[info.key]} {info.unit}".rstrip()
             style = "dim" if origin.layer == "default" else ""
-            add_row(table, info.key, shown, origin.layer, origin.reason, style=style)
+            add_row(table, info.key, value_text, origin.layer, origin.reason, style=style)
     hidden = len(values) - table.row_count
     return [table, Text(f"{hidden} more settings: --all", style="dim")] if hidden else [table]
 
@@ -181,22 +181,24 @@ def _regularisation_text(prepared: Prepared) -> str:
 
 
 def _base_text(config: Config) -> str:
-    """Say in a line how the frozen base is held and what is computed twice."""
+    """Return in one line the precision of the frozen base, its blocks in host memory, and checkpointing."""
     memory, parts = config.memory, [f"{config.memory.base_precision}"]
     if memory.base_matmul == "int8":
-        parts.append("multiplied int8 by int8")
+        parts.append("int8 matrix products")
     if memory.streamed_blocks:
         parts.append(f"{memory.streamed_blocks} blocks streamed from host memory")
     recomputed = {
         "none": "nothing recomputed",
-        "light": "blocks recomputed but for products and attention",
-        "selective": "blocks recomputed but for wide products and attention",
-        "full": "blocks recomputed",
-        "offloaded": "blocks recomputed, their inputs in host memory",
+        "light": "blocks recomputed except matrix products and attention",
+        "selective": "blocks recomputed except wide matrix products and attention",
+        "full": "blocks recomputed in full",
+        "offloaded": "blocks recomputed in full, their inputs in host memory",
     }
     parts.append(recomputed[concrete(memory.gradient_checkpointing)])
     if memory.kept_share:
-        parts.append(f"{concrete(memory.kept_share):.0%} of them less")
+        parts.append(
+            f"{concrete(memory.kept_share):.0%} of the blocks at the next lighter checkpointing level"
+        )
     return ", ".join(parts)
 
 
@@ -209,7 +211,7 @@ def _at_once_text(plan: Plan) -> str:
 
 
 def shares(prepared: Prepared) -> Iterator[int]:
-    """Yield how many images of each optimizer step a process does."""
+    """Yield for each process its number of images in an optimizer step."""
     batch, count = prepared.config.train.batch_size, prepared.processes
     for rank in range(count):
         yield len(share(batch, rank=rank, count=count))
@@ -218,7 +220,7 @@ def shares(prepared: Prepared) -> Iterator[int]:
 def _processes_text(prepared: Prepared) -> str:
     batch, counts = prepared.config.train.batch_size, list(shares(prepared))
     full = full_batch(batch, count=len(counts))
-    busy = f"{batch / (max(counts) * len(counts)):.0%} of them have work at a time"
+    busy = f"{batch / (max(counts) * len(counts)):.0%} of them busy on average"
     split = " + ".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)}"
     more = "" if full == batch else f"; train.batch_size={full} would use them all"
     return f"{len(counts)}: {split} of {batch} images a step, {busy}{more}"
@@ -229,7 +231,7 @@ def _images(count: int) -> str:
 
 
 def _memory_tables(plan: Plan) -> list[RenderableType]:
-    """Return the memory of the device, an item a row and a phase a column, and that of the machine."""
+    """Return the tables of memory: the device's with a row per item and a column per phase, and the host's."""
     memory = plan.memory
     table = Table("predicted memory", box=None, pad_edge=False)
     for phase in memory.by_phase:
@@ -237,9 +239,9 @@ def _memory_tables(plan: Plan) -> list[RenderableType]:
     table.add_column("", overflow="fold")
     sizes = {phase: {item.name: item for item in items} for phase, items in memory.by_phase.items()}
     for name in _in_order(memory.by_phase.values()):
-        found = [items.get(name) for items in sizes.values()]
-        note = next(item.note for item in found if item is not None and item.note)
-        cells = [gib(item.bytes) if item is not None else "" for item in found]
+        row_items = [items.get(name) for items in sizes.values()]
+        note = next(item.note for item in row_items if item is not None and item.note)
+        cells = [gib(item.bytes) if item is not None else "" for item in row_items]
         add_row(table, name, *cells, "" if name == "allocator slack" else note, style="dim")
     add_row(table, "sum", *(gib(size) for size in memory.phases.values()))
     limit = f"of {gib(memory.limit_bytes)}" if memory.limit_bytes is not None else "no limit known"
@@ -251,8 +253,8 @@ def _memory_tables(plan: Plan) -> list[RenderableType]:
 
 
 def _remark_lines(prepared: Prepared) -> list[RenderableType]:
-    found = run_warnings(prepared)
-    lines = [Text(finding_line(one), style=STYLES[one.severity]) for one in found]
+    notices = run_warnings(prepared)
+    lines = [Text(finding_line(notice), style=STYLES[notice.severity]) for notice in notices]
     return ["", *lines] if lines else []
 
 
@@ -279,7 +281,7 @@ def _time_text(plan: Plan) -> str:
 
 
 def _longer_text(longer: Longer) -> str:
-    """Say in a line what a longer run would have."""
+    """Return in one line the settings and the time of a longer run."""
     if longer is None:
         return ""
     words, plan = longer
@@ -297,13 +299,15 @@ def _host_table(host: HostPrediction) -> Table:
     of = f"of {gib(host.limit_bytes)} free"
     add_row(table, "sum", Text(gib(host.bytes), justify="right"), of)
     if host.loads_slowly:
-        note = "more than is free: weights are read from their files piece by piece, slower"
+        note = (
+            "more than is free: weights are read from their files piece by piece, which is slower"
+        )
         add_row(table, "while loading", Text(gib(host.loading_bytes), justify="right"), note)
     return table
 
 
 def _in_order(phases: Iterable[Sequence[MemoryItem]]) -> list[str]:
-    """Return the names of all items: the common frame around what the phases have."""
+    """Return the names of the items of all phases in order, with the allocator's slack last."""
     names = dict.fromkeys(item.name for items in phases for item in items)
     last = [name for name in names if name == "allocator slack"]
     return [name for name in names if name not in last] + last

@@ -90,7 +90,7 @@ def test_each_picture_gets_a_caption_that_training_reads(command: Command, datas
         "2/4 b.png: blue",
         "3/4 c.png: green",
         "4/4 d.png: blue, green, red",
-        "captions written: 4; --undo takes them back",
+        "captions written: 4; --undo removes the new captions",
     ]
     assert err.startswith("captions to write: 4; ") and err.rstrip().endswith(" on cpu")
     assert trained(dataset) == {f"{name}.png": text for name, text in TAGS.items()}
@@ -183,7 +183,10 @@ def test_captions_that_are_there_stay(command: Command, dataset: Path) -> None:
     (dataset / "metadata.jsonl").write_text('{"file_name": "d.png", "text": "described"}\n')
     code, out, _ = command()
     assert (code, texts(dataset)) == (0, {"a": "by hand", "c": "green"})
-    assert out.splitlines()[-1] == "captions written: 1; had one already: 3; --undo takes them back"
+    assert (
+        out.splitlines()[-1]
+        == "captions written: 1; had a caption already: 3; --undo removes the new captions"
+    )
     assert trained(dataset)["d.png"] == "described"
 
 
@@ -205,7 +208,7 @@ def test_nothing_to_do_loads_no_model(
     monkeypatch.delattr(caption_dataset, "_load")
     code, out, _ = command()
     assert (code, contents(dataset)) == (0, before)
-    assert out.startswith("nothing to do, pictures with a caption: 4;")
+    assert out.startswith("nothing to do, images with a caption: 4;")
 
 
 def on_caption(monkeypatch: pytest.MonkeyPatch, act: Callable[[Event], None]) -> None:
@@ -282,7 +285,9 @@ def test_a_dry_run_says_what_and_writes_nothing(command: Command, dataset: Path)
     (dataset / "a.txt").write_text("by hand")
     before = sorted(dataset.rglob("*"))
     code, out, _ = command("--dry-run")
-    assert code == 0 and "has one: a.png (a.txt)" in out and "would get a caption: b.png" in out
+    assert (
+        code == 0 and "has a caption: a.png (a.txt)" in out and "would get a caption: b.png" in out
+    )
     row = json.loads(command("--dry-run", "--json")[1])
     assert (row["pictures"], row["captioned"]) == (["b.png", "c.png", "d.png"], {"a.png": "a.txt"})
     assert (row["writes"], row["on_this_machine"]) == ("tags", True)
@@ -330,7 +335,7 @@ def test_undo_leaves_what_was_edited_since(command: Command, dataset: Path) -> N
     assert (code, texts(dataset)) == (0, {"b": "better by hand"})
     assert out.splitlines() == [
         "captions removed: 3, put back: 0",
-        "left alone, as it was edited since: b.txt",
+        "not touched, because it was edited since: b.txt",
     ]
 
 
@@ -443,7 +448,7 @@ def test_one_bad_picture_stops_no_other(command: Command, dataset: Path) -> None
     (dataset / "b.png").write_bytes(b"nothing")
     code, out, err = command()
     assert code == 0 and set(texts(dataset)) == {"a", "c", "d"}
-    assert "b.png is not an image" in err and "pictures without: 1" in out
+    assert "b.png is not an image" in err and "images without a caption: 1" in out
 
 
 def test_none_at_all_is_an_error(command: Command, dataset: Path) -> None:
