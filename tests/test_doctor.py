@@ -76,7 +76,7 @@ def test_what_is_missing_is_named_with_its_command() -> None:
     here = replace(here, packages={**here.packages, "peft": None, "xformers": None})
     assert any("peft" in line and "pip install peft" in line for line in warnings(here))
     optional = next(check for check in said(here) if check.sentence.startswith("xformers"))
-    assert (optional.mark, optional.fix) == ("ok", "it comes with: pip install xformers")
+    assert (optional.mark, optional.fix) == ("ok", "to install it: pip install xformers")
 
 
 def test_what_a_gpu_lacks_is_said() -> None:

@@ -110,7 +110,7 @@ def caption(
     if dry_run:
         teller.planned(*look(request))
         return
-    quiet_libraries()
+    quiet_libraries()  # their progress bars and warnings would mix with the lines on stderr
     events = EventStream()
     events.subscribe(teller)
     try:

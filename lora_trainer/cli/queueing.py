@@ -49,6 +49,7 @@ def add(
     training = read(words)
     argv = [*_output(training, folder), *words]
     item = commands.add(folder, argv, label=label or _name(training))
+    # The worker is a process of its own: the queue goes on after this terminal is closed.
     commands.ensure_worker(folder)
     return Reply(value=item.id, as_json=False)
 

@@ -300,7 +300,7 @@ def layer_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def denoiser_layers(family: Family, architecture: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return what `layer_shapes` does of a denoiser that need not be loaded, nor be quantised as it is."""
+    """Return `layer_shapes` of a denoiser from its architecture alone, without loading any weight."""
     with torch.device("meta"):
         return layer_shapes(family.empty_denoiser(architecture))
 

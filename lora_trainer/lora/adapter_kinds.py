@@ -45,7 +45,9 @@ def principal_factors(
         )
     values = weight.detach().float()
     outputs, inputs = values.shape
+    # A few columns more than needed make the iteration converge on the last wanted singular vectors.
     width = min(rank + OVERSAMPLING, outputs, inputs)
+    # Drawn on the CPU, so that the start is the same on every device.
     start = torch.randn(inputs, width, generator=generator).to(values.device)
     basis = torch.linalg.qr(values @ start).Q
     # A QR decomposition after each product: without it all columns would turn to the largest singular

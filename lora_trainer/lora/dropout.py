@@ -58,6 +58,8 @@ class SampleMasks:
         `seeds` int64 [samples, 2] are the `halves` of each sample's seed, on the device.
         """
         starts, thresholds, scales = self._columns_on(seeds.device)
+        # Two rounds, one for each half of the 63-bit seed: [samples, channels] of 32-bit hashes, which are
+        # compared with the dropout share as a fraction of 2^32.
         drawn = _mixed(_mixed(starts ^ seeds[:, :1]) ^ seeds[:, 1:])
         masks = (drawn >= thresholds) * scales
         self._masks = masks.split(self._widths, dim=1)

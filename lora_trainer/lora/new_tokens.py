@@ -27,6 +27,8 @@ class ExtendedTable(nn.Module):
 
     def forward(self, numbers: Tensor) -> Tensor:
         """Return [..., width] in the dtype of the base's table for token numbers [...]."""
+        # Both lookups run for all positions, with indices clamped into range, and `where` chooses: masks
+        # of varying size would make the host wait for the device.
         base_rows: Tensor = self.known(numbers.clamp(min=0))
         new = functional.embedding((-1 - numbers).clamp(min=0), self.vectors)
         return torch.where((numbers < 0).unsqueeze(-1), new.to(base_rows.dtype), base_rows)

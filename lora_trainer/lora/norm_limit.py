@@ -36,6 +36,7 @@ def limit_norms(adapter: Adapter, limit: float) -> None:
     excess = norms / limit
     for layer, too_large in zip(layers, excess.unbind(), strict=True):
         factors: list[Tensor] = list(layer.parameters.values())
+        # The update is the product of n factors, so each takes the n-th root of the correction.
         back = too_large.pow(-1 / len(factors))
         torch._foreach_mul_(factors, torch.where(too_large > 1 + TOLERANCE, back, 1.0))
 
@@ -52,6 +53,7 @@ def update_norm(layer: AdaptedLayer) -> Tensor:
             first = factors["w1_a"] @ factors["w1_b"]
             norm = torch.linalg.vector_norm(first * (factors["w2_a"] @ factors["w2_b"]))
         case "lokr":
+            # The norm of a Kronecker product is the product of the norms.
             norm = _side_norm(factors, "w1") * _side_norm(factors, "w2")
         case kind:
             raise AssertionError(f"the update of {kind} has no norm of its own")
@@ -70,4 +72,5 @@ def _product_norm(first: Tensor, second: Tensor) -> Tensor:
 
     Its square is the sum of (first^T first) * (second second^T), elementwise over [r, r].
     """
+    # Rounding may make the sum of a tiny update negative, whose root would be NaN.
     return ((first.mT @ first) * (second @ second.mT)).sum().clamp(min=0.0).sqrt()

@@ -66,6 +66,7 @@ class CompiledBlocks:
         Raises CompilationFailed for every error in it except out of memory, because compilers fail in many
         ways. The caller repeats the pass uncompiled; an error of another cause is then raised again.
         """
+        # An attribute of the instance hides the class's method until it is deleted below.
         for block, compiled in zip(self._blocks, self._compiled, strict=True):
             block.forward = compiled
         try:

@@ -60,6 +60,8 @@ class CudaCapture:
         with torch.cuda.stream(self._stream):
             result = run()
         current.wait_stream(self._stream)
+        # The result was allocated on the side stream but is used on the current one: without this the
+        # allocator could reuse its memory while the current stream still reads it.
         result.record_stream(current)
         return result
 

@@ -159,6 +159,7 @@ class QuantizedLinear(nn.Linear):
         encode, decode = _CODECS[kind]
         weight = layer.weight.detach()
         self._decode = partial(decode, shape=tuple(weight.shape), dtype=weight.dtype)
+        # Always encoded on `device`, as a GPU and a CPU may round a quotient differently.
         stored = encode(weight.to(device))
         self._names = tuple(stored)
         for name, tensor in stored.items():

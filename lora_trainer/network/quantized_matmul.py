@@ -139,7 +139,7 @@ def _product(
         piece = slice(start, start + step)
         piece_values = values[piece] if of_inputs is None else values[piece] * of_inputs
         quantized, scale = quantized_rows(piece_values)
-        sums = torch._int_mm(_filled_up(quantized), codes)[: len(piece_values)]
+        sums = torch._int_mm(_filled_up(quantized), codes)[: len(piece_values)]  # exact in int32
         one, other = (sums, scale) if of_columns is None else (sums * scale, of_columns)
         if plus is None:
             torch.mul(one, other, out=outputs[piece])
@@ -166,6 +166,7 @@ def int8_layouts(
     """
     forward = backward = ""
     for fan_in, out in sorted(set(shapes)):
+        # Random codes: with a wrong layout or stride their sums differ with near certainty.
         generator = torch.Generator().manual_seed(fan_in * out)
         codes = _random_codes(out, fan_in, generator).to(device)
         for count in rows:

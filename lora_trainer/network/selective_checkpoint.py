@@ -135,6 +135,8 @@ class _ReturningMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, kernel: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # Both modes ask the same question of the same kernels in the same order, so a queue is enough: no
+        # result needs a key.
         if self._results and self._worth(kernel, args):
             return self._results.popleft().take(kernel, args)
         return kernel(*args, **(kwargs or {}))

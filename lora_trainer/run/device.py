@@ -47,6 +47,7 @@ def cap_allocator(*, limit_bytes: int | None, free_bytes: int, device: torch.dev
         room_bytes = free_bytes - spill_margin_bytes(total)
         limit_bytes = room_bytes if limit_bytes is None else min(limit_bytes, room_bytes)
     assert limit_bytes is not None
+    # The context and the libraries take memory that the allocator does not see.
     runtime_bytes = kind_of(device).runtime_bytes
     return bound_allocator(device, allowed_bytes=max(limit_bytes - runtime_bytes, 0))
 

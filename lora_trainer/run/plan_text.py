@@ -267,6 +267,7 @@ def _download(prepared: Prepared) -> str:
 
 def _time_text(plan: Plan) -> str:
     whole, (low, high) = plan.run_time, plan.seconds_per_step
+    # The geometric middle: a range of 1 to 4 hours is a factor of 2 either way around 2 hours.
     middles = {part: math.sqrt(one * other) for part, (one, other) in whole.parts.items()}
     parts = ", ".join(
         f"{part} {duration_text(seconds)}"
@@ -293,7 +294,7 @@ def _longer_text(longer: Longer) -> str:
 
 
 def _host_table(host: HostPrediction) -> Table:
-    table = Table("beside the card", "host memory", "", box=None, pad_edge=False)
+    table = Table("in host memory", "size", "", box=None, pad_edge=False)
     for item in host.items:
         add_row(table, item.name, Text(gib(item.bytes), justify="right"), item.note, style="dim")
     of = f"of {gib(host.limit_bytes)} free"
@@ -309,5 +310,6 @@ def _host_table(host: HostPrediction) -> Table:
 def _in_order(phases: Iterable[Sequence[MemoryItem]]) -> list[str]:
     """Return the names of the items of all phases in order, with the allocator's slack last."""
     names = dict.fromkeys(item.name for items in phases for item in items)
+    # A dict keeps the order of first appearance, so an item has the same row whichever phase begins it.
     last = [name for name in names if name == "allocator slack"]
     return [name for name in names if name not in last] + last
