@@ -1,7 +1,7 @@
-"""How wide the adapter of each layer is: rank, scale, block sizes, and with them its parameter count.
+"""The size of each layer's adapter: rank, scale, block sizes, and from these its parameter count.
 
-Input is the settings and a layer's name and shape, output plain numbers, so the memory plan and the
-injection decide alike. Torch-free.
+Input is the settings and a layer's name and shape, output plain numbers, so that the memory plan and the
+injection use the same sizes. Torch-free.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import AdapterSettings
 
 Shape = tuple[int, ...]
-"""Of a tensor that is trained; of a 1x1 convolution the matrix, which is all that a plan knows of it."""
+"""Shape of a trained tensor; a 1x1 convolution counts as the matrix it is, as plans cannot tell them apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class Width:
 def layer_width(key: str, *, kernel: int, settings: AdapterSettings, alpha: float) -> Width:
     """Return the width of the layer "component.module" whose kernel has `kernel` elements.
 
-    `alpha` is that of `adapter.rank` (of `conv_rank` if `conv_alpha` is set). A `rank_pattern` keeps
-    alpha / rank: a narrower layer is not scaled up. rsLoRA: alpha / sqrt(rank), with that alpha.
+    `alpha` belongs to `adapter.rank` (to `conv_rank` if `conv_alpha` is set). A `rank_pattern` keeps
+    alpha / rank, so a narrower layer is not scaled up. rsLoRA: alpha / sqrt(rank), with the same alpha.
     """
     rank = settings.rank
     if kernel > 1:
@@ -48,7 +48,7 @@ def layer_width(key: str, *, kernel: int, settings: AdapterSettings, alpha: floa
 def first_match(key: str, patterns: Iterable[str], *, setting: str) -> str | None:
     """Return the first regular expression found in the module name or in "component.module".
 
-    Raises RequestError for one that is not a regular expression, naming `setting`.
+    Raises RequestError, which names `setting`, for a pattern that is not a regular expression.
     """
     module = key.partition(".")[2]
     for pattern in patterns:
@@ -69,18 +69,18 @@ def block_size(out: int, *, rank: int) -> int:
 
 
 def factorise(dimension: int, *, factor: int) -> tuple[int, int]:
-    """Return LoKr's (left, right), left x right = `dimension`; as peft and LyCORIS split it.
+    """Return LoKr's (left, right) with left x right = `dimension`, split as peft and LyCORIS do.
 
-    A `factor` that divides is the left one; otherwise the most even split with left at most
-    `factor` (-1: no limit) is found.
+    A `factor` that divides `dimension` becomes the left one; otherwise the split is the most even one
+    with left at most `factor` (-1: no limit).
     """
     if factor > 0 and dimension % factor == 0:
         return factor, dimension // factor
     limit = dimension if factor == -1 else max(1, factor)
-    left = max(size for size in range(1, math.isqrt(dimension) + 1) if dimension % size == 0)
-    while left > limit:
-        left = max(size for size in range(1, left) if dimension % size == 0)
-    return left, dimension // left
+    left_side = max(size for size in range(1, math.isqrt(dimension) + 1) if dimension % size == 0)
+    while left_side > limit:
+        left_side = max(size for size in range(1, left_side) if dimension % size == 0)
+    return left_side, dimension // left_side
 
 
 def adapter_parameters(
@@ -89,7 +89,7 @@ def adapter_parameters(
     *,
     component: str = "denoiser",
 ) -> int:
-    """Return how many numbers the adapter of these layers trains, exactly; as `adapter_tensors`."""
+    """Return the exact number of trained parameters of these layers' adapters; arguments: `adapter_tensors`."""
     return total_elements(adapter_tensors(shapes, settings, component=component))
 
 
@@ -99,27 +99,27 @@ def adapter_tensors(
     *,
     component: str = "denoiser",
 ) -> Counter[Shape]:
-    """Return the shapes of the tensors that the adapter of these layers trains: shape -> how many.
+    """Return the number of trained tensors of each shape in the adapters of these layers.
 
-    A shape is (fan_in, out), or (fan_in, out, kernel) where the kernel has more than one element;
-    `fan_in` counts the kernel. PiSSA's frozen factors come on top: as many again.
+    `shapes` maps a module to (fan_in, out), or (fan_in, out, kernel) where the kernel has more than one
+    element; `fan_in` includes the kernel. PiSSA's frozen factors are not counted: as many again.
     """
-    found: Counter[Shape] = Counter()
+    tensors: Counter[Shape] = Counter()
     for module, shape in shapes.items():
-        found.update(_layer_tensors(f"{component}.{module}", shape, settings))
-    return found
+        tensors.update(_layer_tensors(f"{component}.{module}", shape, settings))
+    return tensors
 
 
 def total_elements(tensors: Mapping[Shape, int]) -> int:
-    """Return how many numbers these tensors hold together."""
+    """Return the number of elements of all these tensors."""
     return sum(math.prod(shape) * count for shape, count in tensors.items())
 
 
 def rebuilt_elements(shapes: Mapping[str, Sequence[int]], settings: AdapterSettings) -> int:
-    """Return how many float32 numbers LoHa and LoKr keep for the backward pass of these layers.
+    """Return how many fp32 numbers LoHa and LoKr keep for the backward pass of these layers.
 
-    Both build the whole change of a weight in every forward pass, and autograd keeps it: without
-    gradient checkpointing those of all layers, with it those of the block that is computed.
+    Both build the full-size change of a weight in every forward pass, and autograd keeps it: of all layers
+    without gradient checkpointing, of one block at a time with it.
     """
     if settings.kind not in ("loha", "lokr"):
         return 0
@@ -150,7 +150,7 @@ def _layer_tensors(key: str, shape: Sequence[int], settings: AdapterSettings) ->
 
 
 def _read(rank: int, fan_in: int, kernel: int) -> Shape:
-    """The shape of what reads a layer's inputs; kernels are square."""
+    """Return the shape of the adapter tensor that reads a layer's inputs; kernels are square."""
     if kernel == 1:
         return (rank, fan_in)
     side = math.isqrt(kernel)

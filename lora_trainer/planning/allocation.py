@@ -1,7 +1,7 @@
-"""The planner's memory part: which loads may be tried, how they are judged, and why one was taken.
+"""The planner's memory part: which loads may be tried, how they are judged, and why one was chosen.
 
-Input is the settings so far and what they are planned for; output an `Allocation`: the load that fits,
-its predictions, its time, and a decision with its reason for every setting it changed or filled in.
+Input is the settings so far, the base, the machine and the buckets; output an `Allocation`: the load that
+fits, its predictions, its time, and a decision with its reason for every setting it changed or filled in.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.config.base_precision import BasePrecision
 from lora_trainer.config.config import CHECKPOINTING, MIXABLE, Checkpointing, build_config
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.hardware.machine import GIB, Gpu, Hardware
+from lora_trainer.hardware.machine import Gpu, Hardware
 from lora_trainer.planning.device_overhead import surroundings
 from lora_trainer.planning.host_memory import HostPrediction, predict_host
 from lora_trainer.planning.loads import Load, RememberedCosts, before, runs_wide
@@ -29,7 +28,7 @@ from lora_trainer.planning.matmul import (
 )
 from lora_trainer.planning.memory import Prediction, predict
 from lora_trainer.planning.oom_history import OomRecord
-from lora_trainer.planning.precisions import in_16_bits
+from lora_trainer.planning.precisions import base_precisions, in_16_bits, preference, price
 from lora_trainer.planning.search import (
     SHARES,
     Evaluator,
@@ -38,26 +37,23 @@ from lora_trainer.planning.search import (
     SearchSpace,
     fit,
     gib,
+    gpu_limit,
     images_at_once,
 )
-from lora_trainer.planning.step_time import StepTime, card, cpu_step_time, gpu_step_time, step_work
+from lora_trainer.planning.step_time import StepTime, step_time, step_work
 from lora_trainer.planning.weight_bytes import ELEMENT_BYTES
 
-AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
-"""What `auto` may keep a base in; fp8 takes what int8 takes and rounds more."""
-# What a priority would rather take than fewer bits: a step that is so many times longer. Quality
-# takes any. Where one asks for more than the next, its steps are never longer.
-FEWER_BITS: Mapping[str, Mapping[BasePrecision, float]] = {
-    "speed": {"int8": 1.1, "fp8": 1.1, "nf4": 1.2},
-    "balanced": {"int8": 1.2, "fp8": 1.25, "nf4": 1.5},
+NEWER_SETTINGS: Mapping[str, Any] = {
+    "memory.modulation_cache": False,
+    "memory.kept_share": 0.0,
+    "memory.base_matmul": "dequantized",
 }
-RANK: Mapping[BasePrecision, int] = {"int8": 1, "fp8": 2, "nf4": 3}
-"""Order of precision; what is kept whole comes first."""
+"""Settings that older runs were planned without, and the values that change nothing for such a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One value the planner set; `bytes` is the predicted peak it was decided by, 0 if none was."""
+    """A value the planner set; `bytes` is the predicted peak that decided it, 0 where memory did not."""
 
     key: str
     value: Any
@@ -67,7 +63,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What was decided about memory; `images_at_once` is by bucket, (width, height) in pixels."""
+    """The memory part of a plan; `images_at_once` is the micro-batch by bucket, (width, height) in pixels."""
 
     load: Load
     memory: Prediction
@@ -79,7 +75,7 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocator:
-    """Settings without `auto` but for memory's, and what they are planned for; `gpu` None: the processor."""
+    """Settings without `auto` (except memory's), the base, the data and the machine; `gpu` None: the processor."""
 
     values: Mapping[str, Any]
     facts: BaseFacts
@@ -92,41 +88,39 @@ class Allocator:
     buckets: Sequence[tuple[int, int]]
     priority: str
     regularisation: float = 0.0
-    """Share of the samples that are there to keep the class as it is."""
-    kept: Mapping[tuple[int, int], int] | None = None
-    """Images at once by bucket of a run that goes on, whose settings are in `values`: nothing is decided."""
+    """Share of the samples, 0 to 1, that come from regularisation images."""
+    kept_at_once: Mapping[tuple[int, int], int] | None = None
+    """Micro-batch by bucket of a resumed run, whose settings are in `values`: nothing is searched again."""
 
     def allocate(self) -> Allocation:
         """Raise MachineError naming the nearest setting that fits when nothing does, or RequestError."""
         self._refuse_impossible()
-        if self.kept is not None and set(self._all_buckets) <= self.kept.keys():
-            made = self._allocated(
-                self._wanted, {size: self.kept[size] for size in self._all_buckets}
+        if self.kept_at_once is not None and set(self._all_buckets) <= self.kept_at_once.keys():
+            allocation = self._allocated(
+                self._ideal_load, {size: self.kept_at_once[size] for size in self._all_buckets}
             )
-            return replace(made, decisions=tuple(self._of_older_runs()))
-        wanted, judge = self._wanted, self._judge
-        found = fit(
-            wanted,
-            choices=self._choices,
-            judge=judge,
-            limit=self.limit,
-            step_px=self.facts.bucket_step_px,
+            return replace(allocation, decisions=tuple(self._of_older_runs()))
+        ideal_load, judge = self._ideal_load, self._judge
+        step_px = self.facts.bucket_step_px
+        best_fit = fit(
+            ideal_load, choices=self._choices, judge=judge, limit=self.limit, step_px=step_px
         )
-        matmul = choose_matmul(found.load, gpu=self.gpu, priority=self.priority, judge=judge)
+        matmul = choose_matmul(best_fit.load, gpu=self.gpu, priority=self.priority, judge=judge)
         if self.values["memory.base_matmul"] == "auto":
-            found = replace(found, load=replace(found.load, base_matmul=matmul.value))
+            best_fit = replace(best_fit, load=replace(best_fit.load, base_matmul=matmul.value))
         at_once = images_at_once(
-            found.load, self._all_buckets, most=wanted.micro_batch, judge=judge
+            best_fit.load, self._all_buckets, most=ideal_load.micro_batch, judge=judge
         )
-        made = self._allocated(found.load, at_once)
-        decisions = self._decisions(found, matmul, max(at_once.values()), made.memory.peak_bytes)
-        return replace(made, decisions=tuple(decisions))
+        allocation = self._allocated(best_fit.load, at_once)
+        peak_bytes = allocation.memory.peak_bytes
+        decisions = self._decisions(best_fit, matmul, max(at_once.values()), peak_bytes)
+        return replace(allocation, decisions=tuple(decisions))
 
     def _allocated(self, load: Load, at_once: Mapping[tuple[int, int], int]) -> Allocation:
         loads = [
             replace(load, bucket_px=bucket, micro_batch=count) for bucket, count in at_once.items()
         ]
-        memory = max(map(self._judge.predict, loads), key=lambda made: made.peak_bytes)
+        memory = max(map(self._judge.predict, loads), key=lambda prediction: prediction.peak_bytes)
         return Allocation(
             load=load,
             memory=memory,
@@ -136,11 +130,11 @@ class Allocator:
             decisions=(),
         )
 
-    # ---- what may be tried
+    # ---- the loads that may be tried
 
     @property
-    def _share(self) -> int:
-        """Images of a step that one process does at most."""
+    def _images_per_process(self) -> int:
+        """Most images of a step that one process trains on."""
         return math.ceil(int(self.values["train.batch_size"]) / self.processes)
 
     @property
@@ -149,9 +143,9 @@ class Allocator:
         return self.buckets or [(side_px, side_px)]
 
     @cached_property
-    def _wanted(self) -> Load:
+    def _ideal_load(self) -> Load:
         values = self.values
-        micro_batch, batch_size = values["memory.micro_batch"], self._share
+        micro_batch, batch_size = values["memory.micro_batch"], self._images_per_process
         return Load(
             device=self.gpu.can.torch_type if self.gpu else "cpu",
             precision=values["train.precision"],
@@ -196,23 +190,21 @@ class Allocator:
 
     @cached_property
     def _choices(self) -> SearchSpace:
-        kind, streamed = (
-            self.values["memory.gradient_checkpointing"],
-            self.values["memory.streamed_blocks"],
-        )
+        kind = self.values["memory.gradient_checkpointing"]
+        streamed = self.values["memory.streamed_blocks"]
         first = 0 if kind == "auto" else CHECKPOINTING.index(kind)
-        offload = self.values["memory.text_encoder_offload"]
-        runs = self.values["adapter.text_encoder"] or self.values["adapter.new_tokens"]
-        may_offload = self._has_host and not runs
+        offload = (True,) if self.values["memory.text_encoder_offload"] is True else (False, True)
+        trains_text = self.values["adapter.text_encoder"] or self.values["adapter.new_tokens"]
+        may_offload = self._has_host and not trains_text
         kinds = self._kinds(CHECKPOINTING[first:])
         return SearchSpace(
-            base_precisions=self._base_precisions(),
+            base_precisions=base_precisions(
+                self.values, self.gpu, has_bitsandbytes=self._has_bitsandbytes
+            ),
             checkpointing=kinds,
             kept_share=self._shares(kinds),
             streamed=(0 if streamed == "auto" else streamed, self._streamable),
-            text_offload=((True,) if offload is True else (False, True))
-            if may_offload
-            else (False,),
+            text_offload=offload if may_offload else (False,),
             modulation_cache=self._modulation_choices(),
             int8_products=self.values["memory.base_matmul"] == "auto"
             and not against_products(gpu=self.gpu, priority=self.priority),
@@ -220,10 +212,10 @@ class Allocator:
         )
 
     def _modulation_choices(self) -> tuple[bool, ...]:
-        """On the processor nothing is saved: it is done there only where it was asked for."""
-        asked = self.values["memory.modulation_cache"]
-        if asked != "auto":
-            return (asked,)
+        """Return the values to try; on the processor the cache frees no memory, so `auto` never takes it."""
+        setting = self.values["memory.modulation_cache"]
+        if setting != "auto":
+            return (setting,)
         return (False, True) if self._has_host and not self._against_modulation else (False,)
 
     @cached_property
@@ -231,24 +223,24 @@ class Allocator:
         return against_modulation(self.values, facts=self.facts, costs=self.costs)
 
     def _of_older_runs(self) -> Iterator[Decision]:
-        """Yield what a run that goes on had no choice of when it was planned."""
-        without = {
-            "memory.modulation_cache": False,
-            "memory.kept_share": 0.0,
-            "memory.base_matmul": "dequantized",
-        }
-        for key, value in without.items():
+        """Yield values for the settings that did not exist yet when a resumed run was planned."""
+        for key, value in NEWER_SETTINGS.items():
             if self.values[key] == "auto":
                 yield Decision(key=key, value=value, reason="the run began without it")
 
     def _shares(self, kinds: tuple[Checkpointing, ...]) -> dict[Checkpointing, float]:
-        """Blocks that keep more take what is free; a kind that somebody chose is not raised unasked."""
-        chosen, share = (
-            self.values["memory.gradient_checkpointing"],
-            self.values["memory.kept_share"],
-        )
-        known = self._known
-        most = {kind: 1 - 1 / SHARES for kind in kinds if kind in MIXABLE and before(kind) in known}
+        """Return the largest `memory.kept_share` to try for each checkpointing level.
+
+        A level that the user chose gets no share unasked: it would take more memory than the user allowed.
+        """
+        chosen = self.values["memory.gradient_checkpointing"]
+        share = self.values["memory.kept_share"]
+        known_kinds = self._known_kinds
+        most = {
+            kind: 1 - 1 / SHARES
+            for kind in kinds
+            if kind in MIXABLE and before(kind) in known_kinds
+        }
         if share != "auto" and chosen == "auto":
             return dict.fromkeys(most, share)
         if chosen in MIXABLE:
@@ -256,7 +248,7 @@ class Allocator:
         return most
 
     @cached_property
-    def _known(self) -> tuple[Checkpointing, ...]:
+    def _known_kinds(self) -> tuple[Checkpointing, ...]:
         return self.costs.family.known_checkpointing(
             self.facts,
             element_bytes=ELEMENT_BYTES[self.values["train.precision"]],
@@ -265,24 +257,17 @@ class Allocator:
         )
 
     def _kinds(self, allowed: tuple[Checkpointing, ...]) -> tuple[Checkpointing, ...]:
-        """On the processor there is nowhere to offload to; what only a trace could judge is not tried unasked."""
-        known = self._known
-        asked = allowed[0] if self.values["memory.gradient_checkpointing"] != "auto" else None
-        found = (kind for kind in allowed if kind in known or kind == asked)
-        if self._has_host:
-            return tuple(found)
-        return tuple(kind for kind in found if kind != "offloaded") or ("full",)
+        """Return the checkpointing levels to try, of those in `allowed`.
 
-    def _base_precisions(self) -> tuple[BasePrecision, ...]:
-        """A precision somebody chose stays: it changes the result."""
-        asked, whole = self.values["memory.base_precision"], self.values["train.precision"]
-        if asked != "auto":
-            return (asked,)
-        if self.values["memory.base_matmul"] == "int8":
-            return ("int8",)
-        if self.gpu is None:
-            return (whole,)
-        return (whole, *(kind for kind in AUTOMATIC if kind != "nf4" or self._has_bitsandbytes))
+        On the processor there is nowhere to offload to. A level whose cost only a trace of the network
+        could tell is tried only if the user chose it.
+        """
+        known_kinds = self._known_kinds
+        chosen_kind = allowed[0] if self.values["memory.gradient_checkpointing"] != "auto" else None
+        kinds = (kind for kind in allowed if kind in known_kinds or kind == chosen_kind)
+        if self._has_host:
+            return tuple(kinds)
+        return tuple(kind for kind in kinds if kind != "offloaded") or ("full",)
 
     @property
     def _has_bitsandbytes(self) -> bool:
@@ -291,18 +276,20 @@ class Allocator:
 
     @property
     def _has_host(self) -> bool:
-        """Whether something can wait for the device in other memory than its own."""
+        """Whether the device has memory of its own, so that weights can wait in the machine's memory."""
         return self.gpu is not None and self.gpu.can.own_memory
 
     @property
     def _here(self) -> str:
         return (
-            "this run is on the processor" if self.gpu is None else "this GPU shares the machine's"
+            "this run is on the processor"
+            if self.gpu is None
+            else "this GPU shares the machine's memory"
         )
 
     @property
     def _streamable(self) -> int:
-        """What an assistant adds to a layer does not follow its weights."""
+        """Most blocks that can be streamed: none with an assistant, whose LoRA weights stay where they are."""
         return self._blocks if self._has_host and self.values["base.assistant"] is None else 0
 
     @cached_property
@@ -311,77 +298,71 @@ class Allocator:
         return len({name for name in map(self.costs.block_of, shapes) if name})
 
     def _refuse_impossible(self) -> None:
-        streamed, offload = (
-            self.values["memory.streamed_blocks"],
-            self.values["memory.text_encoder_offload"],
-        )
-        if streamed not in ("auto", 0) and self.values["base.assistant"] is not None:
+        values = self.values
+        streamed = values["memory.streamed_blocks"]
+        moved = {
+            "memory.streamed_blocks": streamed not in ("auto", 0),
+            "memory.text_encoder_offload": values["memory.text_encoder_offload"] is True,
+        }
+        for key, is_set in moved.items():
+            if is_set and not self._has_host:
+                raise RequestError(
+                    f"{key}={_in_words(values[key])} needs a GPU with memory of its own, but {self._here}",
+                    fix=f"leave {key} out",
+                )
+        if moved["memory.streamed_blocks"] and values["base.assistant"] is not None:
             raise RequestError(
-                "memory.streamed_blocks and base.assistant cannot be combined: an assistant runs "
-                "beside blocks that stay on the card",
+                "memory.streamed_blocks and base.assistant cannot be combined, because the assistant's "
+                "weights do not move with streamed blocks",
                 fix="leave one of them out",
-            )
-        if streamed not in ("auto", 0) and not self._has_host:
-            raise RequestError(
-                f"memory.streamed_blocks={streamed} is for a card with memory of its own, and {self._here}",
-                fix="leave it out",
             )
         if streamed != "auto" and streamed > self._blocks:
             raise RequestError(
-                f"memory.streamed_blocks={streamed}, and {self.facts.source} has {self._blocks} blocks",
+                f"memory.streamed_blocks={streamed}, but {self.facts.source} has only {self._blocks} blocks",
                 fix=f"use a number from 0 to {self._blocks}",
             )
-        if self.values["memory.modulation_cache"] is True and self._against_modulation:
+        if values["memory.modulation_cache"] is True and self._against_modulation:
             raise RequestError(
                 f"memory.modulation_cache=true, but {self._against_modulation}",
-                fix="leave it out",
+                fix="leave memory.modulation_cache out",
             )
-        if offload is True and not self._has_host:
-            raise RequestError(
-                f"memory.text_encoder_offload is for a card with memory of its own, and {self._here}",
-                fix="leave it out",
-            )
-        if self.values["memory.base_matmul"] == "int8":
+        if values["memory.base_matmul"] == "int8":
             refuse_matmul(self.gpu)
-        if self.values["memory.base_precision"] == "nf4" and not self._has_bitsandbytes:
+        if values["memory.base_precision"] == "nf4" and not self._has_bitsandbytes:
             raise MachineError(
                 "memory.base_precision=nf4 needs bitsandbytes, which is not installed",
                 fix="pip install bitsandbytes, or use --set memory.base_precision=int8",
             )
 
-    # ---- how it is judged
+    # ---- how a load is judged
 
     @cached_property
     def limit(self) -> Limit:
-        """What may be used of the device, and what says so."""
+        """Memory of the device that the run may use, and the reason for that limit."""
         if self.gpu is None:
-            return Limit(
-                bytes=self.hardware.ram_usable_bytes // self.sharing,
-                reason="of memory free but for a margin",
-            )
-        size, reason = self.gpu.free_bytes, f"free on {self.gpu.name}"
-        asked_gib = self.values["hardware.vram_limit_gib"]
-        if asked_gib is not None and asked_gib * GIB < size:
-            size, reason = int(asked_gib * GIB), "allowed by hardware.vram_limit_gib"
-        if self.full_card is None:
-            return Limit(bytes=size, reason=reason)
-        usable = int(size * self.full_card.share)
-        return Limit(bytes=usable, reason=f"({gib(size)} {reason}; {self.full_card})")
+            usable_bytes = self.hardware.ram_usable_bytes // self.sharing
+            return Limit(bytes=usable_bytes, reason="of memory free, less a margin")
+        limit_gib = self.values["hardware.vram_limit_gib"]
+        return gpu_limit(self.gpu, limit_gib=limit_gib, full_card=self.full_card)
 
     @cached_property
     def _judge(self) -> Evaluator:
         return Evaluator(
-            predict=lambda load: predict(
-                load, facts=self.facts, costs=self.costs, limit_bytes=self.limit.bytes
-            ),
+            predict=self._predict,
             predict_host=self._predict_host,
             seconds=lambda load: self._time(load).seconds,
-            price=self._price,
+            price=lambda precision, seconds: price(self.priority, precision, seconds),
         )
+
+    def _predict(self, load: Load) -> Prediction:
+        limit_bytes = self.limit.bytes
+        return predict(load, facts=self.facts, costs=self.costs, limit_bytes=limit_bytes)
 
     def _predict_host(self, load: Load) -> HostPrediction | None:
         if not self._has_host:
-            return None  # everything is in the machine's memory: that is the prediction
+            return (
+                None  # the device's memory is the machine's, so `predict` counts everything already
+            )
         return predict_host(
             load,
             facts=self.facts,
@@ -392,37 +373,29 @@ class Allocator:
 
     @property
     def _pinnable_bytes(self) -> int | None:
-        """What each process of this training may pin."""
+        """Host memory that each process of this training may pin, in bytes; None: no limit."""
         return self.hardware.pinnable_by_each(sharing=self.sharing)
 
     def _time(self, load: Load) -> StepTime:
-        batch_size = self._share
         work = step_work(
             load,
             facts=self.facts,
             costs=self.costs,
-            batch_size=batch_size,
+            batch_size=self._images_per_process,
             pinnable_bytes=self._pinnable_bytes,
         )
-        if self.gpu is None:
-            return cpu_step_time(work, threads=self.values["hardware.threads"])
-        found = card(self.gpu.name, total_bytes=self.gpu.total_bytes)
-        return gpu_step_time(work, found, precision=load.precision)
-
-    def _price(self, precision: BasePrecision, seconds: float) -> tuple[float, ...]:
-        if self.priority in FEWER_BITS:
-            return (seconds * FEWER_BITS[self.priority].get(precision, 1.0),)
-        return (RANK.get(precision, 0), seconds)
+        threads = self.values["hardware.threads"]
+        return step_time(work, gpu=self.gpu, threads=threads, precision=load.precision)
 
     # ---- why
 
     def _decisions(
-        self, found: SearchResult, matmul: Matmul, at_once: int, peak_bytes: int
+        self, best_fit: SearchResult, matmul: Matmul, at_once: int, peak_bytes: int
     ) -> Iterator[Decision]:
-        load, limit = found.load, self.limit
-        against = f"{gib(peak_bytes)} predicted, {limit}"
+        load, limit = best_fit.load, self.limit
+        default_reason = f"{gib(peak_bytes)} predicted, {limit}"
         chosen = {
-            "memory.base_precision": (load.base_precision, self._why_precision(found)),
+            "memory.base_precision": (load.base_precision, self._why_precision(best_fit)),
             "memory.base_matmul": (load.base_matmul, matmul.reason),
             "memory.gradient_checkpointing": (load.checkpointing, self._why_recomputing(load)),
             "memory.kept_share": (load.kept_share, self._why_keeping_more(load)),
@@ -434,88 +407,81 @@ class Allocator:
         for key, (value, why) in chosen.items():
             before = self.values[key]
             if before != value:
-                asked = "" if before == "auto" else f"asked for {_said(before)}: "
-                reason = f"{asked}{why or against}"
+                prefix = "" if before == "auto" else f"instead of {_in_words(before)}: "
+                reason = f"{prefix}{why or default_reason}"
                 yield Decision(key=key, value=value, reason=reason, bytes=peak_bytes)
-        if found.sampling_bytes:
-            reason = f"sample images would take {gib(found.sampling_bytes)}, {limit}"
+        if best_fit.sampling_bytes:
+            reason = f"sample images would take {gib(best_fit.sampling_bytes)}, {limit}"
             yield Decision(
-                key="sampling.every_steps", value=0, reason=reason, bytes=found.sampling_bytes
+                key="sampling.every_steps", value=0, reason=reason, bytes=best_fit.sampling_bytes
             )
 
     def _peak(self, load: Load) -> str:
         return gib(self._judge.predict(load).peak_bytes)
 
-    def _why_precision(self, found: SearchResult) -> str:
-        load = found.load
+    def _why_precision(self, best_fit: SearchResult) -> str:
+        load = best_fit.load
         others = [
-            f"{precision} {found.seconds[precision]:.3g} s"
-            if precision in found.seconds
+            f"{precision} {best_fit.seconds[precision]:.3g} s"
+            if precision in best_fit.seconds
             else f"{precision} does not fit"
             for precision in self._choices.base_precisions
             if precision != load.base_precision
         ]
         if self.values["memory.base_matmul"] == "int8":
-            return "memory.base_matmul=int8 multiplies what is kept so"
+            return "memory.base_matmul=int8 needs an int8 base"
         if not others:
-            return "the dtype it is computed in" if load.base_precision == load.precision else ""
+            return "same as train.precision" if load.base_precision == load.precision else ""
         here = f"about {self._time(load).seconds:.3g} s a step"
-        return f"{here}; {', '.join(others)}; {self._taste()}"
-
-    def _taste(self) -> str:
-        if self.priority not in FEWER_BITS:
-            return "quality: the most precise that fits"
-        return f"{self.priority}: fewer bits only where clearly faster"
+        return f"{here}; {', '.join(others)}; {preference(self.priority)}"
 
     def _why_recomputing(self, load: Load) -> str:
         if load.checkpointing == "none":
             return ""
-        more = [
-            kind
-            for kind in CHECKPOINTING[: CHECKPOINTING.index(load.checkpointing)]
-            if kind in self._known
-        ]
-        other = replace(load, checkpointing=more[-1] if more else "none", kept_share=0.0)
+        lighter = CHECKPOINTING[: CHECKPOINTING.index(load.checkpointing)]
+        kinds = ["none", *(kind for kind in lighter if kind in self._known_kinds)]
+        other = replace(load, checkpointing=kinds[-1], kept_share=0.0)
         if load.streamed_blocks and not other.recomputes_all:
-            return "streamed blocks have to be recomputed"
+            return "streamed blocks must be recomputed in the backward pass"
         return f"{other.checkpointing} would take {self._peak(other)}, {self.limit}"
 
     def _why_keeping_more(self, load: Load) -> str:
         if load.checkpointing not in MIXABLE:
-            return f"{load.checkpointing} has no blocks that could keep more"
+            return f"checkpointing {load.checkpointing} is the same for all blocks"
         mixture = ""
         if load.kept_share:
-            mixture = f"as much as {before(load.checkpointing)} would be kept of these blocks; "
-        return f"{mixture}a step takes {self._longer(load)} longer than without recomputing"
+            mixture = f"this share of the blocks uses {before(load.checkpointing)} checkpointing; "
+        return f"{mixture}a step takes {self._longer(load)}"
 
     def _longer(self, load: Load) -> str:
-        """Say how much of a step's time recomputing is."""
+        """Say how much longer checkpointing makes a step, compared with none and with `full`."""
         plain = replace(load, checkpointing="none", kept_share=0.0, streamed_blocks=0)
         everything = replace(plain, checkpointing="full")
         seconds = self._time(plain).seconds
         share, most = (self._time(each).seconds / seconds - 1 for each in (load, everything))
-        return f"{share:.0%}" if load == everything else f"{share:.0%} (full: {most:.0%})"
+        longer = f"{share:.0%} longer than without checkpointing"
+        return longer if load == everything else f"{longer} (full checkpointing: {most:.0%})"
 
     def _why_streaming(self, load: Load) -> str:
         if not load.streamed_blocks:
             return "all blocks fit on the device" if self._has_host else self._here
         whole = self._peak(replace(load, streamed_blocks=0))
-        return f"of {self._blocks}: all on the card would take {whole}, {self.limit}"
+        return f"all {self._blocks} blocks on the GPU would take {whole}, {self.limit}"
 
     def _why_modulation(self, load: Load) -> str:
         if not load.modulation_cache:
             if not self._has_host:
-                return f"it would save nothing: {self._here}"
-            return self._against_modulation or "all layers fit on the device, which is as fast"
+                return f"it would free no memory: {self._here}"
+            return self._against_modulation or "not needed: all layers fit on the device"
         other = replace(load, modulation_cache=False)
         here, there = (self._time(each).seconds for each in (load, other))
         return (
-            f"about {here:.3g} s a step in {self._peak(load)}; without, {there:.3g} s and "
+            f"about {here:.3g} s a step in {self._peak(load)}; without it, {there:.3g} s in "
             f"{self._peak(other)}, {self.limit}"
         )
 
     def _why_micro_batch(self, load: Load, at_once: int) -> str:
-        if at_once == self._share:
+        if at_once == self._images_per_process:
             return ""
         more = self._peak(replace(load, micro_batch=load.micro_batch + 1))
         width_px, height_px = load.bucket_px
@@ -525,14 +491,14 @@ class Allocator:
 
     def _why_offload(self, load: Load) -> str:
         if not load.text_offload:
-            return "they fit on the device alone" if self._has_host else self._here
+            return "text encoders fit on the device" if self._has_host else self._here
         whole = self._judge.predict(replace(load, text_offload=False)).phases["texts"]
-        return f"whole they would take {gib(whole)}, {self.limit}"
+        return f"text encoders would take {gib(whole)}, {self.limit}"
 
 
 def _number(share: Any) -> float:
     return 0.0 if share == "auto" else float(share)
 
 
-def _said(value: Any) -> str:
+def _in_words(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

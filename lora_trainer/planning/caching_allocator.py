@@ -1,14 +1,14 @@
-"""A model of PyTorch's caching allocator: what it takes of a card for tensors that come and go. No torch.
+"""A model of PyTorch's caching allocator: the GPU memory it reserves for a sequence of tensors. No torch.
 
-Tensors are blocks of segments. A segment is asked of the driver when no free block is large enough, and is
-kept when all of it is free again; what lies free between blocks in use is lost to larger tensors. Input
-are sizes in bytes in the order they are allocated and freed; output what is allocated and what is
-reserved for it. Two kinds, as `expandable_segments` says: a segment for each request, or for each pool
-one range of addresses, which pages are mapped into.
+A tensor is a block in a segment. The allocator requests a segment from the driver when no free block is
+large enough, and keeps it after all its blocks are freed; free space between blocks in use is lost to
+larger tensors. Input is sizes in bytes in the order of allocation and release; output the allocated and the
+reserved bytes. `expandable_segments` chooses between two kinds: a segment for each request, or one range
+of addresses for each pool, into which pages are mapped.
 
 Facts from c10/cuda/CUDACachingAllocator.cpp of torch 2.10 to 2.13 with its default settings. Left out: CUDA
 graphs' own pools, `record_stream`, `max_split_size_mb` and `garbage_collection_threshold`. The driver's
-addresses are not known: segments of equal size are taken in the order they were made.
+addresses are unknown: segments of equal size are reused in the order of their creation.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from dataclasses import dataclass, field
 
 MIB = 2**20
 LEAST_BLOCK_BYTES = 512
-"""Sizes are rounded up to a multiple of this."""
+"""Tensor sizes are rounded up to a multiple of this."""
 SMALL_BYTES = MIB
 """The largest block of the small pool."""
 SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
-"""For blocks below `OWN_SEGMENT_BYTES`; also the pages of an expandable segment of the large pool."""
+"""Segment for blocks below `OWN_SEGMENT_BYTES`; also the page size of the large pool's expandable segments."""
 OWN_SEGMENT_BYTES = 10 * MIB
-"""From here on a block gets a segment of its own size."""
+"""Blocks of at least this size get a segment of their own size."""
 SEGMENT_STEP_BYTES = 2 * MIB
 _ADDRESSES = LARGE_SEGMENT_BYTES << 26
-"""Between two segments, so that their blocks never touch; a multiple of all pages."""
+"""Distance of two segments' addresses, so that their blocks never touch; a multiple of every page size."""
 
 Event = tuple[int, int]
-"""(number of a tensor, its bytes) as it is allocated, (number, 0) as it is freed."""
+"""(tensor number, bytes) for an allocation, (tensor number, 0) for a release."""
 
 
 class OutOfMemory(Exception):
-    """A block that neither fits what is reserved nor what the limit leaves, with all caches freed."""
+    """A block fits neither the reserved memory nor the limit, even with all cached segments released."""
 
     def __init__(self, *, size_bytes: int, allocated_bytes: int, reserved_bytes: int) -> None:
         super().__init__(
@@ -48,7 +48,7 @@ class OutOfMemory(Exception):
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A piece of a segment; neighbours in it are linked. What is not mapped has addresses only."""
+    """A piece of a segment, linked to its neighbours. An unmapped block has addresses but no memory."""
 
     address: int
     size: int
@@ -89,11 +89,11 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Gives blocks out and takes them back; `limit_bytes` is what all segments together may take.
+    """Allocates and frees blocks; `limit_bytes` bounds the sum of all segments.
 
-    `bounded`: the limit is set by `set_per_process_memory_fraction`, which counts a request whole, also
-    where an expandable segment has a part of it already. `retries` counts how often everything cached was
-    given back for a block: each time the host waits for the device.
+    `bounded`: the limit is set by `set_per_process_memory_fraction`, which counts a whole request even
+    where an expandable segment has a part of it free. `retries` counts how often all cached memory was
+    released to make room for a block; each time the host waits for the device.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class CachingAllocator:
         """Return a block of at least this size; raises OutOfMemory."""
         size = rounded_bytes(size_bytes)
         pool = self._pool(small=size <= SMALL_BYTES, stream=stream)
+        # torch's order: a free block, a new segment, and if the driver has no room, release and try again.
         block = self._cached(pool, size) or self._new(pool, size)
         if block is None:
             self.retries += 1
@@ -128,7 +129,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back, which joins the free ones beside it."""
+        """Free a block and join it with free neighbours."""
         assert block.used
         block.used = False
         self.allocated_bytes -= block.size
@@ -136,7 +137,7 @@ class CachingAllocator:
         block.pool.add(block)
 
     def release(self) -> None:
-        """Give the driver back what is free: whole segments, or whole pages of expandable ones."""
+        """Return free memory to the driver: whole segments, or whole pages of expandable segments."""
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 if self.expandable:
@@ -154,19 +155,19 @@ class CachingAllocator:
         return self._pools[key]
 
     def _cached(self, pool: _Pool, size: int) -> Block | None:
-        """Return the smallest free block that is large enough, taken from its pool.
+        """Take the smallest free block that is large enough out of its pool; None: there is none.
 
-        One that can grow counts as large as it can become, so that others are taken first.
+        A block that can grow counts with the addresses behind it, so that other blocks are used first.
         """
-        place = bisect_left(pool.free, (size,))
-        if place == len(pool.free):
+        index = bisect_left(pool.free, (size,))
+        if index == len(pool.free):
             return None
         if self.expandable:
-            while place + 1 < len(pool.free) and (
-                _growable(pool.free[place + 1][2]) < _growable(pool.free[place][2])
+            while index + 1 < len(pool.free) and (
+                _growable(pool.free[index + 1][2]) < _growable(pool.free[index][2])
             ):
-                place += 1
-        return pool.free.pop(place)[2]
+                index += 1
+        return pool.free.pop(index)[2]
 
     def _new(self, pool: _Pool, size: int) -> Block | None:
         segment_size = segment_bytes(size)
@@ -193,7 +194,7 @@ class CachingAllocator:
         return True
 
     def _split(self, block: Block, size: int) -> None:
-        """Leave what is too much of a block free; in whole segments not less than 1 MiB of a large one."""
+        """Cut a block to `size` and free the rest; rests of 1 MiB or less stay with large unexpandable blocks."""
         rest = block.size - size
         fine = block.pool.small or self.expandable
         if not (rest >= LEAST_BLOCK_BYTES if fine else rest > SMALL_BYTES):
@@ -204,7 +205,7 @@ class CachingAllocator:
         block.pool.add(remaining)
 
     def _join(self, block: Block) -> None:
-        """Let a free block, which is in no list, take in its free neighbours of the same kind."""
+        """Merge a free block with free neighbours, mapped or unmapped like it; it must be in no pool."""
         before, after = block.before, block.after
         if before is not None and before.is_free and before.mapped == block.mapped:
             block.pool.drop(before)
@@ -222,7 +223,7 @@ class CachingAllocator:
     # ---- expandable segments
 
     def _grown(self, pool: _Pool, size: int) -> Block | None:
-        """Map pages at the lowest address that has room, behind what is free there already."""
+        """Map pages at the lowest address with room, using free memory right before it too."""
         block = _room(pool, size) or self._new_range(pool)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
@@ -231,7 +232,7 @@ class CachingAllocator:
             assert following is not None
             if not self._map(following, min(following.size, size - block.size)):
                 return None
-            block = following  # which has taken in the free block before it
+            block = following  # `_map` joined it with the free block before it
         pool.drop(block)
         return block
 
@@ -241,7 +242,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, size: int) -> bool:
-        """Map the first pages of an unmapped block, all or none."""
+        """Map the pages that hold the first `size` bytes of an unmapped block, all or none."""
         pages = math.ceil(size / block.pool.page_bytes) * block.pool.page_bytes
         if not self._reserve(pages):
             return False
@@ -257,8 +258,9 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Give back the pages that lie in a free block whole."""
+        """Return the pages that lie wholly within a free block to the driver."""
         page = block.pool.page_bytes
+        # Start rounded up and end rounded down to pages: a page that another block uses must stay.
         start = -(-block.address // page) * page
         end = (block.address + block.size) // page * page
         if end <= start:
@@ -281,13 +283,13 @@ class CachingAllocator:
 
 
 def rounded_bytes(size_bytes: int) -> int:
-    """Return what a tensor takes."""
+    """Return a tensor's size rounded up as the allocator does."""
     blocks = max(1, -(-size_bytes // LEAST_BLOCK_BYTES))
     return blocks * LEAST_BLOCK_BYTES
 
 
 def segment_bytes(size: int) -> int:
-    """Return the segment that is asked for where a block of this size has to be made."""
+    """Return the bytes requested from the driver for a block of this size."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < OWN_SEGMENT_BYTES:
@@ -296,13 +298,13 @@ def segment_bytes(size: int) -> int:
 
 
 def _growable(block: Block) -> int:
-    """Return the size of a free block with the unmapped addresses behind it."""
+    """Return a free block's size including the unmapped addresses behind it."""
     after = block.after
     return block.size + (after.size if after is not None and not after.mapped else 0)
 
 
 def _room(pool: _Pool, size: int) -> Block | None:
-    """Return the first of neighbouring free and unmapped blocks that have room together."""
+    """Return the first block of a run of free or unmapped neighbours that hold `size` bytes together."""
     for _, block in pool.unmapped:
         before = block.before
         if before is not None and before.is_free and _has_addresses(before, size):
@@ -322,7 +324,7 @@ def _has_addresses(block: Block | None, size: int) -> bool:
 
 
 def _link(block: Block, following: Block) -> None:
-    """Put a block between one and what was behind it."""
+    """Insert `following` between `block` and its successor."""
     following.after = block.after
     if following.after is not None:
         following.after.before = following
@@ -338,25 +340,25 @@ def _link_only(block: Block, following: Block) -> None:
 
 @dataclass(kw_only=True)
 class Replay:
-    """Feeds sequences of events to an allocator; tensors that a sequence leaves stay until `drop`."""
+    """Feeds sequences of events to an allocator."""
 
     allocator: CachingAllocator
     _blocks: dict[int, Block] = field(default_factory=dict)
 
     def run(self, events: Iterable[Event]) -> None:
-        """Allocate and free as told, and free what is left: a sequence ends as it began."""
-        left: dict[int, Block] = {}
+        """Replay allocations and releases, then free the remaining tensors, as a training step would."""
+        alive: dict[int, Block] = {}
         allocate, free = self.allocator.allocate, self.allocator.free
         for number, size in events:
             if size:
-                left[number] = allocate(size)
+                alive[number] = allocate(size)
             else:
-                free(left.pop(number))
-        for block in left.values():
+                free(alive.pop(number))
+        for block in alive.values():
             free(block)
 
     def hold(self, sizes: Iterable[int]) -> Callable[[], None]:
-        """Allocate what stays; return what frees it."""
+        """Allocate tensors of these sizes; return a function that frees them."""
         blocks = [self.allocator.allocate(size) for size in sizes]
 
         def give_back() -> None:
@@ -367,7 +369,7 @@ class Replay:
 
 
 def highest_sum(events: Iterable[Event]) -> int:
-    """Return the most bytes that are alive at a time, unrounded."""
+    """Return the largest sum of bytes alive at a time, unrounded."""
     alive: dict[int, int] = {}
     return max(_sums(events, alive), default=0)
 

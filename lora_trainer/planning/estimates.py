@@ -1,6 +1,6 @@
-"""How many steps and how much disk: the planner's formulas that are not about memory or time.
+"""The number of steps and the disk space of a run: the planner's formulas beside memory and time.
 
-All are pure functions of plain values and say how they came to their answer.
+Pure functions of plain values; the steps come with a sentence that explains them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from lora_trainer.config.config import Precision
 from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, MASTER_BYTES
 
 COUNTED_IMAGES = (20, 160)
-"""A set of fewer pictures is trained as long as one of 20, or it would not be learned at all; one of more
-than 160 as long as one of 160, as more passes no longer pay."""
+"""(fewest, most). Fewer than 20 images are trained as long as 20, or they would not be learned at all; more
+than 160 as long as 160, as more passes no longer pay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,36 +35,35 @@ def run_length(
     regularisation: float = 0.0,
     concept: str = "any",
 ) -> Length:
-    """Return the steps of a run over `images` different pictures; repeats shift weight, not length.
+    """Return the steps of a run over `images` different images; repeats shift weight, not length.
 
-    images seen = views x images, those counted within `COUNTED_IMAGES`, at least `samples` of an epoch (None:
-    `images`) over `repeats`, the fewest that a picture has: so that each is seen once or so; and
-    `regularisation` images beside each of them. steps = images seen / batch size, rounded up. A `concept`
-    may have fewer views.
+    images seen = views x images, with images clamped to `COUNTED_IMAGES`; at least one epoch's `samples`
+    (None: `images`) / `repeats`, the fewest repeats of any image, so that each image is seen about once.
+    `regularisation` regularisation images are trained for each of these. steps = images seen / batch size,
+    rounded up. A `concept` may have fewer views.
     """
     fewest, most = COUNTED_IMAGES
     of_concept = VIEWS.get(concept, 1.0)
-    seen = round(views * min(max(of_concept * images, fewest), most))
-    seen = max(seen, math.ceil((images if samples is None else samples) / repeats))
-    steps = math.ceil(seen * (1 + regularisation) / batch_size)
-    beside = f", {regularisation:g} for regularisation beside each" if regularisation else ""
+    images_seen = round(views * min(max(of_concept * images, fewest), most))
+    images_seen = max(images_seen, math.ceil((images if samples is None else samples) / repeats))
+    steps = math.ceil(images_seen * (1 + regularisation) / batch_size)
+    beside = f", each with {regularisation:g} regularisation images" if regularisation else ""
     whose = f"{concept}: " if concept in VIEWS else ""
     return Length(
         steps=steps,
         reason=(
-            f"{whose}{round(of_concept * views)} views of each of {images} images, not fewer than of "
-            f"{fewest} nor more than of {most}: {seen:,} seen at {batch_size} a step{beside}"
+            f"{whose}{round(of_concept * views)} views of each of {images} images (counted as at least "
+            f"{fewest} and at most {most}): {images_seen:,} images seen, {batch_size} a step{beside}"
         ),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskUse:
-    """What decides the disk a run needs.
+    """Counts and sizes that decide the disk space of a run.
 
-    `latents` count a mirrored image twice; `texts` are the different ones, the empty caption among them;
-    `latent_elements` are those of the largest image, `mask_elements` those of its mask, `state_bytes` the
-    optimizer's states.
+    `latents` counts a mirrored image twice; `texts` counts different captions, with the empty one.
+    `latent_elements` and `mask_elements` are of the largest image, `state_bytes` the optimizer's states.
     """
 
     latents: int
@@ -81,6 +80,7 @@ class DiskUse:
 
 def disk_bytes(use: DiskUse) -> dict[str, int]:
     """Return bytes of cache, states and exports; one more state and export exist while saving."""
+    # Each latent is stored as the mean and the deviation of the VAE's distribution, in fp32.
     latents = use.latents * 4 * (2 * use.latent_elements + use.mask_elements)
     texts = use.texts * use.conditioning_bytes
     state = MASTER_BYTES * use.adapter_parameters + use.state_bytes

@@ -1,8 +1,8 @@
-"""Predicted memory of the machine beside the card: what waits there for the device, and what loads.
+"""Predicted host memory of a run on a GPU: data that waits there for the device, and weights as they load.
 
-Inputs are those of `memory.predict`; output is one `HostPrediction`. Weights are read from mapped
-files, which the system can drop and read again, so loading may exceed what is free: it then takes
-longer. What waits for the device may not, pinned or not, or the machine swaps.
+Inputs are those of `memory.predict`; output is one `HostPrediction`. Weights are read from mapped files,
+which the system can drop and read again, so loading may exceed the free memory and then takes longer.
+Data that waits for the device, pinned or not, has to fit, or the machine swaps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CACHE_RESIDENT_BYTES = GIB
 
 @dataclass(frozen=True, kw_only=True)
 class HostPrediction:
-    """`items` add up to `bytes`, which have to be there; `loading_bytes` are read through the file cache."""
+    """`items` add up to `bytes`, which must be free; `loading_bytes` pass through the system's file cache."""
 
     items: tuple[MemoryItem, ...]
     loading_bytes: int
@@ -57,7 +57,7 @@ def predict_host(
     limit_bytes: int,
     pinnable_bytes: int | None,
 ) -> HostPrediction:
-    """Return what a run on a card needs of the machine's memory, of which it may pin `pinnable_bytes`."""
+    """Return the host memory that a run on a GPU needs; it may pin `pinnable_bytes` of it, None: all."""
     text = facts.parts["text_encoder"].parameters * ELEMENT_BYTES[load.text_precision]
     base = facts.parts["denoiser"].parameters * ELEMENT_BYTES[load.precision]
     phases = (
@@ -80,11 +80,11 @@ def _training(
     load: Load, facts: BaseFacts, costs: RememberedCosts, pinnable_bytes: int | None
 ) -> list[MemoryItem]:
     pinned = pinned_shares(load, facts=facts, costs=costs, pinnable_bytes=pinnable_bytes)
-    found = [
+    items = [
         MemoryItem(
             name="cached latents and texts",
             bytes=CACHE_RESIDENT_BYTES,
-            note="at most; the rest is read from the disk",
+            note="at most; further entries are read from the disk",
         ),
         prepared_batches(load, facts, costs),
         *saved_copies(load, facts, costs),
@@ -93,21 +93,21 @@ def _training(
         base = costs.frozen_base(facts, load)
         note = f"{load.streamed_blocks} blocks in {load.base_precision}{_pinned(pinned.streamed)}"
         streamed = base.streamed_bytes(load.streamed_blocks)
-        found.append(MemoryItem(name="streamed blocks", bytes=streamed, note=note))
+        items.append(MemoryItem(name="streamed blocks", bytes=streamed, note=note))
     if load.modulation_cache:
         weights = modulation_weights(load, costs.frozen_base(facts, load))
-        found.append(replace(weights, note=weights.note + _pinned(pinned.modulation)))
+        items.append(replace(weights, note=weights.note + _pinned(pinned.modulation)))
     if size := offloaded_bytes(load, facts=facts, costs=costs):
         note = (
             f"inputs of recomputed blocks, {load.micro_batch} at a time{_pinned(pinned.offloaded)} "
             "in powers of two"
         )
-        found.append(MemoryItem(name="offloaded activations", bytes=size, note=note))
+        items.append(MemoryItem(name="offloaded activations", bytes=size, note=note))
     states = state_bytes(costs.adapter_tensors(facts, load.adapter), load.optimizer)
     if states.paged:
-        note = f"{load.optimizer}, what is paged"
-        found.append(MemoryItem(name="optimizer states", bytes=states.paged, note=note))
-    return found
+        note = f"{load.optimizer}, the paged part"
+        items.append(MemoryItem(name="optimizer states", bytes=states.paged, note=note))
+    return items
 
 
 def _pinned(share: float) -> str:
@@ -115,11 +115,11 @@ def _pinned(share: float) -> str:
 
 
 def _quantising(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
-    """A base that is streamed is quantised beside the card, before the card takes its own blocks."""
+    """Return a streamed base while it is quantised in host memory, before the GPU gets its blocks."""
     base = costs.frozen_base(facts, load)
     if not (load.streamed_blocks and base.is_quantized):
         return []
-    note = f"{load.base_precision}, before the card takes its own blocks"
+    note = f"{load.base_precision}, before its blocks move to the GPU"
     return [MemoryItem(name="base while it is quantised", bytes=base.bytes, note=note)]
 
 

@@ -1,6 +1,6 @@
-"""What is predicted for: the settings that decide memory and time, and what a family knows of its costs.
+"""The settings that decide memory and time, and a family's answers about its costs, remembered.
 
-A `Load` is what the search varies; `RememberedCosts` asks a family each question once. No torch.
+The search varies a `Load`; `RememberedCosts` asks a family each question once. No torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, FrozenBase
 
 
 def runs_wide(adapter: AdapterSettings) -> bool:
-    """Say whether layers keep fp32 copies of their inputs for the adapter: all but a plain LoRA do."""
+    """Say whether adapted layers keep fp32 copies of their inputs, as all kinds except a plain LoRA do."""
     return adapter.kind != "lora" or adapter.dora or adapter.init == "pissa"
 
 
@@ -35,13 +35,13 @@ class CostModel(Protocol):
         """Return (fan_in, out) of each module of the denoiser that gets an adapter."""
 
     def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """Return by component what `adapter_shapes` does of the text networks that can be trained along."""
+        """Return, by component, the `adapter_shapes` of the text encoders that can be trained too."""
 
     def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
         """Return (fan_in, out) of the linear layers in the denoiser's repeated blocks."""
 
     def modulation_layers(self, facts: BaseFacts) -> tuple[str, ...]:
-        """Return which of them nothing of the image reaches."""
+        """Return the names of linear layers that see only timesteps and texts, never the image."""
 
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         """Return the cost of training on one sample."""
@@ -49,30 +49,30 @@ class CostModel(Protocol):
     def known_checkpointing(
         self, facts: BaseFacts, *, element_bytes: int, targets: Targets, wide_adapter: bool
     ) -> tuple[Checkpointing, ...]:
-        """Return the kinds of checkpointing whose cost is known without running the network."""
+        """Return the checkpointing levels whose cost is known without running the network."""
 
     def guides_by_two_passes(self, facts: BaseFacts) -> bool:
         """Say whether sample images with a guidance scale above 1 take two predictions a step."""
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """What the base can be trained in, the best first."""
+        """Precisions the base can be trained in, the best first."""
 
     @property
     def encoding_elements_per_px(self) -> int:
-        """What the VAE has alive while it encodes, for each pixel of an image."""
+        """Most numbers the VAE holds at a time while it encodes, for each pixel of an image."""
 
     @property
     def decoding_elements_per_px(self) -> int:
-        """The same while it decodes."""
+        """Most numbers the VAE holds at a time while it decodes, for each pixel of an image."""
 
     @property
     def quantization_skip(self) -> tuple[str, ...]:
-        """Parts of the names of layers in blocks that are never kept in few bits."""
+        """Parts of the names of layers in blocks that are never quantised."""
 
     @property
     def one_text_length(self) -> bool:
-        """Whether all texts are as long."""
+        """Whether all text embeddings have the same length."""
 
     @property
     def block_pattern(self) -> str:
@@ -80,13 +80,16 @@ class CostModel(Protocol):
 
 
 def before(kind: Checkpointing) -> Checkpointing:
-    """Return the kind of checkpointing that keeps one step more; "none" has none."""
+    """Return the next lighter checkpointing level, which keeps more; not for "none"."""
     return CHECKPOINTING[CHECKPOINTING.index(kind) - 1]
 
 
 @dataclass(kw_only=True)
 class RememberedCosts:
-    """A cost model that computes each workload once: a search asks for the same few again."""
+    """A cost model that computes each workload once, as a search asks for the same few many times.
+
+    All calls of one object must be about the same base: `facts` is no part of the keys.
+    """
 
     family: CostModel
     costs: dict[Workload, SampleCost] = field(default_factory=dict)
@@ -99,25 +102,22 @@ class RememberedCosts:
     def adapter_shapes(
         self, facts: BaseFacts, *, targets: Targets
     ) -> Mapping[str, tuple[int, ...]]:
-        """All calls must be about the same base."""
         if targets not in self.shapes:
             self.shapes[targets] = self.family.adapter_shapes(facts, targets=targets)
         return self.shapes[targets]
 
     def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """All calls must be about the same base."""
         if self.text_shapes is None:
             self.text_shapes = self.family.text_adapter_shapes(facts)
         return self.text_shapes
 
     def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
-        """All calls must be about the same base."""
         if self.linear is None:
             self.linear = self.family.linear_shapes(facts)
         return self.linear
 
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
-        """All calls must be about the same base. Of mixed kinds it follows from those of pure ones."""
+        """Return the cost of training on one sample; with a `kept_share`, mixed from both levels' costs."""
         if workload not in self.costs:
             self.costs[workload] = (
                 self._mixed(facts, workload)
@@ -135,10 +135,9 @@ class RememberedCosts:
         )
 
     def frozen_base(self, facts: BaseFacts, load: Load) -> FrozenBase:
-        """All calls must be about the same base."""
-        kept = (load.precision, load.base_precision, load.modulation_cache)
-        if kept not in self.bases:
-            self.bases[kept] = FrozenBase(
+        key = (load.precision, load.base_precision, load.modulation_cache)
+        if key not in self.bases:
+            self.bases[key] = FrozenBase(
                 parameters=facts.parts["denoiser"].parameters,
                 shapes=self.linear_shapes(facts),
                 quantization_skip=self.family.quantization_skip,
@@ -147,31 +146,31 @@ class RememberedCosts:
                 kept_as=load.base_precision,
                 away=self.family.modulation_layers(facts) if load.modulation_cache else (),
             )
-        return self.bases[kept]
+        return self.bases[key]
 
     def block_of(self, module: str) -> str:
         """Return the name of the repeated block a module is in, or the empty string."""
-        found = re.match(self.family.block_pattern, module)
-        return found[0] if found else ""
+        match = re.match(self.family.block_pattern, module)
+        return match[0] if match else ""
 
     def adapter_tensors(self, facts: BaseFacts, settings: AdapterSettings) -> Mapping[Shape, int]:
-        """Return the shapes of all that is trained, shape -> tensors; all calls about the same base."""
+        """Return how many trained tensors there are of each shape: adapters and new tokens."""
         key = settings.model_dump_json()
         if key not in self.tensors:
             shapes = self.adapter_shapes(facts, targets=settings.targets)
-            found = adapter_tensors(shapes, settings)
+            tensors = adapter_tensors(shapes, settings)
             if settings.text_encoder:
-                for component, own in self.text_adapter_shapes(facts).items():
-                    found += adapter_tensors(own, settings, component=component)
+                for component, text_shapes in self.text_adapter_shapes(facts).items():
+                    tensors += adapter_tensors(text_shapes, settings, component=component)
             if settings.new_tokens:
-                for own in self.text_adapter_shapes(facts).values():
-                    width = next(iter(own.values()))[0]  # of the first layer's input
-                    found += Counter({(settings.new_tokens, width): 1})
-            self.tensors[key] = found
+                for text_shapes in self.text_adapter_shapes(facts).values():
+                    width = next(iter(text_shapes.values()))[0]  # of the first layer's input
+                    tensors += Counter({(settings.new_tokens, width): 1})
+            self.tensors[key] = tensors
         return self.tensors[key]
 
     def adapter_parameters(self, facts: BaseFacts, settings: AdapterSettings) -> int:
-        """Return how many numbers are trained; all calls about the same base."""
+        """Return how many numbers are trained."""
         return total_elements(self.adapter_tensors(facts, settings))
 
 
@@ -179,8 +178,8 @@ class RememberedCosts:
 class Load:
     """The settings that decide how much memory and time a run takes; `bucket_px` is (width, height).
 
-    Of the images of a step, the share `twice` is done twice, the second time to stay as the base, and of
-    the share `as_base` the base's own prediction is made too. `beside` is what a card holds but tensors.
+    `twice` is the share of a step's images that appear a second time for class preservation, `as_base` the
+    share for which the base's own prediction is computed too. `beside` is the GPU memory beside tensors.
     """
 
     device: TorchType
@@ -224,6 +223,7 @@ class Load:
             targets=self.adapter.targets,
             checkpointing=self.checkpointing,
             kept_share=self.kept_share,
-            micro_batch=min(self.micro_batch, 2),  # per sample, two are like any number
+            # Costs are per sample, and the same from two samples on: fewer workloads to compute.
+            micro_batch=min(self.micro_batch, 2),
             wide_adapter=runs_wide(self.adapter),
         )

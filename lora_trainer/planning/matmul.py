@@ -1,15 +1,15 @@
 """How a quantised base is multiplied, and what keeping its modulation away takes.
 
-Whether products with an int8 base are computed code by code, and why. No torch.
+Whether layers of an int8 base multiply in int8 instead of being dequantised first, and why. No torch.
 
-Input is the load that fits and what it is judged by; output a choice with its reason. Both factors are
-then rounded, so it is taken only where a step is predicted to be clearly faster, and never by priority
-quality. It never makes a base int8.
+Input is the load that fits and its judge; output a choice with its reason. int8 products round inputs and
+gradients to 8 bits too, so they are chosen only where a step is predicted to be clearly faster, and never
+by priority quality. They never cause a base to be quantised.
 
-Whether a base's modulation can be made ahead of the steps, its layers away from the device. Torch-free.
+Whether modulation can be computed ahead of the steps, its layers kept off the device. Torch-free.
 
-Input is the settings and what a family knows of the base; output why not, in words, or nothing.
-`network/modulation.py` does it, `weight_bytes.py` counts it.
+Input is the settings and the family's facts about the base; output the obstacle in words, or the empty
+string. `network/modulation.py` does the work, `weight_bytes.py` counts its memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.search import PRODUCTS_PAY_FROM, Evaluator
 
 INT8_CAPABILITY = (8, 0)
-"""Ampere and newer."""
+"""Lowest CUDA compute capability with fast int8 products: Ampere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,39 +38,41 @@ class Matmul:
 
 
 def choose_matmul(load: Load, *, gpu: Gpu | None, priority: str, judge: Evaluator) -> Matmul:
-    """Return what `memory.base_matmul=auto` becomes for a load that fits."""
+    """Return the value of `memory.base_matmul=auto` for a load that fits."""
     codes = replace(load, base_matmul="int8")
-    obstacle = f"the base is kept in {load.base_precision}" if load.base_precision != "int8" else ""
+    obstacle = f"the base is in {load.base_precision}" if load.base_precision != "int8" else ""
     if obstacle := obstacle or against_products(gpu=gpu, priority=priority):
         return Matmul(value="dequantized", reason=obstacle)
     seconds, faster = judge.seconds(replace(load, base_matmul="dequantized")), judge.seconds(codes)
-    told = f"about {faster:.3g} s a step int8 by int8, {seconds:.3g} s dequantized (estimates)"
+    comparison = (
+        f"about {faster:.3g} s a step with int8 products, {seconds:.3g} s dequantized (estimates)"
+    )
     if seconds < PRODUCTS_PAY_FROM * faster:
-        return Matmul(value="dequantized", reason=f"{told}: not clearly faster")
+        return Matmul(value="dequantized", reason=f"{comparison}: not clearly faster")
     if not judge.fits(codes):
-        return Matmul(value="dequantized", reason=f"{told}, but the former does not fit")
-    return Matmul(value="int8", reason=told)
+        return Matmul(value="dequantized", reason=f"{comparison}, but int8 products do not fit")
+    return Matmul(value="int8", reason=comparison)
 
 
 def against_products(*, gpu: Gpu | None, priority: str) -> str:
-    """Return why a base in int8 would not be multiplied so unasked; empty: it may be."""
+    """Return why `auto` never chooses int8 products here; empty: it may."""
     if gpu is None:
-        return "for a card"
+        return "chosen on a GPU only"
     if priority == "quality":
-        return "quality: inputs and gradients are not rounded to 8 bits"
+        return "quality: int8 products would round inputs and gradients to 8 bits"
     if not _multiplies_int8(gpu):
         return f"{gpu.name} has no fast int8 products"
     return ""
 
 
 def refuse_matmul(gpu: Gpu | None) -> None:
-    """Raise MachineError where int8 products were asked for and the card has none; processors do."""
+    """Raise MachineError if the GPU has no int8 products, which the user asked for; processors have them."""
     if gpu is not None and not _multiplies_int8(gpu):
-        found = gpu.compute_capability
-        has = f"{found[0]}.{found[1]}" if found else "unknown"
+        capability = gpu.compute_capability
+        has = f"{capability[0]}.{capability[1]}" if capability else "unknown"
         raise MachineError(
-            "memory.base_matmul=int8 needs a card of compute capability 8.0 or higher, "
-            f"and that of {gpu.name} is {has}",
+            "memory.base_matmul=int8 needs a GPU of compute capability 8.0 or higher, "
+            f"but that of {gpu.name} is {has}",
             fix="use --set memory.base_matmul=dequantized",
         )
 
@@ -87,13 +89,13 @@ def dequantized_layers(shapes: Mapping[str, tuple[int, int]]) -> int:
 def against_modulation(
     values: Mapping[str, Any], *, facts: BaseFacts, costs: RememberedCosts
 ) -> str:
-    """Return why modulation cannot be made ahead with these settings; empty: it can."""
+    """Return why modulation cannot be computed ahead with these settings; empty: it can."""
     layers = set(costs.family.modulation_layers(facts))
     if not layers:
-        return f"{facts.source} has no large layers that only noise levels and texts reach"
+        return f"{facts.source} has no large layers that see only timesteps and texts"
     if values["base.assistant"] is not None:
-        return "an assistant runs beside layers that stay on the device"
+        return "base.assistant needs the modulation layers on the device"
     targets = values["adapter.targets"]
     if layers & costs.adapter_shapes(facts, targets=targets).keys():
-        return f"adapter.targets={targets} trains adapters on these layers"
+        return f"adapter.targets={targets} trains the modulation layers"
     return ""

@@ -1,9 +1,9 @@
 """Predicted peak memory of a run, item by item, before any weight is loaded. No torch.
 
-A run has phases that are never alive together: encoding images and texts, training, and sampling on
-the way. Inputs are the facts of the base, the family's cost of one sample and the settings that
-matter; output is every item of every phase, and the sum of the highest. `host_memory.py` does the
-same for the machine's memory beside a card.
+A run has phases that are never alive together: encoding images, encoding texts, training, and drawing
+sample images. Inputs are the facts of the base, the family's cost of one sample and a `Load`; output is
+every item of every phase, and the sum of the highest phase. `host_memory.py` does the same for the
+machine's memory beside a GPU.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from lora_trainer.planning.weight_bytes import (
 GIB = 2**30
 RUNTIME_BYTES: Mapping[str, int] = {name: kind.runtime_bytes for name, kind in KINDS.items()}
 SHARED_SLACK = 0.05
-"""Of all tensors of a run in the machine's memory: what malloc, or Metal's allocator, keeps of those that went."""
-# A CLIP text encoder's kept activations of one prompt of 77 tokens, over its weights' bytes: 34
-# hidden-sized tensors a layer against 12 hidden^2 weights, and adapters' fp32 copies beside them.
+"""Memory that malloc, or Metal's allocator, keeps after tensors are freed, as a share of all tensors."""
+# Activations that a CLIP text encoder keeps for one prompt of 77 tokens, over its weights' bytes: 34
+# hidden-sized tensors a layer against 12 hidden^2 weights, and the adapters' fp32 copies of inputs.
 TEXT_KEPT_SHARE = 0.5
 TEXT_RUN_SHARE = 1 / 24
-"""What a text encoder makes of one text, over its weights: T5-XXL three times its scores, 64 heads of 512 by
-512 in fp32 (2 %), encoders of the Qwen kind the hidden states of all layers (2 to 3 %)."""
+"""Temporaries and results of encoding one text, over the encoder's weights: T5-XXL holds its attention scores
+three times, 64 heads of 512 by 512 in fp32 (2 %); Qwen encoders the hidden states of all layers (2 to 3 %)."""
 TEXT_LAYER_SHARE = 1 / 8
 """Largest layer of a text encoder over the whole: word embeddings take 3 % (T5-XXL) to 10 % (Qwen3-4B)."""
 REBUILT_PIECES = 8
-"""Pieces a checkpointed network has at least, by the weights in them; the largest is kept whole."""
+"""A checkpointed network has at least so many pieces of equal weights; one piece is alive at a time."""
 SHOWN = "fp32, while they are validated, sampled or exported"
 SLACK = "allocator slack"
 TEMPORARY = (
@@ -53,7 +53,7 @@ TEMPORARY = (
     "image encoding",
     "text encoding",
 )
-"""Items that are made and gone within a block."""
+"""Items allocated and freed within one block."""
 ACTIVATIONS = (
     "activations",
     "adapter inputs",
@@ -61,7 +61,7 @@ ACTIVATIONS = (
     "rebuilt weights",
     "largest temporary",
 )
-"""Items that a training step makes and frees; a recorded one keeps them for itself."""
+"""Items that a training step allocates and frees; CUDA graphs keep their memory between steps."""
 MOVED = (*ACTIVATIONS, *TEMPORARY, "inputs", "adapter gradients")
 Phase = Literal["images", "texts", "training", "sampling"]
 
@@ -77,14 +77,14 @@ class MemoryItem:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Items of each phase; `items` are those of the phase with the highest sum, `peak_bytes`."""
+    """Items by phase; `items` belong to the phase with the highest sum, `peak_bytes`."""
 
     by_phase: Mapping[Phase, tuple[MemoryItem, ...]]
     limit_bytes: int | None
 
     @property
     def phases(self) -> Mapping[Phase, int]:
-        """The sum of each phase."""
+        """Bytes of each phase."""
         return {phase: _sum(items) for phase, items in self.by_phase.items()}
 
     @property
@@ -126,12 +126,12 @@ def predict(
 
 
 def _resident(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
-    """What stays on the device from the first step to the last."""
+    """Return the items that stay on the device from the first step to the last."""
     adapter = costs.adapter_parameters(facts, load.adapter)
     states = state_bytes(costs.adapter_tensors(facts, load.adapter), load.optimizer)
     if KINDS[load.device].own_memory:
         state = states.on_device
-        where = "what is not paged" if load.optimizer in PAGED else "allocated before step 1"
+        where = "without the paged part" if load.optimizer in PAGED else "allocated before step 1"
     else:
         state, where = states.total, "allocated before step 1"
     return [
@@ -164,24 +164,25 @@ def _resident(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
 
 
 def saved_copies(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
-    """Host memory that a run saves from without waiting for the disk, all along."""
+    """Return the host copies of trained weights that a run writes files from while it goes on training."""
     size = copied_bytes(
         costs.adapter_tensors(facts, load.adapter),
         load.optimizer if KINDS[load.device].own_memory else load.optimizer.removeprefix("paged_"),
         pissa=load.adapter.init == "pissa",
         pinned=KINDS[load.device].pins,
-        copies=load.averaged + 2 * load.keeps_best,  # and what its file is written from
+        # The best weights count twice: the copy in the resume state, and the copy its file is written from.
+        copies=load.averaged + 2 * load.keeps_best,
     )
-    note = "adapter, optimizer states and export as they are saved"
+    note = "adapter, optimizer states and export, written while training goes on"
     return [MemoryItem(name="copies for saving", bytes=size, note=note)]
 
 
 def _weights(load: Load, base: FrozenBase) -> list[MemoryItem]:
-    """The base by dtype: blocks, what is always in the dtype of the network, what takes the place of the rest."""
-    count, found = load.streamed_blocks, []
+    """Return the frozen base: its weights by dtype, and device buffers for weights that lie elsewhere."""
+    count, items = load.streamed_blocks, []
     elsewhere = base.streamed_bytes(count) + base.away_bytes
     if base.is_quantized:
-        found += [
+        items += [
             MemoryItem(
                 name="base blocks",
                 bytes=base.linear_bytes - elsewhere,
@@ -199,34 +200,34 @@ def _weights(load: Load, base: FrozenBase) -> list[MemoryItem]:
                     INT8_TEMPORARY_BYTES if load.base_matmul == "int8" else 0,
                 ),
                 note=f"the largest, in {load.precision}"
-                + (", or what an int8 product needs" if load.base_matmul == "int8" else ""),
+                + (", or buffers of an int8 product" if load.base_matmul == "int8" else ""),
             ),
         ]
     else:
         note = f"frozen, {load.precision}"
-        found.append(MemoryItem(name="base weights", bytes=base.bytes - elsewhere, note=note))
+        items.append(MemoryItem(name="base weights", bytes=base.bytes - elsewhere, note=note))
     if count:
-        found.append(
+        items.append(
             MemoryItem(
                 name="streaming buffers",
                 bytes=base.buffer_bytes(count),
                 note=f"{count} of {len(base.block_bytes)} blocks come from host memory",
             )
         )
-    return [*found, *_modulation(load, base)]
+    return [*items, *_modulation(load, base)]
 
 
 def _modulation(load: Load, base: FrozenBase) -> list[MemoryItem]:
-    """What is on the device instead of the modulation layers; on the processor they are there too."""
+    """Return the items that replace the modulation layers on the device; the processor holds both."""
     if not load.modulation_cache:
         return []
     in_a_pass = load.micro_batch * (2 if load.as_base else 1)
     samples = max(base.samples_ahead, in_a_pass)
-    found = [
+    items = [
         MemoryItem(
             name="modulation vectors",
             bytes=samples * base.vector_bytes,
-            note=f"of {samples} samples ahead, {load.precision}",
+            note=f"for {samples} samples ahead, {load.precision}",
         ),
         MemoryItem(
             name="modulation buffers",
@@ -235,12 +236,12 @@ def _modulation(load: Load, base: FrozenBase) -> list[MemoryItem]:
         ),
     ]
     if not KINDS[load.device].own_memory:
-        found.append(modulation_weights(load, base))
-    return found
+        items.append(modulation_weights(load, base))
+    return items
 
 
 def modulation_weights(load: Load, base: FrozenBase) -> MemoryItem:
-    """Return what the layers that are away take in host memory."""
+    """Return the host memory of the modulation layers that are off the device."""
     note = f"{len(base.away)} layers in {load.base_precision}"
     return MemoryItem(name="modulation weights", bytes=base.away_bytes, note=note)
 
@@ -261,36 +262,36 @@ def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
             bytes=count * cost.adapter_saved_bytes,
             note=f"fp32 copies and rank-wide middles, {each}"
             if runs_wide(load.adapter)
-            else "none of its own: it reads what the layers keep",
+            else "none: a plain LoRA reads the inputs that the layers keep",
         ),
         *_dropped_inputs(load, facts, costs),
         *_base_prediction(load, facts),
         MemoryItem(
             name="largest temporary",
             bytes=count * cost.temporary_bytes,
-            note="gradients on their way and what is recomputed",
+            note="gradients between layers and recomputed activations",
         ),
         _inputs(load, facts, costs),
     ]
 
 
 def _base_prediction(load: Load, facts: BaseFacts) -> list[MemoryItem]:
-    """The pass that makes it keeps nothing and comes first, so its peak is below that of training."""
+    """Return the base's own prediction. Its pass runs first and without gradients, below training's peak."""
     if not load.as_base:
         return []
     size = load.micro_batch * 4 * facts.latent_channels * _latent_area(load, facts)
-    return [
-        MemoryItem(name="base's prediction", bytes=size, note="what some samples are to stay as")
-    ]
+    return [MemoryItem(name="base's prediction", bytes=size, note="target of some samples")]
 
 
 def _dropped_inputs(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
-    """Adapters read the inputs of their layers as they are; what is left of them is a copy.
+    """Return the copies of inputs that `adapter.dropout` makes for each adapted layer.
 
-    There are as many as a wide adapter's fp32 copies, whose place they take if it makes those anyway.
+    They are as many as the fp32 copies of a wide adapter. If it makes those anyway, dropout replaces them.
     """
     if not load.adapter.dropout or (runs_wide(load.adapter) and load.precision != "fp32"):
         return []
+    # In a wide adapter of rank 1 in 16 bits nearly all saved bytes are fp32 copies of the inputs, so its
+    # cost counts the adapted layers' inputs. `share` below converts them to the training precision.
     copying = replace(
         load.workload(),
         element_bytes=2,
@@ -302,21 +303,21 @@ def _dropped_inputs(load: Load, facts: BaseFacts, costs: RememberedCosts) -> lis
     copies = costs.sample_cost(facts, copying).adapter_saved_bytes
     share = rebuilt_share(load) * ELEMENT_BYTES[load.precision] / ADAPTER_BYTES
     size = int(load.micro_batch * copies * share)
-    note = "what adapter.dropout leaves, a copy for each layer"
+    note = "a copy of each layer's input after adapter.dropout"
     return [MemoryItem(name="dropped inputs", bytes=size, note=note)]
 
 
 def _inputs(load: Load, facts: BaseFacts, costs: RememberedCosts) -> MemoryItem:
-    """What was prepared ahead waits in host memory; a card gets the inputs of one pass at a time."""
-    what = "latents, noise, target, text"
+    """Return the inputs on the device: a GPU gets one micro-batch, the others wait in host memory."""
     if KINDS[load.device].own_memory:
         size = load.micro_batch * prepared_bytes(load, facts, costs)
-        return MemoryItem(name="inputs", bytes=size, note=f"{load.micro_batch} at a time: {what}")
+        note = f"{load.micro_batch} at a time: latents, noise, target, text"
+        return MemoryItem(name="inputs", bytes=size, note=note)
     return prepared_batches(load, facts, costs)
 
 
 def prepared_batches(load: Load, facts: BaseFacts, costs: RememberedCosts) -> MemoryItem:
-    """Return what waits in host memory for its step."""
+    """Return the host memory of batches that the dataloader prepares ahead."""
     return MemoryItem(
         name="prepared batches",
         bytes=load.prepared_samples * prepared_bytes(load, facts, costs),
@@ -326,42 +327,42 @@ def prepared_batches(load: Load, facts: BaseFacts, costs: RememberedCosts) -> Me
 
 KEPT: Mapping[Checkpointing, str] = {
     "none": "kept for backward",
-    "light": "inputs of blocks, results of attention and products",
-    "selective": "inputs of blocks, results of attention and wide products",
+    "light": "inputs of blocks, results of attention and matrix products",
+    "selective": "inputs of blocks, results of attention and wide matrix products",
     "full": "inputs of blocks",
-    "offloaded": "inputs of two blocks, the others wait in host memory",
+    "offloaded": "inputs of two blocks, all others in host memory",
 }
 
 
 def kept_for_backward(load: Load) -> str:
-    """Say what waits on the device for the backward pass."""
+    """Say in words which tensors wait on the device for the backward pass."""
     more = f"{KEPT[before(load.checkpointing)]} of {load.kept_share:.0%}"
     return f"{more}; {KEPT[load.checkpointing]}" if load.kept_share else KEPT[load.checkpointing]
 
 
 def _rebuilt(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
-    """LoHa and LoKr build the change of every weight, and autograd keeps it; PiSSA keeps its start.
+    """Return full-size weight changes, which LoHa and LoKr build and autograd keeps, and PiSSA's start.
 
-    Text encoders are not checkpointed.
+    Text encoders are not checkpointed, so all of theirs are kept.
     """
     shapes = costs.adapter_shapes(facts, targets=load.adapter.targets)
     texts = costs.text_adapter_shapes(facts).values() if load.adapter.text_encoder else ()
-    found = []
+    items = []
     if load.adapter.init == "pissa":
         start = MASTER_BYTES * costs.adapter_parameters(facts, load.adapter)
-        found.append(MemoryItem(name="adapter's start", bytes=start, note="PiSSA, fp32"))
+        items.append(MemoryItem(name="adapter's start", bytes=start, note="PiSSA, fp32"))
     if elements := rebuilt_elements(shapes, load.adapter):
-        kept = elements * rebuilt_share(load)
-        kept += sum(rebuilt_elements(own, load.adapter) for own in texts)
-        size = int(MASTER_BYTES * kept)
-        found.append(
+        kept_elements = elements * rebuilt_share(load)
+        kept_elements += sum(rebuilt_elements(text_shapes, load.adapter) for text_shapes in texts)
+        size = int(MASTER_BYTES * kept_elements)
+        items.append(
             MemoryItem(name="rebuilt weights", bytes=size, note=f"{load.adapter.kind}, fp32")
         )
-    return found
+    return items
 
 
 def rebuilt_share(load: Load) -> float:
-    """Return the share of what only running blocks keep: a checkpointed pass has that of one piece."""
+    """Return the share of all blocks whose tensors are alive: one piece at a time with checkpointing."""
     if load.checkpointing == "none":
         return 1.0
     whole = load.kept_share if load.checkpointing == "light" else 0.0
@@ -369,10 +370,11 @@ def rebuilt_share(load: Load) -> float:
 
 
 def prepared_bytes(load: Load, facts: BaseFacts, costs: RememberedCosts) -> int:
-    """Return what one prepared sample takes, in fp32."""
+    """Return the bytes of one prepared sample in fp32: latents, noise, target, mask and conditioning."""
     cost = costs.sample_cost(facts, load.workload())
     area = _latent_area(load, facts)
     mask = area if load.masked else 0
+    # Latents, noise and target have the same shape.
     return 4 * (3 * facts.latent_channels * area + mask) + cost.conditioning_bytes
 
 
@@ -382,14 +384,14 @@ def _latent_area(load: Load, facts: BaseFacts) -> int:
 
 
 def _trained_text(load: Load, facts: BaseFacts) -> list[MemoryItem]:
-    """Text encoders that are trained along stay, with what one prompt leaves for backward."""
+    """Return trained text encoders with their activations; they stay on the device for the whole run."""
     if not (load.adapter.text_encoder or load.adapter.new_tokens):
         return []
     weights = facts.parts["text_encoder"].parameters * ELEMENT_BYTES[load.precision]
-    kept = int(load.micro_batch * facts.chunks * TEXT_KEPT_SHARE * weights)
+    activation_bytes = int(load.micro_batch * facts.chunks * TEXT_KEPT_SHARE * weights)
     return [
         MemoryItem(name="text encoder weights", bytes=weights, note="run in every step"),
-        MemoryItem(name="text encoder activations", bytes=kept, note="estimate"),
+        MemoryItem(name="text encoder activations", bytes=activation_bytes, note="estimate"),
     ]
 
 
@@ -407,20 +409,22 @@ def _images(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memory
 
 
 def _texts(load: Load, facts: BaseFacts) -> list[MemoryItem]:
-    """The VAE is gone by then, and the denoiser not there yet."""
+    """Return the text encoder while captions are cached: the VAE is freed, the denoiser not loaded yet."""
     weights = facts.parts["text_encoder"].parameters * ELEMENT_BYTES[load.text_precision]
     if load.text_offload:
         largest = int(weights * TEXT_LAYER_SHARE)
-        note = f"{load.text_precision}, from host memory a layer at a time: the largest"
-        found = MemoryItem(name="text encoder layer", bytes=largest, note=note)
+        note = f"{load.text_precision}, the largest layer: layers are copied in one at a time"
+        weights_item = MemoryItem(name="text encoder layer", bytes=largest, note=note)
     else:
-        found = MemoryItem(name="text encoder weights", bytes=weights, note=load.text_precision)
-    size, note = int(TEXT_RUN_SHARE * weights), "what is made of one text, estimate"
-    return [found, MemoryItem(name="text encoding", bytes=size, note=note)]
+        weights_item = MemoryItem(
+            name="text encoder weights", bytes=weights, note=load.text_precision
+        )
+    size, note = int(TEXT_RUN_SHARE * weights), "activations of one text, estimate"
+    return [weights_item, MemoryItem(name="text encoding", bytes=size, note=note)]
 
 
 def _sampling(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
-    """Sample images are made with everything of the training in place, from cached prompts."""
+    """Return the items of drawing sample images, beside all that training keeps; prompts are cached."""
     side_px = load.sample_side_px
     alone = replace(
         load, micro_batch=1, bucket_px=(side_px, side_px), checkpointing="none", kept_share=0.0
@@ -431,6 +435,7 @@ def _sampling(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
         MemoryItem(name="VAE weights", bytes=4 * facts.parts["vae"].parameters, note="fp32"),
         MemoryItem(
             name="sample image",
+            # Guidance predicts with the prompt and the negative prompt together; decoding comes later.
             bytes=max(decoding, 2 * cost.forward_bytes),
             note=f"decoding {side_px}x{side_px} px in fp32, or a guided forward pass",
         ),
@@ -438,13 +443,13 @@ def _sampling(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
 
 
 def _outside(load: Load) -> list[MemoryItem]:
-    """What is on the device in every phase and is no tensor of ours."""
+    """Return the device memory outside of tensors, taken in every phase."""
     on_card = KINDS[load.device].own_memory
     note = "context and kernels of the GPU" if on_card else "Python, torch and libraries"
-    found = [MemoryItem(name="runtime", bytes=RUNTIME_BYTES[load.device], note=note)]
+    items = [MemoryItem(name="runtime", bytes=RUNTIME_BYTES[load.device], note=note)]
     if not on_card:
-        return found
-    found.append(
+        return items
+    items.append(
         MemoryItem(
             name="library workspaces",
             bytes=load.beside.library_bytes,
@@ -452,14 +457,14 @@ def _outside(load: Load) -> list[MemoryItem]:
         )
     )
     if load.beside.desktop_bytes:
-        note = "other programs, which grow"
-        found.append(MemoryItem(name="desktop", bytes=load.beside.desktop_bytes, note=note))
-    return found
+        note = "room for other programs to grow"
+        items.append(MemoryItem(name="desktop", bytes=load.beside.desktop_bytes, note=note))
+    return items
 
 
 def _slack(phase: Phase, items: Sequence[MemoryItem], load: Load) -> MemoryItem:
     if not KINDS[load.device].own_memory:
-        size, note = int(SHARED_SLACK * _sum(items)), "what is kept of tensors that went"
+        size, note = int(SHARED_SLACK * _sum(items)), "freed memory that the allocator keeps"
     else:
         size = holes_bytes(items, load.beside)
         note = "holes between tensors" + ("" if load.beside.expandable else ", whole segments")
@@ -467,7 +472,7 @@ def _slack(phase: Phase, items: Sequence[MemoryItem], load: Load) -> MemoryItem:
 
 
 def holes_bytes(items: Sequence[MemoryItem], beside: DeviceSurroundings) -> int:
-    """Return what the allocator reserves beyond the tensors of a phase."""
+    """Return the bytes that the allocator reserves beyond the tensors of a phase."""
     return beside.holes_bytes(
         moved_bytes=_sum([item for item in items if item.name in MOVED]),
         temporary_bytes=_sum([item for item in items if item.name in TEMPORARY]),

@@ -1,8 +1,8 @@
-"""Cards on which a run that was planned to fit did not, so that the next one there is planned below it.
+"""GPUs on which a planned run ran out of memory, so that later runs there are planned to use less.
 
-A prediction cannot see what a driver or an allocator adds. Input is a file in the cache folder; output
-the share of its free memory a card may be planned to fill. It is kept by card, family and version of
-torch, since any other of these may do better, and only ever makes a plan smaller: never wrong.
+A prediction cannot see all memory that a driver or an allocator adds. Input is a file in the cache folder; output
+the share of a GPU's free memory that plans may use. The file has one entry for each GPU model, family
+and version of torch, as another one of these may need less. An entry can only make a plan smaller.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from lora_trainer.hardware.machine import Hardware
 
 FILE_NAME = ".full-cards.json"
 BELOW = 0.95
-"""The next plan stays below this much of one that did not fit."""
+"""The next plan may use this share of the peak of a plan that ran out of memory."""
 PLAUSIBLE = 0.7
-"""A plan for less of the limit than this did not fail by its prediction: something else was there too."""
+"""A plan for a smaller share of its limit did not fail by its prediction: another program took memory too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OomRecord:
-    """What is known of a card: plans may fill `share` of what is free, because of what was seen `on`."""
+    """An out-of-memory record: plans may use `share` of the GPU's free memory, because of a run `on` a date."""
 
     share: float
     on: str
 
     def __str__(self) -> str:
-        return f"{self.share:.0%} of it, as a run planned to fit ran out of memory on {self.on}"
+        return f"only {self.share:.0%} of it used, because a run ran out of memory on {self.on}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OomHistory:
-    """The memo of this machine; a damaged file is the same as none."""
+    """This machine's out-of-memory records; a damaged file counts as none."""
 
     file: Path
 
@@ -44,7 +44,7 @@ class OomHistory:
         return cls(file=cache_root / FILE_NAME)
 
     def known(self, hardware: Hardware, family: str) -> OomRecord | None:
-        """Return what is known of the card that would be used; never raises."""
+        """Return the record of the GPU that a run would use, None without one; never raises."""
         if not hardware.gpus:
             return None
         match self._entries().get(_key(hardware, family)):
@@ -58,32 +58,33 @@ class OomHistory:
     ) -> OomRecord | None:
         """Note that a plan for `planned_bytes` of `limit_bytes` ran out of memory; raises MachineError.
 
-        `limit_bytes` is all that was free or allowed. Returns what later plans will go by, None when
-        the plan was too far below its limit to be at fault.
+        `limit_bytes` is the memory that was free or allowed. Returns the record that later plans will
+        follow, None when the plan was too far below its limit to be at fault.
         """
         if planned_bytes < PLAUSIBLE * limit_bytes:
             return None
-        found = OomRecord(
+        entry = OomRecord(
             share=round(BELOW * min(planned_bytes / limit_bytes, 1.0), 4),
             on=datetime.now(UTC).date().isoformat(),
         )
-        known = self.known(hardware, family)
-        if known is not None and known.share <= found.share:
-            return known
-        entries = {**self._entries(), _key(hardware, family): [found.share, found.on]}
+        earlier = self.known(hardware, family)
+        if earlier is not None and earlier.share <= entry.share:
+            return earlier
+        entries = {**self._entries(), _key(hardware, family): [entry.share, entry.on]}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise disk_error(self.file, error) from error
+        # Losing the newest record in a power cut costs one more out-of-memory error, so no fsync.
         write_atomic(self.file, json.dumps(entries, indent=1).encode(), durable=False)
-        return found
+        return entry
 
     def _entries(self) -> dict[str, object]:
         try:
-            found = json.loads(self.file.read_bytes())
+            entries = json.loads(self.file.read_bytes())
         except (OSError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return entries if isinstance(entries, dict) else {}
 
 
 def _key(hardware: Hardware, family: str) -> str:

@@ -1,7 +1,7 @@
-"""What is known of each optimizer without torch: its library, and what the settings mean to it.
+"""Facts about each optimizer without torch: its library, and how its settings differ from AdamW's.
 
-Input is a name and the learning rate of a preset, which is one for AdamW; output the settings that an
-optimizer needs otherwise, each with its reason, and what is odd about those that somebody has typed.
+Input is a name and a preset's learning rate, which is meant for AdamW; output the settings this optimizer
+needs changed, each with its reason, and warnings about unusual values that the user has set.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from lora_trainer.lora.adapter_size import adapter_tensors
 
 RATE, SECOND_DECAY, SCHEDULE = "optimizer.learning_rate", "optimizer.beta2", "optimizer.schedule"
 USUAL_RATES = (1e-6, 2e-2)
-"""Learning rates that trainings of adapters have been seen to use, of optimizers that step as AdamW."""
+"""Range of learning rates in use for adapters, for optimizers whose steps are as long as AdamW's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts:
     """One optimizer.
 
-    `package` is what to install, if more than torch is needed. Its learning rate is `rate_factor`
-    times AdamW's, or `rate` whatever AdamW's is; `why` says so in words. `beta2` is its second
-    decay where AdamW's is not its own, `usual_rates` what nobody would ask about.
+    `package` must be installed, if more than torch is needed. The learning rate is `rate_factor` times
+    AdamW's, or always `rate`; `why` says so in words. `beta2` is the second decay if it differs from
+    AdamW's; a learning rate outside `usual_rates` gets a warning.
     """
 
     package: str | None = None
@@ -66,7 +66,7 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerFacts] = {
     "prodigy": OptimizerFacts(
         package="prodigyopt",
         rate=1.0,
-        why="finds the rate itself, this is a factor on it",
+        why="finds the learning rate itself, and this setting multiplies it",
         usual_rates=(0.1, 10.0),
     ),
     "schedulefree_adamw": OptimizerFacts(package="schedulefree", usual_rates=(1e-6, 1e-1)),
@@ -74,7 +74,7 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerFacts] = {
 
 
 def needed_otherwise(name: OptimizerName, *, preset_rate: float) -> Iterator[tuple[str, Any, str]]:
-    """Yield (setting, value, reason) for what AdamW's presets and defaults would have wrong."""
+    """Yield (setting, value, reason) for each setting whose preset or default suits only AdamW."""
     facts = OPTIMIZERS[name]
     if facts.rate is not None:
         yield RATE, facts.rate, f"{name} {facts.why}"
@@ -82,13 +82,13 @@ def needed_otherwise(name: OptimizerName, *, preset_rate: float) -> Iterator[tup
         rate = float(f"{preset_rate * facts.rate_factor:.6g}")  # 2e-05, not 2.0000000000000002e-05
         yield RATE, rate, f"{name} {facts.why}: {preset_rate:g} is preset"
     if facts.beta2 is not None:
-        yield SECOND_DECAY, facts.beta2, f"as {name}'s paper has it"
+        yield SECOND_DECAY, facts.beta2, f"the value in {name}'s paper"
     if name == SCHEDULE_FREE:
-        yield SCHEDULE, "constant", f"{name} takes the place of a schedule"
+        yield SCHEDULE, "constant", f"{name} needs no schedule"
 
 
 def optimizer_remarks(config: Config, *, shapes: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
-    """Yield what is odd about the optimizer's settings; `shapes` are those of the adapted layers."""
+    """Yield warnings about the optimizer's settings; `shapes` maps adapted layers to (fan_in, out)."""
     if odd := _odd_rate(config.optimizer):
         advice = "leave it out, and it follows the optimizer"
         yield warning("learning-rate", None, odd, advice=advice)
@@ -96,8 +96,8 @@ def optimizer_remarks(config: Config, *, shapes: Mapping[str, Sequence[int]]) ->
         tensors = adapter_tensors(shapes, config.adapter)
         others = sum(count for shape, count in tensors.items() if len(shape) != 2)
         if others:
-            what = f"{others} of {tensors.total()} tensors are no matrices: AdamW moves them"
-            advice = "nothing; adapter.targets=transformer leaves convolutions out"
+            what = f"{others} of {tensors.total()} tensors are no matrices, so AdamW trains them"
+            advice = "no action needed; adapter.targets=transformer leaves convolutions out"
             yield note("muon", None, what, advice=advice)
 
 

@@ -1,7 +1,7 @@
 """The planner: every `auto` becomes a value with a reason, and the run fits or is refused.
 
-It never changes the batch size and never raises what somebody set; it may only lower the memory a
-given value takes, and says so. Micro-batch and checkpointing change memory and speed, not results.
+It never changes the batch size and never makes a value of the user take more memory; if it has to lower
+one, it says so. Micro-batch and checkpointing change memory and speed, not results.
 No torch: input is facts and settings, output a `Plan`.
 """
 
@@ -36,9 +36,10 @@ from lora_trainer.planning.loads import CostModel, Load, RememberedCosts
 from lora_trainer.planning.memory import Prediction
 from lora_trainer.planning.oom_history import OomRecord
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS, RATE, SCHEDULE, needed_otherwise
-from lora_trainer.planning.precisions import on_card
+from lora_trainer.planning.precisions import best_precision, capability
 from lora_trainer.planning.run_time import RunTime, RunTimeInputs
-from lora_trainer.planning.speedups import compiling, graphing, run_facts
+from lora_trainer.planning.speedups import compiling, graphing
+from lora_trainer.planning.speedups import run_facts as circumstances
 from lora_trainer.planning.weight_bytes import state_bytes
 
 PLANNER = "planner"
@@ -50,23 +51,23 @@ INSTEAD = {
     "hardware.compile": "none",
     "hardware.cuda_graphs": False,
 }
-"""What every kind of device has, of the settings that some lack."""
+"""Replacement for each setting with values that some kinds of GPU lack; every device has these."""
 SAVES_PER_RUN = 5
 VALIDATIONS_PER_RUN = 10
 LARGE_TEXT_ENCODER = 2_000_000_000
-"""Parameters above which a text encoder runs in bf16: in fp32 it would set the peak of the run."""
+"""A text encoder with more parameters runs in bf16, because fp32 weights would set the peak of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInput:
-    """What a plan is made from: `images` are the different pictures trained on.
+    """Everything a plan is made from. `images` counts the different training images.
 
-    `samples_per_epoch` counts repeats, of which each picture has at least `fewest_repeats`;
-    `regularisation_per_epoch` is trained beside them. `buckets` are the (width, height) in use, in
-    pixels, of each picture, held-out ones too. `latents` counts mirrored pictures twice, `texts` the
-    different ones of all captions; None: as `data.flip` says, and each picture has its own. `full_card`
-    is what an earlier run found out about this card; `processes` share each step, `sharing` of them the
-    memory of a machine; `kept_at_once` are the images at once of a run that goes on as it was planned.
+    `samples_per_epoch` counts repeats, at least `fewest_repeats` of each image, without regularisation;
+    `regularisation_per_epoch` comes on top. `buckets` are the (width, height) in use, in pixels, of all
+    images, held-out ones too. `latents` counts mirrored images twice, `texts` the different captions;
+    None: as `data.flip` says, and one caption for each image. `full_card` is an out-of-memory record of
+    this GPU. `processes` share each step, `sharing` of them one machine's memory. `kept_at_once` is the
+    micro-batch by bucket of a resumed run, which keeps its plan.
     """
 
     resolved: Resolved
@@ -85,16 +86,16 @@ class PlanInput:
     kept_at_once: Mapping[tuple[int, int], int] | None = None
     regularisation_per_epoch: int = 0
     held_out: int = 0
-    """Pictures that are kept for validation."""
+    """Images held out for validation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A configuration without `auto` (but names and folders), its costs, and every decision.
+    """A configuration without `auto` (except for names and folders), its costs, and every decision.
 
-    `load` is what memory and time were predicted for; `memory` is of the training device, `host` of the
-    machine beside a card; `images_at_once` is the micro-batch of each bucket, (width, height) in pixels,
-    the largest of them `memory.micro_batch`.
+    Memory and time were predicted for `load`; `memory` is of the training device, `host` of the machine
+    beside a GPU. `images_at_once` is the micro-batch of each bucket, (width, height) in pixels;
+    `memory.micro_batch` is the largest of them. `seconds_per_step` is (shortest, longest).
     """
 
     config: Config
@@ -111,16 +112,16 @@ class Plan:
     disk_bytes: Mapping[str, int]
     decisions: tuple[Decision, ...]
     modulation_samples: int = 0
-    """For how many samples modulation is made at once; 0: in each pass."""
+    """Number of samples whose modulation is computed at once; 0: computed in each pass."""
 
 
-def plan(given: PlanInput) -> Plan:
+def plan(inputs: PlanInput) -> Plan:
     """Resolve every `auto` and fit the run into memory.
 
     Raises MachineError naming the nearest setting that fits when nothing does, and RequestError for
-    settings this base or card cannot have.
+    settings that do not work with this base or GPU.
     """
-    planner = _Planner(given=given, values=flatten(given.resolved.config))
+    planner = _Planner(inputs=inputs, values=flatten(inputs.resolved.config))
     planner.decide_device()
     planner.decide_numbers()
     planner.decide_objective()
@@ -134,13 +135,13 @@ def plan(given: PlanInput) -> Plan:
 
 @dataclass(kw_only=True)
 class _Planner:
-    given: PlanInput
+    inputs: PlanInput
     values: dict[str, Any]
     decisions: list[Decision] = field(default_factory=list)
     gpu: Gpu | None = None
 
     def __post_init__(self) -> None:
-        self.costs = RememberedCosts(family=self.given.family)
+        self.costs = RememberedCosts(family=self.inputs.family)
 
     def decide(self, key: str, value: Any, reason: str, *, peak_bytes: int = 0) -> None:
         self.values[key] = value
@@ -152,26 +153,30 @@ class _Planner:
             self.decide(key, value, reason)
 
     def decide_device(self) -> None:
-        hardware, asked = self.given.hardware, self.values["hardware.device"]
-        found = hardware.accelerator(sharing=self.given.sharing)
-        here = found.value.can.torch_type if found.value else "cpu"
-        if asked not in ("auto", "cpu", here):
-            reason = f"the GPU here is {found.value.can.says}" if found.value else found.reason
+        hardware, setting = self.inputs.hardware, self.values["hardware.device"]
+        accelerator = hardware.accelerator(sharing=self.inputs.sharing)
+        here = accelerator.value.can.torch_type if accelerator.value else "cpu"
+        if setting not in ("auto", "cpu", here):
+            reason = (
+                f"the GPU here is {accelerator.value.can.says}"
+                if accelerator.value
+                else accelerator.reason
+            )
             raise MachineError(
-                f"hardware.device={asked}, but there is no GPU to use: {reason}"
-                if found.value is None
-                else f"hardware.device={asked}, but {reason}",
+                f"hardware.device={setting}, but there is no GPU to use: {reason}"
+                if accelerator.value is None
+                else f"hardware.device={setting}, but {reason}",
                 fix=f"use --set hardware.device={here}",
             )
-        self.decide_auto("hardware.device", here, found.reason)
-        self.gpu = found.value if self.values["hardware.device"] != "cpu" else None
+        self.decide_auto("hardware.device", here, accelerator.reason)
+        self.gpu = accelerator.value if self.values["hardware.device"] != "cpu" else None
         threads, reason = hardware.cpu_threads, hardware.reasons.get("cpu_threads", "")
-        if self.given.sharing > 1:
-            reason = f"{threads} for {self.given.sharing} processes; {reason}"
-        self.decide_auto("hardware.threads", max(1, threads // self.given.sharing), reason)
+        if self.inputs.sharing > 1:
+            reason = f"{threads} for {self.inputs.sharing} processes; {reason}"
+        self.decide_auto("hardware.threads", max(1, threads // self.inputs.sharing), reason)
 
     def decide_numbers(self) -> None:
-        facts = self.given.facts
+        facts = self.inputs.facts
         self.decide_auto("train.precision", *self._best_precision())
         self._check_precision()
         reason = f"the size {facts.source} was trained on"
@@ -188,91 +193,82 @@ class _Planner:
             self.decide_auto("output.weights", "ema", "train.ema_decay asks for an average")
 
     def _check_precision(self) -> None:
-        """Refuse what gives no numbers: hours of it would end in NaN, and what fits in fp16 fits in few bits."""
+        """Raise RequestError for a precision in which this base overflows: hours of training would end in NaN."""
         precision, best = self.values["train.precision"], self._best_precision()[0]
         fix = f"use --set train.precision={best}"
-        if precision not in self.given.family.precisions:
+        if precision not in self.inputs.family.precisions:
             raise RequestError(
-                f"train.precision={precision}, but a {self.given.facts.family} base gives numbers in "
-                f"{precision} that are not finite",
+                f"train.precision={precision}, but {self.inputs.facts.family} bases overflow to NaN in "
+                f"{precision}",
                 fix=fix,
             )
         if precision == "bf16" and self.gpu and not self.gpu.has_bf16:
             raise RequestError(
-                f"train.precision=bf16, but {self.gpu.name} has {_capability(self.gpu)}, "
-                "and bf16 needs 8.0",
+                f"train.precision=bf16 needs compute capability 8.0 or higher, but {self.gpu.name} has "
+                f"{capability(self.gpu)}",
                 fix=fix,
             )
 
     def _check_more_resolutions(self) -> None:
         key, own_px = "data.more_resolutions", int(self.values["data.resolution"])
         for side_px in self.values[key]:
-            _check_resolution(side_px, self.given.facts, key=key)
-            if side_px == own_px:  # that of the base, where `auto` took it
+            _check_resolution(side_px, self.inputs.facts, key=key)
+            if side_px == own_px:  # also where `auto` took it from the base
                 raise RequestError(
-                    f"{key} has {side_px}, which is data.resolution already", fix="leave it out"
+                    f"{key} has {side_px}, which is data.resolution already",
+                    fix=f"leave {side_px} out of {key}",
                 )
 
     def decide_objective(self) -> None:
-        """Settle what only some kinds of bases have; a preset's wish gives way, a typed one may not."""
-        facts = self.given.facts
+        """Decide settings that suit only some kinds of bases: replace a preset's value, refuse the user's."""
+        facts = self.inputs.facts
         self._decide_weighting(is_flow=facts.prediction == "flow")
         self.decide_auto(
             "objective.zero_terminal_snr", facts.zero_terminal_snr, "as the base was trained"
         )
-        self.decide_auto("base.prediction", facts.prediction, "what the base's files say")
+        self.decide_auto("base.prediction", facts.prediction, "from the base's files")
 
     def _decide_weighting(self, *, is_flow: bool) -> None:
-        source = self.given.facts.source
+        source = self.inputs.facts.source
         gamma, key = "objective.min_snr_gamma", "objective.weighting"
         if is_flow:
             trained, reason = "by flow matching", "flow matching has no signal-to-noise weights"
             foreign, others = SNR_WEIGHTINGS, "bases that predict noise or v"
         else:
-            trained, reason = "to predict noise or v", "its base is not trained by flow matching"
-            foreign, others = FLOW_WEIGHTINGS, "flow matching"
+            trained, reason = "to predict noise or v", "the base is not trained by flow matching"
+            foreign, others = FLOW_WEIGHTINGS, "bases trained by flow matching"
         wrong = {key: self.values[key] in foreign}
         wrong[gamma] = is_flow and self.values[gamma] is not None
         for name, none in ((key, "none"), (gamma, None)):
             if not wrong[name]:
                 continue
             if not self._is_preset(name) and self._layer(name) != "default":
-                what = name if none is None else f"{name}={self.values[name]}"
+                choice = name if none is None else f"{name}={self.values[name]}"
                 raise RequestError(
-                    f"{what} weighs {others}, {source} is trained {trained}",
-                    fix=f"leave it out, or use --set {name}={none or 'null'}",
+                    f"{choice} is for {others}, but {source} is trained {trained}",
+                    fix=f"leave {name} out, or use --set {name}={none or 'null'}",
                 )
             self.decide(name, none, reason)
         if self.values[gamma] is None:
-            self.decide_auto(key, "none", f"{gamma} is no number")
+            self.decide_auto(key, "none", f"{gamma} is not set")
         else:
-            self.decide_auto(key, "min_snr", f"{gamma} is a number")
+            self.decide_auto(key, "min_snr", f"{gamma} is set")
 
     def _text_precision(self) -> tuple[Precision, str]:
-        count, precision = self.given.facts.parts["text_encoder"].parameters, "train.precision"
-        # A card that trains in fp32 for want of bf16 still computes texts in bf16, by way of fp32.
-        wanted = self.gpu is None or not self._is_ours(precision)
-        if count <= LARGE_TEXT_ENCODER or (wanted and self.values[precision] == "fp32"):
+        count, precision = self.inputs.facts.parts["text_encoder"].parameters, "train.precision"
+        # A GPU that trains in fp32 only because it lacks bf16 can still encode texts in (emulated) bf16:
+        # encoding happens once, and fp32 weights of a large text encoder would not fit.
+        is_fp32_chosen = self.gpu is None or not self._is_ours(precision)
+        if count <= LARGE_TEXT_ENCODER or (is_fp32_chosen and self.values[precision] == "fp32"):
             return "fp32", f"{count / 1e6:,.0f} million parameters"
         return "bf16", f"{count / 1e9:.1f} billion parameters"
 
     def _best_precision(self) -> tuple[Precision, str]:
-        if self.gpu is None:
-            return "fp32", "16 bits save no time on a processor"
-        capability, allowed = _capability(self.gpu), self.given.family.precisions
-        best = on_card(allowed, self.gpu)[0]
-        if best == "bf16":
-            return best, f"{capability} has bf16"
-        reason = f"{capability}: not known to have bf16"
-        if best == "fp32":
-            reason += (
-                f", and in fp16 {self.given.facts.family} bases give numbers that are not finite; takes "
-                "twice the memory of 16 bits and several times as long"
-            )
-        return best, reason
+        family = self.inputs.facts.family
+        return best_precision(self.inputs.family.precisions, self.gpu, family=family)
 
     def decide_possible(self) -> None:
-        """Settle what a kind of GPU cannot have; a preset's wish gives way, a typed one may not."""
+        """Decide settings that this kind of GPU lacks: replace a preset's value, refuse the user's."""
         if self.gpu is None:
             return
         kind = self.gpu.can
@@ -282,14 +278,14 @@ class _Planner:
                 continue
             if not self._is_preset(key):
                 raise MachineError(
-                    f"{key}={value.lower()} cannot be had on {kind.says}: {why}",
+                    f"{key}={value.lower()} does not work on {kind.says}: {why}",
                     fix=f"use --set {key}={INSTEAD[key]}",
                 )
             self.decide(key, INSTEAD[key], f"{value} is preset, but {why}")
 
     def decide_packages(self) -> None:
-        """Settle what needs an optional package; a preset's wish gives way, a typed one may not."""
-        packages, key = self.given.hardware.packages, "optimizer.name"
+        """Decide settings that need an optional package: replace a preset's value, refuse the user's."""
+        packages, key = self.inputs.hardware.packages, "optimizer.name"
         name = self.values[key]
         package = OPTIMIZERS[name].package
         if package is not None and packages.get(package) is None:
@@ -303,17 +299,17 @@ class _Planner:
         key = "memory.attention"
         if self.values[key] == "xformers" and not (self.gpu and packages.get("xformers")):
             why = "is missing (pip install xformers)" if self.gpu else "needs a GPU"
-            self.decide(key, "sdpa", f"xformers was asked for, but {why}")
-        self.decide_auto(key, "sdpa", "PyTorch's own attention, always there")
+            self.decide(key, "sdpa", f"instead of xformers, which {why}")
+        self.decide_auto(key, "sdpa", "PyTorch's own attention, always available")
 
     def decide_optimizer(self) -> None:
-        """Settle what AdamW's presets would have wrong for another optimizer; what is typed stands."""
+        """Replace presets that suit only AdamW where another optimizer is used; the user's values stay."""
         name = self.values["optimizer.name"]
         shape = self.values[SCHEDULE]
         if name == SCHEDULE_FREE and shape != "constant" and not self._is_ours(SCHEDULE):
             raise RequestError(
-                f"{SCHEDULE}={shape}, but {name} takes the place of a schedule",
-                fix=f"leave it out, or use --set {SCHEDULE}=constant",
+                f"{SCHEDULE}={shape}, but {name} needs no schedule",
+                fix=f"leave {SCHEDULE} out, or use --set {SCHEDULE}=constant",
             )
         rate = self._rate_for_batch()
         for key, value, reason in needed_otherwise(name, preset_rate=rate):
@@ -321,42 +317,45 @@ class _Planner:
                 self.decide(key, value, reason)
 
     def _rate_for_batch(self) -> float:
-        """Return AdamW's rate, moved from the batch it is preset for to the one that is trained."""
+        """Return AdamW's learning rate, scaled from the preset's batch size to the run's."""
         rate, batch_size = float(self.values[RATE]), int(self.values["train.batch_size"])
-        preset_batch_size = self.given.resolved.preset_batch_size
+        preset_batch_size = self.inputs.resolved.preset_batch_size
         if batch_size == preset_batch_size or not self._is_ours(RATE):
             return rate
         moved = rate_for_batch(rate, batch_size=batch_size, preset_batch_size=preset_batch_size)
         reason = (
-            f"{rate:g} is preset for a batch of {preset_batch_size}: it goes with the square root"
+            f"the preset's {rate:g} is for a batch of {preset_batch_size}, and the learning rate grows "
+            "with the square root of the batch size"
         )
         self.decide(RATE, moved, reason)
         return moved
 
     def _is_ours(self, key: str) -> bool:
-        """Say whether a value is this program's choice: not typed, nor in somebody's file."""
+        """Say whether a value is the program's choice: neither typed nor in a file or a named preset."""
         layer = self._layer(key)
-        named = layer.startswith("preset ") and layer != f"preset {self.given.resolved.tier}"
-        return layer == "default" or (self._is_preset(key) and not named)
+        is_named_preset = (
+            layer.startswith("preset ") and layer != f"preset {self.inputs.resolved.tier}"
+        )
+        return layer == "default" or (self._is_preset(key) and not is_named_preset)
 
     def _is_preset(self, key: str) -> bool:
         return is_preset(self._layer(key))
 
     def _layer(self, key: str) -> str:
-        return self.given.resolved.origins[key].layer
+        return self.inputs.resolved.origins[key].layer
 
     @property
     def _epoch(self) -> int:
-        return self.given.samples_per_epoch + self.given.regularisation_per_epoch
+        return self.inputs.samples_per_epoch + self.inputs.regularisation_per_epoch
 
     def decide_length(self) -> None:
         length = run_length(
-            images=self.given.images,
-            samples=self.given.samples_per_epoch,
-            repeats=self.given.fewest_repeats,
+            images=self.inputs.images,
+            samples=self.inputs.samples_per_epoch,
+            repeats=self.inputs.fewest_repeats,
             batch_size=self.values["train.batch_size"],
             views=self.values["train.views"],
-            regularisation=self.given.regularisation_per_epoch / self.given.samples_per_epoch,
+            regularisation=self.inputs.regularisation_per_epoch / self.inputs.samples_per_epoch,
             concept=self.values[CONCEPT],
         )
         self.decide_auto("train.steps", length.steps, length.reason)
@@ -365,87 +364,92 @@ class _Planner:
         if self.values["output.save_every_epochs"] is None:
             self.decide_auto("output.save_every_steps", fifth, reason)
         else:
-            self.decide_auto("output.save_every_steps", 0, "output.save_every_epochs says when")
+            self.decide_auto("output.save_every_steps", 0, "output.save_every_epochs is set")
         if self.values["output.save_every_steps"]:
-            fifth, reason = self.values["output.save_every_steps"], "as often as it is saved"
+            fifth, reason = (
+                self.values["output.save_every_steps"],
+                "same as output.save_every_steps",
+            )
         self.decide_auto("sampling.every_steps", fifth, reason)
         tenth = max(1, steps // VALIDATIONS_PER_RUN)
         self.decide_auto("train.validate_every_steps", tenth, f"a tenth of {steps} steps")
 
     def decide_memory(self) -> Allocation:
-        """Choose how the base is kept, what is recomputed, streamed and done at once, so that it fits."""
+        """Choose base precision, checkpointing, streaming and micro-batch so that the run fits."""
         allocation = Allocator(
             values=self.values,
-            facts=self.given.facts,
+            facts=self.inputs.facts,
             costs=self.costs,
-            hardware=self.given.hardware,
+            hardware=self.inputs.hardware,
             gpu=self.gpu,
-            full_card=self.given.full_card,
-            processes=self.given.processes,
-            sharing=self.given.sharing,
-            kept=self.given.kept_at_once,
-            buckets=self.given.buckets,
-            priority=self.given.resolved.priority,
-            regularisation=self.given.regularisation_per_epoch / self._epoch,
+            full_card=self.inputs.full_card,
+            processes=self.inputs.processes,
+            sharing=self.inputs.sharing,
+            kept_at_once=self.inputs.kept_at_once,
+            buckets=self.inputs.buckets,
+            priority=self.inputs.resolved.priority,
+            regularisation=self.inputs.regularisation_per_epoch / self._epoch,
         ).allocate()
         for choice in allocation.decisions:
             self.decide(choice.key, choice.value, choice.reason, peak_bytes=choice.bytes)
         return allocation
 
     def decide_speedups(self, allocation: Allocation) -> Allocation:
-        """Settle what makes passes faster; recorded steps keep memory, which the prediction then has."""
-        given = self.given
-        told = run_facts(
+        """Decide compiling and CUDA graphs; recorded graphs keep memory, which the prediction then counts."""
+        inputs = self.inputs
+        run_facts = circumstances(
             self.values,
             allocation=allocation,
-            facts=given.facts,
+            facts=inputs.facts,
             costs=self.costs,
-            hardware=given.hardware,
+            hardware=inputs.hardware,
             gpu=self.gpu,
-            priority=given.resolved.priority,
-            processes=given.processes,
+            priority=inputs.resolved.priority,
+            processes=inputs.processes,
         )
-        compiled, graphed = compiling(told), graphing(told)
+        compiled, graphed = compiling(run_facts), graphing(run_facts)
         for key, value, reason in (
             ("hardware.compile", "blocks" if compiled.use else "none", compiled.reason),
             ("hardware.cuda_graphs", graphed.use, graphed.reason),
         ):
             if self.values[key] != value:
                 self.decide(key, value, reason)
-        return replace(allocation, memory=told.recorded) if graphed.use else allocation
+        return replace(allocation, memory=run_facts.recorded) if graphed.use else allocation
 
     def decide_samples(self, allocation: Allocation) -> RunTimeInputs:
-        """Draw sample images less often than it is saved where they would take much of the run."""
-        given, key = self.given, "sampling.every_steps"
-        pictures = max(given.images, len(given.buckets))
+        """Draw sample images less often than the run saves, if they would take much of its time."""
+        inputs, key = self.inputs, "sampling.every_steps"
+        images = max(inputs.images, len(inputs.buckets))
         pace = RunTimeInputs(
             values=self.values,
             load=allocation.load,
-            facts=given.facts,
+            facts=inputs.facts,
             costs=self.costs,
             gpu=self.gpu,
-            pinnable_bytes=given.hardware.pinnable_by_each(sharing=given.sharing),
-            processes=given.processes,
-            held_out=given.held_out,
-            latents=pictures if given.latents is None else given.latents,
-            texts=1 + (pictures if given.texts is None else given.texts),
+            pinnable_bytes=inputs.hardware.pinnable_by_each(sharing=inputs.sharing),
+            processes=inputs.processes,
+            held_out=inputs.held_out,
+            latents=images if inputs.latents is None else inputs.latents,
+            texts=1 + (images if inputs.texts is None else inputs.texts),
         )
-        if given.resolved.config.sampling.every_steps == "auto" and self.values[key]:
+        if inputs.resolved.config.sampling.every_steps == "auto" and self.values[key]:
             interval = pace.sample_interval(self.values[key])
             if interval != self.values[key]:
-                self.decide(key, interval, "more often, they would take too much of the time")
+                self.decide(
+                    key, interval, "more sample images would take too much of the run's time"
+                )
         return pace
 
     def finish(self, allocation: Allocation, pace: RunTimeInputs) -> Plan:
-        given, config, step = self.given, build_config(self.values), pace.step()
-        cost = self.costs.sample_cost(given.facts, allocation.load.workload())
+        inputs, config, step = self.inputs, build_config(self.values), pace.step()
+        cost = self.costs.sample_cost(inputs.facts, allocation.load.workload())
         steps = concrete(config.train.steps)
-        made = {
+        planner_origins = {
             choice.key: Origin(layer=PLANNER, reason=choice.reason) for choice in self.decisions
         }
         return Plan(
             config=config,
-            origins={**given.resolved.origins, **made},
+            origins={**inputs.resolved.origins, **planner_origins},
             load=allocation.load,
             memory=allocation.memory,
             host=allocation.host,
@@ -457,19 +461,19 @@ class _Planner:
             time_note=step.note,
             disk_bytes=self._disk(config, allocation.load, cost),
             decisions=tuple(self.decisions),
-            modulation_samples=self.costs.frozen_base(given.facts, allocation.load).samples_ahead,
+            modulation_samples=self.costs.frozen_base(inputs.facts, allocation.load).samples_ahead,
         )
 
     def _disk(self, config: Config, load: Load, cost: SampleCost) -> dict[str, int]:
-        facts, (width_px, height_px) = self.given.facts, load.bucket_px
+        facts, (width_px, height_px) = self.inputs.facts, load.bucket_px
         tensors = self.costs.adapter_tensors(facts, load.adapter)
         latent_px = (width_px // facts.vae_factor) * (height_px // facts.vae_factor)
-        images = max(self.given.images, len(self.given.buckets))
+        images = max(self.inputs.images, len(self.inputs.buckets))
         use = DiskUse(
             latents=images * (1 + config.data.flip)
-            if self.given.latents is None
-            else self.given.latents,
-            texts=1 + (images if self.given.texts is None else self.given.texts),
+            if self.inputs.latents is None
+            else self.inputs.latents,
+            texts=1 + (images if self.inputs.texts is None else self.inputs.texts),
             latent_elements=facts.latent_channels * latent_px,
             mask_elements=0 if config.data.masks == "none" else latent_px,
             conditioning_bytes=cost.conditioning_bytes,
@@ -493,12 +497,3 @@ def _check_resolution(
             f"{key}={resolution_px} is not a multiple of {step_px} ({facts.family})",
             fix=f"use {allowed}",
         )
-
-
-def _capability(gpu: Gpu) -> str:
-    found = gpu.compute_capability
-    return (
-        "an unknown compute capability"
-        if found is None
-        else f"compute capability {found[0]}.{found[1]}"
-    )

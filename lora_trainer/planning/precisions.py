@@ -1,22 +1,97 @@
-"""Which precisions a base is computed in on a card: what the family allows, of what the card has. No torch."""
+"""Chooses the precision to compute in and those to keep the frozen base in, by the priority's price of fewer bits.
+
+Input is a family's allowed precisions, the GPU and the settings; output a precision, or a key to compare
+base precisions by, with its reason. No torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from lora_trainer.config.base_precision import BasePrecision
 from lora_trainer.config.config import Precision
 from lora_trainer.hardware.machine import Gpu
 
+AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
+"""Quantisations that `memory.base_precision=auto` may choose; fp8 takes as much as int8 and rounds more."""
+# A lower precision is chosen only if a step at higher precision takes this many times as long. Priority
+# quality has no row: it keeps the most precise that fits, however slow. The values rise with fewer bits,
+# so a choice of fewer bits never comes with longer steps.
+FEWER_BITS: Mapping[str, Mapping[BasePrecision, float]] = {
+    "speed": {"int8": 1.1, "fp8": 1.1, "nf4": 1.2},
+    "balanced": {"int8": 1.2, "fp8": 1.25, "nf4": 1.5},
+}
+RANK: Mapping[BasePrecision, int] = {"int8": 1, "fp8": 2, "nf4": 3}
+"""Order by precision, the most precise first; an unquantised base has rank 0."""
+
 
 def on_card(allowed: Sequence[Precision], gpu: Gpu) -> tuple[Precision, ...]:
-    """Return those of a family's precisions that a card computes itself, the best first; fp32 is one of them.
+    """Return the allowed precisions that a GPU computes natively, the best first; fp32 is always among them.
 
-    Other cards compute bf16 by way of fp32: right, but slowly, and with attention that keeps all scores.
+    GPUs without bf16 emulate it through fp32: correct, but slow, and with attention that stores all scores.
     """
     return tuple(precision for precision in allowed if precision != "bf16" or gpu.has_bf16)
 
 
 def in_16_bits(allowed: Sequence[Precision], gpu: Gpu | None) -> Precision | None:
-    """Return the best 16-bit precision of a family's on a card, None where there is none."""
-    found = on_card(allowed, gpu) if gpu is not None else ()
-    return next((precision for precision in found if precision != "fp32"), None)
+    """Return the best allowed 16-bit precision on a GPU, None if there is none."""
+    precisions = on_card(allowed, gpu) if gpu is not None else ()
+    return next((precision for precision in precisions if precision != "fp32"), None)
+
+
+def best_precision(
+    allowed: Sequence[Precision], gpu: Gpu | None, *, family: str
+) -> tuple[Precision, str]:
+    """Return the value of `train.precision=auto` and its reason; `gpu` None: the processor."""
+    if gpu is None:
+        return "fp32", "16 bits save no time on a processor"
+    best = on_card(allowed, gpu)[0]
+    if best == "bf16":
+        return best, f"{capability(gpu)} has bf16"
+    reason = f"{capability(gpu)}: not known to have bf16"
+    if best == "fp32":
+        reason += (
+            f", and in fp16 {family} bases overflow to NaN; fp32 takes twice the memory of 16 bits "
+            "and several times as long"
+        )
+    return best, reason
+
+
+def capability(gpu: Gpu) -> str:
+    """Return a GPU's CUDA compute capability in words."""
+    if gpu.compute_capability is None:
+        return "an unknown compute capability"
+    major, minor = gpu.compute_capability
+    return f"compute capability {major}.{minor}"
+
+
+def base_precisions(
+    values: Mapping[str, Any], gpu: Gpu | None, *, has_bitsandbytes: bool
+) -> tuple[BasePrecision, ...]:
+    """Return the values to try for `memory.base_precision`, the most precise first.
+
+    A precision that the user chose stays the only one, because another would change the result.
+    """
+    setting, train_precision = values["memory.base_precision"], values["train.precision"]
+    if setting != "auto":
+        return (setting,)
+    if values["memory.base_matmul"] == "int8":
+        return ("int8",)
+    if gpu is None:
+        return (train_precision,)
+    return (train_precision, *(kind for kind in AUTOMATIC if kind != "nf4" or has_bitsandbytes))
+
+
+def price(priority: str, precision: BasePrecision, seconds: float) -> tuple[float, ...]:
+    """Return the key by which base precisions are compared, the lowest wins; `seconds` are of a step."""
+    if priority in FEWER_BITS:
+        return (seconds * FEWER_BITS[priority].get(precision, 1.0),)
+    return (RANK.get(precision, 0), seconds)
+
+
+def preference(priority: str) -> str:
+    """Say in words how a priority chooses between base precisions."""
+    if priority in FEWER_BITS:
+        return f"{priority}: fewer bits only where clearly faster"
+    return "quality: the most precise that fits"

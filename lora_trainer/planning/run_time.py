@@ -1,8 +1,8 @@
 """How long a whole run takes: start, caching, steps, validation, sample images, saves. No torch.
 
-Input is the settled settings, the load that fits and the card; output a `RunTime`: for each part the shortest
-and the longest time to expect. Also how often sample images are worth drawing, and how long a run of a
-priority may take.
+Input is the decided settings, the load that fits and the GPU; output a `RunTime`: for each part the shortest
+and the longest time to expect. Also how often to draw sample images, and how long a run of each priority
+may take.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lora_trainer.config.config import Precision
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu
 from lora_trainer.planning.loads import Load, RememberedCosts
@@ -19,44 +20,42 @@ from lora_trainer.planning.step_time import (
     LINK_BYTES_PER_S,
     StepTime,
     StepWork,
-    card,
-    cpu_step_time,
     forward_work,
-    gpu_step_time,
+    step_time,
     step_work,
 )
 from lora_trainer.planning.weight_bytes import ELEMENT_BYTES
 
 MOST_HOURS: Mapping[str, float] = {"speed": 1.0, "balanced": 3.0, "quality": 8.0}
-"""What a run with the presets may take of 20 pictures on the card that stands for its tier (docs/plans.md)."""
+"""Longest run with the presets over 20 images, in hours, on the GPU that stands for its tier (docs/plans.md)."""
 VALIDATION_QUANTILES = 8
-"""Noise levels at which each held-out picture is predicted."""
+"""Noise levels at which each held-out image is predicted."""
 SAMPLES_SHARE, FREE_SAMPLES_S = 0.15, 180.0
 """Sample images may take this share of the time of all steps, or three minutes if that is more."""
 FEWER_SAMPLES = (1, 2, 5)
-"""They are drawn at each, every second or only the last of the saves of a run, and before the first step."""
+"""Sample images are drawn at every save, every second or every fifth, and always before the first step."""
 
 Range = tuple[float, float]
 """Seconds: the shortest and the longest to expect."""
 # Python, torch and the libraries, the plan, the device's context and the first kernels.
 START_S: Range = (10.0, 30.0)
-# Weights from a disk: NVMe to a SATA SSD. They are read as they are used, not all at once.
+# (slow, fast): reading weights from a SATA SSD or an NVMe disk, through mapped files, layer by layer.
 DISK_BYTES_PER_S = (0.45e9, 2.5e9)
-# A 16-bit release, whatever it is kept in; its size is known where it would be downloaded.
+# Bytes a parameter takes on the disk where a download's size does not tell: bases are released in 16 bits.
 RELEASED_BYTES = 2
-# An AutoencoderKL of 83.65 million parameters: multiply-adds of a pixel, counted twice, by torch's counter.
+# FLOPs a pixel of an AutoencoderKL with 83.65 million parameters, by torch's counter; a multiply-add is 2.
 VAE_PARAMETERS = 83_653_863
 ENCODE_FLOPS_PER_PX, DECODE_FLOPS_PER_PX = 4.4e6, 9.8e6
-# To read, decode, scale and check a picture on one core, and to write its entries.
+# Reading, decoding, scaling and checking an image on one core, and writing its cache entries.
 PICTURE_S: Range = (0.03, 0.2)
 TEXT_FLOPS_PER_PARAMETER = 2
 NEWEST_ONLY_S: Range = (0.2, 2.0)
-"""A save: copies from the device, and its wait for the save before; writing goes on beside the steps."""
+"""Time a save stops the steps: the copy from the device, and the wait for the previous save's writing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTime:
-    """Seconds of a run by part, in the order they come."""
+    """(shortest, longest) seconds of a run by part, in the order of the run."""
 
     parts: Mapping[str, Range]
 
@@ -70,16 +69,16 @@ class RunTime:
 
     @property
     def seconds(self) -> float:
-        """One number: the geometric means, added up."""
+        """Expected seconds: the sum of each part's geometric mean."""
         return sum(math.sqrt(low * high) for low, high in self.parts.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTimeInputs:
-    """What the time of a run follows from: settings without `auto`, the load that fits, the data.
+    """Predicts the time of a run from settings without `auto`, the load that fits, and counts of the data.
 
-    `trained` and `held_out` are pictures, `latents` and `texts` what is encoded once, `pinnable_bytes` what
-    each process may pin of the machine's memory (None: all).
+    `held_out` counts images, `latents` and `texts` the cache entries to encode; `pinnable_bytes` is the host
+    memory each process may pin (None: no limit).
     """
 
     values: Mapping[str, Any]
@@ -94,7 +93,7 @@ class RunTimeInputs:
     texts: int
 
     def step(self) -> StepTime:
-        """Return the time of a step: the mean over the resolutions that samples are drawn from."""
+        """Return the time of a step: the mean over the run's resolutions."""
         batch_size = math.ceil(int(self.values["train.batch_size"]) / self.processes)
         times = []
         for load in self._loads:
@@ -105,7 +104,7 @@ class RunTimeInputs:
                 batch_size=batch_size,
                 pinnable_bytes=self.pinnable_bytes,
             )
-            times.append(self._time(work))
+            times.append(self._step_time(work, load.precision))
         return StepTime(
             low_s=sum(time.low_s for time in times) / len(times),
             high_s=sum(time.high_s for time in times) / len(times),
@@ -126,7 +125,7 @@ class RunTimeInputs:
         )
 
     def sample_interval(self, every_steps: int) -> int:
-        """Return how often to draw sample images: `every_steps`, or less often where they take too long."""
+        """Return after how many steps to draw sample images: `every_steps`, or more where they take too long."""
         step_s = int(self.values["train.steps"]) * self.step().seconds
         for times in FEWER_SAMPLES:
             values = {**self.values, "sampling.every_steps": times * every_steps}
@@ -137,7 +136,7 @@ class RunTimeInputs:
 
     @property
     def _loads(self) -> Iterator[Load]:
-        """Yield the largest bucket, and for each of more resolutions one that is as much smaller."""
+        """Yield the load of the largest bucket, and one with that bucket scaled to each other resolution."""
         yield self.load
         own_px = int(self.values["data.resolution"])
         largest_px = max(own_px, *self.values["data.more_resolutions"], 1)
@@ -146,22 +145,22 @@ class RunTimeInputs:
                 width_px, height_px = (
                     max(1, length * side_px // largest_px) for length in self.load.bucket_px
                 )
+                # The smaller bucket keeps the aspect ratio and, as all buckets, is a multiple of the step.
                 step_px = self.facts.bucket_step_px
                 sides = (round(length / step_px) * step_px for length in (width_px, height_px))
                 width_px, height_px = (max(step_px, side) for side in sides)
                 yield replace(self.load, bucket_px=(width_px, height_px))
 
-    def _time(self, work: StepWork) -> StepTime:
-        if self.gpu is None:
-            return cpu_step_time(work, threads=int(self.values["hardware.threads"]))
-        known = card(self.gpu.name, total_bytes=self.gpu.total_bytes)
-        return gpu_step_time(work, known, precision=self.load.precision)
+    def _step_time(self, work: StepWork, precision: Precision) -> StepTime:
+        threads = int(self.values["hardware.threads"])
+        return step_time(work, gpu=self.gpu, threads=threads, precision=precision)
 
     def _forward(self, side_px: int) -> Range:
         """Return the time of one prediction of one image without gradients."""
         size = (side_px, side_px)
         load = replace(self.load, bucket_px=size, micro_batch=1)
-        time = self._time(forward_work(load, facts=self.facts, costs=self.costs))
+        work = forward_work(load, facts=self.facts, costs=self.costs)
+        time = self._step_time(work, load.precision)
         return time.low_s, time.high_s
 
     def _start(self) -> Range:
@@ -212,18 +211,14 @@ class RunTimeInputs:
         return math.ceil(int(self.values["train.steps"]) / every) if every else 1
 
     def _vae(self, flops: float) -> Range:
-        """Return the time of a VAE of any size; all run in fp32."""
+        """Return the time of a VAE pass in fp32; `flops` are of the AutoencoderKL, scaled by parameters."""
         return self._plain(flops * self.facts.parts["vae"].parameters / VAE_PARAMETERS, "fp32")
 
-    def _plain(self, flops: float, precision: Any) -> Range:
+    def _plain(self, flops: float, precision: Precision) -> Range:
         work = StepWork(
             flops=flops, other_flops=0.0, kernels=0, dequantised_bytes=0.0, bus_bytes=0.0
         )
-        if self.gpu is None:
-            time = cpu_step_time(work, threads=int(self.values["hardware.threads"]))
-        else:
-            known = card(self.gpu.name, total_bytes=self.gpu.total_bytes)
-            time = gpu_step_time(work, known, precision=precision)
+        time = self._step_time(work, precision)
         return time.low_s, time.high_s
 
 

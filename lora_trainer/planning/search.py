@@ -1,8 +1,8 @@
-"""The search for what fits: base precision, recomputation, streaming, micro-batch, sample images. No torch.
+"""The search for a load that fits: base precision, checkpointing, streaming, micro-batch, samples. No torch.
 
-Input is the load as wanted, what may be changed about it, and how loads are judged; output is the load
-that costs the least, nothing in it above what was wanted. When none fits, the error names the nearest
-setting that would.
+Input is the ideal load (what the settings ask for), the values that may be tried instead, and a judge of
+loads; output is the load with the lowest price, which never takes more memory than the ideal one. When no
+load fits, the error names the nearest setting that would.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from itertools import product
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.base_precision import QUANTIZATIONS, BasePrecision
 from lora_trainer.config.config import Checkpointing, Precision
+from lora_trainer.hardware.machine import Gpu
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.loads import Load
 from lora_trainer.planning.memory import GIB, Prediction
+from lora_trainer.planning.oom_history import OomRecord
 
 SHARES = 100
-"""A share of blocks is chosen in hundredths."""
+"""`memory.kept_share` is chosen in steps of one part in so many."""
 SAMPLES_WORTH = 1.2
-"""Sample images are kept where they make a step at most this much longer, and never by fewer bits."""
-
-
+"""Sample images are dropped if room for them makes a step longer than this factor, or needs fewer bits."""
 PRODUCTS_PAY_FROM = 1.1
-"""How many times faster int8 products have to make a step: both predictions are estimates."""
+"""Factor by which int8 products must shorten a step to be chosen, as both predictions are estimates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """Bytes that may be used, and what sets them, to follow a size in a sentence."""
+    """Bytes that may be used, and the reason, worded to follow a size in a sentence."""
 
     bytes: int
     reason: str
@@ -42,10 +42,10 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What may be chosen, each with the most precise or the fastest first; `streamed` is (least, most).
+    """Values the search may try, the most precise or the fastest first; `streamed` is (fewest, most) blocks.
 
-    `kept_share` is by kind of checkpointing the largest share of blocks that may keep more. With
-    `int8_products` a base in int8 may be multiplied so.
+    `kept_share` is the largest `memory.kept_share` to try, 0 to 1, by checkpointing level.
+    `int8_products` allows int8 matrix products with an int8 base.
     """
 
     base_precisions: tuple[BasePrecision, ...]
@@ -56,11 +56,11 @@ class SearchSpace:
     modulation_cache: tuple[bool, ...] = (False,)
     int8_products: bool = False
     in_16_bits: Precision | None = None
-    """The best 16-bit precision that this base can be trained in on this card; None: only fp32 can."""
+    """Best 16-bit precision for this base on this GPU; None: only fp32 works."""
 
     @property
     def roomiest(self) -> SearchSpace:
-        """What takes the least memory."""
+        """The choices that take the least memory."""
         return replace(
             self,
             base_precisions=self.base_precisions[-1:],
@@ -72,9 +72,9 @@ class SearchSpace:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """How a load is judged: its memory on the device and beside it, its seconds a step, its price.
+    """Functions that judge a load: device memory, host memory, seconds a step, and the price to compare by.
 
-    `price` turns a precision and seconds into something to compare; the lowest is taken.
+    `price` maps (base precision, seconds a step) to a key; the search takes the load with the lowest.
     """
 
     predict: Callable[[Load], Prediction]
@@ -90,10 +90,10 @@ class Evaluator:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What fits.
+    """The load that was found.
 
-    `sampling_bytes` is the peak for which sample images were dropped, else 0; `seconds` are those of
-    a step, by base precision of the best load of each that fits at all.
+    `sampling_bytes` is the peak for which sample images were dropped, 0 if they were not. `seconds` maps
+    each base precision that fits to the seconds a step of its best load.
     """
 
     load: Load
@@ -110,27 +110,28 @@ class _Candidate:
 
 
 def fit(
-    wanted: Load, *, choices: SearchSpace, judge: Evaluator, limit: Limit, step_px: int
+    ideal_load: Load, *, choices: SearchSpace, judge: Evaluator, limit: Limit, step_px: int
 ) -> SearchResult:
     """Return the load that fits at the lowest price; ties go to the simpler one.
 
-    `step_px` are the steps a resolution can take. Raises MachineError when nothing fits, even without
-    sample images.
+    Resolutions suggested in an error are multiples of `step_px`. Raises MachineError when nothing fits,
+    even without sample images.
     """
-    wanted = replace(wanted, text_offload=_text_offload(wanted, choices, judge))
-    silent = replace(wanted, samples=False)
+    ideal_load = replace(ideal_load, text_offload=_text_offload(ideal_load, choices, judge))
+    silent = replace(ideal_load, samples=False)
     plain = replace(choices, int8_products=False)
     best = _best(silent, plain, judge)
     if best is None:
         raise _nothing_fits(silent, choices, judge=judge, limit=limit, step_px=step_px)
     if best.load.base_precision not in QUANTIZATIONS:
-        choices = plain  # they make no base int8 that would be kept whole
+        choices = plain  # int8 products may never be the reason to quantise a base
     elif choices.int8_products:
         best = _best(silent, choices, judge) or best
     load, dropped_bytes = best.load, 0
-    if wanted.samples:
+    if ideal_load.samples:
         same = replace(choices, base_precisions=(best.load.base_precision,))
-        drawing = _best(wanted, same, judge)
+        # Room for sample images may not cost fewer bits, so only the chosen base precision is tried.
+        drawing = _best(ideal_load, same, judge)
         if drawing is not None and drawing.seconds <= SAMPLES_WORTH * best.seconds:
             load = drawing.load
         else:
@@ -139,16 +140,16 @@ def fit(
         load=load,
         prediction=judge.predict(load),
         sampling_bytes=dropped_bytes,
-        seconds=_seconds_by_precision(load, wanted, choices, judge),
+        seconds=_seconds_by_precision(load, ideal_load, choices, judge),
     )
 
 
 def images_at_once(
     load: Load, buckets: Sequence[tuple[int, int]], *, most: int, judge: Evaluator
 ) -> dict[tuple[int, int], int]:
-    """Return how many images of each bucket go through the network together: `most`, or what fits.
+    """Return the micro-batch of each bucket: `most`, or fewer images where no more fit.
 
-    `load` is of the largest bucket and fits.
+    `load` is of the largest bucket and must fit; smaller buckets may have more images at once.
     """
     if load.micro_batch >= most:
         return dict.fromkeys(buckets, most)
@@ -164,10 +165,10 @@ def images_at_once(
     }
 
 
-def _text_offload(wanted: Load, choices: SearchSpace, judge: Evaluator) -> bool:
-    """Text encoders stay on the device while caching, unless they alone are too large for it."""
+def _text_offload(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> bool:
+    """Say whether text encoders must be offloaded while caching: only if they alone exceed the device."""
     for offload in choices.text_offload:
-        prediction = judge.predict(replace(wanted, text_offload=offload))
+        prediction = judge.predict(replace(ideal_load, text_offload=offload))
         limit_bytes = prediction.limit_bytes
         if limit_bytes is None or prediction.phases["texts"] <= limit_bytes:
             return offload
@@ -175,20 +176,21 @@ def _text_offload(wanted: Load, choices: SearchSpace, judge: Evaluator) -> bool:
 
 
 def _seconds_by_precision(
-    found: Load, wanted: Load, choices: SearchSpace, judge: Evaluator
+    best_load: Load, ideal_load: Load, choices: SearchSpace, judge: Evaluator
 ) -> dict[BasePrecision, float]:
-    wanted = replace(wanted, samples=found.samples)
+    ideal_load = replace(ideal_load, samples=best_load.samples)
     best = {
-        precision: _best(wanted, replace(choices, base_precisions=(precision,)), judge)
+        precision: _best(ideal_load, replace(choices, base_precisions=(precision,)), judge)
         for precision in choices.base_precisions
     }
     return {precision: each.seconds for precision, each in best.items() if each is not None}
 
 
-def _best(wanted: Load, choices: SearchSpace, judge: Evaluator) -> _Candidate | None:
+def _best(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> _Candidate | None:
     def candidate(load: Load) -> _Candidate:
         seconds = judge.seconds(load)
-        doubted = PRODUCTS_PAY_FROM if load.base_matmul != wanted.base_matmul else 1.0
+        # int8 products round, so they count as slower than predicted and win only by a clear margin.
+        doubted = PRODUCTS_PAY_FROM if load.base_matmul != ideal_load.base_matmul else 1.0
         return _Candidate(
             load=load, seconds=seconds, price=judge.price(load.base_precision, doubted * seconds)
         )
@@ -202,6 +204,7 @@ def _best(wanted: Load, choices: SearchSpace, judge: Evaluator) -> _Candidate | 
     def order(each: _Candidate) -> tuple[object, ...]:
         load = each.load
         kind = choices.checkpointing.index(load.checkpointing)
+        # Equal prices: fewer moving parts first, so that estimates do not decide between equal runs.
         return (
             each.price,
             load.streamed_blocks,
@@ -214,25 +217,26 @@ def _best(wanted: Load, choices: SearchSpace, judge: Evaluator) -> _Candidate | 
     return min(
         (
             candidate(load)
-            for found in _fitting(wanted, choices, judge)
-            for load in multiplied(found)
+            for fitting_load in _fitting(ideal_load, choices, judge)
+            for load in multiplied(fitting_load)
         ),
         key=order,
         default=None,
     )
 
 
-def _fitting(wanted: Load, choices: SearchSpace, judge: Evaluator) -> Iterator[Load]:
-    """Yield loads that fit: for each way of keeping the base and of recomputing the largest micro-batch.
+def _fitting(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> Iterator[Load]:
+    """Yield loads that fit, for each combination of base precision, checkpointing and modulation cache.
 
-    And for this one, half of it, and so on the largest share of blocks that keep more. Streaming starts
-    where nothing less helps: with the fewest blocks for the whole batch, half of it, and so on.
+    Each combination yields its largest micro-batch; then for that micro-batch, half of it, and so on, the
+    largest `kept_share`. Streaming is tried only for micro-batches that do not fit without it: with the
+    fewest blocks for the whole batch, half of it, and so on.
     """
     least, most = choices.streamed
     ways = product(choices.base_precisions, choices.checkpointing, choices.modulation_cache)
     for precision, kind, cached in ways:
         load = replace(
-            wanted,
+            ideal_load,
             base_precision=precision,
             checkpointing=kind,
             kept_share=0.0,
@@ -240,11 +244,11 @@ def _fitting(wanted: Load, choices: SearchSpace, judge: Evaluator) -> Iterator[L
             streamed_blocks=least,
         )
         if least and not load.recomputes_all:
-            continue
+            continue  # streamed blocks are gone after the forward pass and must be recomputed
         plain = _most(
             lambda count, load=load: judge.fits(replace(load, micro_batch=count)),  # type: ignore[misc]
             least=0,
-            most=wanted.micro_batch,
+            most=ideal_load.micro_batch,
         )
         if plain:
             yield replace(load, micro_batch=plain)
@@ -266,7 +270,7 @@ def _keeping_more(load: Load, *, most: float, up_to: int, judge: Evaluator) -> I
 
 
 def _largest_share(load: Load, *, most: float, judge: Evaluator) -> float:
-    """Return the largest share up to `most` of the blocks that can keep more; 0.0 fits."""
+    """Return the largest `kept_share` up to `most` that fits; 0.0 must fit."""
     if judge.fits(replace(load, kept_share=most)):
         return most
     hundredths = _most(
@@ -282,24 +286,28 @@ def _streaming(load: Load, *, above: int, most: int, judge: Evaluator) -> Iterat
     while count > above:
         full = replace(load, micro_batch=count, streamed_blocks=most)
         if judge.predict(full).fits:
-            # The fewest blocks the device needs are also what the machine's memory has to hold.
-            kept = _most(
-                lambda kept, full=full: (
+            # The device wants many streamed blocks, the host few. So the search looks for the fewest
+            # the device can do with, and the host only has to agree to that number.
+            resident = _most(
+                lambda count, full=full: (
                     judge.predict(  # type: ignore[misc]
-                        replace(full, streamed_blocks=most - kept)
+                        replace(full, streamed_blocks=most - count)
                     ).fits
                 ),
                 least=0,
                 most=most - load.streamed_blocks,
             )
-            fewest = replace(full, streamed_blocks=most - kept)
+            fewest = replace(full, streamed_blocks=most - resident)
             if judge.fits(fewest):
                 yield fewest
         count //= 2
 
 
 def _most(fits: Callable[[int], bool], *, least: int, most: int) -> int:
-    """Return the largest number up to `most` that fits, all below it fitting too; at least `least`."""
+    """Return the largest number from `least` to `most` that fits, by bisection.
+
+    Every number below one that fits must fit too; `least` is returned untested.
+    """
     low, high = least, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -311,31 +319,32 @@ def _most(fits: Callable[[int], bool], *, least: int, most: int) -> int:
 
 
 def _nothing_fits(
-    wanted: Load, choices: SearchSpace, *, judge: Evaluator, limit: Limit, step_px: int
+    ideal_load: Load, choices: SearchSpace, *, judge: Evaluator, limit: Limit, step_px: int
 ) -> MachineError:
-    """Say what is missing, of the device or of the machine beside it, and what would fit."""
-    least = _least(wanted, choices)
+    """Return the error for a run that fits nowhere: the missing memory, and the nearest setting that fits."""
+    least = _least(ideal_load, choices)
     need, host = judge.predict(least), judge.predict_host(least)
     how = f" ({_how(least)})" if need.peak_phase == "training" else ""
-    found = (
+    shortage = (
         f"this run needs at least {gib(need.peak_bytes)} for {PHASE_NAMES[need.peak_phase]}{how}, "
-        f"and there are {limit}"
+        f"but there are only {limit}"
     )
-    place = "a card" if wanted.device != "cpu" else "a machine"
+    machine = "a GPU" if ideal_load.device != "cpu" else "a machine"
     smallest = need.peak_bytes
     if need.fits and host is not None:
-        found = (
-            f"this run needs at least {gib(host.bytes)} of the machine's memory beside the card, "
-            f"and there are {gib(host.limit_bytes)} free"
+        shortage = (
+            f"this run needs at least {gib(host.bytes)} of the machine's memory beside the GPU's, "
+            f"but only {gib(host.limit_bytes)} are free"
         )
-        place, smallest = "a machine", host.bytes
-    for setting, load, allowed in _smaller(wanted, choices, step_px=step_px):
+        machine, smallest = "a machine", host.bytes
+    for setting, load, allowed in _smaller(ideal_load, choices, step_px=step_px):
+        # The roomiest choices tell whether a setting can fit at all; a plan with it picks better ones.
         if _best(load, allowed.roomiest, judge) is not None:
-            return MachineError(found, fix=f"use --set {setting}, which fits")
+            return MachineError(shortage, fix=f"use --set {setting}, which fits")
         if not need.fits:
             smallest = min(smallest, judge.predict(_least(load, allowed)).peak_bytes)
     return MachineError(
-        found, fix=f"use {place} with {gib(smallest)} free, or a smaller base model"
+        shortage, fix=f"use {machine} with {gib(smallest)} free, or a smaller base model"
     )
 
 
@@ -352,18 +361,18 @@ def _how(load: Load) -> str:
     if load.base_precision in QUANTIZATIONS:
         parts.append(f"base in {load.base_precision}")
     if load.checkpointing != "none":
-        parts.append("everything recomputed")
+        parts.append("full checkpointing")
     if load.modulation_cache:
-        parts.append("modulation made ahead")
+        parts.append("modulation cached")
     if load.streamed_blocks:
         parts.append("all blocks streamed")
     return ", ".join(parts)
 
 
-def _least(wanted: Load, choices: SearchSpace) -> Load:
+def _least(ideal_load: Load, choices: SearchSpace) -> Load:
     kind = choices.checkpointing[-1]
     return replace(
-        wanted,
+        ideal_load,
         base_precision=choices.base_precisions[-1],
         checkpointing=kind,
         kept_share=0.0,
@@ -375,33 +384,47 @@ def _least(wanted: Load, choices: SearchSpace) -> Load:
 
 
 def _smaller(
-    wanted: Load, choices: SearchSpace, *, step_px: int
+    ideal_load: Load, choices: SearchSpace, *, step_px: int
 ) -> Iterator[tuple[str, Load, SearchSpace]]:
-    """Yield settings that take less memory, those that change the result least first."""
-    if wanted.precision == "fp32" and choices.in_16_bits is not None:
+    """Yield (setting, load, choices) that take less memory; the smallest change of the result comes first."""
+    if ideal_load.precision == "fp32" and choices.in_16_bits is not None:
         half = choices.in_16_bits
-        kept = replace(choices, base_precisions=(half,))
-        yield f"train.precision={half}", replace(wanted, precision=half), kept
-    if wanted.device != "cpu" and choices.base_precisions[-1] not in QUANTIZATIONS:
+        narrowed = replace(choices, base_precisions=(half,))
+        yield f"train.precision={half}", replace(ideal_load, precision=half), narrowed
+    if ideal_load.device != "cpu" and choices.base_precisions[-1] not in QUANTIZATIONS:
         for precision in ("int8", "nf4"):
-            kept = replace(choices, base_precisions=(precision,))
-            yield f"memory.base_precision={precision}", wanted, kept
-    if wanted.optimizer == "adamw":
-        yield "optimizer.name=adamw8bit", replace(wanted, optimizer="adamw8bit"), choices
+            narrowed = replace(choices, base_precisions=(precision,))
+            yield f"memory.base_precision={precision}", ideal_load, narrowed
+    if ideal_load.optimizer == "adamw":
+        yield "optimizer.name=adamw8bit", replace(ideal_load, optimizer="adamw8bit"), choices
     for rank in (128, 64, 32, 16, 8, 4):
-        if rank < wanted.adapter.rank:
-            smaller = wanted.adapter.model_copy(update={"rank": rank})
-            yield f"adapter.rank={rank}", replace(wanted, adapter=smaller), choices
-    without, side_px = "", wanted.sample_side_px
-    if wanted.bucket_px[0] * wanted.bucket_px[1] > side_px**2:
+        if rank < ideal_load.adapter.rank:
+            smaller = ideal_load.adapter.model_copy(update={"rank": rank})
+            yield f"adapter.rank={rank}", replace(ideal_load, adapter=smaller), choices
+    without, side_px = "", ideal_load.sample_side_px
+    if ideal_load.bucket_px[0] * ideal_load.bucket_px[1] > side_px**2:
         without = "data.more_resolutions=[]"
-        yield without, replace(wanted, bucket_px=(side_px, side_px)), choices
+        yield without, replace(ideal_load, bucket_px=(side_px, side_px)), choices
         without = f" --set {without}"
-    for side_px in range(wanted.sample_side_px - step_px, step_px - 1, -step_px):
-        shrunk = replace(wanted, bucket_px=(side_px, side_px), sample_side_px=side_px)
+    for side_px in range(ideal_load.sample_side_px - step_px, step_px - 1, -step_px):
+        shrunk = replace(ideal_load, bucket_px=(side_px, side_px), sample_side_px=side_px)
         yield f"data.resolution={side_px}{without}", shrunk, choices
 
 
+def gpu_limit(gpu: Gpu, *, limit_gib: float | None, full_card: OomRecord | None) -> Limit:
+    """Return the GPU memory that a run may use: free memory or the user's limit, whichever is less.
+
+    With an out-of-memory record of this GPU, only the recorded share of it.
+    """
+    size, reason = gpu.free_bytes, f"free on {gpu.name}"
+    if limit_gib is not None and limit_gib * GIB < size:
+        size, reason = int(limit_gib * GIB), "allowed by hardware.vram_limit_gib"
+    if full_card is None:
+        return Limit(bytes=size, reason=reason)
+    usable_bytes = int(size * full_card.share)
+    return Limit(bytes=usable_bytes, reason=f"({gib(size)} {reason}; {full_card})")
+
+
 def gib(size: int) -> str:
-    """Return a size as people read it."""
+    """Return a size in GiB with two decimals and the unit."""
     return f"{size / GIB:.2f} GiB"

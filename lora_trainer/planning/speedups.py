@@ -1,8 +1,8 @@
 """Whether compiled blocks and CUDA graphs can be used, and whether they pay within the run. No torch.
 
-Input is what a step does and how long the run is; output a verdict with its reason. The model errs
-towards leaving them out: it takes what is saved at the low end of what others have measured, what it
-costs at the high end, and asks for twice the cost back.
+Input is the work of a step and the length of the run; output a verdict with its reason. The model errs
+towards leaving them out: it assumes the lowest savings that others have measured and the highest cost, and
+wants the savings to be twice the cost.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from lora_trainer.planning.step_time import (
 )
 
 MOST_SHAPES = 16
-"""Shapes with a compiled graph, or a recording, of their own; more are computed as without."""
+"""Most shapes that are compiled or recorded; further shapes run as usual."""
 COMPILE_S = 40.0
-"""One kind of block at one shape, forwards and backwards, on a few cores; from the cache a second or two."""
+"""Compiling one kind of block for one shape, both passes, on a few cores; from the cache a second or two."""
 COMPILED_SAVES = 0.15
-"""Of a step: measured elsewhere 5 to 37 % (musubi-tuner, OneTrainer, Krea 2), more with 4-bit bases."""
+"""Share of a step saved: measured elsewhere 5 to 37 % (musubi-tuner, OneTrainer, Krea 2), more with 4-bit bases."""
 RECORDING_STEPS = 5
-"""What a recording costs, in steps: the warm-ups run on a stream of their own, the capture runs in Python."""
+"""Cost of a recording in steps: warm-up steps on a side stream, then the capture, which runs in Python."""
 RECORDING_S = 2.0
 REPLAYED_KERNEL_S = 3e-6
 """Time between two kernels of a graph."""
 LAUNCHES_SAVED = 0.5
-"""Share of the predicted waiting for launches that is counted on: how fast a host is, is not known."""
+"""Share of the predicted waiting for kernel launches that counts as saved, as the host's speed is unknown."""
 PAYS_FROM = 2.0
-"""What is saved in the steps of the run over what it costs, from which on it is done."""
+"""Seconds saved within the run over seconds it costs, from which on a speed-up is used."""
 TRITON_CAPABILITY = (7, 0)
 PixelShape = tuple[int, int, int]
 """(width, height) in pixels, images at once."""
@@ -50,7 +50,7 @@ PixelShape = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedupDecision:
-    """Whether something is used, and why."""
+    """Whether a speed-up is used, and why."""
 
     use: bool
     reason: str
@@ -58,11 +58,11 @@ class SpeedupDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What is known of a run when it is decided: settings without `auto` but for these two.
+    """Facts about a run that decide its speed-ups; `values` has `auto` only for these two settings.
 
-    `launch_s` is how long starting the kernels of a step takes, `work_s` what they do; `kinds` how many
-    different blocks the base has, `shapes` how many shapes its passes have; `recorded` is the memory
-    that graphs would take.
+    `launch_s` are seconds to start all kernels of a step, `work_s` seconds the GPU computes; `kinds` counts
+    the different blocks of the base, `shapes` the shapes of its passes; `recorded` is the memory of a run
+    with CUDA graphs.
     """
 
     values: Mapping[str, Any]
@@ -91,7 +91,7 @@ def run_facts(
     priority: str,
     processes: int,
 ) -> RunFacts:
-    """Return what is known of a run whose memory is settled."""
+    """Return the facts about a run whose memory is decided."""
     load, linear = allocation.load, costs.linear_shapes(facts)
     share = math.ceil(int(values["train.batch_size"]) / processes)
     work = step_work(
@@ -103,8 +103,8 @@ def run_facts(
     )
     bounds: Mapping[str, tuple[float, float]] = {}
     if gpu is not None:
-        found = card(gpu.name, total_bytes=gpu.total_bytes)
-        bounds = gpu_bounds(work, found, precision=load.precision)
+        rates = card(gpu.name, total_bytes=gpu.total_bytes)
+        bounds = gpu_bounds(work, rates, precision=load.precision)
     shapes = len(
         pass_shapes(
             allocation.images_at_once,
@@ -137,10 +137,10 @@ def run_facts(
 def pass_shapes(
     images_at_once: Mapping[tuple[int, int], int], *, batch_size: int, processes: int = 1
 ) -> list[PixelShape]:
-    """Return the shapes that passes may have, those with all images of their bucket's cap first.
+    """Return the shapes that passes may have, full micro-batches first.
 
-    A step takes what comes, whatever its bucket, so smaller groups occur too; in a single bucket only
-    what is left over.
+    A step draws images from all buckets, so any smaller number of images of a bucket occurs too; with a
+    single bucket only the rest of the division does.
     """
     counts = {size: set(range(1, cap + 1)) for size, cap in images_at_once.items()}
     if len(counts) == 1 and batch_size % processes == 0:
@@ -148,8 +148,8 @@ def pass_shapes(
         counts[size] = {cap, batch_size // processes % cap} - {0}
     missing = {
         (*size, count): images_at_once[size] - count
-        for size, found in counts.items()
-        for count in found
+        for size, batch_counts in counts.items()
+        for count in batch_counts
     }
     return sorted(missing, key=lambda shape: (missing[shape], -shape[0] * shape[1], shape))
 
@@ -157,99 +157,103 @@ def pass_shapes(
 # ---- compiled blocks
 
 
-def compiling(told: RunFacts) -> SpeedupDecision:
-    """Say what `hardware.compile` becomes: blocks if `use`."""
-    asked = told.values["hardware.compile"]
-    obstacle = "" if asked == "none" else _why_not_compiled(told)
-    if asked == "auto":
-        obstacle = obstacle or _why_not_unasked(told)
+def compiling(run_facts: RunFacts) -> SpeedupDecision:
+    """Return whether `hardware.compile` becomes `blocks`, and why."""
+    setting = run_facts.values["hardware.compile"]
+    obstacle = "" if setting == "none" else _why_not_compiled(run_facts)
+    if setting == "auto":
+        obstacle = obstacle or _why_not_unasked(run_facts)
     else:
-        reason = f"blocks was asked for, but {obstacle}" if obstacle else ""
-        return SpeedupDecision(use=asked == "blocks" and not obstacle, reason=reason)
-    return _automatic(told, obstacle) or _pays(
-        told,
-        cost_s=COMPILE_S * told.kinds * told.shapes,
-        saved_s=COMPILED_SAVES * told.time.seconds,
-        what=f"compiling {told.kinds} kinds of blocks for {told.shapes} shapes",
+        reason = f"instead of blocks: {obstacle}" if obstacle else ""
+        return SpeedupDecision(use=setting == "blocks" and not obstacle, reason=reason)
+    return _automatic(run_facts, obstacle) or _pays(
+        run_facts,
+        cost_s=COMPILE_S * run_facts.kinds * run_facts.shapes,
+        saved_s=COMPILED_SAVES * run_facts.time.seconds,
+        what=f"compiling {run_facts.kinds} kinds of blocks for {run_facts.shapes} shapes",
     )
 
 
-def _why_not_compiled(told: RunFacts) -> str:
-    """Return what stands against it, tried on every family's network; empty: nothing."""
-    values = told.values
+def _why_not_compiled(run_facts: RunFacts) -> str:
+    """Return why blocks cannot be compiled, empty if they can; each reason was tried on every family."""
+    values = run_facts.values
     kind = "DoRA" if values["adapter.dora"] else values["adapter.kind"]
     if kind in ("DoRA", "loha", "lokr"):
-        return f"{kind} layers of peft are no code that can be compiled in one piece"
+        return f"peft's {kind} layers cannot be compiled in one piece"
     if values["adapter.init"] == "pissa":
-        return "adapter.init=pissa computes its layers in hooks"
+        return "adapter.init=pissa computes its layers in hooks, which cannot be compiled"
     if any(values[f"adapter.{name}"] for name in ("dropout", "rank_dropout", "module_dropout")):
-        return "masks of adapter dropout are named by layer: each block would be code of its own"
-    if not told.one_text_length:
-        return "texts of this base have lengths of their own: each would be code of its own"
+        return "adapter dropout differs by layer, so each block would be compiled separately"
+    if not run_facts.one_text_length:
+        return "text lengths vary with this base, and each length would be compiled separately"
     if values["objective.prior"] == "base" or values["objective.preservation_weight"]:
-        return "what the base says itself is asked for varying numbers of samples: each would be code of its own"
+        return "the base's own prediction is computed for a varying number of samples, each compiled separately"
     if values["base.assistant"] is not None:
-        return "base.assistant computes its part in hooks"
+        return "base.assistant computes its part in hooks, which cannot be compiled"
     if values["memory.gradient_checkpointing"] in KEEP_ATTENTION or values["memory.kept_share"]:
-        return "blocks keep results of kernels (memory.gradient_checkpointing), which compiled code has no more"
+        return "this gradient checkpointing keeps results of single kernels, which compiled code merges"
     if values["memory.modulation_cache"]:
-        return "memory.modulation_cache looks up what parts of the blocks give"
+        return "memory.modulation_cache replaces parts of the blocks by look-ups"
     if values["memory.attention"] == "xformers":
-        return "memory.attention=xformers is not torch's own"
+        return "memory.attention=xformers cannot be compiled"
     return ""
 
 
-def _why_not_unasked(told: RunFacts) -> str:
-    """Return why a card would have no use of code, or get none; asked for, it is tried all the same."""
-    if told.values["memory.streamed_blocks"]:
-        return "blocks are streamed: steps wait for copies"
-    if not told.has_triton:
-        return "triton, which makes code for cards, is missing (pip install triton)"
-    capability = told.gpu.compute_capability if told.gpu is not None else None
+def _why_not_unasked(run_facts: RunFacts) -> str:
+    """Return why `auto` does not compile on this GPU, empty if it may; the user may still ask for it."""
+    if run_facts.values["memory.streamed_blocks"]:
+        return "blocks are streamed, so steps wait for copies, not for kernels"
+    if not run_facts.has_triton:
+        return "triton, which compiles for GPUs, is missing (pip install triton)"
+    capability = run_facts.gpu.compute_capability if run_facts.gpu is not None else None
     if capability is None or capability < TRITON_CAPABILITY:
-        return "triton makes code for cards of compute capability 7.0 and above"
+        return "triton needs a GPU of compute capability 7.0 or higher"
     return ""
 
 
 # ---- CUDA graphs
 
 
-def graphing(told: RunFacts) -> SpeedupDecision:
-    """Say what `hardware.cuda_graphs` becomes."""
-    asked = told.values["hardware.cuda_graphs"]
-    obstacle = "" if asked is False else _why_not_graphed(told)
-    if not obstacle and asked is not False and not told.recorded.fits:
-        obstacle = f"recorded steps keep their memory: {gib(told.recorded.peak_bytes)} predicted"
-    if asked != "auto":
-        reason = f"true was asked for, but {obstacle}" if obstacle else ""
-        return SpeedupDecision(use=asked is True and not obstacle, reason=reason)
-    waiting_s = told.launch_s - max(told.work_s, told.kernels * REPLAYED_KERNEL_S)
-    return _automatic(told, obstacle) or _pays(
-        told,
-        cost_s=told.shapes * (RECORDING_S + RECORDING_STEPS * told.time.high_s),
+def graphing(run_facts: RunFacts) -> SpeedupDecision:
+    """Return whether `hardware.cuda_graphs` becomes true, and why."""
+    setting = run_facts.values["hardware.cuda_graphs"]
+    obstacle = "" if setting is False else _why_not_graphed(run_facts)
+    if not obstacle and setting is not False and not run_facts.recorded.fits:
+        peak = gib(run_facts.recorded.peak_bytes)
+        obstacle = f"CUDA graphs keep memory for themselves: {peak} predicted, which does not fit"
+    if setting != "auto":
+        reason = f"instead of true: {obstacle}" if obstacle else ""
+        return SpeedupDecision(use=setting is True and not obstacle, reason=reason)
+    # Kernel launches overlap with the GPU's work, and a graph still needs a little time between kernels,
+    # so a graph saves only the launch time beyond both.
+    waiting_s = run_facts.launch_s - max(run_facts.work_s, run_facts.kernels * REPLAYED_KERNEL_S)
+    return _automatic(run_facts, obstacle) or _pays(
+        run_facts,
+        cost_s=run_facts.shapes * (RECORDING_S + RECORDING_STEPS * run_facts.time.high_s),
         saved_s=LAUNCHES_SAVED * max(0.0, waiting_s),
-        what=f"recording {told.shapes} shapes",
+        what=f"recording {run_facts.shapes} shapes",
     )
 
 
-def _why_not_graphed(told: RunFacts) -> str:
-    values = told.values
+def _why_not_graphed(run_facts: RunFacts) -> str:
+    values = run_facts.values
     obstacles = {
-        "there is no card": told.gpu is None,
-        "only NVIDIA's cards are known to record steps": told.gpu is not None
-        and not told.gpu.can.graphs,
-        "train.deterministic promises bits": values["train.deterministic"],
+        "there is no GPU": run_facts.gpu is None,
+        "CUDA graphs work on NVIDIA GPUs only": run_facts.gpu is not None
+        and not run_facts.gpu.can.graphs,
+        "train.deterministic promises equal bits": values["train.deterministic"],
         "blocks are streamed from host memory": values["memory.streamed_blocks"],
         "inputs of blocks wait in host memory": values["memory.gradient_checkpointing"]
         == "offloaded",
-        "bitsandbytes' nf4 is not known to be recordable": values["memory.base_precision"] == "nf4",
-        "what the modulation layers give lies elsewhere in each step": values[
+        "bitsandbytes' nf4 is not known to work in CUDA graphs": values["memory.base_precision"]
+        == "nf4",
+        "memory.modulation_cache reads from other addresses in each step": values[
             "memory.modulation_cache"
         ],
         "text encoders run in every step": values["adapter.text_encoder"]
         or values["adapter.new_tokens"],
-        "texts of this base have lengths of their own": not told.one_text_length,
-        "what the base says itself is asked for some samples only": values["objective.prior"]
+        "text lengths vary with this base": not run_facts.one_text_length,
+        "the base's own prediction is computed for some samples only": values["objective.prior"]
         == "base"
         or values["objective.preservation_weight"],
     }
@@ -257,13 +261,14 @@ def _why_not_graphed(told: RunFacts) -> str:
 
 
 def with_recordings(memory: Prediction, *, shapes: int, beside_bytes: int) -> Prediction:
-    """Return what recorded steps take: their memory stays theirs while anything else is computed.
+    """Return `memory` with CUDA graphs, whose recorded steps keep their memory between replays.
 
-    With several shapes that is a step of another one, which is not recorded yet; else a validation,
-    which takes `beside_bytes`.
+    So it comes on top of whatever else runs: with several shapes a step of a shape that is not recorded
+    yet, with one shape a validation pass, which takes `beside_bytes`.
     """
-    kept = (*ACTIVATIONS, SLACK)  # a pool of its own has holes of its own
-    step = sum(item.bytes for item in memory.by_phase["training"] if item.name in kept)
+    # The graphs' own pool has its own holes, so the slack counts a second time as well.
+    recorded_names = (*ACTIVATIONS, SLACK)
+    step = sum(item.bytes for item in memory.by_phase["training"] if item.name in recorded_names)
     beside = step if shapes > 1 else min(step, beside_bytes)
     extra = {"training": beside, "sampling": step}
     return replace(
@@ -276,30 +281,32 @@ def with_recordings(memory: Prediction, *, shapes: int, beside_bytes: int) -> Pr
 
 
 def _recorded_item(size: int) -> MemoryItem:
-    note = "CUDA graphs: what a recorded step keeps for itself"
+    note = "CUDA graphs: memory that recorded steps keep for themselves"
     return MemoryItem(name="recorded steps", bytes=size, note=note)
 
 
 # ---- both
 
 
-def _automatic(told: RunFacts, obstacle: str) -> SpeedupDecision | None:
-    """Return why it is not even weighed; None: it is."""
-    if told.priority != "speed":
-        return SpeedupDecision(use=False, reason="tried by priority speed only")
-    if told.gpu is None:
-        return SpeedupDecision(use=False, reason="for a card")
+def _automatic(run_facts: RunFacts, obstacle: str) -> SpeedupDecision | None:
+    """Return a verdict against a speed-up without computing whether it pays; None: compute it."""
+    if run_facts.priority != "speed":
+        return SpeedupDecision(use=False, reason="chosen with priority speed only")
+    if run_facts.gpu is None:
+        return SpeedupDecision(use=False, reason="chosen on a GPU only")
     if obstacle:
         return SpeedupDecision(use=False, reason=obstacle)
-    if told.shapes > MOST_SHAPES:
-        many = f"{told.shapes} shapes of passes, more than {MOST_SHAPES}"
+    if run_facts.shapes > MOST_SHAPES:
+        many = f"{run_facts.shapes} shapes of passes, more than {MOST_SHAPES}"
         return SpeedupDecision(use=False, reason=many)
     return None
 
 
-def _pays(told: RunFacts, *, cost_s: float, saved_s: float, what: str) -> SpeedupDecision:
-    saved = saved_s * told.steps
-    sums = f"{what} takes {cost_s:.0f} s, {told.steps} steps save {saved:.0f} s (both estimates)"
+def _pays(run_facts: RunFacts, *, cost_s: float, saved_s: float, what: str) -> SpeedupDecision:
+    saved = saved_s * run_facts.steps
+    sums = (
+        f"{what} takes {cost_s:.0f} s, {run_facts.steps} steps save {saved:.0f} s (both estimates)"
+    )
     return SpeedupDecision(use=saved > PAYS_FROM * cost_s, reason=sums)
 
 
@@ -308,8 +315,8 @@ def _middle(ends: tuple[float, float]) -> float:
 
 
 def _count_kinds(shapes: Mapping[str, tuple[int, int]], blocks: Collection[str]) -> int:
-    """Return how many different blocks there are; `shapes` are those of linear layers by name."""
-    found = {
+    """Return how many different blocks there are; `shapes` maps linear layers to (fan_in, out)."""
+    kinds = {
         frozenset(
             (name[len(block) :], shape)
             for name, shape in shapes.items()
@@ -317,4 +324,4 @@ def _count_kinds(shapes: Mapping[str, tuple[int, int]], blocks: Collection[str])
         )
         for block in blocks
     }
-    return max(1, len(found))
+    return max(1, len(kinds))

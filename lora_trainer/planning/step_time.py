@@ -1,15 +1,15 @@
 """Seconds of a step, from what the GPU can do and what the step computes and copies.
 
-How fast cards are: a table from the makers' data sheets, and a stand-in for those not in it.
+How fast GPUs are: a table from the makers' data sheets, and a stand-in for GPUs that are not in it.
 
-Input is a card's name and memory; output a `Card`. Rates are ceilings; `step_time.py` knows which share
+Input is a GPU's name and memory; output a `Card`. Rates are ceilings; `step_time.py` knows which share
 of them training reaches.
 
 How long an optimizer step takes: an estimate from FLOPs, memory traffic and transfers, as a range.
 
-Input is what a step does (`StepWork`) and a card or a number of cores; output is the shortest and the
-longest time to expect, and a note that says what sets it. `seconds` of a range is the value plans are
-compared by: the geometric mean.
+Input is the work of a step (`StepWork`) and a GPU or a number of cores; output is the shortest and the
+longest time to expect, and a note that names the bottleneck. Plans are compared by `seconds`, the
+geometric mean of the range.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lora_trainer.config.base_precision import BasePrecision
 from lora_trainer.config.config import Checkpointing, Precision
 from lora_trainer.costs.sample_cost import KEEP_ATTENTION, SampleCost
 from lora_trainer.families.base import BaseFacts
+from lora_trainer.hardware.machine import Gpu
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.pinned_share import pinned_shares
 from lora_trainer.planning.weight_bytes import FrozenBase
@@ -31,11 +32,11 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """A card's 16-bit matrix rate with fp32 accumulation, and the rate of its memory.
+    """A GPU's 16-bit matrix rate with fp32 accumulation, and its memory bandwidth.
 
-    `stands_for` names a card that is not in the table and is taken for this one. Its int8 products are
-    `int8_speedup` times as fast: four times on cards for games, which add 16-bit products up in fp32 at
-    half the rate, else twice.
+    `stands_for` names a GPU that is missing from the table and is taken for this one. int8 products are
+    `int8_speedup` times as fast: 4 on gaming GPUs, which halve the 16-bit rate when they accumulate in
+    fp32, else 2.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Card:
     stands_for: str = ""
 
 
-# TFLOP/s and GB/s.
+# By a part of the driver's name for the GPU: TFLOP/s and GB/s.
 _RATES: Mapping[str, tuple[float, float]] = {
     "B200": (1600, 8000), "H200": (790, 4300), "H100": (700, 3300), "A100": (250, 1550),
     "A10": (70, 600), "L4": (60, 300), "L40S": (180, 860), "V100": (100, 900),
@@ -62,7 +63,7 @@ _RATES: Mapping[str, tuple[float, float]] = {
     "Apple M4 Max": (18, 546),
 }  # fmt: skip
 _FOR_GAMES = ("RTX 30", "RTX 40", "RTX 50")
-# An ordinary card of up to so many GiB; the first that is enough stands for an unknown one.
+# (GiB, name): an unknown GPU of at most so many GiB is taken for this one, the first row that is enough.
 _ORDINARY: tuple[tuple[float, str], ...] = (
     (6.5, "RTX 2060"),
     (9, "RTX 4060"),
@@ -76,12 +77,13 @@ _LARGEST = "A100"
 
 
 def card(name: str, *, total_bytes: int) -> Card:
-    """Return the card of that name: the longest known name in it, else an ordinary card of its size."""
-    known = max((found for found in _RATES if found in name), key=len, default=None)
-    if known is not None:
-        return _card(known)
+    """Return the rates of a GPU: those of the longest table name within `name`, else of a GPU of its size."""
+    # The longest, because "A10" is also a part of "A100", and "Apple M1" of "Apple M1 Max".
+    longest_name = max((row for row in _RATES if row in name), key=len, default=None)
+    if longest_name is not None:
+        return _card(longest_name)
     size_gib = total_bytes / GIB
-    ordinary = next((found for limit, found in _ORDINARY if size_gib <= limit), _LARGEST)
+    ordinary = next((row for limit, row in _ORDINARY if size_gib <= limit), _LARGEST)
     return _card(ordinary, stands_for=name)
 
 
@@ -96,11 +98,11 @@ def _card(name: str, *, stands_for: str = "") -> Card:
     )
 
 
-# Share of the matrix rate that eager training reaches: its elementwise kernels move much memory.
+# Share of the matrix rate that eager training reaches, as its elementwise kernels move much memory.
 CARD_SHARE = (0.25, 0.8)
 # Share of the memory rate that dequantising reaches, and copies from the host.
 TRAFFIC_SHARE = (0.5, 0.9)
-# Python, peft and autograd start one kernel in this time; small models on fast cards wait for it.
+# Python, peft and autograd start one kernel in this time; small models on fast GPUs wait for it.
 KERNEL_START_S = (20e-6, 70e-6)
 # From pinned host memory, one way: PCIe 3 with 8 lanes to PCIe 4 with 16, as measured in practice.
 LINK_BYTES_PER_S = (6e9, 22e9)
@@ -111,38 +113,38 @@ FP32_SLOWDOWN = 4
 ARITHMETIC, LAUNCHES = "arithmetic", "starting kernels"
 # Measured on two cores: 49 GFLOP/s per core for a 4 M-parameter U-Net, everything included.
 CPU_GFLOPS_PER_CORE = (20, 80)
-# Bytes read and written to make one element whole in 16 bits, and the kernels of a layer.
+# Bytes read and written to dequantise one weight to 16 bits, and the kernels that dequantise a layer.
 DEQUANTISE_BYTES: Mapping[BasePrecision, float] = {"int8": 7.0, "fp8": 7.0, "nf4": 2.6}
 DEQUANTISE_KERNELS: Mapping[BasePrecision, int] = {"int8": 2, "fp8": 2, "nf4": 3}
-# Of the time that the products of a forward pass take, what its other kernels take when a block runs
-# again without its products: from the rooflines of FLUX.1, Z-Image and SDXL at 1024 px on several cards.
+# A block that is recomputed without its matrix products still runs its other kernels. They take this share
+# of the products' time: from the rooflines of FLUX.1, Z-Image and SDXL at 1024 px on several GPUs.
 OTHER_KERNELS = 0.32
-# A block that keeps some results looks at each kernel, in both of its passes: 10 us of Python (measured on
-# a processor) for two thirds of a step's kernels and their views, over the time to start one.
+# Where blocks keep results of single kernels, Python inspects each kernel in both passes: 10 us (measured on
+# a processor) for two thirds of a step's kernels and their views, as a share of the time to start a kernel.
 WATCHED_KERNELS = 0.2
-# Of a step's arithmetic, what the linear layers of the blocks are: 0.3 of SD1.5's at 512 px, 0.64 of
-# SDXL's and 0.8 of a transformer's at 1024. Whether int8 products are faster hardly depends on it.
+# Share of a step's arithmetic in the blocks' linear layers: 0.3 in SD1.5 at 512 px, 0.64 in SDXL and 0.8 in
+# a transformer at 1024. Whether int8 products are faster hardly depends on it.
 LINEAR_SHARE = 0.6
-# Of a data sheet's int8 rate, what cuBLAS reaches of it beyond what it does in 16 bits.
+# Share of the data sheet's int8 speed-up over 16 bits that cuBLAS reaches.
 INT8_REACHED = 0.75
-# Bytes moved beside an int8 product for each number of its input and of its output, the mean of both
-# passes: largest number, quotient, rounded, codes; int32 sums, scaled, added. And its kernels.
+# Bytes moved beside an int8 product for each number of its input and of its output, the mean of both passes.
+# Input: find the largest, divide, round, store codes. Output: int32 sums, scale, add. Then its kernels.
 INT8_BYTES = (16.5, 25.5)
 INT8_KERNELS = 8
 FORWARD_KERNELS = 1 / 3
-"""Of those of a step, the share that a pass without gradients starts."""
+"""Kernels of a pass without gradients, as a share of a training step's."""
 STREAM_PASSES = 2
-"""A streamed block comes once for the forward pass and once to be recomputed and go backward."""
+"""A streamed block is copied once for the forward pass and once to be recomputed for the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What one optimizer step does: arithmetic, kernels, bytes to dequantise, bytes over the bus one way.
+    """Work of one optimizer step: arithmetic, kernels, bytes to dequantise, bytes over the bus one way.
 
-    `int8_flops` of its arithmetic are int8 products, of forward passes only, beside which `int8_bytes` are moved.
-    `other_flops` is arithmetic that would take as long as the kernels between products that are spared,
-    `waited_bytes` come over the bus between steps, where no computation hides them, and so do
-    `unpinned_bytes`, from memory that is not pinned: the host waits for each of those copies.
+    `int8_flops` are the part of `flops` in int8 products (forward passes only), which move `int8_bytes`.
+    `other_flops` stand for the non-product kernels of recomputed blocks, as arithmetic that takes as long.
+    `bus_bytes` are copied while the GPU computes. `waited_bytes` are copied between steps, where no
+    computation hides them; `unpinned_bytes` come from unpinned memory, so the host waits for each copy.
     """
 
     flops: float
@@ -158,7 +160,7 @@ class StepWork:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Shortest and longest expected seconds of an optimizer step; `note` says what sets them."""
+    """Shortest and longest expected seconds of an optimizer step; `note` names the bottleneck."""
 
     low_s: float
     high_s: float
@@ -166,7 +168,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """One number to compare plans by."""
+        """Geometric mean of the range, by which plans are compared."""
         return math.sqrt(self.low_s * self.high_s)
 
 
@@ -178,10 +180,10 @@ def step_work(
     batch_size: int,
     pinnable_bytes: int | None,
 ) -> StepWork:
-    """Return what a step over `batch_size` images does, in micro-batches of `load.micro_batch`.
+    """Return the work of a step over `batch_size` images, in micro-batches of `load.micro_batch`.
 
-    Of host memory `pinnable_bytes` can be pinned, None: all.
-    Passes for the base's own prediction keep nothing: they go forward alone.
+    A process may pin `pinnable_bytes` of host memory, None: no limit. Passes for the base's own prediction
+    run without gradients: they only go forward.
     """
     cost, base = costs.sample_cost(facts, load.workload()), costs.frozen_base(facts, load)
     images, forward = batch_size * (1 + load.twice), batch_size * load.as_base
@@ -189,18 +191,23 @@ def step_work(
     weights = passes * _weight_passes(load) + forwards if base.is_quantized else 0.0
     spared = _spared_flops(load, cost, facts=facts, costs=costs)
     streamed = (passes * STREAM_PASSES + forwards) * base.streamed_bytes(load.streamed_blocks)
+    # To the host in the forward pass, back in the backward pass.
     offloaded = 2 * cost.host_bytes * images
+    # All modulation layers are copied once for every `samples_ahead` samples.
     modulation = (images + forward) * base.away_bytes / max(1, base.samples_ahead)
     pinned = pinned_shares(load, facts=facts, costs=costs, pinnable_bytes=pinnable_bytes)
     started = passes + forwards * FORWARD_KERNELS
     flops = cost.step_flops * images + cost.forward_flops * forward
-    # Backwards a card may have no int8 product (`network/quantized_matmul.py` asks it): none is counted on.
+    # A GPU may lack the int8 product of the backward pass (`network/quantized_matmul.py` tests it), so only forward
+    # passes are counted: all passes over the weights but one.
     ahead = 1 - 1 / _weight_passes(load) if load.base_matmul == "int8" else 0.0
     share = LINEAR_SHARE * ahead
-    # Layers of vectors are dequantised in any case, and are not told from others here: all are counted.
+    # Layers whose input is one vector are dequantised in any case; their names are unknown here, so all
+    # layers are counted as int8 products.
     layer_kernels = _layer_kernels(base) + ahead * len(base.shapes) * INT8_KERNELS
     there = base.linear_elements - base.away_elements
-    rows = share * flops / (2 * there) if share else 0.0  # of all passes
+    # A product of r rows takes 2 * r * weights FLOPs; solved for the rows of all passes together.
+    rows = share * flops / (2 * there) if share else 0.0
     return StepWork(
         flops=flops,
         other_flops=OTHER_KERNELS * spared * images,
@@ -220,7 +227,7 @@ def step_work(
 
 
 def forward_work(load: Load, *, facts: BaseFacts, costs: RememberedCosts) -> StepWork:
-    """Return what one prediction of `load.micro_batch` images does: forwards, nothing kept."""
+    """Return the work of one prediction of `load.micro_batch` images without gradients."""
     cost, base = costs.sample_cost(facts, load.workload()), costs.frozen_base(facts, load)
     weights = 1.0 if base.is_quantized else 0.0
     return StepWork(
@@ -233,14 +240,14 @@ def forward_work(load: Load, *, facts: BaseFacts, costs: RememberedCosts) -> Ste
 
 
 def _weight_passes(load: Load) -> float:
-    """Return how often a layer is made whole: forward, backward, and when its block runs again."""
+    """Return how often a step dequantises a layer: forward, backward, and when its block is recomputed."""
     if load.checkpointing == "none":
         return 2.0
     return 3.0 - (load.kept_share if load.checkpointing == "light" else 0.0)
 
 
 def _watched_share(load: Load) -> float:
-    """Return the share of the blocks that keep some of their results."""
+    """Return the share of the blocks that keep results of single kernels, see `WATCHED_KERNELS`."""
     watched: Mapping[Checkpointing, float] = {
         "light": 1 - load.kept_share,
         "selective": 1.0,
@@ -252,7 +259,7 @@ def _watched_share(load: Load) -> float:
 def _spared_flops(
     load: Load, cost: SampleCost, *, facts: BaseFacts, costs: RememberedCosts
 ) -> float:
-    """Return the arithmetic of products that do not run again in blocks that do."""
+    """Return the FLOPs per sample of matrix products that recomputed blocks do not repeat."""
     if load.checkpointing not in KEEP_ATTENTION and not load.kept_share:
         return 0.0
     everything = replace(load, checkpointing="full", kept_share=0.0)
@@ -277,11 +284,19 @@ def _row_bytes(base: FrozenBase) -> float:
     )
 
 
-def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTime:
-    """Estimate a step on a card: the longest of computing, starting kernels and waiting for the bus.
+def step_time(work: StepWork, *, gpu: Gpu | None, threads: int, precision: Precision) -> StepTime:
+    """Estimate a step on a GPU, or on `threads` cores of the processor where `gpu` is None."""
+    if gpu is None:
+        return cpu_step_time(work, threads=threads)
+    rates = card(gpu.name, total_bytes=gpu.total_bytes)
+    return gpu_step_time(work, rates, precision=precision)
 
-    Copies run beside the computation, so they cost what they take longer and the device's memory traffic;
-    those that a step waits for come on top, and all of memory that is not pinned.
+
+def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTime:
+    """Estimate a step on a GPU: the longest of computing, starting kernels and copying over the bus.
+
+    Copies run beside the computation, so they cost only memory traffic and the time they take longer than
+    it; copies that a step waits for come on top, and so do all copies of unpinned memory.
     """
     ranges = gpu_bounds(work, card, precision=precision)
     bound = max(ranges, key=lambda name: math.sqrt(ranges[name][0] * ranges[name][1]))
@@ -289,12 +304,12 @@ def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTi
     unpinned = _range(work.unpinned_bytes, UNPINNED_BYTES_PER_S)
     waits = f", and waits for {work.unpinned_bytes / 1e9:.1f} GB of unpinned memory"
     waits = waits if work.unpinned_bytes else ""
-    taken = f", taken for an {card.name}" if card.stands_for else ""
+    stand_in = f" (rates of an {card.name})" if card.stands_for else ""
     return StepTime(
         low_s=max(low for low, _ in ranges.values()) + waited[0] + unpinned[0],
         high_s=max(high for _, high in ranges.values()) + waited[1] + unpinned[1],
-        note=f"estimate for {card.stands_for or card.name}{taken}: "
-        f"{work.flops / 1e12:.1f} TFLOP a step, bound by {bound}{waits}",
+        note=f"estimate for {card.stands_for or card.name}{stand_in}: "
+        f"{work.flops / 1e12:.1f} TFLOP a step, limited by {bound}{waits}",
     )
 
 
@@ -304,7 +319,7 @@ def gpu_bounds(
     """Return how long each part of a step takes by itself, at least and at most, in seconds."""
     rate = card.flops_per_s / (FP32_SLOWDOWN if precision == "fp32" else 1)
     low, high = _range(_arithmetic_s(work, card, rate=rate), CARD_SHARE)
-    # What is copied beside the computation is written to the memory that this reads.
+    # Copies from the host are written to the same memory that the computation reads.
     traffic = (work.dequantised_bytes + work.int8_bytes + work.bus_bytes) / card.bytes_per_s
     beside = _range(traffic, TRAFFIC_SHARE)
     return {

@@ -1,14 +1,14 @@
 """Bytes of weights: those of the frozen base, and those of what is trained.
 
-How much memory the frozen base takes, kept whole or in few bits, on the card or streamed. Torch-free.
+How much memory the frozen base takes, unquantised or quantised, on the GPU or streamed. Torch-free.
 
 Input is the base's parameter count and the shapes of the linear layers in its repeated blocks; output
 bytes. `quantization.weight_bytes` counts a layer as `network/quantize.py` stores it.
 
-Bytes of what is trained: optimizer states and where they lie, copies for saving. No torch.
+Bytes of optimizer states, by where they lie, and of the host copies for saving. No torch.
 
-Input is the shapes of the adapter's tensors (shape -> how many), as libraries treat small tensors
-otherwise than large ones, and some optimizers matrices otherwise than vectors; output is bytes.
+Input is the number of trained tensors by shape, because libraries treat small tensors differently from
+large ones, and some optimizers matrices differently from vectors; output is bytes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from lora_trainer.network.swapped_blocks import BUFFERS, moved_bytes, saved_byte
 
 ELEMENT_BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 VECTORS_SHARE = 16
-"""What layers that are away give is made for as many samples as take this part of the layers' bytes."""
+"""Modulation is computed ahead for as many samples as fill one part in so many of the layers' own bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenBase:
     """The weights of a base: `shapes` are (fan_in, out) of the linear layers in its repeated blocks.
 
-    With `kept_as` of few bits these are quantised, but those with a part of their name in
-    `quantization_skip`; everything else (embeddings, norms, biases, convolutions) stays in `dtype`.
-    `block_pattern` matches the beginning of a layer's name that is the name of its block. The layers
-    `away` lie in host memory, and only what they give for samples to come is on the device.
+    If `kept_as` is a quantisation, these layers are quantised, except layers with a part of their name
+    in `quantization_skip`; everything else (embeddings, norms, biases, convolutions) stays in `dtype`.
+    `block_pattern` matches the block's name at the beginning of a layer's name. The modulation layers
+    `away` lie in host memory; only their outputs for the samples ahead are on the device.
     """
 
     parameters: int
@@ -70,7 +70,7 @@ class FrozenBase:
 
     @cached_property
     def linear_elements(self) -> int:
-        """Numbers in the layers of `shapes`."""
+        """Weights in the layers of `shapes`, counted."""
         return sum(fan_in * out for fan_in, out in self.shapes.values())
 
     @cached_property
@@ -80,30 +80,30 @@ class FrozenBase:
 
     @cached_property
     def away_elements(self) -> int:
-        """Numbers in the layers that are away."""
+        """Weights in the layers that are away, counted."""
         return sum(math.prod(self.shapes[name]) for name in self.away)
 
     @property
     def away_buffer_bytes(self) -> int:
-        """Bytes of the buffers through which they come."""
+        """Bytes of the device buffers through which the layers that are away are copied."""
         largest = max((self.layer_bytes[name] for name in self.away), default=0)
         return min(BUFFERS, len(self.away)) * largest
 
     @cached_property
     def vector_bytes(self) -> int:
-        """Bytes of what they give for one sample."""
+        """Bytes of the outputs of the layers that are away, for one sample."""
         return sum(self.shapes[name][1] for name in self.away) * ELEMENT_BYTES[self.dtype]
 
     @property
     def samples_ahead(self) -> int:
-        """For how many samples that is made at once; 0: nothing is away."""
+        """Number of samples whose modulation is computed at once; 0: no layer is away."""
         if not self.away:
             return 0
         return max(1, self.away_bytes // (VECTORS_SHARE * self.vector_bytes))
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of what is never kept in few bits."""
+        """Bytes of all weights outside `shapes`, which are never quantised."""
         return (self.parameters - self.linear_elements) * ELEMENT_BYTES[self.dtype]
 
     @property
@@ -113,7 +113,7 @@ class FrozenBase:
 
     @property
     def dequantized_bytes(self) -> int:
-        """Bytes of the largest layer made whole again, which happens one layer at a time; 0: nothing to make."""
+        """Bytes of the largest layer when dequantised; one layer is at a time. 0: the base is unquantised."""
         if not self.is_quantized:
             return 0
         largest = max((fan_in * out for fan_in, out in self.shapes.values()), default=0)
@@ -121,34 +121,34 @@ class FrozenBase:
 
     @cached_property
     def block_bytes(self) -> tuple[int, ...]:
-        """Bytes of each repeated block that can be streamed, in module order, but for biases and norms."""
+        """Bytes of each repeated block that can be streamed, in module order, without biases and norms."""
         blocks: dict[str, int] = {}
         pattern = re.compile(self.block_pattern)
         away = set(self.away)
         for name, size in self.layer_bytes.items():
-            if name not in away and (found := pattern.match(name)):
-                blocks[found[0]] = blocks.get(found[0], 0) + size
+            if name not in away and (match := pattern.match(name)):
+                blocks[match[0]] = blocks.get(match[0], 0) + size
         return tuple(blocks.values())
 
     def streamed_bytes(self, count: int) -> int:
-        """Return what `count` streamed blocks take in host memory, and what a pass copies."""
+        """Return the bytes that `count` streamed blocks take in host memory, and that each pass copies."""
         return moved_bytes(self.block_bytes, count) if count else 0
 
     def buffer_bytes(self, count: int) -> int:
-        """Return what the buffers of `count` streamed blocks take on the device."""
+        """Return the bytes of the device buffers through which `count` streamed blocks pass."""
         return self.streamed_bytes(count) - saved_bytes(self.block_bytes, count)
 
 
 MASTER_BYTES = GRADIENT_BYTES = 4
 EIGHT_BIT_MOMENTS: Mapping[str, int] = {"adamw8bit": 2, "paged_adamw8bit": 2, "lion8bit": 1}
 MOMENTS: Mapping[str, int] = {"adamw": 2, "lion": 1, "schedulefree_adamw": 2, "prodigy": 4}
-"""fp32 tensors as large as what is trained. One of Prodigy's is its start, which takes nothing where
-that is zero, as `up` of a new LoRA is: it is counted all the same."""
+"""State tensors in fp32 for each trained tensor, of the same size. One of Prodigy's is the initial weights;
+it takes no memory where they are zero, as `up` of a new LoRA is, but is counted all the same."""
 PAGED = frozenset({"paged_adamw8bit"})
-"""Optimizers whose state the driver moves to host memory while the card is full."""
-# bitsandbytes (0.49 and 0.50, optim/optimizer.py): states of fewer elements stay in fp32; one fp32 scale for
-# every block of the others; of a paged optimizer's, tensors of fewer elements and all scales stay
-# on the card.
+"""Optimizers whose states the driver moves to host memory while the GPU is full."""
+# bitsandbytes (0.49 and 0.50, optim/optimizer.py): states of tensors with fewer than EIGHT_BIT_ELEMENTS stay
+# in fp32; 8-bit states have an fp32 scale for each SCALED_ELEMENTS elements; a paged optimizer keeps
+# its scales and the states of tensors with fewer than PAGED_ELEMENTS on the GPU.
 EIGHT_BIT_ELEMENTS = 4096
 SCALED_ELEMENTS = 256
 PAGED_ELEMENTS = 100_000
@@ -156,7 +156,7 @@ PAGED_ELEMENTS = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Optimizer states by where they lie: always on the device, or where the driver moves them."""
+    """Bytes of optimizer states that stay on the device, and of those that the driver may page out."""
 
     on_device: int
     paged: int
@@ -167,7 +167,7 @@ class StateBytes:
 
 
 def state_bytes(tensors: Mapping[Shape, int], optimizer: str) -> StateBytes:
-    """Return what the states of an optimizer take; `tensors` is shape -> how many."""
+    """Return the bytes of an optimizer's states; `tensors` is the number of trained tensors by shape."""
     on_device = paged = 0
     for shape, count in tensors.items():
         for size, is_paged in _states(shape, optimizer):
@@ -179,18 +179,18 @@ def state_bytes(tensors: Mapping[Shape, int], optimizer: str) -> StateBytes:
 def copied_bytes(
     tensors: Mapping[Shape, int], optimizer: str, *, pissa: bool, pinned: bool, copies: int = 0
 ) -> int:
-    """Return the host memory that saving keeps: of masters, of optimizer states, and for the export.
+    """Return the bytes of the host copies for saving: fp32 masters, optimizer states, and the export.
 
-    Torch rounds each `pinned` tensor up to a power of two, at least a page. What is paged is no
-    device memory to it, so its copies are not pinned. PiSSA's start is saved too, and exported;
-    `copies` of the masters, a running average and the best weights, are saved.
+    Torch rounds each `pinned` tensor up to a power of two, at least a page. Paged states are no device
+    memory for torch, so their copies are not pinned. PiSSA's start is saved and exported too; `copies`
+    counts further sets of the masters' size (a running average, the best weights).
     """
-    kept = 1 + pissa + copies
+    kept_copies = 1 + pissa + copies
     sizes = [
         (count, size, pinned and not is_paged)
         for shape, count in tensors.items()
         for size, is_paged in (
-            *((MASTER_BYTES * math.prod(shape), False),) * kept,
+            *((MASTER_BYTES * math.prod(shape), False),) * kept_copies,
             *_states(shape, optimizer),
             (MASTER_BYTES * math.prod(shape) * (2 if pissa else 1), False),
         )
@@ -199,7 +199,7 @@ def copied_bytes(
 
 
 def _states(shape: Shape, optimizer: str) -> tuple[tuple[int, bool], ...]:
-    """Return (bytes, whether paged) of each state of one tensor."""
+    """Return (bytes, is paged) for each state of one tensor."""
     elements = math.prod(shape)
     if optimizer in EIGHT_BIT_MOMENTS:
         moments = EIGHT_BIT_MOMENTS[optimizer]
@@ -217,15 +217,15 @@ def _state_elements(shape: Shape, optimizer: str) -> tuple[int, ...]:
     match optimizer:
         case "adafactor":
             return _second_moment(shape)
-        case "came":  # of updates and of their instability; of a vector the latter is not used
+        case "came":  # second moments of the updates and, for matrices only, of their instability
             return (elements, *_second_moment(shape) * (1 if len(shape) < 2 else 2))
-        case "muon":  # AdamW for what is no matrix
+        case "muon":  # tensors that are no matrices are trained by AdamW
             return (elements,) * (1 if len(shape) == 2 else MOMENTS["adamw"])
     return (elements,) * MOMENTS[optimizer]
 
 
 def _second_moment(shape: Shape) -> tuple[int, ...]:
-    """Return the elements of its factors over the last two dimensions; a vector's is whole."""
+    """Return the elements of a factored second moment: rows and columns; a vector's is not factored."""
     if len(shape) < 2:
         return shape
     *others, rows, columns = shape

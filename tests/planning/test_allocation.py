@@ -102,7 +102,7 @@ def test_streaming_keeps_a_large_base_whole_where_the_machine_has_the_memory() -
     assert precision == "bf16"
     assert 30 < streamed < 57
     assert made.host is not None and made.host.fits
-    assert "of 57: all on the card would take 2" in reason(made, "streamed_blocks")
+    assert "all 57 blocks on the GPU would take 2" in reason(made, "streamed_blocks")
     assert "int8" in reason(made, "base_precision") and "nf4" in reason(made, "base_precision")
 
 
@@ -139,7 +139,7 @@ def test_a_machine_with_less_memory_means_fewer_bits() -> None:
 
 
 def test_a_machine_that_cannot_hold_the_text_encoder_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(MachineError, match="of the machine's memory beside the card") as caught:
+    with pytest.raises(MachineError, match="of the machine's memory beside the GPU") as caught:
         planned(QWEN, machine(12, ram_gib=12))
     assert exit_code(caught.value) == 4
 
@@ -194,12 +194,12 @@ def test_text_encoders_are_offloaded_where_they_alone_are_too_large() -> None:
     assert planned(FLUX, machine(12)).config.memory.text_encoder_offload is False
     small = planned(FLUX, machine(8))
     assert small.config.memory.text_encoder_offload is True
-    assert "whole they would take 10." in reason(small, "text_encoder_offload")
+    assert "text encoders would take 10." in reason(small, "text_encoder_offload")
     asked = planned(FLUX, machine(24), memory__text_encoder_offload=True)
     assert asked.config.memory.text_encoder_offload is True
     lowered = planned(FLUX, machine(8), memory__text_encoder_offload=False)
     assert lowered.config.memory.text_encoder_offload is True
-    assert reason(lowered, "text_encoder_offload").startswith("asked for false: whole they")
+    assert reason(lowered, "text_encoder_offload").startswith("instead of false: text encoders")
 
 
 def test_smaller_buckets_hold_more_images_at_once() -> None:
@@ -228,9 +228,9 @@ def test_what_does_not_go_with_streaming_is_refused() -> None:
     assert caught.value.fix == "use a number from 0 to 60"
     with pytest.raises(RequestError, match="base.assistant cannot be combined"):
         planned(FLUX, machine(24), memory__streamed_blocks=9, base__assistant="a.safetensors")
-    with pytest.raises(RequestError, match="is for a card"):
+    with pytest.raises(RequestError, match="needs a GPU with memory of its own"):
         planned(SDXL, machine(24), memory__streamed_blocks=9, hardware__device="cpu")
-    with pytest.raises(RequestError, match="is for a card"):
+    with pytest.raises(RequestError, match="needs a GPU with memory of its own"):
         planned(SDXL, machine(24), memory__text_encoder_offload=True, hardware__device="cpu")
 
 

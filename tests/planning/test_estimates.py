@@ -82,4 +82,4 @@ def test_regularisation_images_come_on_top_of_those_that_are_learned() -> None:
     plain = run_length(images=14, batch_size=8, views=120)
     more = run_length(images=14, batch_size=8, views=120, regularisation=0.5)
     assert more.steps == 1.5 * plain.steps
-    assert more.reason.endswith("0.5 for regularisation beside each")
+    assert more.reason.endswith("each with 0.5 regularisation images")

@@ -46,7 +46,7 @@ def test_auto_takes_what_is_predicted_to_be_clearly_faster(
     """Wide layers on cards whose int8 rate is four times the other; elsewhere the rounding costs more."""
     made = matmul(source, with_card(name), memory__streamed_blocks=0)
     assert made.config.memory.base_matmul == value
-    assert "s a step int8 by int8" in reason(made, "base_matmul")
+    assert "s a step with int8 products" in reason(made, "base_matmul")
 
 
 def test_a_faster_step_is_what_the_plan_predicts_then() -> None:
@@ -63,8 +63,8 @@ def test_a_faster_step_is_what_the_plan_predicts_then() -> None:
     [
         (with_card("RTX 2080", (7, 5)), {}, "RTX 2080 has no fast int8 products"),
         (with_card("RTX 3090", None), {}, "RTX 3090 has no fast int8 products"),
-        (with_card("RTX 3090"), {"priority": "quality"}, "quality: inputs and gradients are not"),
-        (with_card("RTX 3090"), {"memory__base_precision": "fp8"}, "the base is kept in fp8"),
+        (with_card("RTX 3090"), {"priority": "quality"}, "quality: int8 products would round"),
+        (with_card("RTX 3090"), {"memory__base_precision": "fp8"}, "the base is in fp8"),
     ],
 )
 def test_where_it_is_not_even_weighed(hardware: Hardware, values: Any, why: str) -> None:
@@ -84,7 +84,7 @@ def test_it_never_makes_a_base_int8_unless_it_is_asked_for() -> None:
 
 
 def test_a_card_without_int8_products_is_refused_before_the_start() -> None:
-    with pytest.raises(MachineError, match=r"8\.0 or higher, and that of RTX 2080 is 7\.5"):
+    with pytest.raises(MachineError, match=r"8\.0 or higher, but that of RTX 2080 is 7\.5"):
         matmul(FLUX, with_card("RTX 2080", (7, 5)), memory__base_matmul="int8")
 
 

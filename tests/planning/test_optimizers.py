@@ -62,7 +62,7 @@ def test_lion_has_a_decay_of_its_own_and_schedule_free_no_schedule() -> None:
     assert with_optimizer("adamw").config.optimizer.beta2 == 0.999
     free = with_optimizer(SCHEDULE_FREE)
     assert free.config.optimizer.schedule == "constant"
-    assert "takes the place of a schedule" in free.origins["optimizer.schedule"].reason
+    assert "needs no schedule" in free.origins["optimizer.schedule"].reason
     with pytest.raises(RequestError, match=r"optimizer\.schedule=linear"):
         with_optimizer(SCHEDULE_FREE, **{"optimizer.schedule": "linear"})
     typed = with_optimizer(SCHEDULE_FREE, **{"optimizer.schedule": "constant"})
@@ -105,7 +105,7 @@ def test_a_rate_that_nobody_would_use_is_remarked_on(name: str, rate: float, is_
 
 def test_what_muon_leaves_to_adamw_is_said() -> None:
     assert remarks(optimizer__name="muon", adapter__dora=True) == [
-        "4 of 6 tensors are no matrices: AdamW moves them"
+        "4 of 6 tensors are no matrices, so AdamW trains them"
     ]
     assert remarks(optimizer__name="adamw") == []
 

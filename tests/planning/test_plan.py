@@ -224,7 +224,7 @@ def test_a_weighting_is_chosen(facts: BaseFacts, asked: dict[str, Any], found: s
     [(FLOW, "soft_min_snr"), (V_PREDICTION, "sigma_sqrt"), (sd15_facts(), "cosmap")],
 )
 def test_a_weighting_of_the_other_kind_of_base_is_refused(facts: BaseFacts, kind: str) -> None:
-    with pytest.raises(RequestError, match=f"{WEIGHTING}={kind} weighs") as caught:
+    with pytest.raises(RequestError, match=f"{WEIGHTING}={kind} is for bases") as caught:
         planned_for(facts, overrides={WEIGHTING: kind})
     assert caught.value.fix.endswith(f"--set {WEIGHTING}=none")
     given = replace(request(overrides={WEIGHTING: kind}), facts=facts)
@@ -390,7 +390,9 @@ def test_blocks_that_keep_more_fill_what_is_free() -> None:
         assert each.memory.limit_bytes is not None
         assert each.memory.peak_bytes > 0.98 * each.memory.limit_bytes
     reason = made[0].origins["memory.kept_share"].reason
-    assert re.search(r"as light would be .*a step takes \d+% \(full: \d+%\) longer", reason)
+    assert re.search(
+        r"uses light checkpointing; a step takes \d+% longer .*\(full checkpointing: \d+%\)", reason
+    )
 
 
 def test_a_kind_that_was_asked_for_is_not_raised_and_a_share_only_lowered() -> None:
@@ -404,7 +406,7 @@ def test_a_kind_that_was_asked_for_is_not_raised_and_a_share_only_lowered() -> N
     tight = planned(free_gib=4.2, overrides=asked, buckets=())
     assert chosen(tight)[1] == "selective"
     assert 0 < concrete(tight.config.memory.kept_share) < 0.95
-    assert tight.origins[share].reason.startswith("asked for 0.95: ")
+    assert tight.origins[share].reason.startswith("instead of 0.95: ")
     either = planned(free_gib=3.1, overrides={share: 0.1, **two})
     assert concrete(either.config.memory.kept_share) in (0.0, 0.1)
 
@@ -477,7 +479,7 @@ def test_a_lowered_value_says_what_was_asked_and_the_bytes() -> None:
     made = planned(free_gib=3.1, overrides=asked)
     (decision,) = [d for d in made.decisions if d.key == "memory.gradient_checkpointing"]
     assert decision.value == "selective"
-    assert decision.reason.startswith("asked for none: light would take 3.63 GiB")
+    assert decision.reason.startswith("instead of none: light would take 3.63 GiB")
     assert "3.10 GiB free on NVIDIA GeForce RTX 3060" in decision.reason
     assert 0 < decision.bytes <= 3.1 * GIB
 
@@ -519,7 +521,7 @@ def test_when_nothing_fits_the_setting_it_names_does(
 
 
 def test_when_nothing_helps_it_says_how_much_would() -> None:
-    with pytest.raises(MachineError, match=r"a card with 2\.\d\d GiB free") as caught:
+    with pytest.raises(MachineError, match=r"a GPU with 2\.\d\d GiB free") as caught:
         planned(free_gib=1.5)
     assert "1.50 GiB free on NVIDIA GeForce RTX 3060" in str(caught.value)
 

@@ -68,7 +68,7 @@ def test_a_long_run_pays_for_a_compiler_and_a_short_one_does_not() -> None:
     [
         ("balanced", WITH_TRITON, "priority speed"),
         ("quality", WITH_TRITON, "priority speed"),
-        ("speed", WITHOUT_CARD, "for a card"),
+        ("speed", WITHOUT_CARD, "chosen on a GPU only"),
     ],
 )
 def test_nothing_is_tried_unasked_elsewhere(priority: Any, hardware: Any, reason: str) -> None:
@@ -100,7 +100,7 @@ def test_what_cannot_be_is_left_out_with_its_reason(
     made = planned(**{"train.steps": 200_000, **settings, key: wanted})
     value, why = settled(made, key)
     assert value in ("none", False) and reason in why
-    assert ("asked for, but" in why) is (asked == "asked")
+    assert ("instead of" in why) is (asked == "asked")
 
 
 def test_what_is_asked_for_is_done_where_it_can_be() -> None:
@@ -108,7 +108,7 @@ def test_what_is_asked_for_is_done_where_it_can_be() -> None:
     assert settled(made, COMPILE)[0] == "blocks" and settled(made, GRAPHS)[0] is True
     on_cpu = planned("quality", WITHOUT_CARD, **{COMPILE: "blocks", GRAPHS: True})
     assert settled(on_cpu, COMPILE)[0] == "blocks"
-    assert settled(on_cpu, GRAPHS) == (False, "true was asked for, but there is no card")
+    assert settled(on_cpu, GRAPHS) == (False, "instead of true: there is no GPU")
     refused = planned(**{COMPILE: "none", GRAPHS: False, "train.steps": 200_000})
     assert settled(refused, COMPILE)[0] == "none" and settled(refused, GRAPHS)[0] is False
 
