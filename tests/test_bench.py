@@ -77,7 +77,7 @@ def test_a_training_that_fails_is_a_row(place: Toy, monkeypatch: pytest.MonkeyPa
 def test_what_cannot_be_measured_is_refused(place: Toy) -> None:
     with pytest.raises(RequestError, match="--steps 0"):
         bench(request(place), steps=0)
-    with pytest.raises(RequestError, match=r"adapter.rank is not varied.*data.resolution"):
+    with pytest.raises(RequestError, match=r"does not vary adapter.rank.*data.resolution"):
         bench(request(place), steps=1, only=["adapter.rank"])
 
 

@@ -151,4 +151,4 @@ def test_bases_without_clip_alone_refuse_weights_of_words(
 ) -> None:
     settings = ["--set", "data.emphasis=true", "--set", f"data.cache_dir={place.cache}"]
     assert run_cli(["plan", str(place.dataset), "--base", str(base_of("sd3")), *settings]) == 2
-    assert "take no weights of words" in capsys.readouterr().err
+    assert "support no prompt weights" in capsys.readouterr().err

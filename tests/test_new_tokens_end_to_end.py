@@ -185,7 +185,7 @@ def test_both_encoders_of_sdxl_learn_the_word(tmp_path: Path) -> None:
     [
         ({"data.trigger": None}, "sd15", "which is empty: choose a trigger word"),
         ({"train.init_from": "x.safetensors"}, "sd15", "starts new vectors"),
-        ({}, "sd3", "learn no new words"),
+        ({}, "sd3", "cannot learn new tokens"),
         (
             {"adapter.new_tokens": 0, "adapter.new_tokens_from": "cat"},
             "sd15",

@@ -375,7 +375,7 @@ def test_more_resolutions_are_planned_for(place: Toy) -> None:
     (placed,) = both.more_placements
     assert set(placed) == {record.name for record in both.trained}, "not those held out"
     (said,) = (found for found in run_warnings(both) if found.kind == "enlarged")
-    assert f"{len(both.trained)} of {len(both.trained)} pictures" in said.what
+    assert f"{len(both.trained)} of {len(both.trained)} images" in said.what
 
 
 @pytest.mark.parametrize(
@@ -506,5 +506,5 @@ def test_adapters_that_run_peft_s_way_are_said(
     said = [
         found.what for found in run_warnings(prepare(asked(place, **values), hardware=PROCESSOR))
     ]
-    slow = [what for what in said if "peft's way" in what]
+    slow = [what for what in said if "in fp32 beside each layer" in what]
     assert [what.split(" ")[0] for what in slow] == ([] if name is None else [name])

@@ -249,7 +249,7 @@ def test_a_training_outlives_its_worker_and_the_next_one_waits_for_it(place: Pla
             {"state": "training", "exit": 1},
             "interrupted",
             None,
-            "the trainer ended while nobody watched, and did not say how",
+            "the trainer ended while no worker was running, without a final status",
         ),
     ],
 )

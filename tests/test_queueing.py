@@ -95,9 +95,9 @@ def test_no_item_gets_the_name_of_one_that_was_removed(place: Place) -> None:
 
 @pytest.mark.parametrize("word", ["a\0b", "\ud800"])
 def test_words_that_no_process_takes_are_refused(word: str, place: Place) -> None:
-    with pytest.raises(RequestError, match="cannot be a word"):
+    with pytest.raises(RequestError, match="cannot be part of a command"):
         commands.add(place.runs, ["dataset", word], label="a")
-    with pytest.raises(RequestError, match="cannot be a word"):
+    with pytest.raises(RequestError, match="cannot be part of a command"):
         commands.add(place.runs, ["dataset"], label=word)
     assert ids(place) == []
 

@@ -184,7 +184,7 @@ def test_a_memo_that_cannot_be_written_is_a_note_and_hides_nothing(tmp_path: Pat
         raise torch.OutOfMemoryError("CUDA out of memory")
     (note,) = [event.fields for event in seen if event.kind == "problem"]
     assert note["severity"] == "note"
-    assert "could not be remembered" in note["what"]
+    assert "could not be written" in note["what"]
 
 
 def test_running_out_of_memory_while_loading_is_one_line_with_the_right_code() -> None:

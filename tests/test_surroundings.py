@@ -69,15 +69,15 @@ def test_nothing_that_changed_is_no_cause() -> None:
         ),
         (with_card(clock_mhz=600, held_back=0x80), "power supply", "1900 to 600", "power cables"),
         (with_card(clock_mhz=600, held_back=0x4), "clock", "1900 to 600", "laptop"),
-        (with_card(users=frozenset({US, OTHER})), "others", f"process {OTHER}", "end them"),
-        (with_card(busy_percent={US: 50, OTHER: 45}), "others", f"process {OTHER}", "end them"),
+        (with_card(users=frozenset({US, OTHER})), "others", f"process {OTHER}", "close them"),
+        (with_card(busy_percent={US: 50, OTHER: 45}), "others", f"process {OTHER}", "close them"),
         (
             replace(QUIET, swapped_bytes_per_s=3e7),
             "swap",
             "swaps 29 MiB/s",
             "memory.base_precision=int8",
         ),
-        (replace(QUIET, cores_taken=7.6), "processor", "7.6 of 8 processors", "end them"),
+        (replace(QUIET, cores_taken=7.6), "processor", "7.6 of 8 processors", "close them"),
     ],
 )
 def test_each_cause_is_named_with_what_to_do(
@@ -85,7 +85,7 @@ def test_each_cause_is_named_with_what_to_do(
 ) -> None:
     (cause,) = found(now, spills=True)
     assert cause.name == name
-    assert said in cause.found
+    assert said in cause.observation
     assert setting in cause.fix
 
 
@@ -93,7 +93,7 @@ def test_waiting_for_data_comes_first() -> None:
     waits = replace(SLOW, wait_s=1.9)
     first, second = found(with_card(users=frozenset({US, OTHER})), slow=waits)
     assert (first.name, second.name) == ("data", "others")
-    assert "48 %" in first.found
+    assert "48 %" in first.observation
     assert "data.prefetch_steps" in first.fix
 
 

@@ -120,7 +120,7 @@ def test_what_cannot_be_drawn_is_one_line(
     (tmp_path / "empty").mkdir()
     capsys.readouterr()
     for target, why in (
-        (copied.run, "exported nothing yet"),
+        (copied.run, "has no exported file yet"),
         (tmp_path / "empty", "not a run folder"),
         (tmp_path / "absent.safetensors", "absent.safetensors"),
     ):

@@ -169,15 +169,15 @@ def _runner(job: jobs.Job) -> int:
     [
         (0xC0000005, "failed", "crashed (Windows error 0xC0000005)"),
         (0xC000013A, "interrupted", "a closed window"),
-        (15, "interrupted", "somebody killed it"),
-        (1, "failed", "said nothing"),
+        (15, "interrupted", "a user killed it"),
+        (1, "failed", "and no message"),
         (0, "finished", ""),
     ],
 )
 def test_exit_codes_of_windows_say_how_a_training_ended(code: int, state: str, said: str) -> None:
     item = Item(id="a", argv=(), folder="", label="", added_s=0.0, order=0)
     with on_windows():
-        ended = worker._exited(item, code, said="")
+        ended = worker._exited(item, code, last_words="")
     assert ended.state == state and said in ended.error
 
 

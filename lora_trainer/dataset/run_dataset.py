@@ -1,7 +1,7 @@
-"""A dataset as a run uses it: scanned with what the cache folder remembers, each picture in its bucket.
+"""A dataset as a run uses it: scanned with the help of memo files, each image assigned to its bucket.
 
 Inputs: the folder, the settings, the facts of the base. Outputs: the dataset, placements by record name,
-and where the caches are. Nothing is written but memo files, which only save time.
+and the cache folder. Only memo files are written, which save time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lora_trainer.hardware.machine import GIB
 
 
 def cache_folder(config: Config) -> Path:
-    """Return the cache root: the setting, or the platform's folder for caches."""
+    """Return the cache root from the setting, or the platform's folder for caches."""
     if config.data.cache_dir != "auto":
         return Path(config.data.cache_dir).expanduser()
     if sys.platform == "win32":
@@ -43,7 +43,7 @@ def cache_in(config: Config) -> CappedFolder:
 
 
 def scan_with_memo(folder: Path, config: Config, cache_root: Path) -> Dataset:
-    """Scan a dataset with the hashes and verified pictures remembered in the cache folder."""
+    """Scan a dataset, skipping images whose hash and check the cache folder's memo files have already."""
     with gc_disabled():
         memo = HashMemo.load(cache_root / ".hashes.json")
         verified = DecodeMemo.load(cache_root / ".verified.json")
@@ -54,7 +54,7 @@ def scan_with_memo(folder: Path, config: Config, cache_root: Path) -> Dataset:
 
 
 def place_all(dataset: Dataset, config: Config, facts: BaseFacts) -> dict[str, Placement]:
-    """Return where each record goes, by record name."""
+    """Return the bucket and crop of each image at `data.resolution`, by record name."""
     resolution = config.data.resolution
     resolution_px = facts.resolution_px if resolution == "auto" else resolution
     records = (*dataset.records, *dataset.regularisation)
@@ -64,7 +64,7 @@ def place_all(dataset: Dataset, config: Config, facts: BaseFacts) -> dict[str, P
 def place_more(
     records: Sequence[ImageRecord], config: Config, facts: BaseFacts
 ) -> tuple[dict[str, Placement], ...]:
-    """Return what `place_all` does at each of `data.more_resolutions`, of these records."""
+    """Return the placements of these records at each of `data.more_resolutions`."""
     return tuple(
         _place_at(side_px, records, config, facts, setting="data.more_resolutions")
         for side_px in config.data.more_resolutions
@@ -85,7 +85,7 @@ def _place_at(
         max_aspect=config.data.max_aspect if config.data.buckets else 1.0,
         setting=setting,
     )
-    # Many pictures have few sizes; those of one size share the object too.
+    # A dataset has many images but few sizes: one placement per size saves time and memory.
     sizes = {(record.width_px, record.height_px) for record in records}
     placed = {size: place(*size, buckets=buckets) for size in sizes}
     return {record.name: placed[record.width_px, record.height_px] for record in records}

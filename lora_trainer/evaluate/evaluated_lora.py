@@ -1,7 +1,7 @@
-"""What is validated: the adapter file of a run or by itself, and the settings it was trained with.
+"""The adapter to validate, from a run folder or a single file, and the settings it was trained with.
 
-Input: a run folder or a file, and the base if another is wanted; output: a EvaluatedLora, whose settings
-prepare the dataset as training did, so that the same pictures are held out.
+Input: a run folder or a file, and optionally another base; output: a EvaluatedLora, whose settings prepare the
+dataset as training did, so that the same images are held out.
 """
 
 from __future__ import annotations
@@ -34,57 +34,58 @@ OF_THIS_MACHINE = (
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedLora:
-    """An adapter file; `settings` are those of its training that matter here.
+    """An adapter file, with the settings of its training that a validation needs.
 
-    `known` says whether they are known at all, `fingerprint` is of the dataset as it was trained, ""
-    where nobody wrote it down.
+    `has_settings`: the file or run states them. `fingerprint` is of the dataset at training time, "" where
+    none is recorded.
     """
 
     file: Path
     run: Path | None
     settings: Mapping[str, Any]
-    known: bool
+    has_settings: bool
     fingerprint: str
 
 
 def evaluated_lora_of(path: Path, *, base: str | None) -> EvaluatedLora:
-    """Read what is to be validated; raises InputError and RequestError, as `sample` does."""
+    """Read the adapter's file and settings; raises InputError and RequestError, as `sample` does."""
     if path.is_dir():
         file, record = adapter_of(path), read_run(path)
         settings = dict(record["settings"])
         source = base or str(record["base"]["source"])
-        kept = _kept(settings, elsewhere=base is not None)
+        settings_kept = _kept(settings, elsewhere=base is not None)
         return EvaluatedLora(
             file=file,
             run=path,
-            settings=kept | {"base.model": source},
-            known=True,
+            settings=settings_kept | {"base.model": source},
+            has_settings=True,
             fingerprint=str(record["dataset"]["fingerprint"]),
         )
     config: Config | None = stated_settings(read_contents(path).metadata)
-    given = base or (config.base.model if config else None)
-    if given in (None, "auto"):
+    base_model = base or (config.base.model if config else None)
+    if base_model in (None, "auto"):
         raise RequestError(
-            f"{path.name} does not say which base it was trained on", fix="name it with --base"
+            f"{path.name} does not say which base it was trained on",
+            fix="name the base with --base",
         )
     settings = flatten(config) if config else {}
     return EvaluatedLora(
         file=path,
         run=None,
-        settings=_kept(settings, elsewhere=True) | {"base.model": given},
-        known=config is not None,
+        settings=_kept(settings, elsewhere=True) | {"base.model": base_model},
+        has_settings=config is not None,
         fingerprint="",
     )
 
 
 def _kept(settings: Mapping[str, Any], *, elsewhere: bool) -> dict[str, Any]:
-    """Return what is taken over; `elsewhere`: paths in it are not of this machine or of another base."""
+    """Return the settings to reuse; `elsewhere`: paths may be of another machine or base, so drop them."""
     paths = {info.key for info in all_settings() if info.path}
-    known = {info.key for info in all_settings()}
+    setting_keys = {info.key for info in all_settings()}
     return {
         key: value
         for key, value in settings.items()
-        if key in known
+        if key in setting_keys
         and (key.startswith(KEPT_SECTIONS) or key in KEPT_SETTINGS)
         and value != "auto"
         and not (elsewhere and key in (*paths, *OF_THIS_MACHINE))

@@ -1,7 +1,7 @@
-"""Everything a validation measures with: the base with an adapter on a dial, encoded data, a sampler.
+"""Everything a validation needs: the base with an adapter of adjustable strength, cached data, a sampler.
 
-Input: a EvaluatedLora and a dataset; output: a Evaluation. It is prepared as a training would be, so devices,
-precisions and caches are the plan's; text encoders run live where the adapter changes them.
+Input: a EvaluatedLora and a dataset; output: a Evaluation. It is prepared like a training, so devices, precisions and
+caches are the plan's; text encoders run in every pass where the adapter changes them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from lora_trainer.training.dataloader import TrainingDataLoader
 
 QUANTILES = 16
 MAX_PICTURES = 16
-"""Pictures of a kind whose losses are measured: enough for a mean, and a bound on the time."""
+"""Most trained and most held-out images whose losses are measured: enough for a mean, in bounded time."""
 SAMPLE_STEPS = 12
 
 
@@ -66,14 +66,14 @@ class Evaluation:
     sources: Mapping[str, SampleSource]
 
     def batches(self, records: Sequence[ImageRecord]) -> list[StepBatch]:
-        """Return pictures at each quantile of the timesteps, the noise fixed by content."""
+        """Return a batch of images for each quantile of the timesteps; the noise depends on image content only."""
         chosen = sorted(records, key=lambda record: record.content_hash)[:MAX_PICTURES]
         names = [record.sample_ids()[0] for record in chosen]
         keys = [(name, self.sources[name]) for name in names]
         return self.feeder.validation(keys, quantiles=QUANTILES)
 
     def samples(self, prompts: Sequence[str], *, strength: float) -> list[Image.Image]:
-        """Draw an image per prompt, seeds as for the samples of a training."""
+        """Draw an image for each prompt, with the seeds of a training's sample images."""
         settings, key = self.plan.config.sampling, texts_as(self.plan).key
         model, read = self.probe.model, self.feeder.entries.read
         with self.probe.dial.at(strength), torch.no_grad():
@@ -90,7 +90,7 @@ class Evaluation:
             ]
 
     def elsewhere(self, prompts: Sequence[str], images: Sequence[Image.Image]) -> list[StepBatch]:
-        """Return images that are not of the dataset at each quantile, as `batches` does."""
+        """Return batches as `batches` does, of generated images that are not in the dataset."""
         encoder = self.plan.family.load_image_encoder(
             self.plan.facts, device=encoder_device(self.plan)
         )
@@ -103,7 +103,7 @@ class Evaluation:
             **self.plan.family.geometry_conditioning(self.plan.facts, whole),
             **self.feeder.shared_conditioning,
         }
-        found = []
+        batches = []
         for quantile in range(QUANTILES):
             level = self.feeder.levels.at((quantile + 0.5) / QUANTILES, size_px=(side, side))
             samples = []
@@ -121,11 +121,11 @@ class Evaluation:
                         conditioning={**text, **shared},
                     )
                 )
-            found.append(StepBatch(step=int(level.timestep), samples=tuple(samples), epoch=0.0))
-        return found
+            batches.append(StepBatch(step=int(level.timestep), samples=tuple(samples), epoch=0.0))
+        return batches
 
     def pictures(self, records: Sequence[ImageRecord]) -> list[Image.Image]:
-        """Return the pictures as they are trained: scaled and cropped."""
+        """Return the dataset's images as they are trained: scaled and cropped."""
         data = self.plan.config.data
         return [
             cut(
@@ -138,13 +138,13 @@ class Evaluation:
 
     @property
     def side_px(self) -> int:
-        """The side of the samples."""
+        """Side of the sample images, in pixels."""
         return concrete(self.plan.config.data.resolution)
 
 
 def plan_of(subject: EvaluatedLora, dataset: Path) -> Plan:
-    """Prepare the dataset as the adapter's training did; raises what `prepare` raises."""
-    # An adapter of another trainer may change any layer, and all are measured.
+    """Prepare the dataset as the adapter's training did; raises as `prepare` does."""
+    # An adapter of another trainer may change any layer, so none may be replaced by a cache.
     settings = {**subject.settings, "memory.modulation_cache": False}
     plan = prepare_with_base(Request(dataset=dataset, overrides=settings))
     changes_text = _changes_text(subject.file, plan)
@@ -163,7 +163,7 @@ def _changes_text(file: Path, plan: Plan) -> bool:
 def build_evaluation(
     subject: EvaluatedLora, plan: Plan, *, prompts: Sequence[str], events: EventStream
 ) -> Evaluation:
-    """Encode what is needed and load the base with the adapter beside it; raises LoraTrainError."""
+    """Fill the caches and load the base with the adapter attached; raises LoraTrainError."""
     setup_torch(plan)
     job = TrainingJob(
         prepared=plan,
@@ -177,7 +177,7 @@ def build_evaluation(
         started_at_s=time.time(),
     )
     cache = open_cache(plan, events)
-    wanted = fill_caches(job, cache)
+    cache_needs = fill_caches(job, cache)
     events.emit("phase", phase="load", message=plan.facts.source, done=0, total=0)
     networks = load_networks(plan)
     _add_words(subject.file, plan, networks)
@@ -198,29 +198,29 @@ def build_evaluation(
         plan=plan,
         probe=LossProbe(model=model, dial=dial, at_once=concrete(plan.config.memory.micro_batch)),
         weights=weights,
-        feeder=build_dataloader(job, wanted, cache),
+        feeder=build_dataloader(job, cache_needs, cache),
         sampler=plan.family.build_sampler(
             plan.facts,
             denoiser=networks.denoiser,
             device=model.device,
             decode_on=encoder_device(plan),
         ),
-        sources=wanted.sources,
+        sources=cache_needs.sources,
     )
 
 
 def _add_words(file: Path, plan: Plan, networks: Networks) -> None:
-    """Teach the text encoders the word that was learned with the adapter; raises InputError."""
+    """Add the new tokens that were trained with the adapter to the text encoders; raises InputError."""
     word = new_word(plan.config)
     if word is None or networks.text is None:
         return
-    place = embedding_path(file)
-    if not place.is_file():
+    file_path = embedding_path(file)
+    if not file_path.is_file():
         raise InputError(
-            f"{file.name} was trained with new tokens for {word.text!r}, and their file is missing",
-            fix=f"put {place.name} into {place.parent}",
+            f"{file.name} was trained with new tokens for {word.text!r}, but their file is missing",
+            fix=f"put {file_path.name} into {file_path.parent}",
         )
-    found = read_embedding(place).vectors
+    trained_vectors = read_embedding(file_path).vectors
     words = add_new_tokens(
         networks.text,
         word.tokens,
@@ -229,9 +229,9 @@ def _add_words(file: Path, plan: Plan, networks: Networks) -> None:
     )
     for component, vectors in words.items():
         vectors.requires_grad_(False)
-        vectors.copy_(torch.from_numpy(found[plan.family.new_token_keys[component]]))
+        vectors.copy_(torch.from_numpy(trained_vectors[plan.family.new_token_keys[component]]))
 
 
 def _inside(networks: Networks) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {DENOISER: networks.denoiser}
-    return found | (dict(networks.text.networks) if networks.text is not None else {})
+    inside: dict[str, nn.Module] = {DENOISER: networks.denoiser}
+    return inside | (dict(networks.text.networks) if networks.text is not None else {})

@@ -1,8 +1,8 @@
-"""Pictures as vectors, and distances between sets of them: how near samples come to a dataset.
+"""Images as feature vectors, and distances between sets of images: how near samples come to a dataset.
 
-Input: PIL images of any size, cropped square here; output: float32 [N, D]. A CLIP image encoder is used
-where one is on this machine (Radford et al. 2021, arXiv 2103.00020), else latents of the embedded
-base's VAE, which know colours and layout but no meaning. Nothing is downloaded.
+Input: PIL images of any size, cropped square here; output: float32 [N, D]. The encoder is a CLIP image
+encoder if this machine has one (Radford et al. 2021, arXiv 2103.00020), else the embedded base's VAE, whose
+latents hold colours and layout but no meaning. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ CLIP = "openai/clip-vit-base-patch32"
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 GRIDS = (1, 2, 4)
-"""Cells a side in which latents are averaged: coarse layout, so that a moved subject stays alike."""
+"""Cells per side over which latents are averaged: so coarse that a subject that moves a little still matches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """An image encoder; `name` is said in the report, as numbers of different ones do not compare."""
+    """An image encoder; the report names it, as numbers of different encoders cannot be compared."""
 
     name: str
     encode: Callable[[Sequence[Image.Image]], Tensor]
 
 
 def find_features(clip: str | None = None) -> Features:
-    """Return CLIP from `clip`, a folder or a Hub id in the local cache, or the best there is.
+    """Return CLIP from `clip`, a folder or a Hub id in the local cache; None: the best encoder on the machine.
 
-    Raises InputError where `clip` is named and is not here.
+    Raises InputError where `clip` is named but not on this machine.
     """
     folder = Path(clip).expanduser() if clip is not None else Path()
     if clip is None or not folder.is_dir():
-        found = cached_snapshot(clip or CLIP, revision=None)
-        if found is None and clip is not None:
+        snapshot = cached_snapshot(clip or CLIP, revision=None)
+        if snapshot is None and clip is not None:
             raise InputError(
-                f"{clip} is no folder and not in the local Hub cache",
+                f"{clip} is neither a folder nor in the local Hub cache",
                 fix="give a folder with a CLIP vision model, or leave --clip out",
             )
-        if found is None:
+        if snapshot is None:
             return latent_features()
-        folder = found
+        folder = snapshot
     return clip_features(folder, name=clip or CLIP)
 
 
@@ -106,18 +106,21 @@ def pixels(image: Image.Image, *, side_px: int) -> Tensor:
 
 
 def pooled(latent: Tensor) -> Tensor:
-    """Return mean and deviation of [C, H, W] in the cells of each grid, every grid weighing the same."""
+    """Return mean and deviation of [C, H, W] in the cells of each grid; all grids have the same weight."""
     rows = []
     for cells in GRIDS:
         mean = F.adaptive_avg_pool2d(latent[None], cells)
         square = F.adaptive_avg_pool2d(latent[None].square(), cells)
+        # E[x^2] - E[x]^2 may round below zero where a cell is uniform.
         deviation = (square - mean.square()).clamp(min=0).sqrt()
+        # A grid has cells^2 numbers, so dividing by `cells` gives each grid the same squared norm.
         rows.append(torch.cat([mean, deviation], dim=1).flatten() / cells)
     return torch.cat(rows)
 
 
 def distances(first: Tensor, second: Tensor) -> Tensor:
-    """Return Euclidean distances [N, M] of [N, D] and [M, D], each pair by itself."""
+    """Return Euclidean distances [N, M] of [N, D] and [M, D], exact for near pairs too."""
+    # The product form |a|^2 + |b|^2 - 2ab cancels for near vectors, and copies are the nearest of all.
     return torch.cdist(
         first[None], second[None], compute_mode="donot_use_mm_for_euclid_dist"
     ).squeeze(0)
@@ -132,5 +135,5 @@ def set_distance(first: Tensor, second: Tensor) -> float:
 
 def _pairs(features: Tensor) -> list[float]:
     upper = torch.triu_indices(len(features), len(features), offset=1)
-    found: list[float] = distances(features, features)[upper[0], upper[1]].tolist()
-    return found
+    pair_distances: list[float] = distances(features, features)[upper[0], upper[1]].tolist()
+    return pair_distances

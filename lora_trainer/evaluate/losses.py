@@ -1,14 +1,14 @@
 """Losses and samples with and without a LoRA, compared with each other and with the dataset.
 
-Losses with and without an adapter at the same noise, and how far it moves other predictions.
+Losses with and without an adapter at the same noise, and its change of unrelated predictions.
 
-Input: a model whose adapter is on a dial and prepared samples; output: plain numbers. Every number is
-a function of the samples alone: pictures count the same, whatever their size.
+Input: a model whose adapter has an adjustable strength, and prepared samples; output: plain numbers. Each
+number depends on the samples alone; images of all sizes have the same weight.
 
-Samples with and without an adapter against a dataset's pictures: nearness, and copies of trained ones.
+Compares samples with and without an adapter to a dataset's images: nearness, and copies of trained images.
 
-Input: features of samples and pictures; output: parts' numbers, or why there are none. A sample's
-prompt is the caption of a picture, so that picture is left out where copies are looked for.
+Input: features of samples and images; output: the numbers behind parts, or None. A sample's prompt is the
+caption of an image, so that image is left out in the search for copies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lora_trainer.training.training import Model
 
 @dataclass(frozen=True, kw_only=True)
 class LossProbe:
-    """A model, the dial of its adapter, and how many images fit at once."""
+    """A model, the strength control of its adapter, and the micro-batch that fits."""
 
     model: Model
     dial: LoraStrength
@@ -38,7 +38,7 @@ class LossProbe:
 
     @torch.no_grad()
     def losses(self, batches: Sequence[StepBatch], *, strength: float) -> list[float]:
-        """Return the mean loss of each batch, all of it at one timestep."""
+        """Return the mean loss of each batch; a batch has one timestep."""
         with self.dial.at(strength):
             return [self._mean_loss(batch) for batch in batches]
 
@@ -63,16 +63,16 @@ class LossProbe:
         batch = to_device(samples, device=model.device, dtype=model.precision)
         level = (batch.alpha, batch.sigma)
         noisy = add_noise(batch.latents, batch.noise, *level).to(model.precision)
-        wanted = target(batch.latents, batch.noise, *level, model.prediction)
+        target_values = target(batch.latents, batch.noise, *level, model.prediction)
         predicted = []
         for strength in (0.0, 1.0):
             with self.dial.at(strength):
-                told = model.embed(batch.conditioning)
-                found = model.predict(model.denoiser, noisy, batch.timesteps, told)
-                predicted.append(found.float())
+                conditioning = model.embed(batch.conditioning)
+                prediction = model.predict(model.denoiser, noisy, batch.timesteps, conditioning)
+                predicted.append(prediction.float())
         base, adapted = predicted
         change: list[float] = (adapted - base).square().flatten(1).mean(1).tolist()
-        error: list[float] = (base - wanted.float()).square().flatten(1).mean(1).tolist()
+        error: list[float] = (base - target_values.float()).square().flatten(1).mean(1).tolist()
         return change, error
 
 
@@ -81,7 +81,7 @@ LEAST_PICTURES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceImages:
-    """Features [N, D] of a dataset's pictures with their captions; `trained` says which were trained."""
+    """Features [N, D] of a dataset's images with their captions; `trained` marks the training images."""
 
     features: Tensor
     captions: Sequence[str]
@@ -89,24 +89,24 @@ class ReferenceImages:
 
 
 def nearness(base: Tensor, adapted: Tensor, album: ReferenceImages) -> tuple[float, float]:
-    """Return the energy distances of the base's and of the adapter's samples to the pictures."""
+    """Return the energy distances of the base's and of the adapter's samples to the dataset's images."""
     return set_distance(base, album.features), set_distance(adapted, album.features)
 
 
 def copy_ratio(samples: Tensor, prompts: Sequence[str], album: ReferenceImages) -> float | None:
     """Return the mean over samples of nearest trained distance / nearest held-out distance.
 
-    Sets are compared at the size of the smaller one. None where a sample has no picture of a kind.
+    Both sets are compared at the size of the smaller one. None where no trained or no held-out image is left.
     """
     ratios = []
     for row, prompt in zip(distances(samples, album.features), prompts, strict=True):
         near: dict[bool, list[float]] = {True: [], False: []}
-        own = [
+        other_images = [
             index
             for index, caption in enumerate(album.captions)
             if caption.strip() != prompt.strip()
         ]
-        for index in own:
+        for index in other_images:
             near[album.trained[index]].append(float(row[index]))
         count = min(map(len, near.values()))
         if count == 0:
@@ -118,5 +118,5 @@ def copy_ratio(samples: Tensor, prompts: Sequence[str], album: ReferenceImages) 
 
 
 def finite(features: Tensor) -> bool:
-    """Whether every feature is a number: samples of a broken adapter may not be."""
+    """Whether all features are finite; features of a broken adapter's samples may not be."""
     return bool(torch.isfinite(features).all())

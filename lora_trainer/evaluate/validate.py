@@ -1,4 +1,4 @@
-"""Validate an adapter against a dataset: every part that can be measured, and why another cannot.
+"""Validate an adapter against a dataset: measure every part that can be measured, give reasons for the others.
 
 Input: a run folder or an adapter file, and the dataset it was trained on; output: a Validation, also
 as RUN/validation.json and in the run's report. Nothing is written beside a file or into the dataset.
@@ -52,7 +52,7 @@ UNRELATED = (
     "a photo of a mountain lake",
     "a bowl of fruit on a wooden table",
 )
-"""Prompts that ask for nothing a dataset is likely to hold; the miniature base knows the first two."""
+"""Prompts for subjects that a dataset is unlikely to hold; the miniature base was trained on the first two."""
 
 
 def validate(
@@ -64,10 +64,10 @@ def validate(
     overrides: Mapping[str, Any] = MappingProxyType({}),
     listeners: Sequence[Listener] = (),
 ) -> Validation:
-    """Measure an adapter; writes validation.json and the report where `path` is a run folder.
+    """Measure an adapter; writes validation.json and the report if `path` is a run folder.
 
-    `clip` names a CLIP image encoder on this machine; `overrides` are settings over those of the
-    training. Raises LoraTrainError.
+    `clip` names a CLIP image encoder on this machine; `overrides` replace settings of the training. Raises
+    LoraTrainError.
     """
     events = EventStream()
     for listener in listeners:
@@ -81,18 +81,18 @@ def validate(
     unrelated = _unrelated(plan.config.data.triggers, records)
     with pinning(plan, events):
         scene = build_evaluation(subject, plan, prompts=(*prompts, *unrelated), events=events)
-        found = Found(notes=list(_notes(subject, scene, features)))
-        measure_weights(scene.weights, found)
+        findings = Found(notes=list(_notes(subject, scene, features)))
+        measure_weights(scene.weights, findings)
         if scene.weights.finite:
-            _measure_losses(subject, scene, found)
+            _measure_losses(subject, scene, findings)
             _say(events, "samples")
-            _measure_samples(subject, scene, features, prompts, found)
+            _measure_samples(subject, scene, features, prompts, findings)
             _say(events, "unrelated prompts")
-            _measure_drift(scene, unrelated, found)
+            _measure_drift(scene, unrelated, findings)
         else:
-            why = "the adapter holds numbers that are not finite"
-            found.left_out |= dict.fromkeys(WEIGHTS.keys() - {"weights"}, why)
-    result = found.result(subject.file.name)
+            why = "the adapter holds NaN or infinity"
+            findings.left_out |= dict.fromkeys(WEIGHTS.keys() - {"weights"}, why)
+    result = findings.result(subject.file.name)
     if subject.run is not None:
         write_atomic(subject.run / VALIDATION_FILE, json_bytes(result.to_json()), durable=False)
         write_report(subject.run)
@@ -101,33 +101,34 @@ def validate(
 
 def _notes(subject: EvaluatedLora, scene: Evaluation, features: Features) -> Iterator[str]:
     yield f"image features: {features.name}"
-    if not subject.known:
-        yield "the file does not say which pictures it was trained on: all count as held out"
+    if not subject.has_settings:
+        yield "the file does not say which images it was trained on, so all count as held out"
     elif not subject.fingerprint:
-        yield "the dataset is taken to be the one it was trained on, as it was then"
+        yield "the dataset is assumed to be the unchanged dataset of the training"
     elif subject.fingerprint != scene.plan.dataset.fingerprint:
         yield (
             "images or captions changed since the training: "
-            "pictures that count as held out may have been trained"
+            "images that count as held out may have been trained"
         )
     if scene.plan.config.adapter.new_tokens:
-        yield "new tokens are on in what counts as the base: the parts are of the layers alone"
-    if subject.known and not scene.plan.held_out:
-        yield "no picture is held out: gain and strength are measured on trained pictures"
+        yield "the base is measured with the new tokens, so all parts rate the adapter's layers alone"
+    if subject.has_settings and not scene.plan.held_out:
+        yield "no image is held out, so gain and strength are measured on trained images"
 
 
-def _measure_losses(subject: EvaluatedLora, scene: Evaluation, found: Found) -> None:
+def _measure_losses(subject: EvaluatedLora, scene: Evaluation, findings: Found) -> None:
     """Measure gain, strength and generalisation."""
     plan = scene.plan
-    known = bool(subject.known and plan.held_out)
-    unseen = plan.held_out if known else (*plan.held_out, *plan.trained)
+    # Without the training's settings nobody knows which images were held out, so all of them are measured.
+    has_held_out = bool(subject.has_settings and plan.held_out)
+    unseen = plan.held_out if has_held_out else (*plan.held_out, *plan.trained)
     batches = scene.batches(unseen)
     by_strength = {s: scene.probe.losses(batches, strength=s) for s in STRENGTHS}
     means = {strength: fmean(losses) for strength, losses in by_strength.items()}
     gain = mean_gain(by_strength[0.0], by_strength[1.0])
-    found.parts["gain"] = gain_part(gain)
-    found.parts["strength"] = strength_part(means)
-    found.figures |= {
+    findings.parts["gain"] = gain_part(gain)
+    findings.parts["strength"] = strength_part(means)
+    findings.figures |= {
         "pictures": len(batches[0].samples),
         "gain": gain,
         "gain_by_timestep": [
@@ -138,14 +139,14 @@ def _measure_losses(subject: EvaluatedLora, scene: Evaluation, found: Found) -> 
         ],
         "loss_by_strength": [[strength, loss] for strength, loss in means.items()],
     }
-    if not known:
-        found.left_out["generalisation"] = "no picture is known to be held out"
+    if not has_held_out:
+        findings.left_out["generalisation"] = "no image is known to be held out"
         return
     trained = scene.batches(plan.trained)
     before, after = (fmean(scene.probe.losses(trained, strength=s)) for s in (0.0, 1.0))
     gains = {"trained_gain": 1 - after / before, "held_out_gain": 1 - means[1.0] / means[0.0]}
-    found.parts["generalisation"] = generalisation_part(**gains)
-    found.figures |= gains
+    findings.parts["generalisation"] = generalisation_part(**gains)
+    findings.figures |= gains
 
 
 def _measure_samples(
@@ -153,14 +154,14 @@ def _measure_samples(
     scene: Evaluation,
     features: Features,
     prompts: Sequence[str],
-    found: Found,
+    findings: Found,
 ) -> None:
     """Measure similarity and memorisation."""
     plan = scene.plan
     records = (*plan.held_out, *plan.trained)[:MAX_ALBUM]
     if len(records) < LEAST_PICTURES or len(prompts) < LEAST_PICTURES:
-        why = "it takes at least two pictures with different captions"
-        found.left_out |= {"similarity": why, "memorisation": why}
+        why = "needs at least two images with different captions"
+        findings.left_out |= {"similarity": why, "memorisation": why}
         return
     album = ReferenceImages(
         features=features.encode(scene.pictures(records)),
@@ -171,38 +172,40 @@ def _measure_samples(
         features.encode(scene.samples(prompts, strength=strength)) for strength in (0.0, 1.0)
     )
     if not (finite(base) and finite(adapted)):
-        why = "samples could not be turned into finite features"
-        found.left_out |= {"similarity": why, "memorisation": why}
+        why = "features of the samples hold NaN or infinity"
+        findings.left_out |= {"similarity": why, "memorisation": why}
         return
     base_distance, adapted_distance = nearness(base, adapted, album)
-    found.figures |= {"distance": adapted_distance, "base_distance": base_distance}
+    findings.figures |= {"distance": adapted_distance, "base_distance": base_distance}
     if base_distance > 0:
-        found.parts["similarity"] = similarity_part(
+        findings.parts["similarity"] = similarity_part(
             base_distance=base_distance, adapted_distance=adapted_distance
         )
     else:
-        found.left_out["similarity"] = "samples of the base cannot be told from the pictures"
-    before = copy_ratio(base, prompts, album) if subject.known else None
-    after = copy_ratio(adapted, prompts, album) if subject.known else None
+        findings.left_out["similarity"] = (
+            "the base's samples are already as near as the dataset itself"
+        )
+    before = copy_ratio(base, prompts, album) if subject.has_settings else None
+    after = copy_ratio(adapted, prompts, album) if subject.has_settings else None
     if before is None or after is None:
-        found.left_out["memorisation"] = "too few pictures are known to be held out"
+        findings.left_out["memorisation"] = "too few images are known to be held out"
         return
-    found.parts["memorisation"] = memorisation_part(base_ratio=before, adapted_ratio=after)
-    found.figures |= {"copy_ratio": after, "base_copy_ratio": before}
+    findings.parts["memorisation"] = memorisation_part(base_ratio=before, adapted_ratio=after)
+    findings.figures |= {"copy_ratio": after, "base_copy_ratio": before}
 
 
-def _measure_drift(scene: Evaluation, prompts: Sequence[str], found: Found) -> None:
+def _measure_drift(scene: Evaluation, prompts: Sequence[str], findings: Found) -> None:
     if not prompts:
-        found.left_out["drift"] = "every unrelated prompt holds the trigger"
+        findings.left_out["drift"] = "every unrelated prompt contains the trigger"
         return
     images = scene.samples(prompts, strength=0.0)
     change, base_loss = scene.probe.drift(scene.elsewhere(prompts, images))
-    found.parts["drift"] = drift_part(change=change, base_loss=base_loss)
-    found.figures |= {"drift": change, "drift_base_loss": base_loss}
+    findings.parts["drift"] = drift_part(change=change, base_loss=base_loss)
+    findings.figures |= {"drift": change, "drift_base_loss": base_loss}
 
 
 def _prompts(records: Sequence[ImageRecord]) -> list[str]:
-    """Return captions, held-out pictures first."""
+    """Return up to SAMPLES different captions, those of held-out images first."""
     return list(dict.fromkeys(record.caption for record in records if record.caption))[:SAMPLES]
 
 

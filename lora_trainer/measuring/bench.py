@@ -1,8 +1,8 @@
 """`bench`: short trainings that differ in one setting each, as a table of speed and memory.
 
-Input is a request as for training, output one row per variant. Every row is a training of its own
-process in a folder that is thrown away: what it measures is what a user would get, its peak memory
-is its own, and one that runs out of memory ends no other.
+Input is a request as for training, output one row per variant. Each variant trains in its own process and
+a temporary folder, so speed and peak memory are those of a real run, and one that runs out of memory does
+not end the others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOLD_ONLY_HERE = ("output.folder", "output.name", "train.steps", *QUIET)
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """Settings to try on top of those asked for; no settings is the run as planned."""
+    """Settings to change in a request; none for the run as planned."""
 
     name: str
     settings: Mapping[str, Any]
@@ -44,11 +44,11 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRow:
-    """What a variant measured; `failure` is the program's last line where it did not finish.
+    """Measurements of a variant; `failure` is the program's last line if it did not finish.
 
-    `seconds_per_step` is the median after the warm-up; `peak_bytes` what the allocator reserved on a
-    card, with the plan's share of the context, and the process's memory on a CPU; `predicted_bytes`
-    the plan's peak; `cached_images_per_s` None where the caches were warm.
+    `seconds_per_step` is the median after the warm-up. `peak_bytes` is the memory that the allocator
+    reserved on a GPU plus the planned context, or the process's memory on a processor; `predicted_bytes`
+    is the plan's peak. `cached_images_per_s` is None if all cache entries existed.
     """
 
     name: str
@@ -71,13 +71,13 @@ def bench(
     only: Sequence[str] = (),
     on_start: Callable[[Variant, int], None] = lambda _variant, _count: None,
 ) -> list[BenchRow]:
-    """Measure the planned run and its variants, one after the other; `only` keeps those of some settings.
+    """Measure the planned run and its variants, one after the other; `only` limits them to some settings.
 
-    `on_start(variant, count)` is called before each. Raises RequestError for too few steps or settings
-    that are not varied and whatever planning raises; a variant that fails is a row.
+    `on_start(variant, count)` is called before each. Raises RequestError for too few steps or for settings
+    in `only` that no variant changes, and as planning does; a variant that fails is a row.
     """
     if steps < 1:
-        raise RequestError(f"--steps {steps} is no number of steps", fix="give 1 or more")
+        raise RequestError(f"--steps {steps} is not allowed", fix="give 1 or more")
     chosen = _chosen(list(variants(prepare(request))), only)
     rows = []
     try:
@@ -93,21 +93,23 @@ def bench(
     return rows
 
 
-def _chosen(found: list[Variant], only: Sequence[str]) -> list[Variant]:
-    varied = {key for variant in found for key in variant.settings}
+def _chosen(candidates: list[Variant], only: Sequence[str]) -> list[Variant]:
+    varied = {key for variant in candidates for key in variant.settings}
     for key in only:
         if key not in varied:
             raise RequestError(
-                f"{key} is not varied here",
-                fix=f"name some of {', '.join(sorted(varied))}",
+                f"bench does not vary {key} here",
+                fix=f"use one or more of {', '.join(sorted(varied))}",
             )
     return [
-        each for each in found if not only or not each.settings or set(only) & set(each.settings)
+        each
+        for each in candidates
+        if not only or not each.settings or set(only) & set(each.settings)
     ]
 
 
 def variants(prepared: Prepared) -> Iterator[Variant]:
-    """Yield the run as planned, then others that differ in one setting."""
+    """Yield the run as planned, then variants that differ in one setting."""
     config = prepared.config
     yield Variant(name="as planned", settings={})
     values: dict[str, tuple[Any, ...]] = {
@@ -147,7 +149,7 @@ def _powers_of_two(limit: int) -> Iterator[int]:
 def _measure(request: Request, variant: Variant, *, steps: int, folder: Path) -> BenchRow:
     name = f"{len(list(folder.iterdir()))}"
     settings = {
-        # The caches of this bench only, so that the first row of each resolution fills them.
+        # An empty cache, so that the first row of each resolution measures encoding too.
         "data.cache_dir": str(folder / "cache"),
         **_typed(request),
         **QUIET,
@@ -160,8 +162,8 @@ def _measure(request: Request, variant: Variant, *, steps: int, folder: Path) ->
         _command(request, settings), capture_output=True, text=True, encoding="utf-8", check=False
     )
     if finished.returncode:
-        said = [line for line in finished.stderr.splitlines() if line.strip()]
-        failure = said[-1] if said else f"ended with exit code {finished.returncode}"
+        lines = [line for line in finished.stderr.splitlines() if line.strip()]
+        failure = lines[-1] if lines else f"ended with exit code {finished.returncode}"
         return BenchRow(name=variant.name, settings=variant.settings, failure=failure)
     return _row(variant, folder / name)
 
@@ -181,7 +183,7 @@ def _command(request: Request, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _row(variant: Variant, folder: Path) -> BenchRow:
-    """Read what a finished run left."""
+    """Return the measurements in a finished run's folder."""
     events = read_jsonl(folder / "events.jsonl")
     steps = [row for row in events if row["event"] == "step" and row["step"] > WARMUP_STEPS]
     plan = read_json_object(folder / "run.json")["plan"]
@@ -207,5 +209,5 @@ def _row(variant: Variant, folder: Path) -> BenchRow:
 
 
 def _context_bytes(plan: Mapping[str, Any]) -> int:
-    """Return what the plan counts for context and libraries, which the allocator does not see."""
+    """Return the plan's bytes for the GPU's context and libraries, which the allocator does not see."""
     return sum(item["bytes"] for item in plan["memory"]["items"] if item["name"] == "runtime")

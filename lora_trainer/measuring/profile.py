@@ -1,7 +1,7 @@
-"""`profile`: a few steps of a training under torch's profiler, and what sets its pace.
+"""`profile`: a few steps of a training under torch's profiler, and the bottleneck found in them.
 
 Input is a request as for training, output a run folder whose tensorboard/ holds the trace, and a
-verdict. The steps are those of the real run: same caches, same loop, same plan.
+verdict. The steps are a real run's: same caches, same loop, same plan.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lora_trainer.run.train import TrainRequest, train
 from lora_trainer.training.progress import Progress
 
 WARMUP_STEPS = 3
-"""Steps before the profiler starts: the first ones pick kernels and fill the allocator."""
+"""Steps before the profiler starts, as the first ones choose kernels and fill the allocator."""
 NO_EXTRAS: Mapping[str, Any] = {
     "sampling.every_steps": 0,
     "train.validate_every_steps": 0,
@@ -36,7 +36,7 @@ NO_EXTRAS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled:
-    """What was found, and where the trace is; `operations` has seconds a step, the longest first."""
+    """The verdict of a profile, its measurements and the folder of the trace."""
 
     verdict: Verdict
     measured: Measured
@@ -44,7 +44,7 @@ class Profiled:
     trace: Path
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return plain values; `operations` are seconds a step, the longest first."""
         return {
             "sentence": self.verdict.sentence,
             "cause": self.verdict.cause,
@@ -59,12 +59,12 @@ class Profiled:
 def profile_run(
     request: Request, *, steps: int, output: Path, listeners: tuple[Listener, ...] = ()
 ) -> Profiled:
-    """Train `steps` steps, watched; the run folder in `output` keeps the trace and no adapter.
+    """Train `steps` steps under the profiler; the run folder in `output` keeps the trace but no adapter.
 
-    Raises RequestError for too few steps and whatever training raises.
+    Raises RequestError for too few steps, and as training does.
     """
     if steps < 1:
-        raise RequestError(f"--steps {steps} is no number of steps", fix="give 1 or more")
+        raise RequestError(f"--steps {steps} is not allowed", fix="give 1 or more")
     real = prepare(request)
     short = replace(
         request,
@@ -82,7 +82,7 @@ def profile_run(
     )
     trace = file.parent / "tensorboard"
     tensorboard_trace_handler(str(trace))(watch.profiler)
-    file.unlink()  # after so few steps it is no result
+    file.unlink()  # an adapter of so few steps is useless and would only be mistaken for a result
     shutil.rmtree(file.parent / "states", ignore_errors=True)
     measured = watch.measured(steps)
     return Profiled(
@@ -96,15 +96,19 @@ def _name(prepared: Prepared) -> str:
 
 
 def _activities() -> list[ProfilerActivity]:
-    found = [ProfilerActivity.CPU]
-    own = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
+    activities = [ProfilerActivity.CPU]
+    by_device = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
     device = torch.accelerator.current_accelerator()
-    return [*found, own[device.type]] if device is not None and device.type in own else found
+    return (
+        [*activities, by_device[device.type]]
+        if device is not None and device.type in by_device
+        else activities
+    )
 
 
 @dataclass(kw_only=True)
 class _Watch:
-    """Starts the profiler after the warm-up, stops it after `last`, and notes what events tell."""
+    """Starts the profiler after the warm-up, stops it after step `last`, and collects timing events."""
 
     what: ClassVar = "the profile"
     last: int
@@ -116,6 +120,7 @@ class _Watch:
         return progress.step in (WARMUP_STEPS, self.last)
 
     def __call__(self, progress: Progress) -> None:
+        # Kernels of the step before must be done, or they would count into the profile (or be missing).
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         (self.profiler.start if progress.step == WARMUP_STEPS else self.profiler.stop)()
@@ -127,7 +132,7 @@ class _Watch:
             self.save_s = max(self.save_s, event.fields["seconds"])
 
     def measured(self, steps: int) -> Measured:
-        """Return means a step; waiting and wall time are medians, one slow step says nothing."""
+        """Return means per step; waiting and wall time are medians, so that one slow step does not matter."""
         return Measured(
             wall_s=statistics.median(row["seconds"] for row in self.rows),
             data_wait_s=statistics.median(row["data_wait_s"] for row in self.rows),
@@ -136,7 +141,7 @@ class _Watch:
         )
 
     def _seconds(self) -> dict[str, float]:
-        """Return time by kernel on a card, by operation without those it calls on a processor."""
+        """Return seconds by kernel on a GPU; on a processor by operation, without the operations it calls."""
         rows = self.profiler.key_averages()
         kernels = {
             row.key: row.self_device_time_total * 1e-6

@@ -1,7 +1,7 @@
-"""Which blocks of a base are streamed and what that leaves on the device. Torch-free.
+"""Which blocks of a base are streamed, and the memory this saves. Torch-free.
 
-The memory plan and the network ask the same functions, so that a predicted byte is a stored byte.
-`network/block_swap.py` does what is counted here.
+The memory plan and the network use the same functions, so that predictions match the real bytes.
+`network/block_swap.py` does the streaming.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 BUFFERS = 2
-"""Streamed blocks on the device at a time: that at work and the next on its way."""
+"""Streamed blocks on the device at a time: one computes while the next one is copied."""
 
 
 def streamed_indices(total: int, count: int) -> tuple[int, ...]:
-    """Return which `count` of `total` repeated blocks are streamed, evenly spread.
+    """Return the indices of `count` streamed blocks among `total` repeated ones, evenly spread.
 
-    A copy hides behind the computation between two streamed blocks; the widest even gap hides most.
+    A copy hides behind the computation between two streamed blocks, so the gaps should be equally wide.
     """
-    return tuple((2 * place + 1) * total // (2 * count) for place in range(count))
+    return tuple((2 * index + 1) * total // (2 * count) for index in range(count))
 
 
 def moved_bytes(block_bytes: Sequence[int], count: int) -> int:
-    """Return what `count` streamed blocks take in host memory, and what a pass copies at most."""
+    """Return the host memory of `count` streamed blocks, which is also the most that a pass copies."""
     return sum(block_bytes[index] for index in streamed_indices(len(block_bytes), count))
 
 
 def saved_bytes(block_bytes: Sequence[int], count: int) -> int:
-    """Return the device memory that `count` streamed blocks set free, net of their buffers.
+    """Return the device memory that `count` streamed blocks free, net of their buffers.
 
-    Below 0 where the buffers, each as large as the largest of them, take more than they replace.
+    Below 0 where the buffers, each as large as the largest streamed block, take more than they replace.
     """
     chosen = [block_bytes[index] for index in streamed_indices(len(block_bytes), count)]
     return sum(chosen) - min(BUFFERS, count) * max(chosen, default=0)

@@ -229,10 +229,7 @@ class Allocator:
                 yield Decision(key=key, value=value, reason="the run began without it")
 
     def _shares(self, kinds: tuple[Checkpointing, ...]) -> dict[Checkpointing, float]:
-        """Return the largest `memory.kept_share` to try for each checkpointing level.
-
-        A level that the user chose gets no share unasked: it would take more memory than the user allowed.
-        """
+        """Return the largest `memory.kept_share` to try by level; a level the user chose keeps the user's share."""
         chosen = self.values["memory.gradient_checkpointing"]
         share = self.values["memory.kept_share"]
         known_kinds = self._known_kinds
@@ -257,11 +254,7 @@ class Allocator:
         )
 
     def _kinds(self, allowed: tuple[Checkpointing, ...]) -> tuple[Checkpointing, ...]:
-        """Return the checkpointing levels to try, of those in `allowed`.
-
-        On the processor there is nowhere to offload to. A level whose cost only a trace of the network
-        could tell is tried only if the user chose it.
-        """
+        """Return the allowed levels to try; without a known cost only the user's, on the processor none offloaded."""
         known_kinds = self._known_kinds
         chosen_kind = allowed[0] if self.values["memory.gradient_checkpointing"] != "auto" else None
         kinds = (kind for kind in allowed if kind in known_kinds or kind == chosen_kind)

@@ -1,8 +1,8 @@
-"""The training queue as people use it: add, move, remove, start again.
+"""The user's actions on the training queue: add, move, remove, start again.
 
 Inputs: the runs folder and the words of a training's command line. Outputs: items in `<runs>/.queue/`
-(`items.py`), which one worker a queue works through (`process.py`). What others need of
-these two is here by the same name.
+(`items.py`), which a worker process starts (`process.py`). The public names of these two modules
+are imported here.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def add(
     folder: Path | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Item:
-    """Put a training behind all that wait; `argv` is what follows `lora-train`, `folder` its place.
+    """Add a training at the end of the queue; `argv` follows `lora-train`, relative paths start at `folder`.
 
-    Raises RequestError for a command that waits or runs already (a double click, a second tab) or
-    that no process can be given, MachineError when the disk refuses.
+    Raises RequestError for a command that waits or runs already (a double click, a second tab) or that no
+    process can be given, MachineError if the disk refuses.
     """
     words, where = tuple(argv), str((folder or Path.cwd()).absolute())
     for word in (*words, where, label):
@@ -51,15 +51,15 @@ def add(
             if not twin.has_ended and (twin.argv, twin.folder) == (words, where):
                 raise RequestError(
                     f"this training is in the queue already: {twin.id}, {twin.state}",
-                    fix="wait for it, or change something, such as its name",
+                    fix="wait for it, or change a setting, such as its name",
                 )
-        shown = one_line(label)[:_LABEL_MAX_LENGTH]
+        short_label = one_line(label)[:_LABEL_MAX_LENGTH]
         item = Item(
-            id=new_id(runs, label=shown),
+            id=new_id(runs, label=short_label),
             order=_last_place(present),
             argv=words,
             folder=where,
-            label=shown,
+            label=short_label,
             added_s=clock(),
         )
         write(runs, item)
@@ -67,9 +67,10 @@ def add(
 
 
 def again(runs: Path, id: str) -> Item:
-    """Let an item that has ended wait once more; one that ended early goes on with its run.
+    """Put an ended item at the end of the queue again; one that ended early resumes its run.
 
-    Raises RequestError for an item that has not ended or whose file is damaged, and MachineError.
+    Raises RequestError for an item that has not ended or whose file is damaged, MachineError if the disk
+    refuses.
     """
     with changing(runs):
         present = items(runs)
@@ -93,28 +94,28 @@ def again(runs: Path, id: str) -> Item:
 
 
 def move(runs: Path, id: str, *, by: int) -> None:
-    """Let a waiting item change places: -1 is one earlier, +1 one later; at an end it stays.
+    """Move a waiting item by places: -1 is one earlier, +1 one later; at either end it stays.
 
-    Raises RequestError for an item that does not wait, MachineError when the disk refuses.
+    Raises RequestError for an item that does not wait, MachineError if the disk refuses.
     """
     with changing(runs):
         present = items(runs)
         item = _chosen(present, id)
         if item.state != "waiting":
-            raise RequestError(f"{id} is {item.state}", fix="move one that waits")
+            raise RequestError(f"{id} is {item.state}", fix="move a waiting item")
         waiting = in_order(present)
-        place = waiting.index(item)
-        waiting.insert(min(max(place + by, 0), len(waiting) - 1), waiting.pop(place))
-        # Two files cannot change at once: a crash in between leaves an order, if not this one.
+        index = waiting.index(item)
+        waiting.insert(min(max(index + by, 0), len(waiting) - 1), waiting.pop(index))
+        # Two files cannot change at once; after a crash in between the order is valid, but may be another.
         for order, other in enumerate(waiting, start=1):
             if other.order != order:
                 write(runs, replace(other, order=order))
 
 
 def remove(runs: Path, id: str) -> None:
-    """Forget an item that waits or has ended, and its log; its run folder stays.
+    """Delete a waiting or ended item and its log; its run folder stays.
 
-    Raises RequestError for one that runs, MachineError when the disk refuses.
+    Raises RequestError for a running item, MachineError if the disk refuses.
     """
     with changing(runs):
         item = _chosen(items(runs), id)
@@ -133,17 +134,17 @@ def _last_place(present: Sequence[Item]) -> int:
 
 
 def _chosen(present: Sequence[Item], id: str) -> Item:
-    """Return the item of that name; only what is listed can be named, so no name leads elsewhere."""
+    """Return the item with this id; only listed ids are accepted, so none can point outside the queue."""
     for item in present:
         if item.id == id:
             return item
     raise RequestError(
-        f"there is no item {id!r} in the queue", fix="`lora-train queue list` names them"
+        f"there is no item {id!r} in the queue", fix="`lora-train queue list` lists all items"
     )
 
 
 def _going_on(runs: Path, item: Item) -> tuple[str, ...]:
-    """Return the command that goes on with an item's run where it ended early, else its own."""
+    """Return the command that resumes an item's run if it ended early, else the item's own command."""
     resumes = any(word.startswith("--resume") for word in item.argv)
     if item.state == "finished" or item.run is None or resumes:
         return item.argv
@@ -158,5 +159,5 @@ def _refuse_unspeakable(word: str) -> None:
         speakable = False
     if not speakable:
         raise RequestError(
-            f"{ascii(word)} cannot be a word of a command", fix="use ordinary characters"
+            f"{ascii(word)} cannot be part of a command", fix="use ordinary characters"
         )

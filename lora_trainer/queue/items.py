@@ -1,8 +1,8 @@
-"""The files of the training queue: one JSON file an item, replaced whole, changed under one lock.
+"""The files of the training queue: one JSON file for each item, always replaced whole, changed under one lock.
 
-Inputs: the runs folder; what lies in its `.queue/`, damaged files too. Outputs: `Item`s in the order
-in which people read them, and `ID.json` beside `ID.log`, what the trainer of that item said. Reading
-takes no lock and changes nothing.
+Inputs: the runs folder and the files in its `.queue/`, even damaged ones. Outputs: `Item`s in the order of
+a listing; an item has `ID.json` and `ID.log`, its trainer's output. Reading takes no lock and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LAST_NUMBER_FILE = ".last-number"
 _LOCK_WITHIN_S = 10.0
 _SLUG_MAX_LENGTH = 40
 _MAX_TIME_S = 4e9
-"""Later than any time that a calendar of every system shows: 2096."""
+"""Upper bound of times (the year 2096), so that every system's calendar functions accept them."""
 _ITEM_FILE = re.compile(r"([0-9]{1,9})(-[a-z0-9-]+)?\.json")
 
 
@@ -37,16 +37,16 @@ Time = Annotated[float, Field(ge=0, le=_MAX_TIME_S, allow_inf_nan=False)]
 
 def _folder_name(name: str) -> str:
     if name in ("", ".", "..") or set(name) & set("/\\"):
-        raise ValueError("no name of a folder")
+        raise ValueError("not a folder name")
     return name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A training that waits, runs or has ended; times are Unix times.
+    """A training that waits, runs or has ended; times are Unix times in seconds.
 
-    `folder` is where relative paths in `argv` begin. `device` is what the trainer was given as
-    CUDA_VISIBLE_DEVICES, `run` the name of its run folder. `pid` with its start names the process.
+    Relative paths in `argv` start at `folder`. `device` is the trainer's CUDA_VISIBLE_DEVICES, `run` the
+    name of its run folder. `pid` and `pid_started_s` together identify the process, as systems reuse pids.
     """
 
     id: str
@@ -74,7 +74,7 @@ _ITEM = TypeAdapter(Item)
 
 
 def queue_folder(runs: Path) -> Path:
-    """Return where the queue of a runs folder lies."""
+    """Return the folder of a runs folder's queue."""
     return runs / FOLDER
 
 
@@ -84,40 +84,39 @@ def item_file(runs: Path, id: str) -> Path:
 
 
 def log_file(runs: Path, id: str) -> Path:
-    """Return what the trainer of an item said, missing before it starts; `id` as above."""
+    """Return the file of the trainer's output, missing before it starts; `id` must come from a listing."""
     return queue_folder(runs) / f"{id}.log"
 
 
 def items(runs: Path) -> tuple[Item, ...]:
-    """Return what runs, then what waits, in order, then what has ended, the newest first.
+    """Return running items, then waiting ones in order, then ended ones, the newest first.
 
-    A damaged file is an item that failed, with the reason. Raises MachineError for a queue that
-    cannot be listed.
+    A damaged file becomes a failed item with the reason. Raises MachineError if the queue cannot be listed.
     """
-    found = [item for path in _item_files(runs) if (item := _read(path)) is not None]
-    running = [item for item in found if item.state == "running"]
+    listed = [item for path in _item_files(runs) if (item := _read(path)) is not None]
+    running = [item for item in listed if item.state == "running"]
     running.sort(key=lambda item: (item.started_s or 0.0, item.id))
-    ended = [item for item in found if item.has_ended]
+    ended = [item for item in listed if item.has_ended]
     ended.sort(key=lambda item: (item.ended_s or 0.0, item.id), reverse=True)
-    return (*running, *in_order(found), *ended)
+    return (*running, *in_order(listed), *ended)
 
 
-def in_order(found: Sequence[Item]) -> list[Item]:
-    """Return those that wait, the next one first."""
-    waiting = (item for item in found if item.state == "waiting")
+def in_order(listed: Sequence[Item]) -> list[Item]:
+    """Return the waiting items, the next one first."""
+    waiting = (item for item in listed if item.state == "waiting")
     return sorted(waiting, key=lambda item: (item.order, item.id))
 
 
 @contextmanager
 def changing(runs: Path) -> Iterator[None]:
-    """Be the only one who changes the queue while the block runs; raises MachineError.
+    """Hold the queue's lock while the block runs; raises MachineError if it is not free in time.
 
-    Held for milliseconds. It does not nest.
+    Every block takes milliseconds. The lock does not nest.
     """
     folder = queue_folder(runs)
     busy = MachineError(
         f"the queue in {folder} has been locked for {_LOCK_WITHIN_S:.0f} s",
-        fix="end the process that holds it, maybe one that was suspended",
+        fix="end the process that holds the lock, perhaps a suspended one",
     )
     with locked(folder / _LOCK_FILE, within_s=_LOCK_WITHIN_S, busy=busy):
         yield
@@ -129,15 +128,15 @@ def write(runs: Path, item: Item) -> None:
 
 
 def new_id(runs: Path, *, label: str) -> str:
-    """Return a name no item had before: a page out of date must not name another; inside `changing`.
+    """Return an id that no item ever had; call it inside `changing`. Raises MachineError.
 
-    Raises MachineError.
+    Ids are never reused, or an outdated page could act on another item than it shows.
     """
     counter = queue_folder(runs) / _LAST_NUMBER_FILE
     matches = [_ITEM_FILE.fullmatch(path.name) for path in _item_files(runs)]
     try:
         last = int(counter.read_bytes())
-    except (OSError, ValueError):  # the first, or damaged: the items that are left count too
+    except (OSError, ValueError):  # missing or damaged: the existing items tell the last number too
         last = 0
     number = 1 + max([last, *(int(match[1]) for match in matches if match)])
     write_atomic(counter, str(number).encode(), durable=False)
@@ -159,7 +158,7 @@ def _item_files(runs: Path) -> list[Path]:
 
 
 def _read(path: Path) -> Item | None:
-    """Return the item in a file, one that failed where it is damaged, None where it is gone."""
+    """Return the item in a file, a failed item if it is damaged, None if it was removed."""
     try:
         item = _ITEM.validate_json(path.read_bytes(), strict=True)
     except FileNotFoundError:  # removed since the folder was listed

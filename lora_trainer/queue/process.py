@@ -1,8 +1,7 @@
-"""The worker of a training queue as a process: one a queue, started where it is missed, gone when idle.
+"""The worker process of a training queue: one for each queue, started when needed, ends when idle.
 
-Inputs: the runs folder. Outputs: `.worker.lock`, held by the one that works, `.worker.json`, which
-process that is, `.worker.log`, what it said. It may be killed at any time: trainings go on, and the
-next worker finds them.
+Inputs: the runs folder. Outputs: `.worker.lock`, held by the worker; `.worker.json`, its process;
+`.worker.log`, its output. It may be killed at any time: trainings continue, and the next worker finds them.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ _WORKER_LOCK = ".worker.lock"
 _WORKER_LOG = ".worker.log"
 _PREDECESSOR_WITHIN_S = 5.0
 _NEXT_TRY_AFTER_S = 10.0
-"""A worker that dies before it works would else be started by every look at a page."""
+"""Pause before a worker that died at its start is started again; else every page view would start one."""
 
 
 def ensure_worker(
     runs: Path, *, program: Sequence[str] = TRAINER, clock: Callable[[], float] = time.time
 ) -> None:
-    """Start the worker in a session of its own where something is left to do and none lives.
+    """Start the worker in its own session if items are left and no worker lives.
 
-    Raises MachineError when it cannot be started.
+    Raises MachineError if it cannot be started.
     """
     if worker_pid(runs) is not None or not _anything_left(runs):
         return
@@ -54,7 +53,7 @@ def ensure_worker(
         if last is not None and (
             last.is_alive or last.failed_after_s > clock() - _NEXT_TRY_AFTER_S
         ):
-            return  # another page was faster, or the last one died at once
+            return  # another page started one meanwhile, or the last one died at its start
         try:
             with log.open("wb") as output:
                 process = subprocess.Popen(
@@ -62,33 +61,36 @@ def ensure_worker(
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    **detached(),  # it outlives the page or terminal that wanted it
+                    **detached(),  # it outlives the page or terminal that started it
                 )
         except OSError as error:
             raise disk_error(log, error) from error
         _write_worker(runs, psutil.Process(process.pid), started_s=clock())
-    # Else it would stay a zombie, as long as this process lives, once it has ended.
+    # Someone must wait for an ended child, or it stays a zombie as long as this process lives.
     threading.Thread(target=process.wait, name="lora-train-queue", daemon=True).start()
 
 
 def worker_pid(runs: Path) -> int | None:
-    """Return the process number of the queue's worker, None where none lives; never raises."""
-    found = _read_worker(runs)
-    return found.pid if found is not None and found.is_alive else None
+    """Return the process number of the queue's worker, None if none lives; never raises."""
+    record = _read_worker(runs)
+    return record.pid if record is not None and record.is_alive else None
 
 
 def worker_fault(runs: Path) -> str:
-    """Return why the last worker died before it worked, an empty text where it did not."""
-    found = _read_worker(runs)
-    if found is None or found.is_alive or found.works:
+    """Return why the last worker died at its start, empty if it did not."""
+    record = _read_worker(runs)
+    if record is None or record.is_alive or record.works:
         return ""
-    return last_line(queue_folder(runs) / _WORKER_LOG) or "it said nothing"
+    return last_line(queue_folder(runs) / _WORKER_LOG) or "it left no message"
 
 
 def settle(runs: Path) -> None:
-    """Note what ended while no worker lived, and start nothing; raises MachineError."""
+    """Record trainings that ended while no worker lived, without starting any; raises MachineError."""
     if worker_pid(runs) is None and any(item.state == "running" for item in items(runs)):
-        with suppress(RequestError), _only_worker(runs, within_s=0):  # else one lives after all
+        with (
+            suppress(RequestError),
+            _only_worker(runs, within_s=0),
+        ):  # a worker that just started does it
             Worker(runs=runs, slots=()).tick()
 
 
@@ -102,23 +104,23 @@ def work(
     sleep: Callable[[float], None] = time.sleep,
     idle_polls: int = IDLE_POLLS,
 ) -> None:
-    """Work through the queue until nothing was left for `idle_polls` polls, or `stop` says a number.
+    """Work through the queue until it was empty for `idle_polls` polls, or `stop` returns a number.
 
-    Trainings go on when the worker stops. Raises RequestError when the queue has a worker.
+    Trainings continue when the worker stops. Raises RequestError if the queue has a worker already.
     """
-    # One that retires says so before it lets go: then it is waited for.
+    # A retiring worker removes its record before it releases the lock: without a record, wait for the lock.
     within_s = _PREDECESSOR_WITHIN_S if worker_pid(runs) in (None, os.getpid()) else 0
     with _only_worker(runs, within_s=within_s) as lock_file:
-        found = slots(detect(), os.environ) if devices is None else devices
-        worker = Worker(runs=runs, slots=found, trainer=trainer, say=say)
+        device_slots = slots(detect(), os.environ) if devices is None else devices
+        worker = Worker(runs=runs, slots=device_slots, trainer=trainer, say=say)
         idle, complaint = 0, ""
-        # Without its file the lock keeps nobody out: somebody has deleted the queue.
+        # If the lock's file is gone, the user deleted the queue, and the lock keeps no other worker out.
         while stop() is None and lock_file.exists():
             try:
                 _announce_worker(runs)
                 idle = 0 if worker.tick() else idle + 1
                 complaint = ""
-            except MachineError as error:  # such as a full disk: it may have room later
+            except MachineError as error:  # a full disk, say, which may have room later
                 if str(error) != complaint:
                     say(complaint := str(error))
             if idle > idle_polls and _retired(runs):
@@ -128,9 +130,9 @@ def work(
 
 @contextmanager
 def _only_worker(runs: Path, *, within_s: float) -> Iterator[Path]:
-    """Be the queue's worker while the block runs; yields the locked file.
+    """Hold the worker's lock while the block runs; yields the locked file.
 
-    Raises RequestError when another one still is after `within_s`.
+    Raises RequestError if another worker still holds it after `within_s`.
     """
     file = queue_folder(runs) / _WORKER_LOCK
     lock = FileLock(file)
@@ -140,7 +142,7 @@ def _only_worker(runs: Path, *, within_s: float) -> Iterator[Path]:
     except Timeout:
         raise RequestError(
             f"the queue in {file.parent} has a worker already, process {worker_pid(runs)}",
-            fix="let that one work; it starts whatever waits",
+            fix="no action needed: it starts all waiting trainings",
         ) from None
     except OSError as error:
         raise disk_error(file, error) from error
@@ -154,7 +156,7 @@ def _only_worker(runs: Path, *, within_s: float) -> Iterator[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class _WorkerRecord:
-    """What is written of a worker: by who started it, and `works` once it does by itself."""
+    """Record of a worker: written by the process that starts it, then with `works` by the worker itself."""
 
     pid: Annotated[int, Field(gt=0, lt=2**31)]
     pid_started_s: FiniteFloat
@@ -167,7 +169,7 @@ class _WorkerRecord:
 
     @property
     def failed_after_s(self) -> float:
-        """When one was started that never worked; a worker that was killed is no such failure."""
+        """Start time of a worker that never reached its work, else minus infinity."""
         return float("-inf") if self.works else self.started_s
 
 
@@ -182,9 +184,9 @@ def _read_worker(runs: Path) -> _WorkerRecord | None:
 
 
 def _announce_worker(runs: Path) -> None:
-    """Write down that this process works; one that waits for the lock in vain is written down too."""
-    found = _read_worker(runs)
-    if found is None or not found.works or found.pid != os.getpid() or not found.is_alive:
+    """Write this process into the record, which may hold another that waited for the lock in vain."""
+    record = _read_worker(runs)
+    if record is None or not record.works or record.pid != os.getpid() or not record.is_alive:
         _write_worker(runs, psutil.Process(), started_s=time.time(), works=True)
 
 
@@ -202,7 +204,7 @@ def _write_worker(
 
 
 def _retired(runs: Path) -> bool:
-    """Say that this worker is gone, unless something came; whoever adds later starts another one."""
+    """Remove this worker's record and return True, or False if items came; a later `add` starts a new worker."""
     with changing(runs):
         if _anything_left(runs):
             return False

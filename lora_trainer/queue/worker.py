@@ -1,8 +1,8 @@
-"""What works through the training queue: starts what waits, one a device, and notes how it ended.
+"""Works through the training queue: starts waiting items, one per device, and records how each ended.
 
-Inputs: the items of a runs folder, the devices. Outputs: trainers in sessions of their own, which
-outlive whoever started them, and item files that say what became of each. A trainer is known by its
-process number and start, so that the next worker finds again what the last one left running.
+Inputs: the items of a runs folder, the devices. Outputs: trainers in their own sessions, which outlive the
+worker, and item files with their state. A trainer is identified by process number and start time, so the
+next worker finds trainings that the last one left running.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ from lora_trainer.reporting.status import STATUS_FILE, is_alive, read_status, wr
 
 TRAINER = (sys.executable, "-m", "lora_trainer")
 _MARK = "LORA_TRAIN_QUEUE_ITEM"
-"""Variable in a trainer's environment that names its item: it is there before its number is written."""
+"""Environment variable that names a trainer's item, so it can be found even before its pid is written."""
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _LOG_END_BYTES = 4096
 _ASKED_TO_END = (signal.SIGINT, signal.SIGTERM)
 
 
 def slots(hardware: Hardware, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return CUDA_VISIBLE_DEVICES for each training that can run at once, "" to leave it alone."""
+    """Return CUDA_VISIBLE_DEVICES for each training that can run at the same time; "": leave it unchanged."""
     if hardware.accelerator().value is None or len(hardware.gpus) == 1:
         return ("",)
     chosen = environment.get(_DEVICES)
-    if chosen is not None:  # its words, in the order in which the cards were found by them
+    if (
+        chosen is not None
+    ):  # the user's own words: `gpu.index` counts the GPUs that they made visible
         words = [word.strip() for word in chosen.split(",")]
         return tuple(words[gpu.index] for gpu in hardware.gpus)
     return tuple(gpu.uuid or str(gpu.index) for gpu in hardware.gpus)
@@ -54,7 +56,7 @@ def slots(hardware: Hardware, environment: Mapping[str, str]) -> tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """A trainer that this worker started; its words begin at `log_from_bytes` of the item's log."""
+    """A trainer that this worker started; its output begins at `log_from_bytes` of the item's log."""
 
     process: subprocess.Popen[bytes]
     started_s: float
@@ -63,7 +65,7 @@ class Child:
 
 @dataclass(kw_only=True)
 class Worker:
-    """Follows and starts the trainings of one queue; `trainer` is what their words are given to."""
+    """Starts and follows the trainings of one queue; a command is `trainer` with the item's words."""
 
     runs: Path
     slots: Sequence[str]
@@ -73,9 +75,9 @@ class Worker:
     children: dict[str, Child] = field(default_factory=dict)
 
     def tick(self) -> bool:
-        """Note what has ended, start what there is room for; return whether anything is left.
+        """Record ended trainings and start waiting ones on free devices; return whether items are left.
 
-        Raises MachineError when the disk refuses; nothing is lost then, the next tick does the rest.
+        Raises MachineError if the disk refuses; the next tick then does the rest.
         """
         with changing(self.runs):
             for item in items(self.runs):
@@ -86,41 +88,42 @@ class Worker:
             return any(not item.has_ended for item in items(self.runs))
 
     def _follow(self, item: Item) -> None:
-        """Write down what has become of a running item, where that is news."""
+        """Update the file of a running item if its process, run folder or state changed."""
         child = self.children.get(item.id)
-        known = self._identified(item, child)
+        current = self._identified(item, child)
         code = child.process.poll() if child else None
-        lives_on = code is None if child else _lives(known)
-        if known.run is None:
-            known = replace(known, run=_run_of(self.runs, known))
+        lives_on = code is None if child else _lives(current)
+        if current.run is None:
+            current = replace(current, run=_run_of(self.runs, current))
         if lives_on:
-            if known != item:
-                write(self.runs, known)
+            if current != item:
+                write(self.runs, current)
             return
         if child is not None and code is not None:
-            said = last_line(log_file(self.runs, item.id), from_bytes=child.log_from_bytes)
-            known = _exited(known, code, said=said)
+            last_words = last_line(log_file(self.runs, item.id), from_bytes=child.log_from_bytes)
+            current = _exited(current, code, last_words=last_words)
         else:
-            known = _ended_unseen(self.runs, known)
-        write(self.runs, replace(known, ended_s=self.clock()))
+            current = _ended_unseen(self.runs, current)
+        write(self.runs, replace(current, ended_s=self.clock()))
         self.children.pop(item.id, None)  # only now: a write that failed is tried again
-        self.say(f"{item.id} {known.state}{f': {known.error}' if known.error else ''}")
+        self.say(f"{item.id} {current.state}{f': {current.error}' if current.error else ''}")
 
     def _identified(self, item: Item, child: Child | None) -> Item:
-        """Return the item with its process: also when a worker was killed before it wrote it down."""
+        """Return the item with its process, found by its mark if a killed worker did not record it."""
         if item.pid is not None:
             return item
         if child is not None:
             return _with_process(item, child)
-        left = _marked(self._mark(item))
-        if left is None:
+        process = _marked(self._mark(item))
+        if process is None:
             return item
-        return replace(item, pid=left.pid, pid_started_s=left.create_time())
+        return replace(item, pid=process.pid, pid_started_s=process.create_time())
 
     def _free_slots(self) -> Sequence[str]:
-        """Return the devices for what waits.
+        """Return the free devices, empty if no item waits.
 
-        A training that somebody started by hand takes one; it is not known which, by itself the first.
+        A training that the user started by hand takes one, presumably the first, so the last ones count as
+        free.
         """
         present = items(self.runs)
         if not in_order(present):
@@ -132,7 +135,8 @@ class Worker:
 
     def _start(self, item: Item, *, device: str) -> None:
         begun = replace(item, state="running", started_s=self.clock(), device=device)
-        # Before the process: a worker that is killed here must not leave a training that starts twice.
+        # Written before the process starts: if the worker is killed in between, the training must not
+        # start twice.
         write(self.runs, begun)
         try:
             child = self.spawn(begun)
@@ -146,7 +150,7 @@ class Worker:
         write(self.runs, _with_process(begun, child))
 
     def spawn(self, item: Item) -> Child:
-        """Start the trainer of an item; raises OSError, and ValueError for words no process takes."""
+        """Start the trainer of an item; raises OSError, and ValueError for words no process accepts."""
         environment = {**os.environ, _MARK: self._mark(item)}
         if item.device:
             environment[_DEVICES] = item.device
@@ -159,9 +163,9 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                **detached(),  # what ends the worker does not reach it
+                **detached(),  # signals that end the worker do not reach it
             )
-        # It is there, alive or dead, until it is waited for.
+        # A child exists, alive or as a zombie, until it is waited for, so this cannot fail.
         started_s = psutil.Process(process.pid).create_time()
         return Child(process=process, started_s=started_s, log_from_bytes=log_from_bytes)
 
@@ -170,11 +174,11 @@ class Worker:
 
 
 def outside(runs: Path, running: Sequence[Item]) -> tuple[str, ...]:
-    """Return the names of the runs that train here although no item started them."""
+    """Return the names of running trainings that no item of the queue started."""
     numbers = {item.pid for item in running}
-    found = ((file.parent.name, read_status(file.parent)) for file in _status_files(runs))
+    statuses = ((file.parent.name, read_status(file.parent)) for file in _status_files(runs))
     return tuple(
-        name for name, seen in found if seen.state == "running" and seen.pid not in numbers
+        name for name, status in statuses if status.state == "running" and status.pid not in numbers
     )
 
 
@@ -203,19 +207,19 @@ def _lives(item: Item) -> bool:
 
 
 def _marked(mark: str) -> psutil.Process | None:
-    """Return the trainer that was started with this mark; its own helpers inherit it and are younger."""
-    found = [
+    """Return the trainer with this mark: the oldest process, as its own children inherit the mark."""
+    processes = [
         process
         for process in psutil.process_iter(["environ", "create_time"])
         if (process.info["environ"] or {}).get(_MARK) == mark
     ]
-    return min(found, key=lambda process: process.info["create_time"], default=None)
+    return min(processes, key=lambda process: process.info["create_time"], default=None)
 
 
-def _exited(item: Item, code: int, *, said: str) -> Item:
-    """Return how an item ended by its trainer's exit code, negative for a signal, and last words."""
+def _exited(item: Item, code: int, *, last_words: str) -> Item:
+    """Return the ended item from its trainer's exit code (negative: a signal) and last output line."""
     state: State = "failed"
-    error = said or f"the trainer ended with exit code {code} and said nothing"
+    error = last_words or f"the trainer ended with exit code {code} and no message"
     if code == 0:
         state, error = "finished", ""
     elif code in INTERRUPTED_EXIT_CODES or -code in _ASKED_TO_END:
@@ -224,23 +228,23 @@ def _exited(item: Item, code: int, *, said: str) -> Item:
         state, error = "failed", f"the trainer {end}"
         if was_killed(code):
             state = "interrupted"
-            error += ": somebody killed it, or the machine ran out of memory"
+            error += ": a user killed it, or the machine ran out of memory"
     return replace(item, state=state, exit_code=code, error=error)
 
 
 def _ended_unseen(runs: Path, item: Item) -> Item:
-    """Return how an item ended by what its run wrote last."""
+    """Return the ended item from the last status its run wrote."""
     if _run_of(runs, item) == item.run is not None:
-        seen = read_status(runs / item.run)
-        if seen.state in ("finished", "stopped", "failed"):
-            error = seen.message if seen.state == "failed" else ""
-            return replace(item, state=seen.state, exit_code=seen.exit_code, error=error)
-    error = "the trainer ended while nobody watched, and did not say how"
+        status = read_status(runs / item.run)
+        if status.state in ("finished", "stopped", "failed"):
+            error = status.message if status.state == "failed" else ""
+            return replace(item, state=status.state, exit_code=status.exit_code, error=error)
+    error = "the trainer ended while no worker was running, without a final status"
     return replace(item, state="interrupted", error=error)
 
 
 def last_line(log: Path, *, from_bytes: int = 0) -> str:
-    """Return the last line of a log, without what marks it as an error; empty where there is none."""
+    """Return the last line of a log without its "error: ", empty if there is none."""
     try:
         with log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)

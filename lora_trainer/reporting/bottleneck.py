@@ -1,7 +1,7 @@
-"""What sets the pace of a training: where the time of a step goes, and the setting that would change it.
+"""The bottleneck of a training: where the time of a step goes, and the setting that would change it.
 
 Input is measured seconds, output shares that add up to 1 and one sentence. No torch: kernels and
-operations come by name and duration, so the judgement can be tried on any numbers.
+operations are given by name and duration, so tests can use any numbers.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ MATRIX_WORK = re.compile(
     r"|xmma|winograd",
     re.IGNORECASE,
 )
-"""Names of operations and kernels that multiply matrices: bound by arithmetic. All others move bytes."""
+"""Operations and kernels limited by arithmetic, because they multiply matrices; all others move bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Seconds of one optimizer step, means over the steps that were watched.
+    """Mean seconds of one optimizer step under the profiler.
 
-    `wall_s` is from step to step, `data_wait_s` of it waiting for the next batch; `work_s` has the
-    device's time by operation or kernel (what overlaps counts once each); `save_s` is one save.
+    `wall_s` is from step to step, with `data_wait_s` spent waiting for the next batch. `work_s` is the
+    device's time by operation or kernel, where overlapping ones count fully. `save_s` is one save.
     """
 
     wall_s: float
@@ -39,7 +39,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Shares of the time by cause, the largest cause, and what to do about it."""
+    """Shares of the time by cause, the largest cause, and a sentence with advice."""
 
     shares: Mapping[Cause, float]
     cause: Cause
@@ -51,7 +51,7 @@ def verdict(measured: Measured, config: Config) -> Verdict:
     save_s = measured.save_s / _steps_per_save(config) if measured.save_s else 0.0
     matrices = sum(s for name, s in measured.work_s.items() if MATRIX_WORK.search(name))
     others = sum(measured.work_s.values()) - matrices
-    # Kernels that overlap add up to more than the time they took together.
+    # Overlapping kernels add up to more than the time they took together, so they are scaled down to it.
     room = max(0.0, measured.wall_s - measured.data_wait_s)
     squeeze = min(1.0, room / (matrices + others)) if matrices + others else 0.0
     seconds: dict[Cause, float] = {
@@ -90,7 +90,7 @@ def _advice(cause: Cause, config: Config) -> str:
         return _more_at_once(config)
     if cause == "memory":
         if concrete(config.train.precision) == "fp32" and config.hardware.device != "cpu":
-            return "halve the bytes with train.precision=bf16 (now fp32), if the card has it"
+            return "halve the bytes with train.precision=bf16 (now fp32), if the GPU supports it"
         return _more_at_once(config)
     return _less_arithmetic(config)
 
@@ -111,14 +111,14 @@ def _more_at_once(config: Config) -> str:
 def _less_arithmetic(config: Config) -> str:
     if concrete(config.memory.gradient_checkpointing) not in (False, "none"):
         return (
-            "the device does what it can; memory.gradient_checkpointing="
-            f"{concrete(config.memory.gradient_checkpointing)} computes a part twice, less of it is "
-            "faster if memory allows"
+            "the device is fully used; memory.gradient_checkpointing="
+            f"{concrete(config.memory.gradient_checkpointing)} computes a part twice, so a lighter level "
+            "is faster if memory allows"
         )
     if concrete(config.train.precision) == "fp32" and config.hardware.device != "cpu":
-        return "train.precision=bf16 (now fp32) uses the card's matrix units, if it has them"
+        return "train.precision=bf16 (now fp32) uses the GPU's matrix units, if it has them"
     side_px = concrete(config.data.resolution)
-    return f"the device does what it can; only a lower data.resolution (now {side_px}) is faster"
+    return f"the device is fully used; only a lower data.resolution (now {side_px}) is faster"
 
 
 def _steps_per_save(config: Config) -> int:

@@ -1,14 +1,14 @@
 """The score of a LoRA: its parts as formulas, and the result that names what is missing.
 
-The formulas of a LoRA's score: each part a pure function of measured numbers, in [0, 1].
+The formulas of a LoRA's score: each part is a pure function of measured numbers, in [0, 1].
 
-Inputs are losses, norms and distances that others measured; outputs are parts and their weighted
-geometric mean, so that one broken part sinks the score. Torch-free. docs/scores.md explains each.
+Inputs are measured losses, norms and distances; outputs are parts and their weighted geometric mean, so
+that one broken part sinks the score. Torch-free. docs/scores.md explains each part.
 
-What a validation says: the parts there are, the parts there are not and why, and the score.
+The result of a validation: measured parts, the reasons for missing parts, and the score.
 
-Input: parts as measured; output: the same as plain values, for validation.json, `--json` and the
-report. A score is of the parts there are; `complete` says whether that is all of them. Torch-free.
+Input: measured parts; output: plain values for validation.json, `--json` and the report. The score is
+computed from the measured parts; `complete` says whether all parts were measured. Torch-free.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ WEIGHTS: Mapping[str, float] = {
     "memorisation": 0.08,
     "rank": 0.03,
 }
-"""Share of each part in the score; they add up to 1."""
+"""Weight of each part in the score; the weights add up to 1."""
 FLOOR = 0.05
-"""What a part of zero counts as in the geometric mean: it sinks the score, and others are still told apart."""
+"""A part of zero counts as this in the geometric mean: it sinks the score, but other parts still matter."""
 GAIN_HALF = 0.05
 DEAD_BELOW, SANE_UP_TO = 1e-5, 0.5
 RANK_FULL = 0.25
@@ -39,9 +39,9 @@ COPIED, OWN = 0.5, 0.9
 
 
 def score(parts: Mapping[str, float]) -> float:
-    """Return exp(sum w ln max(p, 0.05) / sum w) over the parts there are; 0 if the weights are unusable.
+    """Return exp(sum w ln max(p, 0.05) / sum w) over the measured parts; 0 if the weights are unusable.
 
-    Raises ValueError when there is no part at all.
+    Raises ValueError without any part.
     """
     if not parts:
         raise ValueError("no part was measured")
@@ -55,7 +55,7 @@ def score(parts: Mapping[str, float]) -> float:
 def weights_part(relative_norms: Sequence[float]) -> float:
     """Return the mean over modules of 1 where 1e-5 <= r <= 0.5, 0 below, 0.5 / r above, 0 if not finite.
 
-    r is |update| / |weight|, both Frobenius norms; an adapter with any number that is not finite is 0.
+    r is |update| / |weight|, both Frobenius norms; an adapter with any NaN or infinity gets 0.
     """
     if not relative_norms or not all(map(math.isfinite, relative_norms)):
         return 0.0
@@ -80,20 +80,20 @@ def effective_rank(singular_values: Sequence[float]) -> float:
 
 
 def mean_gain(base: Sequence[float], adapted: Sequence[float]) -> float:
-    """Return the mean over timesteps of 1 - adapted / base, each at least -1; losses at the same noise."""
+    """Return the mean over timesteps of 1 - adapted / base, clipped at -1; both losses have the same noise."""
     gains = (1 - after / before for before, after in zip(base, adapted, strict=True))
     return fmean(max(-1.0, gain if math.isfinite(gain) else -1.0) for gain in gains)
 
 
 def gain_part(gain: float) -> float:
-    """Return g / (g + 0.05), 0 without a gain: 5 % less loss than the base is half."""
+    """Return g / (g + 0.05), 0 without a gain; a loss 5 % below the base's gives 0.5."""
     return gain / (gain + GAIN_HALF) if gain > 0 else 0.0
 
 
 def strength_part(losses: Mapping[float, float]) -> float:
-    """Return (L(0) - L(1)) / (L(0) - least L): how much of the best gain full strength has.
+    """Return (L(0) - L(1)) / (L(0) - min L), the share of the best gain that strength 1 reaches.
 
-    `losses` are held-out losses by strength, 0 and 1 among them; 0 where no strength helps.
+    `losses` are held-out losses by strength, which must include 0 and 1; 0 where no strength helps.
     """
     finite = [loss for loss in losses.values() if math.isfinite(loss)]
     best = losses[0.0] - min(finite)
@@ -103,52 +103,54 @@ def strength_part(losses: Mapping[float, float]) -> float:
 
 
 def generalisation_part(*, trained_gain: float, held_out_gain: float) -> float:
-    """Return held-out gain / gain on trained pictures, in [0, 1]; 0 where nothing was learned."""
+    """Return held-out gain / gain on trained images, in [0, 1]; 0 where nothing was learned."""
     return _clipped(held_out_gain / trained_gain) if trained_gain > 0 else 0.0
 
 
 def similarity_part(*, base_distance: float, adapted_distance: float) -> float:
-    """Return 1 - E(adapted) / E(base), E the energy distance of samples to the pictures."""
+    """Return 1 - E(adapted) / E(base), where E is the energy distance of samples to the dataset's images."""
     return _clipped(1 - max(0.0, adapted_distance) / base_distance)
 
 
 def memorisation_part(*, base_ratio: float, adapted_ratio: float) -> float:
     """Return (q - 0.5) / 0.4 in [0, 1], q = ratio of the adapter's samples / ratio of the base's.
 
-    A ratio is the distance to the nearest trained picture over that to the nearest held-out one.
+    A ratio is the distance to the nearest trained image over the distance to the nearest held-out image.
     """
     return _clipped((adapted_ratio / base_ratio - COPIED) / (OWN - COPIED))
 
 
 def drift_part(*, change: float, base_loss: float) -> float:
-    """Return 1 / (1 + change / loss): mean squared change of predictions on unrelated prompts,
+    """Return 1 / (1 + change / loss).
 
-    against the base's own mean squared error there.
+    `change` is the mean squared change of predictions on unrelated prompts, `base_loss` the base's mean
+    squared error there.
     """
     ratio = change / base_loss
     return 1 / (1 + ratio) if math.isfinite(ratio) else 0.0
 
 
 def expected_nearest(distances: Sequence[float], *, count: int) -> float:
-    """Return the mean, over all choices of `count` of the distances, of the smallest one.
+    """Return the expected minimum of `count` distances drawn without replacement.
 
-    Sets of unequal size are so compared at the size of the smaller one.
+    The nearest of many images is nearer than the nearest of few, so sets of unequal size are compared at
+    the size of the smaller one.
     """
     ordered = sorted(distances)
     whole = math.comb(len(ordered), count)
     return math.fsum(
-        distance * math.comb(len(ordered) - place - 1, count - 1) / whole
-        for place, distance in enumerate(ordered)
+        distance * math.comb(len(ordered) - index - 1, count - 1) / whole
+        for index, distance in enumerate(ordered)
     )
 
 
 def energy_distance(
     between: Sequence[float], within_first: Sequence[float], within_second: Sequence[float]
 ) -> float:
-    """Return 2 mean(between) - mean(within first) - mean(within second), pairs of distinct ones only.
+    """Return 2 mean(between) - mean(within first) - mean(within second), over pairs of distinct vectors.
 
-    Szekely and Rizzo 2013 ("Energy statistics"); without the pairs of one with itself it has no bias,
-    so it may be slightly below 0.
+    Szekely and Rizzo 2013 ("Energy statistics"). Without the pairs of a vector with itself the estimate has
+    no bias, so it may be slightly below 0.
     """
     return 2 * fmean(between) - fmean(within_first) - fmean(within_second)
 
@@ -172,7 +174,7 @@ class Validation:
 
     @property
     def score(self) -> float | None:
-        """The weighted geometric mean of the parts there are; None where none could be measured."""
+        """Weighted geometric mean of the measured parts; None without any part."""
         return score(self.parts) if self.parts else None
 
     @property
@@ -182,15 +184,15 @@ class Validation:
 
     @property
     def weight_left_out(self) -> float:
-        """The share of the score that the parts that are not there would have."""
+        """Weight of the missing parts, 0 to 1."""
         return sum(weight for name, weight in WEIGHTS.items() if name not in self.parts)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, parts in the order of their weight."""
-        found = self.score
+        score = self.score
         return {
             "file": self.file,
-            "score": None if found is None else round(found, 4),
+            "score": None if score is None else round(score, 4),
             "complete": self.complete,
             "parts": {name: round(self.parts[name], 4) for name in WEIGHTS if name in self.parts},
             "left_out": {name: self.left_out[name] for name in WEIGHTS if name in self.left_out},
@@ -201,7 +203,7 @@ class Validation:
 
 
 def _plain(value: Any) -> Any:
-    """Return JSON values; a figure that is not finite, as of a broken adapter, becomes null."""
+    """Return JSON values; NaN and infinity, which a broken adapter gives, become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,10 +1,10 @@
 """What a training consists of: networks with their adapter, the dataloader, the optimizer.
 
-The networks of a training: loaded, quantised, streamed and given their adapter, as the plan says.
+Loads the networks of a training, quantises and streams them and adds the adapter, as the plan says.
 
-The feeder of a training: its samples, their cache entries and the noise levels they are trained at.
+Builds the dataloader of a training: its samples, their cache entries and their noise levels.
 
-What is trained and with what: networks, adapter, optimizer, and what is done to them beside a step.
+Builds everything a training works with: networks, adapter, optimizer, and hooks beside the steps.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ from lora_trainer.training.training import Model
 
 @dataclass(frozen=True, kw_only=True)
 class Networks:
-    """What is on the device while training: the denoiser, text encoders trained along, an assistant.
+    """Networks on the device while training: the denoiser, trained text encoders, an assistant.
 
-    `modulation` are the denoiser's layers that are not on it; `int8` are the products its device has with
-    a base of int8 codes, where such were asked for.
+    `modulation` holds the denoiser's layers that are kept off the device; `int8` the int8 products that the
+    device supports, None unless `memory.base_matmul` is int8.
     """
 
     denoiser: nn.Module
@@ -79,19 +79,20 @@ class Networks:
 def load_networks(prepared: Prepared) -> Networks:
     config, device, family = prepared.config, planned_device(prepared), prepared.family
     precision = DTYPES[concrete(config.train.precision)]
-    # A base that will be smaller on the device than as it is loaded is never whole there.
+    # A base that will be streamed, cached or quantised is loaded into host memory first: as a whole and
+    # unquantised it might not fit on the device.
     streamed = concrete(config.memory.streamed_blocks)
-    kept: BasePrecision = concrete(config.memory.base_precision)
+    base_precision: BasePrecision = concrete(config.memory.base_precision)
     cached = concrete(config.memory.modulation_cache)
-    smaller = streamed or cached or kept in QUANTIZATIONS
-    place = CPU if smaller else device
-    denoiser = family.load_denoiser(prepared.facts, dtype=precision, device=place)
+    smaller = streamed or cached or base_precision in QUANTIZATIONS
+    load_device = CPU if smaller else device
+    denoiser = family.load_denoiser(prepared.facts, dtype=precision, device=load_device)
     apply_attention(denoiser, concrete(config.memory.attention))
     layouts = None
-    if kept in ("int8", "fp8", "nf4"):
+    if base_precision in ("int8", "fp8", "nf4"):
         matmul: BaseMatmul = concrete(config.memory.base_matmul)
         layouts = quantize(
-            denoiser, kept, device=device, skip=family.quantization_skip, matmul=matmul
+            denoiser, base_precision, device=device, skip=family.quantization_skip, matmul=matmul
         )
     modulation = _modulation(prepared, denoiser) if cached else None
     if not streamed:
@@ -111,8 +112,8 @@ def load_networks(prepared: Prepared) -> Networks:
 
 
 def _modulation(prepared: Prepared, denoiser: nn.Module) -> ModulatedNetwork:
-    wanted = set(prepared.family.modulation_layers(prepared.facts))
-    names = [name for name, _ in denoiser.named_modules() if name in wanted]
+    layer_names = set(prepared.family.modulation_layers(prepared.facts))
+    names = [name for name, _ in denoiser.named_modules() if name in layer_names]
     return ModulatedNetwork(denoiser, names, device=planned_device(prepared))
 
 
@@ -175,15 +176,15 @@ def _new_tokens(config: Config, text: TextEncoder | None) -> dict[str, nn.Parame
 
 
 def _alpha(config: Config) -> float:
-    """Return alpha; OFT has none, which leaves its setting at auto."""
+    """Return alpha; OFT has none, so its setting stays at auto and the rank stands in."""
     alpha = config.adapter.alpha
     return float(config.adapter.rank) if alpha == "auto" else alpha
 
 
 def arrange(prepared: Prepared, networks: Networks) -> Streamed | None:
-    """Let blocks be recomputed, and streamed; both with their adapters in place. Return what streams them.
+    """Apply gradient checkpointing and block streaming, after the adapter is in place; return the streamer.
 
-    Host memory is pinned in the order of how often it is copied.
+    Pinned host memory is limited, so blocks, copied in every pass, are pinned before modulation layers.
     """
     memory = prepared.config.memory
     apply_checkpointing(
@@ -230,7 +231,7 @@ def _foresight(prepared: Prepared, networks: Networks) -> ModulationPrefetch | N
 
 
 def _embedding(text: TextEncoder | None) -> Callable[[Conditioning], Conditioning]:
-    """Return what turns a batch's texts into conditioning: cached outputs as they are, tokens by running."""
+    """Return a function from a batch's texts to conditioning: cached outputs pass, tokens are encoded."""
     if text is None:
         return lambda conditioning: conditioning
     tokenized = text.tokenize([""])
@@ -238,20 +239,20 @@ def _embedding(text: TextEncoder | None) -> Callable[[Conditioning], Conditionin
 
     def embed(conditioning: Conditioning) -> Conditioning:
         tokens = {name: value for name, value in conditioning.items() if name in names}
-        told = {name: value for name, value in conditioning.items() if name not in names}
-        return {**text.embed(tokens), **told}
+        cached = {name: value for name, value in conditioning.items() if name not in names}
+        return {**text.embed(tokens), **cached}
 
     return embed
 
 
-def build_dataloader(job: TrainingJob, wanted: Needs, cache: Cache) -> TrainingDataLoader:
+def build_dataloader(job: TrainingJob, cache_needs: Needs, cache: Cache) -> TrainingDataLoader:
     prepared, config = job.prepared, job.prepared.config
-    own, regularisation = (
+    trained, regularisation = (
         [sample for record in records for sample in record.sample_ids()]
         for records in (prepared.trained, prepared.dataset.regularisation)
     )
     return TrainingDataLoader(
-        sources={sample: wanted.sources[sample] for sample in (*own, *regularisation)},
+        sources={sample: cache_needs.sources[sample] for sample in (*trained, *regularisation)},
         empty_text=texts_as(prepared).key(""),
         entries=Entries(cache=cache),
         levels=_levels(prepared),
@@ -271,7 +272,7 @@ def build_dataloader(job: TrainingJob, wanted: Needs, cache: Cache) -> TrainingD
 
 
 def _window(job: TrainingJob) -> UpcomingWindow | None:
-    """Return how far ahead samples are told of: as far as their modulation is made at once."""
+    """Return how far ahead the dataloader announces samples: as many as modulation is computed for at once."""
     prepared = job.prepared
     facts, config = prepared.facts, prepared.config
     if not concrete(config.memory.modulation_cache):
@@ -301,7 +302,7 @@ def _levels(prepared: Prepared) -> Levels:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainComponents:
-    """What is trained and with what: the same in every process."""
+    """Networks, adapter and optimizer of a training, the same in every process."""
 
     networks: Networks
     adapter: Adapter
@@ -311,12 +312,12 @@ class TrainComponents:
     scaler: torch.amp.GradScaler
     streamed: Streamed | None
     from_zero: Sequence[nn.Parameter]
-    """Those of a new adapter that are zero; none of one that goes on from a file, or starts elsewhere."""
+    """Parameters that are zero at the start of a new adapter; empty for one loaded from a file."""
     chosen: Callable[[], AbstractContextManager[None]]
-    """Puts the weights that are exported, sampled and validated in force while a block runs."""
+    """Context manager: while it runs, the adapter has the weights to export, sample and validate."""
 
     def restored(self, state: TrainingState, *, micro_batch: int) -> Progress:
-        """Put adapter, optimizer and loss scale where `state` has them; return where that is."""
+        """Load adapter, optimizer and loss scale from `state`; return its progress."""
         self.adapter.load_state(state.adapter)
         restore_optimizer(self.optimizer, state.optimizer)
         load_scaler(self.scaler, state.extras)
@@ -326,7 +327,7 @@ class TrainComponents:
 
 
 def build_components(job: TrainingJob) -> TrainComponents:
-    """Load the base, put the adapter on it and build its optimizer; a resumed state is not in it yet."""
+    """Load the base, add the adapter and build the optimizer; `restored` loads a resume state afterwards."""
     prepared, config = job.prepared, job.prepared.config
     with oom_as_error(f"loading {prepared.facts.source}", events=job.events):
         networks = load_networks(prepared)
@@ -352,16 +353,16 @@ def build_components(job: TrainingJob) -> TrainComponents:
 
 
 def _tell_missing_products(layouts: Int8Layouts, events: EventStream) -> None:
-    """Say once which int8 products this device has not; the plan counts on those of forward passes."""
+    """Report which int8 products this device lacks; the plan counts on those of forward passes."""
     if layouts.against_forward:
-        found = "has no int8 products: each weight is made whole, which is slower"
+        limitation = "has no int8 products, so each weight is dequantized, which is slower"
     elif layouts.against_backward:
-        found = "has no int8 products for the backward pass, where weights are made whole"
+        limitation = "has no int8 products for the backward pass, so weights are dequantized there"
     else:
         return
     events.problem(
-        f"this device {found} ({layouts.against_forward or layouts.against_backward})",
-        fix="nothing; --set memory.base_matmul=dequantized does not try them",
+        f"this device {limitation} ({layouts.against_forward or layouts.against_backward})",
+        fix="no action needed; --set memory.base_matmul=dequantized turns int8 products off",
         severity="warning" if layouts.against_forward else "note",
     )
 
@@ -369,14 +370,14 @@ def _tell_missing_products(layouts: Int8Layouts, events: EventStream) -> None:
 def _chosen(
     config: Config, adapter: Adapter, optimizer: torch.optim.Optimizer
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Return what puts the weights that a run is for in force; Schedule-Free's are its averages."""
+    """Return a context manager that swaps in the weights to export; Schedule-Free's are its averages."""
     if config.optimizer.name == SCHEDULE_FREE:
         return partial(averaged_weights, optimizer)
     return adapter.averaged if config.output.weights == "ema" else nullcontext
 
 
 def stages(config: Config, adapter: Adapter) -> list[FreezeAfter]:
-    """Return what stops being trained before the end; what is frozen all along is in none of them."""
+    """Return the parameters that are frozen before the end of the run, with the step of each group."""
     steps = concrete(config.train.steps)
     text = [
         parameter
@@ -386,8 +387,8 @@ def stages(config: Config, adapter: Adapter) -> list[FreezeAfter]:
     ]
     words = list(adapter.new_tokens.values())
     stages = [
-        FreezeAfter(parameters=own, end_step=end_step(until, steps=steps))
-        for own, until in (
+        FreezeAfter(parameters=parameters, end_step=end_step(until, steps=steps))
+        for parameters, until in (
             (text, config.train.text_encoder_until),
             (words, config.train.new_tokens_until),
         )
@@ -408,36 +409,37 @@ def speedups(
     *,
     images_at_once: Mapping[tuple[int, int], int],
 ) -> Speedups:
-    """Return what the plan has passes made faster by, without what this run has given up already.
+    """Return the planned speed-ups, without those that failed before in this run.
 
-    `images_at_once` is by (height, width) of the latents.
+    `images_at_once` is the micro-batch by (height, width) of the latents.
     """
     config = job.prepared.config
     shapes = pass_shapes(
         images_at_once, batch_size=config.train.batch_size, processes=job.prepared.processes
     )[:MOST_SHAPES]
-    found = Speedups(
+    speedups = Speedups(
         compiled_shapes=frozenset(shapes), uncompiled=guard.uncompiled, ungraphed=guard.ungraphed
     )
     if config.hardware.compile == "blocks" and not (guard.uncompiled or guard.plain):
-        found.compiled = CompiledBlocks(parts.networks.denoiser, shapes=len(shapes))
+        speedups.compiled = CompiledBlocks(parts.networks.denoiser, shapes=len(shapes))
     if config.hardware.cuda_graphs is True and not (guard.ungraphed or guard.plain):
-        found.graphs = StepGraphs(
+        speedups.graphs = StepGraphs(
             capture=CudaCapture(parts.model.device),
             parameters=parts.parameters,
             device=parts.model.device,
             most=MOST_SHAPES,
         )
-    return found
+    return speedups
 
 
 def afterwards(config: Config, adapter: Adapter) -> list[Callable[[int], None]]:
-    """Return what is done to the weights after each optimizer step."""
-    found: list[Callable[[int], None]] = []
+    """Return functions of the step number that run after each optimizer step."""
+    hooks: list[Callable[[int], None]] = []
     limit = config.optimizer.max_weight_norm
     if limit is not None:
-        found.append(lambda step: limit_norms(adapter, limit))
+        hooks.append(lambda step: limit_norms(adapter, limit))
     decay = config.train.ema_decay
     if decay is not None:
-        found.append(lambda step: adapter.update_average(step, decay=decay))
-    return found
+        # After the norm limit, so that the average is of the weights that stay.
+        hooks.append(lambda step: adapter.update_average(step, decay=decay))
+    return hooks

@@ -1,4 +1,4 @@
-"""Filling the caches of a training, with the encoders where the plan puts them."""
+"""Fills the caches of a training, with the encoders on the devices that the plan chose."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def open_cache(prepared: Prepared, events: EventStream) -> Cache:
     return Cache(folder=folder, on_problem=events.problem)
 
 
-def refuse_small_cache(prepared: Prepared, wanted: Needs) -> None:
-    """Raise MachineError unless what a run still has to encode fits, before it begins (FAULTS CAC-05).
+def refuse_small_cache(prepared: Prepared, cache_needs: Needs) -> None:
+    """Raise MachineError if the disk has no room for the missing cache entries (FAULTS CAC-05).
 
-    Entries of the run are counted, the planner's size of them is taken.
+    Missing entries are counted; their size is the planner's, in proportion.
     """
-    cache, keys = open_cache(prepared, EventStream()), wanted.keys()
+    cache, keys = open_cache(prepared, EventStream()), cache_needs.keys()
     missing = sum(not cache.has(key) for key in keys)
     needed_bytes = prepared.plan.disk_bytes["cache"]
     cache.check_room(needed_bytes, missing_bytes=needed_bytes * missing // len(keys))
@@ -46,7 +46,7 @@ def refuse_small_cache(prepared: Prepared, wanted: Needs) -> None:
 def fill_caches(job: TrainingJob, cache: Cache) -> Needs:
     prepared, config, family = job.prepared, job.prepared.config, job.prepared.family
     device = planned_device(prepared)
-    wanted = job.wanted or plan_cache(prepared, job.prompts)
+    cache_needs = job.cache_needs or plan_cache(prepared, job.prompts)
     text_dtype = DTYPES[concrete(config.memory.text_encoder_precision)]
     began = time.monotonic()
     encode = partial(
@@ -60,40 +60,41 @@ def fill_caches(job: TrainingJob, cache: Cache) -> Needs:
         events=job.events,
         stop=job.stop,
     )
-    done = [encode(share) for share in shares(wanted, job.ranks)]
+    results = [encode(share) for share in shares(cache_needs, job.ranks)]
     job.events.emit(
         "cached",
-        latents=sum(part.latents for part in done),
-        texts=sum(part.texts for part in done),
-        masks=sum(part.masks for part in done),
-        found=done[-1].found,
+        latents=sum(part.latents for part in results),
+        texts=sum(part.texts for part in results),
+        masks=sum(part.masks for part in results),
+        found=results[-1].found,
         seconds=time.monotonic() - began,
     )
-    if job.ranks.dist_env.local_rank == 0:
-        cache.prune(wanted.keys())
-    return wanted
+    if job.ranks.dist_env.local_rank == 0:  # one process per machine deletes old entries
+        cache.prune(cache_needs.keys())
+    return cache_needs
 
 
-def shares(wanted: Needs, ranks: ProcessGroup) -> Iterator[Needs]:
-    """Yield what this process encodes: its share, what its machine then still lacks, and what is left.
+def shares(cache_needs: Needs, ranks: ProcessGroup) -> Iterator[Needs]:
+    """Yield this process's share of the entries, then its share of its machine's, then all entries.
 
-    Between them it waits until the others have done theirs, without a collective: a machine without
-    the shared cache encodes what it needs.
+    Entries in the cache are skipped, so the later rounds encode only missing ones. In between it waits for
+    the other processes, without a collective. A machine without the shared cache encodes all it needs.
     """
-    place = ranks.dist_env
+    process = ranks.dist_env
     if not ranks.is_single:
-        yield wanted.share(place.rank, place.count)
+        yield cache_needs.share(process.rank, process.count)
         ranks.wait_for_all("encoded")
-        yield wanted.share(place.local_rank, place.local_count)
+        yield cache_needs.share(process.local_rank, process.local_count)
         ranks.wait_for_all("encoded here")
-    yield wanted
+    yield cache_needs
 
 
 def plan_cache(prepared: Prepared, prompts: Sequence[str]) -> Needs:
-    """Return every entry the run reads; `prompts` are those of its sample images."""
+    """Return every cache entry the run reads; `prompts` belong to its sample images."""
     config, data = prepared.config, prepared.config.data
     if not config.objective.preservation_weight:
-        data = data.model_copy(update={"class_word": None})  # its texts would not be read
+        # Without preservation no sample uses the class word, so its texts need no cache entries.
+        data = data.model_copy(update={"class_word": None})
     return needs(
         (*prepared.trained, *prepared.held_out, *prepared.dataset.regularisation),
         prepared.placements,
@@ -110,13 +111,13 @@ def plan_cache(prepared: Prepared, prompts: Sequence[str]) -> Needs:
 def _caching_text_encoder(
     prepared: Prepared, dtype: torch.dtype, device: torch.device
 ) -> TextEncoder:
-    """Load the text encoders where they run, or beside it where they are too large to lie there."""
+    """Load the text encoders on their device, or in host memory with layers copied to it one at a time."""
     family = prepared.family
     if not concrete(prepared.config.memory.text_encoder_offload):
-        found = family.load_text_encoder(prepared.facts, dtype=dtype, device=device)
+        encoder = family.load_text_encoder(prepared.facts, dtype=dtype, device=device)
         if word := new_word(prepared.config):
-            found.learn(word)
-        return found
+            encoder.learn(word)
+        return encoder
     encoder = family.load_text_encoder(prepared.facts, dtype=dtype, device=CPU)
     for network in encoder.networks.values():
         offload(network, device)
@@ -136,5 +137,5 @@ def texts_as(prepared: Prepared) -> TextEntries:
 
 
 def runs_text_encoders(config: Config) -> bool:
-    """Say whether text encoders run in every step, as what they give changes."""
+    """Say whether text encoders run in every step, because training changes their outputs."""
     return config.adapter.text_encoder or config.adapter.new_tokens > 0

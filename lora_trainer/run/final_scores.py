@@ -1,18 +1,18 @@
 """Scores of every finished LoRA: the size and rank of its updates, and the gain over the base.
 
-How large an adapter's updates are beside the weights they change, and how much of their rank they use.
+The size of an adapter's updates relative to the weights they change, and the share of their rank in use.
 
-Input: the base's networks and the adapter's tensors; output a number per module. Nothing of the size
-of the model is formed: a module at a time, and of a plain LoRA only its factors' products.
+Input: the base's networks and the adapter's tensors; output a number per module. Memory stays small: one
+module at a time, and for a plain LoRA only the small products of its factors.
 
-What has been measured of an adapter so far, and how weights become parts.
+Collects the measured parts of an adapter, and derives parts from its weights.
 
-Input: figures; output: parts, reasons for those left out, and the Validation they make in the end.
+Input: figures; output: parts, reasons for parts left out, and at the end a Validation.
 
-What is measured of every finished adapter: its weights, ranks and the gain over the base.
+Measures every finished adapter at the end of its run: weights, ranks and the gain over the base.
 
 Input: the networks with the adapter in them and the losses the run has logged; output:
-RUN/validation.json and an event. It takes no pass of the model; `lora-train validate` does the rest.
+RUN/validation.json and an event. No pass of the model is needed; `lora-train validate` does the rest.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from lora_trainer.training.progress import Progress
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFigures:
-    """By module: |update| / |weight|, infinite for numbers that are not finite, and effective rank / rank.
+    """By module: |update| / |weight| (infinite where the update is not finite), and effective rank / rank.
 
-    `ranks_used` lacks modules whose update is no product of thin matrices; `why_not` says why.
+    `ranks_used` lacks modules whose update is no product of thin matrices; `why_not` is the reason.
     """
 
     relative_norms: Mapping[str, float]
@@ -72,7 +72,7 @@ class WeightFigures:
 
     @property
     def dead(self) -> list[str]:
-        """Modules that change nothing."""
+        """Modules whose update is too small to change anything."""
         return [key for key, norm in self.relative_norms.items() if norm < DEAD_BELOW]
 
     @property
@@ -105,14 +105,18 @@ def weight_figures(networks: Mapping[str, nn.Module], tensors: AdapterTensors) -
 
 
 def rank_used(module: ModuleTensors) -> float:
-    """Return effective rank / the most it could be; raises NotLowRank."""
+    """Return the effective rank over the largest possible rank; raises NotLowRank."""
     thin = product(_on_cpu(module))
     values = singular(thin).values
     return effective_rank(values.tolist()) / len(values)
 
 
 def _plain_norm(module: ModuleTensors) -> float | None:
-    """Return |up down| of a plain LoRA from the factors' Gram matrices, None for other kinds."""
+    """Return |up down| of a plain LoRA from the factors' Gram matrices, None for other kinds.
+
+    |up down|^2 = sum((up^T up) * (down down^T)) needs rank x rank numbers instead of a full weight; in
+    float64, as the sum cancels.
+    """
     if module.kind != "lora" or module.dora:
         return None
     up, down = (_double(module.tensors[name]).flatten(1) for name in ("up", "down"))
@@ -131,7 +135,7 @@ def _on_cpu(module: ModuleTensors) -> ModuleTensors:
 
 @dataclass(kw_only=True)
 class Found:
-    """Parts in [0, 1], reasons by part that is left out, figures and remarks."""
+    """Parts in [0, 1], the reason for each part left out, figures and remarks."""
 
     parts: dict[str, float] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -139,7 +143,7 @@ class Found:
     notes: list[str] = field(default_factory=list)
 
     def result(self, file: str) -> Validation:
-        """Return it as the validation of a file of that name."""
+        """Return these findings as the validation of the file of this name."""
         return Validation(
             file=file,
             parts=self.parts,
@@ -149,11 +153,11 @@ class Found:
         )
 
 
-def measure_weights(weights: WeightFigures, found: Found) -> None:
-    """Add the parts that follow from the tensors alone."""
+def measure_weights(weights: WeightFigures, findings: Found) -> None:
+    """Add the parts that need only the adapter's tensors: weights and rank."""
     norms = list(weights.relative_norms.values())
-    found.parts["weights"] = weights_part(norms)
-    found.figures |= {
+    findings.parts["weights"] = weights_part(norms)
+    findings.figures |= {
         "modules": len(norms),
         "relative_norm": spread(norms) if weights.finite else None,
         "dead": weights.dead,
@@ -161,24 +165,24 @@ def measure_weights(weights: WeightFigures, found: Found) -> None:
     }
     if weights.ranks_used:
         used = list(weights.ranks_used.values())
-        found.parts["rank"] = rank_part(used)
-        found.figures["rank_used"] = spread(used)
+        findings.parts["rank"] = rank_part(used)
+        findings.figures["rank_used"] = spread(used)
     elif weights.finite:
-        found.left_out["rank"] = weights.why_not
+        findings.left_out["rank"] = weights.why_not
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the least, the mean and the most."""
+    """Return the minimum, the mean and the maximum."""
     return {"least": min(values), "mean": fmean(values), "most": max(values)}
 
 
-BY_COMMAND = "it takes samples or more losses: lora-train validate RUN DATASET"
+BY_COMMAND = "needs samples or more losses: lora-train validate RUN DATASET"
 
 
 def validate_at_the_end(
     job: TrainingJob, networks: Networks, adapter: Adapter, file: Path, end: Progress
 ) -> None:
-    """Measure what costs nothing and write it down; a failure is a problem, never the end of a run."""
+    """Write the parts that need no pass to validation.json; a failure is an event, never the end of a run."""
     inside: dict[str, nn.Module] = {DENOISER: networks.denoiser}
     if networks.text is not None:
         inside |= networks.text.networks
@@ -189,7 +193,7 @@ def validate_at_the_end(
     except (LoraTrainError, RuntimeError) as error:
         job.events.problem(
             f"the finished adapter was not measured: {first_line(error)}",
-            fix="nothing to do: the adapter itself is whole",
+            fix="no action needed: the adapter itself is complete",
             severity="note",
         )
         return
@@ -199,32 +203,32 @@ def validate_at_the_end(
 def _measured(
     folder: RunFolder, inside: Mapping[str, nn.Module], adapter: Adapter, file: Path, end: Progress
 ) -> Validation:
-    found = Found()
-    measure_weights(weight_figures(inside, adapter.tensors()), found)
+    findings = Found()
+    measure_weights(weight_figures(inside, adapter.tensors()), findings)
     rows = [
         validation_row(row)
         for row in read_events(folder.path / EVENTS_FILE)
         if row["event"] == "validation" and isinstance(row.get("step"), int)
     ]
-    _measure_gain(rows, end.step, found)
-    for name in WEIGHTS.keys() - found.parts.keys() - found.left_out.keys():
-        found.left_out[name] = BY_COMMAND
-    return found.result(file.name)
+    _measure_gain(rows, end.step, findings)
+    for name in WEIGHTS.keys() - findings.parts.keys() - findings.left_out.keys():
+        findings.left_out[name] = BY_COMMAND
+    return findings.result(file.name)
 
 
-def _measure_gain(rows: list[ValidationRow], step: int, found: Found) -> None:
+def _measure_gain(rows: list[ValidationRow], step: int, findings: Found) -> None:
     base = next((row for row in rows if row.step == 0), None)
     last = next((row for row in reversed(rows) if row.step == step > 0), None)
     if base is None or last is None or not base.by_timestep:
-        found.left_out["gain"] = "the run validated neither base nor last step, or not both"
+        findings.left_out["gain"] = "the run did not validate both the base and the last step"
         return
     before, after = ([loss for _, loss in row.by_timestep] for row in (base, last))
     if len(before) != len(after):
-        found.left_out["gain"] = "the validations are not of the same timesteps"
+        findings.left_out["gain"] = "the two validations used different timesteps"
         return
     gain = mean_gain(before, after)
-    found.parts["gain"] = gain_part(gain)
-    found.figures |= {
+    findings.parts["gain"] = gain_part(gain)
+    findings.figures |= {
         "gain": gain,
         "gain_by_timestep": [
             [timestep, 1 - new / old]

@@ -1,6 +1,6 @@
-"""Several processes, one training: the first plans and tells the others what was decided; they obey.
+"""One training in several processes: the first one plans and sends its decisions to the others.
 
-What goes between them is JSON in the launcher's store, before any collective is possible.
+They travel as JSON through the launcher's store, because no collective is possible yet.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lora_trainer.training.loop import report_lag
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What the leader has decided, as JSON for the others."""
+    """The leader's decisions, as JSON for the other processes."""
 
     settings: dict[str, Any]
     at_once: dict[str, int]
@@ -54,7 +54,7 @@ def gather(
     *,
     prompts: Sequence[str],
 ) -> None:
-    """Tell the other processes what was decided, and wait for them."""
+    """Send the leader's decisions to the other processes, and connect to them."""
     if ranks.monitor is None:
         return
     ranks.monitor.timeout_s = prepared.config.hardware.process_timeout_s
@@ -76,27 +76,27 @@ def gather(
     _connect(ranks, prepared)
 
 
-def follow(asked: Request, ranks: ProcessGroup) -> Path:
-    """Do a share of what another process leads: same settings, same data, same base, nothing written."""
+def follow(request_here: Request, ranks: ProcessGroup) -> Path:
+    """Do a share of a training that another process leads: same settings, data and base; writes no files."""
     assert ranks.monitor is not None
     orders = Orders(**json.loads(ranks.monitor.take("orders")))
     ranks.monitor.timeout_s = float(orders.settings["hardware.process_timeout_s"])
     request = Request(
-        dataset=asked.dataset,
+        dataset=request_here.dataset,
         run_settings=orders.settings,
         run_at_once=orders.at_once,
-        processes=asked.processes,
+        processes=request_here.processes,
         sharing=orders.sharing,
         fetches=True,
     )
-    # Cards are those of this machine, which may be another one than the leader's.
+    # GPUs are detected here, as this process may be on another machine than the leader.
     hardware = replace(hardware_from(orders.hardware), gpus=detect().gpus)
     prepared = prepare_with_base(request, hardware=hardware)
     identities = {name: part.identity for name, part in prepared.facts.parts.items()}
     if (prepared.dataset.fingerprint, identities) != (orders.fingerprint, orders.identities):
-        what = "base" if identities != orders.identities else "dataset"
+        part = "base" if identities != orders.identities else "dataset"
         raise InputError(
-            f"process {ranks.dist_env.rank} finds another {what} under the same name than process 0",
+            f"process {ranks.dist_env.rank} finds another {part} under the same name than process 0",
             fix="give all machines the same files",
         )
     setup_torch(prepared)
@@ -131,9 +131,10 @@ def _connect(ranks: ProcessGroup, prepared: Prepared) -> None:
 
 
 def prepare_with_base(request: Request, *, hardware: Hardware | None = None) -> Prepared:
-    """Plan a run with its base on this machine, downloaded where it was not.
+    """Plan a run with its base on this machine, downloading it if needed.
 
-    What is known of a base by name is less than its files say: captions are counted with its tokenizer.
+    After a download the run is planned again, because the files tell more than the base's name: captions
+    are counted with its tokenizer.
     """
     prepared = prepare(request, hardware=hardware)
     if prepared.facts.layout is None:

@@ -1,4 +1,4 @@
-"""What a run writes into its adapter files: the job, its header information, the file itself."""
+"""Writes a run's adapter files, with their header; `TrainingJob` is the run's context."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from lora_trainer.training.progress import Action, Progress
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """What a training needs besides its plan: where it writes, what it tells, when it should stop.
+    """The context of a training beside its plan: run folder, events, stop signal, processes.
 
-    `state` is what a resumed run goes on from, None at the start of one; `watchers` are asked between
-    steps like any other action; `ranks` are the processes that share the work; `wanted` are the cache
-    entries it reads, where these are known already.
+    `state` is the resume state, None for a new run; `watchers` are actions that run between steps;
+    `ranks` are the processes that share the work; `cache_needs` are the cache entries to read, None to
+    compute them.
     """
 
     prepared: Prepared
@@ -54,11 +54,11 @@ class TrainingJob:
     started_at_s: float
     ranks: ProcessGroup = field(default_factory=ProcessGroup)
     watchers: Sequence[Action] = ()
-    wanted: Needs | None = None
+    cache_needs: Needs | None = None
 
 
 def export(job: TrainingJob, adapter: Adapter, file: Path, progress: Progress) -> None:
-    """Write the adapter as it is now; raises as `write_export` and `write_embedding`."""
+    """Write the adapter with its current weights; raises as `write_export` and `write_embedding`."""
     exporter(job, adapter.tensors(), file, progress, words=adapter.words())()
 
 
@@ -70,15 +70,15 @@ def exporter(
     *,
     words: Mapping[str, Tensor],
 ) -> Callable[[], None]:
-    """Return what writes `tensors` to `file` and `words` beside it; it raises as `export`, in any thread.
+    """Return a function that writes `tensors` to `file` and `words` beside it; it raises as `export`.
 
-    Only the images of now are considered for the thumbnail: training may go on meanwhile.
+    It may run in any thread while training goes on, so the sample images for the thumbnail are listed now.
     """
     images = last_samples(job.folder.path / "samples")
 
     def write() -> None:
         info = _export_info(job, tensors, progress, images)
-        if words:  # first, so that no adapter is there without them
+        if words:  # first, so that a crash leaves no adapter without its new tokens
             _write_words(job, words, embedding_path(file), info)
         write_export(
             file,
@@ -97,24 +97,26 @@ def _write_words(
 ) -> None:
     keys = job.prepared.family.new_token_keys
     architecture, _, _ = info.architecture.rpartition("/")
-    told = {key: value for key, value in metadata(info).items() if key.startswith("modelspec.")} | {
+    header = {
+        key: value for key, value in metadata(info).items() if key.startswith("modelspec.")
+    } | {
         "modelspec.architecture": f"{architecture}/textual-inversion",
         WORD: info.trigger or "",
     }
-    told["modelspec.usage_hint"] = (
-        f"Belongs to {info.title}: load both, and name this in the prompt."
+    header["modelspec.usage_hint"] = (
+        f"Belongs to {info.title}: load both, and use this word in the prompt."
     )
     vectors = {keys[component]: values.cpu().numpy() for component, values in words.items()}
-    write_embedding(file, vectors, metadata=told)
+    write_embedding(file, vectors, metadata=header)
 
 
 def copied_words(words: Mapping[str, Tensor], copy: Copy) -> dict[str, Tensor]:
-    """Return the vectors as they are now, as `copied` does."""
+    """Return copies of the new tokens' vectors, as `copied` does for the adapter."""
     return {name: copy(f"export.new_tokens.{name}", tensor) for name, tensor in words.items()}
 
 
 def copied(tensors: AdapterTensors, copy: Copy) -> AdapterTensors:
-    """Return the tensors as they are now, in memory that training does not change."""
+    """Return copies of the tensors in memory that training does not change."""
     return {
         key: replace(
             module,
@@ -128,7 +130,7 @@ def copied(tensors: AdapterTensors, copy: Copy) -> AdapterTensors:
 
 
 def upload(job: TrainingJob, adapter: Adapter, file: Path) -> None:
-    """Upload a finished file where the settings name a repository; a failure is a problem, not an end."""
+    """Upload a finished file if the settings name a repository; a failure is an event, not an error."""
     prepared, settings = job.prepared, job.prepared.config.output
     if settings.hub_repo is None:
         return
@@ -161,6 +163,7 @@ def _export_info(
         by_repeats.setdefault(record.repeats, []).append(record.caption)
     name = prepared.dataset.folder.resolve().name
     widths = Counter((module.rank, module.rank * module.scale) for module in tensors.values())
+    # Layers may differ in rank and alpha; the header has room for one pair, so the most common one.
     ((rank, alpha), _), *_ = widths.most_common(1)
     return ExportInfo(
         title=job.folder.name,
@@ -196,14 +199,14 @@ def _export_info(
 
 
 def _thumbnail(image: Path, events: EventStream) -> bytes | None:
-    """Return the thumbnail of a sample; one that cannot be read is a problem, the file goes without."""
+    """Return the thumbnail of a sample image; None and an event if the image cannot be read."""
     try:
         return thumbnail_jpeg(image)
     except OSError as error:
         events.problem(
             f"the exported file has no thumbnail: {image.parent.name}/{image.name} cannot be read "
             f"({error.strerror or type(error).__name__})",
-            fix="nothing to do: the adapter itself is whole",
+            fix="no action needed: the adapter itself is complete",
             severity="note",
         )
         return None

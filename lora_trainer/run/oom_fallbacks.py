@@ -1,8 +1,8 @@
-"""What a run does when the device is full: the same result in less memory, and a smaller plan next time.
+"""Out-of-memory fallbacks: the same result in less device memory, and a smaller plan for the next run.
 
-Remedies are for one image at a time, in the order of what they cost: blocks are recomputed, their
-inputs wait in host memory, then their weights do, as far as there is room; on the processor that would
-free nothing. Whatever did not fit on a card is remembered.
+A run falls back when even a micro-batch of one image does not fit, the cheapest fallback first: recompute
+more blocks, move their inputs to host memory, then stream blocks as far as host memory has room. On the
+processor host memory is the device's, so it gets only the first. GPUs that ran out of memory are recorded.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lora_trainer.training.training import OomFallback
 def oom_fallbacks(
     denoiser: nn.Module, settings: MemorySettings, *, device: torch.device, sharing: int = 1
 ) -> tuple[OomFallback, ...]:
-    """Return what is left to do beyond the planned settings; each is applied on top of those before.
+    """Return the fallbacks beyond the planned settings; each is applied on top of the earlier ones.
 
-    `sharing` processes of this training have the machine's memory between them.
+    `sharing` processes of this training share the machine's memory.
     """
     return tuple(_oom_fallbacks(denoiser, settings, device, sharing))
 
@@ -72,7 +72,7 @@ def _oom_fallbacks(
 
 
 def _room_for(denoiser: nn.Module, *, free_bytes: int) -> int:
-    """Return how many streamed blocks the machine's free memory has room for."""
+    """Return the largest number of streamed blocks that fits in the machine's free memory."""
     sizes = [
         sum(owner[name].nbytes for owner, name in base_tensors(block))
         for block in repeated_blocks(denoiser).values()
@@ -89,7 +89,7 @@ def _stream(denoiser: nn.Module, count: int, device: torch.device) -> None:
 
 @contextmanager
 def oom_as_error(doing: str, *, events: EventStream) -> Iterator[None]:
-    """Turn running out of device memory into an event and a MachineError."""
+    """Turn an out-of-memory error of the device into an event and a MachineError; `doing` follows "while"."""
     try:
         yield
     except RuntimeError as error:
@@ -99,43 +99,45 @@ def oom_as_error(doing: str, *, events: EventStream) -> Iterator[None]:
         events.emit("out_of_memory", images_at_once=0, reason=reason)
         raise MachineError(
             f"the device ran out of memory while {doing}: {reason}",
-            fix="close what else uses it and run the same command again, or set hardware.vram_limit_gib",
+            fix="close other programs that use it and run the same command again, or set hardware.vram_limit_gib",
         ) from error
 
 
 def oom_history_memo(prepared: Prepared, events: EventStream) -> Listener:
-    """Return a listener that remembers a card on which the plan did not fit (once: a plan is one)."""
-    memory, known = prepared.plan.memory, prepared.full_card
+    """Return a listener that records a GPU on which the plan did not fit, at most once a run."""
+    memory, earlier_record = prepared.plan.memory, prepared.full_card
     limit_bytes = memory.limit_bytes or 0
-    told = False
+    is_reported = False
 
     def listener(event: Event) -> None:
-        nonlocal told
-        if told or event.kind != "out_of_memory" or prepared.config.hardware.device == "cpu":
+        nonlocal is_reported
+        if is_reported or event.kind != "out_of_memory" or prepared.config.hardware.device == "cpu":
             return
-        told = True
+        is_reported = True
         memo = OomHistory.of(prepared.cache_root)
         try:
-            found = memo.remember(
+            record = memo.remember(
                 prepared.hardware,
                 prepared.family.name,
                 planned_bytes=memory.peak_bytes,
-                limit_bytes=int(limit_bytes / known.share) if known else limit_bytes,
+                limit_bytes=int(limit_bytes / earlier_record.share)
+                if earlier_record
+                else limit_bytes,
             )
-        except MachineError as error:  # what ran out of memory is worth more than the memo of it
+        except MachineError as error:  # a full disk must not hide the out-of-memory error
             events.problem(
-                f"that this card was full could not be remembered: {error.found}",
+                f"the out-of-memory record of this GPU could not be written: {error.found}",
                 fix=error.fix,
                 severity="note",
                 code="TRN-02",
             )
             return
-        if found is not None:
+        if record is not None:
             card = (prepared.hardware.usable() or prepared.hardware.gpus)[0]
             events.problem(
                 f"{card.name} was planned to {memory.peak_bytes / limit_bytes:.0%}"
-                f" of its limit and ran out of memory: later plans there take {found}",
-                fix=f"nothing; delete {memo.file.name} in the cache folder to forget it",
+                f" of its limit and ran out of memory: later plans use {record.share:.0%} of that limit",
+                fix=f"no action needed; delete {memo.file.name} in the cache folder to forget it",
                 severity="note",
                 code="TRN-02",
             )

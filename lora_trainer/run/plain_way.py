@@ -1,7 +1,7 @@
-"""How a planned training is computed plainly: what is undone of the ways that make it fit and fast.
+"""The plain way to compute a planned training: which memory and speed features are undone.
 
-Every change gives the same adapter up to rounding, in no more device memory than was planned but for
-modulation layers, which come back only where there is room.
+Every change gives the same adapter up to rounding and takes no more device memory than planned, except for
+modulation layers, which come back to the device only where there is room.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLAIN: Checkpointing = "full"
 
 
 def plain_way(config: Config, parts: TrainComponents, *, sharing: int) -> PlainWay:
-    """Return the plain way of a training whose networks are as planned; nothing is in force yet."""
+    """Return the plain way of a training whose networks are as planned; nothing is applied yet."""
     planned = config.memory.model_copy(update={"gradient_checkpointing": PLAIN, "kept_share": 0.0})
     return PlainWay(
         changes=tuple(_changes(config, parts)),
@@ -77,7 +77,10 @@ def _put_back(parts: TrainComponents) -> None:
 
 
 def _room_bytes(device: torch.device) -> float:
-    """Return what the planned step leaves of a device, roughly: this is asked before the first."""
+    """Return a rough estimate of the device memory that the planned step leaves free.
+
+    Before the first step no activation is allocated yet, so half of the free memory counts as needed.
+    """
     if not kind_of(device).own_memory:
         return float("inf")
     free_bytes, _ = free_and_total_bytes(device)

@@ -1,7 +1,7 @@
-"""From a request to a resolved, checked and planned run, without torch: what `plan` and `--dry-run` show.
+"""From a request to a resolved, checked and planned run, without torch; `plan` and `--dry-run` show the result.
 
-Order: hardware -> base and its family -> settings by layers -> dataset -> plan. Nothing is written
-but the memo files of the cache folder, which only save time.
+Order: hardware -> base and its family -> settings by layers -> dataset -> plan. Only memo files in the
+cache folder are written, which save time.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ PLANNED_BY = (
     "data.more_resolutions",
     "train.batch_size",
 )
-"""Settings that decide how much memory a run takes: with another one it is planned again."""
+"""Beginnings of settings that decide how much memory a run takes; changing one plans the run again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked, flattened: `overrides` are the settings typed on this command line.
+    """A user's request; `overrides` are the settings typed on this command line, by dotted key.
 
-    `run_settings` and `run_at_once` (images at once by "WIDTHxHEIGHT") are those of a run that goes
-    on. `processes` share each optimizer step, `sharing` of them this machine; the plan is for one.
-    `fetches`: a base that is not known by name, or not whole in the Hub's cache, is fetched to be planned for.
+    `run_settings` and `run_at_once` (micro-batch by "WIDTHxHEIGHT") belong to the run that is resumed.
+    `processes` share each optimizer step, `sharing` of them this machine; the plan is for one process.
+    `fetches`: download a base for planning if its name tells too little and the Hub's cache lacks it.
     """
 
     dataset: Path
@@ -82,10 +82,10 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A run that could start: its plan, base, data and where its caches are.
+    """A run that could start: its plan, base, data and cache folder.
 
-    `placements` are those at `data.resolution`, of all pictures; `more_placements` at each of
-    `data.more_resolutions`, of those trained on.
+    `placements` map all images to their bucket at `data.resolution`; `more_placements` map the training
+    images to their bucket at each of `data.more_resolutions`.
     """
 
     config: Config
@@ -104,16 +104,16 @@ class Prepared:
     full_card: OomRecord | None
     processes: int
     sharing: int
-    given: PlanInput
+    plan_input: PlanInput
 
     @property
     def regularisation_per_epoch(self) -> int:
-        """Regularisation samples that go with each epoch of the images that are trained."""
+        """Regularisation samples in each epoch of the training images."""
         return _regularisation_per_epoch(self.trained, self.dataset, self.config)
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples of an epoch, repeats and regularisation included."""
+        """Samples of an epoch, with repeats and regularisation (unlike `PlanInput.samples_per_epoch`)."""
         return sum(record.repeats for record in self.trained) + self.regularisation_per_epoch
 
 
@@ -129,7 +129,7 @@ def _regularisation_per_epoch(
 
 @dataclass(frozen=True, kw_only=True)
 class Basis:
-    """What the dataset is looked at with: the hardware, the base's facts and the layered settings."""
+    """Everything known before the dataset is read: the hardware, the base's facts and the layered settings."""
 
     hardware: Hardware
     facts: BaseFacts
@@ -158,9 +158,9 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     placements = place_all(dataset, settings, basis.facts)
     more = place_more((*trained, *dataset.regularisation), settings, basis.facts)
     full_card = None
-    if request.run_settings is None:  # a resumed run knows itself what it did about a full card
+    if request.run_settings is None:  # a resumed run has its own record of out-of-memory fallbacks
         full_card = OomHistory.of(cache_root).known(basis.hardware, basis.family.name)
-    given = PlanInput(
+    plan_input = PlanInput(
         resolved=basis.resolved,
         facts=basis.facts,
         family=basis.family,
@@ -187,7 +187,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         sharing=request.sharing,
         kept_at_once=_kept_at_once(request),
     )
-    chosen = plan(given)
+    chosen = plan(plan_input)
     chosen = _with_caption_tokens(_with_base(_with_format(chosen, basis), basis), reading, basis)
     return Prepared(
         config=chosen.config,
@@ -211,37 +211,38 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         full_card=full_card,
         processes=request.processes,
         sharing=request.sharing,
-        given=given,
+        plan_input=plan_input,
     )
 
 
 def longer(request: Request, prepared: Prepared) -> tuple[str, Plan] | None:
-    """Return what would give this run more time, and its plan; None: the presets know of nothing.
+    """Return (option, plan) of the next better run that takes more time; None: presets have nothing better.
 
-    The next priority that takes longer, or after quality the size that the base was trained on.
+    That is the next priority whose plan takes longer, or after quality the base's own resolution.
     """
-    request = replace(request, assumed_vram_gib=None)  # it is among the hardware
+    # The assumed GPU is in `prepared.hardware` already.
+    request = replace(request, assumed_vram_gib=None)
     here_s, native_px = prepared.plan.run_time.seconds, prepared.facts.resolution_px
     higher = PRIORITIES[PRIORITIES.index(request.priority) + 1 :]
     tried = [(f"--priority {name}", replace(request, priority=name)) for name in higher]
     if concrete(prepared.config.data.resolution) < native_px:
         larger = {**request.overrides, "data.resolution": native_px}
         tried.append((f"data.resolution={native_px}", replace(request, overrides=larger)))
-    for words, asked in tried:
+    for words, alternative in tried:
         try:
-            resolved = _basis(asked, prepared.hardware).resolved
+            resolved = _basis(alternative, prepared.hardware).resolved
             same = resolved.config.data.resolution == prepared.resolved.config.data.resolution
-            buckets = prepared.given.buckets if same else ()
-            found = plan(replace(prepared.given, resolved=resolved, buckets=buckets))
-        except LoraTrainError:  # this machine cannot
+            buckets = prepared.plan_input.buckets if same else ()
+            longer_plan = plan(replace(prepared.plan_input, resolved=resolved, buckets=buckets))
+        except LoraTrainError:  # does not fit on this machine
             continue
-        if found.run_time.seconds > here_s:
-            return words, found
+        if longer_plan.run_time.seconds > here_s:
+            return words, longer_plan
     return None
 
 
 def _text_count(dataset: Dataset, config: Config) -> int:
-    """Return how many different texts the captions give at most."""
+    """Return the largest possible number of different texts that the captions give."""
     different = {
         (record.written, record.folder, record.regularisation): record
         for record in (*dataset.records, *dataset.regularisation)
@@ -254,7 +255,10 @@ def _text_count(dataset: Dataset, config: Config) -> int:
 
 
 def _kept_at_once(request: Request) -> Mapping[tuple[int, int], int] | None:
-    """Return the split of a run that goes on: a fresh one would change its bits with today's free memory."""
+    """Return the micro-batches of the resumed run, None to plan them anew.
+
+    Other micro-batches round differently, and a new plan would depend on the memory that is free today.
+    """
     before = request.run_settings
     if before is None or request.run_at_once is None:
         return None
@@ -271,7 +275,7 @@ def _kept_at_once(request: Request) -> Mapping[tuple[int, int], int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What `check` says: the report, and how long a caption of the base may be, where that is known."""
+    """The result of `check`: the report, and the longest caption the base reads, where it is known."""
 
     report: DatasetReport
     caption_limit: CaptionLimit | None
@@ -286,18 +290,18 @@ class CheckReport:
 
 
 def examine(request: Request, *, hardware: Hardware | None = None) -> CheckReport:
-    """Return the dataset report alone (`check`); raises RequestError, InputError or MachineError."""
+    """Return the dataset's report for `check`; raises RequestError, InputError or MachineError."""
     basis = _basis(request, hardware)
     config = basis.resolved.config
-    # Every picture may be bad here: the report lists them, a training would refuse.
+    # No limit of bad images here: `check` lists them all, where a training would refuse.
     settings = config.model_copy(
         update={"data": config.data.model_copy(update={"max_bad_fraction": 1.0})}
     )
     dataset = scan_with_memo(request.dataset, settings, cache_folder(settings))
     placements = place_all(dataset, settings, basis.facts)
     reading = _reading(request, dataset, basis)
-    asked = settings.data.caption_tokens
-    room = MOST_CHUNKS if basis.family.reads_chunks and asked == "auto" else reading.chunks
+    caption_tokens = settings.data.caption_tokens
+    room = MOST_CHUNKS if basis.family.reads_chunks and caption_tokens == "auto" else reading.chunks
     return CheckReport(
         report=inspect_images(
             dataset,
@@ -310,10 +314,10 @@ def examine(request: Request, *, hardware: Hardware | None = None) -> CheckRepor
 
 
 def _reading(request: Request, dataset: Dataset, basis: Basis) -> Reading:
-    """Return in how many chunks texts are read; a run of a release without the setting goes on as it began."""
+    """Return the number of chunks of captions; a run begun by a release without the setting keeps one chunk."""
     before = request.run_settings
     if before is not None and caption_lengths.KEY not in {**before, **request.overrides}:
-        return Reading(chunks=1, reason="as the run began")
+        return Reading(chunks=1, reason="the run began with it")
     return reading_of(
         (*dataset.records, *dataset.regularisation),
         config=basis.resolved.config,
@@ -335,11 +339,13 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
     source = asked_for(request, "base.model")
     if source in (None, "auto"):
         source = families.family(families.DEFAULT_FAMILY).default_source if card else EMBEDDED
-    asked = {
+    settings = {
         f"base.{name}": asked_for(request, f"base.{name}") for name in BaseSettings.model_fields
     }
-    given = {key: value for key, value in asked.items() if value is not None}
-    facts = _facts(build_config(given | {"base.model": source}).base, fetches=request.fetches)
+    base_settings = {key: value for key, value in settings.items() if value is not None}
+    facts = _facts(
+        build_config(base_settings | {"base.model": source}).base, fetches=request.fetches
+    )
     family = families.family(facts.family)
     resolved = resolve(
         family=family.name,
@@ -361,70 +367,70 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
 def _facts(base: BaseSettings, *, fetches: bool) -> BaseFacts:
     try:
         return describe(base)
-    except (InputError, MachineError):  # nothing is here, or a part of it
+    except (InputError, MachineError):  # the base, or a part of it, is not on this machine
         if not fetches:
             raise
         return locate(base)
 
 
 def _refuse_without_validation(settings: Config, *, held_out: int) -> None:
-    """Raise RequestError for settings that follow the validation loss where no picture is held out."""
-    asked = {
+    """Raise RequestError for settings that need the validation loss where no image is held out."""
+    switches = {
         "output.keep_best": settings.output.keep_best,
         "train.stop_after_validations": settings.train.stop_after_validations is not None,
     }
-    keys = [key for key, is_asked in asked.items() if is_asked]
+    keys = [key for key, is_asked in switches.items() if is_asked]
     if keys and not held_out:
         raise RequestError(
-            f"{' and '.join(keys)} follow the validation loss, but no picture is held out for it",
-            fix="add images, raise data.validation_fraction, or leave it out",
+            f"{' and '.join(keys)} need the validation loss, but no image is held out for it",
+            fix=f"add images, raise data.validation_fraction, or leave {' and '.join(keys)} out",
         )
 
 
 def _refuse_impossible(settings: Config, basis: Basis) -> None:
-    """Raise RequestError for what this family cannot do, before the dataset is read."""
+    """Raise RequestError for settings that this family does not support, before the dataset is read."""
     if settings.adapter.text_encoder and not basis.family.trainable_text:
         raise RequestError(
             f"adapter.text_encoder=true, but the text encoders of {basis.facts.source} "
-            f"(family {basis.family.name}) are not trained",
+            f"(family {basis.family.name}) cannot be trained",
             fix="leave adapter.text_encoder out",
         )
     if settings.adapter.new_tokens and not basis.family.new_token_keys:
         raise RequestError(
             f"adapter.new_tokens={settings.adapter.new_tokens}, but the text encoders of "
-            f"{basis.facts.source} (family {basis.family.name}) learn no new words",
+            f"{basis.facts.source} (family {basis.family.name}) cannot learn new tokens",
             fix="leave adapter.new_tokens out",
         )
     if settings.data.emphasis and not basis.family.supports_prompt_weights:
         raise RequestError(
             f"data.emphasis=true, but the text encoders of {basis.facts.source} "
-            f"(family {basis.family.name}) take no weights of words, only CLIP's alone do",
+            f"(family {basis.family.name}) support no prompt weights; only bases with CLIP alone do",
             fix="leave data.emphasis out",
         )
     resolve_format(basis.family, settings.output.format, adapter=settings.adapter)
 
 
 def _refuse_bad_masks(dataset: Dataset) -> None:
-    """Raise InputError where a mask cannot be used: `check` lists them, a training would mean them."""
+    """Raise InputError if a mask cannot be used: `check` lists it, but a training would learn from it."""
     bad = [finding for finding in dataset.findings if finding.kind == BAD_MASK]
     if bad:
-        named = "; ".join(f"{shown(found.file or '')} {found.what}" for found in bad)
-        raise InputError(f"masks cannot be used: {named}", fix=bad[0].advice)
+        masks = "; ".join(f"{shown(finding.file or '')} {finding.what}" for finding in bad)
+        raise InputError(f"masks cannot be used: {masks}", fix=bad[0].advice)
 
 
 def _with_format(chosen: Plan, basis: Basis) -> Plan:
-    """Return the plan with the key format named."""
+    """Return the plan with `output.format` decided."""
     config = chosen.config
     if config.output.format != "auto":
         return chosen
-    found = resolve_format(basis.family, "auto", adapter=config.adapter)
-    reason = f"what most programs read for {basis.family.name}"
-    return _with_setting(chosen, "output.format", found, reason)
+    file_format = resolve_format(basis.family, "auto", adapter=config.adapter)
+    reason = f"the format that most programs read for {basis.family.name}"
+    return _with_setting(chosen, "output.format", file_format, reason)
 
 
 def _with_caption_tokens(chosen: Plan, reading: Reading, basis: Basis) -> Plan:
-    """Return the plan with what is read of captions named; bases with other encoders leave it at auto."""
-    if not reading.reason:  # somebody said it
+    """Return the plan with `data.caption_tokens` decided; bases whose encoders have no chunks keep auto."""
+    if not reading.reason:  # the user set it
         return chosen
     tokens = reading.chunks * CHUNK_TOKENS if basis.family.reads_chunks else "auto"
     return _with_setting(chosen, caption_lengths.KEY, tokens, reading.reason)
@@ -437,9 +443,9 @@ def _with_setting(chosen: Plan, key: str, value: Any, reason: str) -> Plan:
 
 
 def _tier(source: str, family: Family, card: Gpu | None) -> Tier:
-    """Return the preset tier; in the default family `cpu` is the recipe of the embedded base.
+    """Return the preset tier; in the default family, tier `cpu` is the recipe of the embedded base.
 
-    A real base of that family on a processor takes the smallest card's: slow, but right.
+    A real base of that family on a processor takes the tier of the smallest GPUs: slow, but correct.
     """
     if source == EMBEDDED:
         return "cpu"
@@ -449,7 +455,7 @@ def _tier(source: str, family: Family, card: Gpu | None) -> Tier:
 
 
 def _with_base(chosen: Plan, basis: Basis) -> Plan:
-    """Return the plan with the base named, so that a resume cannot meet another one."""
+    """Return the plan with `base.model` decided, so that a resume always loads the same base."""
     if chosen.config.base.model != "auto":
         return chosen
     reason = (
@@ -461,9 +467,9 @@ def _with_base(chosen: Plan, basis: Basis) -> Plan:
 
 
 def asked_for(request: Request, key: str) -> Any:
-    """Return a setting needed before layering: command line, then config file, then the resumed run.
+    """Return a setting that is needed before layering: command line, then config file, then resumed run.
 
-    None where nobody has set it; raises RequestError for a config file that cannot be read.
+    None where it is not set; raises RequestError for a config file that cannot be read.
     """
     if key in request.overrides:
         return request.overrides[key]

@@ -1,4 +1,4 @@
-"""The run folder: naming, claiming and finding it, run.json, and what a resume may not change silently."""
+"""The run folder: its name, lock and run.json, and which settings a resume may change."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ EVENTS_FILE = "events.jsonl"
 PROBLEMS_FILE = "problems.jsonl"
 STATES = "states"
 BEST_RECORD = "best.json"
-"""Says of which step NAME-best.safetensors is."""
+"""Holds the step of NAME-best.safetensors."""
 MAX_NAME_BYTES = 180
-"""A run's name is part of its files' names, also of unfinished ones; file systems allow 255 bytes."""
+"""A run's name is part of its files' names, and of temporary files' too; file systems allow 255 bytes."""
 _NEEDED: Mapping[str, type | tuple[type, ...]] = {
     "name": str,
     "started_at_s": (int, float),
@@ -42,8 +42,8 @@ _NEEDED: Mapping[str, type | tuple[type, ...]] = {
     "dataset.fingerprint": str,
     "plan.memory.images_at_once": dict,
 }
-"""What a resume reads of run.json."""
-# Settings that say where and how much, not what is computed: a resume may change them and stay exact.
+"""Keys of run.json that a resume reads, with their types."""
+# Settings that do not influence the computation: a resume may change them and stays bit-exact.
 FREE_SETTINGS = frozenset(
     {
         "output.folder", "output.name", "output.keep_last", "output.keep_states", "output.save_every_steps",
@@ -56,10 +56,10 @@ FREE_SETTINGS = frozenset(
         "output.weights", "output.measure", "data.min_score", "train.stop_after_validations",
     }
 )  # fmt: skip
-# Settings that make validations decide something, and those that then decide what validations see.
+# With one of the first settings, validations influence training; then the second may not change either.
 _WATCHING = ("train.lower_on_plateau", "train.stop_after_validations", "output.keep_best")
 _WATCHED = frozenset({"train.validate_every_steps", "output.weights"})
-# Settings that say how it is computed: a resume may change them and keeps every draw, not every bit.
+# Settings that change only rounding: a resume may change them; all random draws stay the same, not all bits.
 ROUNDING_SETTINGS = frozenset(
     {
         "hardware.compile",
@@ -73,7 +73,7 @@ ROUNDING_SETTINGS = frozenset(
         "memory.text_encoder_offload",
     }
 )
-# What decides the shapes of the adapter and of the optimizer's state, and where both began.
+# Settings that decide the shapes or initial values of the adapter and of the optimizer's state.
 FORBIDDEN_SETTINGS = frozenset(
     {
         *(
@@ -86,7 +86,7 @@ FORBIDDEN_SETTINGS = frozenset(
         "optimizer.lora_plus_ratio",
         "optimizer.text_encoder_learning_rate",
         "optimizer.new_tokens_learning_rate",
-        "train.concept",  # what it settles was settled at the start
+        "train.concept",  # it decided other settings when the run began
         "train.init_from",
         "train.ema_decay",
         "output.keep_best",
@@ -117,15 +117,15 @@ class RunFolder:
 
 
 def checked_name(name: str) -> str:
-    """Return the name of a run if a folder and its files can bear it; raises RequestError."""
-    if not name.isprintable():  # also halves of characters: bytes of a name that are no text
-        problem = "holds signs that cannot be shown"
+    """Return a run's name if it works as a folder's name on this system; raises RequestError."""
+    if not name.isprintable():  # includes lone surrogates, which Python makes of undecodable bytes
+        problem = "holds characters that cannot be shown"
     elif name != name.strip() or not name.strip(".") or set(name) & set("/\\"):
-        problem = "is no plain name of a folder"
+        problem = "is no plain folder name"
     elif sys.platform == "win32" and (fault := windows_name_problem(name)):
         problem = fault
     elif len(name.encode()) > MAX_NAME_BYTES:
-        problem = f"is {len(name.encode())} bytes long, {MAX_NAME_BYTES} are allowed"
+        problem = f"is {len(name.encode())} bytes long, and {MAX_NAME_BYTES} are allowed"
     else:
         return name
     raise RequestError(
@@ -134,14 +134,15 @@ def checked_name(name: str) -> str:
 
 
 def create(parent: Path, name: str) -> RunFolder:
-    """Make and claim a new folder `name`, or `name-002`, `-003`, ... when that exists already.
+    """Make and claim a new folder `name`, or `name-002`, `-003`, ... if that exists already.
 
-    Raises RequestError for what is no name and MachineError for what the disk refuses.
+    Raises RequestError for an unusable name and MachineError if the disk refuses.
     """
     checked_name(name)
     number = 1
     while True:
         path = parent / (name if number == 1 else f"{name}-{number:03d}")
+        # mkdir decides: two trainings that start at once never get the same folder.
         try:
             path.mkdir(parents=True)
         except FileExistsError:
@@ -153,16 +154,16 @@ def create(parent: Path, name: str) -> RunFolder:
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """Return run.json of a run folder; raises RequestError when there is none or it lacks something."""
+    """Return run.json of a run folder; raises RequestError if it is missing or lacks a key."""
     _require_run(path)
     record = read_json_object(path / RUN_FILE)
     for key, kind in _NEEDED.items():
-        found: Any = record
+        value: Any = record
         for name in key.split("."):
-            found = found.get(name) if isinstance(found, dict) else None
-        if not isinstance(found, kind):
+            value = value.get(name) if isinstance(value, dict) else None
+        if not isinstance(value, kind):
             raise RequestError(
-                f"{path / RUN_FILE} has no {key}, so the run cannot be gone on with",
+                f"{path / RUN_FILE} has no {key}, so the run cannot be resumed",
                 fix="restore that file, or start a new run",
             )
     return record
@@ -174,23 +175,23 @@ def write_run(folder: RunFolder, content: Mapping[str, Any]) -> None:
 
 
 def cut_events(folder: RunFolder, *, step: int) -> None:
-    """Drop events of steps after `step`: a resumed run does them again, with the same numbers."""
+    """Drop events of steps after `step`, which a resumed run computes again with the same numbers."""
     for name in (EVENTS_FILE, PROBLEMS_FILE):
         file = folder.path / name
         if not file.exists():
             continue
-        kept = []
+        lines = []
         for row in read_events(file):
             if row["event"] in ("finished", "stopped") or row.get("step", -1) > step:
                 continue
-            kept.append(json.dumps(row, ensure_ascii=False))
-        # A lone surrogate becomes its JSON escape again.
-        text = "".join(f"{line}\n" for line in kept)
+            lines.append(json.dumps(row, ensure_ascii=False))
+        # Lone surrogates are no UTF-8; "backslashreplace" writes them as the JSON escape they were read from.
+        text = "".join(f"{line}\n" for line in lines)
         write_atomic(file, text.encode("utf-8", "backslashreplace"))
 
 
 def last_step(folder: RunFolder) -> int:
-    """Return the last optimizer step that was logged, 0 when there is none."""
+    """Return the last optimizer step that was logged, 0 without any."""
     rows = read_events(folder.path / EVENTS_FILE)
     return max((int(row.get("step", 0)) for row in rows if row["event"] == "step"), default=0)
 
@@ -204,9 +205,10 @@ def compare(
 ) -> tuple[str, list[str]]:
     """Return ("EXACT" | "SAME-STREAM" | "CHANGED", differences) of a resume; raises RequestError.
 
-    Settings in FORBIDDEN_SETTINGS cannot change; others make it CHANGED; another environment (torch,
-    threads, processor, device), or one that is not deterministic, keeps every draw but not every bit.
-    A setting that a run of an older version did not have was at its default.
+    Settings in FORBIDDEN_SETTINGS cannot change; changes of others make the resume CHANGED. Another
+    environment (torch, threads, processor, device), or one that is not deterministic, makes it
+    SAME-STREAM: all random draws are the same, but not all bits. A setting that an older version did not
+    have counts as its default.
     """
     before = flatten(Config()) | dict(before)
     free = FREE_SETTINGS - (_WATCHED if any(now[key] for key in _WATCHING) else set())
@@ -215,7 +217,7 @@ def compare(
     if refused:
         raise RequestError(
             f"a resume cannot change {', '.join(refused)}",
-            fix="leave it as it was, or start a new run",
+            fix="leave these settings as they were, or start a new run",
         )
     lines = [f"{key}: {before[key]} -> {now[key]}" for key in changed]
     moved = [
@@ -230,7 +232,7 @@ def compare(
 
 
 def has_no_record(path: Path) -> bool:
-    """Whether a run was killed here before it could write down what it is: nothing is lost with it."""
+    """Whether a run was killed here before it wrote run.json; it had computed nothing yet."""
     claimed = (path / ".lock").is_file() and not (path / RUN_FILE).exists()
     return claimed and not (path / STATES).exists()
 
@@ -248,7 +250,7 @@ def _require_run(path: Path) -> None:
 def claim(path: Path) -> RunFolder:
     """Take the lock of a run folder; raises MachineError when another process trains in it.
 
-    Files that a killed process had not finished are removed: nobody else writes here now.
+    Temporary files of a killed process are removed, as no other process writes here now.
     """
     lock = FileLock(path / ".lock")
     try:

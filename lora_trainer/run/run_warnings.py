@@ -1,4 +1,4 @@
-"""What is odd about a planned run beside its dataset: the base, the processes, the card, the file to come."""
+"""Warnings about a planned run beside its dataset: the base, the processes, the GPU, the exported file."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from lora_trainer.run.prepare import Prepared
 
 
 def run_warnings(prepared: Prepared) -> tuple[Finding, ...]:
-    """Return what is odd about the base, the card and the file to come; `report` is about the data."""
+    """Return warnings about the base, the GPU and the exported file; the dataset's are in `prepared.report`."""
     config, facts = prepared.config, prepared.facts
-    found = []
+    findings = []
     if facts.assumed is not None:
-        found.append(warning("release", None, facts.assumed.sentence, advice=facts.assumed.setting))
+        findings.append(
+            warning("release", None, facts.assumed.sentence, advice=facts.assumed.setting)
+        )
     if facts.distilled and config.base.assistant is None:
-        found.append(
+        findings.append(
             warning(
                 "distilled",
                 None,
-                f"{facts.source} is distilled: training wears off its ability to draw in few steps",
+                f"{facts.source} is distilled: training weakens its ability to draw in few steps",
                 advice="train on the undistilled release, "
                 "or give an assistant adapter with --set base.assistant=FILE",
             )
@@ -35,34 +37,34 @@ def run_warnings(prepared: Prepared) -> tuple[Finding, ...]:
     batch, processes = config.train.batch_size, prepared.processes
     if batch % processes:
         busy, full = min(batch, processes), full_batch(batch, count=processes)
-        found.append(
+        findings.append(
             warning(
                 "processes",
                 None,
                 f"train.batch_size={batch} does not divide by {processes} processes: "
-                + (f"only {busy} have work" if busy < processes else "some wait for others"),
+                + (f"only {busy} have work" if busy < processes else "some wait for the others"),
                 advice=f"train.batch_size={full} would use all of them in every step",
             )
         )
-    found += _enlarged(prepared)
-    found += _long(prepared)
-    found += _wide(config.adapter)
-    found += _dequantized(prepared)
+    findings += _enlarged(prepared)
+    findings += _long(prepared)
+    findings += _wide(config.adapter)
+    findings += _dequantized(prepared)
     shapes = prepared.family.adapter_shapes(facts, targets=config.adapter.targets)
-    found += optimizer_remarks(config, shapes=shapes)
+    findings += optimizer_remarks(config, shapes=shapes)
     card = prepared.hardware.accelerator(sharing=prepared.sharing).value
     if too_small := tier_problem(card.total_bytes if card else None):
-        advice = "lower data.resolution or adapter.rank if it does not fit"
-        found.append(warning("card", None, too_small, advice=advice))
+        advice = "lower data.resolution or adapter.rank if the run does not fit"
+        findings.append(warning("card", None, too_small, advice=advice))
     format: FileFormat = concrete(config.output.format)
     advice = "choose another output.format or adapter if that matters to you"
     for missed in format_notes(format, planned_contents(config.adapter)):
-        found.append(warning("format", None, f"output.format={format}: {missed}", advice=advice))
-    return tuple(found)
+        findings.append(warning("format", None, f"output.format={format}: {missed}", advice=advice))
+    return tuple(findings)
 
 
 def _long(prepared: Prepared) -> Iterator[Finding]:
-    """Yield that a run takes longer than its priority means, on a card slower than those presets are for."""
+    """Yield a note if the run takes longer than its priority promises, as on a GPU slower than its tier's."""
     priority, hours = prepared.resolved.priority, prepared.plan.run_time.seconds / 3600
     if hours <= MOST_HOURS[priority] or prepared.plan.memory.limit_bytes is None:
         return
@@ -70,8 +72,8 @@ def _long(prepared: Prepared) -> Iterator[Finding]:
     if priority != "speed":
         advice = f"--priority speed shortens it most; so do {advice.partition(' shorten')[0]}"
     what = (
-        f"about {hours:.1f} hours are predicted; {priority} is meant for "
-        f"{MOST_HOURS[priority]:g} with 20 pictures on an ordinary card"
+        f"about {hours:.1f} hours are predicted; priority {priority} is meant for "
+        f"{MOST_HOURS[priority]:g} with 20 images on an ordinary GPU"
     )
     yield note("time", None, what, advice=advice)
 
@@ -80,10 +82,10 @@ def _wide(adapter: AdapterSettings) -> Iterator[Finding]:
     slow = {"adapter.dora": adapter.dora, "adapter.init=pissa": adapter.init == "pissa"}
     for name in (name for name, used in slow.items() if used):
         what = (
-            f"{name} runs peft's way, beside each layer in fp32 and not as one operation with it: "
-            "a step takes more time, and in 16 bits more memory"
+            f"{name} runs in fp32 beside each layer instead of fused with it, "
+            "so a step takes more time, and in 16 bits more memory"
         )
-        yield warning("adapter", None, what, advice="use a plain LoRA where either is short")
+        yield warning("adapter", None, what, advice="use a plain LoRA if time or memory is short")
 
 
 def _dequantized(prepared: Prepared) -> Iterator[Finding]:
@@ -93,9 +95,9 @@ def _dequantized(prepared: Prepared) -> Iterator[Finding]:
     if count := dequantized_layers(shapes):
         what = (
             f"{count} of {len(shapes)} layers of the base are dequantized in spite of "
-            "memory.base_matmul=int8: int8 products take sizes that are multiples of 8"
+            "memory.base_matmul=int8, because int8 products need sizes that are multiples of 8"
         )
-        yield warning("matmul", None, what, advice="nothing is wrong with them")
+        yield warning("matmul", None, what, advice="no action needed")
 
 
 def _enlarged(prepared: Prepared) -> Iterator[Finding]:
@@ -103,5 +105,8 @@ def _enlarged(prepared: Prepared) -> Iterator[Finding]:
     for side_px, placed in zip(sides_px, prepared.more_placements, strict=True):
         count = sum(placement.upscaled for placement in placed.values())
         if side_px > concrete(prepared.config.data.resolution) and count:
-            what = f"{count} of {len(placed)} pictures are enlarged for data.more_resolutions={side_px}"
-            yield warning("enlarged", None, what, advice="use larger originals, or leave it out")
+            what = (
+                f"{count} of {len(placed)} images are enlarged for data.more_resolutions={side_px}"
+            )
+            advice = f"use larger originals, or leave {side_px} out of data.more_resolutions"
+            yield warning("enlarged", None, what, advice=advice)

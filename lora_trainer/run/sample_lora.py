@@ -1,4 +1,4 @@
-"""Make images with a finished LoRA the way any other program would: plain pipeline, load, generate."""
+"""Draws images with a finished LoRA as any other program would: plain pipeline, load, generate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lora_trainer.run.device import DTYPES, best_device
 from lora_trainer.run.run_folder import RUN_FILE, read_run
 
 WORD_IN_PROMPTS = "<new-word>"
-"""What a trigger becomes where it was learned as new tokens: no tokenizer knows it already."""
+"""Replaces a trigger that was trained as new tokens in prompts; no tokenizer has this word."""
 
 
 def make_images(
@@ -44,13 +44,15 @@ def make_images(
     seed: int,
     strengths: Sequence[float],
 ) -> Iterator[Path]:
-    """Write an image per prompt and strength, yield each; `run` is a run folder or an adapter file.
+    """Write and yield an image for each prompt and strength; `run` is a run folder or an adapter file.
 
-    All strengths of a prompt have the same seed. Raises InputError when there is no adapter,
-    RequestError when the base is not known, MachineError when the disk refuses.
+    All strengths of a prompt have the same seed. Raises InputError without an adapter, RequestError if the
+    base is unknown, MachineError if the disk refuses.
     """
     if not all(map(math.isfinite, strengths)):
-        raise RequestError("a strength is no number", fix="give numbers such as --strength 0.8")
+        raise RequestError(
+            "a strength is not a finite number", fix="give numbers such as --strength 0.8"
+        )
     file = adapter_of(run) if run.is_dir() else run
     metadata = read_contents(file).metadata
     config = stated_settings(metadata)
@@ -59,7 +61,8 @@ def make_images(
         source = base or str(read_run(run)["base"]["source"])
     if source in (None, "auto"):
         raise RequestError(
-            f"{file.name} does not say which base it was trained on", fix="name it with --base"
+            f"{file.name} does not say which base it was trained on",
+            fix="name the base with --base",
         )
     settings = _base_settings(config, source)
     try:
@@ -67,8 +70,8 @@ def make_images(
     except InputError as error:
         if base is not None:
             raise
-        # The file names its base without the folder, which is nobody else's business.
-        raise InputError(error.found, fix="say where it is with --base") from None
+        # An adapter file names its base without the folder, which might reveal private names.
+        raise InputError(error.found, fix="give the base's folder with --base") from None
     if config is not None:
         zero = config.objective.zero_terminal_snr
         facts = with_choices(facts, settings, zero_terminal_snr=None if zero == "auto" else zero)
@@ -78,7 +81,7 @@ def make_images(
     dtype = DTYPES[_precision(family, device, has_bf16=has_bf16)]
     pipeline = family.plain_pipeline(facts, dtype=dtype, device=device)
     pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
-    named = _taught(pipeline, family, file, metadata)
+    with_word = _taught(pipeline, family, file, metadata)
     sampling = config.sampling if config else SamplingSettings()
     trained_px = config.data.resolution if config else "auto"
     side_px = facts.resolution_px if trained_px == "auto" else trained_px
@@ -93,7 +96,7 @@ def make_images(
             **family.pipeline_arguments(
                 pipeline,
                 facts,
-                named(prompt),
+                with_word(prompt),
                 sampling.negative_prompt,
                 guidance_scale=sampling.guidance_scale,
             ),
@@ -118,19 +121,19 @@ def _precision(family: Family, device: torch.device, *, has_bf16: bool) -> Preci
 def _taught(
     pipeline: Any, family: Family, file: Path, metadata: Mapping[str, str]
 ) -> Callable[[str], str]:
-    """Load the new tokens that belong to an adapter; return what puts their name into a prompt.
+    """Load the new tokens of an adapter; return a function that puts their word into a prompt.
 
-    Raises InputError when they are not there.
+    Raises InputError if their file is missing.
     """
     word = trained_words(metadata)
     if word is None:
         return lambda prompt: prompt
-    place = embedding_path(file)
-    beside = place if place.is_file() else file.with_name(place.name)
+    expected_file = embedding_path(file)
+    beside = expected_file if expected_file.is_file() else file.with_name(expected_file.name)
     if not beside.is_file():
         raise InputError(
-            f"{file.name} was trained with new tokens for {word.text!r}, and their file is missing",
-            fix=f"put {place.name} beside it",
+            f"{file.name} was trained with new tokens for {word.text!r}, but their file is missing",
+            fix=f"put {expected_file.name} beside it",
         )
     vectors = read_embedding(beside).vectors
     for component, key in family.new_token_keys.items():
@@ -142,20 +145,22 @@ def _taught(
             text_encoder=network,
             tokenizer=tokenizer,
         )
-        for module in network.modules():  # 2 means "the largest number", which now is a new token's
+        # An old CLIP config has eos_token_id 2, and transformers then pools at the largest token id of
+        # the prompt. With new tokens that would be theirs instead of the end's.
+        for module in network.modules():
             if getattr(module, "eos_token_id", None) == 2:
                 module.eos_token_id = tokenizer.eos_token_id
     return lambda prompt: WORD_IN_PROMPTS.join(word.split(prompt))
 
 
 def _base_settings(config: Config | None, source: str) -> BaseSettings:
-    """Return how the base is found: as the adapter's settings say, but for where it is."""
+    """Return the adapter's base settings with `source` as the model, without paths of other files."""
     base = config.base if config is not None else BaseSettings()
     return base.model_copy(update={"model": source, "vae": None, "companion": "auto"})
 
 
 def stated_settings(metadata: Mapping[str, str]) -> Config | None:
-    """Return the settings in the header of one of our files, None where there are none to be read."""
+    """Return the settings in the header of a file from this trainer, None without readable ones."""
     try:
         return build_config(json.loads(metadata["lora_train.settings"]))
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
@@ -172,5 +177,5 @@ def adapter_of(run: Path) -> Path:
         return final
     rolling = sorted(run.glob(f"{name}-step*.safetensors"))
     if not rolling:
-        raise InputError(f"the run {name} has exported nothing yet", fix="wait for its first save")
+        raise InputError(f"the run {name} has no exported file yet", fix="wait for its first save")
     return rolling[-1]

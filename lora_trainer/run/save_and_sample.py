@@ -1,4 +1,4 @@
-"""What a training does between steps: it validates, draws samples and saves."""
+"""Builds the actions of a training between steps: validation, sample images, saves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sample_prompts(prepared: Prepared) -> tuple[str, ...]:
     config = prepared.config
     if config.sampling.prompts:
         return config.sampling.prompts
-    # Prompts stand in reports and images; a caption is trained as it is.
+    # Prompts appear in reports and image files, so secrets are removed; training uses captions unchanged.
     captions = dict.fromkeys(
         without_secrets(record.caption)
         for record in (*prepared.held_out, *prepared.trained)
@@ -47,11 +47,11 @@ def sample_prompts(prepared: Prepared) -> tuple[str, ...]:
 
 
 def validate_action(
-    job: TrainingJob, wanted: Needs, feeder: TrainingDataLoader, parts: TrainComponents
+    job: TrainingJob, cache_needs: Needs, feeder: TrainingDataLoader, parts: TrainComponents
 ) -> ValidateAction:
-    """Return what validates on the held-out images; it does nothing without any."""
+    """Return the action that validates on the held-out images; it does nothing without any."""
     held_out = [record.sample_ids()[0] for record in job.prepared.held_out]
-    keys = [(sample, wanted.sources[sample]) for sample in held_out]
+    keys = [(sample, cache_needs.sources[sample]) for sample in held_out]
     batches = feeder.validation(keys, quantiles=VALIDATION_QUANTILES) if keys else ()
     return ValidateAction(
         fixed=FixedLosses(batches=batches, model=parts.model, ranks=job.ranks),
@@ -65,20 +65,22 @@ def validate_action(
 
 
 def learning_action(
-    job: TrainingJob, wanted: Needs, feeder: TrainingDataLoader, parts: TrainComponents
+    job: TrainingJob, cache_needs: Needs, feeder: TrainingDataLoader, parts: TrainComponents
 ) -> LearningAction:
-    """Return what sees that a run learns nothing, by a few of the pictures that it trains on."""
+    """Return the action that detects a run that learns nothing, from a few of its training images."""
     config = job.prepared.config
     steps, settings = concrete(config.train.steps), config.optimizer
     step = None
-    if OPTIMIZERS[settings.name].rate is None:  # else it finds its rate, and nobody knows when
+    if (
+        OPTIMIZERS[settings.name].rate is None
+    ):  # others find their rate themselves, at an unknown step
         step = look_step(steps=steps, batch_size=config.train.batch_size)
     rates, batches = learning_rate(settings, steps=steps), []
     if step is not None:
         trained = [record.sample_ids()[0] for record in job.prepared.trained]
-        keys = [(sample, wanted.sources[sample]) for sample in trained[:LEARNING_PICTURES]]
+        keys = [(sample, cache_needs.sources[sample]) for sample in trained[:LEARNING_PICTURES]]
         batches = feeder.validation(keys, quantiles=LEARNING_QUANTILES)
-    rate_sums = [sum(rates(done) for done in range(count)) for count in (step or 0, steps)]
+    rate_sums = [sum(rates(index) for index in range(count)) for count in (step or 0, steps)]
     return LearningAction(
         fixed=FixedLosses(batches=batches, model=parts.model, ranks=job.ranks),
         step=step,
@@ -99,7 +101,7 @@ def _watches_best(config: Config) -> bool:
 
 
 def sample_action(job: TrainingJob, entries: Entries, parts: TrainComponents) -> SampleAction:
-    """Return what draws sample images with the weights that the run is for."""
+    """Return the action that draws sample images with the weights to export."""
     prepared, config = job.prepared, job.prepared.config
     side, key = concrete(config.data.resolution), texts_as(prepared).key
     assistant = parts.networks.assistant
@@ -134,7 +136,7 @@ def sample_action(job: TrainingJob, entries: Entries, parts: TrainComponents) ->
 def save_action(
     job: TrainingJob, writer: StateWriter, parts: TrainComponents, best: BestExport
 ) -> SaveAction:
-    """Return what saves resume states and rolling exports, the best step's too."""
+    """Return the action that saves resume states, rolling exports and the best step's export."""
     config = job.prepared.config
     per_epoch = job.prepared.samples_per_epoch
     every_epochs = config.output.save_every_epochs
@@ -170,7 +172,7 @@ def save_action(
 
 
 def _asked(job: TrainingJob, name: str) -> Callable[[], bool]:
-    """Return a question that is True once for each file of that name somebody puts into control/."""
+    """Return a function that is True once for each file of this name that the user puts into control/."""
     control = Control(job.folder.path)
 
     def asked() -> bool:

@@ -1,4 +1,4 @@
-"""One training in one run folder: caches, model, loop, exports. The order of this file is the order of a run."""
+"""One training in one run folder: caches, model, loop, exports, in the order of this file."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train_job(job: TrainingJob) -> Path:
 
     # ---- caches: encoders are loaded only if something is missing, and dropped before the denoiser
     cache = open_cache(prepared, events)
-    wanted = fill_caches(job, cache)
+    cache_needs = fill_caches(job, cache)
 
     # ---- model, adapter, optimizer
     events.emit("phase", phase="load", message=prepared.facts.source, done=0, total=0)
@@ -66,11 +66,12 @@ def train_job(job: TrainingJob) -> Path:
     with oom_as_error("preparing the first step", events=events):
         if job.state is not None:
             start = parts.restored(job.state, micro_batch=micro_batch)
+        # A state in memory from the start: a rollback may come before the first save.
         writer.remember(saves.state(start))
 
     # ---- train
-    feeder = build_dataloader(job, wanted, cache)
-    if not job.ranks.is_single:  # a copy of all that is trained
+    feeder = build_dataloader(job, cache_needs, cache)
+    if not job.ranks.is_single:  # all processes start with the leader's weights and optimizer state
         _share(job.ranks, writer.newest())
 
     def restore() -> Progress:
@@ -87,8 +88,8 @@ def train_job(job: TrainingJob) -> Path:
         start,
         actions=[
             *job.watchers,
-            validate_action(job, wanted, feeder, parts),
-            learning_action(job, wanted, feeder, parts),
+            validate_action(job, cache_needs, feeder, parts),
+            learning_action(job, cache_needs, feeder, parts),
             sample_action(job, feeder.entries, parts),
             CompareAction(saves=saves, ranks=job.ranks),
             saves,
@@ -127,20 +128,20 @@ def train_job(job: TrainingJob) -> Path:
 
 
 def _early(end: Progress, config: Config) -> str:
-    """Return why a training ended before its last step; empty where it did not."""
+    """Return why a training ended before its last step, empty if it did not."""
     if end.step == concrete(config.train.steps):
         return ""
     best = end.guard.best
     return (
-        f"the validation loss has not fallen for {best.stale} validations, "
+        f"the validation loss has not fallen for {best.stale} validations; "
         f"it was lowest at step {best.step}"
     )
 
 
 def follow_job(job: TrainingJob) -> None:
-    """Do this process's share of a training that another one leads: nothing is written but caches."""
+    """Do this process's share of a training that another process leads; only caches are written."""
     ranks, cache = job.ranks, open_cache(job.prepared, job.events)
-    wanted = fill_caches(job, cache)
+    cache_needs = fill_caches(job, cache)
     parts = build_components(replace(job, state=_shared(ranks)))
     micro_batch = concrete(job.prepared.config.memory.micro_batch)
 
@@ -150,11 +151,11 @@ def follow_job(job: TrainingJob) -> None:
         return parts.restored(state, micro_batch=micro_batch)
 
     start = restore()
-    feeder = build_dataloader(job, wanted, cache)
+    feeder = build_dataloader(job, cache_needs, cache)
     unwritten = StateWriter(folder=job.folder.states, keep=0, events=job.events)
     actions: list[Action] = [
-        validate_action(job, wanted, feeder, parts),
-        learning_action(job, wanted, feeder, parts),
+        validate_action(job, cache_needs, feeder, parts),
+        learning_action(job, cache_needs, feeder, parts),
         CompareAction(
             saves=save_action(job, unwritten, parts, BestExport(job=job, adapter=parts.adapter)),
             ranks=ranks,
@@ -165,7 +166,7 @@ def follow_job(job: TrainingJob) -> None:
 
 
 def _share(ranks: ProcessGroup, state: TrainingState | None) -> None:
-    """Give a state, or that there is none, to all other processes."""
+    """Send a state, or None, to all other processes."""
     if not ranks.is_single:
         ranks.from_leader(b"" if state is None else state_bytes(freeze(state)))
 
@@ -185,17 +186,19 @@ def _training(
     restore: Callable[[], Progress],
 ) -> Training:
     config = job.prepared.config
-    found = oom_fallbacks(
+    fallbacks = oom_fallbacks(
         parts.networks.denoiser,
         config.memory,
         device=parts.model.device,
         sharing=job.ranks.dist_env.local_count,
     )
     plain = plain_way(config, parts, sharing=job.ranks.dist_env.local_count)
-    if start.guard.plain:  # what this run found out before it was interrupted
+    # A resumed run applies again what it had to give up before it was interrupted, in the same order,
+    # or its first steps would run out of memory (or fail) once more.
+    if start.guard.plain:
         for change in plain.changes:
             change.apply()
-    for remedy in (plain.remedies if start.guard.plain else found)[: start.guard.remedies]:
+    for remedy in (plain.remedies if start.guard.plain else fallbacks)[: start.guard.remedies]:
         remedy.apply()
     images_at_once = _latents_at_once(job.prepared)
     return Training(
@@ -215,7 +218,7 @@ def _training(
         stop=job.stop,
         ranks=job.ranks,
         images_at_once=images_at_once,
-        remedies=found,
+        remedies=fallbacks,
         plain=plain,
         restore=restore,
         watch_spikes=config.train.tighten_on_spike,
@@ -228,14 +231,14 @@ def _training(
 
 
 def _validation_losses(folder: RunFolder) -> tuple[float | None, float | None]:
-    """Return the validation loss of the base and the last one, also those of before a resume."""
+    """Return the first validation loss (the base's) and the last, from the whole run with its resumes."""
     rows = read_events(folder.path / EVENTS_FILE)
     losses = [row["loss"] for row in rows if row["event"] == "validation" and "loss" in row]
     return (losses[0], losses[-1]) if losses else (None, None)
 
 
 def _latents_at_once(prepared: Prepared) -> dict[tuple[int, int], int]:
-    """Return the planned micro-batch by size of the latents, (height, width)."""
+    """Return the planned micro-batch by (height, width) of the latents."""
     factor = prepared.facts.vae_factor
     return {
         (height_px // factor, width_px // factor): count

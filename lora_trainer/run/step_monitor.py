@@ -1,7 +1,7 @@
-"""Says once what a training's own measurements show: steps that became slow and why, memory that grows.
+"""Warns once when a training's measurements show steps that became slow, with the cause, or growing memory.
 
-A listener of the run's events. What costs time, a look at the card and the processors, is done in a
-thread beside the training; findings are problems like all others.
+A listener of the run's events. Looking at the GPU and the processors takes a second, so a thread beside
+the training does it; warnings are `problem` events.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from lora_trainer.training.slow_causes import Cause, MachineState, causes, look
 _PAUSES = frozenset({"sample", "validation", "learned"})
 _CHANGES = frozenset({"change", "out_of_memory"})
 _FILLED_STEPS = 5000
-"""Cache entries come into host memory in the first epoch, up to a limit."""
+"""Host memory grows while the first epoch reads cache entries; growth counts after it, or after this step."""
 _UNKNOWN = Cause(
     name="unknown",
-    found="nothing that can be seen here explains it",
-    fix="look at other programs, the disk and `nvidia-smi`; the result is the same",
+    observation="no cause was found",
+    fix="look at other programs, the disk and `nvidia-smi`; the result stays the same",
 )
 
 
 @dataclass(kw_only=True)
 class Notices:
-    """Listener while the block runs; `look` measures what is around the training."""
+    """Event listener, active while the block runs; `look` measures the machine around the training."""
 
     prepared: Prepared
     events: EventStream
@@ -91,40 +91,43 @@ class Notices:
         gpu = self._gpu
         if gpu is not None and (growth := self._vram.take(fields["vram_now_bytes"])):
             free_bytes = gpu.total_bytes - fields["vram_used_bytes"]
-            self._tell_growth("the card's memory", growth, step, free_bytes=free_bytes)
+            self._tell_growth("the GPU's memory", growth, step, free_bytes=free_bytes)
 
     def _remember(self) -> None:
         self._usual = self.look(self._gpu)
 
     def _explain(self, slow: Slow, step: int) -> None:
         now, gpu = self.look(self._gpu), self._gpu
-        found = causes(
+        likely_causes = causes(
             slow,
             self._usual or MachineState(),
             now,
             spills=gpu is not None and gpu.spills,
             config=self.prepared.config,
         )
-        cause = next(found, _UNKNOWN)
+        cause = next(likely_causes, _UNKNOWN)
         if cause.name in self._told:
             return
         self._told.add(cause.name)
         self.events.problem(
             f"steps take {slow.factor:.1f} times as long as before, {slow.seconds:.2g} s instead of "
-            f"{slow.usual_s:.2g}, up to step {step}: {cause.found}",
+            f"{slow.usual_s:.2g}, up to step {step}: {cause.observation}",
             fix=cause.fix,
         )
 
     def _tell_growth(self, memory: str, growth: Growth, step: int, *, free_bytes: int) -> None:
-        per_step, left = growth.bytes_per_step, concrete(self.prepared.config.train.steps) - step
+        per_step, remaining_steps = (
+            growth.bytes_per_step,
+            concrete(self.prepared.config.train.steps) - step,
+        )
         full_in = max(0, int(free_bytes / per_step))
-        too_soon = full_in < left
+        too_soon = full_in < remaining_steps
         self.events.problem(
             f"{memory} grows by {100 * per_step / 2**20:.0f} MiB every 100 steps, "
             f"{growth.so_far_bytes / 2**20:.0f} MiB by step {step}: the {free_bytes / GIB:.1f} GiB that are "
             f"free are used up in {full_in} steps, {'before' if too_soon else 'after'} the end of the run",
-            fix="stop and go on with --resume, which begins with fresh memory, and report it"
+            fix="stop and continue with --resume, which starts with fresh memory, and please report it"
             if too_soon
-            else "nothing for this run; please report it",
+            else "no action needed for this run; please report it",
             severity="warning" if too_soon else "note",
         )

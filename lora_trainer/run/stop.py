@@ -1,7 +1,7 @@
-"""Asking a run to stop: Ctrl-C, SIGTERM, SIGHUP, or a file in its control folder.
+"""Stopping a run: Ctrl-C, SIGTERM, SIGHUP, or a file in its control folder.
 
-The first request lets the step end and saves, the third signal quits at once. Handlers only note
-what came; who trains asks between steps.
+After the first request the run finishes its step and saves; the third signal quits at once. Signal handlers
+only set a flag, which the training loop reads between steps.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ _ANSWERS = (
 
 @dataclass
 class StopFlag:
-    """Remembers a signal, or a control/stop file, until the loop asks; the third signal quits at once."""
+    """Holds a stop request (a signal or control/stop) until the loop reads it; the third signal quits at once.
+
+    `answers` are messages for the user, put there by handlers and emitted by a thread (`announced`).
+    """
 
     control: Control | None = None
-    said: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
+    answers: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
     number: int | None = None
     received: int = 0
     last_s: float = float("-inf")
@@ -40,37 +43,37 @@ class StopFlag:
         pending = self.control.pending() if self.control else set[str]()
         if self.control and "stop_now" in pending:
             self.control.done("stop_now")
-            self.said.put(_ANSWERS[2])
+            self.answers.put(_ANSWERS[2])
             raise KeyboardInterrupt
         if self.control and self.number is None and "stop" in pending:
             self.control.done("stop")
-            self.said.put(_ANSWERS[0])
+            self.answers.put(_ANSWERS[0])
             self.number = int(signal.SIGTERM)
         return self.number
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Take a signal; those within one second (launchers forward them) count once.
+        """Handle a signal; signals within one second count once, as launchers forward each a second time.
 
-        A terminal that goes away (SIGHUP, on Windows SIGBREAK) stops the run as SIGTERM does.
+        A closed terminal (SIGHUP, on Windows SIGBREAK) stops the run as SIGTERM does.
         """
         now_s = self.clock()
         if now_s - self.last_s >= 1.0:
             self.received += 1
             self.last_s = now_s
-            self.said.put(_ANSWERS[min(self.received, 3) - 1])
+            self.answers.put(_ANSWERS[min(self.received, 3) - 1])
         self.number = number if number in (signal.SIGINT, signal.SIGTERM) else signal.SIGTERM
         if self.received >= 3:
             raise KeyboardInterrupt
 
     @contextmanager
     def announced(self, events: EventStream) -> Iterator[None]:
-        """Tell what signals were answered while the block runs.
+        """Emit the answers to signals from a thread while the block runs.
 
-        A handler may not: it interrupts whatever runs, maybe a write to the same terminal.
+        A handler must not emit: it interrupts any code, perhaps a write to the same terminal.
         """
 
         def announce() -> None:
-            while (message := self.said.get()) is not None:
+            while (message := self.answers.get()) is not None:
                 fix = "wait a moment; with --resume the run goes on where it stopped"
                 phase = "quit" if message == _ANSWERS[2] else "stop"
                 events.emit("phase", phase=phase, message=message, done=0, total=0)
@@ -81,7 +84,7 @@ class StopFlag:
         try:
             yield
         finally:
-            self.said.put(None)
+            self.answers.put(None)
             thread.join()
 
 
@@ -97,9 +100,9 @@ def taking_signals(stop: StopFlag) -> Iterator[None]:
 
 
 def _stop_signals() -> list[int]:
-    """Return the signals that stop a run; SIGHUP is left alone where `nohup` has it ignored."""
+    """Return the signals that stop a run, without a SIGHUP that `nohup` made ignored."""
     stopping: list[int] = [signal.SIGINT, signal.SIGTERM]
-    # POSIX has SIGHUP, Windows SIGBREAK: Ctrl-Break, and a window that is being closed.
+    # POSIX has SIGHUP; Windows has SIGBREAK, for Ctrl-Break and a window that is being closed.
     for name in ("SIGHUP", "SIGBREAK"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:

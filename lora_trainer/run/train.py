@@ -1,7 +1,6 @@
 """The composition root of a training: prepare -> run folder -> train -> report, with signals and records.
 
-Everything below receives plain values; this module is where they meet. It imports torch, so the
-command line imports it only to train.
+It imports torch, so the command line imports it only to train.
 """
 
 from __future__ import annotations
@@ -66,9 +65,9 @@ from lora_trainer.training.progress import Action
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """What to prepare, whether to go on with a run, how strict to be, and the words typed (for run.json).
+    """A request to train; `command` are the words typed, for run.json.
 
-    `watchers` are asked between steps, before anything else is done there.
+    `watchers` run between steps, before all other actions.
     """
 
     request: Request
@@ -79,38 +78,42 @@ class TrainRequest:
     watchers: tuple[Action, ...] = ()
 
 
-def train(asked: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
-    """Train as asked and return the exported file (in a process that follows: where that will be).
+def train(train_request: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
+    """Train and return the exported file (in a process that follows, the path it will have).
 
-    Raises LoraTrainError; once there is a run folder, its events, status and report say so too.
+    Raises LoraTrainError; once there is a run folder, its events, status and report record the error too.
     """
     isolate_accelerate()
     here = read_dist_env()
-    request = replace(asked.request, processes=here.count, sharing=here.local_count)
-    with joined(here, timeout_s=_process_timeout_s(asked)) as ranks:
+    request = replace(train_request.request, processes=here.count, sharing=here.local_count)
+    with joined(here, timeout_s=_process_timeout_s(train_request)) as ranks:
         if here.is_main:
-            return _lead(replace(asked, request=request), ranks, listeners)
+            return _lead(replace(train_request, request=request), ranks, listeners)
         return follow(request, ranks)
 
 
-def _lead(asked: TrainRequest, ranks: ProcessGroup, listeners: tuple[Listener, ...]) -> Path:
-    """Plan, write and speak for all processes, and do a share of the work."""
-    previous = _previous(asked)
+def _lead(
+    train_request: TrainRequest, ranks: ProcessGroup, listeners: tuple[Listener, ...]
+) -> Path:
+    """Plan, write files and report for all processes, and do a share of the training."""
+    previous = _previous(train_request)
     before = read_run(previous) if previous is not None and not has_no_record(previous) else None
-    request = replace(asked.request, **_as_planned(before, processes=ranks.dist_env.count))
+    request = replace(train_request.request, **_as_planned(before, processes=ranks.dist_env.count))
     prepared = prepare_with_base(request)
-    if asked.strict:
+    if train_request.strict:
         _refuse_problems(prepared)
     prompts = sample_prompts(prepared)
-    place = _place(prepared)
+    # Everything that can refuse the run comes before its folder is claimed, so that a refused request
+    # leaves no folder and does not touch the run it would resume.
+    parent_and_name = _place(prepared)
     _refuse_small_disk(prepared)
-    wanted = plan_cache(prepared, prompts)
-    refuse_small_cache(prepared, wanted)
+    cache_needs = plan_cache(prepared, prompts)
+    refuse_small_cache(prepared, cache_needs)
     if prepared.config.output.hub_repo is not None:
         check_upload(prepared.config.output.hub_repo)
     environment = setup_torch(prepared)
     resumption = _resumption(before, prepared, environment) if before else None
-    folder = claim(previous) if previous is not None else create(*place)
+    folder = claim(previous) if previous is not None else create(*parent_and_name)
     with (
         folder,
         _recorded(folder, prepared, listeners, ranks) as (events, stop),
@@ -128,11 +131,11 @@ def _lead(asked: TrainRequest, ranks: ProcessGroup, listeners: tuple[Listener, .
             stop=stop,
             started_at_s=before["started_at_s"] if before else time.time(),
             ranks=ranks,
-            watchers=asked.watchers,
-            wanted=wanted,
+            watchers=train_request.watchers,
+            cache_needs=cache_needs,
         )
         _announce(job, resumption)
-        write_run(folder, _run_record(job, asked, environment))
+        write_run(folder, _run_record(job, train_request, environment))
         try:
             with (
                 _end_recorded(folder, events),
@@ -151,7 +154,7 @@ def _lead(asked: TrainRequest, ranks: ProcessGroup, listeners: tuple[Listener, .
 
 @contextmanager
 def _end_recorded(folder: RunFolder, events: EventStream) -> Iterator[None]:
-    """Write into the run's records and status why it ends."""
+    """Record an error that ends the run in its events and status."""
     try:
         yield
     except LoraTrainError as error:
@@ -163,37 +166,42 @@ def _record_end(folder: RunFolder, events: EventStream, reason: str, *, code: in
     events.emit("stopped", reason=reason, exit_code=code, step=last_step(folder))
 
 
-def _process_timeout_s(asked: TrainRequest) -> float:
-    """Return `hardware.process_timeout_s` as the processes meet by it, before one of them plans."""
+def _process_timeout_s(train_request: TrainRequest) -> float:
+    """Return `hardware.process_timeout_s`, which processes need to connect before one of them plans."""
     settings: dict[str, Any] | None = None
-    previous = _previous(asked)
+    previous = _previous(train_request)
     if previous is not None:
-        with suppress(LoraTrainError):  # the leader says so, or the run lies on its machine
+        # The leader reports an unreadable run; on another machine than the leader's there is none to read.
+        with suppress(LoraTrainError):
             settings = read_run(previous)["settings"]
     key = "hardware.process_timeout_s"
-    value = asked_for(replace(asked.request, run_settings=settings), key)
+    value = asked_for(replace(train_request.request, run_settings=settings), key)
     return build_config({} if value is None else {key: value}).hardware.process_timeout_s
 
 
 def _as_planned(before: dict[str, Any] | None, *, processes: int) -> dict[str, Any]:
-    """Return what a request takes over from the run it goes on with."""
+    """Return the fields that a request takes over from the run it resumes."""
     if before is None:
         return {}
-    found = {"run_settings": before["settings"]}
+    changes = {"run_settings": before["settings"]}
     if before["environment"]["exactness"].get("processes") == processes:
-        found["run_at_once"] = before["plan"]["memory"]["images_at_once"]
-    return found
+        changes["run_at_once"] = before["plan"]["memory"]["images_at_once"]
+    return changes
 
 
-def _previous(asked: TrainRequest) -> Path | None:
-    """Return the run to resume: --resume-from, or with --resume the run of this name."""
-    if asked.resume_from is not None:
-        return asked.resume_from
-    if not asked.resume:
+def _previous(train_request: TrainRequest) -> Path | None:
+    """Return the folder of the run to resume, from --resume-from, or from --resume and the run's name."""
+    if train_request.resume_from is not None:
+        return train_request.resume_from
+    if not train_request.resume:
         return None
-    overrides = asked.request.overrides
+    overrides = train_request.request.overrides
     typed = overrides.get("output.name", "auto")
-    name = asked.request.dataset.resolve().name if typed == "auto" else checked_name(str(typed))
+    name = (
+        train_request.request.dataset.resolve().name
+        if typed == "auto"
+        else checked_name(str(typed))
+    )
     return Path(overrides.get("output.folder", Config().output.folder)) / name
 
 
@@ -216,18 +224,21 @@ def _refuse_problems(prepared: Prepared) -> None:
 def _refuse_small_disk(prepared: Prepared) -> None:
     """Raise MachineError when states and exports are predicted not to fit (FAULTS CKP-06)."""
     folder, disk = Path(prepared.config.output.folder), prepared.plan.disk_bytes
-    needed, free = disk["states"] + disk["exports"], prepared.hardware.disk_free_bytes(folder)
-    if needed > free:
+    needed_bytes, free_bytes = (
+        disk["states"] + disk["exports"],
+        prepared.hardware.disk_free_bytes(folder),
+    )
+    if needed_bytes > free_bytes:
         raise MachineError(
-            f"{folder} has {gib(free)} free, the run needs {gib(needed)} for states and exports",
+            f"{folder} has {gib(free_bytes)} free, but the run needs {gib(needed_bytes)} for states and exports",
             fix="free some space, or choose another folder with --output",
         )
 
 
 def _newest_state(folder: RunFolder, events: EventStream) -> TrainingState | None:
-    """Return the state to go on from and drop what was logged after it; None: nothing was saved yet.
+    """Return the newest valid state and drop events logged after it; None: nothing was saved yet.
 
-    Raises MachineError when there were states and none is valid: starting over must be asked for.
+    Raises MachineError if states exist and none is valid, as only the user may decide to start over.
     """
     state = load_newest(folder.states, events=events)
     damaged = sorted(path.name for path in folder.states.glob("bad-*"))
@@ -244,7 +255,7 @@ def _newest_state(folder: RunFolder, events: EventStream) -> TrainingState | Non
 def _recorded(
     folder: RunFolder, prepared: Prepared, listeners: tuple[Listener, ...], ranks: ProcessGroup
 ) -> Iterator[tuple[EventStream, StopFlag]]:
-    """Open the run's records and take over Ctrl-C and SIGTERM while the block runs."""
+    """Open the run's records and handle Ctrl-C and SIGTERM while the block runs."""
     events = EventStream()
     for listener in listeners:
         events.subscribe(listener)
@@ -277,7 +288,7 @@ def _recorded(
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
-    """How exactly a run goes on, and what is not as it was."""
+    """How exactly a resumed run repeats the original, and the differences."""
 
     exactness: str
     differences: tuple[str, ...]
@@ -287,7 +298,7 @@ class Resumption:
 def _resumption(
     before: dict[str, Any], prepared: Prepared, environment: dict[str, Any]
 ) -> Resumption:
-    """Compare a run with what is asked now; raises RequestError, before anything is touched."""
+    """Compare a run with the new request; raises RequestError before any file changes."""
     exactness, differences = compare(
         before["settings"],
         flatten(prepared.config),
@@ -309,7 +320,7 @@ def _resumption(
 
 
 def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
-    """Say what starts, or how exactly it goes on; at the start, what is odd about base, card and data."""
+    """Emit the start of the run or its resume; at the start also warnings about base, GPU and data."""
     prepared, config = job.prepared, job.prepared.config
     steps = concrete(config.train.steps)
     resumed = None
@@ -338,7 +349,7 @@ def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
         resumed_from=resumed,
     )
     if resumption is not None and resumption.same_data:
-        return  # said when the run began
+        return  # reported when the run began
     for finding in (*run_warnings(prepared), *prepared.report.findings):
         if finding.severity != "note":
             job.events.problem(
@@ -351,13 +362,13 @@ def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
 
 
 def _run_record(
-    job: TrainingJob, asked: TrainRequest, environment: dict[str, Any]
+    job: TrainingJob, train_request: TrainRequest, environment: dict[str, Any]
 ) -> dict[str, Any]:
     prepared = job.prepared
     return {
         "name": job.folder.name,
         "version": __version__,
-        "command": [without_secrets(word) for word in asked.command],
+        "command": [without_secrets(word) for word in train_request.command],
         "started_at_s": job.started_at_s,
         "settings": flatten(prepared.config),
         "origins": {key: asdict(origin) for key, origin in prepared.plan.origins.items()},
@@ -386,5 +397,5 @@ def _run_record(
 
 
 def _shown_path(layout: Layout) -> str:
-    """Return the last name of where a base lies; folders of this machine are nobody's business."""
+    """Return the name of the base's file or folder without its path, which may reveal private names."""
     return layout.files["denoiser"].name if "denoiser" in layout.files else layout.folder.name

@@ -1,14 +1,14 @@
-"""Lets a training share the processor: threads wait asleep for each other while other programs want cores.
+"""Lets a training share the processor: its threads wait asleep while other programs want cores.
 
-OpenMP's threads meet at the end of every operation, and libgomp lets those that are early spin for
-milliseconds. Alone that is fastest. With less free cores than threads it is ruinous: what spins has the
-core that the last thread is waiting for, and two trainings beside each other take ten times as long or
-more. Sleeping instead costs a third of the speed alone, and next to nothing beside others.
+OpenMP's threads meet at the end of every operation, and in libgomp the early ones spin for milliseconds.
+Without other programs this is fastest. With fewer free cores than threads it is ruinous: a spinning thread
+occupies the core that the last thread needs, and two trainings beside each other take ten times as long or
+more. Sleeping instead costs a third of the speed alone, and next to nothing beside other programs.
 
-libgomp sleeps at once while it manages more threads than there are processors, which it counts over all
-teams of a process. So a few idle teams, kept while they are needed, switch one way of waiting into the
-other, and no number of threads changes: results stay the same bits. Intel's and LLVM's OpenMP (Windows,
-macOS) give way by themselves.
+libgomp's threads sleep at once while it manages more threads than there are processors, counted over all
+teams of a process. So a few idle teams switch from spinning to sleeping without changing the number of
+threads of any operation, which keeps results bit-equal. Intel's and LLVM's OpenMP (Windows, macOS) give
+way by themselves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lora_trainer.hardware.machine import cpu_quota, usable_processors
 
 INTERVAL_S = 0.5
 CONTENDED_CORES, CALM_CORES = 0.5, 0.25
-"""Cores that threads miss: above the first they sleep, below the second, for a while, they spin again."""
+"""Cores that threads lack: above the first they sleep; after a while below the second they spin again."""
 CALM_INTERVALS = 6
 _GRAIN = 2**15  # elements for which torch takes one more thread
 _IDLE_TIMES = ("idle", "iowait", "steal", "guest", "guest_nice")  # guest is part of user already
@@ -39,9 +39,9 @@ _IDLE_TIMES = ("idle", "iowait", "steal", "guest", "guest_nice")  # guest is par
 
 @dataclass(frozen=True, kw_only=True)
 class CpuTimes:
-    """Seconds of processor time since the start: of all programs on usable processors, of this one.
+    """Seconds of processor time since the start, of all programs on usable processors and of this process.
 
-    `group_s` is that of the container, None where its processors are not limited.
+    `group_s` is the container's processor time, None if the container has no limit.
     """
 
     at_s: float
@@ -51,8 +51,8 @@ class CpuTimes:
 
 
 def cpu_times(processors: Sequence[int], root: Path = Path("/")) -> CpuTimes:
-    """Measure now; raises OSError or psutil.Error where the system does not tell."""
-    own = psutil.Process().cpu_times()
+    """Measure processor times now; raises OSError or psutil.Error if the system does not tell."""
+    process_times = psutil.Process().cpu_times()
     each = psutil.cpu_times(percpu=True)
     busy = sum(
         sum(times) - sum(getattr(times, name, 0.0) for name in _IDLE_TIMES)
@@ -60,7 +60,10 @@ def cpu_times(processors: Sequence[int], root: Path = Path("/")) -> CpuTimes:
         if number in processors
     )
     return CpuTimes(
-        at_s=time.monotonic(), all_s=busy, own_s=own.user + own.system, group_s=_group_s(root)
+        at_s=time.monotonic(),
+        all_s=busy,
+        own_s=process_times.user + process_times.system,
+        group_s=_group_s(root),
     )
 
 
@@ -77,7 +80,7 @@ def _group_s(root: Path) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Cores:
-    """What a process may use: logical processors, and processors' time in a container with a limit."""
+    """Logical processors a process may use, and a container's limit in processors (`quota`)."""
 
     processors: int
     quota: float | None = None
@@ -87,11 +90,11 @@ class Cores:
         passed_s, own_s = after.at_s - before.at_s, after.own_s - before.own_s
         if passed_s <= 0:
             return 0.0
-        # The two are not read at the same moment.
+        # All programs' times and our own are read at different moments, so the difference may leave the range.
         return min(self.processors, max(0.0, after.all_s - before.all_s - own_s) / passed_s)
 
     def missing(self, before: CpuTimes, after: CpuTimes, *, threads: int) -> float:
-        """Return how many of `threads` have no core of their own for what others use; 0: none."""
+        """Return how many of `threads` lack a core because other programs use it; 0: every thread has one."""
         free = self.processors - self.taken(before, after)
         if self.quota is not None and before.group_s is not None and after.group_s is not None:
             own_s, passed_s = after.own_s - before.own_s, after.at_s - before.at_s
@@ -102,14 +105,14 @@ class Cores:
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """How threads wait for each other now, and for how many intervals others have left the cores alone."""
+    """Whether threads wait asleep, and for how many intervals other programs have left the cores alone."""
 
     asleep: bool = False
     calm: int = 0
 
 
 def after_interval(waiting: Waiting, missing_cores: float) -> Waiting:
-    """Return how to wait after an interval in which threads missed so many cores."""
+    """Return how threads should wait after an interval in which they lacked `missing_cores`."""
     if missing_cores > CONTENDED_CORES:
         return Waiting(asleep=True)
     if not waiting.asleep or missing_cores > CALM_CORES:
@@ -120,15 +123,17 @@ def after_interval(waiting: Waiting, missing_cores: float) -> Waiting:
 
 
 class IdleTeams:
-    """Teams of OpenMP threads that only sleep, so that libgomp counts more threads than processors."""
+    """Idle OpenMP teams, which make libgomp count more threads than processors, so that all wait asleep."""
 
     def __init__(self, *, threads: int, processors: int) -> None:
         self._end = threading.Event()
-        needed = math.ceil((processors + 1 - threads) / (threads - 1))
-        self._leaders = [self._team(threads) for _ in range(max(1, needed))]
+        # The training's own team has `threads` threads, each idle team adds `threads` - 1 beside its leader;
+        # together they must exceed the processors by one.
+        team_count = math.ceil((processors + 1 - threads) / (threads - 1))
+        self._leaders = [self._team(threads) for _ in range(max(1, team_count))]
 
     def _team(self, threads: int) -> threading.Thread:
-        """Start a thread whose first operation makes a team of its own."""
+        """Start a thread whose first operation creates its own OpenMP team."""
         ready = threading.Event()
 
         def lead() -> None:
@@ -142,7 +147,7 @@ class IdleTeams:
         return leader
 
     def end(self) -> None:
-        """End the teams; a leader takes its team along."""
+        """End the teams; libgomp ends a team with its leading thread."""
         self._end.set()
         for leader in self._leaders:
             leader.join()
@@ -150,9 +155,9 @@ class IdleTeams:
 
 @dataclass(kw_only=True)
 class SharedCores:
-    """While the block runs, a thread looks at what other programs use and lets this one's wait accordingly.
+    """While the block runs, a thread measures other programs' load and switches how ours wait.
 
-    Each change is an event `cores`. Nothing is done where one thread computes, or OpenMP is not libgomp.
+    Each switch is an event `cores`. Does nothing if one thread computes, or OpenMP is not libgomp.
     """
 
     events: EventStream
@@ -185,7 +190,9 @@ class SharedCores:
         cores = Cores(processors=len(numbers), quota=cpu_quota(Path("/")))
         waiting = Waiting()
         teams: IdleTeams | None = None
-        with suppress(OSError, psutil.Error):  # a system that does not tell: they spin, as before
+        with suppress(
+            OSError, psutil.Error
+        ):  # without measurements threads spin, libgomp's default
             before = self.measure(numbers)
             while not self._done.wait(self.interval_s):
                 after = self.measure(numbers)
@@ -208,7 +215,7 @@ class SharedCores:
 
 
 def openmp() -> Literal["libgomp", "other"]:
-    """Return which OpenMP computes in this process."""
+    """Return the OpenMP library loaded in this process."""
     try:
         names = {Path(part.path).name for part in psutil.Process().memory_maps()}
     except (AttributeError, NotImplementedError, psutil.Error):  # macOS has no memory_maps

@@ -1,8 +1,8 @@
-"""What is around a training that can make its steps slower: the card's other users, its clocks, memory, cores.
+"""Finds why steps became slower: other programs on the GPU, lower clocks, full memory, busy cores.
 
-Measured twice, when steps are as fast as they get and when they have become slow; the difference names
-the cause. Nothing raises: what cannot be known is no cause. The calls of NVML are those
-that every driver of the last ten years has.
+The machine is measured twice, while steps are fast and after they have become slow; the difference names
+the cause. Nothing raises: a value that cannot be read is no cause. Only NVML calls that all drivers of the
+last ten years have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lora_trainer.training.pace import Slow
 
 _SM_CLOCK, _CORE_SENSOR = 1, 0
 _HOT, _BRAKED = 0x20 | 0x40, 0x08 | 0x80
-"""Reasons for lower clocks: software and hardware thermal; hardware, mostly the power supply."""
+"""NVML's bits for lower clocks: software and hardware thermal slowdown; hardware and power brake slowdown."""
 _LOWER_CLOCK = 0.85
 _BUSY_PERCENT = 10
 _SHARED_CORES = 0.5
@@ -36,9 +36,9 @@ _WATCHED_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class CardState:
-    """One moment of a card; None or empty where the driver does not tell.
+    """State of a GPU at one moment; None or empty where the driver does not tell.
 
-    `users` are the processes on it, `busy_percent` what each of them keeps it busy; `held_back` are the
+    `users` are the numbers of processes on it, `busy_percent` the load by process; `held_back` are the
     driver's reasons for lower clocks, as bits.
     """
 
@@ -53,7 +53,7 @@ class CardState:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineState:
-    """One moment: the card, if it trains on one, cores that others use, what is written to swap a second."""
+    """State of the machine at one moment: the GPU of the training, cores other programs use, swap writes."""
 
     card: CardState | None = None
     beside_card: bool = False
@@ -64,30 +64,30 @@ class MachineState:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """Why steps are slow, and what to do; `name` tells causes apart."""
+    """A cause of slow steps as `observation`, and its `fix`; each `name` is reported once."""
 
     name: str
-    found: str
+    observation: str
     fix: str
 
 
 def look(gpu: Gpu | None, *, nvml: Nvml | None = None) -> MachineState:
-    """Watch for a second; takes that long."""
+    """Measure the machine for one second; blocks meanwhile."""
     card = card_state(gpu, nvml) if gpu is not None else None
     numbers = usable_processors()
     cores = Cores(processors=len(numbers), quota=cpu_quota(Path("/")))
-    taken, swapped = 0.0, 0.0
+    cores_taken, swapped = 0.0, 0.0
     with suppress(OSError, RuntimeError, psutil.Error):
         before, swapped_before = _times(numbers), psutil.swap_memory().sout
         time.sleep(_WATCHED_S)
         after = _times(numbers)
-        taken = cores.taken(before, after)
+        cores_taken = cores.taken(before, after)
         swapped = (psutil.swap_memory().sout - swapped_before) / (after.at_s - before.at_s)
     return MachineState(
         card=card,
         beside_card=gpu is not None,
         processors=len(numbers),
-        cores_taken=taken,
+        cores_taken=cores_taken,
         swapped_bytes_per_s=swapped,
     )
 
@@ -97,19 +97,19 @@ def _times(numbers: list[int]) -> CpuTimes:
 
 
 def card_state(gpu: Gpu, nvml: Nvml | None = None) -> CardState | None:
-    """Ask the driver about a card; None where it cannot be asked."""
+    """Return the driver's state of a GPU, None where the driver cannot be asked."""
     try:
-        asked: Any = nvml or importlib.import_module("pynvml")
-        asked.nvmlInit()
+        driver: Any = nvml or importlib.import_module("pynvml")
+        driver.nvmlInit()
     except Exception:  # noqa: BLE001 - no driver, no card, no package: nothing is known
         return None
     try:
-        return _card_state(asked, asked.nvmlDeviceGetHandleByUUID(gpu.uuid))
-    except (asked.NVMLError, OSError):
+        return _card_state(driver, driver.nvmlDeviceGetHandleByUUID(gpu.uuid))
+    except (driver.NVMLError, OSError):
         return None
     finally:
-        with suppress(asked.NVMLError, OSError):
-            asked.nvmlShutdown()
+        with suppress(driver.NVMLError, OSError):
+            driver.nvmlShutdown()
 
 
 def _card_state(nvml: Any, handle: Any) -> CardState:
@@ -146,13 +146,13 @@ def _card_state(nvml: Any, handle: Any) -> CardState:
 def causes(
     slow: Slow, before: MachineState, now: MachineState, *, spills: bool, config: Config
 ) -> Iterator[Cause]:
-    """Yield what explains that steps have become slow, the likeliest first; nothing where nothing does."""
+    """Yield the causes that explain slower steps, the likeliest first."""
     waits_s, longer_s = slow.wait_s - slow.usual_wait_s, slow.seconds - slow.usual_s
     if waits_s > longer_s / 2:
         share = 100 * slow.wait_s / slow.seconds
         yield Cause(
             name="data",
-            found=f"waiting for prepared batches takes {share:.0f} % of them",
+            observation=f"{share:.0f} % of a step is waiting for prepared batches",
             fix=f"raise data.prefetch_steps (now {config.data.prefetch_steps}), or put data.cache_dir "
             "on a faster disk",
         )
@@ -161,20 +161,20 @@ def causes(
     if now.swapped_bytes_per_s > _SWAPPED_BYTES_PER_S:
         yield Cause(
             name="swap",
-            found=f"the machine is out of memory and swaps {now.swapped_bytes_per_s / 2**20:.0f} MiB/s",
+            observation=f"the machine is out of memory and swaps {now.swapped_bytes_per_s / 2**20:.0f} MiB/s",
             fix=_less_host_memory(config),
         )
     if now.cores_taken - before.cores_taken > _SHARED_CORES and _compete(now, config):
         yield Cause(
             name="processor",
-            found=f"other programs use {now.cores_taken:.1f} of {now.processors} processors, "
+            observation=f"other programs use {now.cores_taken:.1f} of {now.processors} processors, "
             f"{before.cores_taken:.1f} before",
-            fix="end them or wait for them; the result is the same",
+            fix="close them or wait for them; the result stays the same",
         )
 
 
 def _compete(now: MachineState, config: Config) -> bool:
-    """Whether the training wants processors that others use: all its threads, or one beside a card."""
+    """Whether other programs use processors the training needs: all its threads', or one beside a GPU."""
     threads = 1 if now.beside_card else concrete(config.hardware.threads)
     return now.processors - now.cores_taken < threads
 
@@ -183,21 +183,22 @@ def _less_host_memory(config: Config) -> str:
     streamed = concrete(config.memory.streamed_blocks)
     if streamed:
         return (
-            "close other programs, or go on with --resume and a lower memory.streamed_blocks "
+            "close other programs, or continue with --resume and a lower memory.streamed_blocks "
             f"(now {streamed})"
         )
-    return "close other programs, or go on with --resume and memory.base_precision=int8"
+    return "close other programs, or continue with --resume and memory.base_precision=int8"
 
 
 def _card_causes(before: CardState, now: CardState, *, spills: bool) -> Iterator[Cause]:
     used, total = now.used_bytes / GIB, now.total_bytes / GIB
     if spills and now.total_bytes - now.used_bytes < SPILL_MARGIN_BYTES:
         more_bytes = max(0, now.used_bytes - before.used_bytes)
+        # Leave out what other programs have taken since the run began, and half a GiB to spare.
         limit = max(1.0, total - more_bytes / GIB - 0.5)
         yield Cause(
             name="spill",
-            found=f"the card is full, {used:.1f} of {total:.1f} GiB, and its driver moves memory to the host",
-            fix="close other programs on the card, or go on with --resume --set "
+            observation=f"the GPU is full, {used:.1f} of {total:.1f} GiB, and its driver moves memory to the host",
+            fix="close other programs on the GPU, or continue with --resume --set "
             f"hardware.vram_limit_gib={limit:.1f}",
         )
     yield from _clock_causes(before, now)
@@ -211,13 +212,14 @@ def _card_causes(before: CardState, now: CardState, *, spills: bool) -> Iterator
         names = ", ".join(_program(pid) for pid in new[:3])
         yield Cause(
             name="others",
-            found=f"other programs use the card: {names}; {used:.1f} of {total:.1f} GiB are in use",
-            fix="end them or wait for them; the result is the same",
+            observation=f"other programs use the GPU: {names}; {used:.1f} of {total:.1f} GiB are in use",
+            fix="close them or wait for them; the result stays the same",
         )
 
 
 def _busier(pid: int, before: CardState, now: CardState) -> bool:
-    """Whether another process keeps the card busy that did not before; ours is the busiest then."""
+    """Whether another process loads the GPU more than before; the busiest one before was this training."""
+    # In a container the driver gives the host's process numbers, so our own may not be among them.
     if pid == os.getpid() or pid == max(
         before.busy_percent, key=before.busy_percent.__getitem__, default=pid
     ):
@@ -238,20 +240,20 @@ def _clock_causes(before: CardState, now: CardState) -> Iterator[Cause]:
         heat = "" if now.celsius is None else f" at {now.celsius} degrees Celsius"
         yield Cause(
             name="heat",
-            found=f"the card is too hot{heat} and has lowered its clock {clocks}",
-            fix="clean its fans and let more air to it, or lower its power limit (nvidia-smi -pl WATTS)",
+            observation=f"the GPU is too hot{heat} and has lowered its clock {clocks}",
+            fix="clean its fans and give it more air, or lower its power limit (nvidia-smi -pl WATTS)",
         )
     elif now.held_back & _BRAKED:
         yield Cause(
             name="power supply",
-            found=f"the power supply holds the card back, its clock went {clocks}",
-            fix="plug the machine in, and look at the card's power cables and supply",
+            observation=f"the power supply limits the GPU, its clock went {clocks}",
+            fix="plug the machine in, and check the GPU's power cables and the power supply",
         )
     else:
         yield Cause(
             name="clock",
-            found=f"the card's clock went {clocks}, by its limit of power or its settings",
-            fix="plug a laptop in, or raise the card's power limit (nvidia-smi -pl WATTS)",
+            observation=f"the GPU's clock went {clocks}, because of its power limit or its settings",
+            fix="plug a laptop in, or raise the GPU's power limit (nvidia-smi -pl WATTS)",
         )
 
 

@@ -82,7 +82,7 @@ def test_a_clip_model_in_a_folder_is_used_by_name(tmp_path: Path) -> None:
 
 
 def test_a_clip_model_that_is_not_here_or_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="not in the local Hub cache"):
+    with pytest.raises(InputError, match="nor in the local Hub cache"):
         find_features("nobody/nothing")
     with pytest.raises(InputError, match="cannot be loaded"):
         clip_features(tmp_path, name="nothing")

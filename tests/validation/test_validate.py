@@ -91,7 +91,7 @@ def test_a_file_alone_says_what_it_assumes_and_gets_the_same_losses(
     base = ("--base", str(place.base))
     found = validate(place, file, capsys, *base)
     assert found["figures"]["gain"] == pytest.approx(run["figures"]["gain"], abs=1e-4)
-    assert any("taken to be the one" in note for note in found["notes"])
+    assert any("assumed to be the unchanged" in note for note in found["notes"])
     assert list(tmp_path.iterdir()) == [file]
 
     save_file(load_file(file), file)  # another trainer's: nothing in its header
@@ -122,7 +122,7 @@ def test_numbers_that_are_not_finite_are_worth_nothing(
     save_file(tensors, file)
     found = validate(place, file, capsys, "--base", str(place.base))
     assert (found["score"], found["parts"]["weights"]) == (0, 0)
-    assert "not finite" in found["left_out"]["gain"]
+    assert "NaN or infinity" in found["left_out"]["gain"]
 
 
 def test_a_stronger_file_has_larger_norms_and_drifts_further(
