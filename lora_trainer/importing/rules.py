@@ -227,6 +227,17 @@ def apply(trainer: Trainer, foreign: Foreign) -> None:
             case None:
                 findings.unknown.append(name)
     _take_defaults(trainer.keys, foreign)
+    _name_replaced(foreign)
+
+
+def _name_replaced(foreign: Foreign) -> None:
+    """Name the keys whose setting another key has replaced since."""
+    findings = foreign.findings
+    shown_keys = {*findings.nearest, *findings.nothing_to_set, *findings.without_equivalent}
+    shown_keys |= {*findings.unknown, *" ".join(findings.sources.values()).split()}
+    for name in {**foreign.values, **foreign.extra}:
+        if name not in shown_keys and not any(key.startswith(f"{name}.") for key in shown_keys):
+            findings.stays(name, "another key says it")
 
 
 def carry(findings: Findings, key: str, name: str, value: Any, read: Reader | None = None) -> bool:

@@ -271,9 +271,6 @@ def _rest(foreign: Foreign, values: dict[str, Any], arguments: dict[str, Any]) -
     attention = values.pop("xformers", None)
     if attention is not None:
         arguments["xformers"] = attention in (True, "xformers")
-    if values.get("max_token_length") in (75, "75"):
-        del values["max_token_length"]
-        findings.set("data.caption_tokens", 75, "max_token_length")
     prompts = values.pop("sample_prompts", "")
     texts = [line.partition(" --")[0].strip() for line in str(prompts or "").splitlines()]
     texts = [text for text in texts if text and not text.startswith("#")]

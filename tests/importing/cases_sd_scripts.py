@@ -1,0 +1,298 @@
+"""Cases of sd-scripts and the two programs that save its arguments: kohya_ss and LoRA_Easy_Training_Scripts."""
+
+from __future__ import annotations
+
+from tests.importing.corpus import REMOVED, Case, Usual
+
+SDXL = Usual(
+    trainer="sd-scripts", version="0.9.1", suffix=".toml",
+    data={
+        "pretrained_model_name_or_path": "stabilityai/stable-diffusion-xl-base-1.0",
+        "train_data_dir": "images", "output_dir": "out", "output_name": "cat",
+        "network_module": "networks.lora", "network_dim": 16, "network_alpha": 8,
+        "unet_lr": 2e-4, "text_encoder_lr": 5e-5, "learning_rate": 1e-4,
+        "optimizer_type": "AdamW8bit", "lr_scheduler": "cosine", "lr_warmup_steps": 100,
+        "max_train_steps": 2000, "train_batch_size": 2, "resolution": "1024,1024",
+        "enable_bucket": True, "min_bucket_reso": 512, "max_bucket_reso": 2048,
+        "mixed_precision": "bf16", "save_precision": "fp16", "save_every_n_steps": 500,
+        "min_snr_gamma": 5, "noise_offset": 0.05, "seed": 7, "cache_latents": True,
+        "gradient_checkpointing": True, "caption_extension": ".txt", "shuffle_caption": True,
+        "keep_tokens": 1, "max_token_length": 225, "xformers": True,
+    },
+    settings={
+        "base.model": "stabilityai/stable-diffusion-xl-base-1.0", "adapter.rank": 16, "adapter.alpha": 8,
+        "adapter.kind": "lora", "adapter.targets": "transformer", "adapter.text_encoder": True,
+        "optimizer.learning_rate": 2e-4, "optimizer.text_encoder_learning_rate": 5e-5,
+        "optimizer.name": "adamw8bit", "optimizer.weight_decay": 0.01, "optimizer.schedule": "cosine",
+        "optimizer.warmup_fraction": 0.05, "train.steps": 2000, "train.batch_size": 2,
+        "data.resolution": 1024, "data.buckets": True, "train.precision": "bf16",
+        "output.precision": "fp16", "objective.weighting": "min_snr", "objective.min_snr_gamma": 5,
+        "objective.timestep_sampling": "uniform", "objective.loss": "mse", "data.caption_tokens": 225,
+        "data.caption_dropout": 0.0, "data.validation_fraction": 0.0, "train.max_grad_norm": 1.0,
+        "output.save_every_steps": 500, "data.shuffle_tags": True, "data.keep_tokens": 1,
+    },
+)  # fmt: skip
+FLUX = Usual(
+    trainer="sd-scripts", version="48d368f", suffix=".toml",
+    data={
+        "model": {"pretrained_model_name_or_path": "flux1-dev.safetensors", "ae": "ae.sft",
+                  "clip_l": "clip_l.safetensors", "t5xxl": "t5.safetensors"},
+        "network": {"network_module": "networks.lora_flux", "network_dim": 16, "network_alpha": 16,
+                    "network_train_unet_only": True},
+        "training": {"learning_rate": 1e-4, "optimizer_type": "AdamW", "max_train_steps": 1000,
+                     "timestep_sampling": "flux_shift", "model_prediction_type": "raw",
+                     "guidance_scale": 1.0, "mixed_precision": "bf16", "fp8_base": True,
+                     "blocks_to_swap": 18, "cache_text_encoder_outputs": True},
+        "dataset": {"train_data_dir": "images", "resolution": 768, "enable_bucket": True},
+    },
+    settings={
+        "adapter.rank": 16, "adapter.alpha": 16, "adapter.text_encoder": False,
+        "optimizer.learning_rate": 1e-4, "optimizer.name": "adamw", "train.steps": 1000,
+        "objective.timestep_sampling": "sigmoid", "objective.flow_shift": "resolution",
+        "objective.guidance_scale": 1.0, "objective.weighting": "none", "train.precision": "bf16",
+        "memory.base_precision": "fp8", "data.resolution": 768, "data.buckets": True,
+    },
+)  # fmt: skip
+SUBSETS = Usual(
+    trainer="sd-scripts", version="0.8.7", suffix=".toml",
+    data={
+        "general": {"caption_extension": ".txt", "shuffle_caption": True, "keep_tokens": 2},
+        "datasets": [{
+            "resolution": 768, "batch_size": 4, "enable_bucket": True,
+            "subsets": [{"image_dir": "set/10_cat", "num_repeats": 3},
+                        {"image_dir": "set/dogs", "flip_aug": True}],
+        }],
+    },
+    settings={
+        "data.resolution": 768, "train.batch_size": 4, "data.buckets": True,
+        "data.validation_fraction": 0.0,
+        "data.folders": {
+            "10_cat": {"repeats": 3, "shuffle_tags": True, "keep_tokens": 2},
+            "dogs": {"repeats": 1, "flip": True, "shuffle_tags": True, "keep_tokens": 2},
+        },
+    },
+)  # fmt: skip
+RATE = "optimizer.learning_rate"
+ENCODER_RATE = "optimizer.text_encoder_learning_rate"
+PRODIGY = {"optimizer.name": "prodigy", RATE: 1.0}
+
+
+def _optimizer(name: str, settings: dict[str, object], *, rate: float = 1.0) -> Case:
+    """Return a case with another optimizer at a rate of its own."""
+    return SDXL.case(
+        f"optimizer {name}", {"optimizer_type": name, "unet_lr": rate, "text_encoder_lr": rate}, settings,
+        absent=(ENCODER_RATE,) if settings.get("optimizer.name") == "prodigy" else (),
+        nearest=("optimizer_type",),
+    )  # fmt: skip
+
+
+SD_SCRIPTS = [
+    SDXL.case("usual"),
+    _optimizer("DAdaptAdam", {**PRODIGY, "optimizer.weight_decay": 0.0}),
+    _optimizer("DAdaptLion", {**PRODIGY, "optimizer.weight_decay": 0.0}),
+    _optimizer("prodigyplus.ProdigyPlusScheduleFree", {**PRODIGY, "optimizer.weight_decay": 0.0}),
+    SDXL.case("prodigy", {"optimizer_type": "Prodigy", "unet_lr": 1.0, "text_encoder_lr": 1.0,
+                          "optimizer_args": ["decouple=True", "d_coef=2", "weight_decay=0.01"]},
+              {**PRODIGY, "optimizer.prodigy_d_coef": 2.0}, absent=(ENCODER_RATE,)),
+    SDXL.case("adafactor with its own rate", {"optimizer_type": "Adafactor", "unet_lr": 1e-3},
+              {"optimizer.name": "adafactor", "optimizer.weight_decay": 0.0}, absent=(RATE,),
+              nearest=("optimizer_type",), missing=("unet_lr",)),
+    SDXL.case("adafactor at a fixed rate", {"optimizer_type": "Adafactor", "optimizer_args": [
+        "relative_step=False", "scale_parameter=False", "warmup_init=False"]},
+              {"optimizer.name": "adafactor", "optimizer.weight_decay": 0.0, RATE: 2e-4}),
+    SDXL.case("sgd", {"optimizer_type": "SGDNesterov", "unet_lr": 0.5},
+              {"optimizer.name": "adamw"}, absent=(RATE,), nearest=("optimizer_type",), missing=("unet_lr",)),
+    SDXL.case("lion", {"optimizer_type": "Lion", "optimizer_args": ["weight_decay=0.1", "betas=0.9,0.95"]},
+              {"optimizer.name": "lion", "optimizer.weight_decay": 0.1, "optimizer.beta2": 0.95}),
+    SDXL.case("restarts", {"lr_scheduler": "cosine_with_restarts", "lr_scheduler_num_cycles": 4},
+              {"optimizer.schedule": "cosine"}, nearest=("lr_scheduler",)),
+    SDXL.case("locon", {"network_module": "lycoris.kohya", "network_args": [
+        "algo=locon", "conv_dim=4", "conv_alpha=2", "preset=full"]},
+              {"adapter.targets": "all", "adapter.conv_rank": 4, "adapter.conv_alpha": 2}),
+    SDXL.case("loha", {"network_module": "lycoris.kohya", "network_args": ["algo=loha"]},
+              {"adapter.kind": "loha", "adapter.targets": "all"}),
+    SDXL.case("lokr of whole matrices", {"network_module": "lycoris.kohya", "network_dim": 100000,
+                                         "network_args": ["algo=lokr", "factor=8"]},
+              {"adapter.kind": "lokr", "adapter.rank": 1024, "adapter.alpha": 1024, "adapter.lokr_factor": 8,
+               "adapter.targets": "all"}, nearest=("network_dim",)),
+    SDXL.case("windows paths", {"train_data_dir": "C:\\data\\cat", "output_dir": "D:\\out"},
+              {"output.folder": "D:\\out"}),
+    SDXL.case("fixed words", {"caption_prefix": "1girl, solo |||", "keep_tokens_separator": "|||",
+                              "keep_tokens": REMOVED},
+              {"data.caption_prefix": "1girl, solo", "data.keep_tokens": 0,
+               "data.keep_tokens_separator": "|||"}, nearest=("caption_prefix",)),
+    SDXL.case("sizes between steps", {"resolution": "512,650"}, {"data.resolution": 576},
+              nearest=("resolution",)),
+    SDXL.case("its defaults", {"network_dim": REMOVED, "network_alpha": REMOVED, "min_snr_gamma": REMOVED,
+                               "lr_scheduler": REMOVED, "max_train_steps": REMOVED, "unet_lr": REMOVED,
+                               "learning_rate": REMOVED, "train_batch_size": REMOVED},
+              {"adapter.rank": 4, "adapter.alpha": 1, "objective.weighting": "none", "train.steps": 1600,
+               "optimizer.schedule": "constant", RATE: 2e-6, "optimizer.warmup_fraction": 0.0,
+               "train.batch_size": 1}, absent=("objective.min_snr_gamma",)),
+    FLUX.case("flux", missing=("ae", "clip_l", "t5xxl")),
+    FLUX.case("flux by its defaults", {"training/timestep_sampling": REMOVED,
+                                       "training/model_prediction_type": REMOVED,
+                                       "training/guidance_scale": REMOVED},
+              {"objective.timestep_sampling": "uniform", "objective.flow_shift": 3.0,
+               "objective.guidance_scale": 3.5}, nearest=("model_prediction_type",)),
+    FLUX.case("flux shifted", {"training/timestep_sampling": "shift", "training/discrete_flow_shift": 3.1582},
+              {"objective.flow_shift": 3.1582}),
+    FLUX.case("flux sigmoid", {"training/timestep_sampling": "sigmoid"}, {"objective.flow_shift": 1.0}),
+    FLUX.case("flux logit normal", {"training/timestep_sampling": "sigma", "training/logit_mean": 0.5,
+                                    "training/weighting_scheme": "logit_normal"},
+              {"objective.timestep_sampling": "logit_normal", "objective.logit_mean": -0.5,
+               "objective.logit_std": 1.0, "objective.flow_shift": 3.0}),
+    FLUX.case("flux with snr weights", {"training/min_snr_gamma": 5}, absent=("objective.min_snr_gamma",)),
+    FLUX.case("lumina", {"network/network_module": "networks.lora_lumina"}, refused="lora_lumina"),
+    SUBSETS.case("subsets"),
+    SUBSETS.case("a subset to validate with", {"datasets/0/subsets/1/validation_split": 1.0},
+                 {"data.repeats": 3, "data.shuffle_tags": True}, absent=("data.folders",),
+                 missing=("datasets[0].subsets[1].image_dir",)),
+    SUBSETS.case("folders that lie apart", {"datasets/0/subsets/1/image_dir": "/elsewhere/dogs"},
+                 missing=("datasets[0].subsets[0].image_dir", "datasets[0].subsets[1].image_dir")),
+]  # fmt: skip
+GUI = Usual(
+    trainer="kohya_ss", version="25.2.1", suffix=".json",
+    data={
+        "LoRA_type": "Standard", "pretrained_model_name_or_path": "base.safetensors", "sdxl": True,
+        "additional_parameters": "", "bucket_no_upscale": False, "bucket_reso_steps": 64,
+        "cache_latents": True, "caption_extension": ".txt", "clip_skip": 1, "color_aug": False,
+        "conv_alpha": 1, "conv_dim": 1, "enable_bucket": True, "epoch": 10, "flip_aug": False,
+        "fp8_base": False, "gradient_accumulation_steps": 1, "gradient_checkpointing": True,
+        "keep_tokens": 0, "learning_rate": 1e-4, "loss_type": "l2", "lr_scheduler": "cosine",
+        "lr_warmup": 10, "max_bucket_reso": 2048, "max_data_loader_n_workers": 0, "max_grad_norm": 1,
+        "max_resolution": "1024,1024", "max_timestep": 1000, "max_token_length": 75,
+        "max_train_epochs": 0, "max_train_steps": 1500, "min_bucket_reso": 256, "min_snr_gamma": 0,
+        "min_timestep": 0, "mixed_precision": "bf16", "network_alpha": 8, "network_dim": 16,
+        "network_dropout": 0, "noise_offset": 0, "noise_offset_type": "Original",
+        "num_cpu_threads_per_process": 2, "optimizer": "AdamW8bit", "optimizer_args": "",
+        "output_dir": "out", "output_name": "cat", "prior_loss_weight": 1, "reg_data_dir": "",
+        "sample_prompts": "", "save_every_n_epochs": 1, "save_every_n_steps": 0,
+        "save_precision": "fp16", "scale_weight_norms": 0, "sdxl_no_half_vae": True, "seed": 42,
+        "shuffle_caption": False, "text_encoder_lr": 5e-5, "train_batch_size": 2,
+        "train_data_dir": "images", "unet_lr": 1e-4, "v2": False, "v_parameterization": False,
+        "vae": "", "xformers": "xformers", "LyCORIS_preset": "full", "factor": -1, "dora_wd": False,
+        "flux1_checkbox": False, "ae": "", "timestep_sampling": "sigma", "guidance_scale": 3.5,
+        "discrete_flow_shift": 3,
+    },
+    settings={
+        "adapter.kind": "lora", "adapter.rank": 16, "adapter.alpha": 8, "adapter.text_encoder": True,
+        "adapter.targets": "transformer", RATE: 1e-4, ENCODER_RATE: 5e-5, "optimizer.name": "adamw8bit",
+        "optimizer.schedule": "cosine", "optimizer.warmup_fraction": 0.1, "train.steps": 1500,
+        "train.batch_size": 2, "train.seed": 42, "data.resolution": 1024, "data.buckets": True,
+        "objective.weighting": "none", "objective.timestep_sampling": "uniform", "data.caption_tokens": 75,
+        "output.precision": "fp16", "output.save_every_epochs": 1, "memory.attention": "xformers",
+    },
+)  # fmt: skip
+GUI_FLUX = {
+    "LoRA_type": "Flux1", "flux1_checkbox": True, "sdxl": False, "ae": "ae.sft", "clip_l": "clip_l.sft",
+    "t5xxl": "t5.sft", "timestep_sampling": "sigmoid", "guidance_scale": 1, "min_snr_gamma": 7,
+    "model_prediction_type": "raw", "flux1_cache_text_encoder_outputs": True, "text_encoder_lr": 0,
+}  # fmt: skip
+KOHYA_SS = [
+    GUI.case("usual"),
+    GUI.case("flux with the stock preset's gamma", GUI_FLUX, {
+        "adapter.text_encoder": False, "objective.timestep_sampling": "sigmoid", "objective.flow_shift": 1.0,
+        "objective.guidance_scale": 1}, absent=("objective.min_snr_gamma", ENCODER_RATE, "data.caption_tokens"),
+        missing=("ae", "clip_l", "t5xxl")),
+    GUI.case("flux that trains clip", {**GUI_FLUX, "text_encoder_lr": 5e-5,
+                                       "flux1_cache_text_encoder_outputs": False}, {
+        "adapter.text_encoder": False, "objective.timestep_sampling": "sigmoid"},
+        absent=(ENCODER_RATE, "data.caption_tokens"), missing=("text_encoder_lr",)),
+    GUI.case("only the unet", {"text_encoder_lr": 0}, {"adapter.text_encoder": False}, absent=(ENCODER_RATE,)),
+    GUI.case("locon", {"LoRA_type": "LyCORIS/LoCon", "conv_dim": 8, "conv_alpha": 4},
+             {"adapter.targets": "all", "adapter.conv_rank": 8, "adapter.conv_alpha": 4}),
+    GUI.case("dora", {"LoRA_type": "LyCORIS/LoCon", "dora_wd": True, "conv_dim": 0},
+             {"adapter.dora": True, "adapter.targets": "all"}),
+    GUI.case("lokr", {"LoRA_type": "LyCORIS/LoKr", "factor": 6, "conv_dim": 0},
+             {"adapter.kind": "lokr", "adapter.lokr_factor": 6, "adapter.targets": "all"}),
+    GUI.case("diag oft", {"LoRA_type": "LyCORIS/Diag-OFT", "conv_dim": 0},
+             {"adapter.kind": "oft", "adapter.targets": "all"}, absent=("adapter.alpha",)),
+    GUI.case("ia3", {"LoRA_type": "LyCORIS/iA3", "conv_dim": 0}, {"adapter.targets": "all"}, nearest=("LoRA_type",)),
+    GUI.case("dreambooth tab", {"LoRA_type": REMOVED}, refused="no LoRA_type"),
+    GUI.case("more words", {"additional_parameters": "--min_snr_gamma=5 --debiased_estimation_loss"},
+             {"objective.weighting": "debiased", "objective.min_snr_gamma": 5}),
+    GUI.case("multires noise", {"noise_offset_type": "Multires", "noise_offset": 0.05,
+                                "multires_noise_iterations": 6, "multires_noise_discount": 0.3},
+             {"objective.multires_noise_iterations": 6}, absent=("objective.noise_offset",)),
+    GUI.case("prompts of its own", {"sample_prompts": "a cat --w 512 --h 512\n# no\na dog --n ugly"},
+             {"sampling.prompts": ["a cat", "a dog"]}),
+    GUI.case("prodigy", {"optimizer": "Prodigy", "unet_lr": 1, "text_encoder_lr": 1, "lr_warmup": 0,
+                         "optimizer_args": '"d_coef=1.5" "decouple=True"'},
+             {**PRODIGY, "optimizer.prodigy_d_coef": 1.5, "optimizer.warmup_fraction": 0.0},
+             absent=(ENCODER_RATE,)),
+    GUI.case("hunyuan image", {"hunyuan_image_checkbox": True}, refused="hunyuan_image_checkbox"),
+]  # fmt: skip
+EASY = Usual(
+    trainer="LoRA_Easy_Training_Scripts", version="ae5ce07", suffix=".toml",
+    data={
+        "subsets": [{"name": "subset 1", "image_dir": "F:/data/10_cat", "num_repeats": 10,
+                     "shuffle_caption": True, "keep_tokens": 1, "caption_extension": ".txt"}],
+        "train_mode": {"train_mode": "lora"},
+        "general_args": {
+            "args": {"pretrained_model_name_or_path": "F:/base.safetensors", "sdxl": True, "seed": 23,
+                     "mixed_precision": "bf16", "max_train_steps": 1000, "max_token_length": 225,
+                     "gradient_checkpointing": True, "xformers": True, "cache_latents": True},
+            "dataset": {"resolution": 1024, "batch_size": 2}},
+        "network_args": {"args": {"network_dim": 16, "network_alpha": 8.0, "min_timestep": 0,
+                                  "max_timestep": 1000, "network_train_unet_only": True}},
+        "optimizer_args": {"args": {
+            "optimizer_type": "AdamW8bit", "lr_scheduler": "cosine", "learning_rate": 1e-4,
+            "warmup_ratio": 0.1, "min_snr_gamma": 8, "loss_type": "l2",
+            "optimizer_args": {"weight_decay": "0.1", "betas": "0.9,0.99"}}},
+        "saving_args": {"args": {"output_dir": "F:/out", "output_name": "cat", "save_precision": "fp16",
+                                 "save_model_as": "safetensors", "save_every_n_epochs": 1}},
+        "noise_args": {"args": {"noise_offset": 0.03}},
+        "bucket_args": {"dataset": {"enable_bucket": True, "min_bucket_reso": 256,
+                                    "max_bucket_reso": 2048, "bucket_reso_steps": 64}},
+    },
+    settings={
+        "adapter.kind": "lora", "adapter.rank": 16, "adapter.alpha": 8.0, "adapter.text_encoder": False,
+        "optimizer.name": "adamw8bit", RATE: 1e-4, "optimizer.weight_decay": 0.1, "optimizer.beta2": 0.99,
+        "optimizer.schedule": "cosine", "optimizer.warmup_fraction": 0.1, "train.steps": 1000,
+        "train.batch_size": 2, "train.seed": 23, "data.resolution": 1024, "data.buckets": True,
+        "data.repeats": 10, "data.shuffle_tags": True, "data.keep_tokens": 1, "objective.weighting": "min_snr",
+        "objective.min_snr_gamma": 8, "objective.noise_offset": 0.03, "output.name": "cat",
+    },
+)  # fmt: skip
+OPTIMIZER, NETWORK = "optimizer_args/args", "network_args/args"
+LORA_EASY = [
+    EASY.case("usual"),
+    EASY.case("came with a rex schedule", {
+        f"{OPTIMIZER}/optimizer_type": "LoraEasyCustomOptimizer.came.CAME",
+        f"{OPTIMIZER}/lr_scheduler_type": "LoraEasyCustomOptimizer.RexAnnealingWarmRestarts.RexAnnealingWarmRestarts",
+    }, {"optimizer.name": "came", "optimizer.schedule": "linear"}, nearest=("lr_scheduler_type",)),
+    EASY.case("an optimizer of its own", {f"{OPTIMIZER}/optimizer_type": "LoraEasyCustomOptimizer.compass.Compass"},
+              {"optimizer.name": "adamw"}, absent=(RATE,), nearest=("optimizer_type",), missing=("learning_rate",)),
+    EASY.case("locon", {f"{NETWORK}/network_args": {"algo": "locon", "conv_dim": 8, "conv_alpha": 4.0}},
+              {"adapter.targets": "all", "adapter.conv_rank": 8, "adapter.conv_alpha": 4.0}),
+    EASY.case("dora", {f"{NETWORK}/network_args": {"algo": "locon", "dora_wd": True}},
+              {"adapter.dora": True, "adapter.targets": "all"}),
+    EASY.case("two subsets", {"subsets": [
+        {"image_dir": "F:/data/cat", "num_repeats": 2}, {"image_dir": "F:/data/others", "is_reg": True}]},
+              {"data.folders": {"cat": {"repeats": 2}, "others": {"repeats": 1, "regularisation": True}}},
+              absent=("data.repeats", "data.shuffle_tags", "data.keep_tokens")),
+    EASY.case("prodigy", {f"{OPTIMIZER}/optimizer_type": "Prodigy", f"{OPTIMIZER}/learning_rate": 1.0}, PRODIGY),
+    EASY.case("text encoder", {f"{NETWORK}/network_train_unet_only": REMOVED,
+                               f"{OPTIMIZER}/unet_lr": 2e-4, f"{OPTIMIZER}/text_encoder_lr": 3e-5},
+              {"adapter.text_encoder": True, RATE: 2e-4, ENCODER_RATE: 3e-5}),
+    EASY.case("v prediction", {"general_args/args/v_parameterization": True, "noise_args/args": {},
+                               "general_args/args/zero_terminal_snr": True},
+              {"base.prediction": "v_prediction", "objective.zero_terminal_snr": True},
+              absent=("objective.noise_offset",)),
+    EASY.case("flux", {"flux_args": {"args": {
+        "ae": "ae.sft", "clip_l": "c.sft", "t5xxl": "t.sft", "timestep_sampling": "shift",
+        "discrete_flow_shift": 3.1, "model_prediction_type": "raw", "guidance_scale": 1.0}}},
+              {"objective.weighting": "none", "objective.flow_shift": 3.1}, absent=("objective.min_snr_gamma",),
+              missing=("ae", "clip_l", "t5xxl")),
+    EASY.case("textual inversion", {"train_mode/train_mode": "textual_inversion"}, refused="train_mode"),
+    EASY.case("loss and norm", {f"{OPTIMIZER}/loss_type": "huber", f"{OPTIMIZER}/huber_c": 0.2,
+                                f"{OPTIMIZER}/huber_schedule": "exponential", f"{OPTIMIZER}/max_grad_norm": 0.5},
+              {"objective.loss": "huber", "objective.huber_delta": 0.2, "train.max_grad_norm": 0.5,
+               "objective.huber_schedule": "exponential"}),
+    EASY.case("half of the timesteps", {f"{NETWORK}/min_timestep": 100, f"{NETWORK}/max_timestep": 900},
+              {"objective.min_timestep": 100, "objective.max_timestep": 900}),
+    EASY.case("batches put together", {"general_args/args/gradient_accumulation_steps": 4},
+              {"train.batch_size": 8, "memory.micro_batch": 2}),
+]  # fmt: skip
+CASES = [*SD_SCRIPTS, *KOHYA_SS, *LORA_EASY]
