@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Iterator
@@ -97,7 +98,7 @@ def mutated(data: Any, draw: random.Random) -> Any:
         if draw.random() < 0.1:
             del place[last]
         else:
-            place[last] = draw.choice(ODD)
+            place[last] = copy.deepcopy(draw.choice(ODD))
     return result
 
 

@@ -290,11 +290,7 @@ def _preservation(foreign: Foreign) -> None:
 
 def _datasets(foreign: Foreign) -> None:
     findings = foreign.findings
-    tables = [
-        one
-        for one in foreign.data["config"]["process"][0].get("datasets") or []
-        if isinstance(one, Mapping)
-    ]
+    tables = _tables(foreign.data)
     folders, sizes = [], []
     for number, table in enumerate(tables):
         where = f"datasets[{number}]."

@@ -351,6 +351,7 @@ def read_output(foreign: Foreign) -> None:
             findings.set("output.keep_last", max(1, int(last // every)), last_name, name)
         foreign.stay("is not given", last_name)
     precision = foreign.get("save_precision", None)
+    precision = None if precision is None else str(precision)
     kinds = {"float": "fp32", "fp16": "fp16", "bf16": "bf16"}
     if precision in kinds:
         findings.set("output.precision", kinds[precision], "save_precision")

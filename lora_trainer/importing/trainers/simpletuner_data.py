@@ -108,7 +108,7 @@ def read_tables(foreign: Foreign, tables: list[Mapping[str, Any]]) -> None:
         if (
             isinstance(size, int | float)
             and not isinstance(size, bool)
-            and size > 0
+            and 0 < size <= 100_000
             and not folders
         ):
             _resolution(
