@@ -35,7 +35,7 @@ REQUIRED = {
     "lora_trainer/tracing/cost_tables.json",
     "presets/schema.json",
 }
-PACKAGE_OF = {"PIL": "pillow", "pynvml": "nvidia_ml_py"}
+PACKAGE_OF = {"PIL": "pillow", "pynvml": "nvidia_ml_py", "yaml": "pyyaml"}
 OWN = {"lora_trainer", "gui", "presets"}
 SHIPPED_DATA = (
     "lora_trainer/embedded/**/*",

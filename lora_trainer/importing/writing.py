@@ -39,7 +39,7 @@ def settings_json(imported: Imported) -> str:
 
 def report(imported: Imported) -> str:
     """Return where the settings come from, and what is not in them, as text."""
-    rows = [f"{key} from {source}" for key, source in imported.sources.items()]
+    rows = [_one_line(f"{key} from {source}") for key, source in imported.sources.items()]
     return "\n".join([*remarks(imported), "Settings:", *(f"  {row}" for row in rows)])
 
 
@@ -47,7 +47,7 @@ def remarks(imported: Imported) -> Iterator[str]:
     """Yield lines that say what to train on, and name each key that is not among the settings."""
     yield f"A settings file of {imported.trainer}"
     if imported.dataset is not None:
-        yield f"Train on: {imported.dataset}"
+        yield _one_line(f"Train on: {imported.dataset}")
     parts = (
         ("The nearest that there is here:", imported.nearest),
         ("Without an equivalent here:", imported.without_equivalent),
@@ -56,9 +56,9 @@ def remarks(imported: Imported) -> Iterator[str]:
     for title, rows in parts:
         if rows:
             yield title
-            yield from (f"  {key} {why}" for key, why in sorted(rows.items()))
+            yield from (_one_line(f"  {key} {why}") for key, why in sorted(rows.items()))
     if imported.unknown:
-        yield f"Not known: {', '.join(sorted(imported.unknown))}"
+        yield _one_line(f"Not known: {', '.join(sorted(imported.unknown))}")
 
 
 def _tables(key: str, entries: Mapping[str, Any], imported: Imported) -> Iterator[str]:
@@ -70,7 +70,12 @@ def _tables(key: str, entries: Mapping[str, Any], imported: Imported) -> Iterato
 
 
 def _source(imported: Imported, key: str) -> str:
-    return f"  # {imported.sources[key]}" if key in imported.sources else ""
+    return f"  # {_one_line(imported.sources[key])}" if key in imported.sources else ""
+
+
+def _one_line(text: str) -> str:
+    """Return a foreign text as a comment can hold it: TOML refuses control characters there."""
+    return "".join(mark if mark.isprintable() else "\ufffd" for mark in text)
 
 
 def _toml(value: Any) -> str:

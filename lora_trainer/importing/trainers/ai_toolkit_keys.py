@@ -104,7 +104,7 @@ _MODEL: Mapping[str, Rule] = {
 _NETWORK: Mapping[str, Rule] = {
     **each("type rank linear conv alpha linear_alpha conv_alpha dropout lokr_full_rank lokr_factor "
            "network_kwargs.only_if_contains network_kwargs.ignore_if_contains", TOGETHER),
-    "network_kwargs": Idle("is empty"),
+    "network_kwargs": Idle("is empty: nothing is chosen in it"),
     "transformer_only": Idle("adapter.targets says which layers there are"),
     "pretrained_lora_path": To("train.init_from"),
     **each("old_lokr_format split_multistage_loras", Idle("LoRA files are written as most programs read them")),
