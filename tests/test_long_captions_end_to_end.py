@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops
 
-from lora_trainer.lora_file.read import read_adapter
+from lora_trainer.lora_file.read import read_contents
 from lora_trainer.run.prepare import Request, examine, prepare
 from tests.fakes.family_bases import base_of, copy_of
 from tests.fakes.runs import Toy, events, run_cli, toy, trajectory
@@ -61,7 +61,7 @@ def test_nothing_of_a_long_caption_is_lost(place: Toy) -> None:
     chunks = settings_of(place.run)["data.caption_tokens"] // 75
     assert chunks > 1
     assert not [row for row in events(place.run, "problem") if row["code"] == "CAP-03"]
-    metadata = read_adapter(place.run / "toy.safetensors").metadata
+    metadata = read_contents(place.run / "toy.safetensors").metadata
     assert metadata["ss_max_token_length"] == str(75 * chunks)
     assert metadata["ss_clip_skip"] == "None"
 
@@ -92,7 +92,7 @@ def test_what_is_read_changes_what_is_encoded_and_learned(place: Toy) -> None:
         (cached,) = events(place.runs / name, "cached")
         assert (cached["texts"], cached["latents"]) == (first["texts"], 0)
         assert trajectory(place.runs / name) != trajectory(place.run)
-    metadata = read_adapter(place.runs / "skip" / "skip.safetensors").metadata
+    metadata = read_contents(place.runs / "skip" / "skip.safetensors").metadata
     assert metadata["ss_clip_skip"] == "2"
 
 

@@ -196,7 +196,9 @@ def test_quality_costs_at_least_balanced_and_that_at_least_speed(tier: str, imag
     for cheaper, dearer in itertools.pairwise(costs):
         assert all(low <= high for low, high in zip(cheaper, dearer, strict=True))
     products = [steps * side * rank for steps, side, rank in costs]
-    assert products == sorted(set(products)), "a higher priority must do more"
+    assert products == sorted(products), "a higher priority must do more"
+    # The embedded base's quality is as long as balanced and averages its weights: longer, it learned less.
+    assert len(set(products)) == (2 if tier == "cpu" else 3)
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
@@ -282,7 +284,8 @@ def test_priorities_get_as_far_or_farther(family: str, tier: str) -> None:
 
     balanced = how_far("balanced")
     assert how_far("speed") == pytest.approx(balanced, rel=0.05)
-    assert how_far("quality") > 1.5 * balanced
+    farther = 1.0 if (family, tier) == ("sd15", "cpu") else 1.5
+    assert how_far("quality") >= farther * balanced
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 32])
