@@ -247,8 +247,7 @@ def with_choices(
         )
     if zero and prediction == "epsilon":
         raise RequestError(
-            "objective.zero_terminal_snr=true with epsilon prediction: the noise of a pure-noise input tells "
-            "nothing about the image",
+            "zero terminal SNR with epsilon prediction: pure noise says nothing about the image",
             fix="use --set base.prediction=v_prediction, or --set objective.zero_terminal_snr=false",
         )
     facts = families.family(facts.family).with_clip_skip(facts, settings.clip_skip)
