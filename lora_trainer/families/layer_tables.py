@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 FILE = Path(__file__).with_name("layer_tables.json")
 Shapes = Mapping[str, tuple[int, ...]]
 """Layer name -> shape of its weight: [out, in, ...], or [width] of a norm."""
+Row = tuple[str, list[int], list[str]]
 _NUMBER = re.compile(r"(?<![A-Za-z])\d+(?=\.|$)")
 
 
@@ -29,17 +30,17 @@ def _tables() -> Mapping[str, list[Any]]:
 @lru_cache(maxsize=64)
 def released_layers(family: str) -> tuple[Shapes, ...]:
     """Return the layers of each released architecture of a family, () for an unknown family."""
-    return tuple(
-        {
-            name: tuple(shape)
-            for template, shape, ranges in rows
-            for name in _named(template, ranges)
-        }
-        for rows in _tables().get(family, [])
-    )
+    return tuple(unpacked(rows) for rows in _tables().get(family, []))
 
 
-def packed(layers: Shapes) -> list[tuple[str, list[int], list[str]]]:
+def unpacked(rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
+    """Return the layers of one architecture from rows (template, shape, ranges) of the file."""
+    return {
+        name: tuple(shape) for template, shape, ranges in rows for name in _named(template, ranges)
+    }
+
+
+def packed(layers: Shapes) -> list[Row]:
     """Return one architecture as rows (template, shape, ranges) of the file."""
     rows: dict[tuple[str, tuple[int, ...]], list[tuple[int, ...]]] = {}
     for name, shape in layers.items():

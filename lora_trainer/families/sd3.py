@@ -329,7 +329,7 @@ class StableDiffusion3(FlowFamily):
         The last block's text norm is one of them: it has two parts, the other blocks' text norms have six.
         """
         return layer == "norm_out.linear" or (
-            layer.endswith("norm1_context.linear") and shape[:1] == (2 * shape[-1],)
+            layer.endswith("norm1_context.linear") and len(shape) == 2 and shape[0] == 2 * shape[1]
         )
 
     def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:

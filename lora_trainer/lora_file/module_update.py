@@ -257,7 +257,7 @@ def _magnitude(values: Array, found: Arrays, kind: Kind, *, outputs: bool) -> tu
     out, fan_in, kernel = sizes(update)
     inputs = fan_in // max(1, kernel)
     if not outputs and values.ndim > 1 and values.shape[0] == 1 != values.shape[1]:
-        if values.size not in (inputs, fan_in):
+        if not values.size or (values.size != inputs and (kernel > 1 or fan_in % values.size)):
             raise ValueError(f"has {values.size} magnitudes for {inputs} inputs")
         return "input_magnitude", values
     if values.size != out:

@@ -17,7 +17,7 @@ import numpy as np
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.lora_file.header import HeaderEntry, Opened, open_checked, refuse
-from lora_trainer.lora_file.module_update import Update, normal_form
+from lora_trainer.lora_file.module_update import Update, normal_form, rotated_size
 from lora_trainer.lora_file.names import PART_MARK, Kind, Role, parse_key
 from lora_trainer.lora_file.strength import Strengths, read_strengths
 
@@ -94,7 +94,7 @@ class ModuleFactors:
         shapes = {str(role): entry.shape for role, entry in self.entries.items()}
         try:
             return _size(self.kind, shapes)
-        except (KeyError, IndexError):
+        except (KeyError, IndexError, ValueError):
             return (0, 0)
 
     @property
@@ -128,12 +128,13 @@ def _size(kind: Kind | None, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int
             return out, fan_in
         case "oft":
             return shapes["blocks"][-3] * shapes["blocks"][-1], 0
+        case "oft_in" if shapes["skew"][0] > 1:  # one rotation may serve all inputs
+            return 0, shapes["skew"][0] * rotated_size(shapes["skew"][1])
         case "glora":
-            rank = min(shapes["b1"])
-            new = shapes["b1"][1] == rank
-            kernel = math.prod(shapes.get("bm", ())[2:])
-            wide = (shapes["b1"][0], math.prod(shapes["b2"][1:]) * kernel)
-            return wide if new else (shapes["b2"][0], math.prod(shapes["b1"][1:]))
+            if shapes["b1"][1] == min(shapes["b1"][:2]):
+                kernel = math.prod(shapes.get("bm", ())[2:])
+                return shapes["b1"][0], math.prod(shapes["b2"][1:]) * kernel
+            return shapes["b2"][0], math.prod(shapes["b1"][1:])  # LyCORIS before 2.0
         case "full" | "norm" if "difference" in shapes:
             return shapes["difference"][0], math.prod(shapes["difference"][1:])
         case "full":

@@ -199,6 +199,7 @@ def _rows(module: ModuleTensors, part: slice) -> ModuleTensors:
     tensors = {
         name: tensor[part] if name.endswith("_a") else tensor.flatten(1)
         for name, tensor in module.tensors.items()
+        if name.startswith("w")  # a magnitude or a bias is no part of the product
     }
     return replace(module, tensors=tensors)
 

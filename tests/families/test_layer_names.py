@@ -1,0 +1,103 @@
+"""Names in the releases' own code stand for the rows that diffusers' own conversions give the layers.
+
+The oracle is diffusers: a checkpoint whose weights are numbered rows is converted by it, and the rows
+that each layer gets are those that an adapter file in the checkpoint's names is read to change.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from diffusers.loaders import single_file_utils
+from safetensors.torch import save
+from torch import Tensor
+
+from lora_trainer import families
+from lora_trainer.families.base import DENOISER
+from lora_trainer.families.layer_tables import packed, released_layers, unpacked
+from lora_trainer.lora.adapter import denoiser_layers
+from lora_trainer.lora_file.fitting_base import released_names
+from lora_trainer.lora_file.names import file_names
+from lora_trainer.lora_file.read_tensors import read_tensors
+
+ORIGINAL = re.compile(
+    r"(?:img_in|txt_in|time_in|vector_in|guidance_in|final_layer|x_embedder|t_embedder|y_embedder"
+    r"|context_embedder|distilled_guidance_layer|(?:double|single)_stream_modulation\w*|layers|\w+_refiner"
+    r"|double_blocks\.\d+\.(?:img|txt)_|single_blocks\.\d+\.(?:linear|modulation)|joint_blocks)"
+)
+CONVERTED = {
+    "flux": "convert_flux_transformer_checkpoint_to_diffusers",
+    "chroma": "convert_chroma_transformer_checkpoint_to_diffusers",
+    "sd3": "convert_sd3_transformer_checkpoint_to_diffusers",
+    "flux2": "convert_flux2_transformer_checkpoint_to_diffusers",
+    "zimage": "convert_z_image_transformer_checkpoint_to_diffusers",
+}
+
+
+class Checkpoint(dict[str, Tensor]):
+    """A checkpoint that has a tensor of one number for every name that is asked for."""
+
+    def pop(self, key: str, *default: Any) -> Any:
+        return super().pop(key, torch.zeros(3 * 3072 + 4 * 3072))
+
+
+def numbered(family: str) -> dict[str, Tensor]:
+    """Return weights [out, 1] of a whole checkpoint, each row with a number that no other has."""
+    seam, names = families.family(family), released_names(family, 0)
+    shapes = names.layers[DENOISER]
+    found, start = dict[str, Tensor](), 0
+    own = {name: (name,) for name in shapes} | dict(seam.layer_names(shapes))
+    for name, layers in own.items():
+        if ORIGINAL.match(name) and len(shapes[layers[0]]) > 1:
+            out = sum(shapes[layer][0] for layer in layers)
+            found[name] = torch.arange(start, start + out, dtype=torch.float64)[:, None]
+            start += out
+    covered = {layer for name in found for layer in own[name]}
+    replaced = {
+        name
+        for name in found
+        if name in shapes and any(name != n and name in own[n] for n in found)
+    }
+    assert covered <= shapes.keys()
+    return {name: rows for name, rows in found.items() if name not in replaced}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_rows_are_those_that_diffusers_converts(name: str) -> None:
+    weights = numbered(name)
+    checkpoint = Checkpoint({f"{key}.weight": rows for key, rows in weights.items()})
+    convert = getattr(single_file_utils, CONVERTED[name])
+    converted = convert(checkpoint)
+    adapter = save({f"diffusion_model.{key}.diff": rows for key, rows in weights.items()})
+    read = read_tensors(adapter, names=released_names(name, 0))
+    checked = 0
+    for key, module in read.items():
+        layer = key.removeprefix(f"{DENOISER}.")
+        wanted = converted[f"{layer}.weight"]
+        if wanted.dim() == 2:
+            assert torch.equal(module.tensors["difference"], wanted), key
+            checked += 1
+    assert checked > len(read) * 0.9
+
+
+@pytest.mark.parametrize("name", list(families.MODULES))
+def test_the_table_has_the_layers_of_the_networks(name: str) -> None:
+    """`scripts/write_layer_tables.py` was run after the last change of diffusers or of the releases."""
+    family = families.family(name)
+    tables = released_layers(name)
+    for architecture in family.public_architectures():
+        assert denoiser_layers(family, architecture) in tables
+    assert all(unpacked(packed(table)) == table for table in tables)
+
+
+@pytest.mark.parametrize("name", list(families.MODULES))
+def test_no_name_stands_for_two_layers(name: str) -> None:
+    family = families.family(name)
+    for table in released_layers(name):
+        names = file_names(family, {DENOISER: table})
+        for layer in table:
+            assert names[f"diffusion_model.{layer}"] == f"{DENOISER}.{layer}"
+            assert names["lora_unet_" + layer.replace(".", "_")] == f"{DENOISER}.{layer}"

@@ -1,0 +1,316 @@
+"""Kinds of adapters as trainers write them: tensors by the end of their keys, and the update by its formula.
+
+The formulas are written from the papers and LyCORIS's documentation, apart from the product's: each kind
+returns `Written`, whose `delta` makes the whole update [out, in, ...] in float64, given the weight where
+the update is made of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.lora_files.layers import Layer
+
+Delta = Callable[[Tensor, slice], Tensor]
+"""The rows of the update [out, in, ...], float64, of the weight it changes, which most kinds do not read."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a trainer writes for one layer: `tensors` by the end of their keys, without the dot."""
+
+    tensors: Mapping[str, Tensor]
+    delta: Delta
+    kind: str
+    based: bool = False
+    bias: Tensor | None = None
+
+
+Kind = Callable[[Layer, torch.Generator], Written]
+
+
+def draw(generator: torch.Generator, *shape: int, size: float = 0.1) -> Tensor:
+    """Return numbers that fp16 and bf16 hold exactly: multiples of 1/64 below 2."""
+    grid = torch.randint(-12, 13, shape, generator=generator).float() / 64
+    return grid * round(size / 0.1, 6) if size != 0.1 else grid
+
+
+def lora(
+    rank: int = 2,
+    alpha: float | None = 1.0,
+    *,
+    ends: tuple[str, str, str] = ("lora_down.weight", "lora_up.weight", "alpha"),
+    scale: float | None = None,
+    dora: str = "",
+    dtype: torch.dtype = torch.float16,
+    tucker: bool = False,
+    bias: bool = False,
+) -> Kind:
+    """LoRA or LoCon; `scale` is the strength where no alpha is written, `dora` "out", "in" or "peft"."""
+
+    def write(layer: Layer, generator: torch.Generator) -> Written:
+        kernel = layer.inputs[1:]
+        squashed = tucker and math.prod(kernel) > 1
+        inputs = (layer.inputs[0], *(1 for _ in kernel)) if squashed else layer.inputs
+        down = draw(generator, rank, *inputs)
+        up = draw(generator, layer.out, rank, *(1 for _ in kernel))
+        strength = (1.0 if alpha is None else alpha / rank) if scale is None else scale
+        tensors = {ends[0]: down.to(dtype), ends[1]: up.to(dtype)}
+        wide = down.double().flatten(1)
+        if squashed:
+            middle = draw(generator, rank, rank, *kernel)
+            tensors["lora_mid.weight"] = middle.to(dtype)
+            wide = torch.einsum("rs...,si->ri...", middle.double(), wide).flatten(1)
+        if alpha is not None:
+            tensors[ends[2]] = torch.tensor(alpha)
+
+        def delta(_: Tensor, rows: slice) -> Tensor:
+            change = up.double().flatten(1)[rows] @ wide
+            return change.reshape(-1, *layer.inputs) * strength
+
+        added = draw(generator, layer.out) if bias else None
+        if added is not None:
+            tensors["diff_b"] = added
+        return _decomposed(Written(tensors, delta, "lora", bias=added), dora, layer, generator)
+
+    return write
+
+
+def loha(rank: int = 2, alpha: float = 1.0, *, tucker: bool = False, dora: str = "") -> Kind:
+    def write(layer: Layer, generator: torch.Generator) -> Written:
+        kernel = layer.inputs[1:]
+        squashed = tucker and math.prod(kernel) > 1
+        tensors = dict[str, Tensor]()
+        for number in "12":
+            if squashed:
+                tensors[f"hada_w{number}_a"] = draw(generator, rank, layer.out)
+                tensors[f"hada_w{number}_b"] = draw(generator, rank, layer.inputs[0])
+                tensors[f"hada_t{number}"] = draw(generator, rank, rank, *kernel)
+            else:
+                tensors[f"hada_w{number}_a"] = draw(generator, layer.out, rank)
+                tensors[f"hada_w{number}_b"] = draw(generator, rank, math.prod(layer.inputs))
+        wide = {name: tensor.double() for name, tensor in tensors.items()}
+        tensors["alpha"] = torch.tensor(alpha)
+
+        def part(number: str, rows: slice) -> Tensor:
+            left, right = wide[f"hada_w{number}_a"], wide[f"hada_w{number}_b"]
+            if squashed:
+                core = wide[f"hada_t{number}"]
+                return torch.einsum("rs...,ro,si->oi...", core, left[:, rows], right)
+            return (left[rows] @ right).reshape(-1, *layer.inputs)
+
+        def delta(_: Tensor, rows: slice) -> Tensor:
+            return part("1", rows) * part("2", rows) * (alpha / rank)
+
+        return _decomposed(Written(tensors, delta, "loha"), dora, layer, generator)
+
+    return write
+
+
+def factors(size: int, factor: int) -> tuple[int, int]:
+    """Return two factors of a size, the first at most `factor`; -1: the nearest to its root."""
+    limit = math.isqrt(size) if factor < 0 else factor
+    first = max(number for number in range(1, limit + 1) if size % number == 0)
+    return first, size // first
+
+
+def lokr(
+    rank: int = 2,
+    alpha: float = 1.0,
+    *,
+    factor: int = 8,
+    whole: bool = False,
+    both: bool = False,
+    tucker: bool = False,
+    dora: str = "",
+) -> Kind:
+    def write(layer: Layer, generator: torch.Generator) -> Written:
+        kernel = layer.inputs[1:]
+        (a, b), (c, d) = factors(layer.out, factor), factors(layer.inputs[0], factor)
+        tensors = dict[str, Tensor]()
+        if both:
+            tensors |= {
+                "lokr_w1_a": draw(generator, a, rank),
+                "lokr_w1_b": draw(generator, rank, c),
+            }
+            left = tensors["lokr_w1_a"].double() @ tensors["lokr_w1_b"].double()
+        else:
+            tensors["lokr_w1"] = draw(generator, a, c)
+            left = tensors["lokr_w1"].double()
+        if whole:
+            tensors["lokr_w2"] = draw(generator, b, d, *kernel)
+            right = tensors["lokr_w2"].double()
+        elif tucker and math.prod(kernel) > 1:
+            core = draw(generator, rank, rank, *kernel)
+            up, down = draw(generator, rank, b), draw(generator, rank, d)
+            tensors |= {"lokr_t2": core, "lokr_w2_a": up, "lokr_w2_b": down}
+            right = torch.einsum("rs...,ro,si->oi...", core.double(), up.double(), down.double())
+        else:
+            up, down = draw(generator, b, rank), draw(generator, rank, d * math.prod(kernel))
+            tensors |= {"lokr_w2_a": up, "lokr_w2_b": down}
+            right = (up.double() @ down.double()).reshape(b, d, *kernel)
+        tensors["alpha"] = torch.tensor(alpha)
+        strength = 1.0 if whole and not both else alpha / rank
+        left = left.reshape(a, c, *(1 for _ in kernel))
+
+        def delta(_: Tensor, rows: slice) -> Tensor:
+            start, stop, _step = rows.indices(layer.out)
+            first = start // b
+            near = torch.kron(left[first : -(-stop // b)], right.contiguous())
+            return near[start - first * b : stop - first * b] * strength
+
+        return _decomposed(Written(tensors, delta, "lokr"), dora, layer, generator)
+
+    return write
+
+
+def diag_oft(*, blocks: int = 16, constraint: float = 0.0, rescaled: bool = False) -> Kind:
+    def write(layer: Layer, generator: torch.Generator) -> Written:
+        size = layer.out // blocks
+        values = draw(generator, blocks, size, size, size=0.01)
+        tensors = {"oft_blocks": values, "alpha": torch.tensor(constraint)}
+        skew = values.double() - values.double().mT
+        if constraint:
+            skew = skew * min(1.0, constraint * layer.out / float(skew.norm()))
+        identity = torch.eye(size, dtype=torch.float64)
+        turn = (identity + skew) @ torch.linalg.inv(identity - skew)
+        rescale = torch.ones(layer.out, dtype=torch.float64)
+        if rescaled:
+            tensors["rescale"] = 1 + draw(generator, layer.out, *(1 for _ in layer.inputs))
+            rescale = tensors["rescale"].double().flatten()
+
+        def delta(weight: Tensor, rows: slice) -> Tensor:
+            grouped = weight.double().reshape(blocks, size, -1)
+            turned = torch.einsum("knm,kni->kmi", turn, grouped).reshape(weight.shape)
+            column = rescale.reshape(-1, *(1 for _ in layer.inputs))
+            return (column * turned - weight.double())[rows]
+
+        return Written(tensors, delta, "oft", based=True)
+
+    return write
+
+
+def oft_v2(*, size: int = 32, scaled: bool = False, shared: bool = False) -> Kind:
+    """OneTrainer's rotations of inputs: upper triangles, a Cayley transform by its Neumann series."""
+
+    def write(layer: Layer, generator: torch.Generator) -> Written:
+        count = 1 if shared else math.prod(layer.inputs) // size
+        values = draw(generator, count, size * (size - 1) // 2, size=0.02)
+        tensors = {"oft_R.weight": values}
+        if scaled:
+            tensors["oft_R.scaled_oft"] = torch.tensor(True)
+        own = values.double() / (2 * math.sqrt(size - 1) if scaled else 1.0)
+        skew = torch.zeros(count, size, size, dtype=torch.float64)
+        upper = [(row, column) for row in range(size) for column in range(row + 1, size)]
+        for place, (high, low) in enumerate(upper):
+            skew[:, high, low] = own[:, place]
+            skew[:, low, high] = -own[:, place]
+        powers = [torch.eye(size, dtype=torch.float64).expand_as(skew)]
+        for _ in range(4):
+            powers.append(powers[-1] @ skew)
+        turn = powers[0] + 2 * (powers[1] + powers[2] + powers[3]) + powers[4]
+
+        def delta(weight: Tensor, rows: slice) -> Tensor:
+            grouped = weight.double().reshape(layer.out, -1, size)
+            whole = turn.expand(grouped.shape[1], size, size)
+            order = "rck" if len(layer.inputs) == 1 else "rkc"
+            turned = torch.einsum(f"ork,{order}->orc", grouped, whole).reshape(weight.shape)
+            return (turned - weight.double())[rows]
+
+        return Written(tensors, delta, "oft_in", based=True)
+
+    return write
+
+
+def glora(rank: int = 2, alpha: float = 1.0) -> Kind:
+    def write(layer: Layer, generator: torch.Generator) -> Written:
+        point = tuple(1 for _ in layer.inputs[1:])
+        width = layer.inputs[0]
+        tensors = {
+            "a1.weight": draw(generator, width, rank, *point),
+            "a2.weight": draw(generator, rank, width, *point),
+            "b1.weight": draw(generator, layer.out, rank, *point),
+            "b2.weight": draw(generator, rank, *layer.inputs),
+            "alpha": torch.tensor(alpha),
+        }
+        a1, a2, b1, b2 = (tensors[f"{name}.weight"].double() for name in ("a1", "a2", "b1", "b2"))
+
+        def delta(weight: Tensor, rows: slice) -> Tensor:
+            inner = a1.flatten(1) @ a2.flatten(1)
+            turned = torch.einsum("oi...,ij->oj...", weight.double(), inner)
+            added = (b1.flatten(1) @ b2.flatten(1)).reshape(weight.shape)
+            return ((turned + added) * (alpha / rank))[rows]
+
+        return Written(tensors, delta, "glora", based=True)
+
+    return write
+
+
+def ia3(*, on_input: bool) -> Kind:
+    def write(layer: Layer, generator: torch.Generator) -> Written:
+        kernel = tuple(1 for _ in layer.inputs[1:])
+        size = layer.inputs[0] if on_input else layer.out
+        values = draw(generator, *((1, size, *kernel) if kernel else (size,)))
+        tensors = {"weight": values, "on_input": torch.tensor(int(on_input))}
+
+        def delta(weight: Tensor, rows: slice) -> Tensor:
+            flat = values.double().flatten()
+            shape = (1, -1, *kernel) if on_input else (-1, 1, *kernel)
+            return (weight.double() * flat.reshape(shape))[rows]
+
+        return Written(tensors, delta, "ia3", based=True)
+
+    return write
+
+
+def full(*, bias: bool = False) -> Kind:
+    def write(layer: Layer, generator: torch.Generator) -> Written:
+        change = draw(generator, layer.out, *layer.inputs).half()
+        added = draw(generator, layer.out) if bias else None
+        tensors = {"diff": change, **({"diff_b": added} if added is not None else {})}
+        return Written(tensors, lambda _, rows: change.double()[rows], "full", bias=added)
+
+    return write
+
+
+def norm() -> Kind:
+    def write(layer: Layer, generator: torch.Generator) -> Written:
+        change, added = draw(generator, layer.out), draw(generator, layer.out)
+        return Written(
+            {"w_norm": change, "b_norm": added},
+            lambda _, rows: change.double()[rows],
+            "norm",
+            bias=added,
+        )
+
+    return write
+
+
+def _decomposed(written: Written, axis: str, layer: Layer, generator: torch.Generator) -> Written:
+    """Put DoRA's magnitudes beside what is written, of outputs (out, peft) or of inputs (in)."""
+    if not axis:
+        return written
+    point = tuple(1 for _ in layer.inputs[1:])
+    size = layer.inputs[0] if axis == "in" else layer.out
+    values = 2 + draw(generator, size)
+    name, shape = {
+        "out": ("dora_scale", (size, 1, *point)),
+        "in": ("dora_scale", (1, size, *point)),
+        "peft": ("lora_magnitude_vector.weight", (size,)),
+    }[axis]
+    dimensions = tuple(d for d in range(1 + len(layer.inputs)) if d != (1 if axis == "in" else 0))
+
+    def delta(weight: Tensor, rows: slice) -> Tensor:
+        changed = weight.double() + written.delta(weight, slice(None))
+        norms = torch.linalg.vector_norm(changed, dim=dimensions, keepdim=True)
+        column = values.double().reshape((1, size, *point) if axis == "in" else (size, 1, *point))
+        return (column * changed / norms - weight.double())[rows]
+
+    return Written(
+        {**written.tensors, name: values.reshape(shape)}, delta, written.kind, based=True
+    )

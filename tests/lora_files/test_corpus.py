@@ -1,0 +1,117 @@
+"""Files of other trainers: recognised, read to the number they were trained to, converted without a change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_trainer import families
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.lora.tensors import ModuleTensors, update
+from lora_trainer.lora_file.inspect import inspect_file
+from lora_trainer.tools.adapters import open_source
+from lora_trainer.tools.convert import convert
+from lora_trainer.tools.resize import ResizeLimits, resize
+from tests.lora_files.files import Expected, build, some
+from tests.lora_files.trainers import CASES, Case
+
+READ = [case for case in CASES if not case.refused]
+TOLERANCE = 1e-5
+
+
+def ids(case: Case) -> str:
+    return case.name
+
+
+def relative_error(module: ModuleTensors, expected: Expected) -> float:
+    """Return |read - written| / |written| of a layer's update, in Frobenius norm."""
+    wanted = expected.delta
+    weight = None if expected.weight is None else expected.weight.double()
+    found = update(module, weight).double().reshape(wanted.shape)
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def test_the_corpus_is_as_large_as_it_is_said_to_be() -> None:
+    names = [case.name for case in CASES]
+    assert len(names) == len(set(names)) >= 100
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_a_file_is_recognised(case: Case, tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    expected = build(case, file)
+    found = inspect_file(file)
+    assert found.family == case.family
+    assert found.kinds == tuple(sorted({each.written.kind for each in expected.values()}))
+    assert found.modules == sum(len(list(part.layers)) for part in case.parts)
+    assert [problem for problem in found.problems if problem.severity == "error"] == []
+
+
+@pytest.mark.parametrize("case", READ, ids=ids)
+def test_a_file_is_read_to_the_update_it_holds(case: Case, tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    expected = build(case, file)
+    with open_source(file) as source:
+        assert set(source.adapter) == expected.keys()
+        for key, each in some(expected, most=2).items():
+            module = source.read(key)
+            assert relative_error(module, each) < TOLERANCE, key
+            if each.written.bias is not None:
+                assert torch.equal(module.tensors["bias"].float(), each.written.bias[each.rows])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.refused], ids=ids)
+def test_what_cannot_be_read_layer_by_layer_is_refused_with_the_reason(
+    case: Case, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.safetensors"
+    build(case, file)
+    with pytest.raises(InputError, match=case.refused) as raised:
+        convert(file, format="comfyui", output=tmp_path / "b.safetensors")
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+def joined_kronecker(case: Case) -> bool:
+    """Say whether a file has a LoKr of joined layers, whose rows may be no LoKr of their own."""
+    layers = [(part.kind, layer) for part in case.parts for layer in part.layers]
+    return "LoKr" in case.name.replace("lokr", "LoKr") and any(
+        len(layer.parts) > 1 for _, layer in layers
+    )
+
+
+@pytest.mark.parametrize("case", READ, ids=ids)
+def test_a_file_converts_without_a_change(case: Case, tmp_path: Path) -> None:
+    file, output = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    expected, done = build(case, file, most=2), 0
+    for format in families.family(case.family).file_formats:
+        try:
+            convert(file, format=format, output=output, precision="fp32", force=True)
+        except RequestError as error:
+            assert "not written in it" in error.found
+            continue
+        except InputError as error:
+            assert "Kronecker" in error.found and joined_kronecker(case)
+            return
+        done += 1
+        with open_source(output) as source:
+            assert set(source.adapter) == expected.keys()
+            for key, each in some(expected, most=1).items():
+                assert relative_error(source.read(key), each) < TOLERANCE, (format, key)
+    assert done
+
+
+def test_rows_of_a_kronecker_product_become_a_lora_when_asked(tmp_path: Path) -> None:
+    """What no file can state exactly is approximated, and the error is said."""
+    case = next(case for case in CASES if case.name == "musubi-tuner 0.2 lokr FLUX.2")
+    file, output = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    expected = build(case, file, most=1)
+    done = resize(file, ResizeLimits(rank=2), output=output, precision="fp32")
+    assert {key for key, cut in done.cuts.items()} == expected.keys()
+    with open_source(output) as source:
+        for key, each in expected.items():
+            lost = relative_error(source.read(key), each) ** 2
+            assert done.cuts[key].energy == pytest.approx(1 - lost, abs=1e-5)
+            assert source.read(key).rank == 2
