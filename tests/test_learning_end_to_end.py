@@ -106,7 +106,7 @@ def test_a_rate_far_too_low(other: Toy) -> None:
 
 def test_an_alpha_far_too_low(other: Toy) -> None:
     assert other.train(adapter__alpha=1e-6, **LOOKED_AT) == 5
-    assert "adapter.alpha over adapter.rank" in ended(other)
+    assert "adapter.alpha / adapter.rank" in ended(other)
 
 
 @pytest.mark.parametrize(
