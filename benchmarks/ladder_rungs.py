@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
-from trainee import Batch, Case, feeder
+from trainee import Batch, Case, training
 
 from lora_trainer.common.events import Event, EventStream, JsonlWriter
 from lora_trainer.families.base import DENOISER
@@ -28,16 +28,22 @@ from lora_trainer.training.graphed import Speedups
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import add_noise, sample_losses, target
-from lora_trainer.training.optimizers import build_optimizer, learning_rate
+from lora_trainer.training.optimizers import build_optimizer
 from lora_trainer.training.progress import Progress
-from lora_trainer.training.training import Model, Training
+from lora_trainer.training.training import Training
 
 
 class Rung(Protocol):
-    """One way to train; `losses` are those of the steps taken, `take` returns seconds a step."""
+    """One way to train; `losses` are those of the steps taken, `take` returns seconds a step.
+
+    `fell_back` is why it does not compute as its name says any more; empty: it does. `resident_bytes` is
+    what it had on the device before its first step.
+    """
 
     name: str
     losses: list[float]
+    fell_back: str
+    resident_bytes: int
 
     def take(self, count: int) -> list[float]: ...
 
@@ -84,8 +90,11 @@ class Bare:
     autocast: bool = False
     reads_loss: bool = False
     losses: list[float] = field(default_factory=list)
+    fell_back: str = ""
+    resident_bytes: int = 0
 
     def __post_init__(self) -> None:
+        self.resident_bytes = bytes_of(self.network)
         settings = self.case.config.optimizer
         self._optimizer = torch.optim.AdamW(
             self.parameters,
@@ -124,6 +133,15 @@ class Bare:
             )
         losses = sample_losses(predicted.float(), wanted, delta=None, counts=None)
         return (losses * batch.weights).mean()
+
+
+def bytes_of(network: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
+    """Return the bytes of a network with its adapter, and of what an optimizer keeps of it."""
+    kept = list((*network.parameters(), *network.buffers()))
+    if optimizer is not None:
+        states = optimizer.state.values()
+        kept += [value for state in states for value in state.values() if torch.is_tensor(value)]
+    return sum(tensor.nbytes for tensor in kept)
 
 
 class Clock:
@@ -175,12 +193,14 @@ class Ours:
         self.name, self.speedups = name, speedups
         self.losses: list[float] = []
         self.waits: list[float] = []
+        self.fell_back = ""
         self._left, self._clock = 0, Clock(case.device)
         self._go, self._rest = threading.Event(), threading.Event()
         self._failure: BaseException | None = None
         self._threads = torch.get_num_threads()
-        training = self._training(case, network, adapter, folder, steps=steps)
-        self._thread = threading.Thread(target=self._run, args=(training,), daemon=True)
+        inputs = self._training(case, network, adapter, folder, steps=steps)
+        self.resident_bytes = bytes_of(network, inputs.optimizer)
+        self._thread = threading.Thread(target=self._run, args=(inputs,), daemon=True)
 
     def take(self, count: int) -> list[float]:
         """Let the loop take `count` steps; return seconds a step."""
@@ -190,8 +210,9 @@ class Ours:
         self._go.set()
         self._rest.wait()
         self._rest.clear()
-        if self._failure is not None:
-            raise self._failure
+        failure, self._failure = self._failure, None  # its traceback keeps tensors alive
+        if failure is not None:
+            raise failure
         return self._clock.seconds()
 
     # ---- as an action of the loop: asked before the first step and after each
@@ -213,11 +234,11 @@ class Ours:
 
     what = "the turns"
 
-    def _run(self, training: Training) -> None:
+    def _run(self, inputs: Training) -> None:
         torch.set_num_threads(self._threads)  # each thread of the program has a number of its own
-        start = GuardState(micro_batch=training.micro_batch)
+        start = GuardState(micro_batch=inputs.micro_batch)
         try:
-            run(training, Progress(step=0, images=0, guard=start))
+            run(inputs, Progress(step=0, images=0, guard=start))
         except BaseException as error:  # noqa: BLE001 - handed to the thread that measures, which raises it
             self._failure = error
         self._rest.set()
@@ -225,38 +246,26 @@ class Ours:
     def _training(
         self, case: Case, network: nn.Module, adapter: Adapter, folder: Path, *, steps: int
     ) -> Training:
-        config, events = case.config, EventStream()
+        settings, events = case.config.optimizer, EventStream()
         events.subscribe(self._on_event)
         events.subscribe(JsonlWriter(folder / f"{self.name}.jsonl", lambda _: True, events))
         events.subscribe(StatusWriter(folder, events))
-        settings = config.optimizer
-        return Training(
-            model=Model(
-                denoiser=network,
-                predict=case.family.predict,
-                embed=lambda conditioning: conditioning,
-                prediction=case.facts.prediction,
-                precision=case.precision,
-                device=case.device,
-            ),
+        return training(
+            case,
+            network,
+            folder,
             parameters=adapter.parameters(),
             optimizer=build_optimizer(adapter.groups(settings), settings),
-            learning_rate=learning_rate(settings, steps=steps),
-            scaler=torch.amp.GradScaler(case.device.type, enabled=False),
-            feeder=feeder(case, folder, events),
             steps=steps + 1,  # the thread waits in the middle of the run, and ends with the program
-            batch_size=case.batch,
-            micro_batch=case.batch,
-            prefetch_steps=config.data.prefetch_steps,
-            max_grad_norm=config.train.max_grad_norm,
             events=events,
             actions=[self],
             speedups=self.speedups,
-            stop=lambda: None,
         )
 
     def _on_event(self, event: Event) -> None:
+        fields: Any = event.fields
+        if event.kind == "change":
+            self.fell_back = self.fell_back or f"{fields['key']}: {fields['reason']}"
         if event.kind == "step":
-            fields: Any = event.fields
             self.losses.append(fields["loss"])
             self.waits.append(fields["data_wait_s"] / fields["seconds"])

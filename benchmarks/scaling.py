@@ -34,16 +34,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ladder_rungs import our_adapter  # noqa: E402
 from mid_size_base import NAMES  # noqa: E402
-from trainee import Case, feeder, frozen_network  # noqa: E402
+from trainee import Case, feeder, frozen_network, training  # noqa: E402
 
 from lora_trainer.common.dist_env import DistEnv  # noqa: E402
 from lora_trainer.common.events import EventStream  # noqa: E402
 from lora_trainer.training.distributed.process_group import ProcessGroup, joined  # noqa: E402
 from lora_trainer.training.guards import GuardState  # noqa: E402
 from lora_trainer.training.loop import run  # noqa: E402
-from lora_trainer.training.optimizers import build_optimizer, learning_rate  # noqa: E402
+from lora_trainer.training.optimizers import build_optimizer  # noqa: E402
 from lora_trainer.training.progress import Progress  # noqa: E402
-from lora_trainer.training.training import Model, Training  # noqa: E402
+from lora_trainer.training.training import Training  # noqa: E402
 
 CPU = torch.device("cpu")
 WORKERS = ("alone", "other", "first", "second")
@@ -116,10 +116,10 @@ def work(task: Task, pipe: Connection) -> None:
     with ExitStack() as stack:
         shared = stack.enter_context(joined(task.place, timeout_s=TIMEOUT_S))
         ranks = TimedRanks(dist_env=task.place, monitor=shared.monitor)
-        training = build_training(task, ranks, pipe)
+        inputs = build_training(task, ranks, pipe)
         ranks.connect(CPU, lag=0)
-        run(training, Progress(step=0, images=0, guard=GuardState(micro_batch=task.batch)))
-        elements = sum(parameter.numel() for parameter in training.parameters)
+        run(inputs, Progress(step=0, images=0, guard=GuardState(micro_batch=task.batch)))
+        elements = sum(parameter.numel() for parameter in inputs.parameters)
         pipe.send((elements, [] if ranks.is_single else time_collective(elements)))
 
 
@@ -143,32 +143,22 @@ def build_training(task: Task, ranks: TimedRanks, pipe: Connection) -> Training:
         batch=batch,
         precision=torch.float32,
         device=CPU,
-        middling=True,
+        size="middling",
     )
-    config, denoiser = case.config, frozen_network(case)
+    settings, denoiser = case.config.optimizer, frozen_network(case)
     adapter = our_adapter(case, denoiser)
-    return Training(
-        model=Model(
-            denoiser=denoiser,
-            predict=case.family.predict,
-            embed=lambda conditioning: conditioning,
-            prediction=case.facts.prediction,
-            precision=torch.float32,
-            device=CPU,
-        ),
+    return training(
+        case,
+        denoiser,
+        task.folder,
         parameters=adapter.parameters(),
-        optimizer=build_optimizer(adapter.groups(config.optimizer), config.optimizer),
-        learning_rate=learning_rate(config.optimizer, steps=task.steps),
-        scaler=torch.amp.GradScaler("cpu", enabled=False),
-        feeder=replace(feeder(case, task.folder, events), place=task.place),
+        optimizer=build_optimizer(adapter.groups(settings), settings),
         steps=task.steps,
-        batch_size=batch,
-        micro_batch=task.batch,
-        prefetch_steps=1,  # or a process would prepare steps in the others' turns
-        max_grad_norm=config.train.max_grad_norm,
         events=events,
         actions=[Turns(pipe=pipe, block=task.block, steps=task.steps, ranks=ranks)],
-        stop=lambda: None,
+        feeder=replace(feeder(case, task.folder, events), place=task.place),
+        micro_batch=task.batch,
+        prefetch_steps=1,  # or a process would prepare steps in the others' turns
         ranks=ranks,
     )
 

@@ -10,7 +10,7 @@ same batches, in one process, in turns of a few steps, so that a machine that sl
 Networks are of middling size (half a second to a second a step on one core) and, with --true-size,
 as released, made on the GPU. Prints medians, the ratio to the bare loop with the upper end of its 95 %
 interval (bootstrap over the turns), the same of the processor's seconds, feeder included, which other
-programs on the machine change less, and on a GPU the peak of the allocator in a step.
+programs on the machine change less, and on a GPU what network, adapter and a step take of its memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +36,16 @@ from ladder_rungs import Bare, Ours, Rung, our_adapter, peft_adapter  # noqa: E4
 from mid_size_base import NAMES  # noqa: E402
 from plots import bars  # noqa: E402
 from random_bases import LADDER  # noqa: E402
-from trainee import Case, batches, frozen_network, sharing  # noqa: E402
+from trainee import DTYPES, Case, Size, batches, frozen_network, sharing  # noqa: E402
 
-from lora_trainer.common.errors import TrainingStopped  # noqa: E402
+from lora_trainer.common.errors import first_line  # noqa: E402
 from lora_trainer.lora.adapter import Adapter  # noqa: E402
 from lora_trainer.network.checkpointing import apply_checkpointing  # noqa: E402
 from lora_trainer.network.compiling import CompiledBlocks  # noqa: E402
 from lora_trainer.network.cuda_graph import CudaCapture  # noqa: E402
-from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory  # noqa: E402
+from lora_trainer.network.out_of_memory import free_memory, is_lost  # noqa: E402
 from lora_trainer.training.graphed import WARM_UPS, Speedups, StepGraphs  # noqa: E402
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MIDDLING = [f"{name}:256:2:{dtype}" for name in NAMES for dtype in DTYPES]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 DRAWS = 4000
@@ -64,34 +63,35 @@ SPEEDUPS = {
 def measure(case: Case, *, steps: int, block: int) -> dict[str, Any]:
     """Let the rungs take turns; exits when they do not compute the same first loss.
 
-    Rungs that do not fit are left out; ratios are to the first that does, which is the bare loop if any.
+    Rungs that do not fit, or are computed another way than they say, are left out with the reason; ratios
+    are to the first that is there, which is the bare loop if any.
     """
     with tempfile.TemporaryDirectory(prefix="step-ladder-", ignore_cleanup_errors=True) as place:
         warm_up = max(block, WARM_UPS + 2)
-        rungs, too_large = [], []
+        rungs: list[Rung] = []
+        left_out: dict[str, str] = {}
+        peaks: dict[str, int | None] = {}
         for rung in build(case, Path(place), steps=steps + warm_up):
             try:
-                rung.take(warm_up)
-            except (RuntimeError, TrainingStopped) as error:
-                if isinstance(error, RuntimeError) and not is_out_of_memory(error):
-                    raise
-                too_large.append(rung.name)
-                free_memory()
+                peaks[rung.name] = _warm_up(case, rung, steps=warm_up)
+            except _Fell as error:
+                left_out[rung.name] = str(error)
             else:
                 rungs.append(rung)
-        _compare_losses(case, rungs)
+        _compare_losses(case, rungs, left_out)
         seconds: dict[str, list[float]] = {rung.name: [] for rung in rungs}
         processor: dict[str, list[float]] = {rung.name: [] for rung in rungs}
-        peaks: dict[str, int] = {}
         for turn in range(steps // block):
-            for rung in rungs if turn % 2 else reversed(rungs):
-                if case.device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats(case.device)
+            for rung in list(rungs if turn % 2 else reversed(rungs)):
                 began = time.process_time()
-                seconds[rung.name].append(statistics.median(rung.take(block)))
+                try:
+                    took = _taken(rung, block)
+                except _Fell as error:
+                    left_out[rung.name] = str(error)
+                    rungs.remove(rung)
+                    continue
+                seconds[rung.name].append(statistics.median(took))
                 processor[rung.name].append((time.process_time() - began) / block)
-                if case.device.type == "cuda":
-                    peaks[rung.name] = torch.cuda.max_memory_allocated(case.device)
         waits = [rung.waits for rung in rungs if isinstance(rung, Ours)]
     return {
         "case": case.title,
@@ -100,15 +100,51 @@ def measure(case: Case, *, steps: int, block: int) -> dict[str, Any]:
         "steps": steps,
         "rungs": {
             name: {
-                **_compared(taken, seconds[rungs[0].name]),
+                **_compared(seconds[name], seconds[rungs[0].name]),
                 "processor": _compared(processor[name], processor[rungs[0].name]),
-                "peak_bytes": peaks.get(name),
+                "peak_bytes": peaks[name],
             }
-            for name, taken in seconds.items()
+            for name in (rung.name for rung in rungs)
         },
-        "out_of_memory": too_large,
+        "left_out": left_out,
         "wait_share": statistics.median(waits[0]) if waits else None,
     }
+
+
+class _Fell(Exception):
+    """A rung cannot be measured: it failed, or its loop has given up what the rung is about."""
+
+
+def _taken(rung: Rung, count: int) -> list[float]:
+    """Let a rung take its steps; raises _Fell, but what leaves no device to go on with as it is."""
+    try:
+        took = rung.take(count)
+    except Exception as error:
+        if is_lost(error):
+            raise
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    else:
+        reason = rung.fell_back
+        if not reason:
+            return took
+    # Outside the except block: its traceback would keep the tensors alive that must go.
+    free_memory()
+    raise _Fell(reason)
+
+
+def _warm_up(case: Case, rung: Rung, *, steps: int) -> int | None:
+    """Take the first steps; return the bytes of network, adapter and a step, None on a CPU. Raises _Fell.
+
+    The first step compiles, what comes later is recorded: a replay allocates nothing that would be counted.
+    """
+    if case.device.type != "cuda":
+        _taken(rung, steps)
+        return None
+    before = torch.cuda.memory_allocated(case.device)
+    _taken(rung, 1)
+    torch.cuda.reset_peak_memory_stats(case.device)
+    _taken(rung, steps - 1)
+    return rung.resident_bytes + torch.cuda.max_memory_allocated(case.device) - before
 
 
 def build(case: Case, folder: Path, *, steps: int) -> list[Rung]:
@@ -165,11 +201,13 @@ def ours(
     return Ours(name, case, network, adapter, folder, steps=steps, speedups=speedups)
 
 
-def _compare_losses(case: Case, rungs: Sequence[Rung]) -> None:
+def _compare_losses(case: Case, rungs: Sequence[Rung], left_out: Mapping[str, str]) -> None:
+    if not rungs:
+        sys.exit(f"{case.title}: no rung can be measured: {json.dumps(left_out)}")
     first = {rung.name: rung.losses[0] for rung in rungs}
     against = first[rungs[0].name]
     worst = max(abs(loss / against - 1) for loss in first.values())
-    if worst > TOLERANCE[case.precision]:
+    if not worst <= TOLERANCE[case.precision]:  # nor NaN
         sys.exit(f"{case.title}: not the same maths, losses of the first step are {first}")
 
 
@@ -206,20 +244,12 @@ def main() -> None:
     options = _options()
     if options.threads:
         torch.set_num_threads(options.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     rows = []
     cases = options.case or (LADDER if options.true_size else MIDDLING)
     for words in cases:
-        name, side, batch, dtype, *kind = words.split(":")
-        case = Case(
-            name=name,
-            side_px=int(side),
-            batch=int(batch),
-            precision=DTYPES[dtype],
-            device=device,
-            middling=not options.true_size,
-            checkpointing=kind[0] if kind else "none",
-        )
+        size: Size = "true size" if options.true_size else "middling"
+        case = Case.from_words(words, device=device, size=size)
         rows.append(measure(case, steps=options.steps, block=options.block))
         print(json.dumps({**rows[-1], "rungs": list(rows[-1]["rungs"])}), file=sys.stderr)
         if options.json:
@@ -239,7 +269,7 @@ def _options() -> argparse.Namespace:
         "--case",
         nargs="+",
         metavar="NAME:PX:BATCH:DTYPE[:RECOMPUTING]",
-        help="default: small ones, or with --true-size those of true_size.py",
+        help="default: small ones, or with --true-size those of random_bases.py",
     )
     parser.add_argument("--steps", type=int, default=40, help="steps of each rung")
     parser.add_argument("--block", type=int, default=2, help="steps in a row of one rung")

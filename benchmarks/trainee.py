@@ -1,7 +1,8 @@
-"""What `step_ladder` and `scaling` train: a random denoiser, true size or middling, and a cache of random entries.
+"""What the benchmarks train: a random denoiser, as released or smaller, on a cache of random entries.
 
 Input is the name of a release and how it is trained; outputs are its frozen network, copies that share
-its weights, a feeder over a real cache, and the same batches as tensors in memory.
+its weights, a feeder over a real cache, the same batches as tensors in memory, and all that our loop
+needs to train an adapter on them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from diffusers import DDPMScheduler
-from mid_size_base import MID_SIZE
+from mid_size_base import MID_SIZE, TINY
 from random_bases import RELEASES, random_network
 from torch import Tensor, nn
 
@@ -28,34 +29,63 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import Checkpointing, Config, build_config
 from lora_trainer.costs.unet_cost import prompt_shapes
-from lora_trainer.dataset.buckets import buckets_for, place
+from lora_trainer.dataset.buckets import Bucket, place
 from lora_trainer.families.base import BaseFacts, Family, Geometry
 from lora_trainer.families.flow import FlowFamily
 from lora_trainer.training.batch import MicroBatch, to_device
 from lora_trainer.training.dataloader import TrainingDataLoader
+from lora_trainer.training.optimizers import learning_rate
+from lora_trainer.training.progress import Action
 from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
+from lora_trainer.training.training import Model, Training
 
 IMAGES = 16
 SEED = 3
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Size = Literal["true size", "middling", "tiny"]
+CHANGED: Mapping[Size, Mapping[str, Mapping[str, Any]]] = {
+    "true size": {},
+    "middling": MID_SIZE,
+    "tiny": TINY,
+}
+"""Entries of the denoiser's configuration that are not as released, by release."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row of the ladder: which release, at what size, how many images a step, in which dtype."""
+    """One training: which release, at what size, how many images a step, in which dtype.
+
+    `wide`: every second image is of a bucket twice as wide as high, of as many pixels.
+    """
 
     name: str
     side_px: int
     batch: int
     precision: torch.dtype
     device: torch.device
-    middling: bool
+    size: Size
     checkpointing: Checkpointing = "none"
+    wide: bool = False
+
+    @classmethod
+    def from_words(cls, words: str, *, device: torch.device, size: Size) -> Case:
+        """Read NAME:PX:BATCH:DTYPE[:RECOMPUTING]; raises ValueError and KeyError."""
+        name, side, batch, dtype, *kind = words.split(":")
+        return cls(
+            name=name,
+            side_px=int(side),
+            batch=int(batch),
+            precision=DTYPES[dtype],
+            device=device,
+            size=size,
+            checkpointing=kind[0] if kind else "none",
+        )
 
     @cached_property
     def facts(self) -> BaseFacts:
         found = families.known_base(RELEASES[self.name].source)
         assert found is not None
-        changed = MID_SIZE[self.name] if self.middling else {}
+        changed = CHANGED[self.size].get(self.name, {})
         return replace(found, architecture={**found.architecture, **changed})
 
     @property
@@ -64,14 +94,16 @@ class Case:
 
     @property
     def config(self) -> Config:
-        return build_config({"train.batch_size": self.batch, "train.seed": SEED})
+        values: dict[str, Any] = {"train.batch_size": self.batch, "train.seed": SEED}
+        if self.facts.prediction == "flow":
+            values["objective.weighting"] = "none"
+        return build_config(values)
 
     @property
     def title(self) -> str:
         dtype = str(self.precision).removeprefix("torch.")
-        size = "middling" if self.middling else "true size"
         again = "" if self.checkpointing == "none" else f", {self.checkpointing} recomputing"
-        return f"{self.name} {self.side_px} px, batch {self.batch}, {dtype}, {size}{again}"
+        return f"{self.name} {self.side_px} px, batch {self.batch}, {dtype}, {self.size}{again}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +130,14 @@ def sharing(network: nn.Module) -> nn.Module:
 
 
 def feeder(case: Case, folder: Path, events: EventStream) -> TrainingDataLoader:
-    """Return a feeder over a cache of random entries, all of one bucket, made where there is none."""
+    """Return a feeder over a cache of random entries of one bucket or two, made where there is none."""
     root = CappedFolder(root=folder / "cache", limit_bytes=1 << 34)
     root.create()
     cache = Cache(folder=root, on_problem=events.problem)
     rng, config, facts = np.random.default_rng(SEED), case.config, case.facts
-    side_px, latent_side = case.side_px, case.side_px // facts.vae_factor
-    buckets = buckets_for(resolution_px=side_px, step_px=64, max_aspect=1.0)
+    sizes_px = [(case.side_px, case.side_px)]
+    if case.wide:
+        sizes_px.append((case.side_px * 2, case.side_px // 2))
 
     def normal(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         return rng.standard_normal(shape, dtype=np.float32)
@@ -119,18 +152,20 @@ def feeder(case: Case, folder: Path, events: EventStream) -> TrainingDataLoader:
             cache.write(key, arrays)
         return key
 
-    whole = Geometry(original_px=(side_px, side_px), corner_px=(0, 0), target_px=(side_px, side_px))
-    told = case.family.geometry_conditioning(facts, whole)
     sources = {}
     for index in range(IMAGES):
+        width_px, height_px = size_px = sizes_px[index % len(sizes_px)]
+        whole = Geometry(original_px=size_px, corner_px=(0, 0), target_px=size_px)
+        told = case.family.geometry_conditioning(facts, whole)
         plain = latent_key(
             content_hash=str(index),
             encoder_identity="none",
-            placement=place(side_px, side_px, buckets=buckets),
+            placement=place(width_px, height_px, buckets=[Bucket(width_px, height_px)]),
             flip=False,
             alpha_background=None,
         )
-        shape = (facts.latent_channels, latent_side, latent_side)
+        latent_size = (height_px // facts.vae_factor, width_px // facts.vae_factor)
+        shape = (facts.latent_channels, *latent_size)
         drawn = {"mean": normal(*shape), "std": np.full(shape, 0.1, np.float32)}
         if not cache.has(plain):
             cache.write(plain, drawn)
@@ -138,7 +173,7 @@ def feeder(case: Case, folder: Path, events: EventStream) -> TrainingDataLoader:
             plain=plain,
             mirrored=None,
             texts=(text(str(index)),),
-            size_px=(side_px, side_px),
+            size_px=size_px,
             geometry=told,
             mirrored_geometry=told,
         )
@@ -166,6 +201,49 @@ def batches(case: Case, folder: Path, *, steps: int) -> Sequence[Batch]:
         stacked = to_device(samples, device=case.device, dtype=case.precision)
         found.append(Batch(stacked=stacked, weights=weights))
     return found
+
+
+def training(
+    case: Case,
+    network: nn.Module,
+    folder: Path,
+    *,
+    parameters: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    events: EventStream,
+    actions: Sequence[Action],
+    **others: Any,
+) -> Training:
+    """Return what our loop needs to train these parameters of a network; `others` are fields of it."""
+    config = case.config
+    fields: dict[str, Any] = {
+        "learning_rate": learning_rate(config.optimizer, steps=steps),
+        "feeder": feeder(case, folder, events),
+        "micro_batch": case.batch,
+        "prefetch_steps": config.data.prefetch_steps,
+        **others,
+    }
+    return Training(
+        model=Model(
+            denoiser=network,
+            predict=case.family.predict,
+            embed=lambda conditioning: conditioning,
+            prediction=case.facts.prediction,
+            precision=case.precision,
+            device=case.device,
+        ),
+        parameters=parameters,
+        optimizer=optimizer,
+        scaler=torch.amp.GradScaler(case.device.type, enabled=False),
+        steps=steps,
+        batch_size=case.batch,
+        max_grad_norm=config.train.max_grad_norm,
+        events=events,
+        actions=actions,
+        stop=lambda: None,
+        **fields,
+    )
 
 
 def _prompt(case: Case) -> Mapping[str, tuple[int, ...]]:

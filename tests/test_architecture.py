@@ -129,7 +129,7 @@ ABOUT_RELEASES = (
     ROOT / "benchmarks" / "random_bases.py",
     ROOT / "benchmarks" / "released_bases.py",
     ROOT / "benchmarks" / "true_size.py",
-    ROOT / "benchmarks" / "capped_cards.py",
+    ROOT / "benchmarks" / "gpu_day",
     ROOT / "benchmarks" / "mid_size_base.py",
 )
 """What is about releases by the names the world has for them: other trainers' keys; captioning models, which

@@ -122,6 +122,11 @@ def name_of(device: torch.device) -> str:
     return str(module_of(device).get_device_name(device))
 
 
+def gpu_identity(device: torch.device) -> str:
+    """Return what tells a GPU of NVIDIA or AMD from all others, on this machine and elsewhere."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def register_host(address: int, size_bytes: int) -> int:
     """Pin existing host memory for copies to all GPUs; return CUDA's error code, 0 for success."""
     return int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE))

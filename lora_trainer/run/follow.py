@@ -74,6 +74,12 @@ def gather(
     )
     ranks.monitor.give("orders", json.dumps(asdict(orders)))
     _connect(ranks, prepared)
+    if ranks.share_gpus:
+        events.problem(
+            "several processes compute on one GPU: their gradients are added in host memory",
+            fix="nothing; one process for each GPU is faster",
+            severity="note",
+        )
 
 
 def follow(request_here: Request, ranks: ProcessGroup) -> Path:

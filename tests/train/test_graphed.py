@@ -1,11 +1,7 @@
-"""Recorded passes: what is replayed reads and writes the same memory, and trains the same adapter.
-
-`Recorded` is a capture that does the recorded work again on the recorded memory, as a CUDA graph does.
-"""
+"""Recorded passes: what is replayed reads and writes the same memory, and trains the same adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_trainer.network.cuda_graph import Recording
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.graphed import WARM_UPS, Speedups, StepGraphs
 from lora_trainer.training.guards import GuardState, from_plain, to_plain
@@ -25,6 +20,7 @@ from lora_trainer.training.step import (
     optimizer_step,
 )
 from lora_trainer.training.training import OomFallback
+from tests.fakes.recorded import Recorded
 from tests.fakes.training import (
     CPU,
     MIXED,
@@ -37,47 +33,6 @@ from tests.fakes.training import (
 )
 
 DROPOUTS = {"dropout": 0.2, "rank_dropout": 0.3}
-
-
-class _Again:
-    def __init__(self, work: Callable[[], Tensor], result: Tensor) -> None:
-        self._work, self.result = work, result
-        self.replays = 0
-
-    def replay(self) -> None:
-        self.replays += 1
-        self.result.copy_(self._work())
-
-
-class Recorded:
-    """Records without doing the work; `refuse` is raised instead, `released` counts releases."""
-
-    def __init__(self, parameters: list[Tensor], refuse: Exception | None = None) -> None:
-        self.parameters, self.refuse = parameters, refuse
-        self.recordings: list[_Again] = []
-        self.warm_ups = self.released = 0
-        self.addresses: list[list[int]] = []
-
-    def warm_up(self, run: Callable[[], Tensor]) -> Tensor:
-        self.warm_ups += 1
-        return run()
-
-    def record(self, run: Callable[[], Tensor]) -> Recording:
-        if self.refuse is not None:
-            raise self.refuse
-
-        def work() -> Tensor:
-            self.addresses.append(
-                [p.grad.data_ptr() for p in self.parameters if p.grad is not None]
-            )
-            return run()
-
-        self.recordings.append(_Again(work, torch.zeros(())))
-        return self.recordings[-1]
-
-    def release(self) -> None:
-        self.released += 1
-        self.recordings.clear()
 
 
 def graphed(

@@ -6,16 +6,19 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lora_trainer.common.dist_env import DistEnv
 from lora_trainer.common.errors import RequestError
 from lora_trainer.reporting.trackers import PACKAGES
 from lora_trainer.run.prepare import Request
 from lora_trainer.run.train import TrainRequest, train
+from lora_trainer.training.distributed import process_group
 from lora_trainer.training.distributed.heartbeat import Activity
 from tests.fakes.runs import python
 
@@ -191,3 +194,41 @@ def test_this_process_uses_its_processor_and_its_disk(tmp_path: Path) -> None:
     before = activity.stored_bytes()
     (tmp_path / "file").write_bytes(b"x" * 3_000_000)
     assert activity.stored_bytes() >= before
+
+
+@dataclass
+class _Store:
+    """A monitor whose other process has given its GPU already."""
+
+    other: str
+    given: dict[str, str] = field(default_factory=dict)
+
+    def give(self, key: str, value: str) -> None:
+        self.given[key] = value
+
+    def take(self, key: str) -> str:
+        return self.given.get(key, self.other)
+
+
+@pytest.mark.parametrize(
+    ("other", "has_nccl", "backend"),
+    [("GPU-b", True, "nccl"), ("GPU-a", True, "gloo"), ("GPU-b", False, "gloo")],
+    ids=["a GPU each", "one GPU for both", "built without NCCL"],
+)
+def test_nccl_joins_processes_only_where_each_has_a_gpu(
+    other: str, has_nccl: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL ends a start with "Duplicate GPU detected"."""
+    monkeypatch.setattr(
+        "lora_trainer.training.distributed.process_group.gpu_identity", lambda device: "GPU-a"
+    )
+    monkeypatch.setattr(
+        process_group.dist, "is_backend_available", lambda name: has_nccl or name != "nccl"
+    )
+    store: Any = _Store(other)
+    mine = process_group.ProcessGroup(
+        dist_env=DistEnv(rank=0, count=2, local_count=2), monitor=store
+    )
+    assert mine._backend(torch.device("cuda", 0)) == backend
+    assert mine.share_gpus == (other == "GPU-a")
+    assert mine._backend(torch.device("cpu")) == "gloo"

@@ -31,7 +31,7 @@ from lora_trainer.common.errors import (
     TrainingStopped,
     first_line,
 )
-from lora_trainer.hardware.device_calls import kind_of, may_copy_ahead
+from lora_trainer.hardware.device_calls import gpu_identity, kind_of, may_copy_ahead
 from lora_trainer.network.async_copies import AsyncRead
 from lora_trainer.network.pinned_memory import pinned_copy
 from lora_trainer.training.distributed.heartbeat import LOOK, PeerMonitor
@@ -49,13 +49,15 @@ class ProcessGroup:
     """All processes of a training, as one of them sees it.
 
     `device` holds the tensors of collectives (the host for gloo). `lag` is the number of steps after which
-    stop requests, which travel with the gradients, are read, so that no step waits for the device.
+    stop requests, which travel with the gradients, are read, so that no step waits for the device. `share_gpus`:
+    some processes compute on one GPU.
     """
 
     dist_env: DistEnv = field(default_factory=DistEnv)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     lag: int = 0
     monitor: PeerMonitor | None = None
+    share_gpus: bool = False
     _asked: deque[AsyncRead] = field(default_factory=deque)
     _stop: int | None = None
     _flat: Tensor | None = None
@@ -69,9 +71,7 @@ class ProcessGroup:
         """Make collectives possible, once the plan says on which device; waits for all processes."""
         if self.is_single or self.monitor is None:
             return
-        backend = kind_of(device).collectives
-        if not dist.is_backend_available(backend):
-            backend = "gloo"  # on Windows, say
+        backend = self._backend(device)
         # gloo sums in host memory; the other backends sum on the device.
         self.device = torch.device("cpu" if backend == "gloo" else device.type)
         self.lag = lag
@@ -96,6 +96,21 @@ class ProcessGroup:
                 [1.0]
             )  # NCCL connects in its first collective, so have that one under the limit
         self.monitor.started()
+
+    def _backend(self, device: torch.device) -> str:
+        """Return what sums on these devices: gloo where the usual is missing (on Windows, say) or refuses.
+
+        NCCL refuses processes that share a GPU ("Duplicate GPU detected"). Whether any do only all of them
+        know: a scheduler may show each a GPU of its own under the same number.
+        """
+        backend = kind_of(device).collectives
+        if backend == "gloo" or not dist.is_backend_available(backend):
+            return "gloo"
+        assert self.monitor is not None
+        self.monitor.give(f"gpu/{self.dist_env.rank}", gpu_identity(device))
+        gpus = [self.monitor.take(f"gpu/{rank}") for rank in range(self.dist_env.count)]
+        self.share_gpus = len(set(gpus)) < len(gpus)
+        return "gloo" if self.share_gpus else backend
 
     # ---- the step
 

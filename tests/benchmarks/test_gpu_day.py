@@ -1,0 +1,367 @@
+"""The day with a GPU, tried on a processor with tiny bases: every slice has a result, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.gpu_day.cases import SLICES, Case, Slice
+from benchmarks.gpu_day.docs import write_docs
+from benchmarks.gpu_day.results import Origin, Results
+from benchmarks.gpu_day.runner import Runner
+from benchmarks.gpu_day.verdicts import OPTIONS, Verdict, verdicts
+from benchmarks.wheels import closure, keep_kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+HERE = Origin(
+    commit="abc", code="1", torch="2.11.0", device="a GPU", device_type="cuda", tiny=False
+)
+
+pytestmark = pytest.mark.timeout(1200)  # the first test does all slices, one after the other
+
+
+def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the command as it is typed, on a machine that shows no GPU."""
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_day", *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def rows(folder: Path, piece: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"tiny-{piece}.json").read_bytes())["rows"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with `results` and `work` of a day that was done once."""
+    folder = tmp_path_factory.mktemp("gpu-day")
+    done = command("--tiny", "--results", folder / "results", "--work", folder / "work")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_every_slice_has_a_result(work: Path) -> None:
+    for piece in SLICES:
+        found = rows(work / "results", piece.name)
+        assert list(found) and set(found) == {case.name for case in piece.tiny}
+        for name, row in found.items():
+            case = next(case for case in piece.tiny if case.name == name)
+            assert row["status"] == ("needs a GPU" if case.needs_gpu else "done"), row
+            assert row["commit"] and row["code"] and row["at"]
+    assert "joined by gloo" in rows(work / "results", "pair")["nccl"]["reason"]
+    assert rows(work / "results", "pair")["gloo"]["result"]["same_bits"]
+
+
+def test_every_way_comes_to_what_it_promises(work: Path) -> None:
+    ways = [
+        row["result"]
+        for piece in ("bits", "products", "graphs")
+        for row in rows(work / "results", piece).values()
+        if "way" in row["result"]
+    ]
+    assert len(ways) > 12
+    for way in ways:
+        assert way["holds"] and way["finite"], way
+        assert way["same_bits"] or way["promise"] == "bound", way
+    assert not next(way for way in ways if way["way"] == "peft's adapters")["same_bits"], (
+        "another computation is noticed"
+    )
+
+
+def test_what_is_done_is_not_done_again(work: Path) -> None:
+    before = {path: path.read_bytes() for path in (work / "results").glob("*.json")}
+    again = command("--tiny", "--results", work / "results", "--work", work / "work")
+    assert again.returncode == 0, again.stderr
+    assert "done in" not in again.stdout
+    assert {path: path.read_bytes() for path in (work / "results").glob("*.json")} == before
+    listed = command("--tiny", "--results", work / "results", "--list")
+    assert "to do" not in listed.stdout and "light: done" in listed.stdout
+
+
+def test_a_base_that_cannot_be_read_is_a_result_and_the_others_are_done(tmp_path: Path) -> None:
+    base = tmp_path / "work" / "bases" / "tiny-sd15"
+    base.mkdir(parents=True)
+    (base / "model_index.json").write_text("no base")
+    words = ("--tiny", "--results", tmp_path / "results", "--work", tmp_path / "work")
+    done = command(*words, "--slice", "capped", "ladder")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (row,) = rows(tmp_path / "results", "capped").values()
+    assert row["status"] == "failed" and "exit code" in row["error"]
+    assert row["error"] in done.stdout
+    (other,) = rows(tmp_path / "results", "ladder").values()
+    assert set(other["result"]["rungs"]) == {"bare", "trainers' way", "ours"}
+    assert command(*words, "--slice", "capped").returncode == 1, "it is not tried again unasked"
+    shutil.rmtree(base)
+    assert command(*words, "--slice", "capped", "--again").returncode == 0
+    (row,) = rows(tmp_path / "results", "capped").values()
+    assert row["status"] == "done" and row["result"]["measured_bytes"] > 0
+
+
+def test_without_time_or_a_gpu_nothing_is_begun(tmp_path: Path) -> None:
+    short = command("--tiny", "--limit-s", "1", "--results", tmp_path, "--work", tmp_path)
+    assert short.returncode == 3 and "the same command goes on" in short.stdout
+    none = command("--results", tmp_path / "results")
+    assert none.returncode == 1 and "no GPU to measure on" in none.stderr
+    assert not (tmp_path / "results").exists()
+
+
+def test_the_docs_are_filled_from_a_days_results(work: Path, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    shutil.copytree(ROOT / "docs", docs)
+    words = ("--write-docs", "--tiny", "--results", work / "results")
+    refused = command(*words)
+    assert refused.returncode == 1 and "--docs FOLDER" in refused.stderr
+    done = command(*words, "--docs", docs)
+    assert done.returncode == 0, done.stderr
+    memory, speed = (docs / "memory.md").read_text(), (docs / "performance.md").read_text()
+    assert "| sd15 64 px, batch 2, float32, tiny | light | as it is | the same bits |" in memory
+    assert "--slice capped`." in memory and "* nccl: needs a GPU" in speed
+    assert "| sd15 64 px, batch 1, bfloat16, tiny | trainers' way |" in speed
+    assert "**Not yet measured.**" not in memory + speed + (docs / "compile.md").read_text()
+    text = memory + speed
+    assert command(*words, "--docs", docs).returncode == 0
+    assert text == (docs / "memory.md").read_text() + (docs / "performance.md").read_text()
+
+
+# ---- what a processor does not show
+
+
+def ways(results: Results, piece: str, found: dict[str, tuple[float, float]], **more: Any) -> None:
+    """Write ways of one case with seconds and GiB; `found` has "as it is" or what they are held against."""
+    cases = {case.values["way"]: case.name for case in case_list(piece) if "way" in case.values}
+    for way, (seconds, gib) in found.items():
+        against = more.get("against", "as it is")
+        if way == against:
+            continue
+        row = {
+            "way": way,
+            "against": against,
+            "case": "case",
+            "wide": False,
+            "promise": "bits",
+            "holds": way not in more.get("wrong", ()),
+            "same_bits": False,
+            "finite": True,
+            "loss_difference": 0.5,
+            "update_difference": 0.5,
+            "step_s": seconds,
+            "against_step_s": found[against][0],
+        }
+        for name in ("peak_bytes", "reserved_bytes"):
+            row |= {name: int(gib * GIB), f"against_{name}": int(found[against][1] * GIB)}
+        results.write(piece, cases[way], "done", seconds=1.0, result=row)
+
+
+def case_list(piece: str) -> list[Case]:
+    (found,) = (one for one in SLICES if one.name == piece)
+    return list(found.cases)
+
+
+def by_option(results: Results) -> dict[str, Verdict]:
+    return {verdict.option: verdict for verdict in verdicts(results)}
+
+
+def test_an_option_that_wins_little_everywhere_is_taken_out(tmp_path: Path) -> None:
+    results = Results(folder=tmp_path, origin=HERE)
+    found = {
+        "as it is": (1.0, 20.0),
+        "full": (1.4, 8.0),
+        "selective": (1.34, 9.0),
+        "light": (1.2, 15.0),
+        "offloaded": (1.41, 7.3),
+        "compiled": (0.96, 18.5),
+    }
+    ways(results, "bits", found, wrong=["offloaded"])
+    said = by_option(results)
+    words = {option: verdict.word for option, verdict in said.items()}
+    assert words["memory.gradient_checkpointing=full"] == "keep", "60 % of the memory"
+    assert words["memory.gradient_checkpointing=selective"] == "take out", "4.3 % of the time"
+    assert words["memory.gradient_checkpointing=light"] == "keep", "10.4 % of the time"
+    assert words["memory.gradient_checkpointing=offloaded"] == "wrong"
+    assert words["hardware.compile=blocks"] == "take out", "4 % of the time, 7.5 % of the memory"
+    assert words["memory.base_matmul=int8"] == "not measured"
+    assert set(said) == set(OPTIONS)
+    rung = {"median_s": 1.0, "ratio": 1.0, "ratio_upper": 1.1, "peak_bytes": GIB}
+    faster = {**rung, "median_s": 0.9}
+    ladder = {"case": "other", "left_out": {}, "rungs": {"ours": rung, "ours, compiled": faster}}
+    name = case_list("ladder")[0].name
+    results.write("ladder", name, "done", seconds=1.0, result=ladder)
+    assert by_option(results)["hardware.compile=blocks"].word == "keep", "one case is enough"
+
+
+def test_measurements_of_a_gpu_fill_every_table(tmp_path: Path) -> None:
+    results = Results(folder=tmp_path / "results", origin=HERE)
+    ways(results, "bits", {"as it is": (1.0, 20.0), "full": (1.4, 8.0)})
+    ways(results, "products", {"full": (1.0, 20.0), "int8": (1.4, 8.0)}, against="full")
+    ways(results, "graphs", {"as it is": (1.0, 20.0), "recorded": (0.5, 21.0)})
+    product = {"dequantized_s": 2e-4, "int8_s": 1e-4, "cosine": 0.99991}
+    layer = {"fan_in": 640, "out": 1280, "rows": 4096, "forward": product}
+    layer |= {"backward": {"dequantized_s": 2e-4, "refused": "CUBLAS_STATUS_NOT_SUPPORTED"}}
+    layer |= {"whole_forward_s": 1e-4, "whole_backward_s": 1e-4}
+    layers, capped, rungs = (case_list(n)[0].name for n in ("products", "capped", "ladder"))
+    results.write("products", layers, "done", seconds=1.0, result={"layers": [layer]})
+    training = {"predicted_bytes": 8 * GIB, "measured_bytes": 7 * GIB, "over": 1 / 7}
+    training |= {"step_s": 0.5, "changes": [], "settings": {"memory.streamed_blocks": 39}}
+    results.write("capped", capped, "done", seconds=1.0, result=training)
+    rung = {"median_s": 1.0, "ratio": 1.0, "ratio_upper": 1.1, "peak_bytes": GIB}
+    ladder = {"case": "a case", "left_out": {"ours, recorded": "why"}, "rungs": {"bare": rung}}
+    results.write("ladder", rungs, "done", seconds=1.0, result=ladder)
+    results.write("pair", "gloo", "failed", seconds=1.0, error="it hung")
+    refusal = {"works": False, "said": "Duplicate GPU detected"}
+    results.write("pair", "nccl", "done", seconds=1.0, result=refusal)
+    docs = tmp_path / "docs"
+    shutil.copytree(ROOT / "docs", docs)
+    assert {page.name for page in write_docs(results, docs)} == {
+        *("performance.md", "memory.md", "compile.md")
+    }
+    text = "".join(path.read_text() for path in docs.glob("*.md"))
+    assert "**Not yet measured.**" not in text
+    for line in (
+        "| 640 to 1280 | 4096 | 100 | 200 | 100 | 0.99991 | 100 | 200 | refused: CUBLAS_STATUS",
+        "| 8.00 | 7.00 | +14.3% | 0.500 | nothing | streamed_blocks 39 |",
+        "| a case | ours, recorded | why | | | |",
+        "* gloo: failed, it hung",
+        "* nccl refuses: Duplicate GPU detected",
+        "| hardware.cuda_graphs | keep | saves at best +50.0% time (case)",
+        "a GPU, torch 2.11.0, commit abc, ",
+    ):
+        assert line in text, line
+    (docs / "compile.md").write_text("no markers")
+    with pytest.raises(SystemExit, match="gpu-day:graphs"):
+        write_docs(results, docs)
+
+
+def test_other_code_and_another_gpu_are_measured_anew(tmp_path: Path) -> None:
+    results = Results(folder=tmp_path, origin=HERE)
+    case = case_list("pair")[0]
+    piece = next(piece for piece in SLICES if piece.name == "pair")
+    results.write("pair", case.name, "done", seconds=1.0, result={})
+    changed = replace(results, origin=replace(HERE, code="2"))
+    assert case not in results.missing(piece)
+    assert case in changed.missing(piece)
+    assert case not in replace(changed, other_code=True).missing(piece)
+    other = replace(results, origin=replace(HERE, device="another GPU"))
+    assert case in other.missing(piece) and not list(other.rows(piece))
+    assert len(list((tmp_path / "older").iterdir())) == 1, "the old results are kept"
+
+
+CHILD = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from benchmarks.gpu_day.child import Order
+from benchmarks.gpu_day.results import Origin, Results
+order = Order(**json.loads(sys.argv[1]))
+results = Results(folder=Path(order.results), origin=Origin(**order.origin))
+if order.slice == "broken":
+    sys.exit("no module named so")
+for case in order.cases:
+    order.running.write_text(json.dumps(dict(case=case, began_s=time.time())))
+    if case == "crashes":
+        print("a fault of the driver", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(9)
+    if case == "hangs":
+        forever = [sys.executable, "-c", "import signal; signal.pause()"]
+        other = subprocess.Popen(forever, start_new_session=True)
+        (Path(order.folder) / "pids").write_text(f"{{os.getpid()}} {{other.pid}}")
+        signal.pause()
+    results.write(order.slice, case, "done", seconds=0.1, result=dict())
+    order.running.unlink()
+"""
+
+
+def run_with(tmp_path: Path, piece: str, *names: str, limit_s: float) -> dict[str, Any]:
+    """Run cases in a child that ends as their names say; return their rows."""
+    tmp_path.mkdir(exist_ok=True)
+    child = tmp_path / "child.py"
+    child.write_text(CHILD.format(root=str(ROOT)))
+    cases = [Case(name=name, values={}, seconds=0) for name in names]
+    results = Results(folder=tmp_path / "results", origin=HERE)
+    runner = Runner(
+        results=results,
+        folder=tmp_path / "work",
+        until_s=time.time() + limit_s,
+        limit_s=limit_s,
+        child=(str(child),),
+    )
+    one = Slice(name=piece, module="", title="", cases=cases, tiny=[])
+    runner.measure(one, cases)
+    found: dict[str, Any] = results.read(piece)["rows"]
+    return found
+
+
+def test_a_case_that_ends_its_process_is_written_down_and_the_next_are_done(tmp_path: Path) -> None:
+    found = run_with(tmp_path, "slice", "first", "crashes", "last", limit_s=120)
+    assert {name: row["status"] for name, row in found.items()} == {
+        "first": "done",
+        "crashes": "failed",
+        "last": "done",
+    }
+    assert "a fault of the driver" in found["crashes"]["error"]
+
+
+def test_a_slice_that_does_not_start_fails_in_all_its_cases(tmp_path: Path) -> None:
+    found = run_with(tmp_path, "broken", "first", "last", limit_s=60)
+    assert [row["status"] for row in found.values()] == ["failed", "failed"]
+    assert "no module named so" in found["first"]["error"]
+
+
+def test_what_the_time_ended_is_a_failure_if_it_had_all_of_it(tmp_path: Path) -> None:
+    """Else it is tried again: it began when little was left."""
+    results = Results(folder=tmp_path / "results", origin=HERE)
+    runner = Runner(results=results, folder=tmp_path, until_s=1540.0, limit_s=540.0)
+    order = runner._order(SLICES[0], [])
+    for began_s, failed in ((1030.0, True), (1300.0, False)):
+        order.running.write_text(json.dumps({"case": "slow", "began_s": began_s}))
+        found = runner._broken_off(order, None)
+        assert (found is not None) == failed
+    order.running.write_text(json.dumps({"case": "crashed", "began_s": 1500.0}))
+    found = runner._broken_off(order, 9)
+    assert found is not None and found[0] == "crashed"
+    assert runner._broken_off(order, 1) is None, "nothing was running"
+
+
+def test_all_that_a_case_has_started_ends_with_the_time(tmp_path: Path) -> None:
+    run_with(tmp_path, "slice", "hangs", limit_s=8)
+    pids = [int(line) for line in (tmp_path / "work" / "pids").read_text().split()]
+    assert len(pids) == 2 and not any(map(psutil.pid_exists, pids))
+
+
+def test_wheels_leave_out_what_is_there(tmp_path: Path) -> None:
+    needed = closure(["pydantic>=2"], without={}, installed={"annotated-types": "0.7.0"})
+    assert "pydantic" in needed and "annotated-types" not in needed
+    assert "pydantic" in closure(["pydantic>=2"], without={}, installed={"pydantic": "1.10"})
+    wheel = tmp_path / "bitsandbytes-1-py3-none-any.whl"
+    names = ["code.py", "lib_cuda128.so", "lib_cuda130.so", "lib_cpu.so", "lib_rocm70.so"]
+    record = "bitsandbytes-1.dist-info/RECORD"
+    with zipfile.ZipFile(wheel, "w") as file:
+        for name in names:
+            file.writestr(name, name)
+        file.writestr(record, "".join(f"{name},sha256=x,1\n" for name in names))
+    with pytest.raises(SystemExit, match="no kernels for CUDA 12.6"):
+        keep_kernels(wheel, cuda="12.6")
+    keep_kernels(wheel, cuda="13.0")
+    with zipfile.ZipFile(wheel) as file:
+        kept = {"code.py", "lib_cuda130.so", "lib_cpu.so"}
+        assert set(file.namelist()) == {*kept, record}
+        listed = file.read(record).decode().splitlines()
+        assert {line.partition(",")[0] for line in listed} == kept
