@@ -235,7 +235,7 @@ def test_measurements_of_a_gpu_fill_every_table(tmp_path: Path) -> None:
     text = "".join(path.read_text() for path in docs.glob("*.md"))
     assert "**Not yet measured.**" not in text
     for line in (
-        "| 640 to 1280 | 4096 | 100 | 200 | 100 | 0.99991 | 100 | 200 | refused: CUBLAS_STATUS",
+        " 640 to 1280 | 4096 | 100 | 200 | 100 | 0.99991 | 100 | 200 | refused: CUBLAS_STATUS",
         "| 8.00 | 7.00 | +14.3% | 0.500 | nothing | streamed_blocks 39 |",
         "| a case | ours, recorded | why | | | |",
         "* gloo: failed, it hung",
