@@ -20,6 +20,7 @@ from lora_trainer.common.quiet import quiet_libraries
 from lora_trainer.config.config import Precision
 from lora_trainer.costs.sample_cost import Targets
 from lora_trainer.families.base import FileFormat
+from lora_trainer.lora_file.fitting_base import check_usable
 from lora_trainer.lora_file.formats import Asked
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def convert(
     json: Json = False,
 ) -> Reply:
     """Write an adapter in the key names of kohya, diffusers or ComfyUI; its updates stay the same."""
+    _check_first(file, base=base)
     with _nothing_left_behind():
         from lora_trainer.tools.convert import convert
 
@@ -219,6 +221,12 @@ def describe(
             return Reply(value={"file": str(result.file), "changed": result.changed}, as_json=True)
         changed = ", ".join(result.changed) or "nothing"
         return Reply(value=f"wrote {result.file}\nchanged: {changed}", as_json=False)
+
+
+def _check_first(file: Path, *, base: str | None) -> None:
+    """Refuse what its header shows to be unusable before torch is imported, which takes seconds."""
+    if base is None:
+        check_usable(file, names=None)
 
 
 @contextmanager

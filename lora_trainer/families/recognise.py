@@ -31,7 +31,7 @@ _PLAIN = (
     ("chroma", r"distilled_guidance_layer"),
     ("hunyuan", r"individual_token_refiner_|double_blocks_\d+_(?:img|txt)_(?:mlp_fc\d|mod_linear)"),
     ("hunyuan", r"single_blocks_\d+_modulation_linear"),
-    ("wan", r"(?<![a-z]_)blocks_\d+_(?:self|cross)_attn_[qkvo]$|(?<![a-z]_)blocks_\d+_ffn_[02]$"),
+    ("wan", r"(?:^|unet_|model_|transformer_)blocks_\d+_(?:(?:self|cross)_attn_[qkvo]|ffn_[02])$"),
     ("hidream", r"(?:double|single)_stream_blocks_\d+_block_"),
     ("pixart", r"adaln_single_"),
     ("qwen", r"(?<!single_)transformer_blocks_\d+_(?:img|txt)_m(?:lp|od)_"),

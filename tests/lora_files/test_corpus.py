@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError
@@ -115,3 +118,52 @@ def test_rows_of_a_kronecker_product_become_a_lora_when_asked(tmp_path: Path) ->
             lost = relative_error(source.read(key), each) ** 2
             assert done.cuts[key].energy == pytest.approx(1 - lost, abs=1e-5)
             assert source.read(key).rank == 2
+
+
+# ---- refused before torch is imported
+
+
+UNUSABLE = {
+    "sizes that no layer has": (
+        {
+            "lora_unet_double_blocks_0_img_attn_qkv": (9000, 3072),
+            "lora_unet_double_blocks_0_img_mlp_0": (12288, 3072),
+        },
+        "in the size 9000x3072, the layer is 9216x3072",
+    ),
+    "another architecture": (
+        {"lora_unet_blocks_0_self_attn_q": (1536, 1536)},
+        "is an adapter of family wan",
+    ),
+    "Hunyuan-Image": (
+        {"lora_unet_double_blocks_0_img_attn_qkv": (3 * 3584, 3584)},
+        "is an adapter of family hunyuan",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_what_fits_no_base_is_refused_without_torch(name: str, tmp_path: Path) -> None:
+    layers, reason = UNUSABLE[name]
+    file = tmp_path / "a.safetensors"
+    tensors = dict[str, torch.Tensor]()
+    for layer, (out, fan_in) in layers.items():
+        tensors[f"{layer}.lora_down.weight"] = torch.zeros(4, fan_in)
+        tensors[f"{layer}.lora_up.weight"] = torch.zeros(out, 4)
+    save_file(tensors, file)
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom lora_trainer.cli import tools\n"
+        "from lora_trainer.common.errors import InputError\n"
+        "try:\n    tools.convert(Path(sys.argv[1]), format='diffusers')\n"
+        "except InputError as error:\n    print(error)\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(file)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert reason in done.stdout
+    assert done.returncode == 0, "torch was imported to refuse a file"
