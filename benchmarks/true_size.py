@@ -166,7 +166,8 @@ class _Work:
     # ---- the three runs
 
     def _whole(self) -> dict[str, Any]:
-        shutil.rmtree(self.runs, ignore_errors=True)  # of an attempt that failed
+        for made in (self.runs, self.folder / "cache"):  # by an attempt that failed
+            shutil.rmtree(made, ignore_errors=True)
         return self._run("whole", "whole")
 
     def _killed(self) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""The collector of cycles rests during long loops, and only then."""
+"""The collector of cycles rests during long loops, and only then; freed memory goes back to the system."""
 
 from __future__ import annotations
 
 import gc
+import platform
 
+import psutil
 import pytest
 
-from lora_trainer.common.gc_control import gc_disabled
+from lora_trainer.common.gc_control import gc_disabled, give_back_heap
 
 
 def test_the_collector_rests_inside_and_goes_on_after() -> None:
@@ -29,3 +31,15 @@ def test_it_goes_on_after_a_failure_and_works_on_functions() -> None:
         with pytest.raises(ValueError, match="mine"):
             fail()
         assert gc.isenabled()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """Half a GiB in pieces as of a training step, the last of which keeps all before it in the heap."""
+    pieces = [bytearray(b"x" * 2**17) for _ in range(2**12)]
+    last = pieces[-1]
+    pieces.clear()
+    kept = psutil.Process().memory_info().rss
+    give_back_heap()
+    assert kept - psutil.Process().memory_info().rss > 2**28
+    assert len(last) == 2**17

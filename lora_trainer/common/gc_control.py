@@ -1,9 +1,14 @@
-"""Python's search for garbage, kept away from what is none: modules, a loaded model, a hundred thousand records."""
+"""What Python and the C library do with memory that nobody needs any more, where their own ways cost too much.
+
+Python's search for garbage is kept away from what is none: modules, a loaded model, a hundred thousand records.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import gc
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -34,3 +39,24 @@ def made_to_stay() -> Iterator[None]:
             yield
         finally:
             gc.freeze()
+
+
+def _trim_of_glibc() -> Callable[[int], int] | None:
+    if sys.platform != "linux":
+        return None
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim
+
+
+_malloc_trim = _trim_of_glibc()
+
+
+def give_back_heap() -> None:
+    """Return to the system what the C library keeps of freed memory; takes milliseconds.
+
+    glibc keeps pieces below 32 MiB for the next request (mallopt(3), M_MMAP_THRESHOLD): on a processor that
+    is most of what a step has made, and the larger tensors of what comes next would lie beside it. Other
+    C libraries have no such call, and nothing happens.
+    """
+    if _malloc_trim is not None:
+        _malloc_trim(0)

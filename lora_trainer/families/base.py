@@ -2,7 +2,7 @@
 
 No module outside this folder names a family. Importing a family does not import torch: facts are plain
 data, and its methods import the heavy libraries. A new family is one module with a `FAMILY`, one line in
-the registry and its presets; the tests iterate the registry.
+the registry and its presets.
 """
 
 from __future__ import annotations
@@ -269,6 +269,8 @@ class Family(ABC):
     decoding_elements_per_px: int = 6 * 128
     """Peak of its VAE's live tensors in elements per pixel of one image: AutoencoderKL holds 5 (encoding)
     and 6 (decoding) full-size maps of 128 channels, as `LiveStorages` counts them on its networks."""
+    blocked_elements_per_px: tuple[int, int] = (5 * 128, 15 * 64)
+    """(Encoding, decoding) on a device whose convolutions copy their tensors (`DeviceKind.blocks_convolutions`)."""
     one_text_length: bool = True
     """Whether all texts are padded to one length; else each text keeps its length and has a mask."""
     block_pattern: str = r"\w+\.\d+(?=\.)"

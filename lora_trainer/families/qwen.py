@@ -135,6 +135,7 @@ class QwenImage(FlowFamily):
     # A video VAE pads each map by two frames and caches maps for a next frame, which an image never has.
     encoding_elements_per_px = 970
     decoding_elements_per_px = 1740
+    blocked_elements_per_px = (1260, 2026)
     # InvokeAI reads LoKr in kohya's names and nothing in ComfyUI's.
     file_formats: tuple[FileFormat, ...] = ("diffusers", "kohya", "comfyui")
     refused_formats: Mapping[FileFormat, str] = {}

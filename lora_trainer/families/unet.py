@@ -44,7 +44,6 @@ from lora_trainer.families.checkpoints.base_folder import (
     part_folder,
     read_json,
     tokenizer_files,
-    variant,
     weights,
 )
 from lora_trainer.families.checkpoints.unet_file import UNetTraits, config_traits, header_traits
@@ -308,19 +307,16 @@ class UNetFamily(Family):
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> nn.Module:
         from accelerate import init_empty_weights
-        from diffusers import UNet2DConditionModel
 
+        with init_empty_weights():
+            network = self.empty_denoiser(facts.architecture)
         single = part_file(facts.located, "denoiser")
         if single is not None:
-            with init_empty_weights():
-                network = self.empty_denoiser(facts.architecture)
-            network = unet_file.load_unet(single, network, dtype=dtype).eval()
+            unet_file.load_unet(single, network, dtype=dtype)
         else:
             folder = part_folder(facts.located, "denoiser", "unet")
-            network = UNet2DConditionModel.from_pretrained(
-                folder, dtype=dtype, variant=variant(folder), use_safetensors=True
-            )
-        return network.requires_grad_(False).to(device)
+            unet_file.load_unet_folder(folder, network, dtype=dtype)
+        return network.eval().requires_grad_(False).to(device)
 
     # ---- training
 

@@ -35,6 +35,7 @@ class DeviceKind:
     graphs: a step can be recorded and replayed (`torch.cuda.CUDAGraph`).
     compiles: `auto` may choose torch.compile (inductor).
     fused_skips: torch's fused AdamW skips the update when `found_inf` is set.
+    blocks_convolutions: a convolution copies its input and its output into another layout.
     runtime_bytes: memory of a process before its first tensor.
     collectives: the backend of torch.distributed.
     install: the command that installs a torch for this kind.
@@ -54,6 +55,7 @@ class DeviceKind:
     runtime_bytes: int
     collectives: str
     install: str
+    blocks_convolutions: bool = False
     lacks: Mapping[str, str] = field(default_factory=dict)
 
     def against(self, key: str, value: object) -> str:
@@ -167,7 +169,8 @@ KINDS: Mapping[KindName, DeviceKind] = {
             graphs=False,
             compiles=True,
             fused_skips=True,
-            runtime_bytes=int(0.7 * GIB),  # Python with torch and diffusers
+            runtime_bytes=int(0.58 * GIB),  # Python with torch, diffusers, TensorBoard: docs/LOG.md
+            blocks_convolutions=True,  # oneDNN computes in blocks of channels (its "Memory Format Propagation")
             collectives="gloo",
             install="pip install torch",
             lacks={

@@ -18,6 +18,7 @@ import psutil
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
+from lora_trainer.common.gc_control import give_back_heap
 from lora_trainer.hardware.device_calls import (
     free_and_total_bytes,
     peak_bytes,
@@ -57,12 +58,13 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def free_memory() -> None:
-    """Collect garbage and empty the allocator's cache.
+    """Collect garbage and empty the allocators' caches, the C library's too.
 
     Call it outside the `except` block: inside, the traceback keeps the tensors of the failed step alive.
     """
     gc.collect()
     clear_device_cache(garbage_collection=False)
+    give_back_heap()
 
 
 def _nearly_full() -> bool:

@@ -13,10 +13,12 @@ from lora_trainer.families.base import BaseFacts
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import (
     GIB,
+    SAMPLER,
     MemoryItem,
     modulation_weights,
     prepared_batches,
     saved_copies,
+    vae_weights,
 )
 from lora_trainer.planning.pinned_share import offloaded_bytes, pinned_shares
 from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, state_bytes
@@ -88,6 +90,7 @@ def _training(
         ),
         prepared_batches(load, facts, costs),
         *saved_copies(load, facts, costs),
+        *([vae_weights(facts, note=SAMPLER)] if load.samples else []),
     ]
     if load.streamed_blocks:
         base = costs.frozen_base(facts, load)

@@ -67,6 +67,10 @@ class CostModel(Protocol):
         """Most numbers the VAE holds at a time while it decodes, for each pixel of an image."""
 
     @property
+    def blocked_elements_per_px(self) -> tuple[int, int]:
+        """Both, (encoding, decoding), where convolutions lay their tensors out anew."""
+
+    @property
     def quantization_skip(self) -> tuple[str, ...]:
         """Parts of the names of layers in blocks that are never quantised."""
 

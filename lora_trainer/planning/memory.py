@@ -16,6 +16,7 @@ from lora_trainer.config.base_precision import INT8_TEMPORARY_BYTES
 from lora_trainer.config.config import SCHEDULE_FREE, Checkpointing
 from lora_trainer.costs.sample_cost import ADAPTER_BYTES
 from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.checkpoints.base_folder import READ_BYTES
 from lora_trainer.hardware.devices import KINDS
 from lora_trainer.lora.adapter_size import rebuilt_elements
 from lora_trainer.planning.device_overhead import DeviceSurroundings
@@ -45,6 +46,7 @@ TEXT_LAYER_SHARE = 1 / 8
 REBUILT_PIECES = 8
 """A checkpointed network has at least so many pieces of equal weights; one piece is alive at a time."""
 SHOWN = "fp32, while they are validated, sampled or exported"
+SAMPLER = "fp32, between sample images too"
 SLACK = "allocator slack"
 TEMPORARY = (
     "largest temporary",
@@ -63,7 +65,7 @@ ACTIVATIONS = (
 )
 """Items that a training step allocates and frees; CUDA graphs keep their memory between steps."""
 MOVED = (*ACTIVATIONS, *TEMPORARY, "inputs", "adapter gradients")
-Phase = Literal["images", "texts", "training", "sampling"]
+Phase = Literal["images", "texts", "loading", "training", "sampling"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,9 @@ class MemoryItem:
     name: str
     bytes: int
     note: str = ""
+
+
+READING = MemoryItem(name="file being read", bytes=READ_BYTES, note="mapped, a part at a time")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +117,10 @@ def predict(
     phases: dict[Phase, list[MemoryItem]] = {
         "images": _images(load, facts, costs),
         "texts": _texts(load, facts),
-        "training": [*resident, *_training(load, facts, costs)],
     }
+    if not KINDS[load.device].own_memory:
+        phases["loading"] = [*resident, READING]
+    phases["training"] = [*resident, *_training(load, facts, costs)]
     if load.samples:
         phases["sampling"] = [*resident, *_sampling(load, facts, costs)]
     return Prediction(
@@ -249,6 +256,7 @@ def modulation_weights(load: Load, base: FrozenBase) -> MemoryItem:
 def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
     cost, count = costs.sample_cost(facts, load.workload()), load.micro_batch
     width_px, height_px = load.bucket_px
+    own_memory = KINDS[load.device].own_memory
     each = f"{count} x {width_px}x{height_px} px"
     return [
         *_rebuilt(load, facts, costs),
@@ -272,6 +280,7 @@ def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
             note="gradients between layers and recomputed activations",
         ),
         _inputs(load, facts, costs),
+        *([vae_weights(facts, SAMPLER)] if load.samples and not own_memory else []),
     ]
 
 
@@ -395,11 +404,23 @@ def _trained_text(load: Load, facts: BaseFacts) -> list[MemoryItem]:
     ]
 
 
+def vae_weights(facts: BaseFacts, note: str = "fp32") -> MemoryItem:
+    """Return what the VAE takes, in whatever dtype the base is trained."""
+    return MemoryItem(name="VAE weights", bytes=4 * facts.parts["vae"].parameters, note=note)
+
+
+def _vae_elements_per_px(load: Load, costs: RememberedCosts) -> tuple[int, int]:
+    """Return what the VAE has alive while it encodes, and while it decodes."""
+    if KINDS[load.device].blocks_convolutions:
+        return costs.family.blocked_elements_per_px
+    return costs.family.encoding_elements_per_px, costs.family.decoding_elements_per_px
+
+
 def _images(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
     width_px, height_px = load.bucket_px
-    elements = costs.family.encoding_elements_per_px * width_px * height_px
+    elements = _vae_elements_per_px(load, costs)[0] * width_px * height_px
     return [
-        MemoryItem(name="VAE weights", bytes=4 * facts.parts["vae"].parameters, note="fp32"),
+        vae_weights(facts),
         MemoryItem(
             name="image encoding",
             bytes=4 * elements,
@@ -430,9 +451,9 @@ def _sampling(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
         load, micro_batch=1, bucket_px=(side_px, side_px), checkpointing="none", kept_share=0.0
     )
     cost = costs.sample_cost(facts, alone.workload())
-    decoding = 4 * costs.family.decoding_elements_per_px * side_px * side_px
+    decoding = 4 * _vae_elements_per_px(load, costs)[1] * side_px * side_px
     return [
-        MemoryItem(name="VAE weights", bytes=4 * facts.parts["vae"].parameters, note="fp32"),
+        vae_weights(facts),
         MemoryItem(
             name="sample image",
             # Guidance predicts with the prompt and the negative prompt together; decoding comes later.

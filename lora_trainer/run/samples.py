@@ -19,6 +19,7 @@ from lora_trainer.cache.cache_plan import Entries
 from lora_trainer.cache.keys import CacheKey
 from lora_trainer.common.errors import StoppedBySignal, first_line
 from lora_trainer.common.events import EventStream
+from lora_trainer.common.gc_control import give_back_heap
 from lora_trainer.config.config import SamplingSettings
 from lora_trainer.families.base import Conditioning, Sampler
 from lora_trainer.lora.adapter import Adapter
@@ -66,6 +67,7 @@ class SampleAction:
         Raises RuntimeError when the device is out of memory: with less in its caches they may fit.
         """
         target = self.folder / f"step-{progress.step:08d}"
+        give_back_heap()  # decoding makes tensors larger than what a step on a processor has left
         try:
             target.mkdir(parents=True, exist_ok=True)
             with (

@@ -41,6 +41,7 @@ class UNetCosts:
     one_text_length = True
     encoding_elements_per_px = 640
     decoding_elements_per_px = 768
+    blocked_elements_per_px = (640, 960)
     precisions: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
     quantization_skip: tuple[str, ...] = ()
     block_pattern = r".*?\.transformer_blocks\.\d+(?=\.)"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from torch import Tensor
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import PARTS, BaseFacts, Layout, Part, TensorInfo
+from lora_trainer.families.checkpoints import unet_file
 from lora_trainer.families.checkpoints.base_folder import read_header
 from lora_trainer.families.checkpoints.unet_file import config_traits, header_traits
 from lora_trainer.families.unet import UNetFamily
@@ -109,6 +112,75 @@ def test_a_checkpoint_is_the_folder_it_was_made_from(name: str, tmp_path: Path) 
     assert {part: files[0] for part, files in of(name).parts(facts.located).items()} == (
         dict.fromkeys(PARTS, file)
     )
+
+
+# ---- how weights are read
+
+
+@NAMES
+def test_a_folder_loads_to_diffusers_own_weights(name: str) -> None:
+    from diffusers import UNet2DConditionModel
+
+    ours = of(name).load_denoiser(facts_of(name), dtype=torch.bfloat16, device=CPU)
+    theirs = UNet2DConditionModel.from_pretrained(base_of(name) / "unet", dtype=torch.bfloat16)
+    assert_same(ours.state_dict(), theirs.state_dict())
+
+
+@NAMES
+def test_a_folder_that_lacks_tensors_is_refused(name: str, tmp_path: Path) -> None:
+    folder = copy_of(name, tmp_path / "base")
+    changed(folder / "unet/diffusion_pytorch_model.safetensors", dict.popitem)
+    facts = of(name).facts(Layout(folder=folder), source="folder", identities={})
+    with pytest.raises(InputError, match="not that of its config.json"):
+        of(name).load_denoiser(facts, dtype=torch.bfloat16, device=CPU)
+
+
+@pytest.mark.parametrize("as_file", [False, True], ids=["folder", "file"])
+def test_a_file_is_mapped_a_part_at_a_time(
+    as_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a float32 file would else lie in memory beside the bf16 weights: 10 of 16 GB for SDXL."""
+    part_bytes, mapped, real = 2**12, list[int](), safetensors.safe_open
+    name = "sdxl"
+    file = base_of(name) / "unet/diffusion_pytorch_model.safetensors"
+    if as_file:
+        file = checkpoint(name, tmp_path)
+    sizes = [tensor.nbytes for tensor in load_file(file).values()]
+    largest = max(sizes)
+
+    class Counting:
+        """`safe_open` that counts what is read through one mapping, and sees whether it was let go."""
+
+        def __init__(self, path: Path, **options: Any) -> None:
+            assert mapped_tensors() == [], "nothing holds the mapping before this one"
+            self.file = real(path, **options)
+
+        def __enter__(self) -> Counting:
+            mapped.append(0)
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.file.__exit__(*error)
+
+        def get_tensor(self, key: str) -> Tensor:
+            tensor: Tensor = self.file.get_tensor(key)
+            mapped[-1] += tensor.nbytes
+            held.append(weakref.ref(tensor))
+            return tensor
+
+    held: list[weakref.ref[Tensor]] = []
+
+    def mapped_tensors() -> list[Tensor]:
+        return [tensor for each in held if (tensor := each()) is not None]
+
+    monkeypatch.setattr(safetensors, "safe_open", Counting)
+    monkeypatch.setattr(unet_file, "READ_BYTES", part_bytes)
+    facts = facts_from(name, file) if as_file else facts_of(name)
+    of(name).load_denoiser(facts, dtype=torch.bfloat16, device=CPU)
+    assert sum(mapped) >= sum(sizes) / 4, "all of the denoiser was read"
+    assert max(mapped) <= part_bytes + largest
+    assert mapped_tensors() == []
 
 
 @NAMES

@@ -89,6 +89,11 @@ def test_items_add_up_and_the_runtime_is_always_there() -> None:
         assert all(item.note for item in made.items)
 
 
+def test_the_vae_of_the_sample_images_waits_here() -> None:
+    assert items(host(samples=True))["VAE weights"] == 4 * facts().parts["vae"].parameters
+    assert "VAE weights" not in items(host())
+
+
 def test_streamed_blocks_are_pinned_in_the_dtype_they_are_kept_in() -> None:
     blocks = {
         kind: items(host(streamed_blocks=57, base_precision=kind)) for kind in ("bf16", "int8")

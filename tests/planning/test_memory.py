@@ -16,6 +16,7 @@ from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families import family as load_family
 from lora_trainer.families import known_base
 from lora_trainer.families.base import BaseFacts, PartFacts
+from lora_trainer.families.checkpoints.base_folder import READ_BYTES
 from lora_trainer.lora.adapter_size import adapter_parameters
 from lora_trainer.planning.device_overhead import (
     CUBLAS_BYTES,
@@ -295,6 +296,32 @@ def test_fits_compares_with_the_limit() -> None:
 
 def test_the_processor_has_another_runtime_than_the_card() -> None:
     assert items(predicted(device="cpu"))["runtime"] != items(predicted())["runtime"]
+
+
+def test_a_processor_loads_and_keeps_what_a_card_has_the_machine_for() -> None:
+    """The base's file is read in parts; the VAE of the sample images stays between them."""
+    card, processor = (predicted(device=device, samples=True) for device in ("cuda", "cpu"))
+    assert "loading" not in card.phases
+    loading = {item.name: item.bytes for item in processor.by_phase["loading"]}
+    assert loading["file being read"] == READ_BYTES
+    assert loading["base weights"] == 2 * sd15_facts().parts["denoiser"].parameters
+    assert "VAE weights" not in loading.keys() | trained(card).keys()
+    assert trained(processor)["VAE weights"] == 4 * sd15_facts().parts["vae"].parameters
+    assert "VAE weights" not in trained(predicted(device="cpu", samples=False))
+
+
+def test_convolutions_of_a_processor_lay_their_tensors_out_anew() -> None:
+    """oneDNN: decoding then takes 960 elements a pixel instead of 768 (tests/families/test_vae_memory.py)."""
+    card, processor, apple = (
+        {
+            item.name: item.bytes
+            for item in predicted(device=device, samples=True).by_phase["sampling"]
+        }
+        for device in ("cuda", "cpu", "mps")
+    )
+    side_px = LOAD.sample_side_px
+    assert card["sample image"] == apple["sample image"] == 4 * 768 * side_px**2
+    assert processor["sample image"] == 4 * 960 * side_px**2
 
 
 def test_a_workload_is_computed_once_alone_and_once_in_company() -> None:

@@ -20,6 +20,8 @@ MAX_HEADER_BYTES = 16_000_000
 MAX_TENSORS = 100_000
 MAX_DIMENSIONS = 16
 MAX_KEY_LENGTH = 1_000
+READ_BYTES = 2**28
+"""How much of a file is mapped at a time while its tensors are read."""
 AGAIN = "download the base model again"
 CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})

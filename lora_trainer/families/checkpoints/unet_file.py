@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import Header
-from lora_trainer.families.checkpoints.base_folder import AGAIN, read_header
+from lora_trainer.families.checkpoints.base_folder import AGAIN, READ_BYTES, read_header, weights
 
 if TYPE_CHECKING:
     import torch
@@ -143,6 +144,17 @@ def read_numbers(file: Path, name: str) -> tuple[float, ...]:
 # ---- loading
 
 
+def load_unet_folder(folder: Path, network: Any, *, dtype: torch.dtype) -> nn.Module:
+    """Fill a U-Net on `meta` with the weights of its folder; raises InputError when the weights do not fit."""
+    tensors: dict[str, Tensor] = {}
+    for file in weights(folder):
+        tensors |= _read(file, {name: name for name in read_header(file)}, dtype=dtype)
+    network._fix_state_dict_keys_on_load(tensors)  # attention has other names in old files
+    return _filled(
+        network, tensors, file=folder, part="denoiser", config="its config.json", fix=AGAIN
+    )
+
+
 def load_unet(file: Path, network: nn.Module, *, dtype: torch.dtype) -> nn.Module:
     """Fill a U-Net on `meta` with the weights of a file; raises InputError when the weights do not fit."""
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
@@ -198,13 +210,28 @@ def load_clip(file: Path, kind: Any, config: Any, *, prefix: str, dtype: torch.d
 
 
 def _read(file: Path, names: Mapping[str, str], *, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return tensors cast to `dtype`; tensors stored in `dtype` are views of the mapped file.
+
+    Pages of a mapped file that were read count as memory of the process until the mapping is closed. The file
+    is mapped anew for every `READ_BYTES`, so a float32 base does not lie in memory beside its bf16 copy.
+    """
     from safetensors import SafetensorError, safe_open
 
+    tensors: dict[str, Tensor] = {}
+    unread = deque(names.items())
     try:
-        with safe_open(file, framework="pt") as tensors:
-            return {name: tensors.get_tensor(full).to(dtype) for name, full in names.items()}
+        while unread:
+            with safe_open(file, framework="pt") as mapped:
+                read_bytes = 0
+                while unread and read_bytes < READ_BYTES:
+                    name, stored_name = unread.popleft()
+                    stored = mapped.get_tensor(stored_name)
+                    tensors[name] = stored.to(dtype)
+                    read_bytes += stored.nbytes
+                    del stored  # a tensor of the file keeps the whole mapping open
     except SafetensorError as error:
         raise InputError(f"{file} is not a whole safetensors file ({error})", fix=AGAIN) from None
+    return tensors
 
 
 def _converted(file: Path, convert: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -215,7 +242,13 @@ def _converted(file: Path, convert: Callable[[], dict[str, Tensor]]) -> dict[str
 
 
 def _filled(
-    network: nn.Module, tensors: Mapping[str, Tensor], *, file: Path, part: str
+    network: nn.Module,
+    tensors: Mapping[str, Tensor],
+    *,
+    file: Path,
+    part: str,
+    config: str = "its companion's config.json",
+    fix: str = "name the base model it was made from with --set base.companion=...",
 ) -> nn.Module:
     try:
         # The parameters are on meta: assign=True makes the file's tensors the parameters, without a copy.
@@ -223,8 +256,7 @@ def _filled(
     except RuntimeError as error:
         detail = " ".join(str(error).split())[:300]
         raise InputError(
-            f"the {part} in {file} is not that of its companion's config.json ({detail})",
-            fix="name the base model it was made from with --set base.companion=...",
+            f"the {part} in {file} is not that of {config} ({detail})", fix=fix
         ) from None
     return network
 

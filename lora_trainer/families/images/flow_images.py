@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lora_trainer.common.errors import InputError
+from lora_trainer.common.gc_control import give_back_heap
 from lora_trainer.families.base import Conditioning, ImageEncoder, Latents, Sampler
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class FlowSampler(Sampler):
             num_inference_steps=steps,
             output_type="latent",
         ).images.to(self.decode_on)
+        give_back_heap()  # decoding makes far larger tensors than a denoising step leaves
         try:
             vae = self.vae.to(self.decode_on)
             with torch.no_grad():

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
+from lora_trainer.common.gc_control import give_back_heap
 from lora_trainer.families.base import (
     BaseFacts,
     Conditioning,
@@ -164,6 +165,7 @@ class UNetSampler(Sampler):
             guidance_scale=guidance_scale,
             output_type="latent",
         ).images.to(self.decode_on)
+        give_back_heap()  # decoding makes far larger tensors than a denoising step leaves
         try:
             vae = self.vae.to(self.decode_on)
             with torch.no_grad():
