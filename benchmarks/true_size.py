@@ -75,6 +75,7 @@ CASES = {
 
 def main() -> None:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     results: Path = options.results.resolve()
     results.mkdir(parents=True, exist_ok=True)
     dataset = _dataset(results / "pictures")
@@ -191,11 +192,14 @@ class _Work:
             with HostWatch(
                 process=psutil.Process(process.pid), run_folder=run, phase_of=_phase
             ) as watch:
-                while kill_when is not None and process.poll() is None and not kill_when():
-                    time.sleep(0.05)
-                if kill_when is not None:
-                    process.send_signal(signal.SIGKILL)
-                code = process.wait()
+                try:
+                    while kill_when is not None and process.poll() is None and not kill_when():
+                        time.sleep(0.05)
+                    if kill_when is not None:
+                        process.kill()
+                    code = process.wait()
+                finally:  # a training must not go on in a folder that the next attempt clears
+                    process.kill()
         return {
             "exit_code": code,
             "seconds": time.monotonic() - began_s,
