@@ -48,6 +48,15 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         "cap_feat_dim": 32,
         "axes_dims": [8, 8, 8],
     },
+    "flux": {
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 32,
+        "pooled_projection_dim": 32,
+        "axes_dims_rope": [4, 6, 6],
+    },
 }
 """Entries of the denoiser's configuration, so small that a step shows whether it runs, not how fast."""
 

@@ -67,17 +67,6 @@ class Release:
     vae: Mapping[str, Any] = field(default_factory=dict)
 
 
-LADDER = (
-    "sd15:512:1:bf16",
-    "sd15:512:4:bf16",
-    "sdxl:1024:1:bf16",
-    "sdxl:1024:4:bf16",
-    "zimage:512:1:bf16",
-    "zimage:512:4:bf16",
-    "zimage:1024:1:bf16",
-    "zimage:1024:4:bf16:full",
-)
-"""Cases of the step ladder on a card of 80 GB; the last would not fit without recomputing."""
 RELEASES: Mapping[str, Release] = {
     "sd15": Release(
         source="stable-diffusion-v1-5/stable-diffusion-v1-5",

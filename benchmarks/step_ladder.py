@@ -35,9 +35,9 @@ sys.path.insert(0, str(ROOT))
 from ladder_rungs import Bare, Ours, Rung, our_adapter, peft_adapter  # noqa: E402
 from mid_size_base import NAMES  # noqa: E402
 from plots import bars  # noqa: E402
-from random_bases import LADDER  # noqa: E402
 from trainee import DTYPES, Case, Size, batches, frozen_network, sharing  # noqa: E402
 
+from benchmarks.gpu_day.cases import LADDER  # noqa: E402
 from lora_trainer.common.errors import first_line  # noqa: E402
 from lora_trainer.lora.adapter import Adapter  # noqa: E402
 from lora_trainer.network.checkpointing import apply_checkpointing  # noqa: E402
@@ -246,7 +246,7 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     rows = []
-    cases = options.case or (LADDER if options.true_size else MIDDLING)
+    cases = options.case or (list(LADDER) if options.true_size else MIDDLING)
     for words in cases:
         size: Size = "true size" if options.true_size else "middling"
         case = Case.from_words(words, device=device, size=size)
@@ -269,7 +269,7 @@ def _options() -> argparse.Namespace:
         "--case",
         nargs="+",
         metavar="NAME:PX:BATCH:DTYPE[:RECOMPUTING]",
-        help="default: small ones, or with --true-size those of random_bases.py",
+        help="default: small ones, or with --true-size those of gpu_day/cases.py",
     )
     parser.add_argument("--steps", type=int, default=40, help="steps of each rung")
     parser.add_argument("--block", type=int, default=2, help="steps in a row of one rung")

@@ -23,7 +23,8 @@ class Way:
     promise: the same bits as the way it is held `against`, where torch computes deterministically, or the
     same but for rounding: losses within `loss_bound` of them, updates of the adapter within `update_bound`
     of their length, both with a base in 16 bits. streamed: the share of the blocks whose weights lie in
-    host memory; `beside`: copied beside the computation. base: how frozen weights are kept and multiplied.
+    host memory; `beside`: copied beside the computation. modulated: modulation layers lie there, and give
+    what was computed ahead. base: how frozen weights are kept and multiplied.
     """
 
     promise: Promise = "bits"
@@ -33,6 +34,7 @@ class Way:
     checkpointing: str = "none"
     streamed: float = 0.0
     beside: bool = True
+    modulated: bool = False
     adapter: Literal["fused", "peft"] = "fused"
     compiled: bool = False
     recorded: bool = False
@@ -42,6 +44,7 @@ class Way:
 ROUNDED_WEIGHTS: Mapping[str, float] = {"loss_bound": 0.05, "update_bound": 0.25}
 ROUNDED_INPUTS: Mapping[str, float] = {"loss_bound": 0.03, "update_bound": 0.15}
 """Random networks magnify what 8 bits round more than trained ones."""
+MODULATED = "modulation ahead"
 WAYS: Mapping[str, Way] = {
     REFERENCE: Way(),
     "the same again": Way(),
@@ -52,6 +55,7 @@ WAYS: Mapping[str, Way] = {
     "full, half streamed": Way(checkpointing="full", streamed=0.5),
     "full, streamed": Way(checkpointing="full", streamed=1.0),
     "full, streamed in turn": Way(checkpointing="full", streamed=1.0, beside=False),
+    MODULATED: Way(modulated=True),
     "peft's adapters": Way(promise="bound", adapter="peft"),
     "compiled": Way(promise="bound", compiled=True),
     "recorded": Way(promise="bound", recorded=True),
@@ -130,13 +134,13 @@ def _ways(
             )
 
 
-EXACT = [name for name, way in WAYS.items() if way.promise == "bits" and name != REFERENCE]
+EXACT = [
+    name
+    for name, way in WAYS.items()
+    if way.promise == "bits" and name not in (REFERENCE, MODULATED)
+]
 RECORDED = ("recorded", "compiled, recorded")
 MULTIPLIED = ("int8", "int8 by int8", "int8, compiled", "int8 by int8, compiled")
-
-
-def _ladder(size: str, *, seconds: float, later: bool = False) -> Case:
-    return Case(name=size, values={"size": size}, seconds=seconds, later=later)
 
 
 def _capped(base: str, gib: int, *, later: bool = False, steps: int = 12) -> Case:
@@ -148,6 +152,18 @@ def _products(base: str, rows: Sequence[int]) -> Case:
     return Case(name=f"{base} layers", values={"base": base, "rows": rows}, seconds=15.0)
 
 
+LADDER: Mapping[str, float] = {
+    "sdxl:1024:1:bf16": 110.0,
+    "sd15:512:1:bf16": 90.0,
+    "zimage:512:1:bf16": 110.0,
+    "sdxl:1024:4:bf16": 150.0,
+    "zimage:1024:1:bf16": 150.0,
+    "sd15:512:4:bf16": 90.0,
+    "zimage:512:4:bf16": 150.0,
+    "zimage:1024:4:bf16:full": 200.0,
+}
+"""Sizes of the step ladder and their seconds; the last would not fit a GPU of 80 GB without recomputing."""
+LADDER_FIRST = 3
 NCCL = "NCCL joins GPUs; processes on a processor are joined by gloo"
 PAIR = (
     Case(name="gloo", values={"backend": "gloo"}, seconds=90.0),
@@ -163,11 +179,13 @@ SLICES: Sequence[Slice] = (
                 ("sdxl:1024:1:bf16", "zimage:512:1:bf16", "sd15:512:1:bf16"),
                 [*EXACT, "peft's adapters", "compiled"],
                 seconds=8.0,
-            )
+            ),
+            *_ways(("flux:512:1:bf16",), [MODULATED], seconds=40.0, after=0),
         ],
         tiny=[
             *_ways(("sd15:64:2:fp32",), [*EXACT, "peft's adapters", "compiled"], seconds=0),
             *_ways(("zimage:64:2:bf16",), ["full, streamed", "peft's adapters"], seconds=0),
+            *_ways(("flux:64:2:bf16",), [MODULATED], seconds=0),
         ],
         environment=DETERMINISTIC,
     ),
@@ -218,16 +236,10 @@ SLICES: Sequence[Slice] = (
         module="ladder",
         title="a step: bare, the way of other trainers, ours, compiled, recorded",
         cases=[
-            _ladder("sdxl:1024:1:bf16", seconds=110.0),
-            _ladder("sd15:512:1:bf16", seconds=90.0),
-            _ladder("zimage:512:1:bf16", seconds=110.0),
-            _ladder("sdxl:1024:4:bf16", seconds=150.0, later=True),
-            _ladder("zimage:1024:1:bf16", seconds=150.0, later=True),
-            _ladder("sd15:512:4:bf16", seconds=90.0, later=True),
-            _ladder("zimage:512:4:bf16", seconds=150.0, later=True),
-            _ladder("zimage:1024:4:bf16:full", seconds=200.0, later=True),
+            Case(name=size, values={"size": size}, seconds=seconds, later=number >= LADDER_FIRST)
+            for number, (size, seconds) in enumerate(LADDER.items())
         ],
-        tiny=[_ladder("sd15:64:1:bf16", seconds=0)],
+        tiny=[Case(name="sd15:64:1:bf16", values={"size": "sd15:64:1:bf16"}, seconds=0)],
     ),
     Slice(
         name="pair",

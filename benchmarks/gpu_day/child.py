@@ -53,9 +53,13 @@ def main() -> int:
     from lora_trainer.network.out_of_memory import free_memory, is_lost
 
     origin = Origin(**order.origin)
-    device = torch.device("cuda", 0) if origin.device_type == "cuda" else torch.device("cpu")
+    device = (
+        torch.device("cuda", origin.index) if origin.device_type == "cuda" else torch.device("cpu")
+    )
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit(f"torch {torch.__version__} cannot use {origin.device}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     here = Here(device=device, tiny=origin.tiny, folder=Path(order.folder))
     results = Results(folder=Path(order.results), origin=origin)
     (piece,) = (piece for piece in SLICES if piece.name == order.slice)

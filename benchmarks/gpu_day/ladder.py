@@ -9,7 +9,7 @@ from trainee import Case, Size
 
 from benchmarks.gpu_day.device import Here
 
-STEPS, BLOCK = 30, 10
+STEPS, BLOCK = 20, 5
 TINY_STEPS, TINY_BLOCK = 4, 2
 
 

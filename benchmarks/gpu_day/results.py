@@ -36,6 +36,8 @@ class Origin:
     device: str
     device_type: Literal["cuda", "cpu"]
     tiny: bool
+    index: int = 0
+    """Of the GPU, as CUDA counts."""
 
     @property
     def machine(self) -> dict[str, Any]:
@@ -63,6 +65,7 @@ def origin(*, tiny: bool, device: str, commit: str | None, measures: bool) -> Or
         device=gpu.name if gpu else hardware.cpu_name,
         device_type="cuda" if gpu else "cpu",
         tiny=tiny,
+        index=gpu.index if gpu else 0,
     )
 
 
