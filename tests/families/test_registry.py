@@ -70,7 +70,7 @@ def test_the_embedded_base_is_of_a_registered_family() -> None:
 def test_the_registry_and_all_families_import_no_torch() -> None:
     code = (
         "import sys; from lora_trainer import families\n"
-        "for name in families.MODULES: families.family(name).known('x')\n"
+        "for name in families.MODULES: families.family(name).facts_from_hub_id('x')\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
