@@ -350,7 +350,9 @@ def test_flow_levels_carry_no_signal_weight_and_what_is_told_reaches_the_sample(
         name: replace(source, geometry={"time_ids": torch.tensor([[float(source.size_px[0])]])})
         for name, source in feeder.sources.items()
     }
-    feeder = TrainingDataLoader(**{**vars(feeder), "shared_conditioning": told, "sources": sized, "_orders": {}})
+    feeder = TrainingDataLoader(
+        **{**vars(feeder), "shared_conditioning": told, "sources": sized, "_orders": {}}
+    )
     for sample in feeder.prepare(0).samples:
         assert sample.weight == 1.0 and sample.level.alpha == 1.0 - sample.level.sigma
         assert sample.conditioning["guidance"].tolist() == [2.5]
