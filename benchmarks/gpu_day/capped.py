@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from random_bases import ROOT, write_true_size
@@ -151,9 +152,10 @@ def dataset(here: Here) -> Path:
         return folder
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     unfinished.mkdir(parents=True, exist_ok=True)
-    sizes = TINY_PX if here.tiny else SIZES_PX
+    sizes, rng = TINY_PX if here.tiny else SIZES_PX, np.random.default_rng(0)
     for index in range(IMAGES):
-        image = Image.effect_noise(sizes[index % len(sizes)], 60).convert("RGB")
+        colours = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+        image = colours.resize(sizes[index % len(sizes)], Image.Resampling.BICUBIC)
         image.save(unfinished / f"{index:02}.png", compress_level=1)
         (unfinished / f"{index:02}.txt").write_text(f"image number {index}")
     return unfinished.rename(folder)
