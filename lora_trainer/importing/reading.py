@@ -127,7 +127,11 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no annotation
 
 
 def _yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def _json(text: str) -> Any:

@@ -195,7 +195,7 @@ def test_sec_04_variables_that_are_named_as_secrets_are() -> None:
     environment = {"MY_TOKEN": "long-enough", "TOKENIZERS_PARALLELISM": "false-but-long"}
     environment |= {"KEYBOARD": "us-international", "API_KEY": "short"}
     assert secret_values(environment) == ["long-enough"]
-    with pytest.raises(RequestError, match=r"output\.author, sampling\.prompts holds") as caught:
+    with pytest.raises(RequestError, match=r"output\.author, sampling\.prompts contains") as caught:
         build_config({"output.author": "hf_" + "a" * 20, "sampling.prompts": ["x?token=abc", "y"]})
     assert "aaa" not in str(caught.value)
 
