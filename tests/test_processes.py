@@ -264,7 +264,7 @@ def test_mpr_01_02_03_a_process_that_fails_ends_all_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    ("name", "where"), [("leader hangs", "run.py"), ("follower hangs", "processes.py")]
+    ("name", "where"), [("leader hangs", "train.py"), ("follower hangs", "follow.py")]
 )
 def test_what_hangs_in_the_start_is_named(name: str, where: str, place: Toy, results: Any) -> None:
     text = "".join(results[name]["output"])
