@@ -86,7 +86,7 @@ def test_text_encoders_in_comfyuis_names_are_said_to_be_found_by_it_alone() -> N
 
 @pytest.mark.parametrize(
     ("held", "reason"),
-    [({"bias": True}, "biases"), ({"dora": True, "input_dora": True}, "outputs only")],
+    [({"bias": True}, "biases"), ({"dora": True, "input_dora": True}, "output magnitudes only")],
 )
 def test_what_diffusers_has_no_names_for_is_refused_there(
     held: dict[str, Any], reason: str

@@ -60,7 +60,7 @@ def test_a_rate_that_is_zero_to_32_bits(other: Toy) -> None:
     assert other.train(steps=40, optimizer__learning_rate=1e-50, **QUIET) == 5
     reason = ended(other)
     assert f"after {ZERO_STEPS} steps with gradients the adapter is as it began" in reason
-    assert "the learning rate, 1e-50, is zero" in reason
+    assert "the learning rate, 1e-50, is too small" in reason
     assert "optimizer.learning_rate=1e-4" in reason
 
 
