@@ -8,6 +8,7 @@ how much of it no file stands behind (asked every few milliseconds): pages of a 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any
 import psutil
 
 INTERVAL_S = 0.02
+CHILDREN_INTERVAL_S = 1.0
 START = "start"
 
 
@@ -44,6 +46,8 @@ class HostWatch:
     peaks: dict[str, Peak] = field(default_factory=dict)
     _done: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
+    _listed: list[psutil.Process] = field(default_factory=list)
+    _listed_s: float = -math.inf
 
     def __enter__(self) -> HostWatch:
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -66,7 +70,8 @@ class HostWatch:
                 self._look(self.peaks.setdefault(phase, Peak()))
                 if now != phase:
                     for process in self._family():
-                        Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # resets VmHWM
+                        with suppress(OSError):  # a child that has ended
+                            Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # resets VmHWM
             self.peaks.setdefault(phase, Peak()).seconds += time.monotonic() - since_s
             phase, since_s = now, time.monotonic()
 
@@ -77,7 +82,12 @@ class HostWatch:
         peak.own_bytes = max(peak.own_bytes, own)
 
     def _family(self) -> list[psutil.Process]:
-        return [self.process, *self.process.children(recursive=True)]
+        """Return the process and its children, looked up once a second: that reads all of /proc."""
+        now_s = time.monotonic()
+        if now_s - self._listed_s > CHILDREN_INTERVAL_S:
+            self._listed = [self.process, *self.process.children(recursive=True)]
+            self._listed_s = now_s
+        return self._listed
 
     def _phase(self) -> str | None:
         try:

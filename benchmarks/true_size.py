@@ -52,6 +52,11 @@ PREDICTED_BY = {
 """Measured phase -> the plan's."""
 TEXT_MESSAGES = ("loading the text encoders", "captions")
 EXIT_CODES = {"whole": 0, "killed": -signal.SIGKILL, "resumed": 0}
+PASSES: Mapping[str, Mapping[str, float]] = {
+    "sd15": {"data.validation_fraction": 0.25, "sampling.steps": 2},
+    "sdxl": {"data.validation_fraction": 0, "sampling.steps": 1},
+}
+"""How often the denoiser runs beside the steps: a validation is 16 passes, of SDXL half a minute each."""
 STATE_FILES = ("adapter.safetensors", "optim.safetensors", "optim.json", "state.json")
 
 
@@ -212,12 +217,11 @@ class _Work:
             "train.precision": "bf16",
             "train.validate_every_steps": STEPS,
             "output.save_every_steps": SAVED_STEP,
-            "data.validation_fraction": 0.25,
             "data.cache_dir": str(self.folder / "cache"),
             "sampling.every_steps": STEPS,
-            "sampling.steps": 2,
             "sampling.prompts_from_captions": 1,
             "hardware.device": "cpu",
+            **PASSES[self.case.base],
         }
         base = self.base_folder
         if self.case.as_file:
