@@ -56,7 +56,7 @@ PASSES: Mapping[str, Mapping[str, float]] = {
     "sd15": {"data.validation_fraction": 0.25, "sampling.steps": 2},
     "sdxl": {"data.validation_fraction": 0, "sampling.steps": 1},
 }
-"""How often the denoiser runs beside the steps: a validation is 16 passes, of SDXL half a minute each."""
+"""How often the denoiser runs beside the steps: a validation of SDXL is 8 passes of most of a minute."""
 STATE_FILES = ("adapter.safetensors", "optim.safetensors", "optim.json", "state.json")
 
 
