@@ -91,7 +91,7 @@ def test_every_family_is_known_by_what_it_states(name: str) -> None:
         # other programs' families
         ("transformer.transformer_blocks.7.attn1.to_q", 2048, "unknown"),
         ("transformer.joint_transformer_blocks.0.attn.to_q", 3072, "unknown"),
-        ("diffusion_model.blocks.0.self_attn.q", 5120, "unknown"),
+        ("diffusion_model.blocks.0.self_attn.q", 5120, "wan"),
     ],
 )
 def test_single_modules_that_tell(module: str, width: int, expected: str) -> None:

@@ -86,7 +86,7 @@ def test_every_setting_is_there_with_a_label_and_its_help(settings: Any) -> None
 def test_search_change_refusal_reset(settings: Any, work: Workplace, draft: drafts.Draft) -> None:
     settings.locator("body").click(position={"x": 3, "y": 300})
     settings.keyboard.press("/")
-    settings.keyboard.type("rank width")
+    settings.keyboard.type("rank update")
     until(settings, "() => !document.getElementById('train.steps').checkVisibility()")
     assert row(settings, "adapter.rank").is_visible()
 
@@ -131,7 +131,7 @@ def test_what_does_not_matter_is_folded_with_the_reason(settings: Any) -> None:
     factor = row(settings, "adapter.lokr_factor")
     assert not factor.is_visible()
     settings.locator("#expert-search").fill("lokr_factor")
-    factor.get_by_text("needs adapter.kind=lokr, which is lora").wait_for()
+    factor.get_by_text("needs adapter.kind=lokr, but it is lora").wait_for()
     settings.locator("#expert-search").fill("")
     field(settings, "adapter.kind").select_option(label="lokr")
     until(settings, "() => document.getElementById('adapter.dora').closest('details')")

@@ -66,7 +66,9 @@ def test_what_is_in_force_comes_with_its_origin(plan: Mapping[str, Any]) -> None
     assert (resolution["text"], resolution["from"]) == ("64", "planner")
     assert resolution["reason"] == "the size embedded was trained on"
     assert found["fields"]["data.flip"]["from"] == "default"
-    assert found["unused"]["objective.flow_shift"] == "needs base.prediction=flow, which is epsilon"
+    assert (
+        found["unused"]["objective.flow_shift"] == "needs base.prediction=flow, but it is epsilon"
+    )
     assert "adapter.rank" not in found["unused"]
     assert found["error"] == "" and found["blamed"] == []
 

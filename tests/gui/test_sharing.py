@@ -47,7 +47,7 @@ def test_the_card_has_the_names_that_a1111_reads(file: lora_files.LoraFile) -> N
     card = sharing.card(inspect_file(file.path), weight=0.8, notes=" made at /home/me/x ")
     assert card == {
         "description": "A blue creature",
-        "sd version": "SDXL",
+        "sd version": "SD1",
         "activation text": "zorble",
         "preferred weight": 0.8,
         "notes": "made at [path]",
