@@ -370,7 +370,7 @@ def test_more_resolutions_are_planned_for(place: Toy) -> None:
     )
     assert set(one.plan.images_at_once) < set(both.plan.images_at_once)
     assert max(w * h for w, h in both.plan.images_at_once) > 32**2
-    assert both.plan.memory.phases["images"] > one.plan.memory.phases["images"]
+    assert both.plan.memory.phases["training"] > one.plan.memory.phases["training"]
     assert both.plan.disk_bytes["cache"] > one.plan.disk_bytes["cache"]
     (placed,) = both.more_placements
     assert set(placed) == {record.name for record in both.trained}, "not those held out"

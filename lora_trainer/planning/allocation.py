@@ -120,7 +120,11 @@ class Allocator:
         loads = [
             replace(load, bucket_px=bucket, micro_batch=count) for bucket, count in at_once.items()
         ]
-        memory = max(map(self._judge.predict, loads), key=lambda prediction: prediction.peak_bytes)
+        # Loading the base can be the peak of every load: then the largest step is the one to show.
+        memory = max(
+            map(self._judge.predict, loads),
+            key=lambda prediction: (prediction.peak_bytes, prediction.phases["training"]),
+        )
         return Allocation(
             load=load,
             memory=memory,
