@@ -120,10 +120,10 @@ class Allocator:
         loads = [
             replace(load, bucket_px=bucket, micro_batch=count) for bucket, count in at_once.items()
         ]
-        # Loading the base can be the peak of every load: then the largest step is the one to show.
         memory = max(
             map(self._judge.predict, loads),
-            key=lambda prediction: (prediction.peak_bytes, prediction.phases["training"]),
+            # Loading the base can be the peak of all: then the largest step decides.
+            key=lambda each: (each.peak_bytes, each.phases["training"]),
         )
         return Allocation(
             load=load,
