@@ -30,15 +30,15 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from lora_trainer.gui import state  # noqa: E402
-from lora_trainer.gui.run_follow import Followed  # noqa: E402
-from lora_trainer.gui.run_parts import parts, stamp  # noqa: E402
-from lora_trainer.gui.run_state import look  # noqa: E402
+from lora_trainer.gui import state  # noqa: E402 - after sys.path
+from lora_trainer.gui.run_follow import Followed  # noqa: E402 - after sys.path
+from lora_trainer.gui.run_parts import parts, stamp  # noqa: E402 - after sys.path
+from lora_trainer.gui.run_state import look  # noqa: E402 - after sys.path
 
-from lora_trainer.reporting.history import read_history  # noqa: E402
-from lora_trainer.reporting.status import read_status  # noqa: E402
-from tests.fakes.live_runs import until, write_status  # noqa: E402
-from tests.fakes.run_folder import FakeRun, fake_run  # noqa: E402
+from lora_trainer.reporting.history import read_history  # noqa: E402 - after sys.path
+from lora_trainer.reporting.status import read_status  # noqa: E402 - after sys.path
+from tests.fakes.live_runs import until, write_status  # noqa: E402 - after sys.path
+from tests.fakes.run_folder import FakeRun, fake_run  # noqa: E402 - after sys.path
 
 NAME = "live"
 CARDS = """() => {

@@ -28,9 +28,9 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from plots import bars  # noqa: E402
+from plots import bars  # noqa: E402 - after sys.path
 
-from lora_trainer.cache.store import MEMO_NAME  # noqa: E402
+from lora_trainer.cache.store import MEMO_NAME  # noqa: E402 - after sys.path
 
 SIZES_PX = ((64, 64), (80, 48), (48, 80), (72, 56), (56, 72))
 WORDS = ("red", "old", "small", "stone", "garden", "window", "river", "cat", "house", "lamp")

@@ -22,7 +22,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from lora_trainer import families  # noqa: E402
+from lora_trainer import families  # noqa: E402 - after sys.path
 
 CLIP_L = {
     "hidden_size": 768,

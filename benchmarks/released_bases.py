@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(ROOT))
 
-from lora_trainer import families  # noqa: E402
-from lora_trainer.families.locate import EMBEDDED_FOLDER  # noqa: E402
-from lora_trainer.families.text.clip import stable_name  # noqa: E402
-from tests.fakes.ldm_file import write_checkpoint  # noqa: E402
+from lora_trainer import families  # noqa: E402 - after sys.path
+from lora_trainer.families.locate import EMBEDDED_FOLDER  # noqa: E402 - after sys.path
+from lora_trainer.families.text.clip import stable_name  # noqa: E402 - after sys.path
+from tests.fakes.ldm_file import write_checkpoint  # noqa: E402 - after sys.path
 
 FILES: Mapping[str, Mapping[str, Any]] = json.loads(
     (ROOT / "tests" / "fakes" / "hub_files.json").read_text(encoding="utf-8")

@@ -27,9 +27,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lora_trainer.checkpoint.states import TrainingState, save_state  # noqa: E402
-from lora_trainer.checkpoint.writer import StateWriter  # noqa: E402
-from lora_trainer.common.events import EventStream  # noqa: E402
+from lora_trainer.checkpoint.states import TrainingState, save_state  # noqa: E402 - after sys.path
+from lora_trainer.checkpoint.writer import StateWriter  # noqa: E402 - after sys.path
+from lora_trainer.common.events import EventStream  # noqa: E402 - after sys.path
 
 MB = 1_000_000
 LAYERS = 280

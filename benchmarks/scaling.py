@@ -32,18 +32,18 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ladder_rungs import our_adapter  # noqa: E402
-from mid_size_base import NAMES  # noqa: E402
-from trainee import Case, feeder, frozen_network, training  # noqa: E402
+from ladder_rungs import our_adapter  # noqa: E402 - after sys.path
+from mid_size_base import NAMES  # noqa: E402 - after sys.path
+from trainee import Case, feeder, frozen_network, training  # noqa: E402 - after sys.path
 
-from lora_trainer.common.dist_env import DistEnv  # noqa: E402
-from lora_trainer.common.events import EventStream  # noqa: E402
-from lora_trainer.training.distributed.process_group import ProcessGroup, joined  # noqa: E402
-from lora_trainer.training.guards import GuardState  # noqa: E402
-from lora_trainer.training.loop import run  # noqa: E402
-from lora_trainer.training.optimizers import build_optimizer  # noqa: E402
-from lora_trainer.training.progress import Progress  # noqa: E402
-from lora_trainer.training.training import Training  # noqa: E402
+from lora_trainer.common.dist_env import DistEnv  # noqa: E402 - after sys.path
+from lora_trainer.common.events import EventStream  # noqa: E402 - after sys.path
+from lora_trainer.training.distributed.process_group import ProcessGroup, joined  # noqa: E402 - after sys.path
+from lora_trainer.training.guards import GuardState  # noqa: E402 - after sys.path
+from lora_trainer.training.loop import run  # noqa: E402 - after sys.path
+from lora_trainer.training.optimizers import build_optimizer  # noqa: E402 - after sys.path
+from lora_trainer.training.progress import Progress  # noqa: E402 - after sys.path
+from lora_trainer.training.training import Training  # noqa: E402 - after sys.path
 
 CPU = torch.device("cpu")
 WORKERS = ("alone", "other", "first", "second")

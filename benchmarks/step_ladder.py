@@ -32,19 +32,19 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ladder_rungs import Bare, Ours, Rung, our_adapter, peft_adapter  # noqa: E402
-from mid_size_base import NAMES  # noqa: E402
-from plots import bars  # noqa: E402
-from trainee import DTYPES, Case, Size, batches, frozen_network, sharing  # noqa: E402
+from ladder_rungs import Bare, Ours, Rung, our_adapter, peft_adapter  # noqa: E402 - after sys.path
+from mid_size_base import NAMES  # noqa: E402 - after sys.path
+from plots import bars  # noqa: E402 - after sys.path
+from trainee import DTYPES, Case, Size, batches, frozen_network, sharing  # noqa: E402 - after sys.path
 
-from benchmarks.gpu_day.cases import LADDER  # noqa: E402
-from lora_trainer.common.errors import first_line  # noqa: E402
-from lora_trainer.lora.adapter import Adapter  # noqa: E402
-from lora_trainer.network.checkpointing import apply_checkpointing  # noqa: E402
-from lora_trainer.network.compiling import CompiledBlocks  # noqa: E402
-from lora_trainer.network.cuda_graph import CudaCapture  # noqa: E402
-from lora_trainer.network.out_of_memory import free_memory, is_lost  # noqa: E402
-from lora_trainer.training.graphed import WARM_UPS, Speedups, StepGraphs  # noqa: E402
+from benchmarks.gpu_day.cases import LADDER  # noqa: E402 - after sys.path
+from lora_trainer.common.errors import first_line  # noqa: E402 - after sys.path
+from lora_trainer.lora.adapter import Adapter  # noqa: E402 - after sys.path
+from lora_trainer.network.checkpointing import apply_checkpointing  # noqa: E402 - after sys.path
+from lora_trainer.network.compiling import CompiledBlocks  # noqa: E402 - after sys.path
+from lora_trainer.network.cuda_graph import CudaCapture  # noqa: E402 - after sys.path
+from lora_trainer.network.out_of_memory import free_memory, is_lost  # noqa: E402 - after sys.path
+from lora_trainer.training.graphed import WARM_UPS, Speedups, StepGraphs  # noqa: E402 - after sys.path
 
 MIDDLING = [f"{name}:256:2:{dtype}" for name in NAMES for dtype in DTYPES]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}

@@ -35,8 +35,8 @@ from safetensors.numpy import load_file
 
 sys.path.insert(0, str(ROOT))
 
-from lora_trainer.common.events import read_jsonl  # noqa: E402
-from lora_trainer.common.files import read_json_object  # noqa: E402
+from lora_trainer.common.events import read_jsonl  # noqa: E402 - after sys.path
+from lora_trainer.common.files import read_json_object  # noqa: E402 - after sys.path
 
 GIB = 1 << 30
 STEPS, SAVED_STEP = 3, 2

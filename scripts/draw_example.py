@@ -14,8 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "base"))
 
-from characters import ZIBBO, Pose, draw  # noqa: E402
-from scenes import COLOURS  # noqa: E402
+from characters import ZIBBO, Pose, draw  # noqa: E402 - after sys.path
+from scenes import COLOURS  # noqa: E402 - after sys.path
 
 TRIGGER = "zibbo"
 SAVE_OPTIONS: dict[str, dict[str, Any]] = {

@@ -21,11 +21,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from benchmarks.gpu_day.cases import SLICES, Slice  # noqa: E402
-from benchmarks.gpu_day.docs import write_docs  # noqa: E402
-from benchmarks.gpu_day.results import Results, origin, recorded_origin  # noqa: E402
-from benchmarks.gpu_day.runner import Runner  # noqa: E402
-from benchmarks.gpu_day.verdicts import said, verdicts  # noqa: E402
+from benchmarks.gpu_day.cases import SLICES, Slice  # noqa: E402 - after sys.path
+from benchmarks.gpu_day.docs import write_docs  # noqa: E402 - after sys.path
+from benchmarks.gpu_day.results import Results, origin, recorded_origin  # noqa: E402 - after sys.path
+from benchmarks.gpu_day.runner import Runner  # noqa: E402 - after sys.path
+from benchmarks.gpu_day.verdicts import said, verdicts  # noqa: E402 - after sys.path
 
 DOCS = ROOT / "docs"
 FAILED, LEFT = 1, 3

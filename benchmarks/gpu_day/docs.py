@@ -34,7 +34,7 @@ def write_docs(results: Results, folder: Path) -> list[Path]:
             )
         (page,) = holding
         block = "\n".join((start, *lines, end))
-        changed[page] = pattern.sub(lambda _, block=block: block, changed[page])  # type: ignore[misc]
+        changed[page] = pattern.sub(lambda _, block=block: block, changed[page])  # type: ignore[misc]  # a lambda's default
     found = [page for page, text in changed.items() if text != pages[page]]
     for page in found:
         page.write_text(changed[page], encoding="utf-8")

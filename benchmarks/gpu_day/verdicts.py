@@ -157,8 +157,8 @@ def described(verdict: Verdict) -> str:
     if verdict.wrong:
         return f": not the same training in {'; '.join(verdict.wrong)}"
     words = []
-    for kind, what in (("time", "time"), ("memory", "memory")):
-        best = verdict.best(kind)  # type: ignore[arg-type]
+    for kind in ("time", "memory"):
+        best = verdict.best(kind)  # type: ignore[arg-type]  # one of the two literals
         if best is not None:
-            words.append(f"{getattr(best, kind):+.1%} {what} ({best.case})")
+            words.append(f"{getattr(best, kind):+.1%} {kind} ({best.case})")
     return f": saves at best {', '.join(words)}" if words else ""

@@ -298,7 +298,7 @@ def _decode_nf4(stored: Stored, *, shape: tuple[int, ...], dtype: torch.dtype) -
 
 def _require_bitsandbytes() -> None:
     try:
-        import bitsandbytes  # noqa: F401
+        import bitsandbytes  # noqa: F401 - only whether it can be imported
     except BROKEN_PACKAGE as error:
         raise MachineError(
             f"memory.base_precision=nf4 needs bitsandbytes, {package_problem(error)}",

@@ -28,9 +28,9 @@ from vae import psnr_db
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from lora_trainer.config.config import DataSettings  # noqa: E402
-from lora_trainer.dataset.buckets import buckets_for, cut, place  # noqa: E402
-from lora_trainer.dataset.images import IMAGE_EXTENSIONS, decode  # noqa: E402
+from lora_trainer.config.config import DataSettings  # noqa: E402 - after sys.path
+from lora_trainer.dataset.buckets import buckets_for, cut, place  # noqa: E402 - after sys.path
+from lora_trainer.dataset.images import IMAGE_EXTENSIONS, decode  # noqa: E402 - after sys.path
 
 STEPS, GUIDANCE_SCALE = 25, 5.0
 FIRST_SEED = 20_000

@@ -39,20 +39,20 @@ from vae import pixels
 
 sys.path.insert(0, str(ROOT))
 
-from lora_trainer.common.events import read_jsonl  # noqa: E402
-from lora_trainer.common.files import HashMemo  # noqa: E402
-from lora_trainer.config.config import build_config  # noqa: E402
-from lora_trainer.dataset.buckets import (  # noqa: E402
+from lora_trainer.common.events import read_jsonl  # noqa: E402 - after sys.path
+from lora_trainer.common.files import HashMemo  # noqa: E402 - after sys.path
+from lora_trainer.config.config import build_config  # noqa: E402 - after sys.path
+from lora_trainer.dataset.buckets import (  # noqa: E402 - after sys.path
     Bucket,
     buckets_for,
     cut,
     place,
 )
-from lora_trainer.dataset.images import decode  # noqa: E402
-from lora_trainer.dataset.scan import scan  # noqa: E402
-from lora_trainer.families.locate import describe, identified, locate  # noqa: E402
-from lora_trainer.lora_file.write import final_export_name  # noqa: E402
-from lora_trainer.run.run_folder import EVENTS_FILE, read_run  # noqa: E402
+from lora_trainer.dataset.images import decode  # noqa: E402 - after sys.path
+from lora_trainer.dataset.scan import scan  # noqa: E402 - after sys.path
+from lora_trainer.families.locate import describe, identified, locate  # noqa: E402 - after sys.path
+from lora_trainer.lora_file.write import final_export_name  # noqa: E402 - after sys.path
+from lora_trainer.run.run_folder import EVENTS_FILE, read_run  # noqa: E402 - after sys.path
 
 OTHERS = 100
 FIRST_SEED = 40_000

@@ -19,8 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from lora_trainer.common.events import read_jsonl  # noqa: E402
-from scripts.reliability.fault_cases import FAULTS, IDS, files_by_id  # noqa: E402
+from lora_trainer.common.events import read_jsonl  # noqa: E402 - after sys.path
+from scripts.reliability.fault_cases import FAULTS, IDS, files_by_id  # noqa: E402 - after sys.path
 
 PAGE = ROOT / "docs" / "reliability.md"
 RECORD = ROOT / "docs" / "reliability.json"

@@ -27,7 +27,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.fakes.runs import events, start, toy  # noqa: E402
+from tests.fakes.runs import events, start, toy  # noqa: E402 - after sys.path
 
 MB = 1_000_000
 INTERVAL_S = 10.0

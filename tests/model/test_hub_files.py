@@ -151,7 +151,7 @@ def test_a_vocabulary_in_sentencepieces_file_gives_the_same_tokens(
     found = load_tokenizer(spiece_folder(tmp_path / "spiece"))
     settings = {"padding": "max_length", "max_length": 64, "truncation": True}
     assert type(found) is type(plain)
-    assert found([text], **settings) == plain([text], **settings)  # type: ignore[arg-type]
+    assert found([text], **settings) == plain([text], **settings)  # type: ignore[arg-type]  # settings are of several types
     assert found.model_max_length == plain.model_max_length
 
 

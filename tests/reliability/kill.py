@@ -34,8 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from lora_trainer.common.events import read_jsonl  # noqa: E402
-from tests.fakes.runs import MEASURES, Toy, last_state, toy  # noqa: E402
+from lora_trainer.common.events import read_jsonl  # noqa: E402 - after sys.path
+from tests.fakes.runs import MEASURES, Toy, last_state, toy  # noqa: E402 - after sys.path
 
 STEPS = 10
 TIMEOUT_S = 300.0
@@ -406,10 +406,10 @@ def summary(
 def load_everything() -> None:
     """Import all that is slow, once for all forks."""
     import diffusers
-    import torch.utils.tensorboard  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401 - loaded for the forks
     import transformers
 
-    import lora_trainer.run.train  # noqa: F401
+    import lora_trainer.run.train  # noqa: F401 - loaded for the forks
 
     for library, names in (
         (diffusers, ("AutoencoderKL", "StableDiffusionPipeline", "UNet2DConditionModel")),
