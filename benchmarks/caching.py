@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/caching.py [--images 16] [--threads 1] [--json FILE]
 
-Pictures of 1024 to 2048 px, JPEG and PNG in turn, are decoded, scaled and encoded at 512 px by a random VAE
+Images of 1024 to 2048 px, JPEG and PNG in turn, are decoded, scaled and encoded at 512 px by a random VAE
 of the structure of Stable Diffusion's with a quarter of its channels, and their captions by a random CLIP
 of its true size, on the processor. Prints for both the share of time inside the encoder, without that of
 building it; asked are 97 %. With more threads than the machine has cores to spare nothing can be hidden.
@@ -153,7 +153,7 @@ def _make_dataset(folder: Path, *, count: int) -> None:
             picture.save(folder / f"{index:03d}.png", compress_level=3)
         else:
             picture.save(folder / f"{index:03d}.jpg", quality=92)
-        (folder / f"{index:03d}.txt").write_text(f"picture number {index}\n")
+        (folder / f"{index:03d}.txt").write_text(f"image number {index}\n")
 
 
 def _measured(prepared: Prepared, encoder: Pictures | Texts, *, texts: bool) -> dict[str, float]:

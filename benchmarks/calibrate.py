@@ -1,6 +1,6 @@
 """Whether the scores order what they should: prepared datasets and prepared LoRAs, on several seeds.
 
-Input: the example's pictures and the embedded base. Output: a table and a JSON file of scores with their
+Input: the example's images and the embedded base. Output: a table and a JSON file of scores with their
 parts, and exit code 1 where the order or a margin is missed. Datasets: the good one is to be above each
 of three that are worse in a named way. LoRAs: good > under-trained > over-trained > broken, as a LoRA
 that does little spoils nothing, and one that is broken can do nothing. Everything is drawn from the
@@ -33,7 +33,7 @@ EXAMPLE = ROOT / "datasets" / "example"
 TRIGGER = "zibbo"
 MARGIN = 0.1
 PICTURES = 8
-"""Pictures the LoRAs are trained on and validated with: few, so that one can be trained too long."""
+"""Images the LoRAs are trained on and validated with: few, so that one can be trained too long."""
 ALL_RUNS: Mapping[str, Any] = {
     "data.trigger": TRIGGER,
     "data.validation_fraction": 0.375,
@@ -121,7 +121,7 @@ def _datasets(asked: argparse.Namespace) -> Scores:
 
 
 def _good(folder: Path, draw: random.Random) -> None:
-    """Twelve of the example's pictures with their captions."""
+    """Twelve of the example's images with their captions."""
     for picture in sorted(draw.sample(_pictures(), 12)):
         _copy(picture, folder)
 
@@ -138,7 +138,7 @@ def _blurred(folder: Path, draw: random.Random) -> None:
 
 
 def _duplicates(folder: Path, draw: random.Random) -> None:
-    """Three of the pictures four times each: saved again a little brighter or darker."""
+    """Three of the images four times each: saved again a little brighter or darker."""
     for picture in sorted(draw.sample(_pictures(), 3)):
         for copy in range(4):
             image = Image.open(picture).convert("RGB")
@@ -150,7 +150,7 @@ def _duplicates(folder: Path, draw: random.Random) -> None:
 
 
 def _uncaptioned(folder: Path, draw: random.Random) -> None:
-    """Twelve of the pictures, and not a word about them."""
+    """Twelve of the images, and not a word about them."""
     for picture in sorted(draw.sample(_pictures(), 12)):
         shutil.copy(picture, folder)
 

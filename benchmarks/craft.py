@@ -1,6 +1,6 @@
 """A short training for every option of how a LoRA is learned, and what each does to the held-out loss.
 
-Input: a dataset (the example's pictures), a base (the embedded one), a number of steps and seeds; each
+Input: a dataset (the example's images), a base (the embedded one), a number of steps and seeds; each
 option is one training of its own process, in sequence, on one thread. Output: a table and a JSON file
 of the gain over the base, 1 - loss / base loss, in percent; the loss is that of squared errors,
 unweighted, whatever an option trains with. Runs that are finished are not done again; one that was

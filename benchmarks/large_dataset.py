@@ -1,8 +1,8 @@
-"""How long a training of very many pictures takes to come to its first step when everything is cached.
+"""How long a training of very many images takes to come to its first step when everything is cached.
 
 Usage: python benchmarks/large_dataset.py --folder DIR [--images 100000] [--json FILE]
 
-Makes a dataset of small, distinct pictures with captions and fills its cache with entries of the right
+Makes a dataset of small, distinct images with captions and fills its cache with entries of the right
 names and shapes, as an encoder would have (both are kept in DIR and used again). Then a fresh process
 does what a training does before it loads a network: scan, plan, verify every entry, prune the cache, and
 the order of one epoch with its micro-batches. The first warm round remembers nothing of the entries and
@@ -64,7 +64,7 @@ def main() -> None:
         asked.json.write_text(json.dumps(found, indent=1) + "\n")
     if asked.plot:
         times = {name: part["seconds"] for name, part in warm[-1]["parts"].items()}
-        title = f"{warm[-1]['images']:,} pictures, everything cached"
+        title = f"{warm[-1]['images']:,} images, everything cached"
         asked.plot.write_text(bars({title: times}, unit="s") + "\n")
 
 

@@ -1,8 +1,8 @@
 """What masks and priors do on the embedded base: a few short trainings of each, on one thread.
 
-Masks: the example's pictures with a stamp on each that is masked out. Printed is what was learned of
+Masks: the example's images with a stamp on each that is masked out. Printed is what was learned of
 the rest and of the stamp, and how much of its place in new images has its colour; the same of a training
-on pictures that have no stamp. Priors: what was learned of the pictures, and how far a caption without the
+on images that have no stamp. Priors: what was learned of the images, and how far a caption without the
 trigger has drifted from the base. Learned is 1 - loss / base loss; drift is the mean squared change of
 the prediction over the mean square of the base's, both with the same noise at eight noise levels.
 """
@@ -35,7 +35,7 @@ from lora_trainer.training.loss import add_noise, target  # noqa: E402 - after s
 EXAMPLE = ROOT / "datasets" / "example"
 TRIGGER, CLASS = "zibbo", "creature"
 STAMP = 0.4
-"""Side of the stamp over that of the picture."""
+"""Side of the stamp over that of the image."""
 LEVELS = 8
 STAMP_RGB = (255, 0, 255)
 NO_STAMP = "no stamp"
@@ -71,14 +71,14 @@ ALL_RUNS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """The base with an adapter that can be switched off, and pictures with their captions."""
+    """The base with an adapter that can be switched off, and images with their captions."""
 
     family: Any
     facts: Any
     pipeline: Any
 
     def latents(self, picture: Path) -> Tensor:
-        """Return [1, C, H, W] of a picture cut square."""
+        """Return [1, C, H, W] of an image cut square."""
         side = self.facts.resolution_px
         image = Image.open(picture).convert("RGB").resize((side, side))
         pixels = torch.from_numpy(np.array(image, dtype=np.float32)).permute(2, 0, 1)[None]
@@ -116,7 +116,7 @@ def judge(run: Path) -> Judge:
 
 @torch.no_grad()
 def learned(run: Path, dataset: Path, *, stamped: bool) -> tuple[float, float]:
-    """Return in percent what was learned of the pictures but for the stamp, and of the stamp."""
+    """Return in percent what was learned of the images but for the stamp, and of the stamp."""
     tried, sums = judge(run), np.zeros((2, 2))
     for seed, picture in enumerate(_pictures(dataset)[:8]):
         latents = tried.latents(picture)
@@ -162,7 +162,7 @@ def drift(run: Path, pictures: Path) -> float:
 
 
 def draw_class(folder: Path, *, count: int, first: int) -> None:
-    """Let the base draw pictures of the class: the example's captions without the trigger."""
+    """Let the base draw images of the class: the example's captions without the trigger."""
     if folder.exists():
         return
     facts = locate(BaseSettings(model="embedded"))
@@ -180,7 +180,7 @@ def draw_class(folder: Path, *, count: int, first: int) -> None:
 
 
 def stamp_pictures(folder: Path) -> None:
-    """Write the example's pictures with a stamp on each, and masks without it."""
+    """Write the example's images with a stamp on each, and masks without it."""
     if folder.exists():
         return
     folder.mkdir(parents=True)

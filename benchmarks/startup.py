@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/startup.py [--rounds 7] [--model NAME ...] [--json FILE]
 
-Ours is the command line as anybody types it, with every picture and caption cached; the first step
+Ours is the command line as anybody types it, with every image and caption cached; the first step
 ends when it is in events.jsonl. The bare script imports torch, diffusers and peft, loads the same
 denoiser, puts peft's LoRA on it, reads one batch from a file and does one step. Both are fresh
 processes with one thread, in turns. `cold` is the first command ever: it encodes everything. Seconds

@@ -3,7 +3,7 @@
 Usage: python benchmarks/step_ladder.py [--case NAME:PX:BATCH:DTYPE ...] [--steps 40] [--threads N]
                                         [--true-size] [--json FILE] [--plot FILE.svg]
 
-On a card: `python benchmarks/step_ladder.py --true-size --block 10 --json FILE`, which needs no network.
+On a GPU: `python benchmarks/step_ladder.py --true-size --block 10 --json FILE`, which needs no network.
 
 All rungs of a case train the same LoRA on the same random network, whose weights they share, on the
 same batches, in one process, in turns of a few steps, so that a machine that slows down slows all.

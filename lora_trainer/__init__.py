@@ -1,4 +1,4 @@
-"""lora-train: a diffusion LoRA trainer that fits the card it finds and never loses work."""
+"""lora-train: a diffusion LoRA trainer that fits the GPU it finds and never loses work."""
 
 from pathlib import Path
 

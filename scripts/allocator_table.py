@@ -4,7 +4,7 @@
 was written, a minute or two a plan on one thread, and writes that file and the table in docs/memory.md.
 tests/scripts/test_allocator_table.py fails when a plan is not the one that was replayed, or needs too much.
 
-Assumed: a card of each size with a screen on it, half a GiB of which is taken, 20 pictures of six shapes;
+Assumed: a GPU of each size with a screen on it, half a GiB of which is taken, 20 images of six shapes;
 on Windows the same. Each run samples once, then visits its buckets in shuffled order, twice the second time.
 """
 
@@ -63,7 +63,7 @@ OUTSIDE = ("runtime", "desktop")
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Cell:
-    """A base on a card; `expandable`: its allocator grows segments, which it does not on Windows."""
+    """A base on a GPU; `expandable`: its allocator grows segments, which it does not on Windows."""
 
     source: str
     card_gib: int
@@ -72,7 +72,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a plan needs; sizes in bytes, `limit_bytes` is what is free on the card.
+    """What a plan needs; sizes in bytes, `limit_bytes` is what is free on the GPU.
 
     `allocated_bytes` are the most of all tensors at a time, `reserved_bytes` what the allocator needs so
     that no step of a seen bucket waits for memory, `outside_bytes` what is beside it by the plan.
@@ -281,7 +281,7 @@ def needed(
 ) -> tuple[int, int]:
     """Return the most bytes of tensors, and the least room in which seen buckets wait for no memory.
 
-    Where `room_bytes` are not enough it is what would be taken of an endless card.
+    Where `room_bytes` are not enough it is what would be taken of an endless GPU.
     """
 
     def run(room_bytes: int | None) -> CachingAllocator | None:
@@ -353,7 +353,7 @@ def write(rows: Mapping[Cell, Row]) -> None:
 def table(rows: list[Row]) -> str:
     """Return the rows in Markdown, sizes in GiB."""
     lines = [
-        "| base | card | how | tensors | allocator needs | with what is beside it | free | unused |",
+        "| base | GPU | how | tensors | allocator needs | with what is beside it | free | unused |",
         "|---|---|---|---:|---:|---:|---:|---:|",
     ]
     for row in rows:

@@ -1,4 +1,4 @@
-"""Draw the example dataset: 16 captioned pictures of the cartoon character Zibbo.
+"""Draw the example dataset: 16 captioned images of the cartoon character Zibbo.
 
 Usage: python scripts/draw_example.py [--output datasets/example]
 
@@ -46,7 +46,7 @@ PICTURES: tuple[tuple[int, int, str, str, Pose], ...] = (
 )  # fmt: skip
 README = """\
 # Example dataset: Zibbo
-Sixteen captioned pictures of an original cartoon character. The trigger word is `zibbo`.
+Sixteen captioned images of an original cartoon character. The trigger word is `zibbo`.
 Drawn by `scripts/draw_example.py` from plain shapes: no artwork, photograph or image model.
 Sizes, aspect ratios and formats (PNG, JPEG, WebP) differ on purpose, as in a real dataset.
 Licence: CC0 1.0 (public domain), do with it what you like.
@@ -54,7 +54,7 @@ Licence: CC0 1.0 (public domain), do with it what you like.
 
 
 def draw_example(folder: Path) -> None:
-    """Write the pictures, their captions and a README into the folder, which is made if need be."""
+    """Write the images, their captions and a README into the folder, which is made if need be."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, (width_px, height_px, background, suffix, pose) in enumerate(PICTURES, start=1):
         image = draw(

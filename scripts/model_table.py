@@ -1,6 +1,6 @@
 """Write the table of models in README.md from what the planner finds: `python scripts/model_table.py`.
 
-One row for each public release that is computed otherwise than the others: for three reference cards
+One row for each public release that is computed otherwise than the others: for three reference GPUs
 (scripts/plan_tables.py) how long a balanced run of 20 images takes, and at which image size.
 tests/scripts/test_model_table.py fails when the page holds another table.
 """

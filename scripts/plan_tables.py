@@ -1,7 +1,7 @@
-"""Write docs/plans.md: what `plan` finds on three cards: how long runs of all bases take, memory of two.
+"""Write docs/plans.md: what `plan` finds on three GPUs: how long runs of all bases take, memory of two.
 
-`python scripts/plan_tables.py`. The machine is assumed: three known cards, empty but for a desktop, 28 GiB
-of memory free beside them, 20 pictures. tests/scripts/test_plan_tables.py fails when the page is old.
+`python scripts/plan_tables.py`. The machine is assumed: three known GPUs, empty but for a desktop, 28 GiB
+of memory free beside them, 20 images. tests/scripts/test_plan_tables.py fails when the page is old.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ DESKTOP_GIB = 0.5
 MACHINE_GIB = 28
 TEXT = """# Plans
 
-What `lora-train plan` chooses and predicts on three cards, before anything is downloaded or loaded, made by
-`scripts/plan_tables.py`. Assumed: the card is empty but for half a GiB of desktop, 28 GiB of the machine's memory
-are free, 20 pictures as large as is trained (18 trained, 2 held out), everything left to the presets and the plan.
+What `lora-train plan` chooses and predicts on three GPUs, before anything is downloaded or loaded, made by
+`scripts/plan_tables.py`. Assumed: the GPU is empty but for half a GiB of desktop, 28 GiB of the machine's memory
+are free, 20 images as large as is trained (18 trained, 2 held out), everything left to the presets and the plan.
 
-No card was at hand: the predictions follow from the networks' own arithmetic, checked against published
-measurements (tests/planning/test_memory.py, tests/planning/test_step_time.py); on these cards they are **not yet
+No GPU was at hand: the predictions follow from the networks' own arithmetic, checked against published
+measurements (tests/planning/test_memory.py, tests/planning/test_step_time.py); on these GPUs they are **not yet
 measured**. Times are estimates: a step is given as a range, a whole run by the middle of its range (half to
 twice as long is possible).
 
@@ -52,22 +52,22 @@ a step at most a fifth longer. Nothing fits: the run is refused with the nearest
 
 ## How long a run takes
 
-From the command to the file: start, caching, all steps, validation, sample images. On these cards a run of 20
-pictures takes at most **1 hour with `speed`, 3 with `balanced`, 8 with `quality`**
+From the command to the file: start, caching, all steps, validation, sample images. On these GPUs a run of 20
+images takes at most **1 hour with `speed`, 3 with `balanced`, 8 with `quality`**
 (tests/scripts/test_plan_tables.py, for every release). What decides it:
 
 * **The size of the images.** At 1024 px FLUX.1 would train for 8 to 26 hours on 12 GB. Others train it and its like
-  at 512 px on such cards, and so do these presets: OneTrainer's for 8 and 16 GB (512 px: Chroma, FLUX.2 klein,
+  at 512 px on such GPUs, and so do these presets: OneTrainer's for 8 and 16 GB (512 px: Chroma, FLUX.2 klein,
   Qwen-Image, Z-Image; FLUX.1 768 px in 4 bits), kohya_ss' for FLUX.1 (512 px), ai-toolkit's mixture that begins at 512.
   640 px with `quality`, and 768 for Stable Diffusion 3, are what the hours have room for. The U-Nets are trained at
   their own size everywhere, and all bases on 24 GB.
-* **The number of updates**, the same on all cards ([presets.md](presets.md)): 500, 1,500 and 3,000 of one picture for
+* **The number of updates**, the same on all GPUs ([presets.md](presets.md)): 500, 1,500 and 3,000 of one image for
   transformers (ai-toolkit's FLUX.1 example: 2,000, "500 - 4000 is a good range"). Qwen-Image, the dearest, has
   440, 1,200 and 3,000.
 * **Sample images** are drawn at every save, or at every second or the last one where they would take more than 15 %
   of the steps' time and three minutes; transformers draw two instead of four with `speed`.
 
-A larger set takes longer: steps grow with the pictures, up to 160 of them. So does a slower card. `plan` says what the
+A larger set takes longer: steps grow with the images, up to 160 of them. So does a slower GPU. `plan` says what the
 run takes, by parts, what more time would buy, and warns where it is more than these hours.
 """
 TIMES = """On a processor alone the embedded miniature base ends in minutes; a base of true size takes days there. The
@@ -100,7 +100,7 @@ def _known(named: Family) -> Sequence[Any]:
 
 @cache
 def planned(source: str, card: str, priority: Priority = "balanced") -> Plan:
-    """Plan a base on one of the cards."""
+    """Plan a base on one of the GPUs."""
     facts = known_base(source)
     assert facts is not None
     hardware = machine(card)
@@ -131,7 +131,7 @@ def planned(source: str, card: str, priority: Priority = "balanced") -> Plan:
 
 
 def machine(card: str) -> Hardware:
-    """Return a machine with that card."""
+    """Return a machine with that GPU."""
     size = CARDS[card]
     gpu = Gpu(
         index=0,

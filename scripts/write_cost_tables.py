@@ -49,7 +49,7 @@ KINDS: Mapping[tuple[int, bool], tuple[Checkpointing, ...]] = {
 }
 """What is traced, by bytes of an element and whether the adapter is wide, as DoRA's.
 
-Cards compute in 16 bits, and most train a plain LoRA: only there is the choice of kinds wide.
+GPUs compute in 16 bits, and most train a plain LoRA: only there is the choice of kinds wide.
 """
 COUNTS = ("num_layers", "num_single_layers", "n_layers")
 """Keys of a configuration that count equal blocks."""

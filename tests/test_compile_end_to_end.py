@@ -46,7 +46,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[CompiledBlocks]:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Toy:
-    """Pictures of one shape, on a tiny base."""
+    """Images of one shape, on a tiny base."""
     return toy(tmp_path, images=1).with_base()
 
 

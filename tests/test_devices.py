@@ -178,7 +178,7 @@ def prepared(here: Hardware, *, sharing: int = 1, needs_gib: float = 1) -> Prepa
 
 @pytest.fixture
 def seen_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch sees the cards; whoever asks one for its memory would open a context on it."""
+    """torch sees the GPUs; whoever asks one for its memory would open a context on it."""
 
     def refuse(*_: Any) -> None:
         raise AssertionError("a context was opened")

@@ -186,7 +186,7 @@ def test_cards_that_differ_may_be_ordered_otherwise_by_cuda() -> None:
 def test_cuda_numbers_cards_as_they_are_listed_unless_somebody_chose_an_order(
     before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By itself CUDA puts the A100 first, and a run planned for the other card would train there."""
+    """By itself CUDA puts the A100 first, and a run planned for the other GPU would train there."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("CUDA_DEVICE_ORDER", before or "")  # also noted for the end of the test
     if before is None:

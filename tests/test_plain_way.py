@@ -1,6 +1,6 @@
 """Whole runs in which a means of fitting or speed fails: tried once more plainly, the same numbers, said once.
 
-Each fault is what a card, a driver or a library may do that the processor does not: the mechanism raises.
+Each fault is what a GPU, a driver or a library may do that the processor does not: the mechanism raises.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The presets as shipped: valid, whole, ordered in cost, within the cards of their tier."""
+"""The presets as shipped: valid, whole, ordered in cost, within the GPUs of their tier."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ CELLS = list(itertools.product(preset_families(), TIERS, PRIORITIES))
 SMALLEST_CARD_GIB = {"6-8": 6.0, "10-12": 10.0, "16-24": 16.0}
 CARDS = list(itertools.product(preset_families(), SMALLEST_CARD_GIB))
 MARGIN_GIB = 0.5
-"""What a desktop and its driver take of the smallest card of a tier."""
+"""What a desktop and its driver take of the smallest GPU of a tier."""
 MACHINE_GIB = 28.0
-"""Free memory of the machine beside the card that presets are made for: 32 GiB, and a little used."""
+"""Free memory of the machine beside the GPU that presets are made for: 32 GiB, and a little used."""
 
 
 def machine() -> Hardware:
@@ -226,7 +226,7 @@ OWN_RECIPE = (DEFAULT_FAMILY, "cpu")
 @pytest.mark.parametrize("priority", PRIORITIES)
 @pytest.mark.parametrize("family", preset_families())
 def test_how_much_is_learned_does_not_depend_on_the_tier(family: str, priority: Priority) -> None:
-    """R8: the same pictures give the same updates, batch, rate, rank and layers on every card."""
+    """R8: the same images give the same updates, batch, rate, rank and layers on every GPU."""
     learned = {}
     for tier in TIERS:
         if (family, tier) == OWN_RECIPE or load_presets(family).unsupported(tier, priority):

@@ -135,8 +135,7 @@ def test_the_run_says_what_is_trained(place: Toy) -> None:
     assert "base's prediction" in {item["name"] for item in items}
     problems = [row["what"] for row in read_jsonl(place.run / "problems.jsonl")]
     assert (
-        "4 of 6 pictures have no mask, all of them counts: p2.png, p3.png, p4.png, p5.png"
-        in problems
+        "4 of 6 images have no mask, all of them counts: p2.png, p3.png, p4.png, p5.png" in problems
     )
 
 

@@ -475,7 +475,7 @@ def test_a_training_started_by_hand_takes_a_device(place: Place) -> None:
     worker = place.worker("0", "1")
     assert commands.outside(place.runs, ()) == ("by-hand",)
     until(lambda: worker.tick() and place.item("0001-a").has_ended)
-    assert place.given("a")["device"] == "1", "CUDA's first card is where one trains by itself"
+    assert place.given("a")["device"] == "1", "CUDA's first GPU is where one trains by itself"
     status(by_hand(place), state="finished", code=0, say="")
     place.finish(worker)
 

@@ -1,4 +1,4 @@
-"""What a run does beyond its loop when a card is full: one line, and a memo by which the next is planned."""
+"""What a run does beyond its loop when a GPU is full: one line, and a memo by which the next is planned."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_run_that_did_not_fit_makes_the_next_plan_smaller_and_a_resume_keeps_i
     assert resumed.full_card is None
     assert resumed.plan.memory.peak_bytes == first.plan.memory.peak_bytes
 
-    # The smaller plan fails too: the limit it is measured by is that of the card, not its own.
+    # The smaller plan fails too: the limit it is measured by is that of the GPU, not its own.
     events, _ = stream()
     events.subscribe(oom_history_memo(second, events))
     events.emit("out_of_memory", images_at_once=4, reason="CUDA out of memory")

@@ -18,7 +18,7 @@ KEY = "sampling.steps"
 
 
 def resolved(**changes: Any) -> Resolved:
-    """Resolve for Stable Diffusion 1.x on a 12 GiB card, but for the changes."""
+    """Resolve for Stable Diffusion 1.x on a 12 GiB GPU, but for the changes."""
     request: dict[str, Any] = {
         "family": "sd15",
         "tier": "10-12",

@@ -1,4 +1,4 @@
-"""Why steps became slow, from two looks at a faked card and machine; nothing that fails raises."""
+"""Why steps became slow, from two looks at a faked GPU and machine; nothing that fails raises."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ BUSY = FakeCard(
 )
 GPU = Gpu(
     index=1,
-    name="a card",
+    name="a GPU",
     total_bytes=12 * GIB,
     free_bytes=11 * GIB,
     compute_capability=(8, 6),

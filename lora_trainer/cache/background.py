@@ -1,6 +1,6 @@
 """Work of other threads while one encodes or trains: made ahead of it, written behind it.
 
-What other threads do while one encodes: pictures made ready ahead of it, entries written behind it.
+What other threads do while one encodes: images made ready ahead of it, entries written behind it.
 
 Both keep the order of the items, bound what is in memory, and raise in the calling thread what failed,
 when its turn comes.

@@ -43,8 +43,8 @@ class SampleSource:
     with; `of_class` are the same with the class in place of the trigger, None for those without it, and
     empty where that is not asked for. `folder` is the key of `data.folders` that may say more. `size_px`
     is (width, height) of its bucket, `geometry` what the denoiser is told about its crop; what is cut
-    away on the left is on the right of the mirrored one. Without a `mask` all of the picture counts.
-    `others` are the same picture at other resolutions; they have none themselves.
+    away on the left is on the right of the mirrored one. Without a `mask` all of the image counts.
+    `others` are the same image at other resolutions; they have none themselves.
     """
 
     plain: CacheKey
@@ -100,7 +100,7 @@ class LatentJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskJob:
-    """One mask to have at the size of latents of `factor` pixels a side; of the picture `name`."""
+    """One mask to have at the size of latents of `factor` pixels a side; of the image `name`."""
 
     mask: Mask
     name: str
@@ -216,7 +216,7 @@ def needs(
     texts: dict[str, tuple[str, CacheKey]] = {}
     masks: dict[str, MaskJob] = {}
     sources: dict[str, SampleSource] = {}
-    told = cache(geometry)  # pictures of one size and place share what is told of them
+    told = cache(geometry)  # images of one size and place share what is told of them
     folders: dict[tuple[str, bool], DataSettings] = {}
     for record in records:
         place = (record.folder, record.regularisation)
@@ -279,7 +279,7 @@ def _flips(settings: DataSettings) -> tuple[bool, ...]:
 
 
 def _geometry(record: ImageRecord, placement: Placement, *, flip: bool) -> Geometry:
-    """Return the crop within the picture as it is seen: diffusers' SDXL script mirrors, then crops."""
+    """Return the crop within the image as it is seen: diffusers' SDXL script mirrors, then crops."""
     bucket = placement.bucket
     right_px = placement.scaled_width_px - bucket.width_px - placement.left_px
     return Geometry(

@@ -2,7 +2,7 @@
 
 Finds what is missing, loads an encoder only if something of its kind is, encodes one item at a time (the
 batch an item shares would change its last bits, and with them what a restarted caching gives) and drops
-it before the next network is loaded. Pictures are decoded ahead and entries written behind, by other
+it before the next network is loaded. Images are decoded ahead and entries written behind, by other
 threads. Where the text encoders are trained along, a text's entry is its tokens.
 """
 
@@ -33,7 +33,7 @@ from lora_trainer.families.base import ImageEncoder, TextEncoder
 from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory
 
 MAX_PIXELS_AHEAD = 64_000_000
-"""Of pictures that are decoded ahead together: 200 MB as they are decoded, twice that while turned."""
+"""Of images that are decoded ahead together: 200 MB as they are decoded, twice that while turned."""
 
 Entry = Mapping[str, NDArray[Any]]
 
@@ -138,7 +138,7 @@ def _add_latents(
     *,
     settings: DataSettings,
 ) -> None:
-    # What is made of one picture stands together: mirrored, at other resolutions.
+    # What is made of one image stands together: mirrored, at other resolutions.
     pictures = [tuple(jobs) for _, jobs in groupby(latents, key=lambda job: job.record.name)]
     make = partial(_pixels, settings=settings)
     with prefetch_map(make, pictures, cost=_decoded_pixels, most_cost=MAX_PIXELS_AHEAD) as made:
@@ -226,7 +226,7 @@ def _mask_pixels(job: MaskJob) -> int:
 def _pixels(
     jobs: Sequence[LatentJob], *, settings: DataSettings
 ) -> tuple[NDArray[np.float32], ...]:
-    """Decode one picture and cut it as its jobs want: [H, W, 3] in [-1, 1]."""
+    """Decode one image and cut it as its jobs want: [H, W, 3] in [-1, 1]."""
     record = jobs[0].record
     image = decode(record.path, settings=settings, content_hash=record.content_hash).image
     cuts = (cut(image, job.placement, flip=job.flip) for job in jobs)
@@ -247,7 +247,7 @@ def _encode_mask(job: MaskJob, *, settings: DataSettings) -> Entry:
     if not values.any():
         raise InputError(
             f"the mask of {job.name} is black in all that its crop to {job.placement.bucket} leaves",
-            fix="crop the picture and its mask around the subject, or raise data.max_aspect",
+            fix="crop the image and its mask around the subject, or raise data.max_aspect",
         )
     return {"mask": values}
 

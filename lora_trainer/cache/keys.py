@@ -2,7 +2,7 @@
 
 Names of cache entries: a digest of everything that an entry's arrays depend on, so that none is stale.
 
-Inputs are hashes of content, identities of encoders and where a picture goes; outputs are keys.
+Inputs are hashes of content, identities of encoders and where an image goes; outputs are keys.
 
 Bytes of a cache entry: a safetensors file whose header carries the key and a checksum.
 
@@ -80,7 +80,7 @@ def latent_key(
     flip: bool,
     alpha_background: str | None,
 ) -> CacheKey:
-    """Return the key of one picture's latents; `alpha_background` is None for an opaque picture."""
+    """Return the key of one image's latents; `alpha_background` is None for an opaque image."""
     fields: dict[str, str | int] = {
         "image": content_hash,
         "encoder": encoder_identity,
@@ -95,7 +95,7 @@ def mask_key(
 ) -> CacheKey:
     """Return the key of one mask at the size of latents, `factor` pixels a side.
 
-    `content_hash` is of the mask's file, or of the picture whose transparency it is.
+    `content_hash` is of the mask's file, or of the image whose transparency it is.
     """
     fields: dict[str, str | int] = {
         "mask": content_hash,
@@ -135,7 +135,7 @@ def canonical(value: Any) -> str:
 
 
 def _place(placement: Placement, *, flip: bool) -> dict[str, str | int]:
-    """Return what a picture's place in its bucket adds to a key."""
+    """Return what an image's place in its bucket adds to a key."""
     return {
         "bucket": str(placement.bucket),
         "scaled": f"{placement.scaled_width_px}x{placement.scaled_height_px}",

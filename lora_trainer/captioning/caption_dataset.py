@@ -2,9 +2,9 @@
 
 What `lora-train caption` was asked for, and which of it goes together. Torch-free.
 
-`lora-train caption`: a caption by a model for every picture of a dataset that has none.
+`lora-train caption`: a caption by a model for every image of a dataset that has none.
 
-Input is a `CaptionRequest`, output are NAME.txt files beside the pictures, written one by one, and
+Input is a `CaptionRequest`, output are NAME.txt files beside the images, written one by one, and
 an event for each. What is there stays there: captions are replaced only where that is asked for,
 never if they were edited meanwhile, and `caption_journal` keeps what was before. Torch-free until a
 model is loaded.
@@ -99,7 +99,7 @@ class CaptionRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Captioned:
-    """How many pictures got a caption, got none, and had one before."""
+    """How many images got a caption, got none, and had one before."""
 
     written: int
     failed: int
@@ -107,11 +107,11 @@ class Captioned:
 
 
 def caption_dataset(request: CaptionRequest, *, events: EventStream, stop: StopFlag) -> Captioned:
-    """Write the captions that are missing, or all with `overwrite`; `stop` is asked between pictures.
+    """Write the captions that are missing, or all with `overwrite`; `stop` is asked between images.
 
     Signals are taken once the model is loaded; before that nothing is there to be ended well.
 
-    Raises RequestError for options that do not go together, InputError when no picture could be
+    Raises RequestError for options that do not go together, InputError when no image could be
     captioned, MachineError without the model or memory, StoppedBySignal when asked to stop.
     """
     wanted, chosen = look(request)
@@ -134,7 +134,7 @@ def caption_dataset(request: CaptionRequest, *, events: EventStream, stop: StopF
 
 
 def look(request: CaptionRequest) -> tuple[Wanted, Chosen]:
-    """Return which model and which pictures are meant, without loading or writing anything."""
+    """Return which model and which images are meant, without loading or writing anything."""
     wanted = find(request.model)
     if wanted.writes is not None:
         request.refuse_unfit(wanted.writes)
@@ -175,7 +175,7 @@ class _Work:
             self._fail(refusal.name, refusal.what, refusal.fix)
         if self.chosen.findings:
             self.events.problem(
-                f"files that are named as pictures and are none: {self.chosen.findings}",
+                f"files that are named as images and are none: {self.chosen.findings}",
                 fix="`lora-train check` names them",
             )
 
@@ -210,8 +210,8 @@ class _Work:
         )
         if self.failed and not self.written:
             raise InputError(
-                f"no picture could be captioned ({self.failed} tried); the first {self.first_fault}",
-                fix="see the line of each picture",
+                f"no image could be captioned ({self.failed} tried); the first {self.first_fault}",
+                fix="see the line of each image",
             )
         self.events.emit(
             "captioned", written=done.written, failed=done.failed, had_one=done.had_one
@@ -260,9 +260,9 @@ class _Work:
 
     def _halved(self, count: int) -> int:
         if count == 1:
-            raise no_room(self.request.model, "has not enough memory for one picture")
+            raise no_room(self.request.model, "has not enough memory for one image")
         self.events.problem(
-            f"out of memory with {count} pictures at a time; going on with {count // 2}",
+            f"out of memory with {count} images at a time; going on with {count // 2}",
             fix="nothing to do",
             severity="note",
         )

@@ -1,4 +1,4 @@
-"""Which pictures of a dataset get a caption, and where it is written.
+"""Which images of a dataset get a caption, and where it is written.
 
 Input is a dataset folder, which is only listed here. A caption from a file, from `metadata.jsonl` or
 from a folder's name counts as one, and is left alone unless it is asked to be replaced.
@@ -22,7 +22,7 @@ EXTENSION = ".txt"
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A picture to be captioned, the file for its caption, and what that holds now (None: no file)."""
+    """An image to be captioned, the file for its caption, and what that holds now (None: no file)."""
 
     picture: Path
     name: str
@@ -32,7 +32,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A picture that cannot be given a caption, and why."""
+    """An image that cannot be given a caption, and why."""
 
     name: str
     what: str
@@ -41,21 +41,21 @@ class Refusal:
 
 @dataclass(kw_only=True)
 class Chosen:
-    """Pictures to caption by name, names of those that have one by its source, and what cannot be."""
+    """Images to caption by name, names of those that have one by its source, and what cannot be."""
 
     targets: list[Target] = field(default_factory=list)
     captioned: dict[str, str] = field(default_factory=dict)
     refused: list[Refusal] = field(default_factory=list)
     findings: int = 0
-    """Files meant as pictures that are none; `lora-train check` names them."""
+    """Files meant as images that are none; `lora-train check` names them."""
 
 
 def choose(
     dataset: Path, *, overwrite: bool, only: Sequence[str] = (), output: Path | None = None
 ) -> Chosen:
-    """Return which pictures of `dataset`, or of `only`, get a caption; with `output`, a file there.
+    """Return which images of `dataset`, or of `only`, get a caption; with `output`, a file there.
 
-    Raises InputError when the folder has no pictures, RequestError for one in `only` it has not.
+    Raises InputError when the folder has no images, RequestError for one in `only` it has not.
     """
     listing = list_dataset(dataset, settings=DataSettings())
     chosen = Chosen(findings=sum(found.severity == "error" for found in listing.findings))
@@ -84,7 +84,7 @@ def choose(
 def _selected(
     pictures: Iterable[ImageFile], only: Sequence[str], dataset: Path
 ) -> Iterator[ImageFile]:
-    """Yield the pictures that were named, as in the dataset or by a path; all where none was."""
+    """Yield the images that were named, as in the dataset or by a path; all where none was."""
     if not only:
         yield from pictures
         return
@@ -95,7 +95,7 @@ def _selected(
         found = by_name.get(name) or by_path.get(os.path.realpath(name))
         if found is None:
             raise RequestError(
-                f"--images {shown(name)} is no picture of {shown(str(dataset))}."
+                f"--images {shown(name)} is no image of {shown(str(dataset))}."
                 f"{did_you_mean(name, by_name)}",
                 fix="name it as it is named inside the folder",
             )
@@ -104,7 +104,7 @@ def _selected(
 
 
 def _file_for(picture: ImageFile, dataset: Path, output: Path | None) -> Path:
-    """Return the file that training reads for a picture: the one it has, else NAME.txt beside it."""
+    """Return the file that training reads for an image: the one it has, else NAME.txt beside it."""
     if output is None and picture.sidecar is not None:
         return picture.sidecar
     beside = picture.path.with_name(split_name(picture.path.name)[0] + EXTENSION)
@@ -125,7 +125,7 @@ def content_of(file: Path) -> bytes | None:
 
 
 def _caption_source(picture: ImageFile, file: Path, before: bytes | None) -> str | None:
-    """Return where a picture's caption comes from, None where it has none; an empty file is none."""
+    """Return where an image's caption comes from, None where it has none; an empty file is none."""
     own = {file: before or b""}
     if picture.sidecar is not None and picture.sidecar != file:  # with `output`
         own[picture.sidecar] = content_of(picture.sidecar) or b""

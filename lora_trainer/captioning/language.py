@@ -2,7 +2,7 @@
 
 Input is a model's folder; code that lies in it is never run and pickles are never opened. Three ways
 of asking: a chat model gets a request in words, Florence-2 the name of a task, BLIP nothing. The
-likeliest word is always taken, so that a picture gets the same caption again.
+likeliest word is always taken, so that an image gets the same caption again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lora_trainer.run.device import CPU, best_device
 
 Device = Literal["auto", "cuda", "cpu"]
 REQUEST = (
-    "Describe this picture in one or two plain sentences for training an image generator: who or "
+    "Describe this image in one or two plain sentences for training an image generator: who or "
     "what is shown, what it does, the surroundings, the light and the style. "
     "Begin with the subject itself."
 )
@@ -42,10 +42,10 @@ TASKS = ("<CAPTION>", "<DETAILED_CAPTION>", "<MORE_DETAILED_CAPTION>")
 TASK = "<DETAILED_CAPTION>"
 MAX_TOKENS = 150
 MAX_PIXELS = 1024 * 1024
-"""Of a picture as a model sees it: a chat model spends a token on every few hundred."""
+"""Of an image as a model sees it: a chat model spends a token on every few hundred."""
 GPU_BATCH = 4
 WORKSPACE_BYTES = GIB
-"""What a few pictures take beside the weights; a guess, running out is handled as well."""
+"""What a few images take beside the weights; a guess, running out is handled as well."""
 # What transformers raises on files that do not fit: its own checks are the smaller part.
 _MISFITS = (
     ArithmeticError,
@@ -63,7 +63,7 @@ _MISFITS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Describer:
-    """A loaded model, how its pictures are prepared, and what it is asked (None: nothing)."""
+    """A loaded model, how its images are prepared, and what it is asked (None: nothing)."""
 
     model: Any
     processor: Any
@@ -75,7 +75,7 @@ class Describer:
 
     @property
     def batch_size(self) -> int:
-        """Pictures at a time: a processor gains nothing from several."""
+        """Images at a time: a processor gains nothing from several."""
         return 1 if self.torch_device.type == "cpu" else GPU_BATCH
 
     @property
@@ -83,7 +83,7 @@ class Describer:
         return str(self.torch_device)
 
     def describe(self, pictures: Sequence[Image.Image]) -> list[ModelCaption]:
-        """Return a description of each picture; raises OutOfRoom when memory runs out."""
+        """Return a description of each image; raises OutOfRoom when memory runs out."""
         try:
             return self._described([_shrunk(picture) for picture in pictures])
         except RuntimeError as error:
@@ -92,7 +92,7 @@ class Describer:
             raise OutOfRoom from None
 
     def give_back(self) -> None:
-        """Free what was kept for the next pictures; call it outside the `except` block."""
+        """Free what was kept for the next images; call it outside the `except` block."""
         free_memory()
 
     @torch.inference_mode()
@@ -189,7 +189,7 @@ def _processor(folder: Path) -> Any:
 
 
 def _request(processor: Any, name: str, prompt: str | None) -> tuple[str | None, bool]:
-    """Return the text that goes with every picture, and whether it is a chat."""
+    """Return the text that goes with every image, and whether it is a chat."""
     if hasattr(processor, "task_prompts_without_inputs"):
         if prompt is not None and prompt not in TASKS:
             raise RequestError(
@@ -258,7 +258,7 @@ def _device(asked: Device) -> tuple[torch.device, torch.dtype]:
     if place.type == "cpu":
         if asked not in ("auto", "cpu"):
             raise MachineError(
-                f"--device {asked}, but torch {torch.__version__} finds no card it can use",
+                f"--device {asked}, but torch {torch.__version__} finds no GPU it can use",
                 fix="use --device cpu, or see what lora-train doctor says",
             )
         return place, torch.float32

@@ -1,10 +1,10 @@
 """What every captioner does, and tags by the WD taggers.
 
-What every captioner does: texts for upright RGB pictures, the same for the same picture.
+What every captioner does: texts for upright RGB images, the same for the same image.
 
 Tags by the WD taggers: an ONNX file that gives every tag of `selected_tags.csv` a probability.
 
-Input are upright RGB pictures, padded to a square with white and given as 0 to 255 in the order
+Input are upright RGB images, padded to a square with white and given as 0 to 255 in the order
 blue, green, red. Output are tags above a threshold: characters first, then the likeliest. Needs
 onnxruntime and no torch.
 """
@@ -28,14 +28,14 @@ from lora_trainer.common.errors import BROKEN_PACKAGE, InputError, MachineError,
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCaption:
-    """What a model says of one picture; `cut`: it had more to say than it was allowed."""
+    """What a model says of one image; `cut`: it had more to say than it was allowed."""
 
     text: str
     cut: bool = False
 
 
 class Captioner(Protocol):
-    """A loaded model. `batch_size` pictures at a time are worth while on its device."""
+    """A loaded model. `batch_size` images at a time are worth while on its device."""
 
     @property
     def batch_size(self) -> int: ...
@@ -44,16 +44,16 @@ class Captioner(Protocol):
     def device(self) -> str: ...
 
     def describe(self, pictures: Sequence[Image.Image]) -> list[ModelCaption]:
-        """Return a description of each picture; raises OutOfRoom when memory runs out."""
+        """Return a description of each image; raises OutOfRoom when memory runs out."""
         ...
 
     def give_back(self) -> None:
-        """Free what was kept for the next pictures; call it outside the `except` block."""
+        """Free what was kept for the next images; call it outside the `except` block."""
         ...
 
 
 class OutOfRoom(Exception):
-    """The device has no memory for so many pictures at a time."""
+    """The device has no memory for so many images at a time."""
 
 
 class UnusableModel(InputError):
@@ -94,7 +94,7 @@ class Tag:
 
 @dataclass(frozen=True, kw_only=True)
 class Tagger:
-    """A loaded tagger. `fixed_batch`: the number of pictures its file asks for, if it does."""
+    """A loaded tagger. `fixed_batch`: the number of images its file asks for, if it does."""
 
     name: str
     session: Any
@@ -104,7 +104,7 @@ class Tagger:
 
     @property
     def batch_size(self) -> int:
-        """Pictures at a time: a processor gains nothing from several."""
+        """Images at a time: a processor gains nothing from several."""
         return self.fixed_batch or (GPU_BATCH if self.device == "cuda" else 1)
 
     @property
@@ -112,7 +112,7 @@ class Tagger:
         return "cuda" if _CUDA in self.session.get_providers() else "cpu"
 
     def describe(self, pictures: Sequence[Image.Image]) -> list[ModelCaption]:
-        """Return the tags of each picture, comma-separated; raises OutOfRoom without memory."""
+        """Return the tags of each image, comma-separated; raises OutOfRoom without memory."""
         squares = np.stack([_square(picture, self.side_px) for picture in pictures])
         filled = self.fixed_batch or len(squares)
         squares = np.concatenate([squares, squares[:1].repeat(filled - len(squares), axis=0)])
@@ -122,7 +122,7 @@ class Tagger:
         return [ModelCaption(text=", ".join(self._chosen(row))) for row in given[: len(pictures)]]
 
     def give_back(self) -> None:
-        """Nothing is kept between pictures."""
+        """Nothing is kept between images."""
 
     def _probabilities(self, squares: Any) -> Any:
         with _misfits_named(self.name):
@@ -158,7 +158,7 @@ def load_tagger(
     session = _session(folder / TAGGER_FILES[0], name=name, device=device)
     shape = session.get_inputs()[0].shape
     if len(shape) != 4 or not isinstance(shape[1], int) or shape[1:] != [shape[1], shape[1], 3]:
-        raise UnusableModel(name, f"takes {shape}, not square pictures with three colours last")
+        raise UnusableModel(name, f"takes {shape}, not square images with three colours last")
     fixed = shape[0] if isinstance(shape[0], int) and shape[0] > 0 else None
     return Tagger(name=name, session=session, tags=tags, side_px=shape[1], fixed_batch=fixed)
 

@@ -22,7 +22,7 @@ from lora_trainer.common.errors import LoraTrainError, RequestError, exit_code
 from lora_trainer.common.redaction import without_secrets
 from lora_trainer.hardware import torch_allocator
 
-HELP = """Train a diffusion LoRA: `lora-train DATASET` detects the card, picks a preset, caches, trains and exports.
+HELP = """Train a diffusion LoRA: `lora-train DATASET` detects the GPU, picks a preset, caches, trains and exports.
 
 Without a GPU it trains the embedded miniature base model, in a few minutes. Everything that has no
 flag is a setting: `--set section.key=value`; `lora-train plan --all DATASET` lists them all with origins."""

@@ -18,7 +18,7 @@ class Finding:
     """One thing found; `file` is relative to the dataset folder, `code` a case in FAULTS.
 
     `what` continues the file's name ("is empty"), or is a sentence of its own when `file` is None.
-    Severity "error" is a picture that is left out.
+    Severity "error" is an image that is left out.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class Finding:
 
 
 def unusable(file: str, what: str, *, advice: str, code: str) -> Finding:
-    """Return the finding for a picture that is left out."""
+    """Return the finding for an image that is left out."""
     return Finding(
         kind="unusable", severity="error", file=file, what=what, advice=advice, code=code
     )

@@ -17,7 +17,7 @@ def gc_disabled() -> Iterator[None]:
     """Search for no garbage while the block, or the function, runs.
 
     For loops that make many objects and no cycles: looking through them again and again as they grow
-    takes a quarter of the time in which a dataset of 100,000 pictures is planned.
+    takes a quarter of the time in which a dataset of 100,000 images is planned.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -1,7 +1,7 @@
-"""Aspect-ratio buckets: which sizes there are, which one a picture gets, how it is cut to it.
+"""Aspect-ratio buckets: which sizes there are, which one an image gets, how it is cut to it.
 
-Pure integer geometry in pixels: a picture is scaled to cover its bucket and the overhang is cropped
-away evenly on both sides. Nothing depends on other pictures, so adding one moves no other.
+Pure integer geometry in pixels: an image is scaled to cover its bucket and the overhang is cropped
+away evenly on both sides. Nothing depends on other images, so adding one moves no other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lora_trainer.common.errors import RequestError
 
 @dataclass(frozen=True, order=True, slots=True)
 class Bucket:
-    """The size pictures of similar shape are trained at."""
+    """The size images of similar shape are trained at."""
 
     width_px: int
     height_px: int
@@ -28,7 +28,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How one picture fills its bucket: scaled to cover it, then cropped at (left, top)."""
+    """How one image fills its bucket: scaled to cover it, then cropped at (left, top)."""
 
     bucket: Bucket
     scaled_width_px: int
@@ -36,9 +36,9 @@ class Placement:
     left_px: int
     top_px: int
     cropped_fraction: float
-    """Share of the picture's area that is cut away."""
+    """Share of the image's area that is cut away."""
     upscaled: bool
-    """Whether the picture is smaller than its bucket."""
+    """Whether the image is smaller than its bucket."""
 
 
 def buckets_for(
@@ -89,7 +89,7 @@ def place(width_px: int, height_px: int, *, buckets: Sequence[Bucket]) -> Placem
 
 
 def cut(image: Image.Image, placement: Placement, *, flip: bool) -> Image.Image:
-    """Return the bucket-sized middle of a picture (LANCZOS), mirrored left to right if `flip`."""
+    """Return the bucket-sized middle of an image (LANCZOS), mirrored left to right if `flip`."""
     scaled = image.resize(
         (placement.scaled_width_px, placement.scaled_height_px), Image.Resampling.LANCZOS
     )

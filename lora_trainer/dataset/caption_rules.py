@@ -20,7 +20,7 @@ from lora_trainer.dataset.captions import TRIGGER_PLACEHOLDER, clean, has_trigge
 
 
 def plain_text(written: Sequence[str], *, settings: DataSettings) -> str:
-    """Return a picture's text without anything random: to validate with, to draw samples of, to show.
+    """Return an image's text without anything random: to validate with, to draw samples of, to show.
 
     The first caption, first alternatives, all tags in the order they are written in.
     """
@@ -28,7 +28,7 @@ def plain_text(written: Sequence[str], *, settings: DataSettings) -> str:
 
 
 def variants(written: Sequence[str], *, settings: DataSettings, seed: int) -> tuple[str, ...]:
-    """Return the plain text of a picture, then those it is trained with where these are others.
+    """Return the plain text of an image, then those it is trained with where these are others.
 
     `written` are its captions, `settings` those of its folder. Each caption is in equally many texts.
     Texts can be equal; they share a cache entry.

@@ -1,4 +1,4 @@
-"""Caption text: reading it, finding the file of a picture, and putting the trigger in.
+"""Caption text: reading it, finding the file of an image, and putting the trigger in.
 
 Inputs are bytes of caption files and `metadata.jsonl`; outputs are one-line texts and sentences
 about what had to be guessed or cut. What is made of a text is said in `caption_rules`.

@@ -1,6 +1,6 @@
-"""What is odd about the usable pictures of a dataset, as rows of its report.
+"""What is odd about the usable images of a dataset, as rows of its report.
 
-Inputs: examined pictures, or the records made of them. Outputs: findings; none of them changes a run.
+Inputs: examined images, or the records made of them. Outputs: findings; none of them changes a run.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from lora_trainer.dataset.inspect_image import InspectedImage
 from lora_trainer.dataset.listing import FOLDER_NAME
 from lora_trainer.dataset.records import ImageRecord
 
-# What decoding had to do to a picture: severity, case in FAULTS, advice.
+# What decoding had to do to an image: severity, case in FAULTS, advice.
 _NOTES: Mapping[str, tuple[Severity, str, str]] = {
     "alpha": ("note", "IMG-04", "set data.alpha_background if another colour suits the subject"),
-    "animated": ("warning", "IMG-06", "export the frames you want as single pictures"),
+    "animated": ("warning", "IMG-06", "export the frames you want as single images"),
     "cmyk": ("note", "IMG-05", "nothing to do"),
     "cmyk-profile": ("warning", "IMG-05", "compare the colours, or save it as RGB"),
     "depth": ("note", "IMG-05", "nothing to do"),
@@ -78,7 +78,7 @@ def without_caption(records: Sequence[ImageRecord]) -> Iterator[Finding]:
                 kind="no-caption",
                 severity=severity,
                 file=None,
-                what=f"{len(names)} of {len(records)} pictures {what}: {named(names)}",
+                what=f"{len(names)} of {len(records)} images {what}: {named(names)}",
                 advice="write a .txt file of the same name beside each",
                 code="CAP-01",
             )
@@ -111,7 +111,7 @@ def without_mask(records: Sequence[ImageRecord], settings: DataSettings) -> Iter
     names = [record.name for record in learned if record.mask is None]
     if settings.masks != "none" and names:
         kind = "no mask" if settings.masks == "files" else "no transparent part"
-        what = f"{len(names)} of {len(learned)} pictures have {kind}, all of them counts: "
+        what = f"{len(names)} of {len(learned)} images have {kind}, all of them counts: "
         advice = "give them one, or leave it at that"
         yield warning("no-mask", None, what + named(names), advice=advice)
 

@@ -1,4 +1,4 @@
-"""What is remembered between runs of pictures that decoded, so that warm starts open none.
+"""What is remembered between runs of images that decoded, so that warm starts open none.
 
 One file in the cache folder, by the SHA-256 of what lies in the dataset; it only saves time.
 """
@@ -19,14 +19,14 @@ from lora_trainer.dataset.captions import CaptionText
 from lora_trainer.dataset.images import VerifiedImage, max_pixels
 from lora_trainer.dataset.measures import Measures
 
-# Raise the number when what is kept of a picture changes.
+# Raise the number when what is kept of an image changes.
 _MEMO_VERSION = f"2, Pillow {PIL.__version__}"
 _OF_ALPHA = " alpha"
 
 
 @dataclass(kw_only=True)
 class DecodeMemo:
-    """Pictures and masks known to decode, and texts of caption files, by the SHA-256 of their bytes.
+    """Images and masks known to decode, and texts of caption files, by the SHA-256 of their bytes.
 
     One file in the cache folder: a checksum, then JSON. A damaged one, or one made with another
     Pillow, is the same as an empty one, because it only saves time. `file` None: nothing is kept.
@@ -85,7 +85,7 @@ class DecodeMemo:
         )
 
     def add_image(self, content_hash: str, image: VerifiedImage) -> None:
-        """Remember a picture that decoded."""
+        """Remember an image that decoded."""
         numbers = image.measures.to_json()
         entry = [image.width_px, image.height_px, list(image.notes), numbers, image.background]
         self.images[content_hash] = json.dumps(entry)

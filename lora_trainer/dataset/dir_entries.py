@@ -5,7 +5,7 @@ Directory entries: those that somebody meant, their names as text, what they are
 What lies in a dataset folder and was not taken: rows of its report.
 
 Inputs: what a walk over the folder has seen. Outputs: findings about files of no use, captions and masks
-without a picture, and captions of several.
+without an image, and captions of several.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def kind_of(entry: Entry) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class UnusedFiles:
-    """Files by extension, caption files with the pictures they are used by, and masks of no picture.
+    """Files by extension, caption files with the images they are used by, and masks of no image.
 
-    `pictures` are the names of the pictures as `same_name` has them, without extension; `described`
+    `pictures` are the names of the images as `same_name` has them, without extension; `described`
     those of metadata lines. `excluded` is the folder of what somebody took out of the dataset.
     """
 
@@ -92,19 +92,19 @@ class UnusedFiles:
             counts = ", ".join(
                 f"{count} {suffix}" for suffix, count in sorted(self.ignored.items())
             )
-            what = f"files that are neither picture nor caption are ignored: {counts}"
+            what = f"files that are neither image nor caption are ignored: {counts}"
             yield note("ignored-files", None, what, advice="nothing to do")
 
     def shared_captions(self) -> Iterator[Finding]:
-        """Yield the caption files that stand for several pictures."""
-        advice = "give each picture a name of its own and a caption file of that name"
+        """Yield the caption files that stand for several images."""
+        advice = "give each image a name of its own and a caption file of that name"
         for source, names in self.users.items():
             if len(names) > 1:
-                what = f"is the caption of {len(names)} pictures: {named(names)}"
+                what = f"is the caption of {len(names)} images: {named(names)}"
                 yield warning("ambiguous-caption", source, what, advice=advice, code="IMG-08")
 
     def unused_captions(self) -> Iterator[Finding]:
-        """Yield one warning that names caption files and metadata lines without a picture."""
+        """Yield one warning that names caption files and metadata lines without an image."""
         unused = [
             source
             for source, names in self.users.items()
@@ -114,25 +114,25 @@ class UnusedFiles:
             and not self._is_excluded(source)
         ]
         if unused:
-            what = f"captions without a picture ({len(unused)}): {named(unused)}"
-            advice = "name them as their pictures, or remove them"
+            what = f"captions without an image ({len(unused)}): {named(unused)}"
+            advice = "name them as their images, or remove them"
             yield warning("unused-caption", None, what, advice=advice, code="CAP-01")
 
     def unused_masks(self) -> Iterator[Finding]:
-        """Yield one row that names masks nobody asked for, or that have no picture."""
+        """Yield one row that names masks nobody asked for, or that have no image."""
         away = self._excluded_stems()
         found = [name for name, picture in self.unclaimed_masks if same_name(picture) not in away]
         count, names = len(found), named(found)
         if count and self.settings.masks == "files":
-            what = f"masks without a picture ({count}): {names}"
-            advice = "name them as their pictures, or remove them"
+            what = f"masks without an image ({count}): {names}"
+            advice = "name them as their images, or remove them"
             yield warning("unused-mask", None, what, advice=advice)
         elif count:
             what = f"masks are not used ({count}): {names}"
             yield note("unused-mask", None, what, advice="--set data.masks=files to use them")
 
     def _excluded_stems(self) -> set[str]:
-        """Return the pictures that were taken out of the dataset, whose masks stay: without extension."""
+        """Return the images that were taken out of the dataset, whose masks stay: without extension."""
         if self.excluded is None:
             return set()
         places = {name.rpartition("/")[0] for _, name in self.unclaimed_masks}
@@ -145,7 +145,7 @@ class UnusedFiles:
         }
 
     def _is_excluded(self, name: str) -> bool:
-        """Say whether the picture that a metadata line describes was taken out of the dataset."""
+        """Say whether the image that a metadata line describes was taken out of the dataset."""
         return (
             self.excluded is not None
             and name in self.described

@@ -1,16 +1,16 @@
 """Image files: decoding, pixel formats, and the reason where a file cannot be used.
 
-From any of Pillow's pixel formats to 8-bit RGB, with a note for every change a picture needed.
+From any of Pillow's pixel formats to 8-bit RGB, with a note for every change an image needed.
 
 Transparency is put on a background colour, 16 bits are scaled to 8, CMYK goes through its colour
 profile. RGB and gray are taken as they are, whatever profile they carry. Nothing goes silently.
 
-Why a file is no usable picture, told from what its decoder raised and how its bytes begin.
+Why a file is no usable image, told from what its decoder raised and how its bytes begin.
 
 From an image file to upright 8-bit RGB pixels, or one line saying why not.
 
 Reads PNG, JPEG, WebP, GIF, TIFF, BMP and AVIF through Pillow. Size limits are checked from the
-header, only regular files are opened, nothing is repaired silently: each change a picture needed is
+header, only regular files are opened, nothing is repaired silently: each change an image needed is
 a note.
 """
 
@@ -51,7 +51,7 @@ class PixelFormatError(ValueError):
 
 
 def to_rgb(image: Image.Image, *, raw_mode: str, background: Rgb, notes: list[str]) -> Image.Image:
-    """Return a loaded picture as RGB; `raw_mode` is the format of the file's own pixels.
+    """Return a loaded image as RGB; `raw_mode` is the format of the file's own pixels.
 
     Appends "kind: sentence" to `notes`; raises PixelFormatError.
     """
@@ -70,7 +70,7 @@ def to_rgb(image: Image.Image, *, raw_mode: str, background: Rgb, notes: list[st
 
 
 def to_alpha(image: Image.Image, *, raw_mode: str) -> Image.Image | None:
-    """Return how opaque a loaded picture is, mode L, or None for one that has no transparency."""
+    """Return how opaque a loaded image is, mode L, or None for one that has no transparency."""
     _scale_transparent_colour(image, raw_mode)
     if image.mode.startswith("I;16"):
         image = _scaled_to_8_bits(image)
@@ -154,11 +154,11 @@ _REPLACE = "replace it with an intact copy or remove it"
 _CONVERT = "convert it to PNG or JPEG"
 _SIGNATURES = (
     (rb"\Z", "empty (0 bytes)", _REPLACE),
-    (rb"version https://git-lfs", "a Git LFS pointer, not the picture", "run `git lfs pull`"),
+    (rb"version https://git-lfs", "a Git LFS pointer, not the image", "run `git lfs pull`"),
     (rb"\s*<(!doctype html|html|head|body)", "not an image (looks like HTML)", "download it again"),
     (rb"\s*(<\?xml|<svg)", "not a bitmap (looks like SVG or XML)", _CONVERT),
-    (rb"....ftyp(hei|hev|mif1|msf1)", "a HEIC picture", _CONVERT),
-    (rb"(\xff\x0a|....JXL )", "a JPEG XL picture", _CONVERT),
+    (rb"....ftyp(hei|hev|mif1|msf1)", "a HEIC image", _CONVERT),
+    (rb"(\xff\x0a|....JXL )", "a JPEG XL image", _CONVERT),
     (rb"....ftyp", "a video", "take stills from it"),
     (rb"%PDF", "not an image (looks like PDF)", _CONVERT),
     (
@@ -172,7 +172,7 @@ _SIGNATURES = (
 
 
 class ImageDecodeError(InputError):
-    """A picture that cannot be used: `reason` without its path, `code` of the case in FAULTS."""
+    """An image that cannot be used: `reason` without its path, `code` of the case in FAULTS."""
 
     def __init__(self, path: Path, reason: str, *, code: str, fix: str) -> None:
         super().__init__(f"{shown(str(path))} {reason}", fix=fix)
@@ -211,7 +211,7 @@ IMAGE_EXTENSIONS = frozenset(
     (".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff")
     + (".avif", ".heic", ".heif", ".jxl")
 )
-"""Files with these names are meant as pictures; which of them can be read, decoding finds out."""
+"""Files with these names are meant as images; which of them can be read, decoding finds out."""
 MIN_SIDE_PX = 16
 MAX_ASPECT = 20
 _UPRIGHT = {
@@ -230,7 +230,7 @@ _PROCESS_WIDE = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class DecodedImage:
-    """A picture as it is displayed, mode RGB, and what was done for that as "kind: sentence"."""
+    """An image as it is displayed, mode RGB, and what was done for that as "kind: sentence"."""
 
     image: Image.Image
     notes: tuple[str, ...]
@@ -243,7 +243,7 @@ class DecodedImage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifiedImage:
-    """What the preflight keeps of a picture that decoded. `background` is "" for an opaque one."""
+    """What the preflight keeps of an image that decoded. `background` is "" for an opaque one."""
 
     width_px: int
     height_px: int
@@ -253,7 +253,7 @@ class VerifiedImage:
 
 
 def background_rgb(settings: DataSettings) -> Rgb:
-    """Return the colour put behind transparent pictures; raises RequestError for an unknown one."""
+    """Return the colour put behind transparent images; raises RequestError for an unknown one."""
     try:
         red, green, blue = ImageColor.getrgb(settings.alpha_background)[:3]
     except ValueError:
@@ -265,12 +265,12 @@ def background_rgb(settings: DataSettings) -> Rgb:
 
 
 def max_pixels(settings: DataSettings) -> int:
-    """Return the number of pixels above which a picture is refused."""
+    """Return the number of pixels above which an image is refused."""
     return int(settings.max_megapixels * 1_000_000)
 
 
 def verify(path: Path, *, settings: DataSettings, content_hash: str) -> VerifiedImage:
-    """Decode a picture to see that it can be, and keep its numbers; raises ImageDecodeError."""
+    """Decode an image to see that it can be, and keep its numbers; raises ImageDecodeError."""
     decoded = decode(path, settings=settings, content_hash=content_hash)
     width_px, height_px = decoded.image.size
     return VerifiedImage(
@@ -301,11 +301,11 @@ def decode(path: Path, *, settings: DataSettings, content_hash: str | None = Non
 def decode_alpha(
     path: Path, *, settings: DataSettings, content_hash: str | None = None
 ) -> Image.Image | None:
-    """Decode how opaque a picture is as it is displayed, mode L; None for one without transparency.
+    """Decode how opaque an image is as it is displayed, mode L; None for one without transparency.
 
     Raises ImageDecodeError as `decode` does.
     """
-    notes: list[str] = []  # those of the picture have been said
+    notes: list[str] = []  # those of the image have been said
     with _loaded(path, settings, content_hash, notes) as (image, raw_mode):
         alpha = to_alpha(image, raw_mode=raw_mode)
         turn = _upright_turn(image, settings, notes)
@@ -380,7 +380,7 @@ def _load(
         image = Image.open(file, formats=FORMATS)
         _check_shape(path, image.size)
         raw_mode = str(image.tile[0].args) if image.tile else ""
-        # The further pictures of an MPO are previews and depth maps of the first.
+        # The further images of an MPO are previews and depth maps of the first.
         frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
         if image.format == "TIFF":  # checks its size again, and warns, while loading
             image.load()

@@ -1,7 +1,7 @@
-"""One listed picture looked into: its hash, what decoding says of it, its mask and its caption.
+"""One listed image looked into: its hash, what decoding says of it, its mask and its caption.
 
 `known` answers from what is remembered and opens no file; `inspect_image` reads what it must. Both give the
-same, a finding in place of a picture that cannot be used.
+same, a finding in place of an image that cannot be used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BAD_MASK = "bad-mask"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InspectedImage:
-    """A picture that can be used; `sidecar` is what its caption file says, `caption` what counts."""
+    """An image that can be used; `sidecar` is what its caption file says, `caption` what counts."""
 
     picture: ImageFile
     content_hash: str
@@ -45,9 +45,9 @@ class InspectedImage:
 def known(
     picture: ImageFile, *, settings: DataSettings, memo: HashMemo, verified: DecodeMemo
 ) -> InspectedImage | None:
-    """Return what is remembered of a picture whose files have not changed; None: it must be read.
+    """Return what is remembered of an image whose files have not changed; None: it must be read.
 
-    No picture with a mask is answered for: whether the two fit is not remembered.
+    No image with a mask is answered for: whether the two fit is not remembered.
     """
     if picture.mask is not None or settings.masks == "alpha":
         return None
@@ -69,7 +69,7 @@ def known(
 def inspect_image(
     picture: ImageFile, *, settings: DataSettings, memo: HashMemo, verified: DecodeMemo
 ) -> InspectedImage | Finding:
-    """Hash and, unless these bytes are known, decode one picture; read its caption file."""
+    """Hash and, unless these bytes are known, decode one image; read its caption file."""
     try:
         content_hash = memo.sha256(picture.path)
         image = verified.image(content_hash, settings=settings)
@@ -104,7 +104,7 @@ def _mask(
     settings: DataSettings,
     memo: HashMemo,
 ) -> Mask | None:
-    """Return where a picture's mask is, if it has one; raises OSError for a file that cannot be read."""
+    """Return where an image's mask is, if it has one; raises OSError for a file that cannot be read."""
     if picture.mask is not None:
         return Mask(path=picture.mask, content_hash=memo.sha256(picture.mask), of_alpha=False)
     if settings.masks == "alpha" and image.background:

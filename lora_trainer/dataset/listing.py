@@ -1,7 +1,7 @@
-"""What lies in a dataset folder, from directory entries alone: pictures, their captions, oddities.
+"""What lies in a dataset folder, from directory entries alone: images, their captions, oddities.
 
 The folder itself, `N_name` folders (N repeats, "name" where there is no caption) and plain
-subfolders are read, one level deep, but for `_excluded`; masks are no pictures. Only regular files
+subfolders are read, one level deep, but for `_excluded`; masks are no images. Only regular files
 are listed, so nothing later can block on a pipe; the only files opened here are `metadata.jsonl`.
 """
 
@@ -51,7 +51,7 @@ Group = Literal["picture", "caption", "metadata", "folder", "other"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenCaption:
-    """A caption from elsewhere than a file of the picture's own; `source` says from where.
+    """A caption from elsewhere than a file of the image's own; `source` says from where.
 
     `lines` are those of a list of several.
     """
@@ -81,7 +81,7 @@ class ImageFile:
 
     @property
     def path(self) -> Path:
-        """Where the picture is."""
+        """Where the image is."""
         return Path(self.file)
 
     @property
@@ -92,7 +92,7 @@ class ImageFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """The files meant as pictures, by name, and what is odd about the folder."""
+    """The files meant as images, by name, and what is odd about the folder."""
 
     pictures: tuple[ImageFile, ...]
     findings: tuple[Finding, ...]
@@ -100,11 +100,11 @@ class Listing:
 
 @gc_disabled()
 def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
-    """List a dataset folder; raises InputError when there is none, or no picture in it."""
+    """List a dataset folder; raises InputError when there is none, or no image in it."""
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
         raise InputError(
-            f"dataset {shown(str(root))} {what}", fix="give the folder that holds the pictures"
+            f"dataset {shown(str(root))} {what}", fix="give the folder that holds the images"
         )
     walk = _Walk(
         settings=settings,
@@ -117,7 +117,7 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
     if not walk.pictures and not any(finding.severity == "error" for finding in findings):
         found = "; ".join(f"{finding.file or ''} {finding.what}".strip() for finding in findings)
         raise InputError(
-            f"no pictures in {shown(str(root))}" + (f" ({found})" if found else ""),
+            f"no images in {shown(str(root))}" + (f" ({found})" if found else ""),
             fix=f"put in files ending in {', '.join(sorted(IMAGE_EXTENSIONS))}",
         )
     pictures = sorted(walk.pictures, key=lambda picture: picture.name)
@@ -156,14 +156,14 @@ class _Walk:
     findings: list[Finding] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
     users: dict[str, list[str]] = field(default_factory=dict)
-    """Names of the pictures each caption file or described name is used by."""
+    """Names of the images each caption file or described name is used by."""
     described: dict[str, GivenCaption] = field(default_factory=dict)
     """What `metadata.jsonl` files say, by the name they give ..."""
     alike: dict[str, str] = field(default_factory=dict)
     """... and that name by its `same_name`."""
     excluded: Path | None = None
     unclaimed_masks: list[tuple[str, str]] = field(default_factory=list)
-    """Masks that no picture has, by name, each with that of the picture it is for, without extension."""
+    """Masks that no image has, by name, each with that of the image it is for, without extension."""
 
     def read_root(self, root: Path) -> None:
         """Read the folder and those in it."""
@@ -183,11 +183,11 @@ class _Walk:
                 continue
             known = len(self.pictures)
             for deeper in self._read(folder):
-                what, advice = "is not read, it lies two folders deep", "move its pictures up"
+                what, advice = "is not read, it lies two folders deep", "move its images up"
                 name = folder.prefix + text_of(deeper.name)
                 self.findings.append(warning("deep-folder", name, what, advice=advice))
             if count := len(self.pictures) - known:
-                what = f"its pictures ({count}) are seen {folder.repeats} times per epoch"
+                what = f"its images ({count}) are seen {folder.repeats} times per epoch"
                 advice = "name a folder N_name for N repeats"
                 self.findings.append(note("subfolder", folder.prefix, what, advice=advice))
         _refuse_unknown(self.settings, named)
@@ -239,9 +239,9 @@ class _Walk:
     def _take_masks(
         self, folder: _Folder, groups: dict[Group, list[Entry]]
     ) -> dict[str, tuple[Path, str]]:
-        """Take the masks of a folder's pictures out of its groups; return them by `same_name` of the stem.
+        """Take the masks of a folder's images out of its groups; return them by `same_name` of the stem.
 
-        A folder of masks is one only if masks are asked for, or if one of its files is named as a picture.
+        A folder of masks is one only if masks are asked for, or if one of its files is named as an image.
         """
         stems = {entry.name: masked_stem(entry.name) for entry in groups["picture"]}
         found = {
@@ -331,7 +331,7 @@ class _Walk:
             mask, mask_name = masks.get(same_name(split_name(file_name)[0]), (None, None))
         self.pictures.append(
             ImageFile(
-                file=os.path.join(place, file_name),  # noqa: PTH118 - a Path per picture is slow
+                file=os.path.join(place, file_name),  # noqa: PTH118 - a Path per image is slow
                 name=name,
                 folder=folder.name,
                 repeats=folder.repeats,

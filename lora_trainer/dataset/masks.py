@@ -1,6 +1,6 @@
-"""Which part of a picture counts: masks in files of their own, or the opaque part of the picture.
+"""Which part of an image counts: masks in files of their own, or the opaque part of the image.
 
-Inputs: files, and where a picture goes in its bucket. Outputs: whether a mask can be used, checked once
+Inputs: files, and where an image goes in its bucket. Outputs: whether a mask can be used, checked once
 and remembered, and its values in [0, 1] at the size of the latents. White counts, black does not.
 """
 
@@ -21,16 +21,16 @@ from lora_trainer.dataset.decode_memo import DecodeMemo
 from lora_trainer.dataset.images import ImageDecodeError, VerifiedImage, decode, decode_alpha
 
 MASKS_FOLDER = "masks"
-"""Masks lie in a folder of this name beside the pictures, under the pictures' names ..."""
+"""Masks lie in a folder of this name beside the images, under the images' names ..."""
 MASK_SUFFIX = "-masklabel"
-"""... or beside the picture, with this at the end of their name."""
+"""... or beside the image, with this at the end of their name."""
 ASPECT_TOLERANCE = 0.02
 """What sides rounded to pixels make of a ratio, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mask:
-    """A mask that was checked; `of_alpha`: the picture itself is the file, its transparency the mask."""
+    """A mask that was checked; `of_alpha`: the image itself is the file, its transparency the mask."""
 
     path: Path
     content_hash: str
@@ -38,7 +38,7 @@ class Mask:
 
 
 def masked_stem(file_name: str) -> str | None:
-    """Return the stem of the picture that a file beside it is the mask of; None for other files."""
+    """Return the stem of the image that a file beside it is the mask of; None for other files."""
     stem = split_name(file_name)[0]
     return stem.removesuffix(MASK_SUFFIX) if stem.endswith(MASK_SUFFIX) else None
 
@@ -46,7 +46,7 @@ def masked_stem(file_name: str) -> str | None:
 def check_mask(
     mask: Mask, image: VerifiedImage, *, settings: DataSettings, verified: DecodeMemo
 ) -> None:
-    """Raise ImageDecodeError for a mask that is no picture, of another shape than its own, or all black."""
+    """Raise ImageDecodeError for a mask that is no image, of another shape than its own, or all black."""
     size = verified.mask(mask.content_hash, of_alpha=mask.of_alpha)
     if size is None:
         pixels = decode_mask(mask, settings=settings)
@@ -62,11 +62,11 @@ def check_mask(
     allowed = ASPECT_TOLERANCE + 1 / min(width_px, height_px)
     if abs(math.log(width_px * image.height_px / (height_px * image.width_px))) > allowed:
         reason = (
-            f"is {width_px}x{height_px}, not of the shape of its picture, "
+            f"is {width_px}x{height_px}, not of the shape of its image, "
             f"{image.width_px}x{image.height_px}"
         )
         raise ImageDecodeError(
-            mask.path, reason, code="IMG-04", fix="make it of the picture as it is"
+            mask.path, reason, code="IMG-04", fix="make it of the image as it is"
         )
 
 
@@ -77,7 +77,7 @@ def decode_mask(mask: Mask, *, settings: DataSettings) -> Image.Image:
     """
     if mask.of_alpha:
         alpha = decode_alpha(mask.path, settings=settings, content_hash=mask.content_hash)
-        assert alpha is not None, "only transparent pictures have such a mask"
+        assert alpha is not None, "only transparent images have such a mask"
         return alpha
     on_black = settings.model_copy(update={"alpha_background": "black"})
     return decode(mask.path, settings=on_black, content_hash=mask.content_hash).image.convert("L")
@@ -88,7 +88,7 @@ def mask_values(
 ) -> NDArray[np.float32]:
     """Return float32 [1, H, W] in [0, 1]: means over the `factor` pixels a side of each latent.
 
-    Placed as its picture is; each pixel counts by its area, so no part is lost to rounding.
+    Placed as its image is; each pixel counts by its area, so no part is lost to rounding.
     """
     size = (placement.scaled_width_px, placement.scaled_height_px)
     scaled = pixels.convert("F").resize(size, Image.Resampling.BOX)

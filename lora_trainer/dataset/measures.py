@@ -1,7 +1,7 @@
-"""What a picture looks like in a few numbers: how crisp, how bright, and a print to find copies by.
+"""What an image looks like in a few numbers: how crisp, how bright, and a print to find copies by.
 
-Taken once per picture while it is decoded anyway and kept with its size, so that the quality report
-of a known dataset opens no file. Input is an RGB picture, output plain numbers.
+Taken once per image while it is decoded anyway and kept with its size, so that the quality report
+of a known dataset opens no file. Input is an RGB image, output plain numbers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _COLOUR_SIDE = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measures:
-    """Numbers about one picture.
+    """Numbers about one image.
 
-    `crispness` holds (side, value) pairs, largest first: value in [0, 1] after scaling the picture
+    `crispness` holds (side, value) pairs, largest first: value in [0, 1] after scaling the image
     to side squared pixels. `darkest` and `brightest` are the 1st and 99th percentile of luminance
     in [0, 1]. `structure` is a 128-bit difference hash, `colours` a 4x4 RGB miniature.
     """
@@ -72,7 +72,7 @@ class Measures:
 
 
 def measure(image: Image.Image) -> Measures:
-    """Measure an RGB picture."""
+    """Measure an RGB image."""
     gray = _scaled(image.convert("L"), MAX_SIDE_PX)
     crispness = []
     level = gray
@@ -95,10 +95,10 @@ def measure(image: Image.Image) -> Measures:
 
 
 def crispness_of(gray: NDArray[np.float32]) -> float:
-    """Return how much of a picture's variation a blur removes, in [0, 1]: little if it is blurred.
+    """Return how much of an image's variation a blur removes, in [0, 1]: little if it is blurred.
 
     1 - blur of Crete et al. 2007, "The blur effect: perception and estimation with a new
-    no-reference perceptual blur metric", for the worse of the two directions; 0 for a flat picture.
+    no-reference perceptual blur metric", for the worse of the two directions; 0 for a flat image.
     """
     return min(_crispness_along(gray), _crispness_along(gray.T))
 

@@ -1,9 +1,9 @@
-"""How good a dataset is for training: a score in [0, 1] from named parts, and advice per picture.
+"""How good a dataset is for training: a score in [0, 1] from named parts, and advice per image.
 
 Works on the numbers the preflight took (`measures`), so it opens no file. Each part is a documented
-formula in [0, 1]. Shares of a dataset that are worth nothing (broken pictures, copies, pictures without
+formula in [0, 1]. Shares of a dataset that are worth nothing (broken images, copies, images without
 a caption) are factors of the score, and how good the rest is takes something off: no amount of sharp
-pictures makes up for half of them being copies. Nothing here changes a run.
+images makes up for half of them being copies. Nothing here changes a run.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ PICTURE_WEIGHTS: Mapping[str, float] = {
     "near_duplicates": 0.2,
     "captions": 0.15,
 }
-"""Share of each part in the score of a picture."""
+"""Share of each part in the score of an image."""
 UNCAPTIONED_COST = 1.5
 STAND_IN_LACK, LONE_STAND_IN_LACK = 0.5, 0.1
-"""What of a caption a folder's name or the trigger lacks: among captions, and where no picture has one."""
+"""What of a caption a folder's name or the trigger lacks: among captions, and where no image has one."""
 BLANK_BELOW = 0.03
 UPSCALED_ADVISED = 1.25
 CROPPED_ADVISED = 0.25
@@ -52,16 +52,16 @@ DARK_BELOW, BRIGHT_ABOVE, CONTRAST_BELOW = 0.25, 0.85, 0.12
 WORST_NAMED = 3
 PRINT_BITS, PRINT_COLOUR = 8, 12.0
 _BAND_BITS = -(-PRINT_LENGTH_BITS // (PRINT_BITS + 1))
-# A band shared by more pictures than this (a plain background, say) tells none from another.
+# A band shared by more images than this (a plain background, say) tells none from another.
 _BAND_CROWD = 32
 _COMMON_WORDS = frozenset(("a", "an", "and", "at", "by", "for", "in", "of", "on", "the", "with"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PictureReport:
-    """One picture: its score in [0, 1], and where it goes.
+    """One image: its score in [0, 1], and where it goes.
 
-    `score` is the mean, weighted alike, of the parts that a picture has by itself.
+    `score` is the mean, weighted alike, of the parts that an image has by itself.
     """
 
     file: str
@@ -90,7 +90,7 @@ class PictureReport:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetReport:
-    """What `check` prints: score and its parts in [0, 1], findings, images per bucket, pictures."""
+    """What `check` prints: score and its parts in [0, 1], findings, images per bucket, images."""
 
     images: int
     score: float
@@ -100,7 +100,7 @@ class DatasetReport:
     pictures: tuple[PictureReport, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for `check --json` and run.json, without the single pictures."""
+        """Return plain values for `check --json` and run.json, without the single images."""
         return {
             "images": self.images,
             "score": round(self.score, 4),
@@ -121,10 +121,10 @@ def inspect_images(
     """Score a dataset for the buckets it is placed in (by record name); `more` are findings to list, too.
 
     The score is usable * near_duplicates * captions * (1 - sum of w (1 - p) over the other parts).
-    `usable`: share of the pictures in the folder that can be read and show something.
-    `near_duplicates`: distinct pictures over pictures. `captions`: 1 / (1 + 1.5 u), u the share without
+    `usable`: share of the images in the folder that can be read and show something.
+    `near_duplicates`: distinct images over images. `captions`: 1 / (1 + 1.5 u), u the share without
     a caption, see `_lack`. `resolution`: 1 over the enlargement needed, at most 1. `sharpness`:
-    crispness at the trained size, 0.3 counting as 0 and 0.6 as 1. `exposure`: share of pictures neither
+    crispness at the trained size, 0.3 counting as 0 and 0.6 as 1. `exposure`: share of images neither
     dark, washed out nor flat. `aspect`: share of area kept by the crop. `trigger`: share of captions
     with the trigger, or without one with the commonest word. `buckets` counts repeats.
     """
@@ -174,7 +174,7 @@ def inspect_images(
 def _own_parts(
     record: ImageRecord, placements: Mapping[str, Placement], twins: Mapping[str, str]
 ) -> dict[str, float]:
-    """Return the parts of the score that one picture has by itself: all but the trigger's."""
+    """Return the parts of the score that one image has by itself: all but the trigger's."""
     return {
         "resolution": 1 / _enlargement(record, placements),
         "sharpness": _sharpness(record, placements),
@@ -186,7 +186,7 @@ def _own_parts(
 
 
 def _weighted(parts: Mapping[str, float]) -> float:
-    """Return the mean of a picture's parts by their weights."""
+    """Return the mean of an image's parts by their weights."""
     return sum(PICTURE_WEIGHTS[name] * value for name, value in parts.items()) / sum(
         PICTURE_WEIGHTS[name] for name in parts
     )
@@ -198,7 +198,7 @@ def _loss(name: str, part: float) -> float:
 
 
 def _usable(dataset: Dataset) -> float:
-    """Return the share of a folder's pictures that can be read and are not of one colour all over."""
+    """Return the share of a folder's images that can be read and are not of one colour all over."""
     broken = sum(
         finding.severity == "error" and not (finding.file or "").startswith(REGULARISATION)
         for finding in dataset.findings
@@ -213,9 +213,9 @@ def _is_blank(measures: Measures | None) -> bool:
 
 
 def _lack(records: Sequence[ImageRecord], settings: DataSettings) -> float:
-    """Return the share of pictures without a caption; some with and some without are no caption style.
+    """Return the share of images without a caption; some with and some without are no caption style.
 
-    Where no picture has one of its own, a folder's name or a trigger is nearly as good.
+    Where no image has one of its own, a folder's name or a trigger is nearly as good.
     """
     own = [record.caption_source not in (None, FOLDER_NAME) for record in records]
     if not any(own):
@@ -238,7 +238,7 @@ def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
     twins: dict[str, str] = {}
     for index, (name, measures) in enumerate(measured):
         own, keys = prints[index], _bands(prints[index])
-        # In one expression, as a hundred others are looked at for each picture.
+        # In one expression, as a hundred others are looked at for each image.
         close = {
             other
             for key in keys
@@ -283,7 +283,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _enlargement(record: ImageRecord, placements: Mapping[str, Placement]) -> float:
-    """Return how many times larger a picture is trained than it is, at least 1."""
+    """Return how many times larger an image is trained than it is, at least 1."""
     bucket = placements[record.name].bucket
     return max(1.0, bucket.width_px / record.width_px, bucket.height_px / record.height_px)
 
@@ -347,7 +347,7 @@ def _picture_findings(
         yield warning("exposure", record.name, fault, advice="correct or remove it")
     elif _crispness(record, placements) < CRISP_ADVISED:
         what = "looks blurred at the size it is trained"
-        yield warning("blurred", record.name, what, advice="use a sharper picture")
+        yield warning("blurred", record.name, what, advice="use a sharper image")
     if placement.cropped_fraction > CROPPED_ADVISED:
         what = (
             f"loses {placement.cropped_fraction:.0%} of its area to the crop to {placement.bucket}"

@@ -1,4 +1,4 @@
-"""What a dataset consists of once it is checked: usable pictures with their captions and masks.
+"""What a dataset consists of once it is checked: usable images with their captions and masks.
 
 Made by `scan`, from a folder; read by all that plan, encode, train and report.
 """
@@ -17,7 +17,7 @@ from lora_trainer.dataset.measures import Measures
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRecord:
-    """One usable picture: its captions as they are written, and the one it is shown and validated with.
+    """One usable image: its captions as they are written, and the one it is shown and validated with.
 
     `folder` is the subfolder it lies in, `.` for none: `data.folders` may say more of it. `copy_index`
     numbers files with identical bytes by name, so that (content_hash, copy_index, repeat) names a
@@ -42,11 +42,11 @@ class ImageRecord:
 
     @property
     def path(self) -> Path:
-        """Where the picture is; kept as text, as `Path` objects are large."""
+        """Where the image is; kept as text, as `Path` objects are large."""
         return Path(self.file)
 
     def settings(self, data: DataSettings) -> DataSettings:
-        """Return the settings of its folder; a picture for regularisation has no trigger."""
+        """Return the settings of its folder; an image for regularisation has no trigger."""
         own = data.of_folder(self.folder)
         return own.model_copy(update={"trigger": None}) if self.regularisation else own
 
@@ -59,7 +59,7 @@ class ImageRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dataset:
-    """The usable pictures of a folder by name, what is odd, and a hash of what is trained.
+    """The usable images of a folder by name, what is odd, and a hash of what is trained.
 
     `regularisation` are those beside them that keep the class as it is.
     """

@@ -1,4 +1,4 @@
-"""Regularisation pictures: others of the class that is taught, trained along so that it stays what it is.
+"""Regularisation images: others of the class that is taught, trained along so that it stays what it is.
 
 They lie in a folder of their own (`data.regularisation_dir`) or in a subfolder of the dataset that is
 marked (`data.folders.NAME.regularisation`). They get no trigger and no mask, are not held out, and how
@@ -20,15 +20,15 @@ from lora_trainer.dataset.decode_memo import DecodeMemo
 from lora_trainer.dataset.scan import Dataset, ImageRecord, scan
 
 PREFIX = "regularisation:"
-"""Begins the names of pictures in a folder of their own, so that none is like one of the dataset."""
+"""Begins the names of images in a folder of their own, so that none is like one of the dataset."""
 
 
 def scan_all(
     folder: Path, *, settings: DataSettings, memo: HashMemo, verified: DecodeMemo | None = None
 ) -> Dataset:
-    """Return the dataset with its regularisation pictures told apart; raises as `scan`.
+    """Return the dataset with its regularisation images told apart; raises as `scan`.
 
-    Raises RequestError for a folder of regularisation pictures inside the dataset.
+    Raises RequestError for a folder of regularisation images inside the dataset.
     """
     dataset = _told_apart(scan(folder, settings=settings, memo=memo, verified=verified), settings)
     if settings.regularisation_dir is not None:
@@ -54,8 +54,8 @@ def _told_apart(dataset: Dataset, settings: DataSettings) -> Dataset:
     )
     if not own:
         raise InputError(
-            f"all pictures in {dataset.folder} are for regularisation, none is left to learn",
-            fix="add the pictures to learn, or unmark a folder",
+            f"all images in {dataset.folder} are for regularisation, none is left to learn",
+            fix="add the images to learn, or unmark a folder",
         )
     return replace(
         dataset,

@@ -2,10 +2,10 @@
 
 The preflight: from a dataset folder to checked records, with everything odd about it named.
 
-Every picture is decoded once, unless its bytes were before; captions are read and the trigger is
+Every image is decoded once, unless its bytes were before; captions are read and the trigger is
 put in. The folder is never written to. The output is a `Dataset`, the same whatever the file order.
 
-Which pictures are held out for the validation loss: a draw by content, so file names do not matter.
+Which images are held out for the validation loss: a draw by content, so file names do not matter.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def scan(
 ) -> Dataset:
     """Read and check the dataset in `folder`; the caller saves `memo` and `verified`.
 
-    Raises InputError when the folder is missing, holds no pictures, or more than
+    Raises InputError when the folder is missing, holds no images, or more than
     `data.max_bad_fraction` of them are unusable (the message names them all, each with its fix).
     """
     background_rgb(settings)
@@ -84,14 +84,14 @@ def _looked_into(
     memo: HashMemo,
     verified: DecodeMemo,
 ) -> list[InspectedImage | Finding]:
-    """Return what there is to say of each picture, in their order."""
+    """Return what there is to say of each image, in their order."""
     with gc_disabled():
         found: list[InspectedImage | Finding | None] = [
             known(picture, settings=settings, memo=memo, verified=verified) for picture in pictures
         ]
     to_read = [index for index, result in enumerate(found) if result is None]
     work = partial(inspect_image, settings=settings, memo=memo, verified=verified)
-    # Hashing and decoding release the GIL; only a few pictures at a time, to bound the memory.
+    # Hashing and decoding release the GIL; only a few images at a time, to bound the memory.
     with ThreadPool(min(4, os.cpu_count() or 1)) as pool:
         read = pool.map(work, [pictures[index] for index in to_read], chunksize=4)
     for index, result in zip(to_read, read, strict=True):
@@ -111,7 +111,7 @@ def _refuse_too_many_bad(
     rest = len(bad) - MAX_REASONS
     limit = f"data.max_bad_fraction={settings.max_bad_fraction:g} allows {allowed}"
     raise InputError(
-        f"{len(bad)} of {total} pictures in {shown(str(folder))} cannot be used, {limit}: "
+        f"{len(bad)} of {total} images in {shown(str(folder))} cannot be used, {limit}: "
         + "; ".join(reasons[:MAX_REASONS])
         + (f"; and {rest} more" if rest > 0 else ""),
         fix="replace or remove them, or raise data.max_bad_fraction to go on without them",
@@ -172,7 +172,7 @@ def hold_out(
 ) -> tuple[tuple[ImageRecord, ...], tuple[ImageRecord, ...]]:
     """Split records into (trained, held out), the second `fraction` of all, rounded down.
 
-    Files with identical bytes stay on one side, so that no held-out picture is ever trained.
+    Files with identical bytes stay on one side, so that no held-out image is ever trained.
     """
     contents = shuffled({record.content_hash for record in records}, seed, Stream.VALIDATION_SPLIT)
     held = frozenset(contents[: int(fraction * len(contents))])

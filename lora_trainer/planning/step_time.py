@@ -107,7 +107,7 @@ KERNEL_START_S = (20e-6, 70e-6)
 # From pinned host memory, one way: PCIe 3 with 8 lanes to PCIe 4 with 16, as measured in practice.
 LINK_BYTES_PER_S = (6e9, 22e9)
 # From ordinary memory the driver copies twice, by way of a small pinned buffer: 2.2 of 5.7 GB/s on one
-# card (NVIDIA, "How to Optimize Data Transfers in CUDA C/C++"), 0.3 to 0.6 on others.
+# GPU (NVIDIA, "How to Optimize Data Transfers in CUDA C/C++"), 0.3 to 0.6 on others.
 UNPINNED_BYTES_PER_S = (2.4e9, 8.8e9)
 FP32_SLOWDOWN = 4
 ARITHMETIC, LAUNCHES = "arithmetic", "starting kernels"

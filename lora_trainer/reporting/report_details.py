@@ -233,7 +233,7 @@ def data_wait_fraction(history: RunHistory) -> float:
 _MEMORY = {
     "vram_bytes": "device memory in tensors, highest",
     "vram_reserved_bytes": "device memory reserved, highest",
-    "vram_used_bytes": "whole card in use, highest",
+    "vram_used_bytes": "whole GPU in use, highest",
     "host_bytes": "memory of the process, highest",
 }
 

@@ -36,7 +36,7 @@ PACKAGES: Mapping[str, str] = {
 }
 """Tracker name of accelerate -> the package that has to be installed."""
 LogImage = Callable[[str, Image.Image, int], Any]
-"""Logs one picture under a tag at a step."""
+"""Logs one image under a tag at a step."""
 
 
 class Loggable(Protocol):
@@ -82,7 +82,7 @@ def usable_trackers(
 
 @dataclass
 class TrackerListener:
-    """Listener that logs scalars to one tracker, and pictures of `folder` where it takes them.
+    """Listener that logs scalars to one tracker, and images of `folder` where it takes them.
 
     The first failure is reported and silences it; `close` is called once when the run ends.
     """
@@ -155,7 +155,7 @@ def _validation_scalars(fields: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _image_logger(name: str, tracker: Any) -> LogImage | None:
-    """Return how a tracker of accelerate takes a picture, which differs; None where it takes none."""
+    """Return how a tracker of accelerate takes an image, which differs; None where it takes none."""
     match name:
         case "tensorboard":
             return lambda tag, image, step: tracker.log_images(

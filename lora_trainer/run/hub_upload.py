@@ -123,7 +123,7 @@ def check_upload(repository: str) -> None:
 def push(release: HubUpload, *, api: HubApi | None = None) -> str:
     """Upload and return the repository's address; raises as `check_upload`, and MachineError for the rest.
 
-    A card that somebody has put there is left alone.
+    A model card that somebody has put there is left alone.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # re-exported

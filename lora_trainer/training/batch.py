@@ -54,7 +54,7 @@ class Sample:
 
     `input_noise` is the noise of the input where that is not the one to predict; `huber_delta` is
     infinite for squared errors; `dropout_seed` names the masks of the adapter's dropout. `counts` are
-    weights of the error [1, H, W] with a mean of 1, None where all of the picture counts alike.
+    weights of the error [1, H, W] with a mean of 1, None where all of the image counts alike.
     `as_base`: what is wanted is what the base says without the adapter.
     """
 

@@ -101,7 +101,7 @@ def card_state(gpu: Gpu, nvml: Nvml | None = None) -> CardState | None:
     try:
         driver: Any = nvml or importlib.import_module("pynvml")
         driver.nvmlInit()
-    except Exception:  # noqa: BLE001 - no driver, no card, no package: nothing is known
+    except Exception:  # noqa: BLE001 - no driver, no GPU, no package: nothing is known
         return None
     try:
         return _card_state(driver, driver.nvmlDeviceGetHandleByUUID(gpu.uuid))
@@ -116,7 +116,7 @@ def _card_state(nvml: Any, handle: Any) -> CardState:
     def ask(name: str, *arguments: Any) -> Any:
         try:
             return getattr(nvml, name)(handle, *arguments)
-        except (nvml.NVMLError, OSError, AttributeError):  # not on this card, or in this release
+        except (nvml.NVMLError, OSError, AttributeError):  # not on this GPU, or in this release
             return None
 
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)

@@ -1,8 +1,8 @@
 """Procedurally drawn cartoon characters: the example concept `ZIBBO` and others unlike it.
 
-Input: a character, a pose and a picture size. Output: an RGB image, a pure function of them. Few,
+Input: a character, a pose and an image size. Output: an RGB image, a pure function of them. Few,
 big, flat parts, so that a character is still itself at 64x64 pixels. Coordinates are the body's
-own: its centre is the origin, an egg is 2 high, y points down, left and right are the picture's.
+own: its centre is the origin, an egg is 2 high, y points down, left and right are the image's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BLACK, WHITE, CREAM, ORANGE = (26, 24, 34), (252, 252, 250), (255, 236, 196), (2
 
 @dataclass(frozen=True, kw_only=True)
 class Character:
-    """What stays the same in every picture of one character; `colour` is the body colour's name."""
+    """What stays the same in every image of one character; `colour` is the body colour's name."""
 
     colour: str
     body: RGB
@@ -58,9 +58,9 @@ class Character:
 
 @dataclass(frozen=True, kw_only=True)
 class Pose:
-    """What differs between pictures: where the body's centre is, how tall it is, what it does.
+    """What differs between images: where the body's centre is, how tall it is, what it does.
 
-    `position` is in fractions of the picture, `scale` an egg's height in fractions of the picture's
+    `position` is in fractions of the image, `scale` an egg's height in fractions of the image's
     (of less in a narrow one), `tilt` in degrees clockwise, `gaze` from -1 to 1, right and down > 0.
     """
 
@@ -106,7 +106,7 @@ def other_character(index: int) -> Character:
 
 
 def random_pose(rng: random.Random) -> Pose:
-    """Draw a pose in which the character is about in the middle and fills most of the picture."""
+    """Draw a pose in which the character is about in the middle and fills most of the image."""
     ways = ((0.0, 0.0), (0.0, 0.0), (-1.0, 0.0), (1.0, 0.0), (0.0, -1.0), (0.0, 1.0))
     return Pose(
         position=(rng.uniform(0.46, 0.54), rng.uniform(0.565, 0.58)),
@@ -118,7 +118,7 @@ def random_pose(rng: random.Random) -> Pose:
 def draw(
     character: Character, pose: Pose, *, width_px: int, height_px: int, background: RGB
 ) -> Image.Image:
-    """Draw the character on a plain background; a narrow picture shrinks it so that it fits."""
+    """Draw the character on a plain background; a narrow image shrinks it so that it fits."""
     size_px = (width_px * SUPERSAMPLING, height_px * SUPERSAMPLING)
     image = Image.new("RGB", size_px, background)
     pen = _Pen(image, pose)

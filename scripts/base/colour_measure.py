@@ -1,4 +1,4 @@
-"""Which of the palette's colours a small picture's background and object have.
+"""Which of the palette's colours a small image's background and object have.
 
 Input: an RGB image of one object on a plain background, drawn or generated. Output: two names of
 `scenes.COLOURS`, the nearest by distance in CIE Lab 1976 (D65), where equal steps look about equal.
@@ -37,7 +37,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """The colours of a picture by name; `object_colour` is None where nothing stands out."""
+    """The colours of an image by name; `object_colour` is None where nothing stands out."""
 
     object_colour: str | None
     background_colour: str
@@ -64,7 +64,7 @@ def nearest(colours_lab: Floats) -> NDArray[np.intp]:
 
 
 def look(image: Image.Image) -> Seen:
-    """Measure a picture: the background by its border, the object by what differs from that.
+    """Measure an image: the background by its border, the object by what differs from that.
 
     Of several colours in the object (a face, a flower's middle, a house's roof) the one with the
     most pixels counts; each pixel votes for its nearest palette colour, and the median of the

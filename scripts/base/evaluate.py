@@ -3,8 +3,8 @@
 Usage: python scripts/base/evaluate.py [--base FOLDER] [--images 100] [--sheet FILE] [--json FILE]
 
 Fixed prompts and seeds through diffusers' plain StableDiffusionPipeline, 25 steps at guidance 5; the
-colours are measured by `colour_measure`. Then the PSNR of pictures the autoencoder has never seen,
-cut as the trainer cuts them. Prints tables, writes a contact sheet (wrong pictures in a red frame).
+colours are measured by `colour_measure`. Then the PSNR of images the autoencoder has never seen,
+cut as the trainer cuts them. Prints tables, writes a contact sheet (wrong images in a red frame).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def generate(
 
 
 def reconstruction_db(pipeline: StableDiffusionPipeline, dataset: Path) -> dict[str, float]:
-    """Return the PSNR of each picture of a folder, bucketed and cut as the trainer does, in dB."""
+    """Return the PSNR of each image of a folder, bucketed and cut as the trainer does, in dB."""
     settings = DataSettings()
     buckets = buckets_for(
         resolution_px=RESOLUTION_PX, step_px=BUCKET_STEP_PX, max_aspect=settings.max_aspect

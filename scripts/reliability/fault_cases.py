@@ -37,7 +37,7 @@ _ATTACKS = "tests/gui/test_attacks.py"
 _PROCESSES = "tests/test_processes.py"
 
 FAULTS: Mapping[str, Fault] = {
-    "IMG-01": Fault(what="pictures that end early", parts=(_IMAGES,)),
+    "IMG-01": Fault(what="images that end early", parts=(_IMAGES,)),
     "IMG-02": Fault(what="flipped bytes, empty files, texts named .jpg", parts=(_IMAGES,)),
     "IMG-03": Fault(what="EXIF orientations, garbage in EXIF", parts=(_IMAGES,)),
     "IMG-04": Fault(
@@ -47,7 +47,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "IMG-05": Fault(what="16 bit, CMYK, float, broken colour profiles", parts=(_IMAGES,)),
     "IMG-06": Fault(what="animations", parts=(_IMAGES, _SCAN)),
-    "IMG-07": Fault(what="pictures that claim to be huge, tiny or thin ones", parts=(_IMAGES,)),
+    "IMG-07": Fault(what="images that claim to be huge, tiny or thin ones", parts=(_IMAGES,)),
     "IMG-08": Fault(what="names that nearly clash, identical files", parts=(_SCAN,)),
     "IMG-09": Fault(what="loops of links, pipes, folders named .png", parts=(_SCAN,)),
     "CAP-01": Fault(what="missing and empty captions", parts=(_SCAN,)),
@@ -61,20 +61,20 @@ FAULTS: Mapping[str, Fault] = {
         what="markup, escapes, wildcards in captions",
         parts=("tests/data/test_captions.py", "tests/output/test_report.py"),
     ),
-    "CAP-05": Fault(what="captions and pictures that change during a run", parts=(_ENCODE,)),
+    "CAP-05": Fault(what="captions and images that change during a run", parts=(_ENCODE,)),
     "CFG-01": Fault(what="unknown, misspelt and mistyped settings", parts=("tests/test_config.py",)),
     "CFG-02": Fault(what="settings files that are no JSON", parts=("tests/test_settings_file.py",)),
     "CFG-03": Fault(
         what="settings that contradict each other",
         parts=("tests/test_config.py", "tests/planning/test_plan.py"),
-        decided="Told in three groups, each at once: values, how they go together, what base and card "
+        decided="Told in three groups, each at once: values, how they go together, what base and GPU "
         "can do. A later group cannot be judged while an earlier one is wrong.",
     ),
     "CFG-04": Fault(
-        what="too little memory, no card, no driver",
+        what="too little memory, no GPU, no driver",
         parts=("tests/test_hardware.py", "tests/planning/test_plan.py", "tests/test_prepare.py"),
         decided="Instead of falling to a lower tier the plan lowers single values and says why; with "
-        "no card the embedded base is trained.",
+        "no GPU the embedded base is trained.",
     ),
     "CFG-05": Fault(
         what="a resume with other settings",
@@ -105,7 +105,7 @@ FAULTS: Mapping[str, Fault] = {
         what="a VAE that overflows",
         parts=(_ENCODE,),
         decided="The VAE always runs in fp32, so there is nothing to try again; latents that are not "
-        "finite name the picture.",
+        "finite name the image.",
     ),
     "MOD-06": Fault(what="downloads that are refused or break off", parts=("tests/model/test_hub.py",)),
     "CAC-01": Fault(what="damaged cache entries", parts=(_CACHE,)),
@@ -117,7 +117,7 @@ FAULTS: Mapping[str, Fault] = {
         what="two runs with one cache",
         parts=(_CACHE,),
         decided="No lock: an entry is whole or absent and its name is its content, so two runs at most "
-        "encode the same picture twice.",
+        "encode the same image twice.",
     ),
     "CAC-07": Fault(what="entries of another format", parts=(_CACHE,)),
     "TRN-01": Fault(what="not-a-number in losses and gradients", parts=("tests/train/test_guards.py",)),

@@ -121,7 +121,7 @@ def _figures(measured: Measured) -> list[tuple[str, str, str]]:
          of(of_several, "{most_seconds_left}")),
         ("a kill at every operation of the disk", "all", counted("io_kills", "{survived} of {tried}")),
         ("an error at every operation of the disk", "all", counted("io_errors", "{survived} of {tried}")),
-        ("bad pictures and captions; handled as specified; crashes; hangs", ">= 100; all; 0; 0",
+        ("bad images and captions; handled as specified; crashes; hangs", ">= 100; all; 0; 0",
          counted("bad_inputs", "{tried}; {handled}; {crashes}; {hangs}")),
         ("damage to cache entries; wrong numbers used", ">= 5,000; 0",
          counted("cache_faults", "{injected}; {wrong}")),

@@ -37,7 +37,7 @@ def test_step_ladder(tmp_path: Path) -> None:
 
 
 def test_wheels_are_of_all_that_is_needed_but_torch() -> None:
-    """Its own packages come with torch, which the other machine has for its card."""
+    """Its own packages come with torch, which the other machine has for its GPU."""
     asking = "from wheels import closure; import json; own = closure(['torch'], without={}); "
     asking += "print(json.dumps([list(own), list(closure(['diffusers', 'peft'], without=own))]))"
     done = run("-c", f"import sys; sys.path.insert(0, 'benchmarks'); {asking}")

@@ -1,4 +1,4 @@
-"""Bucket sizes, where a picture is placed, and what is cut from it."""
+"""Bucket sizes, where an image is placed, and what is cut from it."""
 
 from __future__ import annotations
 

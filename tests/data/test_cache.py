@@ -71,7 +71,7 @@ def same(first: Arrays | None, second: Arrays) -> bool:
 
 
 def all_keys(**changes: Any) -> dict[str, str]:
-    """The digests of one picture's and one caption's entries, some inputs changed."""
+    """The digests of one image's and one caption's entries, some inputs changed."""
     given_values: dict[str, Any] = {
         "image": "hash a",
         "vae": "vae 1",

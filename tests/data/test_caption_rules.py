@@ -35,7 +35,7 @@ CAPTION = "one, two ||| {red|blue} hat, a;;;b, x, (y, z:1.2), w ||| last"
 
 
 def drawn(caption: str, settings: DataSettings, seed: int = 1) -> tuple[str, ...]:
-    """Return the texts that a picture with one caption is trained with."""
+    """Return the texts that an image with one caption is trained with."""
     found = variants((caption,), settings=settings, seed=seed)
     return found[1:] or found
 

@@ -36,7 +36,7 @@ def studio(tmp_path: Path) -> Studio:
     return studio_in(tmp_path)
 
 
-TEXTS = ["", PROMPT, *(f"picture number {index}" for index in range(3))]
+TEXTS = ["", PROMPT, *(f"image number {index}" for index in range(3))]
 
 
 def test_a_cold_run_encodes_each_once_and_a_warm_one_nothing(studio: Studio) -> None:
@@ -48,7 +48,7 @@ def test_a_cold_run_encodes_each_once_and_a_warm_one_nothing(studio: Studio) -> 
 
 def test_equal_pictures_and_equal_captions_are_encoded_once(studio: Studio) -> None:
     (studio.folder / "copy.png").write_bytes((studio.folder / "p0.png").read_bytes())
-    (studio.folder / "copy.txt").write_text("picture number 2")
+    (studio.folder / "copy.txt").write_text("image number 2")
     assert studio.work() == (3, sorted(TEXTS))
 
 
@@ -246,7 +246,7 @@ def test_progress_is_told_item_by_item(studio: Studio) -> None:
 def test_pictures_are_decoded_ahead_and_entries_written_behind(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By other threads, each picture once, however many latents are made of it."""
+    """By other threads, each image once, however many latents are made of it."""
     studio.settings, studio.more_px = DataSettings(flip=True), (24,)
     decoded, writers = [], set()
     real_decode, real_write = encode_module.decode, Cache.write

@@ -1,4 +1,4 @@
-"""Decoding: every odd picture of FAULTS IMG-01..09, and what is remembered of a good one."""
+"""Decoding: every odd image of FAULTS IMG-01..09, and what is remembered of a good one."""
 
 from __future__ import annotations
 
@@ -142,9 +142,9 @@ def test_a_flipped_byte_in_a_png_is_found(tmp_path: Path) -> None:
         (b'<?xml version="1.0"?><svg/>', "is not a bitmap (looks like SVG or XML)"),
         (b"version https://git-lfs.github.com/spec/v1\noid", "is a Git LFS pointer"),
         (b"just some words\n", "is not an image (looks like text)"),
-        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "is a HEIC picture"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "is a HEIC image"),
         (b"\0\0\0\x20ftypisom\0\0\2\0", "is a video"),
-        (b"\0\0\0\x0cJXL \r\n\x87\n", "is a JPEG XL picture"),
+        (b"\0\0\0\x0cJXL \r\n\x87\n", "is a JPEG XL image"),
         (b"%PDF-1.7\n%\xff", "is not an image (looks like PDF)"),
         (b"PK\x03\x04\x14\0", "is not an image (looks like an archive)"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n\0", "is not an image of a known"),
@@ -425,7 +425,7 @@ def test_the_limit_is_the_setting_in_both_directions(tmp_path: Path) -> None:
     assert fault(tmp_path, encoded(picture()), low).code == "IMG-07"
     exact = DataSettings(max_megapixels=48 * 32 / 1e6)
     assert decoded(tmp_path, encoded(picture()), exact).image.size == (48, 32)
-    # Above Pillow's own limit of 179 megapixels the picture is tried, and found cut.
+    # Above Pillow's own limit of 179 megapixels the image is tried, and found cut.
     high = DataSettings(max_megapixels=700)
     assert fault(tmp_path, header_only(25_000, 25_000), high).code in ("IMG-01", "IMG-02")
 

@@ -89,10 +89,10 @@ def test_masks_without_a_picture_and_pictures_without_a_mask_are_named(tmp_path:
     white(tmp_path / "gone-masklabel.png", part=(0, 0, 5, 5))
     dataset = scanned(tmp_path)
     assert findings(dataset, "unused-mask") == [
-        (None, "masks without a picture (1): gone-masklabel.png")
+        (None, "masks without an image (1): gone-masklabel.png")
     ]
     assert findings(dataset, "no-mask") == [
-        (None, "1 of 2 pictures have no mask, all of them counts: b.png")
+        (None, "1 of 2 images have no mask, all of them counts: b.png")
     ]
     assert not findings(scanned(tmp_path, DataSettings()), "no-mask")
 
@@ -119,7 +119,7 @@ def test_masks_of_pictures_that_were_taken_out_are_no_remark(tmp_path: Path) -> 
     ("size", "part", "reason"),
     [
         ((20, 20), (0, 0, 0, 0), "is black everywhere: nothing would be learned"),
-        ((40, 20), (0, 0, 5, 5), "is 40x20, not of the shape of its picture, 20x20"),
+        ((40, 20), (0, 0, 5, 5), "is 40x20, not of the shape of its image, 20x20"),
     ],
 )
 def test_a_mask_that_means_nothing_is_an_error_that_names_it(
@@ -141,7 +141,7 @@ def test_a_smaller_mask_of_the_same_shape_will_do(tmp_path: Path) -> None:
 
 def test_a_mask_that_is_no_picture_is_an_error(tmp_path: Path) -> None:
     draw(tmp_path / "a.png", seed=1)
-    (tmp_path / "a-masklabel.png").write_text("not a picture")
+    (tmp_path / "a-masklabel.png").write_text("not an image")
     with pytest.raises(InputError, match=r"a-masklabel\.png is not an image"):
         scanned(tmp_path)
 
@@ -194,7 +194,7 @@ def test_grey_is_a_weight() -> None:
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("size", [(64, 48), (37, 50), (200, 90)])
 def test_a_mask_is_placed_as_its_picture(size: tuple[int, int], flip: bool) -> None:
-    """The picture itself as its mask: what the encoder sees, averaged over each latent."""
+    """The image itself as its mask: what the encoder sees, averaged over each latent."""
     from lora_trainer.dataset.buckets import cut
 
     noise = np.random.default_rng(3).integers(0, 256, (size[1] // 4, size[0] // 4), dtype=np.uint8)
@@ -205,7 +205,7 @@ def test_a_mask_is_placed_as_its_picture(size: tuple[int, int], flip: bool) -> N
     height, width = seen.shape
     expected = seen.reshape(height // 4, 4, width // 4, 4).mean(axis=(1, 3))
     assert values.shape == (1, height // 4, width // 4)
-    # The picture is scaled by another filter than the mask.
+    # The image is scaled by another filter than the mask.
     assert np.abs(values[0] - expected).mean() < 0.02
     assert np.corrcoef(values.ravel(), expected.ravel())[0, 1] > 0.98
 

@@ -1,4 +1,4 @@
-"""The dataset report: its score and parts, advice per picture, copies found by look."""
+"""The dataset report: its score and parts, advice per image, copies found by look."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UNGATED = DataSettings(min_score=0)
 
 
 def photo(seed: int, size: tuple[int, int] = (256, 256)) -> Image.Image:
-    """A picture with detail at every scale, as photographs have (1/f spectrum), in some colour."""
+    """An image with detail at every scale, as photographs have (1/f spectrum), in some colour."""
     rng = np.random.default_rng(seed)
     width_px, height_px = size
     waves = np.fft.fft2(rng.standard_normal((height_px, width_px)))
@@ -93,7 +93,7 @@ def scanned(folder: Path, settings: DataSettings, side_px: int) -> DatasetReport
 def test_a_clean_dataset_scores_high(tmp_path: Path) -> None:
     for index in range(8):
         photo(index, (300, 256) if index % 2 else (256, 320)).save(tmp_path / f"{index}.png")
-        (tmp_path / f"{index}.txt").write_text(f"zibbo, picture {index}")
+        (tmp_path / f"{index}.txt").write_text(f"zibbo, image {index}")
     found = scanned(tmp_path, PLAIN, 256)
     assert found.score > 0.9
     assert found.findings == ()
@@ -188,7 +188,7 @@ def test_json(tmp_path: Path) -> None:
 
 
 def test_each_picture_says_what_the_crop_keeps(tmp_path: Path) -> None:
-    """Cut out by these shares, a picture is what training sees of it."""
+    """Cut out by these shares, an image is what training sees of it."""
     image = photo(1, (600, 256))
     one = record(image)
     (row,) = json.loads(json.dumps([picture.to_json() for picture in report([one]).pictures]))

@@ -26,7 +26,7 @@ def scanned(folder: Path, settings: dict[str, Any]) -> Dataset:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three pictures to learn, two in `2_toy`, two elsewhere."""
+    """Three images to learn, two in `2_toy`, two elsewhere."""
     for place, count in (("data", 3), ("data/2_toy", 2), ("other", 2)):
         (tmp_path / place).mkdir()
         for index in range(count):

@@ -43,11 +43,11 @@ def draw(path: Path, colour: Any = "red", size: tuple[int, int] = (40, 30)) -> P
 
 
 def fill(folder: Path, count: int, *, captions: bool = True) -> None:
-    """Write `count` different pictures p00.png ... with captions."""
+    """Write `count` different images p00.png ... with captions."""
     for index in range(count):
         draw(folder / f"p{index:02}.png", (index, 100, 200))
         if captions:
-            (folder / f"p{index:02}.txt").write_text(f"picture {index}")
+            (folder / f"p{index:02}.txt").write_text(f"image {index}")
 
 
 def memo(**entries: Any) -> HashMemo:
@@ -93,16 +93,16 @@ def test_a_flat_folder(tmp_path: Path) -> None:
     draw(tmp_path / "b.JPG", "blue", (50, 60))
     draw(tmp_path / "a.png", "red", (40, 30))
     (tmp_path / "a.txt").write_text("a red\npicture\n")
-    (tmp_path / "b.caption").write_text("a blue picture")
+    (tmp_path / "b.caption").write_text("a blue image")
     dataset = scanned(tmp_path, DataSettings(repeats=3, trigger="zibbo"))
     first, second = dataset.records
     assert (first.name, first.path) == ("a.png", tmp_path / "a.png")
     assert (first.width_px, first.height_px) == (40, 30)
-    assert first.caption == "zibbo, a red picture"
+    assert first.caption == "zibbo, a red image"
     assert first.caption_source == "a.txt"
     assert (first.repeats, first.copy_index, first.transparent) == (3, 0, False)
     assert first.measures is not None
-    assert second.caption == "zibbo, a blue picture"
+    assert second.caption == "zibbo, a blue image"
     assert second.caption_source == "b.caption"
     assert dataset.findings == ()
 
@@ -135,7 +135,7 @@ def test_repeats_folders_and_plain_subfolders(tmp_path: Path) -> None:
     assert {finding.file for finding in found(dataset, "subfolder")} == {"10_zibbo cat/", "more/"}
     (named,) = found(dataset, "no-caption")
     assert (named.severity, named.code) == ("note", "CAP-01")
-    assert "1 of 3 pictures have no caption but their folder's name" in named.what
+    assert "1 of 3 images have no caption but their folder's name" in named.what
 
 
 def test_folders_have_repeats_triggers_and_captions_of_their_own(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_metadata_line_without_a_picture_is_named_unless_that_was_taken_out(
     (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
     draw(tmp_path / "_excluded" / "out.png")
     (finding,) = found(scanned(tmp_path), "unused-caption")
-    assert finding.what == "captions without a picture (1): gone.png"
+    assert finding.what == "captions without an image (1): gone.png"
 
 
 def test_only_one_level_of_folders_is_read(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_metadata_lines_give_captions(tmp_path: Path) -> None:
     assert dataset.records[0].caption_source == "metadata.jsonl"
     assert dataset.records[3].caption_source == "train/metadata.jsonl"
     (finding,) = found(dataset, "unused-caption")
-    assert finding.what == "captions without a picture (2): ../../etc/passwd, gone.png"
+    assert finding.what == "captions without an image (2): ../../etc/passwd, gone.png"
 
 
 def test_metadata_names_differing_in_case_or_composition_are_found(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_missing_and_empty_captions_are_counted(tmp_path: Path) -> None:
     assert dataset.records[0].caption_source is None
     (finding,) = dataset.findings
     assert (finding.kind, finding.severity, finding.code) == ("no-caption", "warning", "CAP-01")
-    assert finding.what.startswith("2 of 4 pictures have no caption")
+    assert finding.what.startswith("2 of 4 images have no caption")
     assert finding.what.endswith(": p00.png, p01.png")
     assert captions(scanned(tmp_path, DataSettings(trigger="zibbo")))["p01.png"] == "zibbo"
 
@@ -358,7 +358,7 @@ def test_a_caption_shared_by_two_pictures_is_reported(tmp_path: Path) -> None:
     assert set(captions(dataset).values()) == {"which?"}
     (finding,) = dataset.findings
     assert (finding.kind, finding.file, finding.code) == ("ambiguous-caption", "a.txt", "IMG-08")
-    assert finding.what == "is the caption of 3 pictures: A.PNG, a.jpg, a.png"
+    assert finding.what == "is the caption of 3 images: A.PNG, a.jpg, a.png"
     assert len({record.content_hash for record in dataset.records}) == 3
 
 
@@ -382,7 +382,7 @@ def test_captions_without_a_picture_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_text("x")
     (finding,) = scanned(tmp_path).findings
     assert (finding.kind, finding.severity) == ("unused-caption", "warning")
-    assert finding.what == "captions without a picture (2): b.txt, c.caption"
+    assert finding.what == "captions without an image (2): b.txt, c.caption"
 
 
 def test_a_placeholder_without_a_trigger_is_named(tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_a_caption_that_cannot_be_read_is_named(
     assert (finding.file, finding.what) == ("a.txt", "cannot be read (Permission denied)")
 
 
-# --- pictures that cannot be used
+# --- images that cannot be used
 
 
 def test_a_few_bad_pictures_are_left_out_and_named(tmp_path: Path) -> None:
@@ -435,7 +435,7 @@ def test_more_bad_pictures_than_allowed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         scanned(tmp_path, DataSettings(max_bad_fraction=0.3))
     message = str(caught.value)
-    assert message.startswith("7 of 20 pictures in ")
+    assert message.startswith("7 of 20 images in ")
     assert "data.max_bad_fraction=0.3 allows 6" in message
     named = [f"p{index:02}.png is empty (0 bytes): replace it with" for index in range(7)]
     assert all(part in message for part in named), "all at once, each with its fix"
@@ -463,7 +463,7 @@ def test_the_share_allowed_is_not_rounded_away(tmp_path: Path) -> None:
 
 def test_nothing_usable_is_refused_whatever_is_allowed(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"")
-    with pytest.raises(InputError, match=r"1 of 1 pictures .* a\.png is empty"):
+    with pytest.raises(InputError, match=r"1 of 1 images .* a\.png is empty"):
         scanned(tmp_path, DataSettings(max_bad_fraction=1.0))
 
 
@@ -537,7 +537,7 @@ def test_an_unreadable_picture_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     [
         (lambda path: None, "does not exist"),
         (lambda path: path.write_text("x"), "is not a folder"),
-        (lambda path: path.mkdir(), "no pictures in"),
+        (lambda path: path.mkdir(), "no images in"),
     ],
 )
 def test_no_dataset(tmp_path: Path, make: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Which pictures are held out: by content, in the share asked for, never on both sides."""
+"""Which images are held out: by content, in the share asked for, never on both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dataset gate sees spoiled data: copies, broken pictures and empty captions, on three seeds and several sizes."""
+"""The dataset gate sees spoiled data: copies, broken images and empty captions, on three seeds and several sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MARGIN = 0.05
 
 
 def dataset_of(folder: Path, images: int) -> Path:
-    """Write distinct pictures with detail at every scale and captions; 16 are the example itself."""
+    """Write distinct images with detail at every scale and captions; 16 are the example itself."""
     if images == 16:
         return Path(shutil.copytree(EXAMPLE, folder))
     folder.mkdir()
@@ -42,7 +42,7 @@ def dataset_of(folder: Path, images: int) -> Path:
         values = (values - values.min()) / np.ptp(values)
         pixels = values[..., None] * rng.uniform(120, 255, 3)
         Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number:03}.png")
-        (folder / f"{number:03}.txt").write_text(f"zibbo, picture {number}, outside")
+        (folder / f"{number:03}.txt").write_text(f"zibbo, image {number}, outside")
     return folder
 
 
@@ -51,7 +51,7 @@ def pictures_in(folder: Path) -> list[Path]:
 
 
 def duplicated(folder: Path, rng: random.Random, chosen: list[Path]) -> None:
-    """Make pictures copies of one of the others: of its bytes, recompressed, or scaled."""
+    """Make images copies of one of the others: of its bytes, recompressed, or scaled."""
     others = [path for path in pictures_in(folder) if path not in chosen]
     for path in chosen:
         original = rng.choice(others)
@@ -74,7 +74,7 @@ def duplicated(folder: Path, rng: random.Random, chosen: list[Path]) -> None:
 
 
 def added(folder: Path, rng: random.Random, chosen: list[Path]) -> None:
-    """Put a copy beside each of these pictures, and keep them."""
+    """Put a copy beside each of these images, and keep them."""
     for path in chosen:
         copy = folder / f"{path.stem}_copy{path.suffix}"
         shutil.copyfile(path, copy)
@@ -82,7 +82,7 @@ def added(folder: Path, rng: random.Random, chosen: list[Path]) -> None:
 
 
 def broken(folder: Path, rng: random.Random, chosen: list[Path]) -> None:
-    """Cut pictures off, empty them, fill them with noise or text, or paint them over."""
+    """Cut images off, empty them, fill them with noise or text, or paint them over."""
     for path in chosen:
         data = path.read_bytes()
         kind = rng.randrange(5)
@@ -124,7 +124,7 @@ def spoil(folder: Path, seed: int, how: Spoil, share: float) -> None:
 
 
 def all_spoiled(folder: Path, seed: int, copies: Spoil) -> None:
-    """Of every second picture make a copy or break it, and empty a third of the captions."""
+    """Of every second image make a copy or break it, and empty a third of the captions."""
     rng = random.Random(seed)
     pictures = pictures_in(folder)
     uncaptioned(folder, rng, rng.sample(pictures, len(pictures) // 3))
@@ -175,7 +175,7 @@ def test_a_fault_in_fifty_stays_above_the_gate(seed: int, tmp_path: Path) -> Non
 
 
 def test_one_way_of_captioning_is_no_fault(tmp_path: Path) -> None:
-    """A folder's name or a trigger for all pictures is worth more than captions for some of them."""
+    """A folder's name or a trigger for all images is worth more than captions for some of them."""
     folder = dataset_of(tmp_path / "good", 50)
     some, none = (Path(shutil.copytree(folder, tmp_path / name)) for name in ("some", "10_zibbo"))
     spoil(some, 0, uncaptioned, 1 / 3)

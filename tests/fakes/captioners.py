@@ -1,7 +1,7 @@
 """Tiny captioning models of the real classes with random weights, saved as their repositories are.
 
 Three ways of being asked: a chat model, Florence-2 and BLIP; and a tagger as an ONNX file of a
-handful of bytes. What they say is noise, but noise that depends on the picture.
+handful of bytes. What they say is noise, but noise that depends on the image.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def tiny_captioner(kind: str, folder: Path) -> Path:
     torch.manual_seed(3)
     model, *parts = _MAKERS[kind]()
     for parameter in model.parameters():
-        if parameter.ndim > 1:  # larger than usual, so that the picture shows in the words
+        if parameter.ndim > 1:  # larger than usual, so that the image shows in the words
             torch.nn.init.normal_(parameter, std=0.4)
     for part in (model, *parts):
         part.save_pretrained(folder)
@@ -248,9 +248,9 @@ LANGUAGE_KINDS = tuple(_MAKERS)
 def tiny_tagger(
     folder: Path, *, tags: Sequence[tuple[str, str]], side_px: int = 4, batch: int | None = None
 ) -> Path:
-    """Save a tagger whose probabilities are the mean blue, green and red of a picture, then halves.
+    """Save a tagger whose probabilities are the mean blue, green and red of an image, then halves.
 
-    `tags` are (name, category). Tag 0 is as likely as the picture is blue, 1 green, 2 red; a further
+    `tags` are (name, category). Tag 0 is as likely as the image is blue, 1 green, 2 red; a further
     one is half as likely as that three places before.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """cuBLAS as it may be: integer products whose second factor is not transposed are refused, or wrong.
 
-`torch._int_mm` on a processor computes any layout. What is emulated is a card of which PyTorch's own tests
+`torch._int_mm` on a processor computes any layout. What is emulated is a GPU of which PyTorch's own tests
 say "NN case not yet supported by cuBLAS" (#169961), and one whose sums were wrong there (#106840).
 """
 
@@ -19,7 +19,7 @@ REFUSED = (
 
 
 def without_layouts(monkeypatch: pytest.MonkeyPatch, missing: Missing) -> list[bool]:
-    """Let `torch._int_mm` be that of such a card; the list fills with whether each call was transposed."""
+    """Let `torch._int_mm` be that of such a GPU; the list fills with whether each call was transposed."""
     real, calls = torch._int_mm, list[bool]()
 
     def int_mm(rows: Tensor, codes: Tensor) -> Tensor:

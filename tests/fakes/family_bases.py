@@ -52,7 +52,7 @@ def denoiser_of(name: str) -> nn.Module:
 
 
 def side_of(facts: BaseFacts) -> int:
-    """Return the side in pixels of the pictures that tests train on: two bucket steps, at least 16."""
+    """Return the side in pixels of the images that tests train on: two bucket steps, at least 16."""
     return max(2 * facts.bucket_step_px, 16)
 
 

@@ -37,6 +37,6 @@ def finished_run(folder: Path, *, saves: tuple[int, ...] = (10, 20), **metadata:
 
 
 def picture(path: Path, *, colour: str = "red", px: int = 16) -> Path:
-    """Write a picture of one colour."""
+    """Write an image of one colour."""
     Image.new("RGB", (px, px), colour).save(path)
     return path

@@ -1,4 +1,4 @@
-"""A stand-in for the `pynvml` module: cards described as plain data, and failures call by call."""
+"""A stand-in for the `pynvml` module: GPUs described as plain data, and failures call by call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FakeNvmlError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class FakeCard:
-    """A card or a MIG slice. `refuses` names the NVML calls that fail on it, with what they say."""
+    """A GPU or a MIG slice. `refuses` names the NVML calls that fail on it, with what they say."""
 
     name: str = "NVIDIA GeForce RTX 3060"
     total_bytes: int = 12 * GIB

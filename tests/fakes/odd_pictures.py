@@ -1,4 +1,4 @@
-"""Pictures as cameras, scanners and vandals make them; what Pillow does not write is made by hand."""
+"""Images as cameras, scanners and vandals make them; what Pillow does not write is made by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image
 
 
 def picture(width_px: int = 48, height_px: int = 32) -> Image.Image:
-    """An RGB picture without symmetry: smooth colours and a red top left corner."""
+    """An RGB image without symmetry: smooth colours and a red top left corner."""
     x, y = np.meshgrid(np.linspace(40, 200, width_px), np.linspace(20, 180, height_px))
     image = Image.fromarray(np.stack([y * 0 + 60, x, y], axis=-1).astype(np.uint8))
     image.paste("red", (0, 0, 8, 4))

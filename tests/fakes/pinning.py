@@ -1,6 +1,6 @@
 """A driver that pins host memory up to a bound and refuses more, for a run on the processor.
 
-Everything that a card's copies would need pinned asks for it; what is pinned is ordinary memory, counted.
+Everything that a GPU's copies would need pinned asks for it; what is pinned is ordinary memory, counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A capture without a card: it does the recorded work again on the recorded memory, as a CUDA graph does."""
+"""A capture without a GPU: it does the recorded work again on the recorded memory, as a CUDA graph does."""
 
 from __future__ import annotations
 

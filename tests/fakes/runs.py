@@ -107,14 +107,14 @@ class _OtherRuns(Toy):
 
 
 def toy(folder: Path, *, images: int = 6) -> Toy:
-    """Write a dataset of captioned pictures into `folder`/toy."""
+    """Write a dataset of captioned images into `folder`/toy."""
     place = Toy(folder=folder)
     write_dataset(place.dataset, images=images)
     return place
 
 
 def write_dataset(folder: Path, *, images: int, first: int = 0) -> None:
-    """Write sharp, distinct pictures of three shapes with captions."""
+    """Write sharp, distinct images of three shapes with captions."""
     folder.mkdir(parents=True)
     for index in range(images):
         width, height = SIZES_PX[index % len(SIZES_PX)]
@@ -124,7 +124,7 @@ def write_dataset(folder: Path, *, images: int, first: int = 0) -> None:
 
 
 def write_priors(place: Toy) -> dict[str, Any]:
-    """Write masks of two pictures, and regularisation images beside the dataset; return all their settings."""
+    """Write masks of two images, and regularisation images beside the dataset; return all their settings."""
     place_of_masks, other = place.dataset / "masks", place.folder / "others"
     place_of_masks.mkdir()
     for index in range(2):

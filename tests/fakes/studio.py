@@ -204,12 +204,12 @@ class Studio:
 
 
 def studio_in(folder: Path) -> Studio:
-    """Return three pictures of three shapes with captions, nothing cached."""
+    """Return three images of three shapes with captions, nothing cached."""
     pictures = folder / "pictures"
     pictures.mkdir()
     for index, size in enumerate(SIZES):
         draw(pictures / f"p{index}.png", seed=index, size=size)
-        (pictures / f"p{index}.txt").write_text(f"picture number {index}")
+        (pictures / f"p{index}.txt").write_text(f"image number {index}")
     cache_folder = CappedFolder(root=folder / "cache", limit_bytes=1 << 30)
     cache_folder.create()
     damage: list[str] = []

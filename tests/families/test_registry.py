@@ -222,12 +222,12 @@ def test_the_denoiser_is_frozen_and_predicts(name: str, dtype: torch.dtype) -> N
     assert found.shape == noisy.shape and found.dtype == dtype and found.isfinite().all()
 
 
-# ---- pictures
+# ---- images
 
 
 @FAMILIES
 def test_a_guidance_scale_means_the_same_to_sampler_and_pipeline(name: str) -> None:
-    """Also where the pipeline has another name for it; and it changes the picture, or nothing is shown."""
+    """Also where the pipeline has another name for it; and it changes the image, or nothing is shown."""
     family, facts = families.family(name), facts_of(name)
     texts = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
     prompt, negative = (texts.encode_prompts([text]) for text in ("a toy", ""))

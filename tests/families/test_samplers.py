@@ -84,7 +84,7 @@ def test_the_vae_is_on_the_device_for_an_image(kind: str) -> None:
 @KINDS
 @pytest.mark.parametrize("where", ["decoding", "moving"])
 def test_it_leaves_the_device_when_that_is_full(kind: str, where: str) -> None:
-    """On a full card a VAE that stayed would make every later step run out of memory too."""
+    """On a full GPU a VAE that stayed would make every later step run out of memory too."""
     full = torch.OutOfMemoryError("CUDA out of memory")
     vae = Vae(decoding=full) if where == "decoding" else Vae(moving=full)
     with pytest.raises(torch.OutOfMemoryError):

@@ -24,7 +24,7 @@ pretrained_model_name_or_path = "someone/base"
 v2 = false
 v_parameterization = false
 [training]
-train_data_dir = "pictures"
+train_data_dir = "images"
 output_dir = "out"
 output_name = "zibbo"
 network_module = "lycoris.kohya"

@@ -1,4 +1,4 @@
-"""Which errors mean that a device is full: the libraries' own words, and two that mean it on a full card only."""
+"""Which errors mean that a device is full: the libraries' own words, and two that mean it on a full GPU only."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_recomputing_a_layer_changes_no_bit() -> None:
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-# ---- cards without a layout
+# ---- GPUs without a layout
 
 SHAPES = [(48, 40), (8, 16), (48, 40)]
 

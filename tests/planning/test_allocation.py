@@ -1,4 +1,4 @@
-"""What is chosen to make large bases fit: the fastest or the most precise, within card and machine."""
+"""What is chosen to make large bases fit: the fastest or the most precise, within GPU and machine."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def test_blocks_that_cannot_be_pinned_are_priced_and_fewer_bits_may_be_the_bette
     bound = replace(free, pinnable_bytes=GIB // 2)
     asked: dict[str, Any] = {"memory__base_precision": "bf16", "memory__streamed_blocks": 40}
     with_pins, without = (planned(FLUX, each, **asked) for each in (free, bound))
-    streamed = next(item for item in with_pins.host.items if item.name == "streamed blocks")  # type: ignore[union-attr]  # a plan for a card
+    streamed = next(item for item in with_pins.host.items if item.name == "streamed blocks")  # type: ignore[union-attr]  # a plan for a GPU
     copied = 2 * (streamed.bytes - GIB // 2)
     for slow, fast, rate in zip(
         without.seconds_per_step, with_pins.seconds_per_step, (8.8e9, 2.4e9), strict=True

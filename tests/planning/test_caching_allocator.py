@@ -1,7 +1,7 @@
 """The model of PyTorch's allocator: its published rules, and what must hold for any sequence of tensors.
 
 Expected figures follow from the constants and comments in c10/cuda/CUDACachingAllocator.cpp and from
-test/test_cuda.py of PyTorch, which run on a card only.
+test/test_cuda.py of PyTorch, which run on a GPU only.
 """
 
 from __future__ import annotations

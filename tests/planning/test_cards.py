@@ -1,4 +1,4 @@
-"""Cards by name, and what stands for those that are not known."""
+"""GPUs by name, and what stands for those that are not known."""
 
 from __future__ import annotations
 

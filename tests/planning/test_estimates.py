@@ -20,7 +20,7 @@ from lora_trainer.planning.estimates import COUNTED_IMAGES, DiskUse, disk_bytes,
         (120, 20, 2, 1200),
         (120, 100, 2, 6000),
         (120, 500, 4, 4800),  # counts as 160
-        (120, 30_000, 4, 7500),  # every picture at least once
+        (120, 30_000, 4, 7500),  # every image at least once
         (120, 1, 7, 343),  # rounded up
     ],
 )

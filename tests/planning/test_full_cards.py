@@ -1,4 +1,4 @@
-"""A card on which a plan did not fit is planned smaller next time, by as much as was seen and no more."""
+"""A GPU on which a plan did not fit is planned smaller next time, by as much as was seen and no more."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_it_only_ever_gets_smaller(memo: OomHistory) -> None:
 
 
 def test_a_plan_far_below_its_limit_was_not_at_fault(memo: OomHistory) -> None:
-    """Something else filled the card; to plan by that would make every later run small."""
+    """Something else filled the GPU; to plan by that would make every later run small."""
     assert memo.remember(MACHINE, "sdxl", planned_bytes=4 * GIB, limit_bytes=11 * GIB) is None
     assert memo.known(MACHINE, "sdxl") is None
 

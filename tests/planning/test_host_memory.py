@@ -1,4 +1,4 @@
-"""What a run needs of the machine beside the card: the largest of its phases, item by item."""
+"""What a run needs of the machine beside the GPU: the largest of its phases, item by item."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def matmul(source: str, hardware: Hardware, **values: Any) -> Plan:
 def test_auto_takes_what_is_predicted_to_be_clearly_faster(
     name: str, source: str, value: str
 ) -> None:
-    """Wide layers on cards whose int8 rate is four times the other; elsewhere the rounding costs more."""
+    """Wide layers on GPUs whose int8 rate is four times the other; elsewhere the rounding costs more."""
     made = matmul(source, with_card(name), memory__streamed_blocks=0)
     assert made.config.memory.base_matmul == value
     assert "s a step with int8 products" in reason(made, "base_matmul")
@@ -143,7 +143,7 @@ def test_arithmetic_moves_to_int8_and_bytes_are_moved_for_it(images: int) -> Non
         for value in ("dequantized", "int8")
     )
     assert plain.int8_flops == plain.int8_bytes == 0
-    # Of a block that runs again two passes of three: backwards a card may have no such product.
+    # Of a block that runs again two passes of three: backwards a GPU may have no such product.
     assert codes.flops == plain.flops
     assert codes.int8_flops / codes.flops == pytest.approx(LINEAR_SHARE * 2 / 3)
     whole = step_work(

@@ -1,4 +1,4 @@
-"""Modulation layers away from the card in the plan: what that saves and costs, where it is taken or refused."""
+"""Modulation layers away from the GPU in the plan: what that saves and costs, where it is taken or refused."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_what_cannot_be_is_refused_and_not_chosen(
 
 
 def test_on_the_processor_it_is_done_where_it_is_asked_for_and_saves_nothing() -> None:
-    nothing = replace(machine(0, ram_gib=120), gpus=(), gpu_reason="no card")
+    nothing = replace(machine(0, ram_gib=120), gpus=(), gpu_reason="no GPU")
     made = planned(FLUX, nothing, optimizer__name="adamw")
     asked = planned(FLUX, nothing, optimizer__name="adamw", **{KEY: True})
     assert made.config.memory.modulation_cache is False

@@ -1,4 +1,4 @@
-"""Precisions of every family on cards with and without bf16, and what is said when one is asked for."""
+"""Precisions of every family on GPUs with and without bf16, and what is said when one is asked for."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_bf16_on_a_card_without_it_names_what_there_is(family: str) -> None:
 def test_less_memory_is_advised_in_a_precision_that_gives_numbers(
     family: str, card: Card, advised: str | None
 ) -> None:
-    """The nearest setting that fits was train.precision=fp16 for every base on every card."""
+    """The nearest setting that fits was train.precision=fp16 for every base on every GPU."""
     card_gib = {"zimage": 24, "sd3": 10}[family]
     with pytest.raises(MachineError, match="needs at least") as caught:
         planned(

@@ -160,7 +160,7 @@ def test_copies_between_steps_are_waited_for() -> None:
 
 
 def test_a_measured_step_on_two_cores_lies_in_the_range() -> None:
-    """300 steps of 8 pictures of 64 px on a U-Net of this size took 55 s on two cores."""
+    """300 steps of 8 images of 64 px on a U-Net of this size took 55 s on two cores."""
     load = replace(
         LOAD,
         precision="fp32",

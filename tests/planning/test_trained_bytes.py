@@ -77,7 +77,7 @@ def test_states_of_every_optimizer_are_as_large_as_its_library_makes_them(
 def test_bitsandbytes_pages_what_is_counted_as_paged(
     elements: int, paged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own rule is asked with a stand-in for a tensor on a card."""
+    """Its own rule is asked with a stand-in for a tensor on a GPU."""
     import bitsandbytes.optim.optimizer as library
     from bitsandbytes.optim import PagedAdamW8bit
 

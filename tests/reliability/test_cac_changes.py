@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("little_garbage", "no_hang")
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What is changed about a studio of three pictures, and what has to be encoded again."""
+    """What is changed about a studio of three images, and what has to be encoded again."""
 
     make: Callable[[Studio], None]
     latents: int = 0
@@ -76,20 +76,20 @@ def fields(**values: Any) -> Callable[[Studio], None]:
     return make
 
 
-CAPTIONS = tuple(f"picture number {index}" for index in range(3))
+CAPTIONS = tuple(f"image number {index}" for index in range(3))
 ALL_TEXTS = ("", PROMPT, *CAPTIONS)
 CHANGES = {
     "a caption": Change(
         make=lambda studio: write(studio.folder / "p1.txt", "something else"),
         texts=("something else",),
     ),
-    "the bytes of a picture": Change(
+    "the bytes of an image": Change(
         make=lambda studio: draw(studio.folder / "p0.png", seed=77), latents=1
     ),
     "the resolution": Change(make=fields(resolution_px=24), latents=3),
     "the rule of the buckets": Change(make=fields(max_aspect=1.0), latents=2),
     "mirroring": Change(make=settings(flip=True), latents=3),
-    "what is behind a transparent picture": Change(
+    "what is behind a transparent image": Change(
         make=settings(alpha_background="black"), latents=1
     ),
     "the VAE": Change(make=another_weight("vae", VAE_FILE), latents=3),
@@ -125,7 +125,7 @@ HARMLESS: dict[str, Callable[[Studio], None]] = {
     "repeats": settings(repeats=5),
     "caption dropout": settings(caption_dropout=0.5),
     "what may be bad": settings(max_bad_fraction=0.5, max_megapixels=50.0),
-    "a background without a transparent picture": settings(alpha_background="black"),
+    "a background without a transparent image": settings(alpha_background="black"),
     "the denoiser": another_weight("unet", VAE_FILE),
     "spaces around a caption": lambda studio: write(
         studio.folder / "p1.txt", f"  {CAPTIONS[1]}\r\n"
@@ -152,7 +152,7 @@ def rename(folder: Path, old: str, new: str) -> None:
 
 
 def transparent(path: Path) -> None:
-    """Make one picture half transparent, so that its background matters."""
+    """Make one image half transparent, so that its background matters."""
     picture = Image.open(path).convert("RGBA")
     picture.putalpha(128)
     picture.save(path)

@@ -94,7 +94,7 @@ def test_cap_01_what_is_empty_is_the_folders_name_or_the_trigger_and_counted(
     words = [word for word in (trigger, "red fox" if folder else None) if word]
     assert {record.caption for record in dataset.records} == {", ".join(words)}
     (counted,) = [finding for finding in dataset.findings if finding.code == "CAP-01"]
-    assert counted.what.startswith(f"{len(EMPTY)} of {len(EMPTY)} pictures have no caption but")
+    assert counted.what.startswith(f"{len(EMPTY)} of {len(EMPTY)} images have no caption but")
     figure("bad_inputs", tried=len(EMPTY), handled=len(EMPTY), crashes=0, hangs=0)
 
 
@@ -194,7 +194,7 @@ def test_cap_04_hostile_texts_are_kept_as_text_and_shown_escaped(
 def test_cap_05_a_run_goes_on_with_its_snapshot_and_the_next_encodes_what_changed(
     place: Toy, tmp_path: Path
 ) -> None:
-    mine = toy(tmp_path)  # the same pictures and captions, to be edited
+    mine = toy(tmp_path)  # the same images and captions, to be edited
     real, steps = loop._report, 0
     picture = mine.dataset / "p0.png"
 

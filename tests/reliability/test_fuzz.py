@@ -253,7 +253,7 @@ def picture_bytes(kind: str = "PNG", side_px: int = 32) -> bytes:
 
 
 def test_env_01_fuzz_file_names(tmp_path: Path, figure: Figure) -> None:
-    """Every picture with any name is trained on or named; names go into files that are UTF-8."""
+    """Every image with any name is trained on or named; names go into files that are UTF-8."""
     picture = picture_bytes()
     count = max(1, CASES // 4)
 

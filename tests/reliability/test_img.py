@@ -1,4 +1,4 @@
-"""IMG-03 to IMG-09: odd pictures by the dozen, each used as it is displayed or refused by name.
+"""IMG-03 to IMG-09: odd images by the dozen, each used as it is displayed or refused by name.
 
 What each pixel becomes is in `tests/data/test_images.py`; here a whole folder of them is scanned as
 before a run, with what it must find for every file.
@@ -320,4 +320,4 @@ def test_check_lists_what_a_training_would_refuse(
         assert f"torn{index}.png" in report
     assert report.count("replace it with an intact copy") == 6
     assert run_cli([str(place.dataset), "--dry-run", *cache]) == 3
-    assert "6 of 10 pictures" in capsys.readouterr().err
+    assert "6 of 10 images" in capsys.readouterr().err

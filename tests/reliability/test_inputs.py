@@ -125,7 +125,7 @@ def test_img_01_too_many_are_refused_before_training_all_at_once(
 ) -> None:
     place = toy(tmp_path)
     write_files(place.dataset, dict(list(damaged().items())[:9]))
-    with pytest.raises(InputError, match="9 of 15 pictures") as refused:
+    with pytest.raises(InputError, match="9 of 15 images") as refused:
         scanned(place.dataset, max_bad_fraction=0.1)
     assert str(refused.value).count(".png ") == 9
     assert run_cli(place.arguments()) == 3
@@ -179,7 +179,7 @@ def captions() -> dict[str, bytes]:
         "rtl": "abc‮cba".encode(),
         "newlines": "a\u2028b\u0085c\x0bd".encode(),
         "many lines": b"cat\n" * 1000,
-        "a picture": encoded("PNG"),
+        "an image": encoded("PNG"),
         "json": b'{"caption": "a cat"}',
         "path": b"../../etc/passwd",
     }

@@ -1,6 +1,6 @@
 """TRN-02: running out of memory in every phase of a whole run; it ends with the same adapter, or goes on.
 
-On a card, encoders that do not fit go on on the processor. Here two names of the one processor stand
+On a GPU, encoders that do not fit go on on the processor. Here two names of the one processor stand
 for the two devices.
 """
 

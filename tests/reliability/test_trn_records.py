@@ -101,7 +101,7 @@ def test_trn_05_a_log_whose_disk_is_full_is_one_warning(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The pictures are enlarged to 64 px, which is a problem to be recorded."""
+    """The images are enlarged to 64 px, which is a problem to be recorded."""
     refuse = failing(lines, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     real_open, real_write = Path.open, files.write_file
 

@@ -1,4 +1,4 @@
-"""docs/plans.md is what the planner finds now, and the cards on it fit."""
+"""docs/plans.md is what the planner finds now, and the GPUs on it fit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_plan_on_the_page_fits(source: str, card: str) -> None:
 @pytest.mark.parametrize("priority", PRIORITIES)
 @pytest.mark.parametrize("source", list(releases()))
 def test_defaults_end_in_an_evening(source: str, priority: Priority) -> None:
-    """Every release on the card that stands for each tier: 1, 3 and 8 hours from command to file."""
+    """Every release on the GPU that stands for each tier: 1, 3 and 8 hours from command to file."""
     for card in CARDS:
         made = planned(source, card, priority)
         whole = made.run_time

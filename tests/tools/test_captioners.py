@@ -1,4 +1,4 @@
-"""Captioning models themselves: what they say of pictures, which files they are, what is refused."""
+"""Captioning models themselves: what they say of images, which files they are, what is refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def describer(folder: Path, *, prompt: str | None = None, max_tokens: int = 12) 
 
 @pytest.mark.parametrize("kind", LANGUAGE_KINDS)
 def test_words_depend_on_the_picture_alone(kind: str, models: Callable[[str], Path]) -> None:
-    """Not on the pictures beside it, nor on chance: the same again from a model loaded anew."""
+    """Not on the images beside it, nor on chance: the same again from a model loaded anew."""
     first = describer(models(kind)).describe(PICTURES)
     again = describer(models(kind))
     assert [again.describe([one])[0] for one in PICTURES] == first
@@ -188,8 +188,8 @@ def test_a_model_too_large_is_refused_before_it_is_loaded(
 
 def test_a_card_that_is_not_there_is_named(models: Callable[[str], Path]) -> None:
     if torch.cuda.is_available():
-        pytest.skip("this machine has a card")
-    with pytest.raises(MachineError, match="finds no card"):
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(MachineError, match="finds no GPU"):
         load_describer(models("blip"), name="tiny", device="cuda", prompt=None, max_tokens=5)
 
 
@@ -203,7 +203,7 @@ TAGS = [
     ("series", "3"),
     ("rei_(eva)", "4"),
 ]
-"""As likely as the picture is blue, green, red; then half as likely as blue, green, red."""
+"""As likely as the image is blue, green, red; then half as likely as blue, green, red."""
 
 
 def tags_of(

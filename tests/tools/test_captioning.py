@@ -41,7 +41,7 @@ def tagger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    """Return a folder of four pictures without captions."""
+    """Return a folder of four images without captions."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     for name, colour in COLOURS.items():
@@ -378,7 +378,7 @@ def interrupted_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def described(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Count how many pictures the tagger sees at a time."""
+    """Count how many images the tagger sees at a time."""
     seen: list[int] = []
     real = Tagger.describe
 
@@ -455,7 +455,7 @@ def test_none_at_all_is_an_error(command: Command, dataset: Path) -> None:
     for name in COLOURS:
         (dataset / f"{name}.png").write_bytes(b"nothing")
     code, _, err = command()
-    assert code == 3 and "no picture could be captioned (4 tried)" in err
+    assert code == 3 and "no image could be captioned (4 tried)" in err
     assert not (dataset / FOLDER).exists()
 
 
@@ -467,7 +467,7 @@ def test_a_model_with_nothing_to_say_writes_no_file(command: Command, dataset: P
 
 
 def out_of_memory_above(limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let a language model take four pictures at a time, with memory for `limit`; return what it got."""
+    """Let a language model take four images at a time, with memory for `limit`; return what it got."""
     given: list[int] = []
     real = Describer._described
 
@@ -492,7 +492,7 @@ def test_out_of_memory_halves_the_pictures_at_a_time(
     given = out_of_memory_above(2, monkeypatch)
     code, _, err = command("--max-tokens", "4", model=model)
     assert (code, texts(dataset), given) == (0, alone, [4, 2, 2])
-    assert "out of memory with 4 pictures at a time; going on with 2" in err
+    assert "out of memory with 4 images at a time; going on with 2" in err
 
 
 def test_no_memory_for_one_picture_ends_it(
@@ -501,7 +501,7 @@ def test_no_memory_for_one_picture_ends_it(
     given = out_of_memory_above(0, monkeypatch)
     code, _, err = command(model=tiny_captioner("blip", tmp_path / "model"))
     assert (code, texts(dataset), given) == (4, {}, [4, 2, 1])
-    assert "not enough memory for one picture" in err and "--device cpu" in err
+    assert "not enough memory for one image" in err and "--device cpu" in err
 
 
 @pytest.mark.parametrize(
@@ -528,4 +528,4 @@ def test_a_folder_without_pictures_is_refused(command: Command, dataset: Path) -
     for name in COLOURS:
         (dataset / f"{name}.png").unlink()
     code, _, err = command()
-    assert code == 3 and "no pictures in" in err
+    assert code == 3 and "no images in" in err

@@ -192,7 +192,7 @@ def test_what_is_between_steps_may_have_the_memory_and_steps_are_recorded_anew()
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails where a card would make the host wait: a number of a tensor becomes one of Python."""
+    """Fails where a GPU would make the host wait: a number of a tensor becomes one of Python."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -52,7 +52,7 @@ def test_steps_that_stay_slow_are_said_once_until_they_were_as_before() -> None:
         pytest.param([timed(2.8)] * 100, id="less than half as long again"),
         pytest.param([timed(9.0), *[timed(2.0)] * 4] * 20, id="single ones"),
         pytest.param([timed(9.0)] * 3 + [timed(2.0)] * 50, id="not for long"),
-        pytest.param([timed(8.0, latents=16384)] * 100, id="larger pictures take longer"),
+        pytest.param([timed(8.0, latents=16384)] * 100, id="larger images take longer"),
     ],
 )
 def test_what_comes_and_goes_is_no_finding(steps: list[Timed]) -> None:

@@ -25,7 +25,7 @@ from tests.fakes.training import (
 def compiled(
     backend: Any, *, steps: int, shapes: frozenset[LatentShape] | None = None
 ) -> TinyTraining:
-    """Return a training with compiled blocks; every step has three squares and one wide picture."""
+    """Return a training with compiled blocks; every step has three squares and one wide image."""
     feeder = build_feeder([SQUARE, SQUARE, SQUARE, WIDE])
     tiny = build_training(feeder, steps=steps, targets="attention")
     if backend is None:

@@ -1,4 +1,4 @@
-"""Pictures as vectors: alike pictures are near, sets of the same kind too; CLIP only where it is."""
+"""Images as vectors: alike images are near, sets of the same kind too; CLIP only where it is."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ def test_a_clip_model_that_is_not_here_or_is_none_is_refused(tmp_path: Path) -> 
 def test_copies_of_trained_pictures_are_told_from_new_ones() -> None:
     generator = torch.Generator().manual_seed(0)
     pictures = torch.randn(12, 16, generator=generator)
-    captions = [f"picture {index}" for index in range(12)]
+    captions = [f"image {index}" for index in range(12)]
     album = ReferenceImages(
         features=pictures, captions=captions, trained=[index < 8 for index in range(12)]
     )
-    prompts = [f"picture {index}" for index in range(8, 12)]
+    prompts = [f"image {index}" for index in range(8, 12)]
     new = torch.randn(4, 16, generator=generator)
     copies = pictures[:4] + 0.1 * new
     told_new, told_copied = (copy_ratio(found, prompts, album) for found in (new, copies))

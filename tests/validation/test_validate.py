@@ -25,7 +25,7 @@ QUIET: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    """A run of twelve steps, two pictures of eight held out."""
+    """A run of twelve steps, two images of eight held out."""
     place = toy(tmp_path_factory.mktemp("validate"), images=8).with_base()
     more = {"data__validation_fraction": 0.25, "optimizer__learning_rate": 1e-2}
     assert place.train(**QUIET, **more, steps=12) == 0
@@ -74,7 +74,7 @@ def test_a_run_is_measured_part_by_part_into_its_report(
     assert found == read_json_object(place.run / "validation.json")
     assert all(0 <= value <= 1 for value in found["parts"].values())
     assert 0 <= found["score"] <= 1
-    assert found["figures"]["pictures"] == 2, "the pictures held out in training"
+    assert found["figures"]["pictures"] == 2, "the images held out in training"
     (strengths, losses) = zip(*found["figures"]["loss_by_strength"], strict=True)
     assert strengths == (0, 0.5, 1, 1.5) and len(set(losses)) == 4
     page = (place.run / "report.html").read_text(encoding="utf-8")
