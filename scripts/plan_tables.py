@@ -192,7 +192,7 @@ def _rows(plans: list[Plan]) -> Iterator[tuple[str, list[str]]]:
     yield (
         "text encoders while caching",
         [
-            f"{memory.text_encoder_precision}, {'offloaded' if memory.text_encoder_offload else 'on the card'}"
+            f"{memory.text_encoder_precision}, {'offloaded' if memory.text_encoder_offload else 'on the GPU'}"
             for memory in memories
         ],
     )

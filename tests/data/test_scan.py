@@ -92,7 +92,7 @@ def test_the_example_dataset_needs_no_word(tmp_path: Path) -> None:
 def test_a_flat_folder(tmp_path: Path) -> None:
     draw(tmp_path / "b.JPG", "blue", (50, 60))
     draw(tmp_path / "a.png", "red", (40, 30))
-    (tmp_path / "a.txt").write_text("a red\npicture\n")
+    (tmp_path / "a.txt").write_text("a red\nimage\n")
     (tmp_path / "b.caption").write_text("a blue image")
     dataset = scanned(tmp_path, DataSettings(repeats=3, trigger="zibbo"))
     first, second = dataset.records
