@@ -103,9 +103,9 @@ def named(found: Imported) -> str:
 
 
 def test_a_training_file(tmp_path: Path) -> None:
-    write_dataset(tmp_path / "pictures" / "3_zibbo", images=4)
+    write_dataset(tmp_path / "images" / "3_zibbo", images=4)
     found = import_file(write(tmp_path, TRAINING))
-    assert found.dataset == "pictures"
+    assert found.dataset == "images"
     assert found.values == {
         "base.model": "someone/base",
         "base.clip_skip": 2,
