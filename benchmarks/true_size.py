@@ -1,13 +1,15 @@
 """Whole trainings at true sizes on this processor: SD1.5 at 512 px, SDXL at 1024 px, as folder and single file.
 
-Usage: python benchmarks/true_size.py --results FOLDER [--only NAME ...] [--keep-bases] [--tiny]
+Usage: python benchmarks/true_size.py --results FOLDER [--only NAME ...] [--short] [--keep-bases] [--tiny]
 
 Each case makes a random base with the files, names and configurations of its release, then runs the command
 `lora-train` three times with a fresh install's defaults, but for what the size forces (bf16, three steps, four
 images, one prompt): whole; killed with SIGKILL in the third step; resumed. It compares both results bit by
 bit, and the predicted memory of the machine with what the kernel measured, phase by phase. A case that was
 interrupted goes on with the part that is missing; FOLDER/true_size.json and a table are written after each.
-Needs 14 GB (SD1.5) or 32 GB (SDXL) of disk, and 24 GB of memory. `--tiny` tries the script with tiny networks.
+`--short` leaves the whole run out: four steps in place of seven, memory measured over the run that is killed
+and resumed, no bits compared. Needs 14 GB (SD1.5) or 32 GB (SDXL) of disk, and 24 GB of memory. `--tiny` tries the
+script with tiny networks.
 """
 
 from __future__ import annotations
@@ -85,7 +87,13 @@ def main() -> None:
     results.mkdir(parents=True, exist_ok=True)
     dataset = _dataset(results / "pictures")
     for name in options.only or CASES:
-        work = _Work(case=CASES[name], folder=results / name, tiny=options.tiny, dataset=dataset)
+        work = _Work(
+            case=CASES[name],
+            folder=results / name,
+            tiny=options.tiny,
+            short=options.short,
+            dataset=dataset,
+        )
         work.do()
         if not options.keep_bases:
             remove_base(work.base_folder)
@@ -113,6 +121,7 @@ class _Work:
     folder: Path
     dataset: Path
     tiny: bool
+    short: bool
 
     @property
     def base_folder(self) -> Path:
@@ -133,7 +142,9 @@ class _Work:
     def do(self) -> None:
         """Do what is not done yet, in the order of a person: train; train, lose the machine, go on."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        parts = {"whole": self._whole, "killed": self._killed, "resumed": self._resumed}
+        parts = {"killed": self._killed, "resumed": self._resumed}
+        if not self.short:
+            parts = {"whole": self._whole, **parts}
         for part, how in parts.items():
             done = self._done()
             if done["parts"].get(part, {}).get("exit_code") == EXIT_CODES[part]:
@@ -236,13 +247,14 @@ class _Work:
     # ---- what they came to
 
     def _phases(self, done: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return for each phase of the whole run what was predicted and measured."""
-        record = self.runs / "whole" / "run.json"
-        if not record.is_file():
+        """Return for each phase of the whole run, or of the killed and resumed one, the two sizes."""
+        names = ("killed", "resumed") if self.short else ("whole",)
+        record = self.runs / ("broken" if self.short else "whole") / "run.json"
+        if not record.is_file() or not all(name in done["parts"] for name in names):
             return []
         plan = read_json_object(record)["plan"]["memory"]
         predicted, rows = plan["phases"], []
-        for name, peak in done["parts"]["whole"]["peaks"].items():
+        for name, peak in _highest([done["parts"][name]["peaks"] for name in names]).items():
             size = predicted.get(PREDICTED_BY.get(name, ""))
             measured = peak["resident_bytes"]
             rows.append(
@@ -258,7 +270,7 @@ class _Work:
         rows.append(
             {
                 "phase": "peak of all",
-                "seconds": done["parts"]["whole"]["seconds"],
+                "seconds": sum(done["parts"][name]["seconds"] for name in names),
                 "predicted_bytes": max(predicted.values()),
                 "measured_bytes": max(row["measured_bytes"] for row in rows),
                 "without_files_bytes": max(row["without_files_bytes"] for row in rows),
@@ -287,7 +299,10 @@ class _Work:
             if result["exit_code"] != EXIT_CODES[part]:
                 said = (self.folder / f"{part}.log").read_text().strip().splitlines()
                 return [f"{part} ended with {result['exit_code']}: {said[-1] if said else ''}"]
-        problems = [f"after the resume: {what}" for what in self._differences()]
+        problems = [
+            f"after the resume: {difference}"
+            for difference in (() if self.short else self._differences())
+        ]
         resumed = [row for row in _events(self.runs / "broken") if row["event"] == "resumed"]
         if [(row["step"], row["exactness"]) for row in resumed] != [(SAVED_STEP, "EXACT")]:
             problems.append(f"resumed as {resumed}")
@@ -314,6 +329,18 @@ def _phase(status: Mapping[str, Any]) -> str:
         return f"caching {'texts' if status['message'] in TEXT_MESSAGES else 'images'}"
     names = {"load": "loading", "train": "training", "sample": "sampling", "export": "exporting"}
     return names.get(phase, phase or "start")
+
+
+def _highest(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return each phase's highest sizes over several runs, and the sum of its seconds."""
+    highest: dict[str, dict[str, float]] = {}
+    for name, peak in ((name, peak) for run in runs for name, peak in run.items()):
+        before = highest.get(name, dict.fromkeys(peak, 0.0))
+        highest[name] = {
+            key: value + before[key] if key == "seconds" else max(value, before[key])
+            for key, value in peak.items()
+        }
+    return highest
 
 
 def _same(one: Path, other: Path, read: Callable[[Path], Any]) -> bool:
@@ -387,7 +414,8 @@ def table(reports: Sequence[Mapping[str, Any]]) -> str:
     lines.append("")
     for report in reports:
         said = "; ".join(report.get("problems", ["not done yet"])) or (
-            f"killed after step {SAVED_STEP} and resumed: the same bits"
+            f"killed after step {SAVED_STEP} and resumed"
+            + (": the same bits" if "whole" in report["parts"] else "; no bits compared")
         )
         lines.append(f"{report['case']}: {said}")
     return "\n".join(lines)
@@ -402,6 +430,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--keep-bases", action="store_true", help="do not remove bases that are done"
     )
+    parser.add_argument("--short", action="store_true", help="only the run that is killed, resumed")
     parser.add_argument("--tiny", action="store_true", help="tiny networks: tries the script")
     return parser.parse_args()
 
