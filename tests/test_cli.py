@@ -87,7 +87,7 @@ FLAGS = {
     },
     "presets": set[str](),
     "queue": set[str](),
-    "doctor": {"--clear-cache", "--json", "--set"},
+    "doctor": {"--clear-cache", "--fix", "--json", "--set"},
     "gui": set[str](),
 }
 WITHOUT_TORCH = """

@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from lora_trainer.cache.keys import text_key
+from lora_trainer.cache.lease import in_use
+from lora_trainer.cache.store import Cache
+from lora_trainer.common.files import CappedFolder
 from lora_trainer.hardware.machine import GIB, Hardware
 from lora_trainer.run.machine_report import MachineCheck, checks
+from lora_trainer.run.mend import mend
+from lora_trainer.run.run_folder import claim
 from tests.fakes.nvml import FakeCard
 from tests.test_devices import BUSY, LARGE, MPS, OLD, ROCM, SMALL, with_cards
 
@@ -98,3 +105,74 @@ def test_how_much_memory_may_be_pinned_is_said_where_it_is_bounded() -> None:
 def test_a_network_that_is_switched_off_is_said() -> None:
     found = said(with_cards(SMALL), environment={"HF_HUB_OFFLINE": "1"})
     assert any("HF_HUB_OFFLINE is set" in check.sentence for check in found)
+
+
+def test_fix_removes_what_killed_trainings_left_and_nothing_else(tmp_path: Path) -> None:
+    cache = CappedFolder(root=tmp_path / "cache", limit_bytes=2**30)
+    store = Cache(folder=cache, on_problem=lambda what, *, fix, file=None, code="": None)
+    keys = [text_key(text=text, encoder_identity="e", max_tokens=77, content="c") for text in "abc"]
+    for key in keys:
+        store.write(key, {"a": np.ones(4, np.float32)})
+    whole, spoilt, aside = map(store.path, keys)
+    spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"!")
+    (cache.root / "damaged").mkdir()
+    aside.rename(cache.root / "damaged" / aside.name)
+    leftovers = [
+        whole.with_name(".tmp-1-2-entry"),
+        cache.root / ".in-use-elsewhere-1.lock",
+        cache.root / ".verified.json",
+        cache.root / ".full-cards.json",
+    ]
+    for path in leftovers:
+        path.write_bytes(b"half")
+    image = tmp_path / "my-images" / ".tmp-1.png"
+    image.parent.mkdir()
+    image.write_bytes(b"an image")
+    run, begun = tmp_path / "runs" / "cat", tmp_path / "runs" / "dog"
+    for folder in (run / "states", begun):
+        folder.mkdir(parents=True)
+    for file in (run / "run.json", run / "events.jsonl", begun / "events.jsonl", begun / ".lock"):
+        file.write_text("{}\n")
+    # The names that a save killed at any moment leaves: not published yet, or being replaced.
+    unfinished, replaced = (
+        run / "states" / ".tmp-step-00000002.1",
+        run / "states" / ".del-step-00000001.1",
+    )
+    for folder in (unfinished, replaced):
+        folder.mkdir()
+        (folder / "state.json").write_text("{}")
+
+    repairs = mend(cache, tmp_path / "runs")
+
+    assert [repair.mark for repair in repairs] == ["ok"] * 6
+    assert not [path for path in (*leftovers, spoilt, unfinished, begun) if path.exists()]
+    assert not list((cache.root / "damaged").iterdir())
+    assert store.verify(keys[0]) and image.read_bytes() == b"an image"
+    assert replaced.is_dir() and (run / "run.json").is_file()
+    assert [repair.sentence for repair in mend(cache, tmp_path / "runs")] == [
+        "Nothing had to be mended."
+    ]
+
+
+def test_fix_leaves_alone_what_a_training_uses(tmp_path: Path) -> None:
+    cache = CappedFolder(root=tmp_path / "cache", limit_bytes=2**30)
+    cache.create()
+    (cache.root / ".verified.json").write_bytes(b"half")
+    run = tmp_path / "runs" / "cat"
+    run.mkdir(parents=True)
+    (run / "events.jsonl").write_text("{}\n")
+    with in_use(cache.root), claim(run):
+        (run / ".tmp-1-2-x").write_bytes(b"being written")
+        (repair,) = mend(cache, tmp_path / "runs")
+        assert (run / ".tmp-1-2-x").is_file() and (cache.root / ".verified.json").is_file()
+    assert repair.mark == "warn" and "a training uses the cache" in repair.sentence
+    assert repair.fix == "wait for it, or stop it first"
+
+
+def test_fix_is_an_option_of_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.fakes.runs import run_cli
+
+    folders = [f"data.cache_dir={tmp_path / 'c'}", f"output.folder={tmp_path / 'r'}"]
+    words = [word for setting in folders for word in ("--set", setting)]
+    assert run_cli(["doctor", "--fix", *words]) == 0
+    assert "Nothing had to be mended." in capsys.readouterr().out

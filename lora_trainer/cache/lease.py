@@ -68,10 +68,19 @@ def clear(folder: CappedFolder) -> Cleared:
         raise MachineError(
             f"{root} is no cache of lora-train", fix="name its folder, or do nothing"
         )
+    with unused(root):
+        return _removed(folder)
+
+
+@contextmanager
+def unused(root: Path) -> Iterator[int]:
+    """Keep trainings from a cache meanwhile; yields how many marks of killed trainings were removed.
+
+    Raises MachineError while a training uses the cache and when the disk refuses.
+    """
     try:
         with FileLock(root / _DOOR, timeout=0):
-            _refuse_used(root)
-            return _removed(folder)
+            yield _refuse_used(root)
     except Timeout:
         raise MachineError(
             f"{root} is being cleared or used", fix="try again in a minute"
@@ -87,7 +96,8 @@ def entries(folder: CappedFolder) -> Iterator[tuple[Path, int]]:
             yield path, stat.st_size
 
 
-def _refuse_used(root: Path) -> None:
+def _refuse_used(root: Path) -> int:
+    removed = 0
     for mark in root.glob(_MARKS):
         lock = FileLock(mark)
         try:
@@ -98,6 +108,8 @@ def _refuse_used(root: Path) -> None:
             ) from None
         lock.release(force=True)
         mark.unlink(missing_ok=True)  # its process was killed
+        removed += 1
+    return removed
 
 
 def _removed(folder: CappedFolder) -> Cleared:

@@ -46,6 +46,10 @@ def doctor(
     clear_cache: Annotated[
         bool, Parameter(negative="", help="delete the encoded images and captions of all trainings")
     ] = False,
+    fix: Annotated[
+        bool,
+        Parameter(negative="", help="remove what killed trainings left, and damaged cache files"),
+    ] = False,
     set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
     json: Json = False,
 ) -> Reply:
@@ -55,25 +59,32 @@ def doctor(
     from lora_trainer.run.answers import cleared_text, doctor_json
     from lora_trainer.run.machine_report import checks, checks_json, doctor_text
 
+    if clear_cache and fix:
+        raise RequestError("--clear-cache and --fix contradict each other", fix="give one of them")
     if clear_cache:
         from lora_trainer.cache.lease import clear
 
         result = clear(cache_in(build_config(overrides(set_))))
         cleared = {"folder": str(result.folder), "files": result.files, "bytes": result.bytes}
         return Reply(value=cleared if json else cleared_text(result), as_json=json)
-    if set_:
+    if set_ and not fix:
         raise RequestError(
-            "--set has no effect without --clear-cache", fix="leave --set out, or add --clear-cache"
+            "--set has no effect without --clear-cache or --fix", fix="leave --set out, or add one"
         )
     from lora_trainer.hardware.machine import detect
+    from lora_trainer.run.mend import mend
 
+    config = build_config(overrides(set_))
+    cache = cache_in(config)
+    repairs = mend(cache, Path(config.output.folder)) if fix else []
     hardware = detect()
-    machine_checks = checks(hardware, cache=cache_in(build_config({})).root, environment=os.environ)
+    machine_checks = checks(hardware, cache=cache.root, environment=os.environ)
     if json:
+        report = {**doctor_json(hardware), "checks": checks_json(machine_checks)}
         return Reply(
-            value={**doctor_json(hardware), "checks": checks_json(machine_checks)}, as_json=True
+            value={**report, "repairs": checks_json(repairs)} if fix else report, as_json=True
         )
-    return Reply(value=doctor_text(machine_checks), as_json=False)
+    return Reply(value=doctor_text([*machine_checks, *repairs]), as_json=False)
 
 
 def gui(

@@ -1,0 +1,139 @@
+"""What `doctor --fix` mends: locks, unfinished files and damaged cache files that killed trainings left.
+
+Inputs are the cache folder and the folder of runs; outputs are sentences on what was removed. Everything
+removed is made again by the next training. Datasets, resume states, exported files and records of runs are
+never touched. torch is not imported, because a broken torch is a reason to call the doctor.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from lora_trainer.cache.keys import Damaged, parse
+from lora_trainer.cache.lease import entries, unused
+from lora_trainer.cache.store import DAMAGED_FOLDER, MEMO_NAME
+from lora_trainer.common.errors import MachineError
+from lora_trainer.common.files import TEMPORARY_PREFIX, CappedFolder, sha256_bytes
+from lora_trainer.planning.oom_history import FILE_NAME as OOM_HISTORY
+from lora_trainer.run.machine_report import MachineCheck
+from lora_trainer.run.run_folder import EVENTS_FILE, STATES, claim, has_no_record
+
+
+def mend(cache: CappedFolder, runs: Path) -> list[MachineCheck]:
+    """Mend a cache and the runs beside it; each change is one sentence, and no change is one too."""
+    repairs = [*_cache(cache), *_runs(runs)]
+    return repairs or [MachineCheck(mark="ok", sentence="Nothing had to be mended.")]
+
+
+def _cache(cache: CappedFolder) -> Iterator[MachineCheck]:
+    root = cache.root
+    if not (root / cache.marker).is_file():
+        return  # no training has used it yet
+    try:
+        with unused(root) as marks:
+            yield from _done(marks, f"mark{_s(marks)} of killed trainings", root)
+            unfinished = list(root.glob(f"**/{TEMPORARY_PREFIX}*"))
+            yield from _done(_removed(unfinished), f"unfinished file{_s(len(unfinished))}", root)
+            memos = [
+                root / name
+                for name, is_whole in _MEMOS.items()
+                if (root / name).is_file() and not _reads(root / name, is_whole)
+            ]
+            names = ", ".join(path.name for path in memos)
+            yield from _done(_removed(memos), f"damaged memo file{_s(len(memos))} ({names})", root)
+            damaged = [path for path, _ in entries(cache) if _is_damaged(path)]
+            word = "entry" if len(damaged) == 1 else "entries"
+            yield from _done(_removed(damaged), f"damaged {word}", root)
+    except MachineError as error:
+        yield MachineCheck(
+            mark="warn", sentence=f"The cache was left alone: {error.found}.", fix=error.fix
+        )
+
+
+def _runs(runs: Path) -> Iterator[MachineCheck]:
+    for events in sorted(runs.glob(f"*/{EVENTS_FILE}")):
+        path = events.parent
+        # Resume states that are being replaced (`.del-`) may be the newest whole ones, so they stay.
+        unfinished = [
+            *path.glob(f"{TEMPORARY_PREFIX}*"),
+            *(path / STATES).glob(f"{TEMPORARY_PREFIX}*"),
+        ]
+        is_empty = has_no_record(path)
+        if not unfinished and not is_empty:
+            continue
+        try:
+            with claim(path):
+                removed = _removed(unfinished)
+                if is_empty:
+                    _removed([entry for entry in path.iterdir() if entry.name != ".lock"])
+        except MachineError:
+            continue  # it is being trained, so its unfinished files are in use
+        if is_empty:
+            with suppress(OSError):  # another training may have claimed the folder just now
+                (path / ".lock").unlink()
+                path.rmdir()
+            yield MachineCheck(
+                mark="ok", sentence=f"Removed {path}, a run that ended before its first step."
+            )
+        else:
+            yield from _done(removed, f"unfinished file{_s(removed)}", path)
+
+
+def _done(number: int, noun: str, folder: Path) -> Iterator[MachineCheck]:
+    if number:
+        yield MachineCheck(mark="ok", sentence=f"Removed {number:,} {noun} from {folder}.")
+
+
+def _s(number: int) -> str:
+    return "" if number == 1 else "s"
+
+
+def _removed(paths: list[Path]) -> int:
+    """Remove files and folders; return how many are gone, as Windows keeps open ones."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
+    return sum(not path.exists() for path in paths)
+
+
+def _is_damaged(path: Path) -> bool:
+    """Whether an entry was moved aside, or its bytes are no longer those that were written."""
+    if path.parent.name == DAMAGED_FOLDER:
+        return True
+    try:
+        parse(path.read_bytes(), digest=path.stem)
+    except (Damaged, OSError):
+        return True
+    return False
+
+
+def _reads(path: Path, is_whole: Callable[[bytes], bool]) -> bool:
+    try:
+        return is_whole(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _is_object(content: bytes) -> bool:
+    return isinstance(json.loads(content), dict)
+
+
+def _has_its_checksum(content: bytes) -> bool:
+    checksum, _, body = content.partition(b"\n")
+    return checksum == sha256_bytes(body).encode()
+
+
+_MEMOS: Mapping[str, Callable[[bytes], bool]] = {
+    ".hashes.json": _is_object,
+    ".verified.json": _has_its_checksum,
+    MEMO_NAME: _has_its_checksum,
+    OOM_HISTORY: _is_object,
+}
+"""Memo files of the cache folder, and whether their bytes are whole."""
