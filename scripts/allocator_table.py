@@ -120,6 +120,7 @@ def planned(cell: Cell, **settings: Any) -> Plan:
     )
     return plan(
         PlanInput(
+            decided={"output.format": ("kohya", "known before")},
             resolved=resolved,
             facts=facts,
             family=families.family(facts.family),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.choices import PRIORITIES, Priority
-from lora_trainer.config.config import MemorySettings, concrete
+from lora_trainer.config.config import MemorySettings
 from lora_trainer.config.layers import lowered_to, resolve
 from lora_trainer.families import MODULES, family, known_base
 from lora_trainer.families.base import Family
@@ -106,6 +106,7 @@ def planned(source: str, card: str, priority: Priority = "balanced") -> Plan:
     hardware = machine(card)
     return plan(
         PlanInput(
+            decided={"output.format": ("kohya", "known before")},
             resolved=lowered_to(
                 resolve(
                     family=facts.family,
@@ -205,7 +206,7 @@ def _rows(plans: list[Plan]) -> Iterator[tuple[str, list[str]]]:
     )
     yield (
         "sample images",
-        ["yes" if concrete(made.config.sampling.every_steps) else "no room" for made in plans],
+        ["yes" if made.config.sampling.every_steps else "no room" for made in plans],
     )
     yield (
         "**predicted peak**",
@@ -219,7 +220,7 @@ def _rows(plans: list[Plan]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _recomputed(memory: MemorySettings) -> str:
-    kind, share = concrete(memory.gradient_checkpointing), concrete(memory.kept_share)
+    kind, share = memory.gradient_checkpointing, memory.kept_share
     return f"{kind}, {share:.0%} of the blocks less" if share else str(kind)
 
 

@@ -15,7 +15,7 @@ from lora_trainer.config.config import (
     FolderSettings,
     all_settings,
     build_config,
-    concrete,
+    build_run_config,
     flatten,
     overlaid,
     parse_assignment,
@@ -288,10 +288,9 @@ def test_an_assignment_needs_an_equals_sign() -> None:
         parse_assignment("train.steps")
 
 
-def test_meeting_auto_after_planning_is_a_bug() -> None:
-    assert concrete(3) == 3
-    with pytest.raises(AssertionError, match="auto"):
-        concrete("auto")
+def test_the_settings_of_a_run_have_no_auto() -> None:
+    with pytest.raises(RequestError, match=r"train\.steps='auto'.*has to be decided"):
+        build_run_config({})
 
 
 def test_a_word_of_digits_is_a_word() -> None:

@@ -92,6 +92,7 @@ def planned(
     return tuple(
         plan(
             PlanInput(
+                decided={"output.format": ("kohya", "known before")},
                 resolved=resolved,
                 facts=facts,
                 family=UNetCosts() if on_cpu else load_family(family),

@@ -27,6 +27,7 @@ from lora_trainer.config.declare import (
     SNR_WEIGHTINGS,
     Auto,
     Checkpointing,
+    Decided,
     Needs,
     OptimizerName,
     Precision,
@@ -38,7 +39,7 @@ from lora_trainer.config.inputs import OWN_FOLDER, BaseSettings, DataSettings, F
 from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings, TrainSettings
 from lora_trainer.config.optimizer import OptimizerSettings
 from lora_trainer.config.running import MemorySettings, OutputSettings, SamplingSettings
-from lora_trainer.config.sections import Config
+from lora_trainer.config.sections import Config, RunConfig
 
 __all__ = [
     "CHECKPOINTING",
@@ -54,6 +55,7 @@ __all__ = [
     "Checkpointing",
     "Config",
     "DataSettings",
+    "Decided",
     "FolderSettings",
     "MemorySettings",
     "ObjectiveSettings",
@@ -61,14 +63,15 @@ __all__ = [
     "OptimizerSettings",
     "OutputSettings",
     "Precision",
+    "RunConfig",
     "SamplingSettings",
     "SettingInfo",
     "TrainSettings",
     "Weighting",
     "all_settings",
     "build_config",
+    "build_run_config",
     "check_keys",
-    "concrete",
     "flatten",
     "near_keys",
     "overlaid",
@@ -79,7 +82,7 @@ __all__ = [
     "setting_schemas",
 ]
 
-T = TypeVar("T")
+C = TypeVar("C", bound=Config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +250,15 @@ def flatten(config: Config) -> dict[str, Any]:
 
 def build_config(values: Mapping[str, Any]) -> Config:
     """Build a Config from {"section.name": value}; raises one RequestError that names all mistakes."""
+    return _validated(values, Config)
+
+
+def build_run_config(values: Mapping[str, Any]) -> RunConfig:
+    """Build the settings of a planned run; raises one RequestError that names all mistakes, `auto` too."""
+    return _validated(values, RunConfig)
+
+
+def _validated(values: Mapping[str, Any], kind: type[C]) -> C:
     check_keys(values)
     refuse_secrets(values)
     nested: dict[str, dict[str, Any]] = {}
@@ -254,7 +266,7 @@ def build_config(values: Mapping[str, Any]) -> Config:
         section, name = key.split(".")
         nested.setdefault(section, {})[name] = value
     try:
-        return Config.model_validate(nested)
+        return kind.model_validate(nested)
     except ValidationError as error:
         raise RequestError(_explain(error), fix="change these values") from None
 
@@ -299,13 +311,6 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         return key.strip(), json.loads(value)
     except (ValueError, RecursionError):
         return key.strip(), value
-
-
-def concrete(value: T | Auto) -> T:
-    """Return a setting's value after planning; `auto` there is a bug and raises AssertionError."""
-    if value == "auto":
-        raise AssertionError("the planner left a setting at auto")
-    return value
 
 
 def _explain(error: ValidationError) -> str:

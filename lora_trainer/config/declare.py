@@ -8,24 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Never, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from typing_extensions import TypeVar  # the one of typing has no default before Python 3.13
 
 Auto = Literal["auto"]
+
+
+def _refuse(value: Any) -> Never:
+    raise ValueError("has to be decided")
+
+
+Decided = Annotated[Never, PlainValidator(_refuse)]
+"""Takes the place of `Auto` in the settings of a planned run: no value has this type."""
+A_co = TypeVar("A_co", bound=Auto, covariant=True, default=Auto)
+"""What the field `steps: Count | A_co` may be besides a number: `Auto` in a request, `Decided` in a `RunConfig`.
+
+So each setting is declared once, and mypy knows the fields of a planned run without `auto`."""
 Precision = Literal["fp32", "bf16", "fp16"]
-AutoPixels = Annotated[int, Field(ge=16, le=4096)] | Auto
+Pixels = Annotated[int, Field(ge=16, le=4096)]
 CHUNK_TOKENS = 75
 """Prompt tokens in one chunk of CLIP, begin and end tokens excluded."""
 AutoCaptionTokens = (
     Annotated[int, Field(ge=CHUNK_TOKENS, le=3 * CHUNK_TOKENS, multiple_of=CHUNK_TOKENS)] | Auto
 )
-AutoCount = Annotated[int, Field(ge=1, le=10_000_000)] | Auto
-AutoInterval = Annotated[int, Field(ge=0, le=10_000_000)] | Auto
+Count = Annotated[int, Field(ge=1, le=10_000_000)]
+Interval = Annotated[int, Field(ge=0, le=10_000_000)]
 AutoScale = Annotated[float, Field(gt=0, le=4096)] | Auto
 Repeats = Annotated[int, Field(ge=1, le=1000)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
-AutoShare = Annotated[float, Field(ge=0.0, lt=1.0)] | Auto
+ShareBelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 TagCount = Annotated[int, Field(ge=0, le=50)]
 EpochCount = Annotated[int, Field(ge=0, le=10_000)]
 Separator = Annotated[str, Field(min_length=1, max_length=20)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
@@ -11,10 +11,11 @@ from lora_trainer.config.declare import (
     NO_REGULARISATION,
     NOT_EMBEDDED,
     TAGS_IN_ORDER,
+    A_co,
     AutoCaptionTokens,
-    AutoPixels,
     CaptionWords,
     EpochCount,
+    Pixels,
     Repeats,
     Section,
     Separator,
@@ -97,14 +98,14 @@ class FolderSettings(Section):
         return {name: value for name, value in handler(self).items() if value != defaults[name]}
 
 
-class DataSettings(Section):
-    resolution: AutoPixels = setting(
+class DataSettings(Section, Generic[A_co]):
+    resolution: Pixels | A_co = setting(
         "auto",
         "side of a square with the area of every bucket; auto: the base's native size",
         unit="px",
         headline=True,
     )
-    more_resolutions: tuple[Annotated[int, Field(ge=16, le=4096)], ...] = setting(
+    more_resolutions: tuple[Pixels, ...] = setting(
         (),
         "further resolutions; each sample uses one of all resolutions, drawn at random in each epoch",
         unit="px",
@@ -229,7 +230,7 @@ class DataSettings(Section):
     cache_max_gib: float = setting(20.0, "size cap of the cache", unit="GiB", gt=0, le=100_000)
     prefetch_steps: int = setting(4, "optimizer steps prepared ahead of the device", ge=1, le=64)
 
-    def of_folder(self, name: str) -> DataSettings:
+    def of_folder(self, name: str) -> Self:
         """Return the settings of the images in a subfolder; `.`: images directly in the dataset folder."""
         folder = self.folders.get(name)
         if folder is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Generic, Literal
 
 from pydantic import Field
 
@@ -19,10 +19,10 @@ from lora_trainer.config.declare import (
     SQUARED,
     WITHOUT_NEW_TOKENS,
     WITHOUT_VALIDATION,
-    Auto,
-    AutoCount,
-    AutoInterval,
+    A_co,
     AutoScale,
+    Count,
+    Interval,
     Precision,
     Section,
     Weighting,
@@ -129,11 +129,11 @@ class AdapterSettings(Section):
     )
 
 
-class TrainSettings(Section):
+class TrainSettings(Section, Generic[A_co]):
     concept: Concept = setting(
         "any", "kind of subject to learn; changes some presets, see docs/concepts.md"
     )
-    steps: AutoCount = setting(
+    steps: Count | A_co = setting(
         "auto", "optimizer steps; auto: train.views times the images, over the batch", headline=True
     )
     views: int = setting(
@@ -156,7 +156,7 @@ class TrainSettings(Section):
         "adapter file to continue from; its kind and rank must equal the run's",
         path=True,
     )
-    precision: Precision | Auto = setting(
+    precision: Precision | A_co = setting(
         "auto",
         "dtype of base weights and activations (the adapter keeps fp32 masters)",
         headline=True,
@@ -193,7 +193,7 @@ class TrainSettings(Section):
         le=1.0,
         not_for=WITHOUT_NEW_TOKENS,
     )
-    validate_every_steps: AutoInterval = setting(
+    validate_every_steps: Interval | A_co = setting(
         "auto", "steps between validations; 0: never", not_for=WITHOUT_VALIDATION
     )
     stop_after_validations: int | None = setting(
@@ -210,8 +210,8 @@ class TrainSettings(Section):
     )
 
 
-class ObjectiveSettings(Section):
-    weighting: Weighting | Auto = setting(
+class ObjectiveSettings(Section, Generic[A_co]):
+    weighting: Weighting | A_co = setting(
         "auto",
         "loss weight by noise level; flow: sigma_sqrt, cosmap; auto: min_snr if min_snr_gamma is set",
     )
@@ -327,7 +327,7 @@ class ObjectiveSettings(Section):
         le=50.0,
         only_for=FLOW,
     )
-    zero_terminal_snr: Literal["auto"] | bool = setting(
+    zero_terminal_snr: A_co | bool = setting(
         "auto",
         "make the last timestep pure noise (Lin et al. 2023, arXiv 2305.08891); auto: like the base",
         only_for=NOISE_OR_V,

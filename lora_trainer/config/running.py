@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal
 
 from pydantic import BeforeValidator
 
@@ -12,13 +12,13 @@ from lora_trainer.config.declare import (
     CUDA,
     MIXABLE,
     WITHOUT_VALIDATION,
-    Auto,
-    AutoCount,
-    AutoInterval,
-    AutoShare,
+    A_co,
     Checkpointing,
+    Count,
+    Interval,
     Precision,
     Section,
+    ShareBelowOne,
     setting,
 )
 
@@ -30,65 +30,65 @@ def _checkpointing(value: Any) -> Any:
     return value
 
 
-class MemorySettings(Section):
-    micro_batch: AutoCount = setting(
+class MemorySettings(Section, Generic[A_co]):
+    micro_batch: Count | A_co = setting(
         "auto",
         "images per forward pass; never changes the result, only memory and speed",
         unit="images",
         headline=True,
     )
-    gradient_checkpointing: Annotated[Checkpointing | Auto, BeforeValidator(_checkpointing)] = (
+    gradient_checkpointing: Annotated[Checkpointing | A_co, BeforeValidator(_checkpointing)] = (
         setting(
             "auto",
             "activations to keep or recompute, from none (most memory) to offloaded: docs/memory.md",
             headline=True,
         )
     )
-    kept_share: AutoShare = setting(
+    kept_share: ShareBelowOne | A_co = setting(
         "auto",
         "fraction of blocks, evenly spaced, that use the next lighter checkpointing level",
         only_for={"memory.gradient_checkpointing": MIXABLE},
     )
-    base_precision: BasePrecision | Auto = setting(
+    base_precision: BasePrecision | A_co = setting(
         "auto",
         "precision of the frozen base: train.precision, or its blocks in 8 or 4 bits",
         headline=True,
     )
-    base_matmul: BaseMatmul | Auto = setting(
+    base_matmul: BaseMatmul | A_co = setting(
         "auto",
         "matrix products of an int8 base: dequantized weights, or int8 by int8; auto: the faster one",
         only_for={"memory.base_precision": ("int8",)},
     )
-    streamed_blocks: AutoInterval = setting(
+    streamed_blocks: Interval | A_co = setting(
         "auto",
         "blocks of the base kept in host memory and copied to the GPU when they run",
         unit="blocks",
         only_for=CARD,
         headline=True,
     )
-    modulation_cache: bool | Auto = setting(
+    modulation_cache: bool | A_co = setting(
         "auto",
         "keep modulation layers in host memory and precompute their outputs; the result is the same",
     )
-    attention: Literal["auto", "sdpa", "xformers"] = setting(
+    attention: A_co | Literal["sdpa", "xformers"] = setting(
         "auto", "attention kernels; auto: SDPA", only_for=CARD
     )
-    text_encoder_precision: Precision | Auto = setting(
+    text_encoder_precision: Precision | A_co = setting(
         "auto",
         "dtype of the text encoders while caching; auto: fp32, above 2 billion parameters bf16",
     )
-    text_encoder_offload: bool | Auto = setting(
+    text_encoder_offload: bool | A_co = setting(
         "auto",
         "while caching, keep the text encoders in host memory and copy one layer at a time to the GPU",
         only_for={**CARD, "adapter.text_encoder": (False,)},
     )
 
 
-class HardwareSettings(Section):
-    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = setting(
+class HardwareSettings(Section, Generic[A_co]):
+    device: A_co | Literal["cpu", "cuda", "mps", "xpu"] = setting(
         "auto", "where to train: cuda is NVIDIA and AMD (ROCm), mps Apple, xpu Intel"
     )
-    threads: AutoCount = setting("auto", "CPU threads; part of what makes a resume bit-exact")
+    threads: Count | A_co = setting("auto", "CPU threads; part of what makes a resume bit-exact")
     vram_limit_gib: float | None = setting(
         None,
         "use at most this much GPU memory: limits the plan and PyTorch's allocator",
@@ -97,11 +97,11 @@ class HardwareSettings(Section):
         le=1024,
         only_for=CARD,
     )
-    compile: Literal["auto", "none", "blocks"] = setting(
+    compile: A_co | Literal["none", "blocks"] = setting(
         "auto",
         "fuse the blocks' kernels (torch.compile); auto: with priority speed, if this run gets faster",
     )
-    cuda_graphs: bool | Auto = setting(
+    cuda_graphs: bool | A_co = setting(
         "auto",
         "record steps and replay them as one launch; auto: with priority speed, if this run gets faster",
         only_for=CUDA,
@@ -115,16 +115,16 @@ class HardwareSettings(Section):
     )
 
 
-class OutputSettings(Section):
+class OutputSettings(Section, Generic[A_co]):
     folder: str = setting("runs", "folder in which run folders are created", path=True)
     name: str = setting("auto", "name of the run and its files; auto: the dataset folder's name")
     precision: Precision = setting("fp16", "dtype of exported files")
-    weights: Literal["auto", "trained", "ema"] = setting(
+    weights: A_co | Literal["trained", "ema"] = setting(
         "auto",
         "weights to export, sample and validate: trained or averaged; auto: ema with train.ema_decay",
         not_for={"train.ema_decay": (None,)},
     )
-    format: Literal["auto", "kohya", "diffusers", "comfyui"] = setting(
+    format: A_co | Literal["kohya", "diffusers", "comfyui"] = setting(
         "auto", "key names of exported files; auto: the format most programs read for this family"
     )
     description: str = setting("", "a sentence about the adapter, written into exported files")
@@ -138,7 +138,7 @@ class OutputSettings(Section):
         "make a newly created Hub repository private",
         not_for={"output.hub_repo": (None,)},
     )
-    save_every_steps: AutoInterval = setting(
+    save_every_steps: Interval | A_co = setting(
         "auto", "steps between rolling exports and states; 0: only at the end", headline=True
     )
     save_every_epochs: int | None = setting(
@@ -156,7 +156,7 @@ class OutputSettings(Section):
     keep_states: int = setting(2, "number of resume states to keep", ge=2, le=10_000)
 
 
-class SamplingSettings(Section):
+class SamplingSettings(Section, Generic[A_co]):
     prompts: tuple[str, ...] = setting(
         (), "prompts of the sample images; none: taken from the captions"
     )
@@ -168,7 +168,7 @@ class SamplingSettings(Section):
         le=64,
     )
     negative_prompt: str = setting("", "negative prompt of the sample images")
-    every_steps: AutoInterval = setting("auto", "steps between sample images; 0: never")
+    every_steps: Interval | A_co = setting("auto", "steps between sample images; 0: never")
     steps: int = setting(25, "denoising steps per sample", ge=1, le=1000)
     guidance_scale: float = setting(5.0, "classifier-free guidance; 1: none", ge=1.0, le=50.0)
     seed: int = setting(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any, Generic, Self
 
 from pydantic import Field, model_validator
 
 from lora_trainer.config.base_precision import QUANTIZATIONS
-from lora_trainer.config.declare import SCHEDULE_FREE, Section
+from lora_trainer.config.declare import SCHEDULE_FREE, A_co, Decided, Section
 from lora_trainer.config.inputs import BaseSettings, DataSettings
 from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings, TrainSettings
 from lora_trainer.config.optimizer import OptimizerSettings
@@ -25,37 +26,35 @@ from lora_trainer.config.running import (
 )
 
 
-class Config(Section):
-    """All settings of one run, in the sections of config files."""
+def _section(default: type[Section], doc: str) -> Any:
+    return Field(default_factory=default, description=doc)
 
-    base: BaseSettings = Field(default_factory=BaseSettings, description="the model to adapt")
-    data: DataSettings = Field(default_factory=DataSettings, description="images, captions, caches")
-    adapter: AdapterSettings = Field(default_factory=AdapterSettings, description="the LoRA itself")
-    train: TrainSettings = Field(
-        default_factory=TrainSettings, description="length, batch, precision"
-    )
-    objective: ObjectiveSettings = Field(
-        default_factory=ObjectiveSettings, description="noise and loss"
-    )
-    optimizer: OptimizerSettings = Field(
-        default_factory=OptimizerSettings, description="optimizer and learning rates"
-    )
-    memory: MemorySettings = Field(
-        default_factory=MemorySettings, description="fitting into memory"
-    )
-    hardware: HardwareSettings = Field(default_factory=HardwareSettings, description="which device")
-    output: OutputSettings = Field(default_factory=OutputSettings, description="files written")
-    sampling: SamplingSettings = Field(
-        default_factory=SamplingSettings, description="sample images during training"
-    )
-    logging: LoggingSettings = Field(default_factory=LoggingSettings, description="dashboards")
+
+class Config(Section, Generic[A_co]):
+    """All settings of one run, in the sections of config files; `Config` alone is a request, with `auto`."""
+
+    base: BaseSettings = _section(BaseSettings, "the model to adapt")
+    data: DataSettings[A_co] = _section(DataSettings, "images, captions, caches")
+    adapter: AdapterSettings = _section(AdapterSettings, "the LoRA itself")
+    train: TrainSettings[A_co] = _section(TrainSettings, "length, batch, precision")
+    objective: ObjectiveSettings[A_co] = _section(ObjectiveSettings, "noise and loss")
+    optimizer: OptimizerSettings = _section(OptimizerSettings, "optimizer and learning rates")
+    memory: MemorySettings[A_co] = _section(MemorySettings, "fitting into memory")
+    hardware: HardwareSettings[A_co] = _section(HardwareSettings, "which device")
+    output: OutputSettings[A_co] = _section(OutputSettings, "files written")
+    sampling: SamplingSettings[A_co] = _section(SamplingSettings, "sample images during training")
+    logging: LoggingSettings = _section(LoggingSettings, "dashboards")
 
     @model_validator(mode="after")
-    def _no_contradictions(self) -> Config:
+    def _no_contradictions(self) -> Self:
         sentences = list(_contradictions(self))
         if sentences:
             raise ValueError(" ".join(sentences))
         return self
+
+
+class RunConfig(Config[Decided]):
+    """All settings of a planned run: no field is `auto`, except names, folders and what has no meaning for the base."""
 
 
 def _contradictions(config: Config) -> Iterator[str]:

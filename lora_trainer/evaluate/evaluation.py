@@ -20,7 +20,6 @@ from lora_trainer.cache.cache_plan import SampleSource
 from lora_trainer.common.errors import InputError
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.randomness import Stream, draw_seed
-from lora_trainer.config.config import concrete
 from lora_trainer.dataset.buckets import cut
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.scan import ImageRecord
@@ -139,7 +138,7 @@ class Evaluation:
     @property
     def side_px(self) -> int:
         """Side of the sample images, in pixels."""
-        return concrete(self.plan.config.data.resolution)
+        return self.plan.config.data.resolution
 
 
 def plan_of(subject: EvaluatedLora, dataset: Path) -> Plan:
@@ -196,7 +195,7 @@ def build_evaluation(
     model = replace(build_model(plan, networks, Adapter(layers={}, rank=0, alpha=0.0)), masks=None)
     return Evaluation(
         plan=plan,
-        probe=LossProbe(model=model, dial=dial, at_once=concrete(plan.config.memory.micro_batch)),
+        probe=LossProbe(model=model, dial=dial, at_once=plan.config.memory.micro_batch),
         weights=weights,
         feeder=build_dataloader(job, cache_needs, cache),
         sampler=plan.family.build_sampler(

@@ -20,7 +20,7 @@ from typing import Any
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.common.files import read_json_object
-from lora_trainer.config.config import concrete, flatten
+from lora_trainer.config.config import flatten
 from lora_trainer.run.prepare import Prepared, Request, prepare
 
 WARMUP_STEPS = 2
@@ -130,7 +130,7 @@ def variants(prepared: Prepared) -> Iterator[Variant]:
 
 
 def _smaller_sides_px(prepared: Prepared) -> Iterator[int]:
-    step_px, side_px = prepared.facts.bucket_step_px, concrete(prepared.config.data.resolution)
+    step_px, side_px = prepared.facts.bucket_step_px, prepared.config.data.resolution
     for share in (0.5, 0.75):
         smaller_px = int(side_px * share) // step_px * step_px
         if smaller_px:

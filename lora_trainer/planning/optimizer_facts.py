@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_trainer.common.findings import Finding, note, warning
-from lora_trainer.config.config import SCHEDULE_FREE, Config, OptimizerName, OptimizerSettings
+from lora_trainer.config.config import SCHEDULE_FREE, OptimizerName, OptimizerSettings, RunConfig
 from lora_trainer.lora.adapter_size import adapter_tensors
 
 RATE, SECOND_DECAY, SCHEDULE = "optimizer.learning_rate", "optimizer.beta2", "optimizer.schedule"
@@ -87,7 +87,9 @@ def needed_otherwise(name: OptimizerName, *, preset_rate: float) -> Iterator[tup
         yield SCHEDULE, "constant", f"{name} needs no schedule"
 
 
-def optimizer_remarks(config: Config, *, shapes: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
+def optimizer_remarks(
+    config: RunConfig, *, shapes: Mapping[str, Sequence[int]]
+) -> Iterator[Finding]:
     """Yield warnings about the optimizer's settings; `shapes` maps adapted layers to (fan_in, out)."""
     if odd := _odd_rate(config.optimizer):
         advice = "leave it out, and it follows the optimizer"

@@ -17,10 +17,9 @@ from lora_trainer.config.config import (
     FLOW_WEIGHTINGS,
     SCHEDULE_FREE,
     SNR_WEIGHTINGS,
-    Config,
     Precision,
-    build_config,
-    concrete,
+    RunConfig,
+    build_run_config,
     flatten,
 )
 from lora_trainer.config.layers import Origin, Resolved, is_preset
@@ -62,6 +61,8 @@ LARGE_TEXT_ENCODER = 2_000_000_000
 class PlanInput:
     """Everything a plan is made from. `images` counts the different training images.
 
+    `decided` has (value, reason) of the settings that base and captions decide alone: `output.format` always.
+
     `samples_per_epoch` counts repeats, at least `fewest_repeats` of each image, without regularisation;
     `regularisation_per_epoch` comes on top. `buckets` are the (width, height) in use, in pixels, of all
     images, held-out ones too. `latents` counts mirrored images twice, `texts` the different captions;
@@ -71,6 +72,7 @@ class PlanInput:
     """
 
     resolved: Resolved
+    decided: Mapping[str, tuple[Any, str]]
     facts: BaseFacts
     family: CostModel
     hardware: Hardware
@@ -91,14 +93,14 @@ class PlanInput:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A configuration without `auto` (except for names and folders), its costs, and every decision.
+    """The settings of the run, its costs, and every decision.
 
     Memory and time were predicted for `load`; `memory` is of the training device, `host` of the machine
     beside a GPU. `images_at_once` is the micro-batch of each bucket, (width, height) in pixels;
     `memory.micro_batch` is the largest of them. `seconds_per_step` is (shortest, longest).
     """
 
-    config: Config
+    config: RunConfig
     origins: Mapping[str, Origin]
     load: Load
     memory: Prediction
@@ -122,6 +124,8 @@ def plan(inputs: PlanInput) -> Plan:
     settings that do not work with this base or GPU.
     """
     planner = _Planner(inputs=inputs, values=flatten(inputs.resolved.config))
+    for key, (value, reason) in inputs.decided.items():
+        planner.decide(key, value, reason)
     planner.decide_device()
     planner.decide_numbers()
     planner.decide_objective()
@@ -441,9 +445,9 @@ class _Planner:
         return pace
 
     def finish(self, allocation: Allocation, pace: RunTimeInputs) -> Plan:
-        inputs, config, step = self.inputs, build_config(self.values), pace.step()
+        inputs, config, step = self.inputs, build_run_config(self.values), pace.step()
         cost = self.costs.sample_cost(inputs.facts, allocation.load.workload())
-        steps = concrete(config.train.steps)
+        steps = config.train.steps
         planner_origins = {
             choice.key: Origin(layer=PLANNER, reason=choice.reason) for choice in self.decisions
         }
@@ -464,7 +468,7 @@ class _Planner:
             modulation_samples=self.costs.frozen_base(inputs.facts, allocation.load).samples_ahead,
         )
 
-    def _disk(self, config: Config, load: Load, cost: SampleCost) -> dict[str, int]:
+    def _disk(self, config: RunConfig, load: Load, cost: SampleCost) -> dict[str, int]:
         facts, (width_px, height_px) = self.inputs.facts, load.bucket_px
         tensors = self.costs.adapter_tensors(facts, load.adapter)
         latent_px = (width_px // facts.vae_factor) * (height_px // facts.vae_factor)

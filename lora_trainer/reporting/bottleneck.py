@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lora_trainer.config.config import Config, concrete
+from lora_trainer.config.config import RunConfig
 
 Cause = Literal["data", "host", "compute", "memory", "saving"]
 CAUSES: tuple[Cause, ...] = ("data", "host", "compute", "memory", "saving")
@@ -46,7 +46,7 @@ class Verdict:
     sentence: str
 
 
-def verdict(measured: Measured, config: Config) -> Verdict:
+def verdict(measured: Measured, config: RunConfig) -> Verdict:
     """Judge a training of these settings; `auto` values must be resolved."""
     save_s = measured.save_s / _steps_per_save(config) if measured.save_s else 0.0
     matrices = sum(s for name, s in measured.work_s.items() if MATRIX_WORK.search(name))
@@ -80,23 +80,23 @@ _FOUND: Mapping[Cause, str] = {
 }
 
 
-def _advice(cause: Cause, config: Config) -> str:
+def _advice(cause: Cause, config: RunConfig) -> str:
     if cause == "data":
         ahead = config.data.prefetch_steps
         return f"raise data.prefetch_steps (now {ahead}), or put data.cache_dir on a faster disk"
     if cause == "saving":
-        return f"raise output.save_every_steps (now {concrete(config.output.save_every_steps)})"
+        return f"raise output.save_every_steps (now {config.output.save_every_steps})"
     if cause == "host":
         return _more_at_once(config)
     if cause == "memory":
-        if concrete(config.train.precision) == "fp32" and config.hardware.device != "cpu":
+        if config.train.precision == "fp32" and config.hardware.device != "cpu":
             return "halve the bytes with train.precision=bf16 (now fp32), if the GPU supports it"
         return _more_at_once(config)
     return _less_arithmetic(config)
 
 
-def _more_at_once(config: Config) -> str:
-    micro_batch, batch_size = concrete(config.memory.micro_batch), config.train.batch_size
+def _more_at_once(config: RunConfig) -> str:
+    micro_batch, batch_size = config.memory.micro_batch, config.train.batch_size
     if micro_batch < batch_size:
         return (
             f"more images at once share the cost: raise memory.micro_batch (now {micro_batch} of "
@@ -108,19 +108,19 @@ def _more_at_once(config: Config) -> str:
     )
 
 
-def _less_arithmetic(config: Config) -> str:
-    if concrete(config.memory.gradient_checkpointing) not in (False, "none"):
+def _less_arithmetic(config: RunConfig) -> str:
+    if config.memory.gradient_checkpointing not in (False, "none"):
         return (
             "the device is fully used; memory.gradient_checkpointing="
-            f"{concrete(config.memory.gradient_checkpointing)} computes a part twice, so a lighter level "
+            f"{config.memory.gradient_checkpointing} computes a part twice, so a lighter level "
             "is faster if memory allows"
         )
-    if concrete(config.train.precision) == "fp32" and config.hardware.device != "cpu":
+    if config.train.precision == "fp32" and config.hardware.device != "cpu":
         return "train.precision=bf16 (now fp32) uses the GPU's matrix units, if it has them"
-    side_px = concrete(config.data.resolution)
+    side_px = config.data.resolution
     return f"the device is fully used; only a lower data.resolution (now {side_px}) is faster"
 
 
-def _steps_per_save(config: Config) -> int:
-    every = concrete(config.output.save_every_steps)
-    return every if every else concrete(config.train.steps)
+def _steps_per_save(config: RunConfig) -> int:
+    every = config.output.save_every_steps
+    return every if every else config.train.steps

@@ -25,7 +25,7 @@ from lora_trainer.checkpoint.states import TrainingState
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.base_precision import QUANTIZATIONS, BaseMatmul, BasePrecision
-from lora_trainer.config.config import SCHEDULE_FREE, Config, concrete
+from lora_trainer.config.config import SCHEDULE_FREE, RunConfig
 from lora_trainer.dataset.tokens import new_word
 from lora_trainer.families.base import DENOISER, WEIGHTS, Conditioning, TextEncoder
 from lora_trainer.lora.adapter import Adapter, denoiser_layers, inject, layer_shapes
@@ -78,19 +78,19 @@ class Networks:
 
 def load_networks(prepared: Prepared) -> Networks:
     config, device, family = prepared.config, planned_device(prepared), prepared.family
-    precision = DTYPES[concrete(config.train.precision)]
+    precision = DTYPES[config.train.precision]
     # A base that will be streamed, cached or quantised is loaded into host memory first: as a whole and
     # unquantised it might not fit on the device.
-    streamed = concrete(config.memory.streamed_blocks)
-    base_precision: BasePrecision = concrete(config.memory.base_precision)
-    cached = concrete(config.memory.modulation_cache)
+    streamed = config.memory.streamed_blocks
+    base_precision: BasePrecision = config.memory.base_precision
+    cached = config.memory.modulation_cache
     smaller = streamed or cached or base_precision in QUANTIZATIONS
     load_device = CPU if smaller else device
     denoiser = family.load_denoiser(prepared.facts, dtype=precision, device=load_device)
-    apply_attention(denoiser, concrete(config.memory.attention))
+    apply_attention(denoiser, config.memory.attention)
     layouts = None
     if base_precision in ("int8", "fp8", "nf4"):
-        matmul: BaseMatmul = concrete(config.memory.base_matmul)
+        matmul: BaseMatmul = config.memory.base_matmul
         layouts = quantize(
             denoiser, base_precision, device=device, skip=family.quantization_skip, matmul=matmul
         )
@@ -166,7 +166,7 @@ def _layers(
     }
 
 
-def _new_tokens(config: Config, text: TextEncoder | None) -> dict[str, nn.Parameter]:
+def _new_tokens(config: RunConfig, text: TextEncoder | None) -> dict[str, nn.Parameter]:
     word = new_word(config)
     if text is None or word is None:
         return {}
@@ -175,7 +175,7 @@ def _new_tokens(config: Config, text: TextEncoder | None) -> dict[str, nn.Parame
     )
 
 
-def _alpha(config: Config) -> float:
+def _alpha(config: RunConfig) -> float:
     """Return alpha; OFT has none, so its setting stays at auto and the rank stands in."""
     alpha = config.adapter.alpha
     return float(config.adapter.rank) if alpha == "auto" else alpha
@@ -189,11 +189,11 @@ def arrange(prepared: Prepared, networks: Networks) -> Streamed | None:
     memory = prepared.config.memory
     apply_checkpointing(
         networks.denoiser,
-        concrete(memory.gradient_checkpointing),
-        kept_share=concrete(memory.kept_share),
+        memory.gradient_checkpointing,
+        kept_share=memory.kept_share,
     )
     streamed = None
-    if count := concrete(memory.streamed_blocks):
+    if count := memory.streamed_blocks:
         streamed = stream_blocks(networks.denoiser, count=count, device=planned_device(prepared))
     if networks.modulation is not None:
         networks.modulation.pin()
@@ -206,7 +206,7 @@ def build_model(prepared: Prepared, networks: Networks, adapter: Adapter) -> Mod
         predict=prepared.family.predict,
         embed=_embedding(networks.text),
         prediction=prepared.facts.prediction,
-        precision=DTYPES[concrete(prepared.config.train.precision)],
+        precision=DTYPES[prepared.config.train.precision],
         device=planned_device(prepared),
         masks=adapter.masks,
         batch_group_key=prepared.family.batch_group_key,
@@ -219,7 +219,7 @@ def _foresight(prepared: Prepared, networks: Networks) -> ModulationPrefetch | N
     family, facts = prepared.family, prepared.facts
     if networks.modulation is None:
         return None
-    dtype = DTYPES[concrete(prepared.config.train.precision)]
+    dtype = DTYPES[prepared.config.train.precision]
     return ModulationPrefetch(
         network=networks.modulation,
         names=family.modulated_by(facts),
@@ -275,7 +275,7 @@ def _window(job: TrainingJob) -> UpcomingWindow | None:
     """Return how far ahead the dataloader announces samples: as many as modulation is computed for at once."""
     prepared = job.prepared
     facts, config = prepared.facts, prepared.config
-    if not concrete(config.memory.modulation_cache):
+    if not config.memory.modulation_cache:
         return None
     each = math.ceil(config.train.batch_size / job.ranks.dist_env.count)
 
@@ -368,7 +368,7 @@ def _tell_missing_products(layouts: Int8Layouts, events: EventStream) -> None:
 
 
 def _chosen(
-    config: Config, adapter: Adapter, optimizer: torch.optim.Optimizer
+    config: RunConfig, adapter: Adapter, optimizer: torch.optim.Optimizer
 ) -> Callable[[], AbstractContextManager[None]]:
     """Return a context manager that swaps in the weights to export; Schedule-Free's are its averages."""
     if config.optimizer.name == SCHEDULE_FREE:
@@ -376,9 +376,9 @@ def _chosen(
     return adapter.averaged if config.output.weights == "ema" else nullcontext
 
 
-def stages(config: Config, adapter: Adapter) -> list[FreezeAfter]:
+def stages(config: RunConfig, adapter: Adapter) -> list[FreezeAfter]:
     """Return the parameters that are frozen before the end of the run, with the step of each group."""
-    steps = concrete(config.train.steps)
+    steps = config.train.steps
     text = [
         parameter
         for key, layer in adapter.layers.items()
@@ -432,7 +432,7 @@ def speedups(
     return speedups
 
 
-def afterwards(config: Config, adapter: Adapter) -> list[Callable[[int], None]]:
+def afterwards(config: RunConfig, adapter: Adapter) -> list[Callable[[int], None]]:
     """Return functions of the step number that run after each optimizer step."""
     hooks: list[Callable[[int], None]] = []
     limit = config.optimizer.max_weight_norm

@@ -13,7 +13,7 @@ from lora_trainer.cache.encode import fill
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
-from lora_trainer.config.config import Config, concrete
+from lora_trainer.config.config import RunConfig
 from lora_trainer.dataset.tokens import new_word
 from lora_trainer.families.base import TextEncoder
 from lora_trainer.hardware.machine import GIB
@@ -47,7 +47,7 @@ def fill_caches(job: TrainingJob, cache: Cache) -> Needs:
     prepared, config, family = job.prepared, job.prepared.config, job.prepared.family
     device = planned_device(prepared)
     cache_needs = job.cache_needs or plan_cache(prepared, job.prompts)
-    text_dtype = DTYPES[concrete(config.memory.text_encoder_precision)]
+    text_dtype = DTYPES[config.memory.text_encoder_precision]
     began = time.monotonic()
     encode = partial(
         fill,
@@ -113,7 +113,7 @@ def _caching_text_encoder(
 ) -> TextEncoder:
     """Load the text encoders on their device, or in host memory with layers copied to it one at a time."""
     family = prepared.family
-    if not concrete(prepared.config.memory.text_encoder_offload):
+    if not prepared.config.memory.text_encoder_offload:
         encoder = family.load_text_encoder(prepared.facts, dtype=dtype, device=device)
         if word := new_word(prepared.config):
             encoder.learn(word)
@@ -128,7 +128,7 @@ def texts_as(prepared: Prepared) -> TextEntries:
     return TextEntries(
         encoder_identity=prepared.facts.parts["text_encoder"].identity,
         text_tokens=prepared.facts.text_tokens,
-        precision=concrete(prepared.config.memory.text_encoder_precision),
+        precision=prepared.config.memory.text_encoder_precision,
         tokens_only=runs_text_encoders(prepared.config),
         word=new_word(prepared.config),
         emphasis=prepared.config.data.emphasis,
@@ -136,6 +136,6 @@ def texts_as(prepared: Prepared) -> TextEntries:
     )
 
 
-def runs_text_encoders(config: Config) -> bool:
+def runs_text_encoders(config: RunConfig) -> bool:
     """Say whether text encoders run in every step, because training changes their outputs."""
     return config.adapter.text_encoder or config.adapter.new_tokens > 0

@@ -20,7 +20,6 @@ import torch
 from lora_trainer.common.dist_env import read_dist_env
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import EventStream
-from lora_trainer.config.config import concrete
 from lora_trainer.hardware.device_calls import (
     bound_allocator,
     kind_of,
@@ -65,7 +64,7 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
     """
     config = prepared.config
     # The number of threads decides the order in which the CPU adds, and with it the last bits of sums.
-    torch.set_num_threads(concrete(config.hardware.threads))
+    torch.set_num_threads(config.hardware.threads)
     compiled = config.hardware.compile == "blocks"
     if compiled:
         _keep_compiled_code(prepared)

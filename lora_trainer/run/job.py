@@ -15,7 +15,7 @@ from lora_trainer.cache.cache_plan import Needs
 from lora_trainer.checkpoint.codec import Copy
 from lora_trainer.checkpoint.states import TrainingState
 from lora_trainer.common.events import EventStream
-from lora_trainer.config.config import concrete, flatten
+from lora_trainer.config.config import flatten
 from lora_trainer.dataset.run_dataset import bucket_counts
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora.adapter import Adapter
@@ -150,7 +150,7 @@ def upload(job: TrainingJob, adapter: Adapter, file: Path) -> None:
 
 def file_format(prepared: Prepared) -> FileFormat:
     """Return the planned key format of exported files."""
-    return concrete(prepared.config.output.format)
+    return prepared.config.output.format
 
 
 def _export_info(

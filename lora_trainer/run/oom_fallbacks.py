@@ -16,7 +16,7 @@ from torch import nn
 
 from lora_trainer.common.errors import MachineError, first_line
 from lora_trainer.common.events import Event, EventStream, Listener
-from lora_trainer.config.config import CHECKPOINTING, Checkpointing, MemorySettings, concrete
+from lora_trainer.config.config import CHECKPOINTING, Checkpointing, Decided, MemorySettings
 from lora_trainer.hardware.machine import spare_ram_bytes
 from lora_trainer.network.block_swap import base_tensors, repeated_blocks, stream_blocks
 from lora_trainer.network.checkpointing import apply_checkpointing
@@ -28,7 +28,11 @@ from lora_trainer.training.training import OomFallback
 
 
 def oom_fallbacks(
-    denoiser: nn.Module, settings: MemorySettings, *, device: torch.device, sharing: int = 1
+    denoiser: nn.Module,
+    settings: MemorySettings[Decided],
+    *,
+    device: torch.device,
+    sharing: int = 1,
 ) -> tuple[OomFallback, ...]:
     """Return the fallbacks beyond the planned settings; each is applied on top of the earlier ones.
 
@@ -38,11 +42,11 @@ def oom_fallbacks(
 
 
 def _oom_fallbacks(
-    denoiser: nn.Module, settings: MemorySettings, device: torch.device, sharing: int
+    denoiser: nn.Module, settings: MemorySettings[Decided], device: torch.device, sharing: int
 ) -> Iterator[OomFallback]:
-    planned: Checkpointing = concrete(settings.gradient_checkpointing)
+    planned: Checkpointing = settings.gradient_checkpointing
     on_host = device.type == "cpu"
-    if kept_share := concrete(settings.kept_share):
+    if kept_share := settings.kept_share:
         yield OomFallback(
             key="memory.kept_share",
             old=kept_share,
@@ -59,7 +63,7 @@ def _oom_fallbacks(
             new=new,
             apply=partial(apply_checkpointing, denoiser, new),
         )
-    if on_host or concrete(settings.streamed_blocks):
+    if on_host or settings.streamed_blocks:
         return
     blocks = _room_for(denoiser, free_bytes=spare_ram_bytes() // sharing)
     if blocks:

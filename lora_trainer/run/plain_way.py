@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from lora_trainer.config.config import Checkpointing, Config, concrete
+from lora_trainer.config.config import Checkpointing, RunConfig
 from lora_trainer.hardware.device_calls import free_and_total_bytes, kind_of
 from lora_trainer.network.checkpointing import apply_checkpointing
 from lora_trainer.network.quantize import dequantize_products
@@ -23,7 +23,7 @@ PLAIN: Checkpointing = "full"
 """torch's own checkpointing of whole blocks."""
 
 
-def plain_way(config: Config, parts: TrainComponents, *, sharing: int) -> PlainWay:
+def plain_way(config: RunConfig, parts: TrainComponents, *, sharing: int) -> PlainWay:
     """Return the plain way of a training whose networks are as planned; nothing is applied yet."""
     planned = config.memory.model_copy(update={"gradient_checkpointing": PLAIN, "kept_share": 0.0})
     return PlainWay(
@@ -34,9 +34,9 @@ def plain_way(config: Config, parts: TrainComponents, *, sharing: int) -> PlainW
     )
 
 
-def _changes(config: Config, parts: TrainComponents) -> Iterator[OomFallback]:
+def _changes(config: RunConfig, parts: TrainComponents) -> Iterator[OomFallback]:
     memory, networks = config.memory, parts.networks
-    kind, share = concrete(memory.gradient_checkpointing), concrete(memory.kept_share)
+    kind, share = memory.gradient_checkpointing, memory.kept_share
     recompute = partial(apply_checkpointing, networks.denoiser, PLAIN)
     if kind != PLAIN:
         yield OomFallback(key="memory.gradient_checkpointing", old=kind, new=PLAIN, apply=recompute)

@@ -20,7 +20,7 @@ from rich.text import Text
 from lora_trainer.common.dist_env import full_batch, share
 from lora_trainer.common.findings import Finding
 from lora_trainer.common.wording import duration_text
-from lora_trainer.config.config import Config, all_settings, concrete, flatten
+from lora_trainer.config.config import RunConfig, all_settings, flatten
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.memory import MemoryItem
 from lora_trainer.planning.plan import Plan
@@ -180,7 +180,7 @@ def _regularisation_text(prepared: Prepared) -> str:
     return f", {pool} for regularisation ({count} an epoch)" if pool else ""
 
 
-def _base_text(config: Config) -> str:
+def _base_text(config: RunConfig) -> str:
     """Return in one line the precision of the frozen base, its blocks in host memory, and checkpointing."""
     memory, parts = config.memory, [f"{config.memory.base_precision}"]
     if memory.base_matmul == "int8":
@@ -194,10 +194,10 @@ def _base_text(config: Config) -> str:
         "full": "blocks recomputed in full",
         "offloaded": "blocks recomputed in full, their inputs in host memory",
     }
-    parts.append(recomputed[concrete(memory.gradient_checkpointing)])
+    parts.append(recomputed[memory.gradient_checkpointing])
     if memory.kept_share:
         parts.append(
-            f"{concrete(memory.kept_share):.0%} of the blocks at the next lighter checkpointing level"
+            f"{memory.kept_share:.0%} of the blocks at the next lighter checkpointing level"
         )
     return ", ".join(parts)
 

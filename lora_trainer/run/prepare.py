@@ -19,11 +19,10 @@ from lora_trainer.config.config import (
     CHUNK_TOKENS,
     BaseSettings,
     Config,
+    RunConfig,
     build_config,
-    concrete,
-    flatten,
 )
-from lora_trainer.config.layers import Origin, Resolved, lowered_to, read_settings_file, resolve
+from lora_trainer.config.layers import Resolved, lowered_to, read_settings_file, resolve
 from lora_trainer.dataset import caption_lengths
 from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.caption_lengths import (
@@ -88,7 +87,7 @@ class Prepared:
     images to their bucket at each of `data.more_resolutions`.
     """
 
-    config: Config
+    config: RunConfig
     resolved: Resolved
     plan: Plan
     facts: BaseFacts
@@ -162,6 +161,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         full_card = OomHistory.of(cache_root).known(basis.hardware, basis.family.name)
     plan_input = PlanInput(
         resolved=basis.resolved,
+        decided=_decided(reading, basis),
         facts=basis.facts,
         family=basis.family,
         hardware=basis.hardware,
@@ -188,7 +188,6 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         kept_at_once=_kept_at_once(request),
     )
     chosen = plan(plan_input)
-    chosen = _with_caption_tokens(_with_base(_with_format(chosen, basis), basis), reading, basis)
     return Prepared(
         config=chosen.config,
         resolved=basis.resolved,
@@ -225,7 +224,7 @@ def longer(request: Request, prepared: Prepared) -> tuple[str, Plan] | None:
     here_s, native_px = prepared.plan.run_time.seconds, prepared.facts.resolution_px
     higher = PRIORITIES[PRIORITIES.index(request.priority) + 1 :]
     tried = [(f"--priority {name}", replace(request, priority=name)) for name in higher]
-    if concrete(prepared.config.data.resolution) < native_px:
+    if prepared.config.data.resolution < native_px:
         larger = {**request.overrides, "data.resolution": native_px}
         tried.append((f"data.resolution={native_px}", replace(request, overrides=larger)))
     for words, alternative in tried:
@@ -418,28 +417,25 @@ def _refuse_bad_masks(dataset: Dataset) -> None:
         raise InputError(f"masks cannot be used: {masks}", fix=bad[0].advice)
 
 
-def _with_format(chosen: Plan, basis: Basis) -> Plan:
-    """Return the plan with `output.format` decided."""
-    config = chosen.config
-    if config.output.format != "auto":
-        return chosen
-    file_format = resolve_format(basis.family, "auto", adapter=config.adapter)
-    reason = f"the format that most programs read for {basis.family.name}"
-    return _with_setting(chosen, "output.format", file_format, reason)
-
-
-def _with_caption_tokens(chosen: Plan, reading: Reading, basis: Basis) -> Plan:
-    """Return the plan with `data.caption_tokens` decided; bases whose encoders have no chunks keep auto."""
-    if not reading.reason:  # the user set it
-        return chosen
-    tokens = reading.chunks * CHUNK_TOKENS if basis.family.reads_chunks else "auto"
-    return _with_setting(chosen, caption_lengths.KEY, tokens, reading.reason)
-
-
-def _with_setting(chosen: Plan, key: str, value: Any, reason: str) -> Plan:
-    config = build_config(flatten(chosen.config) | {key: value})
-    origins = {**chosen.origins, key: Origin(layer="planner", reason=reason)}
-    return replace(chosen, config=config, origins=origins)
+def _decided(reading: Reading, basis: Basis) -> dict[str, tuple[Any, str]]:
+    """Return (value, reason) of the settings that the base and the captions decide alone."""
+    config, family, decided = basis.resolved.config, basis.family, dict[str, tuple[Any, str]]()
+    if config.output.format == "auto":
+        decided["output.format"] = (
+            resolve_format(family, "auto", adapter=config.adapter),
+            f"the format that most programs read for {family.name}",
+        )
+    if config.base.model == "auto":  # so that a resume always loads the same base
+        decided["base.model"] = (
+            basis.facts.source,
+            "no base was named and there is no GPU"
+            if basis.facts.source == EMBEDDED
+            else "the default on a GPU",
+        )
+    if reading.reason:  # else the user set it; encoders without chunks keep auto
+        tokens = reading.chunks * CHUNK_TOKENS if family.reads_chunks else "auto"
+        decided[caption_lengths.KEY] = (tokens, reading.reason)
+    return decided
 
 
 def _tier(source: str, family: Family, card: Gpu | None) -> Tier:
@@ -452,18 +448,6 @@ def _tier(source: str, family: Family, card: Gpu | None) -> Tier:
     if card is None:
         return "6-8" if family.name == families.DEFAULT_FAMILY else "cpu"
     return tier(card.total_bytes)
-
-
-def _with_base(chosen: Plan, basis: Basis) -> Plan:
-    """Return the plan with `base.model` decided, so that a resume always loads the same base."""
-    if chosen.config.base.model != "auto":
-        return chosen
-    reason = (
-        "no base was named and there is no GPU"
-        if basis.facts.source == EMBEDDED
-        else "the default on a GPU"
-    )
-    return _with_setting(chosen, "base.model", basis.facts.source, reason)
 
 
 def asked_for(request: Request, key: str) -> Any:

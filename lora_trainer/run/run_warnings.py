@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lora_trainer.common.dist_env import full_batch
 from lora_trainer.common.findings import Finding, note, warning
-from lora_trainer.config.config import AdapterSettings, concrete
+from lora_trainer.config.config import AdapterSettings
 from lora_trainer.families.base import FileFormat
 from lora_trainer.hardware.machine import tier_problem
 from lora_trainer.lora_file.formats import format_notes, planned_contents
@@ -56,7 +56,7 @@ def run_warnings(prepared: Prepared) -> tuple[Finding, ...]:
     if too_small := tier_problem(card.total_bytes if card else None):
         advice = "lower data.resolution or adapter.rank if the run does not fit"
         findings.append(warning("card", None, too_small, advice=advice))
-    format: FileFormat = concrete(config.output.format)
+    format: FileFormat = config.output.format
     advice = "choose another output.format or adapter if that matters to you"
     for missed in format_notes(format, planned_contents(config.adapter)):
         findings.append(warning("format", None, f"output.format={format}: {missed}", advice=advice))
@@ -104,7 +104,7 @@ def _enlarged(prepared: Prepared) -> Iterator[Finding]:
     sides_px = prepared.config.data.more_resolutions
     for side_px, placed in zip(sides_px, prepared.more_placements, strict=True):
         count = sum(placement.upscaled for placement in placed.values())
-        if side_px > concrete(prepared.config.data.resolution) and count:
+        if side_px > prepared.config.data.resolution and count:
             what = (
                 f"{count} of {len(placed)} images are enlarged for data.more_resolutions={side_px}"
             )

@@ -10,7 +10,7 @@ from lora_trainer.cache.cache_plan import Entries, Needs
 from lora_trainer.checkpoint.codec import Copy
 from lora_trainer.checkpoint.writer import Export, StateWriter
 from lora_trainer.common.redaction import without_secrets
-from lora_trainer.config.config import Config, concrete
+from lora_trainer.config.config import RunConfig
 from lora_trainer.hardware.device_calls import kind_of
 from lora_trainer.lora_file.write import prune_exports, step_export_name
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS
@@ -56,7 +56,7 @@ def validate_action(
     return ValidateAction(
         fixed=FixedLosses(batches=batches, model=parts.model, ranks=job.ranks),
         chosen=parts.chosen,
-        every_steps=concrete(job.prepared.config.train.validate_every_steps),
+        every_steps=job.prepared.config.train.validate_every_steps,
         events=job.events,
         watch_plateaus=job.prepared.config.train.lower_on_plateau,
         watch_best=_watches_best(job.prepared.config),
@@ -69,7 +69,7 @@ def learning_action(
 ) -> LearningAction:
     """Return the action that detects a run that learns nothing, from a few of its training images."""
     config = job.prepared.config
-    steps, settings = concrete(config.train.steps), config.optimizer
+    steps, settings = config.train.steps, config.optimizer
     step = None
     if (
         OPTIMIZERS[settings.name].rate is None
@@ -96,14 +96,14 @@ def learning_action(
     )
 
 
-def _watches_best(config: Config) -> bool:
+def _watches_best(config: RunConfig) -> bool:
     return config.output.keep_best or config.train.stop_after_validations is not None
 
 
 def sample_action(job: TrainingJob, entries: Entries, parts: TrainComponents) -> SampleAction:
     """Return the action that draws sample images with the weights to export."""
     prepared, config = job.prepared, job.prepared.config
-    side, key = concrete(config.data.resolution), texts_as(prepared).key
+    side, key = config.data.resolution, texts_as(prepared).key
     assistant = parts.networks.assistant
     return SampleAction(
         sampler=cache(
@@ -124,7 +124,7 @@ def sample_action(job: TrainingJob, entries: Entries, parts: TrainComponents) ->
         prompts=[(prompt, key(prompt)) for prompt in job.prompts],
         negative=key(config.sampling.negative_prompt),
         settings=config.sampling,
-        every_steps=concrete(config.sampling.every_steps),
+        every_steps=config.sampling.every_steps,
         size_px=(side, side),
         folder=job.folder.path / "samples",
         events=job.events,
@@ -163,7 +163,7 @@ def save_action(
         optimizer=parts.optimizer,
         scaler=parts.scaler,
         export=export_step,
-        every_steps=concrete(config.output.save_every_steps),
+        every_steps=config.output.save_every_steps,
         every_images=None if every_epochs is None else every_epochs * per_epoch,
         batch_size=config.train.batch_size,
         fingerprint=job.prepared.dataset.fingerprint,

@@ -11,7 +11,7 @@ from lora_trainer.checkpoint.states import TrainingState, freeze, state_bytes, s
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.events import read_events
 from lora_trainer.common.gc_control import made_to_stay
-from lora_trainer.config.config import Config, concrete
+from lora_trainer.config.config import RunConfig
 from lora_trainer.lora_file.write import final_export_name
 from lora_trainer.run.best_export import BestExport
 from lora_trainer.run.build import (
@@ -48,7 +48,7 @@ from lora_trainer.training.training import Training
 def train_job(job: TrainingJob) -> Path:
     """Cache, train, export; return the exported file. Raises LoraTrainError."""
     prepared, config, events = job.prepared, job.prepared.config, job.events
-    micro_batch = concrete(config.memory.micro_batch)
+    micro_batch = config.memory.micro_batch
 
     # ---- caches: encoders are loaded only if something is missing, and dropped before the denoiser
     cache = open_cache(prepared, events)
@@ -127,9 +127,9 @@ def train_job(job: TrainingJob) -> Path:
     return file
 
 
-def _early(end: Progress, config: Config) -> str:
+def _early(end: Progress, config: RunConfig) -> str:
     """Return why a training ended before its last step, empty if it did not."""
-    if end.step == concrete(config.train.steps):
+    if end.step == config.train.steps:
         return ""
     best = end.guard.best
     return (
@@ -143,7 +143,7 @@ def follow_job(job: TrainingJob) -> None:
     ranks, cache = job.ranks, open_cache(job.prepared, job.events)
     cache_needs = fill_caches(job, cache)
     parts = build_components(replace(job, state=_shared(ranks)))
-    micro_batch = concrete(job.prepared.config.memory.micro_batch)
+    micro_batch = job.prepared.config.memory.micro_batch
 
     def restore() -> Progress:
         state = _shared(ranks)
@@ -205,12 +205,12 @@ def _training(
         model=parts.model,
         parameters=parts.parameters,
         optimizer=parts.optimizer,
-        learning_rate=learning_rate(config.optimizer, steps=concrete(config.train.steps)),
+        learning_rate=learning_rate(config.optimizer, steps=config.train.steps),
         scaler=parts.scaler,
         feeder=feeder,
-        steps=concrete(config.train.steps),
+        steps=config.train.steps,
         batch_size=config.train.batch_size,
-        micro_batch=concrete(config.memory.micro_batch),
+        micro_batch=config.memory.micro_batch,
         prefetch_steps=config.data.prefetch_steps,
         max_grad_norm=config.train.max_grad_norm,
         events=job.events,

@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any
 
 from lora_trainer.common.events import Event, EventStream
-from lora_trainer.config.config import concrete
 from lora_trainer.hardware.machine import GIB, free_ram_bytes
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.run.device import CPU, card_of, planned_device
@@ -118,7 +117,7 @@ class Notices:
     def _tell_growth(self, memory: str, growth: Growth, step: int, *, free_bytes: int) -> None:
         per_step, remaining_steps = (
             growth.bytes_per_step,
-            concrete(self.prepared.config.train.steps) - step,
+            self.prepared.config.train.steps - step,
         )
         full_in = max(0, int(free_bytes / per_step))
         too_soon = full_in < remaining_steps

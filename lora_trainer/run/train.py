@@ -22,7 +22,7 @@ from lora_trainer.common.dist_env import read_dist_env
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, exit_code
 from lora_trainer.common.events import EventStream, JsonlWriter, Listener
 from lora_trainer.common.redaction import without_secrets
-from lora_trainer.config.config import Config, build_config, concrete, flatten
+from lora_trainer.config.config import Config, build_config, flatten
 from lora_trainer.dataset.run_dataset import bucket_counts
 from lora_trainer.families.base import Layout
 from lora_trainer.hardware import torch_allocator
@@ -322,7 +322,7 @@ def _resumption(
 def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
     """Emit the start of the run or its resume; at the start also warnings about base, GPU and data."""
     prepared, config = job.prepared, job.prepared.config
-    steps = concrete(config.train.steps)
+    steps = config.train.steps
     resumed = None
     if resumption is not None:
         resumed = job.state.step if job.state else 0

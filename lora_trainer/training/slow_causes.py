@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from lora_trainer.config.config import Config, concrete
+from lora_trainer.config.config import RunConfig
 from lora_trainer.hardware.machine import GIB, SPILL_MARGIN_BYTES, cpu_quota, usable_processors
 from lora_trainer.hardware.nvml import Gpu, Nvml
 from lora_trainer.training.cores import Cores, CpuTimes, cpu_times
@@ -144,7 +144,7 @@ def _card_state(nvml: Any, handle: Any) -> CardState:
 
 
 def causes(
-    slow: Slow, before: MachineState, now: MachineState, *, spills: bool, config: Config
+    slow: Slow, before: MachineState, now: MachineState, *, spills: bool, config: RunConfig
 ) -> Iterator[Cause]:
     """Yield the causes that explain slower steps, the likeliest first."""
     waits_s, longer_s = slow.wait_s - slow.usual_wait_s, slow.seconds - slow.usual_s
@@ -173,14 +173,14 @@ def causes(
         )
 
 
-def _compete(now: MachineState, config: Config) -> bool:
+def _compete(now: MachineState, config: RunConfig) -> bool:
     """Whether other programs use processors the training needs: all its threads', or one beside a GPU."""
-    threads = 1 if now.beside_card else concrete(config.hardware.threads)
+    threads = 1 if now.beside_card else config.hardware.threads
     return now.processors - now.cores_taken < threads
 
 
-def _less_host_memory(config: Config) -> str:
-    streamed = concrete(config.memory.streamed_blocks)
+def _less_host_memory(config: RunConfig) -> str:
+    streamed = config.memory.streamed_blocks
     if streamed:
         return (
             "close other programs, or continue with --resume and a lower memory.streamed_blocks "

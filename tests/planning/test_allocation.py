@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lora_trainer.common.errors import MachineError, RequestError, exit_code
-from lora_trainer.config.config import concrete, flatten
+from lora_trainer.config.config import flatten
 from lora_trainer.config.layers import Priority, resolve
 from lora_trainer.families import family, known_base
 from lora_trainer.hardware.machine import (
@@ -64,6 +64,7 @@ def planned(
     settings = {key.replace("__", "."): value for key, value in overrides.items()}
     return plan(
         PlanInput(
+            decided={"output.format": ("kohya", "known before")},
             resolved=resolve(
                 family=facts.family,
                 tier="10-12",
@@ -84,7 +85,7 @@ def planned(
 
 def kept(made: Plan) -> tuple[str, int]:
     memory = made.config.memory
-    return str(memory.base_precision), concrete(memory.streamed_blocks)
+    return str(memory.base_precision), memory.streamed_blocks
 
 
 def reason(made: Plan, key: str) -> str:

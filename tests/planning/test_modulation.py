@@ -189,6 +189,7 @@ def test_a_run_that_began_before_there_was_a_choice_goes_on_without() -> None:
     }
     made = plan(
         PlanInput(
+            decided={"output.format": ("kohya", "known before")},
             resolved=resolve(
                 family="flux",
                 tier="24+",

@@ -17,7 +17,6 @@ from lora_trainer.config.config import (
     CHECKPOINTING,
     MIXABLE,
     build_config,
-    concrete,
     flatten,
     parse_assignment,
 )
@@ -32,8 +31,7 @@ from tests.fakes.stable_diffusion import UNetCosts, mini_facts, sd15_facts
 
 COSTS = RememberedCosts(family=UNetCosts())
 LEFT_TO_RUN = {
-    *("base.model", "base.companion", "data.caption_tokens", "data.cache_dir"),
-    *("output.name", "output.format"),
+    *("base.model", "base.companion", "data.caption_tokens", "data.cache_dir", "output.name"),
 }
 CARD = Gpu(
     index=0,
@@ -79,6 +77,7 @@ def request(
         overrides=overrides or {},
     )
     return PlanInput(
+        decided={"output.format": ("kohya", "known before")},
         resolved=resolved,
         facts=sd15_facts(),
         family=UNetCosts(),
@@ -358,7 +357,7 @@ def test_saving_by_epochs_or_by_given_steps() -> None:
 
 def chosen(made: Plan) -> tuple[int, str]:
     memory = made.config.memory
-    return concrete(memory.micro_batch), concrete(memory.gradient_checkpointing)
+    return memory.micro_batch, memory.gradient_checkpointing
 
 
 def test_less_memory_means_smaller_micro_batches_then_recomputing_then_streaming() -> None:
@@ -370,7 +369,7 @@ def test_less_memory_means_smaller_micro_batches_then_recomputing_then_streaming
         (4, "none"), (3, "none"), (2, "none"), (1, "none"),
         (1, "light"), (1, "full"), (1, "full"), (1, "full"),
     ]  # fmt: skip
-    streamed = [concrete(each.config.memory.streamed_blocks) for each in made]
+    streamed = [each.config.memory.streamed_blocks for each in made]
     assert streamed[:6] == [0] * 6
     assert 0 < streamed[6] < streamed[7] <= 16
     times = [each.seconds_per_step[1] for each in made]
@@ -382,7 +381,7 @@ def test_blocks_that_keep_more_fill_what_is_free() -> None:
     asked = {"data.resolution": 1024, "memory.streamed_blocks": 0}
     made = [planned(free_gib=size, overrides=asked, buckets=()) for size in (4.0, 4.2, 4.4)]
     assert [chosen(each)[1] for each in made] == ["selective"] * 3
-    shares = [concrete(each.config.memory.kept_share) for each in made]
+    shares = [each.config.memory.kept_share for each in made]
     assert 0 < shares[0] < shares[1] < shares[2] < 1
     times = [each.seconds_per_step[1] for each in made]
     assert times[0] > times[1] > times[2]
@@ -405,10 +404,10 @@ def test_a_kind_that_was_asked_for_is_not_raised_and_a_share_only_lowered() -> N
     asked = {"data.resolution": 1024, kind: "selective", share: 0.95, **two}
     tight = planned(free_gib=4.2, overrides=asked, buckets=())
     assert chosen(tight)[1] == "selective"
-    assert 0 < concrete(tight.config.memory.kept_share) < 0.95
+    assert 0 < tight.config.memory.kept_share < 0.95
     assert tight.origins[share].reason.startswith("instead of 0.95: ")
     either = planned(free_gib=3.1, overrides={share: 0.1, **two})
-    assert concrete(either.config.memory.kept_share) in (0.0, 0.1)
+    assert either.config.memory.kept_share in (0.0, 0.1)
 
 
 def test_a_run_planned_before_there_were_shares_goes_on_without() -> None:
@@ -463,11 +462,11 @@ def test_it_fits_the_batch_stays_and_nothing_given_is_raised(
     assert max(made.images_at_once.values()) == micro
     before = given_values["memory.gradient_checkpointing"]
     assert before == "auto" or CHECKPOINTING.index(kind) >= CHECKPOINTING.index(before)
-    kept_share = concrete(made.config.memory.kept_share)
+    kept_share = made.config.memory.kept_share
     assert kept_share == 0.0 or kind in MIXABLE
     if share != "auto" and kind == before:
         assert kept_share <= float(share)
-    assert concrete(made.config.memory.streamed_blocks) >= (4 if streamed == 4 else 0)
+    assert made.config.memory.streamed_blocks >= (4 if streamed == 4 else 0)
     assert kept in ("auto", made.config.memory.base_precision), "what changes the result stays"
     for key in asked:
         changed = flatten(made.config)[key] != given_values[key]

@@ -42,6 +42,7 @@ def planned(family: str, card: Card, *, memory_gib: int = 56, **overrides: Any) 
     tier = "6-8" if card_gib < 10 else "10-12" if card_gib < 16 else "16-24"
     return plan(
         PlanInput(
+            decided={"output.format": ("kohya", "known before")},
             resolved=resolve(
                 family=family,
                 tier=tier,
