@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,10 +32,8 @@ from lora_trainer.costs.unet_cost import prompt_shapes
 from lora_trainer.dataset.buckets import Bucket, place
 from lora_trainer.families.base import BaseFacts, Family, Geometry
 from lora_trainer.families.flow import FlowFamily
-from lora_trainer.network.modulation import ModulatedNetwork
 from lora_trainer.training.batch import MicroBatch, to_device
-from lora_trainer.training.dataloader import TrainingDataLoader, UpcomingWindow
-from lora_trainer.training.modulation_prefetch import ModulationPrefetch
+from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.optimizers import learning_rate
 from lora_trainer.training.progress import Action
 from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
@@ -215,7 +213,6 @@ def training(
     steps: int,
     events: EventStream,
     actions: Sequence[Action],
-    foresight: ModulationPrefetch | None = None,
     **others: Any,
 ) -> Training:
     """Return what our loop needs to train these parameters of a network; `others` are fields of it."""
@@ -235,7 +232,6 @@ def training(
             prediction=case.facts.prediction,
             precision=case.precision,
             device=case.device,
-            foresight=foresight,
         ),
         parameters=parameters,
         optimizer=optimizer,
@@ -248,33 +244,6 @@ def training(
         stop=lambda: None,
         **fields,
     )
-
-
-def modulation(
-    case: Case, network: nn.Module, *, most_samples: int
-) -> tuple[ModulationPrefetch, UpcomingWindow]:
-    """Take the modulation layers out of a network; return what computes ahead for them, and how far it looks."""
-    family, facts = case.family, case.facts
-    layers = set(family.modulation_layers(facts))
-    names = [name for name, _ in network.named_modules() if name in layers]
-    modulated = ModulatedNetwork(network, names, device=case.device)
-    modulated.pin()
-
-    def latent_shape(size_px: tuple[int, int]) -> tuple[int, ...]:
-        width_px, height_px = size_px
-        return facts.latent_channels, height_px // facts.vae_factor, width_px // facts.vae_factor
-
-    told = family.modulated_by(facts)
-    ahead = ModulationPrefetch(
-        network=modulated,
-        names=told,
-        inputs=partial(family.modulation_input, network, dtype=case.precision),
-        dtype=case.precision,
-        device=case.device,
-        most_samples=most_samples,
-    )
-    steps = max(1, most_samples // case.batch)
-    return ahead, UpcomingWindow(steps=steps, names=told, latent_shape=latent_shape)
 
 
 def _prompt(case: Case) -> Mapping[str, tuple[int, ...]]:

@@ -224,10 +224,11 @@ def replayed(cell: Cell, made: Plan, networks: Networks) -> Row:
 
 def _how(made: Plan) -> str:
     load = made.load
-    kept = f" {load.kept_share:.0%}" if load.kept_share else ""
     streamed = f", {load.streamed_blocks} streamed" if load.streamed_blocks else ""
     side_px = made.config.data.resolution
-    return f"{load.base_precision}, {load.checkpointing}{kept}{streamed}, {load.micro_batch} of {side_px} px"
+    return (
+        f"{load.base_precision}, {load.checkpointing}{streamed}, {load.micro_batch} of {side_px} px"
+    )
 
 
 def _traced(cell: Cell, made: Plan, networks: Networks) -> tuple[Stays, Passes]:
@@ -254,12 +255,10 @@ def _traced(cell: Cell, made: Plan, networks: Networks) -> tuple[Stays, Passes]:
     if network not in networks:
         networks.clear()  # the largest take a gigabyte of modules
         networks[network] = built(load, family=family, facts=facts, prompt=prompt)
-    traced = (*network, load.checkpointing, load.kept_share, load.sample_side_px, *shapes)
+    traced = (*network, load.checkpointing, load.sample_side_px, *shapes)
     if traced not in networks:
         networks[traced] = passes(load, networks[network], prompt=prompt, shapes=shapes)
-    away = family.modulation_layers(facts) if load.modulation_cache else ()
-    ahead = made.modulation_samples
-    return stays(load, networks[network], away=away, samples_ahead=ahead), networks[traced]
+    return stays(load, networks[network]), networks[traced]
 
 
 def _prompt(

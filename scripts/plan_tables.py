@@ -44,8 +44,8 @@ measured**. Times are estimates: a step is given as a range, a whole run by the 
 twice as long is possible).
 
 How it is decided. The batch is never changed; what somebody set is never raised. Of all that fits (base whole,
-in 8 or in 4 bits; nothing recomputed, or blocks with or without their dear results, or a mixture of two such kinds,
-with inputs in host memory where needed; modulation made ahead; blocks streamed from host memory; images at once),
+in 8 or in 4 bits; nothing recomputed, or blocks with or without their dear results,
+with inputs in host memory where needed; blocks streamed from host memory; images at once),
 `speed` and `balanced` take the fastest by the estimate, fewer bits only where that is 10 to 20 % (`speed`) or 20 to
 50 % (`balanced`) faster; `quality` takes the most precise, then the fastest. Sample images are kept where they make
 a step at most a fifth longer. Nothing fits: the run is refused with the nearest setting that does.
@@ -220,8 +220,7 @@ def _rows(plans: list[Plan]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _recomputed(memory: MemorySettings) -> str:
-    kind, share = memory.gradient_checkpointing, memory.kept_share
-    return f"{kind}, {share:.0%} of the blocks less" if share else str(kind)
+    return str(memory.gradient_checkpointing)
 
 
 def _items(title: str, made: Plan) -> Iterator[str]:

@@ -258,11 +258,7 @@ def test_memory_that_is_shared_holds_nothing_back_in_itself() -> None:
     """On Apple's machines nothing can wait beside the GPU: what does not fit does not fit."""
     made = planned(SDXL, MPS)
     memory = made.config.memory
-    assert (memory.streamed_blocks, memory.modulation_cache, memory.text_encoder_offload) == (
-        0,
-        False,
-        False,
-    )
+    assert (memory.streamed_blocks, memory.text_encoder_offload) == (0, False)
     assert made.host is None
     for setting in ("memory__streamed_blocks", "memory__text_encoder_offload"):
         with pytest.raises(RequestError, match="shares the machine's"):

@@ -41,7 +41,6 @@ def train(place: Toy, name: str) -> Path:
         data__resolution=side_of(facts_at(place.base)),
         memory__streamed_blocks=3,
         memory__gradient_checkpointing="full",
-        memory__modulation_cache=True,
     )
     assert code == 0
     return place.runs / name
@@ -59,7 +58,7 @@ def test_a_run_whose_pinning_is_refused_goes_on_with_the_same_losses(
     with monkeypatch.context() as patched:
         driver = pinning_driver(patched)
         assert trajectory(train(place, "pinned")) == whole
-    assert len(driver.in_place) > 3, "three blocks, and the modulation layers"
+    assert len(driver.in_place) >= 3, "three blocks, and copies for saving"
     assert refusals(place.runs / "pinned") == []
     blocks = sum(driver.in_place[:3])
     for name, most_bytes in (("none", 0), ("a-block", blocks // 2), ("blocks", blocks + 5000)):

@@ -23,7 +23,6 @@ from lora_trainer.network import quantized_matmul
 from lora_trainer.network.async_copies import CopyStream
 from lora_trainer.network.block_swap import Streamed
 from lora_trainer.network.checkpointing import BlockRunner
-from lora_trainer.network.modulation import ModulatedNetwork
 from lora_trainer.planning.allocation import Allocator
 from lora_trainer.training import loop, step
 from tests.fakes.family_bases import base_of, facts_at, side_of
@@ -69,14 +68,10 @@ def keeping_fails(monkeypatch: pytest.MonkeyPatch, failing: Callable[..., Any] =
     real = BlockRunner.__call__
 
     def call(self: BlockRunner, block: nn.Module, *args: Any) -> Any:
-        keeps = self.kind_of(block) in KEEP_ATTENTION
+        keeps = self._kind in KEEP_ATTENTION
         return failing() if keeps and not args[0].is_meta else real(self, block, *args)
 
     monkeypatch.setattr(BlockRunner, "__call__", call)
-
-
-def foresight_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModulatedNetwork, "outputs", fault)
 
 
 def codes_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +92,6 @@ def copies_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PLAIN: Mapping[str, Any] = {
     "memory__gradient_checkpointing": "full",
-    "memory__modulation_cache": False,
     "memory__base_precision": "int8",
     "memory__base_matmul": "dequantized",
     "sampling__every_steps": 4,
@@ -114,11 +108,6 @@ MEANS: Mapping[str, tuple[dict[str, Any], Patch, str]] = {
         keeping_fails,
         "memory.gradient_checkpointing=full",
     ),
-    "modulation": (
-        {"memory__modulation_cache": True},
-        foresight_fails,
-        "memory.modulation_cache=false",
-    ),
     "int8": ({"memory__base_matmul": "int8"}, codes_fail, "memory.base_matmul=dequantized"),
     "streamed": (
         {"memory__streamed_blocks": 3},
@@ -128,7 +117,6 @@ MEANS: Mapping[str, tuple[dict[str, Any], Patch, str]] = {
 }
 EVERYTHING: Mapping[str, Any] = {
     "memory__gradient_checkpointing": "selective",
-    "memory__modulation_cache": True,
     "memory__base_matmul": "int8",
     "memory__streamed_blocks": 3,
 }

@@ -15,11 +15,6 @@ from lora_trainer.common.events import Event, EventStream
 from lora_trainer.config.config import MemorySettings
 from lora_trainer.hardware.machine import GIB, Hardware, assume_card
 from lora_trainer.network.block_swap import block_sizes
-from lora_trainer.network.checkpointing import (
-    apply_checkpointing,
-    checkpointable_blocks,
-    is_checkpointed,
-)
 from lora_trainer.planning.oom_history import BELOW, OomHistory
 from lora_trainer.run import oom_fallbacks
 from lora_trainer.run.oom_fallbacks import oom_as_error, oom_history_memo
@@ -57,9 +52,7 @@ def denoiser() -> nn.Module:
     return denoiser_of("flux")
 
 
-PLANNED = MemorySettings.model_validate(
-    {"gradient_checkpointing": "none", "kept_share": 0.0, "streamed_blocks": 0}
-)
+PLANNED = MemorySettings.model_validate({"gradient_checkpointing": "none", "streamed_blocks": 0})
 RECOMPUTED = [
     ("memory.gradient_checkpointing", "none", "light"),
     ("memory.gradient_checkpointing", "light", "selective"),
@@ -71,19 +64,6 @@ OFFLOADED = ("memory.gradient_checkpointing", "full", "offloaded")
 def test_a_processor_is_not_offered_what_frees_nothing_there() -> None:
     """Inputs and weights that wait in host memory are where they were."""
     assert kinds(oom_fallbacks.oom_fallbacks(denoiser(), PLANNED, device=CPU)) == RECOMPUTED
-
-
-def test_blocks_that_keep_more_are_the_first_to_keep_less() -> None:
-    network = denoiser()
-    mixed = MemorySettings.model_validate({"gradient_checkpointing": "light", "kept_share": 0.4})
-    apply_checkpointing(network, "light", kept_share=0.4)
-    last = checkpointable_blocks(network)[-1]
-    assert not is_checkpointed(network, last)
-    first, *others = oom_fallbacks.oom_fallbacks(network, mixed, device=CPU)
-    assert kinds((first,)) == [("memory.kept_share", 0.4, 0.0)]
-    assert kinds(tuple(others)) == RECOMPUTED[1:]
-    first.apply()
-    assert is_checkpointed(network, last)
 
 
 @pytest.mark.parametrize(("room", "streamed"), [(10.0, 3), (1.0, 3), (0.6, 1), (0.0, 0)])
@@ -98,7 +78,7 @@ def test_weights_are_streamed_as_far_as_the_machine_has_room(
     last = [("memory.streamed_blocks", 0, streamed)] if streamed else []
     assert found == [*RECOMPUTED, OFFLOADED, *last]
     fewer = MemorySettings.model_validate(
-        {"gradient_checkpointing": "offloaded", "kept_share": 0.0, "streamed_blocks": 2}
+        {"gradient_checkpointing": "offloaded", "streamed_blocks": 2}
     )
     assert oom_fallbacks.oom_fallbacks(network, fewer, device=torch.device("cuda")) == ()
 

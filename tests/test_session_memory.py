@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.config.config import build_config
 from lora_trainer.families import family
-from lora_trainer.network.modulation import ModulationLayer
 from lora_trainer.network.quantize import QuantizedLinear
 from lora_trainer.run import build, device, session
 from lora_trainer.run.prepare import Prepared
@@ -27,9 +26,7 @@ PLAIN: Mapping[str, Any] = {
     "memory.base_precision": "fp32",
     "memory.base_matmul": "dequantized",
     "memory.gradient_checkpointing": "none",
-    "memory.kept_share": 0.0,
     "memory.streamed_blocks": 0,
-    "memory.modulation_cache": False,
     "memory.attention": "sdpa",
     "hardware.device": "cpu",
     "adapter.rank": 2,
@@ -97,15 +94,6 @@ def test_a_quantised_base_is_quantised_before_adapters_go_in(streamed: int) -> N
     one = torch.cat([plain[key].flatten() for key in plain])
     other = torch.cat([quantised[key].flatten() for key in plain])
     assert torch.nn.functional.cosine_similarity(one, other, dim=0) > 0.99
-
-
-def test_modulation_is_taken_out_of_the_base_as_it_is_kept() -> None:
-    for kept in ("fp32", "int8"):
-        settings: dict[str, Any] = {"memory__base_precision": kept}
-        _, plain = gradients(prepared("flux", **settings))
-        network, away = gradients(prepared("flux", **settings, memory__modulation_cache=True))
-        assert any(isinstance(module, ModulationLayer) for module in network.modules())
-        assert all(torch.equal(away[key], gradient) for key, gradient in plain.items())
 
 
 def test_layers_a_family_wants_whole_stay_whole() -> None:

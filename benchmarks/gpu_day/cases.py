@@ -23,8 +23,8 @@ class Way:
     promise: the same bits as the way it is held `against`, where torch computes deterministically, or the
     same but for rounding: losses within `loss_bound` of them, updates of the adapter within `update_bound`
     of their length, both with a base in 16 bits. streamed: the share of the blocks whose weights lie in
-    host memory; `beside`: copied beside the computation. modulated: modulation layers lie there, and give
-    what was computed ahead. base: how frozen weights are kept and multiplied.
+    host memory; `beside`: copied beside the computation. base: how frozen weights are kept and
+    multiplied.
     """
 
     promise: Promise = "bits"
@@ -34,7 +34,6 @@ class Way:
     checkpointing: str = "none"
     streamed: float = 0.0
     beside: bool = True
-    modulated: bool = False
     adapter: Literal["fused", "peft"] = "fused"
     compiled: bool = False
     recorded: bool = False
@@ -44,7 +43,6 @@ class Way:
 ROUNDED_WEIGHTS: Mapping[str, float] = {"loss_bound": 0.05, "update_bound": 0.25}
 ROUNDED_INPUTS: Mapping[str, float] = {"loss_bound": 0.03, "update_bound": 0.15}
 """Random networks magnify what 8 bits round more than trained ones."""
-MODULATED = "modulation ahead"
 WAYS: Mapping[str, Way] = {
     REFERENCE: Way(),
     "the same again": Way(),
@@ -55,7 +53,6 @@ WAYS: Mapping[str, Way] = {
     "full, half streamed": Way(checkpointing="full", streamed=0.5),
     "full, streamed": Way(checkpointing="full", streamed=1.0),
     "full, streamed in turn": Way(checkpointing="full", streamed=1.0, beside=False),
-    MODULATED: Way(modulated=True),
     "peft's adapters": Way(promise="bound", adapter="peft"),
     "compiled": Way(promise="bound", compiled=True),
     "recorded": Way(promise="bound", recorded=True),
@@ -134,11 +131,7 @@ def _ways(
             )
 
 
-EXACT = [
-    name
-    for name, way in WAYS.items()
-    if way.promise == "bits" and name not in (REFERENCE, MODULATED)
-]
+EXACT = [name for name, way in WAYS.items() if way.promise == "bits" and name != REFERENCE]
 RECORDED = ("recorded", "compiled, recorded")
 MULTIPLIED = ("int8", "int8 by int8", "int8, compiled", "int8 by int8, compiled")
 
@@ -180,12 +173,10 @@ SLICES: Sequence[Slice] = (
                 [*EXACT, "peft's adapters", "compiled"],
                 seconds=8.0,
             ),
-            *_ways(("flux:512:1:bf16",), [MODULATED], seconds=40.0, after=0),
         ],
         tiny=[
             *_ways(("sd15:64:2:fp32",), [*EXACT, "peft's adapters", "compiled"], seconds=0),
             *_ways(("zimage:64:2:bf16",), ["full, streamed", "peft's adapters"], seconds=0),
-            *_ways(("flux:64:2:bf16",), [MODULATED], seconds=0),
         ],
         environment=DETERMINISTIC,
     ),

@@ -162,7 +162,6 @@ def _capped(rows: Rows) -> Iterator[str]:
             for key in (
                 "data.resolution",
                 "memory.gradient_checkpointing",
-                "memory.kept_share",
                 "memory.base_precision",
                 "memory.streamed_blocks",
             )

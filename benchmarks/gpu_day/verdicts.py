@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from benchmarks.gpu_day.cases import MODULATED, REFERENCE, SLICES, WAYS
+from benchmarks.gpu_day.cases import REFERENCE, SLICES, WAYS
 from benchmarks.gpu_day.results import Results
 
 LEAST_TIME, LEAST_MEMORY = 0.05, 0.10
@@ -20,7 +20,6 @@ OPTIONS: Mapping[str, Sequence[tuple[str, str, str]]] = {
     "streamed blocks copied beside the computation": [
         (WAY, "full, streamed", "full, streamed in turn")
     ],
-    "memory.modulation_cache": [(WAY, MODULATED, REFERENCE)],
     "adapters fused with their layers": [
         (WAY, REFERENCE, "peft's adapters"),
         (RUNG, "ours", "trainers' way"),

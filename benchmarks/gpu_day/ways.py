@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from ladder_rungs import our_adapter, peft_adapter
 from torch import Tensor, nn
-from trainee import Case, feeder, frozen_network, modulation, sharing, training
+from trainee import Case, frozen_network, sharing, training
 
 from benchmarks.gpu_day.cases import WAYS, Way
 from benchmarks.gpu_day.device import Here
@@ -40,8 +40,6 @@ COMPARED = {False: 4, True: 14}
 """Steps that are compared; with two shapes enough to record both, give them back and record them anew."""
 GIVEN_BACK_AT = 8
 WARM = {False: 2, True: 10}
-AHEAD_STEPS = 3
-"""For which modulation is computed at once: the compared steps are of two such windows."""
 TIMED = {"cuda": 10, "cpu": 2}
 RATE = 1.0
 """Of plain gradient descent: updates are the clipped gradients, so they show how far those are off."""
@@ -151,12 +149,7 @@ def _run(case: Case, way: Way, folder: Path) -> Trained:
         quantize(
             network, "int8", device=case.device, skip=case.family.quantization_skip, matmul=matmul
         )
-    ahead: dict[str, Any] = {}
     events = EventStream()
-    if way.modulated:
-        prefetch, window = modulation(case, network, most_samples=AHEAD_STEPS * case.batch)
-        loader = replace(feeder(case, folder, events), window=window)
-        ahead = {"foresight": prefetch, "feeder": loader}
     parameters = _with_adapter(case, way, network)
     apply_checkpointing(network, way.checkpointing)
     streamed = None
@@ -190,15 +183,12 @@ def _run(case: Case, way: Way, folder: Path) -> Trained:
         events=events,
         actions=[course],
         speedups=speedups,
-        **ahead,
     )
     run(inputs, Progress(step=0, images=0, guard=GuardState(micro_batch=case.batch)))
     if given_up:
         raise GivenUp(given_up[0])
     if way.recorded and not course.replays:
         raise GivenUp("no step was recorded")
-    if way.modulated and not ahead["foresight"].network.loads:
-        raise GivenUp("nothing was computed ahead")
     if streamed is not None:
         streamed.remove()  # what is pinned is given back
     return Trained(

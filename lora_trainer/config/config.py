@@ -22,7 +22,6 @@ from lora_trainer.config.declare import (
     CHECKPOINTING,
     CHUNK_TOKENS,
     FLOW_WEIGHTINGS,
-    MIXABLE,
     SCHEDULE_FREE,
     SNR_WEIGHTINGS,
     Auto,
@@ -45,7 +44,6 @@ __all__ = [
     "CHECKPOINTING",
     "CHUNK_TOKENS",
     "FLOW_WEIGHTINGS",
-    "MIXABLE",
     "OWN_FOLDER",
     "SCHEDULE_FREE",
     "SNR_WEIGHTINGS",
@@ -271,9 +269,19 @@ def _validated(values: Mapping[str, Any], kind: type[C]) -> C:
         raise RequestError(_explain(error), fix="change these values") from None
 
 
+RETIRED_SETTINGS = frozenset({"memory.kept_share", "memory.modulation_cache"})
+"""Settings of earlier versions that changed speed or memory but never a result: read from old runs and
+settings files without effect."""
+
+
+def without_retired(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without those that earlier versions had and that never changed a result."""
+    return {key: value for key, value in values.items() if key not in RETIRED_SETTINGS}
+
+
 def check_keys(values: Mapping[str, Any]) -> None:
     """Raise RequestError for unknown keys, with the nearest setting of each."""
-    keys = setting_keys()
+    keys = frozenset(setting_keys()) | RETIRED_SETTINGS
     unknown = [
         f"unknown setting {key!r}.{did_you_mean(key, near_keys(key))}"
         for key in values

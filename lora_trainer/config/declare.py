@@ -38,7 +38,6 @@ Interval = Annotated[int, Field(ge=0, le=10_000_000)]
 AutoScale = Annotated[float, Field(gt=0, le=4096)] | Auto
 Repeats = Annotated[int, Field(ge=1, le=1000)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
-ShareBelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 TagCount = Annotated[int, Field(ge=0, le=50)]
 EpochCount = Annotated[int, Field(ge=0, le=10_000)]
 Separator = Annotated[str, Field(min_length=1, max_length=20)]
@@ -50,8 +49,6 @@ frozen layers with more inputs than outputs; `full` nothing; `offloaded` nothing
 to host memory."""
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 """From the lightest level (most memory) to the heaviest (least memory)."""
-MIXABLE: tuple[Checkpointing, ...] = ("light", "selective", "full")
-"""Levels at which a fraction of the blocks (`memory.kept_share`) may use the next lighter level."""
 Weighting = Literal["none", "min_snr", "soft_min_snr", "debiased", "p2", "sigma_sqrt", "cosmap"]
 FLOW_WEIGHTINGS: tuple[Weighting, ...] = ("sigma_sqrt", "cosmap")
 SNR_WEIGHTINGS: tuple[Weighting, ...] = ("min_snr", "soft_min_snr", "debiased", "p2")

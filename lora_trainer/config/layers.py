@@ -28,6 +28,7 @@ from lora_trainer.common.errors import RequestError, did_you_mean
 from lora_trainer.common.files import json_object
 from lora_trainer.config.choices import CONCEPT, PRIORITIES, SETTINGS, Priority
 from lora_trainer.config.config import (
+    RETIRED_SETTINGS,
     Config,
     build_config,
     flatten,
@@ -36,6 +37,7 @@ from lora_trainer.config.config import (
     setting_keys,
     setting_of,
     setting_schemas,
+    without_retired,
 )
 
 WRAPPER = "settings"
@@ -94,10 +96,10 @@ def _unwrapped(value: Any) -> Any:
 
 def _flat(settings: Mapping[str, Any], places: Mapping[str, str], name: str) -> dict[str, Any]:
     """Return {"section.key": value}; raises one RequestError that names all mistakes."""
-    keys, values, wrong = setting_keys(), dict[str, Any](), list[str]()
+    keys, values, wrong = frozenset(setting_keys()), dict[str, Any](), list[str]()
     for key, value in _pairs(settings):
         position = places.get(key, name)
-        if setting_of(key) not in keys:
+        if setting_of(key) not in keys | RETIRED_SETTINGS:
             wrong.append(f"{position}: unknown setting {key!r}.{did_you_mean(key, near_keys(key))}")
         elif key in values:
             wrong.append(f"{position}: {key!r} is set twice.")
@@ -273,8 +275,9 @@ def resolve(
     origins = {key: Origin(layer="default") for key in setting_keys()}
     values: dict[str, Any] = {}
     for layer in layers:
-        values = overlaid(values, layer.values)
-        origins.update({setting_of(key): layer.origin(key) for key in layer.values})
+        kept_values = without_retired(layer.values)
+        values = overlaid(values, kept_values)
+        origins.update({setting_of(key): layer.origin(key) for key in kept_values})
     return Resolved(
         config=_build(values, origins),
         origins=origins,

@@ -10,7 +10,6 @@ from lora_trainer.config.base_precision import BaseMatmul, BasePrecision
 from lora_trainer.config.declare import (
     CARD,
     CUDA,
-    MIXABLE,
     WITHOUT_VALIDATION,
     A_co,
     Checkpointing,
@@ -18,7 +17,6 @@ from lora_trainer.config.declare import (
     Interval,
     Precision,
     Section,
-    ShareBelowOne,
     setting,
 )
 
@@ -44,11 +42,6 @@ class MemorySettings(Section, Generic[A_co]):
             headline=True,
         )
     )
-    kept_share: ShareBelowOne | A_co = setting(
-        "auto",
-        "fraction of blocks, evenly spaced, that use the next lighter checkpointing level",
-        only_for={"memory.gradient_checkpointing": MIXABLE},
-    )
     base_precision: BasePrecision | A_co = setting(
         "auto",
         "precision of the frozen base: train.precision, or its blocks in 8 or 4 bits",
@@ -65,10 +58,6 @@ class MemorySettings(Section, Generic[A_co]):
         unit="blocks",
         only_for=CARD,
         headline=True,
-    )
-    modulation_cache: bool | A_co = setting(
-        "auto",
-        "keep modulation layers in host memory and precompute their outputs; the result is the same",
     )
     attention: A_co | Literal["sdpa", "xformers"] = setting(
         "auto", "attention kernels; auto: SDPA", only_for=CARD

@@ -164,15 +164,10 @@ def _memory_contradictions(config: Config) -> Iterator[str]:
             f"memory.base_matmul=int8 needs a base in int8, not in {base_precision}: "
             "use memory.base_precision=int8."
         )
-    checkpointing = memory.gradient_checkpointing
-    if memory.streamed_blocks not in ("auto", 0) and (
-        checkpointing == "none"
-        or (checkpointing == "light" and memory.kept_share not in ("auto", 0.0))
-    ):
-        mixed = "" if checkpointing == "none" else f" and memory.kept_share={memory.kept_share}"
+    if memory.streamed_blocks not in ("auto", 0) and memory.gradient_checkpointing == "none":
         yield (
             f"memory.streamed_blocks={memory.streamed_blocks} needs every block recomputed, not "
-            f"memory.gradient_checkpointing={checkpointing}{mixed}: use selective, full or offloaded."
+            "memory.gradient_checkpointing=none: use light, selective, full or offloaded."
         )
     if memory.text_encoder_offload is True and config.adapter.text_encoder:
         yield (

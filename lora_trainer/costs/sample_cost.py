@@ -34,8 +34,7 @@ class Workload:
     `micro_batch` samples go through the network together; some tensors that are views for one sample are
     copies for several. `text_tokens` is the length of the longest prompt, for families that do not pad
     (None: the limit). `wide_adapter`: the adapter reads fp32 copies of its inputs, as every kind but
-    plain LoRA does. `kept_share`: fraction of the blocks that use the next lighter checkpointing level,
-    see `mixed`.
+    plain LoRA does.
     """
 
     height_px: int
@@ -47,7 +46,6 @@ class Workload:
     micro_batch: int = 1
     text_tokens: int | None = None
     wide_adapter: bool = False
-    kept_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,44 +85,6 @@ def keeps_product(checkpointing: Checkpointing, *, fan_in: int, out: int) -> boo
     if checkpointing == "light":
         return fan_in >= LEAST_SHAPE * out
     return checkpointing == "selective" and fan_in > out
-
-
-def kept_blocks(count: int, share: float) -> frozenset[int]:
-    """Return the indices, in running order, of the blocks that use the next lighter checkpointing level.
-
-    They are evenly spaced and include the last block: backward frees the last block's saved tensors
-    before it recomputes any other block, so these do not raise the peak.
-    """
-    lighter = int(share * count + 1e-9)  # 0.29 * 100 is 28.999... in floating point
-    # Even spacing in integers: block i counts where ceil(i k / n) takes a step, counted from the end.
-    return frozenset(
-        count - 1 - from_end
-        for from_end in range(count)
-        if -(-(from_end + 1) * lighter // count) > -(-from_end * lighter // count)
-    )
-
-
-def mixed(cost: SampleCost, keeping_more: SampleCost, *, share: float) -> SampleCost:
-    """Return the cost with a fraction `share` of the blocks at the next lighter level.
-
-    `cost` and `keeping_more` are the costs with all blocks at one level and at the lighter level. The last
-    block uses the lighter level: backward starts with that block's temporaries and has freed them before
-    it recomputes a block of the heavier level.
-    """
-
-    def between(least: int, most: int) -> int:
-        return round(least + share * (most - least))
-
-    saved = between(cost.saved_bytes, keeping_more.saved_bytes)
-    peak = cost.saved_bytes + cost.temporary_bytes
-    return replace(
-        cost,
-        saved_bytes=saved,
-        adapter_saved_bytes=between(cost.adapter_saved_bytes, keeping_more.adapter_saved_bytes),
-        temporary_bytes=max(keeping_more.temporary_bytes, peak - saved),
-        step_flops=between(cost.step_flops, keeping_more.step_flops),
-        kernels=between(cost.kernels, keeping_more.kernels),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

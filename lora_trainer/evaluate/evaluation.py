@@ -143,12 +143,11 @@ class Evaluation:
 
 def plan_of(subject: EvaluatedLora, dataset: Path) -> Plan:
     """Prepare the dataset as the adapter's training did; raises as `prepare` does."""
-    # An adapter of another trainer may change any layer, so none may be replaced by a cache.
-    settings = {**subject.settings, "memory.modulation_cache": False}
+    settings = subject.settings
     plan = prepare_with_base(Request(dataset=dataset, overrides=settings))
     changes_text = _changes_text(subject.file, plan)
     if changes_text != plan.config.adapter.text_encoder:
-        settings |= {"adapter.text_encoder": changes_text}
+        settings = {**settings, "adapter.text_encoder": changes_text}
         plan = prepare_with_base(Request(dataset=dataset, overrides=settings))
     return plan
 

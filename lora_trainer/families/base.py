@@ -277,9 +277,6 @@ class Family(ABC):
     """Matches the name of the repeated block at the start of a layer's name."""
     quantization_skip: tuple[str, ...] = ()
     """Substrings of the names of layers inside blocks that a quantised base keeps in full precision."""
-    modulation: tuple[str, ...] = ()
-    """Endings of the names of linear layers inside blocks whose input depends on timestep and pooled text,
-    never on the image; empty where such layers hold too few weights to be worth precomputing."""
 
     # ---- facts, without torch
 
@@ -369,15 +366,6 @@ class Family(ABC):
         shapes = self.adapter_shapes(facts, targets="all")
         return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
 
-    def modulation_layers(self, facts: BaseFacts) -> tuple[str, ...]:
-        """Return the names of the denoiser's `modulation` layers, in module order."""
-        endings = tuple(f".{ending}" for ending in self.modulation)
-        return tuple(name for name in self.linear_shapes(facts) if name.endswith(endings))
-
-    def modulated_by(self, facts: BaseFacts) -> tuple[str, ...]:
-        """Return the names of the conditioning that `modulation_input` reads."""
-        return ()
-
     @abstractmethod
     def base_model_version(self, facts: BaseFacts) -> str:
         """Return kohya's `ss_base_model_version`, which A1111, Forge and model managers read."""
@@ -434,20 +422,6 @@ class Family(ABC):
 
         `timesteps` is int64 [B] in [0, 999] for epsilon and v, float32 [B] = 1000 sigma for flow.
         """
-
-    def modulation_input(
-        self,
-        denoiser: nn.Module,
-        timesteps: Tensor,
-        conditioning: Conditioning,
-        *,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Return the input of the `modulation` layers in `predict`, equal bit by bit: [B, width] in `dtype`.
-
-        `timesteps` are those of `predict`; `conditioning` has only the tensors of `modulated_by`.
-        """
-        raise AssertionError(f"{self.name} has no modulation layers to compute ahead")
 
     @abstractmethod
     def lora_targets(self, denoiser: nn.Module, targets: Targets) -> list[str]:

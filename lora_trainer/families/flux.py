@@ -158,7 +158,6 @@ class Flux(FlowFamily):
     text_roles = {"text_encoder": "clip_l", "text_encoder_2": "t5xxl"}
     tokenizer_folders = ("tokenizer", "tokenizer_2")
     releases = RELEASES
-    modulation = MODULATION
 
     # ---- facts
 
@@ -206,9 +205,6 @@ class Flux(FlowFamily):
 
     def modelspec_architecture(self, facts: BaseFacts) -> str:
         return f"flux-1-{facts.variant}/lora"
-
-    def modulated_by(self, facts: BaseFacts) -> tuple[str, ...]:
-        return ("pooled", *self.guidance_conditioning(facts, guidance_scale=1.0))
 
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int
@@ -266,22 +262,6 @@ class Flux(FlowFamily):
             return_dict=False,
         )[0]
         return unpack(velocity, height=noisy.shape[-2], width=noisy.shape[-1])
-
-    def modulation_input(
-        self,
-        denoiser: nn.Module,
-        timesteps: Tensor,
-        conditioning: Conditioning,
-        *,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        from torch.nn import functional as F
-
-        network: Any = denoiser
-        embedded = [(timesteps / 1000).to(dtype) * 1000]
-        if (guidance := conditioning.get("guidance")) is not None:
-            embedded.append(guidance.to(dtype) * 1000)
-        return F.silu(network.time_text_embed(*embedded, conditioning["pooled"]))
 
     def targets(self, targets: Targets) -> tuple[str, ...]:
         return ENDINGS[targets]

@@ -131,7 +131,6 @@ class QwenImage(FlowFamily):
     text_roles = {"text_encoder": "qwen25_7b"}
     tokenizer_folders = ("tokenizer",)
     unread_text = UNREAD
-    modulation = MODULATION
     # A video VAE pads each map by two frames and caches maps for a next frame, which an image never has.
     encoding_elements_per_px = 970
     decoding_elements_per_px = 1740
@@ -251,21 +250,6 @@ class QwenImage(FlowFamily):
             return_dict=False,
         )[0]
         return unpack(tokens, height=height, width=width)
-
-    def modulation_input(
-        self,
-        denoiser: nn.Module,
-        timesteps: Tensor,
-        conditioning: Conditioning,
-        *,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        from torch.nn import functional as F
-
-        network: Any = denoiser
-        timesteps = (timesteps / 1000).to(dtype)
-        # time_text_embed uses its second argument for its dtype only.
-        return F.silu(network.time_text_embed(timesteps, timesteps))
 
     def targets(self, targets: Targets) -> tuple[str, ...]:
         return ENDINGS[targets]

@@ -163,7 +163,6 @@ class StableDiffusion3(FlowFamily):
             "stable-diffusion-3-medium-diffusers", FIRST_MEDIUM, 2_084_951_104, variant="3-medium"
         ),
     )
-    modulation = MODULATION
     precisions = ("bf16", "fp16", "fp32")  # ComfyUI runs it in fp16 as it is, without a clamp
 
     # ---- facts
@@ -188,9 +187,6 @@ class StableDiffusion3(FlowFamily):
 
     def max_tokens(self, layout: Layout) -> int:
         return encoders_of(layout)[-1].tokens
-
-    def modulated_by(self, facts: BaseFacts) -> tuple[str, ...]:
-        return ("pooled",)
 
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int
@@ -292,19 +288,6 @@ class StableDiffusion3(FlowFamily):
             return_dict=False,
         )[0]
         return prediction
-
-    def modulation_input(
-        self,
-        denoiser: nn.Module,
-        timesteps: Tensor,
-        conditioning: Conditioning,
-        *,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        from torch.nn import functional as F
-
-        network: Any = denoiser
-        return F.silu(network.time_text_embed(timesteps, conditioning["pooled"]))
 
     def targets(self, targets: Targets) -> tuple[str, ...]:
         return ENDINGS[targets]

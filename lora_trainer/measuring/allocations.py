@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 import torch
 from diffusers import AutoencoderKL
@@ -149,20 +148,13 @@ def _area_px(shape: PassShape) -> int:
     return shape.width_px * shape.height_px
 
 
-def stays(
-    load: Load, traced: TracedNetwork, *, away: Sequence[str] = (), samples_ahead: int = 0
-) -> Stays:
-    """Return the tensors that stay from the first step to the last: base, adapter, optimizer states.
-
-    The layers `away` (modulation) are in host memory; their outputs for `samples_ahead` samples stay
-    instead.
-    """
+def stays(load: Load, traced: TracedNetwork) -> Stays:
+    """Return the tensors that stay from the first step to the last: base, adapter, optimizer states."""
     network = traced.network
     return Stays(
         loading=tuple(_loading(network, load)),
         sizes=(
-            *_weights(network, load, away),
-            *_vectors(network, load, away, samples_ahead=samples_ahead),
+            *_weights(network, load),
             *_adapter(network, load),
         ),
     )
@@ -193,7 +185,7 @@ def _step(traced: TracedNetwork, load: Load, shape: PassShape) -> Iterator[Event
     The adapter's gradients are allocated in the pass and freed at its end, as by `zero_grad`.
     """
     network, family = traced.network, traced.family
-    apply_checkpointing(network, load.checkpointing, kept_share=load.kept_share)
+    apply_checkpointing(network, load.checkpointing)
     parameters = [each for each in network.parameters() if each.requires_grad]
     for parameter in parameters:
         parameter.grad = None
@@ -249,7 +241,7 @@ def _sampling(traced: TracedNetwork, load: Load) -> Iterator[Event]:
 # ---- what stays
 
 
-def _weights(network: nn.Module, load: Load, away: Sequence[str]) -> Iterator[int]:
+def _weights(network: nn.Module, load: Load) -> Iterator[int]:
     """Yield the sizes of base weights in module order; streamed blocks have two buffers instead."""
     blocks = repeated_blocks(network)
     names = list(blocks)
@@ -260,28 +252,14 @@ def _weights(network: nn.Module, load: Load, away: Sequence[str]) -> Iterator[in
         )
     ]
     moved = dict.fromkeys(streamed, 0)
-    aside = 0
     for name, size in _base_tensors(network, load):
         block = next((each for each in streamed if name.startswith(f"{each}.")), None)
-        if any(name.startswith(f"{layer}.") for layer in away):
-            aside = max(aside, size)
-        elif block is not None:
+        if block is not None:
             moved[block] += size
         else:
             yield size
     if streamed:
         yield from (max(moved.values()),) * min(BUFFERS, len(streamed))
-    if aside:
-        yield from (aside,) * min(BUFFERS, len(away))
-
-
-def _vectors(
-    network: nn.Module, load: Load, away: Sequence[str], *, samples_ahead: int
-) -> Iterator[int]:
-    """Yield the sizes of the precomputed outputs of layers in host memory, one tensor per layer."""
-    for name in away:
-        width: Any = network.get_submodule(name).out_features
-        yield samples_ahead * width * DTYPES[load.precision].itemsize
 
 
 def _base_tensors(network: nn.Module, load: Load) -> Iterator[tuple[str, int]]:

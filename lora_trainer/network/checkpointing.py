@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lora_trainer.config.config import CHECKPOINTING, MIXABLE, Checkpointing
-from lora_trainer.costs.sample_cost import KEEP_ATTENTION, kept_blocks
+from lora_trainer.config.config import Checkpointing
+from lora_trainer.costs.sample_cost import KEEP_ATTENTION
 from lora_trainer.network.async_copies import CopyStream, Done
 from lora_trainer.network.live_storages import storage_key
 from lora_trainer.network.pinned_memory import pinned
@@ -33,38 +33,28 @@ BLOCKS_ON_DEVICE = 2
 """Blocks whose inputs are on the device at a time: the block at work, and one whose copy is under way."""
 
 
-def apply_checkpointing(
-    network: nn.Module, kind: Checkpointing, *, kept_share: float = 0.0
-) -> None:
+def apply_checkpointing(network: nn.Module, kind: Checkpointing) -> None:
     """Let a diffusers network recompute its blocks in the backward pass; may be called again.
 
-    Call it after adapters are in place. `kept_share` is the fraction of the blocks, evenly spaced, that use
-    the next lighter level, for the levels in `MIXABLE`. The level `offloaded` keeps the inputs of blocks in
-    host memory, pinned if the network is on a CUDA device.
+    Call it after adapters are in place. The level `offloaded` keeps the inputs of blocks in host memory,
+    pinned if the network is on a CUDA device.
     """
     if kind == "none":
         network.disable_gradient_checkpointing()  # type: ignore[operator]
     else:
-        runner = BlockRunner(network, kind, kept_share=kept_share)
-        network.enable_gradient_checkpointing(runner)  # type: ignore[operator]
+        network.enable_gradient_checkpointing(BlockRunner(network, kind))  # type: ignore[operator]
 
 
 def is_checkpointed(parent: nn.Module, block: nn.Module) -> bool:
     """Say whether `parent`, the module that calls `block`, lets it be recomputed."""
-    run = getattr(parent, "_gradient_checkpointing_func", None)
-    on = bool(getattr(parent, "gradient_checkpointing", False))
-    return on and (not isinstance(run, BlockRunner) or run.recomputes(block))
+    return bool(getattr(parent, "gradient_checkpointing", False))
 
 
 class BlockRunner:
     """The function through which a diffusers network calls its blocks while gradients are computed."""
 
-    def __init__(self, network: nn.Module, kind: Checkpointing, *, kept_share: float = 0.0) -> None:
+    def __init__(self, network: nn.Module, kind: Checkpointing) -> None:
         self._kind = kind
-        blocks = checkpointable_blocks(network)
-        more = kept_blocks(len(blocks), kept_share if kind in MIXABLE else 0.0)
-        # Weak references: the network holds this runner, and a cycle would be freed late.
-        self._keep_more = weakref.WeakSet(blocks[index] for index in more)
         ranks = (
             rank
             for module in network.modules()
@@ -84,51 +74,15 @@ class BlockRunner:
         """Bytes of block inputs that have been moved to host memory so far."""
         return self._host.moved_bytes if self._host is not None else 0
 
-    def recomputes(self, block: nn.Module) -> bool:
-        """Say whether `block` runs again in the backward pass, in full or in part."""
-        return self.kind_of(block) != "none"
-
-    def kind_of(self, block: nn.Module) -> Checkpointing:
-        """Return the checkpointing level of this block."""
-        if block not in self._keep_more:
-            return self._kind
-        return CHECKPOINTING[CHECKPOINTING.index(self._kind) - 1]
-
     def __call__(self, block: nn.Module, *args: Any) -> Any:
-        kind = self.kind_of(block)
-        if kind == "none":
-            return block(*args)
         modes: dict[str, Any] = {}
-        if kind in KEEP_ATTENTION:
-            policy = SelectivePolicy(checkpointing=kind, rank=self._rank)
+        if self._kind in KEEP_ATTENTION:
+            policy = SelectivePolicy(checkpointing=self._kind, rank=self._rank)
             modes["context_fn"] = partial(selective_contexts, policy)
         with self._host.holding(args) if self._host is not None else nullcontext():
             return checkpoint(
                 block, *args, use_reentrant=False, preserve_rng_state=self._draws, **modes
             )
-
-
-def checkpointable_blocks(network: nn.Module) -> list[nn.Module]:
-    """Return the blocks that a diffusers network calls through its runner, in the order they run.
-
-    A module that can be checkpointed holds its blocks in module lists, and its blocks may be such modules
-    themselves. Up- and downsamplers of U-Nets are included, although they are never recomputed.
-    """
-    lists = [
-        (f"{name}.{kind}", children)
-        for name, owner in network.named_modules()
-        if hasattr(owner, "gradient_checkpointing")
-        for kind, children in owner.named_children()
-        if isinstance(children, nn.ModuleList)
-    ]
-    # U-Nets declare this list before the middle, which runs before it.
-    lists.sort(key=lambda entry: entry[0].startswith("up_blocks"))
-    return [
-        block
-        for _, blocks in lists
-        for block in blocks
-        if not hasattr(block, "gradient_checkpointing")
-    ]
 
 
 class HostInputs:

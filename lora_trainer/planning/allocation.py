@@ -13,15 +13,14 @@ from functools import cached_property
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.config.config import CHECKPOINTING, MIXABLE, Checkpointing, build_config
+from lora_trainer.config.config import CHECKPOINTING, Checkpointing, build_config
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu, Hardware
 from lora_trainer.planning.device_overhead import surroundings
 from lora_trainer.planning.host_memory import HostPrediction, predict_host
-from lora_trainer.planning.loads import Load, RememberedCosts, before, runs_wide
+from lora_trainer.planning.loads import Load, RememberedCosts, runs_wide
 from lora_trainer.planning.matmul import (
     Matmul,
-    against_modulation,
     against_products,
     choose_matmul,
     refuse_matmul,
@@ -30,7 +29,6 @@ from lora_trainer.planning.memory import Prediction, predict
 from lora_trainer.planning.oom_history import OomRecord
 from lora_trainer.planning.precisions import base_precisions, in_16_bits, preference, price
 from lora_trainer.planning.search import (
-    SHARES,
     Evaluator,
     Limit,
     SearchResult,
@@ -44,8 +42,6 @@ from lora_trainer.planning.step_time import StepTime, step_time, step_work
 from lora_trainer.planning.weight_bytes import ELEMENT_BYTES
 
 NEWER_SETTINGS: Mapping[str, Any] = {
-    "memory.modulation_cache": False,
-    "memory.kept_share": 0.0,
     "memory.base_matmul": "dequantized",
 }
 """Settings that older runs were planned without, and the values that change nothing for such a run."""
@@ -160,11 +156,7 @@ class Allocator:
             text_offload=False,
             micro_batch=batch_size if micro_batch == "auto" else micro_batch,
             checkpointing=self._choices.checkpointing[0],
-            kept_share=_number(values["memory.kept_share"])
-            if self._choices.checkpointing[0] in MIXABLE
-            else 0.0,
             streamed_blocks=self._choices.streamed[0],
-            modulation_cache=self._choices.modulation_cache[0],
             bucket_px=max(self._all_buckets, key=lambda size: size[0] * size[1]),
             samples=bool(values["sampling.every_steps"]),
             sample_side_px=int(values["data.resolution"]),
@@ -206,47 +198,18 @@ class Allocator:
                 self.values, self.gpu, has_bitsandbytes=self._has_bitsandbytes
             ),
             checkpointing=kinds,
-            kept_share=self._shares(kinds),
             streamed=(0 if streamed == "auto" else streamed, self._streamable),
             text_offload=offload if may_offload else (False,),
-            modulation_cache=self._modulation_choices(),
             int8_products=self.values["memory.base_matmul"] == "auto"
             and not against_products(gpu=self.gpu, priority=self.priority),
             in_16_bits=in_16_bits(self.costs.family.precisions, self.gpu),
         )
-
-    def _modulation_choices(self) -> tuple[bool, ...]:
-        """Return the values to try; on the processor the cache frees no memory, so `auto` never takes it."""
-        setting = self.values["memory.modulation_cache"]
-        if setting != "auto":
-            return (setting,)
-        return (False, True) if self._has_host and not self._against_modulation else (False,)
-
-    @cached_property
-    def _against_modulation(self) -> str:
-        return against_modulation(self.values, facts=self.facts, costs=self.costs)
 
     def _of_older_runs(self) -> Iterator[Decision]:
         """Yield values for the settings that did not exist yet when a resumed run was planned."""
         for key, value in NEWER_SETTINGS.items():
             if self.values[key] == "auto":
                 yield Decision(key=key, value=value, reason="the run began without it")
-
-    def _shares(self, kinds: tuple[Checkpointing, ...]) -> dict[Checkpointing, float]:
-        """Return the largest `memory.kept_share` to try by level; a level the user chose keeps the user's share."""
-        chosen = self.values["memory.gradient_checkpointing"]
-        share = self.values["memory.kept_share"]
-        known_kinds = self._known_kinds
-        most = {
-            kind: 1 - 1 / SHARES
-            for kind in kinds
-            if kind in MIXABLE and before(kind) in known_kinds
-        }
-        if share != "auto" and chosen == "auto":
-            return dict.fromkeys(most, share)
-        if chosen in MIXABLE:
-            most[chosen] = _number(share)
-        return most
 
     @cached_property
     def _known_kinds(self) -> tuple[Checkpointing, ...]:
@@ -317,11 +280,6 @@ class Allocator:
             raise RequestError(
                 f"memory.streamed_blocks={streamed}, but {self.facts.source} has only {self._blocks} blocks",
                 fix=f"use a number from 0 to {self._blocks}",
-            )
-        if values["memory.modulation_cache"] is True and self._against_modulation:
-            raise RequestError(
-                f"memory.modulation_cache=true, but {self._against_modulation}",
-                fix="leave memory.modulation_cache out",
             )
         if values["memory.base_matmul"] == "int8":
             refuse_matmul(self.gpu)
@@ -395,9 +353,7 @@ class Allocator:
             "memory.base_precision": (load.base_precision, self._why_precision(best_fit)),
             "memory.base_matmul": (load.base_matmul, matmul.reason),
             "memory.gradient_checkpointing": (load.checkpointing, self._why_recomputing(load)),
-            "memory.kept_share": (load.kept_share, self._why_keeping_more(load)),
             "memory.streamed_blocks": (load.streamed_blocks, self._why_streaming(load)),
-            "memory.modulation_cache": (load.modulation_cache, self._why_modulation(load)),
             "memory.micro_batch": (at_once, self._why_micro_batch(load, at_once)),
             "memory.text_encoder_offload": (load.text_offload, self._why_offload(load)),
         }
@@ -437,22 +393,15 @@ class Allocator:
             return ""
         lighter = CHECKPOINTING[: CHECKPOINTING.index(load.checkpointing)]
         kinds = ["none", *(kind for kind in lighter if kind in self._known_kinds)]
-        other = replace(load, checkpointing=kinds[-1], kept_share=0.0)
-        if load.streamed_blocks and not other.recomputes_all:
+        other = replace(load, checkpointing=kinds[-1])
+        if load.streamed_blocks and other.checkpointing == "none":
             return "streamed blocks must be recomputed in the backward pass"
-        return f"{other.checkpointing} would take {self._peak(other)}, {self.limit}"
-
-    def _why_keeping_more(self, load: Load) -> str:
-        if load.checkpointing not in MIXABLE:
-            return f"checkpointing {load.checkpointing} is the same for all blocks"
-        mixture = ""
-        if load.kept_share:
-            mixture = f"this share of the blocks uses {before(load.checkpointing)} checkpointing; "
-        return f"{mixture}a step takes {self._longer(load)}"
+        would = f"{other.checkpointing} would take {self._peak(other)}, {self.limit}"
+        return f"{would}; a step takes {self._longer(load)}"
 
     def _longer(self, load: Load) -> str:
         """Say how much longer checkpointing makes a step, compared with none and with `full`."""
-        plain = replace(load, checkpointing="none", kept_share=0.0, streamed_blocks=0)
+        plain = replace(load, checkpointing="none", streamed_blocks=0)
         everything = replace(plain, checkpointing="full")
         seconds = self._time(plain).seconds
         share, most = (self._time(each).seconds / seconds - 1 for each in (load, everything))
@@ -464,18 +413,6 @@ class Allocator:
             return "all blocks fit on the device" if self._has_host else self._here
         whole = self._peak(replace(load, streamed_blocks=0))
         return f"all {self._blocks} blocks on the GPU would take {whole}, {self.limit}"
-
-    def _why_modulation(self, load: Load) -> str:
-        if not load.modulation_cache:
-            if not self._has_host:
-                return f"it would free no memory: {self._here}"
-            return self._against_modulation or "not needed: all layers fit on the device"
-        other = replace(load, modulation_cache=False)
-        here, there = (self._time(each).seconds for each in (load, other))
-        return (
-            f"about {here:.3g} s a step in {self._peak(load)}; without it, {there:.3g} s in "
-            f"{self._peak(other)}, {self.limit}"
-        )
 
     def _why_micro_batch(self, load: Load, at_once: int) -> str:
         if at_once == self._images_per_process:
@@ -491,10 +428,6 @@ class Allocator:
             return "text encoders fit on the device" if self._has_host else self._here
         whole = self._judge.predict(replace(load, text_offload=False)).phases["texts"]
         return f"text encoders would take {gib(whole)}, {self.limit}"
-
-
-def _number(share: Any) -> float:
-    return 0.0 if share == "auto" else float(share)
 
 
 def _in_words(value: Any) -> str:

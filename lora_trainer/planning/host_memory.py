@@ -7,7 +7,7 @@ Data that waits for the device, pinned or not, has to fit, or the machine swaps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.planning.loads import Load, RememberedCosts
@@ -15,7 +15,6 @@ from lora_trainer.planning.memory import (
     GIB,
     SAMPLER,
     MemoryItem,
-    modulation_weights,
     prepared_batches,
     saved_copies,
     vae_weights,
@@ -97,9 +96,6 @@ def _training(
         note = f"{load.streamed_blocks} blocks in {load.base_precision}{_pinned(pinned.streamed)}"
         streamed = base.streamed_bytes(load.streamed_blocks)
         items.append(MemoryItem(name="streamed blocks", bytes=streamed, note=note))
-    if load.modulation_cache:
-        weights = modulation_weights(load, costs.frozen_base(facts, load))
-        items.append(replace(weights, note=weights.note + _pinned(pinned.modulation)))
     if size := offloaded_bytes(load, facts=facts, costs=costs):
         note = (
             f"inputs of recomputed blocks, {load.micro_batch} at a time{_pinned(pinned.offloaded)} "

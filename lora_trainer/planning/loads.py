@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from lora_trainer.config.base_precision import BaseMatmul, BasePrecision
-from lora_trainer.config.config import CHECKPOINTING, AdapterSettings, Checkpointing, Precision
-from lora_trainer.costs.sample_cost import SampleCost, Targets, Workload, mixed
+from lora_trainer.config.config import AdapterSettings, Checkpointing, Precision
+from lora_trainer.costs.sample_cost import SampleCost, Targets, Workload
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.devices import TorchType
 from lora_trainer.lora.adapter_size import Shape, adapter_tensors, total_elements
@@ -39,9 +39,6 @@ class CostModel(Protocol):
 
     def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
         """Return (fan_in, out) of the linear layers in the denoiser's repeated blocks."""
-
-    def modulation_layers(self, facts: BaseFacts) -> tuple[str, ...]:
-        """Return the names of linear layers that see only timesteps and texts, never the image."""
 
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         """Return the cost of training on one sample."""
@@ -83,11 +80,6 @@ class CostModel(Protocol):
         """Regular expression that matches the name of a layer's block at the name's beginning."""
 
 
-def before(kind: Checkpointing) -> Checkpointing:
-    """Return the next lighter checkpointing level, which keeps more; not for "none"."""
-    return CHECKPOINTING[CHECKPOINTING.index(kind) - 1]
-
-
 @dataclass(kw_only=True)
 class RememberedCosts:
     """A cost model that computes each workload once, as a search asks for the same few many times.
@@ -99,7 +91,7 @@ class RememberedCosts:
     costs: dict[Workload, SampleCost] = field(default_factory=dict)
     shapes: dict[Targets, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     linear: Mapping[str, tuple[int, int]] | None = None
-    bases: dict[tuple[Precision, BasePrecision, bool], FrozenBase] = field(default_factory=dict)
+    bases: dict[tuple[Precision, BasePrecision], FrozenBase] = field(default_factory=dict)
     text_shapes: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None
     tensors: dict[str, Counter[Shape]] = field(default_factory=dict)
 
@@ -121,25 +113,12 @@ class RememberedCosts:
         return self.linear
 
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
-        """Return the cost of training on one sample; with a `kept_share`, mixed from both levels' costs."""
         if workload not in self.costs:
-            self.costs[workload] = (
-                self._mixed(facts, workload)
-                if workload.kept_share
-                else self.family.sample_cost(facts, workload)
-            )
+            self.costs[workload] = self.family.sample_cost(facts, workload)
         return self.costs[workload]
 
-    def _mixed(self, facts: BaseFacts, workload: Workload) -> SampleCost:
-        alone = replace(workload, kept_share=0.0)
-        return mixed(
-            self.sample_cost(facts, alone),
-            self.sample_cost(facts, replace(alone, checkpointing=before(alone.checkpointing))),
-            share=workload.kept_share,
-        )
-
     def frozen_base(self, facts: BaseFacts, load: Load) -> FrozenBase:
-        key = (load.precision, load.base_precision, load.modulation_cache)
+        key = (load.precision, load.base_precision)
         if key not in self.bases:
             self.bases[key] = FrozenBase(
                 parameters=facts.parts["denoiser"].parameters,
@@ -148,7 +127,6 @@ class RememberedCosts:
                 block_pattern=self.family.block_pattern,
                 dtype=load.precision,
                 kept_as=load.base_precision,
-                away=self.family.modulation_layers(facts) if load.modulation_cache else (),
             )
         return self.bases[key]
 
@@ -205,17 +183,8 @@ class Load:
     twice: float = 0.0
     as_base: float = 0.0
     keeps_best: bool = False
-    modulation_cache: bool = False
     base_matmul: BaseMatmul = "dequantized"
-    kept_share: float = 0.0
     beside: DeviceSurroundings = DeviceSurroundings()
-
-    @property
-    def recomputes_all(self) -> bool:
-        """Whether every block runs again in the backward pass, which streaming needs."""
-        return self.checkpointing != "none" and not (
-            self.checkpointing == "light" and self.kept_share
-        )
 
     def workload(self) -> Workload:
         width_px, height_px = self.bucket_px
@@ -226,7 +195,6 @@ class Load:
             rank=self.adapter.rank,
             targets=self.adapter.targets,
             checkpointing=self.checkpointing,
-            kept_share=self.kept_share,
             # Costs are per sample, and the same from two samples on: fewer workloads to compute.
             micro_batch=min(self.micro_batch, 2),
             wide_adapter=runs_wide(self.adapter),

@@ -1,28 +1,19 @@
-"""How a quantised base is multiplied, and what keeping its modulation away takes.
-
-Whether layers of an int8 base multiply in int8 instead of being dequantised first, and why. No torch.
+"""How a quantised base is multiplied: dequantised first, or int8 by int8, and why. No torch.
 
 Input is the load that fits and its judge; output a choice with its reason. int8 products round inputs and
 gradients to 8 bits too, so they are chosen only where a step is predicted to be clearly faster, and never
 by priority quality. They never cause a base to be quantised.
-
-Whether modulation can be computed ahead of the steps, its layers kept off the device. Torch-free.
-
-Input is the settings and the family's facts about the base; output the obstacle in words, or the empty
-string. `network/modulation.py` does the work, `weight_bytes.py` counts its memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.base_precision import BaseMatmul, has_int8_product
-from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu
-from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.loads import Load
 from lora_trainer.planning.search import PRODUCTS_PAY_FROM, Evaluator
 
 INT8_CAPABILITY = (8, 0)
@@ -84,18 +75,3 @@ def _multiplies_int8(gpu: Gpu) -> bool:
 def dequantized_layers(shapes: Mapping[str, tuple[int, int]]) -> int:
     """Return how many of these layers, (fan_in, out) by name, have no int8 product for their size."""
     return sum(not has_int8_product(*shape) for shape in shapes.values())
-
-
-def against_modulation(
-    values: Mapping[str, Any], *, facts: BaseFacts, costs: RememberedCosts
-) -> str:
-    """Return why modulation cannot be computed ahead with these settings; empty: it can."""
-    layers = set(costs.family.modulation_layers(facts))
-    if not layers:
-        return f"{facts.source} has no large layers that see only timesteps and texts"
-    if values["base.assistant"] is not None:
-        return "base.assistant needs the modulation layers on the device"
-    targets = values["adapter.targets"]
-    if layers & costs.adapter_shapes(facts, targets=targets).keys():
-        return f"adapter.targets={targets} trains the modulation layers"
-    return ""

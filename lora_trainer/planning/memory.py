@@ -20,7 +20,7 @@ from lora_trainer.families.checkpoints.base_folder import READ_BYTES
 from lora_trainer.hardware.devices import KINDS
 from lora_trainer.lora.adapter_size import rebuilt_elements
 from lora_trainer.planning.device_overhead import DeviceSurroundings
-from lora_trainer.planning.loads import Load, RememberedCosts, before, runs_wide
+from lora_trainer.planning.loads import Load, RememberedCosts, runs_wide
 from lora_trainer.planning.weight_bytes import (
     ELEMENT_BYTES,
     GRADIENT_BYTES,
@@ -187,7 +187,7 @@ def saved_copies(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[M
 def _weights(load: Load, base: FrozenBase) -> list[MemoryItem]:
     """Return the frozen base: its weights by dtype, and device buffers for weights that lie elsewhere."""
     count, items = load.streamed_blocks, []
-    elsewhere = base.streamed_bytes(count) + base.away_bytes
+    elsewhere = base.streamed_bytes(count)
     if base.is_quantized:
         items += [
             MemoryItem(
@@ -221,36 +221,7 @@ def _weights(load: Load, base: FrozenBase) -> list[MemoryItem]:
                 note=f"{count} of {len(base.block_bytes)} blocks come from host memory",
             )
         )
-    return [*items, *_modulation(load, base)]
-
-
-def _modulation(load: Load, base: FrozenBase) -> list[MemoryItem]:
-    """Return the items that replace the modulation layers on the device; the processor holds both."""
-    if not load.modulation_cache:
-        return []
-    in_a_pass = load.micro_batch * (2 if load.as_base else 1)
-    samples = max(base.samples_ahead, in_a_pass)
-    items = [
-        MemoryItem(
-            name="modulation vectors",
-            bytes=samples * base.vector_bytes,
-            note=f"for {samples} samples ahead, {load.precision}",
-        ),
-        MemoryItem(
-            name="modulation buffers",
-            bytes=base.away_buffer_bytes,
-            note=f"{len(base.away)} layers come from host memory",
-        ),
-    ]
-    if not KINDS[load.device].own_memory:
-        items.append(modulation_weights(load, base))
     return items
-
-
-def modulation_weights(load: Load, base: FrozenBase) -> MemoryItem:
-    """Return the host memory of the modulation layers that are off the device."""
-    note = f"{len(base.away)} layers in {load.base_precision}"
-    return MemoryItem(name="modulation weights", bytes=base.away_bytes, note=note)
 
 
 def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
@@ -263,7 +234,7 @@ def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
         MemoryItem(
             name="activations",
             bytes=count * (cost.saved_bytes - cost.adapter_saved_bytes),
-            note=f"{kept_for_backward(load)}, {each}",
+            note=f"{KEPT[load.checkpointing]}, {each}",
         ),
         MemoryItem(
             name="adapter inputs",
@@ -306,7 +277,6 @@ def _dropped_inputs(load: Load, facts: BaseFacts, costs: RememberedCosts) -> lis
         element_bytes=2,
         wide_adapter=True,
         checkpointing="none",
-        kept_share=0.0,
         rank=1,
     )
     copies = costs.sample_cost(facts, copying).adapter_saved_bytes
@@ -343,12 +313,6 @@ KEPT: Mapping[Checkpointing, str] = {
 }
 
 
-def kept_for_backward(load: Load) -> str:
-    """Say in words which tensors wait on the device for the backward pass."""
-    more = f"{KEPT[before(load.checkpointing)]} of {load.kept_share:.0%}"
-    return f"{more}; {KEPT[load.checkpointing]}" if load.kept_share else KEPT[load.checkpointing]
-
-
 def _rebuilt(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
     """Return full-size weight changes, which LoHa and LoKr build and autograd keeps, and PiSSA's start.
 
@@ -372,10 +336,7 @@ def _rebuilt(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memor
 
 def rebuilt_share(load: Load) -> float:
     """Return the share of all blocks whose tensors are alive: one piece at a time with checkpointing."""
-    if load.checkpointing == "none":
-        return 1.0
-    whole = load.kept_share if load.checkpointing == "light" else 0.0
-    return whole + (1 - whole) / REBUILT_PIECES
+    return 1.0 if load.checkpointing == "none" else 1.0 / REBUILT_PIECES
 
 
 def prepared_bytes(load: Load, facts: BaseFacts, costs: RememberedCosts) -> int:
@@ -447,9 +408,7 @@ def _texts(load: Load, facts: BaseFacts) -> list[MemoryItem]:
 def _sampling(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
     """Return the items of drawing sample images, beside all that training keeps; prompts are cached."""
     side_px = load.sample_side_px
-    alone = replace(
-        load, micro_batch=1, bucket_px=(side_px, side_px), checkpointing="none", kept_share=0.0
-    )
+    alone = replace(load, micro_batch=1, bucket_px=(side_px, side_px), checkpointing="none")
     cost = costs.sample_cost(facts, alone.workload())
     decoding = 4 * _vae_elements_per_px(load, costs)[1] * side_px * side_px
     return [

@@ -15,11 +15,10 @@ from lora_trainer.planning.loads import Load, RememberedCosts
 
 @dataclass(frozen=True, kw_only=True)
 class Pinned:
-    """Pinned shares, 0 to 1, of streamed blocks, offloaded inputs and modulation layers."""
+    """Pinned shares, 0 to 1, of streamed blocks and offloaded inputs."""
 
     streamed: float = 1.0
     offloaded: float = 1.0
-    modulation: float = 1.0
 
 
 def pinned_shares(
@@ -27,7 +26,7 @@ def pinned_shares(
 ) -> Pinned:
     """Return the pinned shares of a load where a process may pin this many bytes; None: no limit.
 
-    Memory copied in every step is pinned before memory that is copied once for many samples.
+    Blocks are pinned first: they are pinned once, before the first step, and inputs as they come.
     """
     if pinnable_bytes is None:
         return Pinned()
@@ -37,13 +36,12 @@ def pinned_shares(
     for size in (
         base.streamed_bytes(load.streamed_blocks),
         offloaded_bytes(load, facts=facts, costs=costs),
-        base.away_bytes,
     ):
         pinned_size = min(remaining_bytes, size)
         shares.append(pinned_size / size if size else 1.0)
         remaining_bytes -= pinned_size
-    streamed, offloaded, modulation = shares
-    return Pinned(streamed=streamed, offloaded=offloaded, modulation=modulation)
+    streamed, offloaded = shares
+    return Pinned(streamed=streamed, offloaded=offloaded)
 
 
 PINNED_AT_MOST = 2

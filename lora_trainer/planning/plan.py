@@ -113,8 +113,6 @@ class Plan:
     time_note: str
     disk_bytes: Mapping[str, int]
     decisions: tuple[Decision, ...]
-    modulation_samples: int = 0
-    """Number of samples whose modulation is computed at once; 0: computed in each pass."""
 
 
 def plan(inputs: PlanInput) -> Plan:
@@ -465,7 +463,6 @@ class _Planner:
             time_note=step.note,
             disk_bytes=self._disk(config, allocation.load, cost),
             decisions=tuple(self.decisions),
-            modulation_samples=self.costs.frozen_base(inputs.facts, allocation.load).samples_ahead,
         )
 
     def _disk(self, config: RunConfig, load: Load, cost: SampleCost) -> dict[str, int]:

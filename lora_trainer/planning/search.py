@@ -7,7 +7,6 @@ load fits, the error names the nearest setting that would.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -21,8 +20,6 @@ from lora_trainer.planning.loads import Load
 from lora_trainer.planning.memory import GIB, Prediction
 from lora_trainer.planning.oom_history import OomRecord
 
-SHARES = 100
-"""`memory.kept_share` is chosen in steps of one part in so many."""
 SAMPLES_WORTH = 1.2
 """Sample images are dropped if room for them makes a step longer than this factor, or needs fewer bits."""
 PRODUCTS_PAY_FROM = 1.1
@@ -44,16 +41,13 @@ class Limit:
 class SearchSpace:
     """Values the search may try, the most precise or the fastest first; `streamed` is (fewest, most) blocks.
 
-    `kept_share` is the largest `memory.kept_share` to try, 0 to 1, by checkpointing level.
     `int8_products` allows int8 matrix products with an int8 base.
     """
 
     base_precisions: tuple[BasePrecision, ...]
     checkpointing: tuple[Checkpointing, ...]
-    kept_share: Mapping[Checkpointing, float]
     streamed: tuple[int, int]
     text_offload: tuple[bool, ...]
-    modulation_cache: tuple[bool, ...] = (False,)
     int8_products: bool = False
     in_16_bits: Precision | None = None
     """Best 16-bit precision for this base on this GPU; None: only fp32 works."""
@@ -66,7 +60,6 @@ class SearchSpace:
             base_precisions=self.base_precisions[-1:],
             checkpointing=self.checkpointing[-1:],
             text_offload=self.text_offload[-1:],
-            modulation_cache=self.modulation_cache[-1:],
         )
 
 
@@ -209,9 +202,7 @@ def _best(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> _Candidat
             each.price,
             load.streamed_blocks,
             kind,
-            -load.kept_share,
             -load.micro_batch,
-            load.modulation_cache,
         )
 
     return min(
@@ -226,24 +217,20 @@ def _best(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> _Candidat
 
 
 def _fitting(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> Iterator[Load]:
-    """Yield loads that fit, for each combination of base precision, checkpointing and modulation cache.
+    """Yield loads that fit, for each combination of base precision and checkpointing level.
 
-    Each combination yields its largest micro-batch; then for that micro-batch, half of it, and so on, the
-    largest `kept_share`. Streaming is tried only for micro-batches that do not fit without it: with the
-    fewest blocks for the whole batch, half of it, and so on.
+    Each combination yields its largest micro-batch. Streaming is tried only for micro-batches that do not
+    fit without it: with the fewest blocks for the whole batch, half of it, and so on.
     """
     least, most = choices.streamed
-    ways = product(choices.base_precisions, choices.checkpointing, choices.modulation_cache)
-    for precision, kind, cached in ways:
+    for precision, kind in product(choices.base_precisions, choices.checkpointing):
         load = replace(
             ideal_load,
             base_precision=precision,
             checkpointing=kind,
-            kept_share=0.0,
-            modulation_cache=cached,
             streamed_blocks=least,
         )
-        if least and not load.recomputes_all:
+        if least and kind == "none":
             continue  # streamed blocks are gone after the forward pass and must be recomputed
         plain = _most(
             lambda count, load=load: judge.fits(replace(load, micro_batch=count)),  # type: ignore[misc]
@@ -252,33 +239,8 @@ def _fitting(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> Iterat
         )
         if plain:
             yield replace(load, micro_batch=plain)
-        share = choices.kept_share.get(kind, 0.0)
-        yield from _keeping_more(load, most=share, up_to=plain, judge=judge)
-        if load.recomputes_all and most > least:
+        if kind != "none" and most > least:
             yield from _streaming(load, above=plain, most=most, judge=judge)
-
-
-def _keeping_more(load: Load, *, most: float, up_to: int, judge: Evaluator) -> Iterator[Load]:
-    count = up_to
-    while count and most:
-        alone = replace(load, micro_batch=count)
-        share = _largest_share(alone, most=most, judge=judge)
-        mixed = replace(alone, kept_share=share)
-        if share and (mixed.recomputes_all or not mixed.streamed_blocks):
-            yield mixed
-        count //= 2
-
-
-def _largest_share(load: Load, *, most: float, judge: Evaluator) -> float:
-    """Return the largest `kept_share` up to `most` that fits; 0.0 must fit."""
-    if judge.fits(replace(load, kept_share=most)):
-        return most
-    hundredths = _most(
-        lambda parts: judge.fits(replace(load, kept_share=parts / SHARES)),
-        least=0,
-        most=math.ceil(most * SHARES) - 1,
-    )
-    return hundredths / SHARES
 
 
 def _streaming(load: Load, *, above: int, most: int, judge: Evaluator) -> Iterator[Load]:
@@ -362,8 +324,6 @@ def _how(load: Load) -> str:
         parts.append(f"base in {load.base_precision}")
     if load.checkpointing != "none":
         parts.append("full checkpointing")
-    if load.modulation_cache:
-        parts.append("modulation cached")
     if load.streamed_blocks:
         parts.append("all blocks streamed")
     return ", ".join(parts)
@@ -375,9 +335,7 @@ def _least(ideal_load: Load, choices: SearchSpace) -> Load:
         ideal_load,
         base_precision=choices.base_precisions[-1],
         checkpointing=kind,
-        kept_share=0.0,
         streamed_blocks=choices.streamed[1] if kind != "none" else 0,
-        modulation_cache=choices.modulation_cache[-1],
         micro_batch=1,
         samples=False,
     )

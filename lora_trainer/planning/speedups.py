@@ -190,10 +190,8 @@ def _why_not_compiled(run_facts: RunFacts) -> str:
         return "the base's own prediction is computed for a varying number of samples, each compiled separately"
     if values["base.assistant"] is not None:
         return "base.assistant computes its part in hooks, which cannot be compiled"
-    if values["memory.gradient_checkpointing"] in KEEP_ATTENTION or values["memory.kept_share"]:
+    if values["memory.gradient_checkpointing"] in KEEP_ATTENTION:
         return "this gradient checkpointing keeps results of single kernels, which compiled code merges"
-    if values["memory.modulation_cache"]:
-        return "memory.modulation_cache replaces parts of the blocks by look-ups"
     if values["memory.attention"] == "xformers":
         return "memory.attention=xformers cannot be compiled"
     return ""
@@ -247,9 +245,6 @@ def _why_not_graphed(run_facts: RunFacts) -> str:
         == "offloaded",
         "bitsandbytes' nf4 is not known to work in CUDA graphs": values["memory.base_precision"]
         == "nf4",
-        "memory.modulation_cache reads from other addresses in each step": values[
-            "memory.modulation_cache"
-        ],
         "text encoders run in every step": values["adapter.text_encoder"]
         or values["adapter.new_tokens"],
         "text lengths vary with this base": not run_facts.one_text_length,

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lora_trainer.config.base_precision import BasePrecision
-from lora_trainer.config.config import Checkpointing, Precision
+from lora_trainer.config.config import Precision
 from lora_trainer.costs.sample_cost import KEEP_ATTENTION, SampleCost
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu
@@ -152,7 +152,6 @@ class StepWork:
     kernels: int
     dequantised_bytes: float
     bus_bytes: float
-    waited_bytes: float = 0.0
     unpinned_bytes: float = 0.0
     int8_flops: float = 0.0
     int8_bytes: float = 0.0
@@ -193,8 +192,6 @@ def step_work(
     streamed = (passes * STREAM_PASSES + forwards) * base.streamed_bytes(load.streamed_blocks)
     # To the host in the forward pass, back in the backward pass.
     offloaded = 2 * cost.host_bytes * images
-    # All modulation layers are copied once for every `samples_ahead` samples.
-    modulation = (images + forward) * base.away_bytes / max(1, base.samples_ahead)
     pinned = pinned_shares(load, facts=facts, costs=costs, pinnable_bytes=pinnable_bytes)
     started = passes + forwards * FORWARD_KERNELS
     flops = cost.step_flops * images + cost.forward_flops * forward
@@ -205,9 +202,8 @@ def step_work(
     # Layers whose input is one vector are dequantised in any case; their names are unknown here, so all
     # layers are counted as int8 products.
     layer_kernels = _layer_kernels(base) + ahead * len(base.shapes) * INT8_KERNELS
-    there = base.linear_elements - base.away_elements
     # A product of r rows takes 2 * r * weights FLOPs; solved for the rows of all passes together.
-    rows = share * flops / (2 * there) if share else 0.0
+    rows = share * flops / (2 * base.linear_elements) if share else 0.0
     return StepWork(
         flops=flops,
         other_flops=OTHER_KERNELS * spared * images,
@@ -217,10 +213,7 @@ def step_work(
         ),
         dequantised_bytes=weights * _layer_bytes(base),
         bus_bytes=pinned.streamed * streamed + pinned.offloaded * offloaded,
-        waited_bytes=pinned.modulation * modulation,
-        unpinned_bytes=(1 - pinned.streamed) * streamed
-        + (1 - pinned.offloaded) * offloaded
-        + (1 - pinned.modulation) * modulation,
+        unpinned_bytes=(1 - pinned.streamed) * streamed + (1 - pinned.offloaded) * offloaded,
         int8_flops=share * flops,
         int8_bytes=rows * _row_bytes(base),
     )
@@ -241,47 +234,35 @@ def forward_work(load: Load, *, facts: BaseFacts, costs: RememberedCosts) -> Ste
 
 def _weight_passes(load: Load) -> float:
     """Return how often a step dequantises a layer: forward, backward, and when its block is recomputed."""
-    if load.checkpointing == "none":
-        return 2.0
-    return 3.0 - (load.kept_share if load.checkpointing == "light" else 0.0)
+    return 2.0 if load.checkpointing == "none" else 3.0
 
 
 def _watched_share(load: Load) -> float:
-    """Return the share of the blocks that keep results of single kernels, see `WATCHED_KERNELS`."""
-    watched: Mapping[Checkpointing, float] = {
-        "light": 1 - load.kept_share,
-        "selective": 1.0,
-        "full": load.kept_share,
-    }
-    return watched.get(load.checkpointing, 0.0)
+    """Return 1.0 where blocks keep results of single kernels, else 0.0, see `WATCHED_KERNELS`."""
+    return 1.0 if load.checkpointing in KEEP_ATTENTION else 0.0
 
 
 def _spared_flops(
     load: Load, cost: SampleCost, *, facts: BaseFacts, costs: RememberedCosts
 ) -> float:
     """Return the FLOPs per sample of matrix products that recomputed blocks do not repeat."""
-    if load.checkpointing not in KEEP_ATTENTION and not load.kept_share:
+    if load.checkpointing not in KEEP_ATTENTION:
         return 0.0
-    everything = replace(load, checkpointing="full", kept_share=0.0)
-    spared = costs.sample_cost(facts, everything.workload()).step_flops - cost.step_flops
-    return spared * (1 - (load.kept_share if load.checkpointing == "light" else 0.0))
+    everything = replace(load, checkpointing="full")
+    return float(costs.sample_cost(facts, everything.workload()).step_flops - cost.step_flops)
 
 
 def _layer_bytes(base: FrozenBase) -> float:
-    return (base.linear_elements - base.away_elements) * DEQUANTISE_BYTES.get(base.kept_as, 0.0)
+    return base.linear_elements * DEQUANTISE_BYTES.get(base.kept_as, 0.0)
 
 
 def _layer_kernels(base: FrozenBase) -> int:
-    return (len(base.shapes) - len(base.away)) * DEQUANTISE_KERNELS.get(base.kept_as, 0)
+    return len(base.shapes) * DEQUANTISE_KERNELS.get(base.kept_as, 0)
 
 
 def _row_bytes(base: FrozenBase) -> float:
     of_input, of_output = INT8_BYTES
-    return sum(
-        of_input * fan_in + of_output * out
-        for name, (fan_in, out) in base.shapes.items()
-        if name not in base.away
-    )
+    return sum(of_input * fan_in + of_output * out for fan_in, out in base.shapes.values())
 
 
 def step_time(work: StepWork, *, gpu: Gpu | None, threads: int, precision: Precision) -> StepTime:
@@ -296,18 +277,17 @@ def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTi
     """Estimate a step on a GPU: the longest of computing, starting kernels and copying over the bus.
 
     Copies run beside the computation, so they cost only memory traffic and the time they take longer than
-    it; copies that a step waits for come on top, and so do all copies of unpinned memory.
+    it; a step waits for every copy of unpinned memory.
     """
     ranges = gpu_bounds(work, card, precision=precision)
     bound = max(ranges, key=lambda name: math.sqrt(ranges[name][0] * ranges[name][1]))
-    waited = _range(work.waited_bytes, LINK_BYTES_PER_S)
     unpinned = _range(work.unpinned_bytes, UNPINNED_BYTES_PER_S)
     waits = f", and waits for {work.unpinned_bytes / 1e9:.1f} GB of unpinned memory"
     waits = waits if work.unpinned_bytes else ""
     stand_in = f" (rates of an {card.name})" if card.stands_for else ""
     return StepTime(
-        low_s=max(low for low, _ in ranges.values()) + waited[0] + unpinned[0],
-        high_s=max(high for _, high in ranges.values()) + waited[1] + unpinned[1],
+        low_s=max(low for low, _ in ranges.values()) + unpinned[0],
+        high_s=max(high for _, high in ranges.values()) + unpinned[1],
         note=f"estimate for {card.stands_for or card.name}{stand_in}: "
         f"{work.flops / 1e12:.1f} TFLOP a step, limited by {bound}{waits}",
     )

@@ -23,11 +23,9 @@ from lora_trainer.config.base_precision import QUANTIZATIONS, BasePrecision, wei
 from lora_trainer.config.config import Precision
 from lora_trainer.hardware.torch_allocator import pinned_bytes
 from lora_trainer.lora.adapter_size import Shape
-from lora_trainer.network.swapped_blocks import BUFFERS, moved_bytes, saved_bytes
+from lora_trainer.network.swapped_blocks import moved_bytes, saved_bytes
 
 ELEMENT_BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
-VECTORS_SHARE = 16
-"""Modulation is computed ahead for as many samples as fill one part in so many of the layers' own bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +34,7 @@ class FrozenBase:
 
     If `kept_as` is a quantisation, these layers are quantised, except layers with a part of their name
     in `quantization_skip`; everything else (embeddings, norms, biases, convolutions) stays in `dtype`.
-    `block_pattern` matches the block's name at the beginning of a layer's name. The modulation layers
-    `away` lie in host memory; only their outputs for the samples ahead are on the device.
+    `block_pattern` matches the block's name at the beginning of a layer's name.
     """
 
     parameters: int
@@ -46,7 +43,6 @@ class FrozenBase:
     block_pattern: str
     dtype: Precision
     kept_as: BasePrecision
-    away: tuple[str, ...] = ()
 
     @property
     def is_quantized(self) -> bool:
@@ -73,34 +69,6 @@ class FrozenBase:
         """Weights in the layers of `shapes`, counted."""
         return sum(fan_in * out for fan_in, out in self.shapes.values())
 
-    @cached_property
-    def away_bytes(self) -> int:
-        """Bytes of the layers that are away."""
-        return sum(self.layer_bytes[name] for name in self.away)
-
-    @cached_property
-    def away_elements(self) -> int:
-        """Weights in the layers that are away, counted."""
-        return sum(math.prod(self.shapes[name]) for name in self.away)
-
-    @property
-    def away_buffer_bytes(self) -> int:
-        """Bytes of the device buffers through which the layers that are away are copied."""
-        largest = max((self.layer_bytes[name] for name in self.away), default=0)
-        return min(BUFFERS, len(self.away)) * largest
-
-    @cached_property
-    def vector_bytes(self) -> int:
-        """Bytes of the outputs of the layers that are away, for one sample."""
-        return sum(self.shapes[name][1] for name in self.away) * ELEMENT_BYTES[self.dtype]
-
-    @property
-    def samples_ahead(self) -> int:
-        """Number of samples whose modulation is computed at once; 0: no layer is away."""
-        if not self.away:
-            return 0
-        return max(1, self.away_bytes // (VECTORS_SHARE * self.vector_bytes))
-
     @property
     def other_bytes(self) -> int:
         """Bytes of all weights outside `shapes`, which are never quantised."""
@@ -124,9 +92,8 @@ class FrozenBase:
         """Bytes of each repeated block that can be streamed, in module order, without biases and norms."""
         blocks: dict[str, int] = {}
         pattern = re.compile(self.block_pattern)
-        away = set(self.away)
         for name, size in self.layer_bytes.items():
-            if name not in away and (match := pattern.match(name)):
+            if match := pattern.match(name):
                 blocks[match[0]] = blocks.get(match[0], 0) + size
         return tuple(blocks.values())
 

@@ -9,7 +9,6 @@ Builds everything a training works with: networks, adapter, optimizer, and hooks
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -40,7 +39,6 @@ from lora_trainer.network.block_swap import Streamed, stream_blocks
 from lora_trainer.network.checkpointing import apply_checkpointing
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.network.cuda_graph import CudaCapture
-from lora_trainer.network.modulation import ModulatedNetwork
 from lora_trainer.network.quantize import quantize
 from lora_trainer.network.quantized_matmul import Int8Layouts
 from lora_trainer.planning.speedups import MOST_SHAPES, pass_shapes
@@ -50,11 +48,10 @@ from lora_trainer.run.job import TrainingJob
 from lora_trainer.run.oom_fallbacks import oom_as_error
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.training.actions import load_scaler
-from lora_trainer.training.dataloader import TrainingDataLoader, UpcomingWindow
+from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.freeze import FreezeAfter, end_step
 from lora_trainer.training.graphed import Speedups, StepGraphs
 from lora_trainer.training.guards import GuardState, from_plain
-from lora_trainer.training.modulation_prefetch import ModulationPrefetch
 from lora_trainer.training.optimizers import averaged_weights, build_optimizer, restore_optimizer
 from lora_trainer.training.progress import Progress
 from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
@@ -65,26 +62,23 @@ from lora_trainer.training.training import Model
 class Networks:
     """Networks on the device while training: the denoiser, trained text encoders, an assistant.
 
-    `modulation` holds the denoiser's layers that are kept off the device; `int8` the int8 products that the
-    device supports, None unless `memory.base_matmul` is int8.
+    `int8` are the int8 products that the device supports, None unless `memory.base_matmul` is int8.
     """
 
     denoiser: nn.Module
     text: TextEncoder | None
     assistant: Assistant | None
-    modulation: ModulatedNetwork | None = None
     int8: Int8Layouts | None = None
 
 
 def load_networks(prepared: Prepared) -> Networks:
     config, device, family = prepared.config, planned_device(prepared), prepared.family
     precision = DTYPES[config.train.precision]
-    # A base that will be streamed, cached or quantised is loaded into host memory first: as a whole and
+    # A base that will be streamed or quantised is loaded into host memory first: as a whole and
     # unquantised it might not fit on the device.
     streamed = config.memory.streamed_blocks
     base_precision: BasePrecision = config.memory.base_precision
-    cached = config.memory.modulation_cache
-    smaller = streamed or cached or base_precision in QUANTIZATIONS
+    smaller = streamed or base_precision in QUANTIZATIONS
     load_device = CPU if smaller else device
     denoiser = family.load_denoiser(prepared.facts, dtype=precision, device=load_device)
     apply_attention(denoiser, config.memory.attention)
@@ -94,7 +88,6 @@ def load_networks(prepared: Prepared) -> Networks:
         layouts = quantize(
             denoiser, base_precision, device=device, skip=family.quantization_skip, matmul=matmul
         )
-    modulation = _modulation(prepared, denoiser) if cached else None
     if not streamed:
         denoiser.to(device)
     text = None
@@ -106,15 +99,8 @@ def load_networks(prepared: Prepared) -> Networks:
         denoiser=denoiser,
         text=text,
         assistant=_assistant(prepared, denoiser),
-        modulation=modulation,
         int8=layouts,
     )
-
-
-def _modulation(prepared: Prepared, denoiser: nn.Module) -> ModulatedNetwork:
-    layer_names = set(prepared.family.modulation_layers(prepared.facts))
-    names = [name for name, _ in denoiser.named_modules() if name in layer_names]
-    return ModulatedNetwork(denoiser, names, device=planned_device(prepared))
 
 
 def _assistant(prepared: Prepared, denoiser: nn.Module) -> Assistant | None:
@@ -182,22 +168,12 @@ def _alpha(config: RunConfig) -> float:
 
 
 def arrange(prepared: Prepared, networks: Networks) -> Streamed | None:
-    """Apply gradient checkpointing and block streaming, after the adapter is in place; return the streamer.
-
-    Pinned host memory is limited, so blocks, copied in every pass, are pinned before modulation layers.
-    """
+    """Apply gradient checkpointing and block streaming, after the adapter is in place; return the streamer."""
     memory = prepared.config.memory
-    apply_checkpointing(
-        networks.denoiser,
-        memory.gradient_checkpointing,
-        kept_share=memory.kept_share,
-    )
-    streamed = None
+    apply_checkpointing(networks.denoiser, memory.gradient_checkpointing)
     if count := memory.streamed_blocks:
-        streamed = stream_blocks(networks.denoiser, count=count, device=planned_device(prepared))
-    if networks.modulation is not None:
-        networks.modulation.pin()
-    return streamed
+        return stream_blocks(networks.denoiser, count=count, device=planned_device(prepared))
+    return None
 
 
 def build_model(prepared: Prepared, networks: Networks, adapter: Adapter) -> Model:
@@ -211,22 +187,6 @@ def build_model(prepared: Prepared, networks: Networks, adapter: Adapter) -> Mod
         masks=adapter.masks,
         batch_group_key=prepared.family.batch_group_key,
         without_adapter=adapter.off,
-        foresight=_foresight(prepared, networks),
-    )
-
-
-def _foresight(prepared: Prepared, networks: Networks) -> ModulationPrefetch | None:
-    family, facts = prepared.family, prepared.facts
-    if networks.modulation is None:
-        return None
-    dtype = DTYPES[prepared.config.train.precision]
-    return ModulationPrefetch(
-        network=networks.modulation,
-        names=family.modulated_by(facts),
-        inputs=partial(family.modulation_input, networks.denoiser, dtype=dtype),
-        dtype=dtype,
-        device=planned_device(prepared),
-        most_samples=prepared.plan.modulation_samples,
     )
 
 
@@ -267,26 +227,6 @@ def build_dataloader(job: TrainingJob, cache_needs: Needs, cache: Cache) -> Trai
         regularisation=regularisation,
         regularisation_per_epoch=prepared.regularisation_per_epoch,
         place=job.ranks.dist_env,
-        window=_window(job),
-    )
-
-
-def _window(job: TrainingJob) -> UpcomingWindow | None:
-    """Return how far ahead the dataloader announces samples: as many as modulation is computed for at once."""
-    prepared = job.prepared
-    facts, config = prepared.facts, prepared.config
-    if not config.memory.modulation_cache:
-        return None
-    each = math.ceil(config.train.batch_size / job.ranks.dist_env.count)
-
-    def latent_shape(size_px: tuple[int, int]) -> tuple[int, ...]:
-        width_px, height_px = size_px
-        return facts.latent_channels, height_px // facts.vae_factor, width_px // facts.vae_factor
-
-    return UpcomingWindow(
-        steps=max(1, prepared.plan.modulation_samples // each),
-        names=prepared.family.modulated_by(facts),
-        latent_shape=latent_shape,
     )
 
 

@@ -46,13 +46,6 @@ def _oom_fallbacks(
 ) -> Iterator[OomFallback]:
     planned: Checkpointing = settings.gradient_checkpointing
     on_host = device.type == "cpu"
-    if kept_share := settings.kept_share:
-        yield OomFallback(
-            key="memory.kept_share",
-            old=kept_share,
-            new=0.0,
-            apply=partial(apply_checkpointing, denoiser, planned),
-        )
     stronger = CHECKPOINTING[CHECKPOINTING.index(planned) :]
     if on_host:
         stronger = tuple(kind for kind in stronger if kind != "offloaded")

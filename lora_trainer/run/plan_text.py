@@ -195,10 +195,6 @@ def _base_text(config: RunConfig) -> str:
         "offloaded": "blocks recomputed in full, their inputs in host memory",
     }
     parts.append(recomputed[memory.gradient_checkpointing])
-    if memory.kept_share:
-        parts.append(
-            f"{memory.kept_share:.0%} of the blocks at the next lighter checkpointing level"
-        )
     return ", ".join(parts)
 
 

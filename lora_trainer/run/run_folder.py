@@ -66,9 +66,7 @@ ROUNDING_SETTINGS = frozenset(
         "hardware.cuda_graphs",
         "memory.attention",
         "memory.gradient_checkpointing",
-        "memory.kept_share",
         "memory.micro_batch",
-        "memory.modulation_cache",
         "memory.streamed_blocks",
         "memory.text_encoder_offload",
     }

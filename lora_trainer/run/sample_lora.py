@@ -21,6 +21,7 @@ from lora_trainer.config.config import (
     Precision,
     SamplingSettings,
     build_config,
+    without_retired,
 )
 from lora_trainer.families.base import Family
 from lora_trainer.families.locate import locate, with_caption_tokens, with_choices
@@ -162,7 +163,7 @@ def _base_settings(config: Config | None, source: str) -> BaseSettings:
 def stated_settings(metadata: Mapping[str, str]) -> Config | None:
     """Return the settings in the header of a file from this trainer, None without readable ones."""
     try:
-        return build_config(json.loads(metadata["lora_train.settings"]))
+        return build_config(without_retired(json.loads(metadata["lora_train.settings"])))
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -165,8 +165,8 @@ class TracedNetwork:
         def forward() -> Tensor:
             return self.family.predict(self.network, noisy, timesteps, conditioning)
 
-        apply_checkpointing(self.network, workload.checkpointing, kept_share=workload.kept_share)
-        plain = (replace(workload, checkpointing="none", kept_share=0.0), kernels_of)
+        apply_checkpointing(self.network, workload.checkpointing)
+        plain = (replace(workload, checkpointing="none"), kernels_of)
         if plain not in self.forward_peaks:
             self.forward_peaks[plain] = trace_forward(
                 self.network, forward, inputs=tensors, kernels_of=kernels_of

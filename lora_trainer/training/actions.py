@@ -48,8 +48,6 @@ class FixedLosses:
     def by_timestep(self, *, cap: int) -> list[float]:
         """Return the mean loss of each batch, at most `cap` images in one pass."""
         passes = [self._passes(batch, cap=cap) for batch in self.batches]
-        if self.model.foresight is not None:
-            self.model.foresight.expect_passes([samples for each in passes for samples in each])
         images = len(self.batches[0].samples)
         sums = self.ranks.sum([self._loss_sum(each) for each in passes])
         return [total / images for total in sums]
@@ -60,10 +58,7 @@ class FixedLosses:
         return micro_batches(share, cap=cap)
 
     def _loss_sum(self, passes: Sequence[tuple[Sample, ...]]) -> float:
-        sums = []
-        for samples in passes:
-            with self.model.modulating(samples):
-                sums.append(self.model.losses(samples).sum())
+        sums = [self.model.losses(samples).sum() for samples in passes]
         return float(torch.stack(sums).sum()) if sums else 0.0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -33,19 +33,6 @@ class Sized(Protocol):
 
 
 AnySized = TypeVar("AnySized", bound=Sized)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpcomingSample:
-    """What is known of a sample long before its step: its shape and noise level, and what it is told.
-
-    Of `conditioning` only some tensors are there, as in `Sample`.
-    """
-
-    shape: tuple[int, ...]
-    timestep: float
-    conditioning: Conditioning
-    as_base: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +72,12 @@ class Sample:
 class StepBatch:
     """This process's samples of one optimizer step (0-based `step`) and the epochs finished after it.
 
-    A sample whose class is to stay as it is comes twice, the second time as that. Where a window begins,
-    `window` tells of the samples of each of its steps, this one first.
+    A sample whose class is to stay as it is comes twice, the second time as that.
     """
 
     step: int
     samples: tuple[Sample, ...]
     epoch: float
-    window: tuple[tuple[UpcomingSample, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,27 +243,11 @@ def stack(samples: Sequence[Sample], *, device: torch.device) -> Stacked:
     return Stacked(tensors=found, samples=tuple(samples))
 
 
-def conditioning_of(
-    samples: Sequence[Sized], names: Iterable[str], *, device: torch.device, dtype: torch.dtype
-) -> Conditioning:
-    """Stack what samples are told under these names on the device, what is floating in `dtype`."""
-    stacked = {
-        name: moved(torch.cat(lengthened_alike([s.conditioning[name] for s in samples])), device)
-        for name in names
-    }
-    return _in_dtype(stacked, dtype)
-
-
 def _in_dtype(told: Conditioning, dtype: torch.dtype) -> Conditioning:
     return {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for name, tensor in told.items()
     }
-
-
-def moved(stacked: Tensor, device: torch.device) -> Tensor:
-    """Copy to a device without waiting for it."""
-    return pinned_copy(stacked, device=device).to(device, non_blocking=may_copy_ahead(device))
 
 
 def _numbers(samples: Sequence[Sample]) -> list[list[float]]:

@@ -8,7 +8,7 @@ change them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -24,21 +24,9 @@ from lora_trainer.config.config import DataSettings, ObjectiveSettings
 from lora_trainer.dataset.caption_rules import is_dropped, variant_of
 from lora_trainer.dataset.epochs import epoch_order, sample_id
 from lora_trainer.families.base import Conditioning, Prediction
-from lora_trainer.training.batch import Sample, StepBatch, UpcomingSample
+from lora_trainer.training.batch import Sample, StepBatch
 from lora_trainer.training.loss import draw_noise, huber_delta, loss_weight
 from lora_trainer.training.timesteps import TIMESTEPS, Level, Levels
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpcomingWindow:
-    """How far ahead samples are told of: `steps` at a time, with these tensors of their conditioning.
-
-    `latent_shape` says of (width, height) in pixels what (C, H, W) the latents have.
-    """
-
-    steps: int
-    names: Sequence[str]
-    latent_shape: Callable[[tuple[int, int]], tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +35,7 @@ class TrainingDataLoader:
     all samples share.
 
     Of several processes each prepares its share of a step, `place` says which. `regularisation` are the
-    samples of which an epoch takes only so many. With a `window` the first step of each tells of it all.
+    samples of which an epoch takes only so many.
     """
 
     sources: Mapping[str, SampleSource]
@@ -63,7 +51,6 @@ class TrainingDataLoader:
     regularisation: Sequence[str] = ()
     regularisation_per_epoch: int = 0
     place: DistEnv = field(default_factory=DistEnv)
-    window: UpcomingWindow | None = None
     _orders: dict[int, list[str]] = field(default_factory=dict)
     _places: dict[int, dict[str, int]] = field(default_factory=dict)
 
@@ -150,33 +137,6 @@ class TrainingDataLoader:
             as_base=self._stays_base(source),
         )
 
-    def glimpses(self, step: int, window: UpcomingWindow) -> tuple[UpcomingSample, ...]:
-        """Return what is known of the samples of `prepare(step)`, in their order, without their latents."""
-        return tuple(
-            UpcomingSample(
-                shape=window.latent_shape(source.size_px),
-                timestep=self._level(source, epoch, sample).timestep,
-                conditioning=self._told(text, window.names),
-                as_base=as_base,
-            )
-            for epoch, sample in self.share(step)
-            for source in (self.drawn(epoch, sample),)
-            for text, as_base in (
-                (self._text_key(source, epoch, sample), self._stays_base(source)),
-                (self._class_text(epoch, sample), True),
-            )
-            if text is not None
-        )
-
-    def _told(self, text: CacheKey, names: Sequence[str]) -> Conditioning:
-        """Return some tensors of a sample's conditioning; what all samples share costs no reading."""
-        shared = (
-            self.shared_conditioning
-            if set(names) <= self.shared_conditioning.keys()
-            else {**self.entries.read(text), **self.shared_conditioning}
-        )
-        return {name: shared[name] for name in names}
-
     def _preserved(self, made: Sample, epoch: int, sample: str) -> Iterator[Sample]:
         """Yield the sample again as its class, with the same draws; none where the trigger is not said."""
         text = self._class_text(epoch, sample)
@@ -229,15 +189,7 @@ class TrainingDataLoader:
     ) -> AbstractContextManager[Iterator[StepBatch]]:
         """Return a context whose value iterates over steps first..last-1, as `prefetched` says."""
 
-        def make(step: int) -> StepBatch:
-            batch, window = self.prepare(step), self.window
-            if window is None or (step > first and step % window.steps):
-                return batch
-            end = min(last, (step // window.steps + 1) * window.steps)
-            coming = tuple(self.glimpses(each, window) for each in range(step, end))
-            return replace(batch, window=coming)
-
-        return prefetched(make, first, last, ahead=ahead)
+        return prefetched(self.prepare, first, last, ahead=ahead)
 
     def _assemble(
         self,

@@ -57,9 +57,9 @@ def _forward_backward(training: Training, stacked: Stacked) -> Tensor:
     model = training.model
     with training.speedups.compilation(stacked):
         batch = stacked.micro_batch(dtype=model.precision)
-        # The masks and modulation outputs stay set during `backward`: checkpointing runs the forward
-        # pass again there and has to meet the same ones.
-        with model.passing(batch):
+        # The masks stay set during `backward`: checkpointing runs the forward pass again there and has to
+        # meet the same ones.
+        with model.dropping(batch):
             # Divided by the whole step's images, not by this micro-batch's: the sum over all passes and
             # processes is then the batch mean, and splitting a step differently changes rounding only.
             loss = (model.losses_of(batch) * batch.weights).sum() / training.batch_size
@@ -213,9 +213,6 @@ def _tell_micro_batch(training: Training, old: GuardState, new: GuardState, *, r
 def add_gradients(training: Training, batch: StepBatch, *, cap: int) -> Tensor:
     """Add the gradients of (1/B) sum of weight_i loss_i; return that loss, detached, on the device."""
     total = torch.zeros((), device=training.model.device)  # summed there: reading it would wait
-    if training.model.foresight is not None:
-        split = partial(_split, training=training, cap=cap)
-        training.model.foresight.expect(batch, cap=cap, split=split)
     for samples in _split(batch.samples, training, cap=cap):
         total += forward_backward(training, samples)
     return total

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,6 @@ from lora_trainer.training.freeze import FreezeAfter
 from lora_trainer.training.graphed import Speedups
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import add_noise, sample_losses, target
-from lora_trainer.training.modulation_prefetch import ModulationPrefetch
 from lora_trainer.training.optimizers import LearningRate
 from lora_trainer.training.progress import Action, Progress
 
@@ -38,8 +37,7 @@ class Model:
     unless the text encoders are trained and therefore run in every step. `masks` hold the adapter's
     dropout masks, one per sample, so the denoiser must see the whole batch in each of its forward calls:
     only samples with the same `batch_group_key(conditioning)` share a micro-batch then.
-    `without_adapter` switches the adapter off while a block runs. `foresight` computes the outputs of
-    modulation layers whose weights are in host memory.
+    `without_adapter` switches the adapter off while a block runs.
     """
 
     denoiser: nn.Module
@@ -51,17 +49,6 @@ class Model:
     masks: SampleMasks | None = None
     batch_group_key: Callable[[Conditioning], int] = lambda _: 0
     without_adapter: Callable[[], AbstractContextManager[None]] = nullcontext
-    foresight: ModulationPrefetch | None = None
-
-    @contextmanager
-    def passing(self, batch: MicroBatch) -> Iterator[None]:
-        """Set the dropout masks and modulation outputs of these samples for a forward and a backward pass."""
-        with self.dropping(batch), self.modulating(batch.samples):
-            yield
-
-    def modulating(self, samples: Sequence[Sample]) -> AbstractContextManager[None]:
-        """Let the modulation layers return the outputs computed ahead for these samples, while a block runs."""
-        return self.foresight.of(samples) if self.foresight is not None else nullcontext()
 
     def stacked(self, samples: Sequence[Sample]) -> Stacked:
         """Stack samples of one shape in host memory (pinned where it helps), ready for the device."""
@@ -97,8 +84,7 @@ class Model:
         With class preservation each sample appears twice: once with its caption, once with the class word
         and the base model's prediction as target.
         """
-        of_base = [sample for sample in batch.samples if sample.as_base]
-        with self.without_adapter(), self.modulating(of_base):
+        with self.without_adapter():
             base_prediction = self.predict(
                 self.denoiser,
                 noisy[rows],

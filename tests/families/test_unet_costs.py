@@ -16,7 +16,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.config import CHECKPOINTING, MIXABLE, Checkpointing
+from lora_trainer.config.config import CHECKPOINTING, Checkpointing
 from lora_trainer.costs.sample_cost import SampleCost, Targets, Workload
 from lora_trainer.costs.unet_cost import (
     adapter_layers,
@@ -29,7 +29,6 @@ from lora_trainer.costs.unet_cost import (
 from lora_trainer.families import family
 from lora_trainer.families.sdxl import ARCHITECTURE as SDXL_UNET
 from lora_trainer.network.checkpointing import apply_checkpointing
-from lora_trainer.planning.loads import RememberedCosts
 from lora_trainer.tracing.trace import (
     StepTrace,
     TracedNetwork,
@@ -285,24 +284,6 @@ def test_the_true_size_costs_what_a_trace_of_it_says(
     assert cost.forward_flops == pytest.approx(fresh.forward_flops, rel=0.001)
     assert cost.step_flops == pytest.approx(fresh.step_flops, rel=0.001)
     assert cost.kernels == pytest.approx(fresh.kernels, rel=0.15)
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("checkpointing", MIXABLE)
-def test_a_mixture_costs_what_lies_between_two_kinds(checkpointing: Checkpointing) -> None:
-    """Blocks differ in size here, in the networks of other families hardly."""
-    traced = network_of("sdxl")
-    workload = replace(
-        WORKLOAD, width_px=1024, height_px=1024, targets="transformer", checkpointing=checkpointing
-    )
-    costs = RememberedCosts(family=family("sdxl"))
-    asked = replace(workload, kept_share=0.5)
-    fresh, cost = traced.sample_cost(asked), costs.sample_cost(traced.facts, asked)
-    assert cost.saved_bytes == pytest.approx(fresh.saved_bytes, rel=0.03)
-    assert cost.saved_bytes + cost.temporary_bytes == pytest.approx(
-        fresh.saved_bytes + fresh.temporary_bytes, rel=0.03
-    )
-    assert cost.step_flops == pytest.approx(fresh.step_flops, rel=0.01)
 
 
 def test_nothing_is_kept_without_an_adapter() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 from typing import Any, get_args
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer import families
-from lora_trainer.config.config import MIXABLE, Checkpointing
+from lora_trainer.config.config import Checkpointing
 from lora_trainer.network.async_copies import CopyStream, Done
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.checkpointing import (
@@ -47,9 +46,8 @@ def test_loss_and_gradients_are_the_same_bits_whatever_is_recomputed(name: str) 
     whole, split = at.gradients(), at.gradients(micro_batch=1)
     assert all(gradient.any() for gradient in whole)
     for kind in KINDS[1:]:
-        for share in (0.0, 0.3, 0.6) if kind in MIXABLE else (0.0,):
-            apply_checkpointing(at.denoiser, kind, kept_share=share)
-            assert same(at.gradients(), whole), (kind, share)
+        apply_checkpointing(at.denoiser, kind)
+        assert same(at.gradients(), whole), kind
     assert same(at.gradients(micro_batch=1), split)
 
 
@@ -58,9 +56,6 @@ def test_more_recomputation_keeps_less(name: str) -> None:
     at, kept = trainee(name), []
     at.loss()
     for kind in KINDS:
-        if kind in MIXABLE:
-            apply_checkpointing(at.denoiser, kind, kept_share=0.6)
-            kept.append(kept_bytes(at))
         apply_checkpointing(at.denoiser, kind)
         kept.append(kept_bytes(at))
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
@@ -113,19 +108,6 @@ def test_blocks_are_listed_in_the_order_they_run(name: str) -> None:
     assert ran[-1] is blocks[-1]
     if name != "sdxl":  # where resnets and transformers take turns
         assert ran == blocks
-
-
-def test_a_share_of_the_blocks_keeps_as_much_as_the_kind_before() -> None:
-    at, calls = trainee("flux"), Counter[nn.Module]()
-    apply_checkpointing(at.denoiser, "light", kept_share=0.5)
-    blocks = checkpointable_blocks(at.denoiser)
-    for block in blocks:
-        block.register_forward_pre_hook(lambda block, *_: calls.update([block]))
-    at.gradients()
-    assert [calls[block] for block in blocks] == [2, 1, 2, 1, 2, 1]
-    assert [is_checkpointed(at.denoiser, block) for block in blocks] == [True, False] * 3
-    apply_checkpointing(at.denoiser, "selective", kept_share=0.5)
-    assert all(is_checkpointed(at.denoiser, block) for block in blocks)
 
 
 def test_random_draws_inside_a_network_are_repeated() -> None:
@@ -261,8 +243,6 @@ def test_a_network_without_recomputation_is_as_diffusers_made_it() -> None:
     apply_checkpointing(at.denoiser, "full")
     block = at.denoiser.get_submodule("transformer_blocks.1")
     assert is_checkpointed(at.denoiser, block)
-    apply_checkpointing(at.denoiser, "light", kept_share=0.5)
-    assert not is_checkpointed(at.denoiser, block)
     apply_checkpointing(at.denoiser, "none")
     assert not is_checkpointed(at.denoiser, at.denoiser.get_submodule("transformer_blocks.0"))
     assert not at.denoiser.is_gradient_checkpointing

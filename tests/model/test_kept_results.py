@@ -104,9 +104,8 @@ def test_bits_in_16_bits_are_the_same_too(name: str) -> None:
     at = in_16_bits(trainee(name, prepare=sixteen))
     whole = at.gradients()
     for kind in ("light", "selective", "full"):
-        for share in (0.0, 0.4):
-            apply_checkpointing(at.denoiser, kind, kept_share=share)
-            assert same(at.gradients(), whole), (kind, share)
+        apply_checkpointing(at.denoiser, kind)  # type: ignore[arg-type]  # literals of a tuple
+        assert same(at.gradients(), whole), kind
 
 
 def in_16_bits(at: Trainee) -> Trainee:

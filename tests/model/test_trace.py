@@ -162,7 +162,7 @@ def inputs_of_blocks(network: nn.Module) -> Iterator[list[Tensor]]:
         def call(block: nn.Module, *args: Any) -> Any:
             outputs = run(block, *args)
             # Where no output has a gradient, the checkpoint holds nothing.
-            if run.recomputes(block) and any(leaf.requires_grad for leaf in tensors_in(outputs)):
+            if any(leaf.requires_grad for leaf in tensors_in(outputs)):
                 handed.extend(tensors_in(args))
             return outputs
 

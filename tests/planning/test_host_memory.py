@@ -47,27 +47,6 @@ def host(**changes: Any) -> HostPrediction:
     return predict_host(load, facts=facts(), costs=COSTS, limit_bytes=16 * GIB, pinnable_bytes=None)
 
 
-def test_what_may_be_pinned_goes_to_what_is_copied_most_often() -> None:
-    """Streamed blocks before the modulation layers, and room is left for batches."""
-    changes: dict[str, Any] = {"streamed_blocks": 20, "modulation_cache": True}
-    streamed, away = (items(host(**changes))[name] for name in PINNED_ITEMS)
-    bound = RESERVED_BYTES + streamed + away // 4
-    notes = {
-        pinnable: {item.name: item.note for item in pinned_within(pinnable, **changes).items}
-        for pinnable in (None, bound, GIB // 2)
-    }
-    assert [notes[None][name].endswith(", pinned") for name in PINNED_ITEMS] == [True, True]
-    assert notes[bound]["streamed blocks"].endswith(", pinned")
-    assert notes[bound]["modulation weights"].endswith(", 25% of it pinned")
-    share = (GIB // 2 - RESERVED_BYTES) / streamed
-    assert notes[GIB // 2]["streamed blocks"].endswith(f", {share:.0%} of it pinned")
-    assert notes[GIB // 2]["modulation weights"].endswith(", 0% of it pinned")
-    assert pinned_within(0, **changes).bytes == host(**changes).bytes, "it waits there all the same"
-
-
-PINNED_ITEMS = ("streamed blocks", "modulation weights")
-
-
 def pinned_within(pinnable_bytes: int | None, **changes: Any) -> HostPrediction:
     return predict_host(
         replace(LOAD, **changes),
@@ -76,6 +55,26 @@ def pinned_within(pinnable_bytes: int | None, **changes: Any) -> HostPrediction:
         limit_bytes=64 * GIB,
         pinnable_bytes=pinnable_bytes,
     )
+
+
+def test_blocks_are_pinned_before_offloaded_inputs_and_room_is_left_for_batches() -> None:
+    changes: dict[str, Any] = {"streamed_blocks": 20, "checkpointing": "offloaded"}
+    streamed, inputs = (items(host(**changes))[name] for name in PINNED_ITEMS)
+    bound = RESERVED_BYTES + streamed + inputs // 4
+    notes = {
+        pinnable: {item.name: item.note for item in pinned_within(pinnable, **changes).items}
+        for pinnable in (None, bound, GIB // 2)
+    }
+    assert [", pinned" in notes[None][name] for name in PINNED_ITEMS] == [True, True]
+    assert notes[bound]["streamed blocks"].endswith(", pinned")
+    assert ", 25% of it pinned" in notes[bound]["offloaded activations"]
+    share = (GIB // 2 - RESERVED_BYTES) / streamed
+    assert notes[GIB // 2]["streamed blocks"].endswith(f", {share:.0%} of it pinned")
+    assert ", 0% of it pinned" in notes[GIB // 2]["offloaded activations"]
+    assert pinned_within(0, **changes).bytes == host(**changes).bytes, "it waits there all the same"
+
+
+PINNED_ITEMS = ("streamed blocks", "offloaded activations")
 
 
 def items(made: HostPrediction) -> dict[str, int]:

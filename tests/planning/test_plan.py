@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from lora_trainer.common.errors import MachineError, RequestError, exit_code
 from lora_trainer.config.config import (
     CHECKPOINTING,
-    MIXABLE,
     build_config,
     flatten,
     parse_assignment,
@@ -376,50 +374,16 @@ def test_less_memory_means_smaller_micro_batches_then_recomputing_then_streaming
     assert times[-1] > times[0]
 
 
-def test_blocks_that_keep_more_fill_what_is_free() -> None:
-    """The share grows with the memory, the step gets shorter, and one part more would not fit."""
-    asked = {"data.resolution": 1024, "memory.streamed_blocks": 0}
-    made = [planned(free_gib=size, overrides=asked, buckets=()) for size in (4.0, 4.2, 4.4)]
-    assert [chosen(each)[1] for each in made] == ["selective"] * 3
-    shares = [each.config.memory.kept_share for each in made]
-    assert 0 < shares[0] < shares[1] < shares[2] < 1
-    times = [each.seconds_per_step[1] for each in made]
-    assert times[0] > times[1] > times[2]
-    for each in made:
-        assert each.memory.limit_bytes is not None
-        assert each.memory.peak_bytes > 0.98 * each.memory.limit_bytes
-    reason = made[0].origins["memory.kept_share"].reason
-    assert re.search(
-        r"uses light checkpointing; a step takes \d+% longer .*\(full checkpointing: \d+%\)", reason
-    )
-
-
-def test_a_kind_that_was_asked_for_is_not_raised_and_a_share_only_lowered() -> None:
-    kind, share = "memory.gradient_checkpointing", "memory.kept_share"
-    two = {"train.batch_size": 2}
-    roomy = planned(overrides={kind: "selective", **two})
-    assert (chosen(roomy)[1], roomy.config.memory.kept_share) == ("selective", 0.0)
-    given_share = planned(overrides={kind: "selective", share: 0.3, **two})
-    assert given_share.config.memory.kept_share == 0.3
-    asked = {"data.resolution": 1024, kind: "selective", share: 0.95, **two}
-    tight = planned(free_gib=4.2, overrides=asked, buckets=())
-    assert chosen(tight)[1] == "selective"
-    assert 0 < tight.config.memory.kept_share < 0.95
-    assert tight.origins[share].reason.startswith("instead of 0.95: ")
-    either = planned(free_gib=3.1, overrides={share: 0.1, **two})
-    assert either.config.memory.kept_share in (0.0, 0.1)
-
-
-def test_a_run_planned_before_there_were_shares_goes_on_without() -> None:
+def test_a_run_planned_before_there_were_int8_products_goes_on_without() -> None:
     two = {"train.batch_size": 2}
     first = planned(overrides={"memory.gradient_checkpointing": "selective", **two})
     at_once = dict.fromkeys(first.images_at_once, 1)
     settled = flatten(first.config)
     asked = {key: settled[key] for key in settled if key.startswith("memory.")}
-    asked |= {"memory.kept_share": "auto", **two}
+    asked |= {"memory.base_matmul": "auto", **two}
     older = plan(replace(request(overrides=asked), kept_at_once=at_once))
-    assert (chosen(older)[1], older.config.memory.kept_share) == ("selective", 0.0)
-    assert older.origins["memory.kept_share"].reason == "the run began without it"
+    assert (chosen(older)[1], older.config.memory.base_matmul) == ("selective", "dequantized")
+    assert older.origins["memory.base_matmul"].reason == "the run began without it"
 
 
 @given(
@@ -427,7 +391,6 @@ def test_a_run_planned_before_there_were_shares_goes_on_without() -> None:
     batch_size=st.integers(1, 6),
     micro_batch=st.sampled_from(["auto", 1, 2, 6]),
     checkpointing=st.sampled_from(["auto", *CHECKPOINTING, True, False]),
-    share=st.sampled_from(["auto", 0.0, 0.25, 0.999]),
     streamed=st.sampled_from(["auto", 0, 4]),
     kept=st.sampled_from(["auto", "bf16", "int8", "nf4"]),
 )
@@ -436,19 +399,16 @@ def test_it_fits_the_batch_stays_and_nothing_given_is_raised(
     batch_size: int,
     micro_batch: int | str,
     checkpointing: str | bool,
-    share: float | str,
     streamed: int | str,
     kept: str,
 ) -> None:
     assume(streamed != 4 or checkpointing not in ("none", False))
-    assume(streamed != 4 or checkpointing != "light" or share in ("auto", 0.0))
     if isinstance(micro_batch, int):
         micro_batch = min(micro_batch, batch_size)
     asked = {
         "train.batch_size": batch_size,
         "memory.micro_batch": micro_batch,
         "memory.gradient_checkpointing": checkpointing,
-        "memory.kept_share": share,
         "memory.streamed_blocks": streamed,
         "memory.base_precision": kept,
     }
@@ -462,10 +422,6 @@ def test_it_fits_the_batch_stays_and_nothing_given_is_raised(
     assert max(made.images_at_once.values()) == micro
     before = given_values["memory.gradient_checkpointing"]
     assert before == "auto" or CHECKPOINTING.index(kind) >= CHECKPOINTING.index(before)
-    kept_share = made.config.memory.kept_share
-    assert kept_share == 0.0 or kind in MIXABLE
-    if share != "auto" and kind == before:
-        assert kept_share <= float(share)
     assert made.config.memory.streamed_blocks >= (4 if streamed == 4 else 0)
     assert kept in ("auto", made.config.memory.base_precision), "what changes the result stays"
     for key in asked:
