@@ -69,7 +69,7 @@ def gradients(made: Prepared) -> tuple[nn.Module, dict[str, Tensor]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"memory__gradient_checkpointing": "light", "memory__kept_share": 0.5},
+        {"memory__gradient_checkpointing": "light"},
         {"memory__gradient_checkpointing": "selective"},
         {"memory__gradient_checkpointing": "offloaded"},
         {"memory__gradient_checkpointing": "full", "memory__streamed_blocks": 2},

@@ -19,7 +19,6 @@ from lora_trainer.network.checkpointing import (
     BlockRunner,
     _Kept,
     apply_checkpointing,
-    checkpointable_blocks,
     is_checkpointed,
 )
 from lora_trainer.network.live_storages import LiveStorages
@@ -94,20 +93,6 @@ def traced(at: Trainee) -> StepTrace:
         lambda: at.family.predict(at.denoiser, noisy, timesteps, told),
         inputs=[noisy, timesteps, *told.values()],
     )
-
-
-@pytest.mark.parametrize("name", ["sdxl", "flux", "zimage"])
-def test_blocks_are_listed_in_the_order_they_run(name: str) -> None:
-    at, ran = trainee(name), []
-    apply_checkpointing(at.denoiser, "full")
-    blocks = checkpointable_blocks(at.denoiser)
-    for block in blocks:
-        block.register_forward_pre_hook(lambda block, *_: ran.append(block))
-    at.loss()
-    assert set(ran) == set(blocks)
-    assert ran[-1] is blocks[-1]
-    if name != "sdxl":  # where resnets and transformers take turns
-        assert ran == blocks
 
 
 def test_random_draws_inside_a_network_are_repeated() -> None:

@@ -365,7 +365,7 @@ def test_less_memory_means_smaller_micro_batches_then_recomputing_then_streaming
     ]
     assert [chosen(each) for each in made] == [
         (4, "none"), (3, "none"), (2, "none"), (1, "none"),
-        (1, "light"), (1, "full"), (1, "full"), (1, "full"),
+        (2, "selective"), (1, "full"), (1, "full"), (1, "full"),
     ]  # fmt: skip
     streamed = [each.config.memory.streamed_blocks for each in made]
     assert streamed[:6] == [0] * 6

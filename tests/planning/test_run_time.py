@@ -79,7 +79,8 @@ def test_flux_is_guided_in_one_pass() -> None:
         )
         for made in (flux, chroma)
     ]
-    assert drawn[1] == pytest.approx(2 * drawn[0], rel=0.1)
+    # FLUX.1 streams 20 blocks there, Chroma fewer, so a prediction of one takes a little longer.
+    assert drawn[1] == pytest.approx(2 * drawn[0], rel=0.15)
 
 
 def test_samples_are_drawn_less_often_where_they_would_take_much_of_the_run() -> None:

@@ -149,16 +149,6 @@ def test_copies_cost_what_they_take_longer_than_the_arithmetic_and_memory_traffi
     assert "host memory" in shown.note
 
 
-def test_copies_between_steps_are_waited_for() -> None:
-    machine = Card(name="toy", flops_per_s=1e12, bytes_per_s=1e12)
-    busy = StepWork(flops=1e12, other_flops=0, kernels=0, dequantised_bytes=0, bus_bytes=0)
-    times = [
-        gpu_step_time(replace(busy, waited_bytes=size), machine, precision="bf16")
-        for size in (0, 22e9)
-    ]
-    assert times[1].low_s == pytest.approx(times[0].low_s + 1.0)
-
-
 def test_a_measured_step_on_two_cores_lies_in_the_range() -> None:
     """300 steps of 8 images of 64 px on a U-Net of this size took 55 s on two cores."""
     load = replace(
