@@ -28,10 +28,8 @@ from lora_trainer.cache.store import Cache
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import Checkpointing, Config, build_config
-from lora_trainer.costs.unet_cost import prompt_shapes
 from lora_trainer.dataset.buckets import Bucket, place
 from lora_trainer.families.base import BaseFacts, Family, Geometry
-from lora_trainer.families.flow import FlowFamily
 from lora_trainer.training.batch import MicroBatch, to_device
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.optimizers import learning_rate
@@ -249,12 +247,8 @@ def training(
 def _prompt(case: Case) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of one encoded prompt; half of the limit where texts are as long as they are."""
     family, facts = case.family, case.facts
-    if isinstance(family, FlowFamily):
-        full = family.prompt_shapes(facts.architecture, text_tokens=facts.max_tokens)
-        masked = any(name.endswith("mask") for name in full)
-        tokens = facts.max_tokens // 2 if masked else facts.max_tokens
-        return family.prompt_shapes(facts.architecture, text_tokens=tokens)
-    return prompt_shapes(facts.architecture, text_tokens=facts.max_tokens)
+    tokens = facts.max_tokens if family.one_text_length else facts.max_tokens // 2
+    return family.prompt_shapes(facts.architecture, text_tokens=tokens)
 
 
 def _levels(case: Case) -> Levels:

@@ -22,13 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer import families
 from lora_trainer.config.layers import resolve
-from lora_trainer.costs.unet_cost import prompt_shapes
 from lora_trainer.dataset.buckets import buckets_for, place
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.hardware.machine import GIB, Gpu, Hardware, tier
 from lora_trainer.planning.caching_allocator import CachingAllocator, Event, OutOfMemory, Replay
 from lora_trainer.planning.plan import Plan, PlanInput, plan
-from lora_trainer.tracing.cost_table import TabledFamily
 
 if TYPE_CHECKING:
     from lora_trainer.measuring.allocations import Passes, Stays
@@ -265,9 +263,9 @@ def _prompt(
     family: Family, facts: BaseFacts, text_tokens: int | None
 ) -> Mapping[str, tuple[int, ...]]:
     count = min(text_tokens or facts.max_tokens, facts.max_tokens)
-    if isinstance(family, TabledFamily):
-        return family.prompt_shapes(facts.architecture, text_tokens=count)
-    return prompt_shapes(facts.architecture, text_tokens=facts.max_tokens)
+    if family.one_text_length:
+        count = facts.max_tokens
+    return family.prompt_shapes(facts.architecture, text_tokens=count)
 
 
 def needed(

@@ -1,8 +1,8 @@
 """Compares predicted costs of every public release with traces of its true-size network.
 
 `python scripts/check_costs.py [FAMILY ...]` prints the largest deviation of each release as a table in
-Markdown, for docs/memory.md. U-Nets are predicted by formulas, all others by the shipped table. Takes
-a few minutes a release; nothing is loaded.
+Markdown, for docs/memory.md. Takes a few minutes a release; nothing is
+loaded.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ import argparse
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from lora_trainer import families
 from lora_trainer.config.config import CHECKPOINTING
+from lora_trainer.costs.cost_table import sample_cost, traced_cost
 from lora_trainer.costs.sample_cost import SampleCost, Workload
-from lora_trainer.costs.unet_cost import prompt_shapes
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.families.flow import FlowFamily
-from lora_trainer.tracing.cost_table import case_of, traced
-from lora_trainer.tracing.trace import TracedNetwork, traced_network
 
 SIZES_PX = ((640, 384), (704, 704), (896, 640), (1024, 1024), (1344, 768))
 MICRO_BATCHES = (1, 4)
@@ -40,8 +37,6 @@ OTHERS = (
     replace(USUAL, text_tokens=40, height_px=704, width_px=704),
     replace(USUAL, text_tokens=200, checkpointing="full", micro_batch=2),
 )
-BUILT = ("element_bytes", "rank", "targets")
-"""What a network is built for; the rest of a workload is the size of its inputs."""
 Quantity = Callable[[SampleCost], int]
 QUANTITIES: dict[str, Quantity] = {
     "saved": lambda cost: cost.saved_bytes,
@@ -112,7 +107,8 @@ def deviations(family: Family, facts: BaseFacts) -> dict[str, Deviation]:
     """Return the largest deviation of each quantity."""
     worst: dict[str, Deviation] = {}
     for workload in workloads(facts):
-        predicted, fresh = family.sample_cost(facts, workload), trace(family, facts, workload)
+        predicted = sample_cost(family, facts, workload)
+        fresh = traced_cost(family, facts, workload)
         for name, quantity in QUANTITIES.items():
             if not (truth := quantity(fresh)):
                 assert not quantity(predicted)
@@ -121,23 +117,6 @@ def deviations(family: Family, facts: BaseFacts) -> dict[str, Deviation]:
             if name not in worst or abs(found.share) > abs(worst[name].share):
                 worst[name] = found
     return worst
-
-
-def trace(family: Family, facts: BaseFacts, workload: Workload) -> SampleCost:
-    """Run the network of a release without memory."""
-    if isinstance(family, FlowFamily):
-        return traced(case_of(family, facts, text_tokens=workload.text_tokens), workload)
-    built = replace(USUAL, **{name: getattr(workload, name) for name in BUILT})
-    return unet(family, facts.source, built).sample_cost(workload)
-
-
-@lru_cache(maxsize=4)
-def unet(family: Family, source: str, built: Workload) -> TracedNetwork:
-    """Build the network of a release for tracing."""
-    facts = family.facts_from_hub_id(source)
-    assert facts is not None
-    prompt = prompt_shapes(facts.architecture, text_tokens=facts.max_tokens)
-    return traced_network(family, facts, built, prompt=prompt)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 `python scripts/write_cost_tables.py [FAMILY ...] [--release NAME] [--anew]`: what is missing or of an
 older VERSION, or everything again. A minute or two a release on one thread: networks are built on `meta`,
-without weights, and with three or four blocks of a kind, as every block more costs the same (equal to
-the byte for Z-Image's thirty).
+without weights, and transformers with three or four blocks of a kind, as every block more costs the same
+(equal to the byte for Z-Image's thirty). U-Nets are traced whole, which takes half an hour for SDXL.
 """
 
 from __future__ import annotations
@@ -16,41 +16,47 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import diffusers
 
+import lora_trainer
 from lora_trainer import families
-from lora_trainer.config.config import CHECKPOINTING, Checkpointing
-from lora_trainer.costs.sample_cost import SampleCost, Targets, Workload
-from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.flow import FlowFamily
-from lora_trainer.tracing.cost_table import (
+from lora_trainer.config.config import CHECKPOINTING, TARGETS, Checkpointing, Targets
+from lora_trainer.costs.cost_table import (
     FILE,
     KIB,
     MEGA,
-    POINTS,
-    TARGETS,
     Case,
+    Grid,
+    Point,
     built_shapes,
     case_of,
     configuration,
     entry,
     traced,
 )
+from lora_trainer.costs.sample_cost import SampleCost, Workload
+from lora_trainer.families.base import BaseFacts, Family, Layout
+from lora_trainer.families.flow import FlowFamily
 
 VERSION = 3
 """Raised when the same workload costs something else: what was traced before is traced again."""
 FEW: tuple[Checkpointing, ...] = ("none", "full")
-KINDS: Mapping[tuple[int, bool], tuple[Checkpointing, ...]] = {
-    (2, False): CHECKPOINTING,
-    (4, False): FEW,
-    (2, True): FEW,
-}
+Kinds = Mapping[tuple[int, bool], tuple[Checkpointing, ...]]
+TRANSFORMER_KINDS: Kinds = {(2, False): CHECKPOINTING, (4, False): FEW, (2, True): FEW}
+UNET_KINDS: Kinds = dict.fromkeys(((2, False), (2, True), (4, False), (4, True)), CHECKPOINTING)
 """What is traced, by bytes of an element and whether the adapter is wide, as DoRA's.
 
-GPUs compute in 16 bits, and most train a plain LoRA: only there is the choice of kinds wide.
+GPUs compute in 16 bits, and most runs train a plain LoRA: only there is the choice of levels wide for
+transformers. U-Nets train on processors too, and with every kind of adapter.
 """
+TRANSFORMER_SIDES_PX = (512, 768, 1024)
+SHORT_TEXT_TOKENS = 64
+CHUNKED_TEXT_TOKENS = 231
+"""Three chunks of CLIP's 77 tokens."""
+EMBEDDED = Path(lora_trainer.__file__).with_name("embedded")
 COUNTS = ("num_layers", "num_single_layers", "n_layers")
 """Keys of a configuration that count equal blocks."""
 UNEQUAL = "dual_attention_layers"
@@ -69,141 +75,165 @@ def main() -> None:
     table = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
     for name in asked.families:
         family = families.family(name)
-        if isinstance(family, FlowFamily):
-            rows = table.get(name, {"releases": []})["releases"]
-            bases = list(architectures(family))
-            done: list[dict[str, Any]] = []
-            for number, facts in enumerate(bases, start=1):
-                before = row_of(rows, facts)
-                if asked.release in (None, facts.source):
-                    known = {} if before is None or asked.anew else before["costs"]
-                    done.append(release_table(family, facts, known=known))
-                elif before is not None:
-                    done.append(before)
-                rest = (row_of(rows, later) for later in bases[number:])
-                table[name] = {
-                    "defaults": defaults(family),
-                    "releases": [*done, *(row for row in rest if row is not None)],
-                }
-                FILE.write_text(written(dict(sorted(table.items()))) + "\n", encoding="utf-8")
+        rows = table.get(name, {"releases": []})["releases"]
+        bases = list(architectures(family))
+        done: list[dict[str, Any]] = []
+        for number, facts in enumerate(bases, start=1):
+            before = row_of(rows, family, facts)
+            if asked.release in (None, facts.source):
+                known = {} if before is None or asked.anew else before["costs"]
+                done.append(release_table(family, facts, known=known))
+            elif before is not None:
+                done.append(before)
+            rest = (row_of(rows, family, later) for later in bases[number:])
+            table[name] = {
+                "defaults": defaults(family),
+                "releases": [*done, *(row for row in rest if row is not None)],
+            }
+            FILE.write_text(written(dict(sorted(table.items()))) + "\n", encoding="utf-8")
 
 
-def defaults(family: FlowFamily) -> dict[str, Any]:
-    """Return what diffusers takes for the keys that a configuration leaves out."""
+def defaults(family: Family) -> dict[str, Any]:
+    """Return what diffusers takes for the keys that a configuration leaves out; U-Nets' are filled in."""
+    if not isinstance(family, FlowFamily):
+        return {}
     parameters = inspect.signature(getattr(diffusers, family.denoiser_class).__init__).parameters
-    return configuration(
-        {
-            name: parameter.default
-            for name, parameter in parameters.items()
-            if parameter.default is not parameter.empty
-        }
-    )
+    values = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if parameter.default is not parameter.empty
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain
 
 
-def architectures(family: FlowFamily) -> Iterator[BaseFacts]:
-    """Yield the first release of each architecture of a family."""
+def architectures(family: Family) -> Iterator[BaseFacts]:
+    """Yield the first release of each architecture of a family, and the embedded base."""
     seen: list[Any] = []
-    for source in (name for release in family.releases for name in release.ids):
-        facts = family.facts_from_hub_id(source)
+    sources = [family.default_source]
+    if isinstance(family, FlowFamily):
+        sources = [name for release in family.releases for name in release.ids]
+    bases = [family.facts_from_hub_id(source) for source in sources]
+    if family.detect(EMBEDDED):
+        embedded = family.facts(Layout(folder=EMBEDDED), source="embedded", identities={})
+        bases.append(embedded)
+    for facts in bases:
         assert facts is not None
-        key = [configuration(facts.architecture), facts.max_tokens]
+        key = [configuration(family, facts), facts.max_tokens]
         if key not in seen:
             seen.append(key)
             yield facts
 
 
-def row_of(rows: Sequence[dict[str, Any]], facts: BaseFacts) -> dict[str, Any] | None:
+def row_of(
+    rows: Sequence[dict[str, Any]], family: Family, facts: BaseFacts
+) -> dict[str, Any] | None:
     """Return what the table has of a release's architecture."""
-    wanted = (configuration(facts.architecture), facts.max_tokens)
+    wanted = (configuration(family, facts), facts.max_tokens)
     return next((row for row in rows if (row["config"], row["max_tokens"]) == wanted), None)
 
 
-def release_table(
-    family: FlowFamily, facts: BaseFacts, *, known: Mapping[str, Any]
-) -> dict[str, Any]:
+def grid_of(family: Family, facts: BaseFacts) -> Grid:
+    """Return the points of a base: U-Nets', of many sizes, at half and twice the native side."""
+    if isinstance(family, FlowFamily):
+        other = 0 if family.one_text_length else SHORT_TEXT_TOKENS
+        return Grid(sides_px=TRANSFORMER_SIDES_PX, text_tokens=(facts.max_tokens, other))
+    side = 2 ** int(math.log2(facts.resolution_px))
+    sides_px = (side // 2, side, 2 * side)
+    return Grid(sides_px=sides_px, text_tokens=(facts.max_tokens, CHUNKED_TEXT_TOKENS))
+
+
+def release_table(family: Family, facts: BaseFacts, *, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a release, its modules and its traces by dtype and targets."""
     started = time.monotonic()
-    config = configuration(facts.architecture)
     costs: dict[str, Any] = {}
-    for size, wide in KINDS:
+    grid = grid_of(family, facts)
+    kinds = TRANSFORMER_KINDS if isinstance(family, FlowFamily) else UNET_KINDS
+    for (size, wide), levels in kinds.items():
         key = entry(size, wide=wide)
-        found = known.get(key, {})
+        known_targets = known.get(key, {})
         costs[key] = {
             targets: traces(
                 family,
                 facts,
+                grid.points,
+                levels,
                 element_bytes=size,
                 wide=wide,
                 targets=targets,
-                known=found.get(targets, {}),
+                known=known_targets.get(targets, {}),
             )
             for targets in TARGETS
         }
     print(f"{facts.source}: {time.monotonic() - started:.0f} s", flush=True)
     return {
         "name": facts.source,
-        "config": config,
+        "config": configuration(family, facts),
         "max_tokens": facts.max_tokens,
+        "sides_px": list(grid.sides_px),
+        "text_tokens": list(grid.text_tokens),
         "modules": modules(case_of(family, facts)),
         "costs": costs,
     }
 
 
 def traces(
-    family: FlowFamily,
+    family: Family,
     facts: BaseFacts,
+    points: Sequence[Point],
+    levels: Sequence[Checkpointing],
     *,
     element_bytes: int,
     wide: bool,
     targets: Targets,
     known: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Trace all points with each kind of checkpointing that is not in `known`, or is out of date there."""
-    varies = case_of(family, facts).text_varies
-    points = [point for point in POINTS if varies or not point.short_text]
-
-    def costs(kind: Checkpointing) -> list[SampleCost]:
-        found = []
-        for point in points:
-            workload = point.workload(
-                element_bytes=element_bytes, wide=wide, targets=targets, checkpointing=kind
-            )
-            found.append(cost(family, facts, workload))
-        return found
-
-    kinds = KINDS[element_bytes, wide]
+    """Trace all points at each checkpointing level that is not in `known`, or is out of date there."""
     table = dict(known) if known.get("version") == VERSION else {}
-    for kind in kinds:
-        if kind in table:
+    for level in levels:
+        if level in table:
             continue
-        found = costs(kind)
-        table[kind] = step_table(found)
-        if kind == "none":
-            table["forward_kib"] = [in_kib(cost.forward_bytes) for cost in found]
-            table["forward_mflop"] = [round(cost.forward_flops / MEGA) for cost in found]
-        if kind == "offloaded":  # where the inputs of blocks lie changes no work
+        costs = [
+            cost(
+                family,
+                facts,
+                point.workload(
+                    element_bytes=element_bytes, wide=wide, targets=targets, checkpointing=level
+                ),
+                text_tokens=point.text_tokens,
+            )
+            for point in points
+        ]
+        table[level] = step_table(costs)
+        if level == "none":
+            table["forward_kib"] = [in_kib(cost.forward_bytes) for cost in costs]
+            table["forward_mflop"] = [round(cost.forward_flops / MEGA) for cost in costs]
+        if level == "offloaded":  # where the inputs of blocks lie changes no work
             for name in ("step_mflop", "kernels"):
-                assert table[kind].pop(name) == table["full"][name]
-    order = ("forward_kib", "forward_mflop", *kinds)
+                assert table[level].pop(name) == table["full"][name]
+    order = ("forward_kib", "forward_mflop", *levels)
     return {"version": VERSION, **{name: table[name] for name in order}}
 
 
-def cost(family: FlowFamily, facts: BaseFacts, workload: Workload) -> SampleCost:
-    """Return the cost of a release, from networks with few of its blocks."""
-    given = facts.architecture
-    if given.get(UNEQUAL):
-        return traced(case_of(family, facts, text_tokens=workload.text_tokens), workload)
+def cost(family: Family, facts: BaseFacts, workload: Workload, *, text_tokens: int) -> SampleCost:
+    """Return the cost of a release, from networks with few of its blocks; U-Nets have no such counts."""
+    release = facts.architecture
+    if not isinstance(family, FlowFamily):  # a U-Net's cost per sample does not depend on the batch
+        workload = replace(workload, micro_batch=1)
 
     def of(**counts: int) -> dict[str, int]:
-        fewer = replace(facts, architecture={**given, **counts})
-        found = traced(case_of(family, fewer, text_tokens=workload.text_tokens), workload)
+        fewer = replace(facts, architecture={**release, **counts})
+        traced_cost = traced(case_of(family, fewer, text_tokens=text_tokens), workload)
         # The peak, and what is temporary at it, may lie elsewhere with more blocks; their sum grows evenly.
-        return {**asdict(found), "temporary_bytes": found.saved_bytes + found.temporary_bytes}
+        peak = traced_cost.saved_bytes + traced_cost.temporary_bytes
+        return {**asdict(traced_cost), "temporary_bytes": peak}
 
-    wanted = {key: int(given[key]) for key in COUNTS if given.get(key)}
-    few = dict.fromkeys(wanted, FEW_BLOCKS)
+    block_counts = {key: int(release[key]) for key in COUNTS if release.get(key)}
+    if release.get(UNEQUAL):
+        block_counts = {}
+    few = dict.fromkeys(block_counts, FEW_BLOCKS)
     total = least = of(**few)
-    for key, count in wanted.items():
+    for key, count in block_counts.items():
         more = of(**{**few, key: FEW_BLOCKS + 1})
         total = {
             name: total[name] + (count - FEW_BLOCKS) * (more[name] - least[name]) for name in least

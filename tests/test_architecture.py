@@ -21,8 +21,8 @@ PACKAGES = ("lora_trainer", "gui", "presets")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 PROGRAMS = sorted([*(ROOT / "scripts").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
 TORCH_FREE_ROOMS = ("common", "hardware", "config", "costs", "families", "planning", "dataset")
-# The one module of these rooms that works on tensors: it holds the calls of torch that differ by device.
-ON_TENSORS = {"lora_trainer.hardware.device_calls"}
+# The modules of these rooms that work on tensors: calls of torch that differ by device, networks on `meta`.
+ON_TENSORS = {"lora_trainer.hardware.device_calls", "lora_trainer.costs.trace"}
 # Seconds of import each; none may be paid for by --help, plan, check, presets or inspect.
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft", "bitsandbytes", "gradio")
 
@@ -85,7 +85,6 @@ def light_modules() -> list[str]:
     """Return the modules behind the commands that must answer at once."""
     names = ["cli.main", "lora.adapter_size", "lora_file.inspect", "network.swapped_blocks"]
     names += ["queue.commands", "run.answers", "run.plan_text", "run.prepare", "tools.describe"]
-    names += ["tracing.cost_table"]
     names += [f"cache.{name}" for name in ("background", "index", "keys", "lease", "store")]
     found = [f"lora_trainer.{name}" for name in names]
     for room in TORCH_FREE_ROOMS:

@@ -32,14 +32,14 @@ REQUIRED = {
     "lora_trainer/embedded/LICENSE",
     "lora_trainer/embedded/README.md",
     "lora_trainer/embedded/model_index.json",
-    "lora_trainer/tracing/cost_tables.json",
+    "lora_trainer/costs/cost_tables.json",
     "presets/schema.json",
 }
 PACKAGE_OF = {"PIL": "pillow", "pynvml": "nvidia_ml_py", "yaml": "pyyaml"}
 OWN = {"lora_trainer", "gui", "presets"}
 SHIPPED_DATA = (
     "lora_trainer/embedded/**/*",
-    "lora_trainer/tracing/*.json",
+    "lora_trainer/costs/*.json",
     "presets/**/*.json",
     "gui/assets/**/*",
 )

@@ -31,7 +31,7 @@ from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import GIB, Hardware, assume_card
 from lora_trainer.planning.estimates import run_length
 from lora_trainer.planning.plan import Plan, PlanInput, plan
-from tests.fakes.stable_diffusion import UNetCosts, mini_facts
+from tests.fakes.stable_diffusion import SD15, mini_facts
 
 CELLS = list(itertools.product(preset_families(), TIERS, PRIORITIES))
 SMALLEST_CARD_GIB = {"6-8": 6.0, "10-12": 10.0, "16-24": 16.0}
@@ -95,7 +95,7 @@ def planned(
                 decided={"output.format": ("kohya", "known before")},
                 resolved=resolved,
                 facts=facts,
-                family=UNetCosts() if on_cpu else load_family(family),
+                family=SD15 if on_cpu else load_family(family),
                 hardware=machine() if on_cpu else smallest_card(tier),
                 images=images,
                 samples_per_epoch=images,

@@ -49,6 +49,12 @@ frozen layers with more inputs than outputs; `full` nothing; `offloaded` nothing
 to host memory."""
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 """From the lightest level (most memory) to the heaviest (least memory)."""
+KEEP_ATTENTION: tuple[Checkpointing, ...] = ("light", "selective")
+"""Checkpointing levels that keep the output of attention in recomputed blocks."""
+Targets = Literal["attention", "transformer", "all"]
+"""Layers of the denoiser that get an adapter."""
+TARGETS: tuple[Targets, ...] = get_args(Targets)
+"""From the fewest layers to the most; each includes the layers of the previous."""
 Weighting = Literal["none", "min_snr", "soft_min_snr", "debiased", "p2", "sigma_sqrt", "cosmap"]
 FLOW_WEIGHTINGS: tuple[Weighting, ...] = ("sigma_sqrt", "cosmap")
 SNR_WEIGHTINGS: tuple[Weighting, ...] = ("min_snr", "soft_min_snr", "debiased", "p2")

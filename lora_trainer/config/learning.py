@@ -25,6 +25,7 @@ from lora_trainer.config.declare import (
     Interval,
     Precision,
     Section,
+    Targets,
     Weighting,
     setting,
 )
@@ -123,7 +124,7 @@ class AdapterSettings(Section):
         max_length=100,
         not_for=WITHOUT_NEW_TOKENS,
     )
-    targets: Literal["attention", "transformer", "all"] = setting(
+    targets: Targets = setting(
         "transformer",
         "layers with an adapter; transformer adds feed-forward and projections, all adds convolutions",
     )

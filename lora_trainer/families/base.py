@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lora_trainer.common.caption_markup import NewWord as NewWord
 from lora_trainer.common.caption_markup import Weighted
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.config import CHECKPOINTING, Checkpointing, Precision
-from lora_trainer.costs.sample_cost import SampleCost, Targets, Workload
+from lora_trainer.config.config import Precision, Targets
 from lora_trainer.families.layer_tables import released_layers
 from lora_trainer.families.text.chunks import AROUND
 
@@ -273,6 +272,8 @@ class Family(ABC):
     """(Encoding, decoding) on a device whose convolutions copy their tensors (`DeviceKind.blocks_convolutions`)."""
     one_text_length: bool = True
     """Whether all texts are padded to one length; else each text keeps its length and has a mask."""
+    text_multiple: int = 1
+    """The network pads texts to a multiple of this many tokens."""
     block_pattern: str = r"\w+\.\d+(?=\.)"
     """Matches the name of the repeated block at the start of a layer's name."""
     quantization_skip: tuple[str, ...] = ()
@@ -337,34 +338,25 @@ class Family(ABC):
         """Return where a single-file checkpoint keeps each "component.module"; empty where that is unknown."""
         return {}
 
-    @abstractmethod
-    def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
-        """Return memory and FLOPs of training on one sample, from the architecture alone."""
+    def network_numbers(self, architecture: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the values of a configuration that fix the network: bases of equal values cost the same.
 
-    def known_checkpointing(
-        self, facts: BaseFacts, *, element_bytes: int, targets: Targets, wide_adapter: bool
-    ) -> tuple[Checkpointing, ...]:
-        """Return the checkpointing levels whose `sample_cost` is known without tracing the network."""
-        return CHECKPOINTING
+        A key that is left out has diffusers' default.
+        """
+        return {key: value for key, value in architecture.items() if not key.startswith("_")}
 
     @abstractmethod
-    def adapter_shapes(
-        self, facts: BaseFacts, *, targets: Targets
+    def prompt_shapes(
+        self, architecture: Mapping[str, Any], *, text_tokens: int
     ) -> Mapping[str, tuple[int, ...]]:
-        """Return (fan_in, out) of each denoiser module that gets an adapter, in module order.
+        """Return the shape of each conditioning tensor of a text of `text_tokens` tokens, batch 1.
 
-        `fan_in` is input channels times kernel elements; a kernel of several elements adds its size as
-        a third number.
+        `text_tokens` counts like `max_tokens`. Names that end in `mask` are int64, all others float.
         """
 
     def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """Return `adapter_shapes` of the text encoders' `text_targets`, by component."""
+        """Return (fan_in, out) of each module in the text encoders' `text_targets`, by component."""
         return {}
-
-    def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
-        """Return (fan_in, out) of the linear layers in the denoiser's repeated blocks, in module order."""
-        shapes = self.adapter_shapes(facts, targets="all")
-        return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
 
     @abstractmethod
     def base_model_version(self, facts: BaseFacts) -> str:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.config import Precision
-from lora_trainer.costs.sample_cost import Targets
+from lora_trainer.config.config import Precision, Targets
 from lora_trainer.families.base import (
     BaseFacts,
     Conditioning,
+    Family,
     FileFormat,
     ImageEncoder,
     Layout,
@@ -47,7 +47,6 @@ from lora_trainer.families.checkpoints.transformer_file import (
 )
 from lora_trainer.families.images.flow_images import FlowImageEncoder, FlowSampler
 from lora_trainer.families.text.t5 import has_spiece_only, load_tokenizer
-from lora_trainer.tracing.cost_table import TabledFamily
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +72,7 @@ class BaseRelease:
     distilled: bool = False
 
 
-class FlowFamily(TabledFamily):
+class FlowFamily(Family):
     """A family of diffusion transformers trained by flow matching (Lipman et al. 2022, arXiv 2210.02747)."""
 
     pipeline_class: str

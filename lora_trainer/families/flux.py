@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.costs.sample_cost import Targets
+from lora_trainer.config.config import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
     DENOISER,

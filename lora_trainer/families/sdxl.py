@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.costs.unet_cost import read_unet
 from lora_trainer.families.base import (
     DENOISER,
     BaseFacts,
@@ -25,6 +24,7 @@ from lora_trainer.families.base import (
     Prediction,
 )
 from lora_trainer.families.checkpoints.base_folder import components
+from lora_trainer.families.checkpoints.unet_config import read_unet
 from lora_trainer.families.checkpoints.unet_file import UNetTraits
 from lora_trainer.families.checkpoints.unet_layers import ldm_module
 from lora_trainer.families.text import clip

@@ -1,9 +1,7 @@
-"""The U-Net modules that get an adapter, by the endings of diffusers' names, and their order. Torch-free.
+"""The base class of the U-Net families: folders and checkpoints, noise levels, loading, names, sampling.
 
 The time and size embeddings and the first and last convolution never get an adapter: they hold few
 weights, and a small change of them disturbs every image.
-
-The base class of the U-Net families: folders and checkpoints, noise levels, loading, names, sampling.
 
 A family states its pipeline, its CLIP encoders and the traits of its U-Net (`owns`), and overrides the
 members that differ. A base is a diffusers folder with `unet`, `vae`, `scheduler` and CLIP text encoders,
@@ -15,13 +13,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.costs.sample_cost import SampleCost, Targets, Workload
-from lora_trainer.costs.unet_cost import adapter_layers, linear_shapes, sample_cost
+from lora_trainer.config.config import Targets
 from lora_trainer.families.base import (
     DENOISER,
     BaseFacts,
@@ -46,6 +43,7 @@ from lora_trainer.families.checkpoints.base_folder import (
     tokenizer_files,
     weights,
 )
+from lora_trainer.families.checkpoints.unet_config import read_unet
 from lora_trainer.families.checkpoints.unet_file import UNetTraits, config_traits, header_traits
 from lora_trainer.families.checkpoints.unet_layers import checkpoint_names, weight_places
 from lora_trainer.families.checkpoints.unet_parts import (
@@ -93,15 +91,6 @@ ENDINGS: Mapping[Targets, tuple[str, ...]] = {
     "transformer": TRANSFORMER,
     "all": CONVOLUTION,
 }
-_BLOCKS = ("down_blocks", "up_blocks", "mid_block")
-_KINDS = ("attentions", "resnets", "downsamplers", "upsamplers")
-
-
-def module_order(name: str) -> tuple[int, int, int]:
-    """Return a key that sorts modules, named in the order they run, into the order of `named_modules`."""
-    block, *rest = name.split(".")
-    index = int(rest.pop(0)) if rest[0].isdecimal() else 0
-    return _BLOCKS.index(block), index, _KINDS.index(rest[0])
 
 
 class UNetFamily(Family):
@@ -183,7 +172,7 @@ class UNetFamily(Family):
         marks = training_marks(layout)
         vae_factor = 2 ** (len(levels(vae)) - 1)
         counted = {
-            "denoiser": count_unet(layout, unet),
+            "denoiser": count_unet(layout, unet, parameters_of=self._parameters_of),
             "vae": count_vae(layout, vae),
             "text_encoder": sum(count_text(layout, part) for part in self.texts),
         }
@@ -209,6 +198,17 @@ class UNetFamily(Family):
             zero_terminal_snr=ZERO_TERMINAL_SNR in marks
             or bool(scheduler.get("rescale_betas_zero_snr", False)),
         )
+
+    def _parameters_of(self, architecture: Mapping[str, Any]) -> int:
+        """Return the number of parameters of a U-Net; all but the releases' are built, without weights."""
+        release = self.facts_from_hub_id(self.default_source)
+        if release is not None and read_unet(architecture) == read_unet(release.architecture):
+            return release.parts["denoiser"].parameters
+        import torch
+
+        with torch.device("meta"):
+            network = self.empty_denoiser(architecture)
+        return sum(parameter.numel() for parameter in network.parameters())
 
     def with_clip_skip(self, facts: BaseFacts, clip_skip: int) -> BaseFacts:
         """Return facts with `clip_skip`; raises RequestError above the encoder's number of layers."""
@@ -248,19 +248,16 @@ class UNetFamily(Family):
 
     # ---- costs
 
-    def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
-        return sample_cost(
-            facts.architecture, workload, vae_factor=facts.vae_factor, text_tokens=facts.text_tokens
-        )
+    def network_numbers(self, architecture: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the numbers of `UNet`: configurations of equal networks differ in many other keys."""
+        return asdict(read_unet(architecture))
 
-    def adapter_shapes(
-        self, facts: BaseFacts, *, targets: Targets
+    def prompt_shapes(
+        self, architecture: Mapping[str, Any], *, text_tokens: int
     ) -> Mapping[str, tuple[int, ...]]:
-        layers = adapter_layers(facts.architecture, targets=targets)
-        return {
-            layer.name: layer.shape
-            for layer in sorted(layers, key=lambda layer: module_order(layer.name))
-        }
+        unet = read_unet(architecture)
+        text = {"text": (1, text_tokens, unet.text_width)}
+        return {**text, "pooled": (1, unet.pooled_width)} if unet.pooled_width else text
 
     def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, int]]]:
         return {
@@ -272,10 +269,6 @@ class UNetFamily(Family):
         """Return the size of a text encoder without its last layers that `clip_skip` drops."""
         size = clip_size(facts.layout, part)
         return replace(size, layers=size.layers - (facts.clip_skip - 1))
-
-    def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
-        shapes = linear_shapes(facts.architecture)
-        return {name: shapes[name] for name in sorted(shapes, key=module_order)}
 
     # ---- networks
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lora_trainer.config.base_precision import QUANTIZATIONS
 from lora_trainer.config.config import Precision
+from lora_trainer.costs.trace import TracedNetwork, add_adapters, empty_conditioning
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.checkpointing import apply_checkpointing
@@ -25,7 +26,6 @@ from lora_trainer.network.quantize import quantize
 from lora_trainer.network.swapped_blocks import BUFFERS, streamed_indices
 from lora_trainer.planning.caching_allocator import Event
 from lora_trainer.planning.loads import Load, runs_wide
-from lora_trainer.tracing.trace import TracedNetwork, add_adapters, empty_conditioning
 
 META = torch.device("meta")
 DTYPES: Mapping[Precision, torch.dtype] = {

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_trainer.config.config import Checkpointing
-from lora_trainer.costs.sample_cost import KEEP_ATTENTION, keeps_product
+from lora_trainer.config.config import KEEP_ATTENTION, Checkpointing
 from lora_trainer.network.quantized_matmul import INT8_PRODUCT
 
 _ATEN = torch.ops.aten
@@ -31,8 +30,22 @@ _FACTORS = {
     INT8_PRODUCT: (0, 1),
 }
 """Kernels of matrix products, with the positions of the two factors among their arguments."""
+LEAST_SHAPE = 1 / 16
+"""Smallest fan_in / out of a matrix product that `light` keeps. A smaller ratio means an adapter's up
+projection (fan_in is the rank): recomputing it costs next to nothing."""
 SavePolicy = Callable[[Any, tuple[Any, ...]], bool]
 """Says whether the result of a kernel, called with these arguments, is saved."""
+
+
+def keeps_product(checkpointing: Checkpointing, *, fan_in: int, out: int) -> bool:
+    """Return whether a recomputed block keeps a frozen layer's output; `fan_in` counts a convolution's kernel.
+
+    The FLOPs to recompute one byte of output grow with `fan_in`: `light` keeps all such outputs,
+    `selective` only those of layers with more inputs than outputs.
+    """
+    if checkpointing == "light":
+        return fan_in >= LEAST_SHAPE * out
+    return checkpointing == "selective" and fan_in > out
 
 
 @dataclass(frozen=True, kw_only=True)

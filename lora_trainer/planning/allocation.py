@@ -213,7 +213,7 @@ class Allocator:
 
     @cached_property
     def _known_kinds(self) -> tuple[Checkpointing, ...]:
-        return self.costs.family.known_checkpointing(
+        return self.costs.known_checkpointing(
             self.facts,
             element_bytes=ELEMENT_BYTES[self.values["train.precision"]],
             targets=self.values["adapter.targets"],

@@ -9,12 +9,17 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from lora_trainer.config.base_precision import BaseMatmul, BasePrecision
-from lora_trainer.config.config import AdapterSettings, Checkpointing, Precision
-from lora_trainer.costs.sample_cost import SampleCost, Targets, Workload
-from lora_trainer.families.base import BaseFacts
+from lora_trainer.config.config import AdapterSettings, Checkpointing, Precision, Targets
+from lora_trainer.costs.cost_table import (
+    adapter_shapes,
+    known_checkpointing,
+    linear_shapes,
+    sample_cost,
+)
+from lora_trainer.costs.sample_cost import SampleCost, Workload
+from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.hardware.devices import TorchType
 from lora_trainer.lora.adapter_size import Shape, adapter_tensors, total_elements
 from lora_trainer.planning.device_overhead import DeviceSurroundings
@@ -26,68 +31,14 @@ def runs_wide(adapter: AdapterSettings) -> bool:
     return adapter.kind != "lora" or adapter.dora or adapter.init == "pissa"
 
 
-class CostModel(Protocol):
-    """The part of a family that prediction needs."""
-
-    def adapter_shapes(
-        self, facts: BaseFacts, *, targets: Targets
-    ) -> Mapping[str, tuple[int, ...]]:
-        """Return (fan_in, out) of each module of the denoiser that gets an adapter."""
-
-    def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """Return, by component, the `adapter_shapes` of the text encoders that can be trained too."""
-
-    def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
-        """Return (fan_in, out) of the linear layers in the denoiser's repeated blocks."""
-
-    def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
-        """Return the cost of training on one sample."""
-
-    def known_checkpointing(
-        self, facts: BaseFacts, *, element_bytes: int, targets: Targets, wide_adapter: bool
-    ) -> tuple[Checkpointing, ...]:
-        """Return the checkpointing levels whose cost is known without running the network."""
-
-    def guides_by_two_passes(self, facts: BaseFacts) -> bool:
-        """Say whether sample images with a guidance scale above 1 take two predictions a step."""
-
-    @property
-    def precisions(self) -> tuple[Precision, ...]:
-        """Precisions the base can be trained in, the best first."""
-
-    @property
-    def encoding_elements_per_px(self) -> int:
-        """Most numbers the VAE holds at a time while it encodes, for each pixel of an image."""
-
-    @property
-    def decoding_elements_per_px(self) -> int:
-        """Most numbers the VAE holds at a time while it decodes, for each pixel of an image."""
-
-    @property
-    def blocked_elements_per_px(self) -> tuple[int, int]:
-        """Both, (encoding, decoding), where convolutions lay their tensors out anew."""
-
-    @property
-    def quantization_skip(self) -> tuple[str, ...]:
-        """Parts of the names of layers in blocks that are never quantised."""
-
-    @property
-    def one_text_length(self) -> bool:
-        """Whether all text embeddings have the same length."""
-
-    @property
-    def block_pattern(self) -> str:
-        """Regular expression that matches the name of a layer's block at the name's beginning."""
-
-
 @dataclass(kw_only=True)
 class RememberedCosts:
-    """A cost model that computes each workload once, as a search asks for the same few many times.
+    """The costs of one base, each workload computed once, as a search asks for the same few many times.
 
     All calls of one object must be about the same base: `facts` is no part of the keys.
     """
 
-    family: CostModel
+    family: Family
     costs: dict[Workload, SampleCost] = field(default_factory=dict)
     shapes: dict[Targets, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     linear: Mapping[str, tuple[int, int]] | None = None
@@ -99,7 +50,7 @@ class RememberedCosts:
         self, facts: BaseFacts, *, targets: Targets
     ) -> Mapping[str, tuple[int, ...]]:
         if targets not in self.shapes:
-            self.shapes[targets] = self.family.adapter_shapes(facts, targets=targets)
+            self.shapes[targets] = adapter_shapes(self.family, facts, targets=targets)
         return self.shapes[targets]
 
     def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
@@ -109,12 +60,23 @@ class RememberedCosts:
 
     def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
         if self.linear is None:
-            self.linear = self.family.linear_shapes(facts)
+            self.linear = linear_shapes(self.family, facts)
         return self.linear
+
+    def known_checkpointing(
+        self, facts: BaseFacts, *, element_bytes: int, targets: Targets, wide_adapter: bool
+    ) -> tuple[Checkpointing, ...]:
+        return known_checkpointing(
+            self.family,
+            facts,
+            element_bytes=element_bytes,
+            targets=targets,
+            wide_adapter=wide_adapter,
+        )
 
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         if workload not in self.costs:
-            self.costs[workload] = self.family.sample_cost(facts, workload)
+            self.costs[workload] = sample_cost(self.family, facts, workload)
         return self.costs[workload]
 
     def frozen_base(self, facts: BaseFacts, load: Load) -> FrozenBase:

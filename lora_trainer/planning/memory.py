@@ -14,7 +14,6 @@ from typing import Literal
 
 from lora_trainer.config.base_precision import INT8_TEMPORARY_BYTES
 from lora_trainer.config.config import SCHEDULE_FREE, Checkpointing
-from lora_trainer.costs.sample_cost import ADAPTER_BYTES
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.checkpoints.base_folder import READ_BYTES
 from lora_trainer.hardware.devices import KINDS
@@ -280,7 +279,7 @@ def _dropped_inputs(load: Load, facts: BaseFacts, costs: RememberedCosts) -> lis
         rank=1,
     )
     copies = costs.sample_cost(facts, copying).adapter_saved_bytes
-    share = rebuilt_share(load) * ELEMENT_BYTES[load.precision] / ADAPTER_BYTES
+    share = rebuilt_share(load) * ELEMENT_BYTES[load.precision] / MASTER_BYTES
     size = int(load.micro_batch * copies * share)
     note = "a copy of each layer's input after adapter.dropout"
     return [MemoryItem(name="dropped inputs", bytes=size, note=note)]

@@ -25,13 +25,13 @@ from lora_trainer.config.config import (
 from lora_trainer.config.layers import Origin, Resolved, is_preset
 from lora_trainer.config.recipe import rate_for_batch
 from lora_trainer.costs.sample_cost import SampleCost
-from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.hardware.machine import Gpu, Hardware
 from lora_trainer.lora.adapter_size import total_elements
 from lora_trainer.planning.allocation import Allocation, Allocator, Decision
 from lora_trainer.planning.estimates import DiskUse, disk_bytes, run_length
 from lora_trainer.planning.host_memory import HostPrediction
-from lora_trainer.planning.loads import CostModel, Load, RememberedCosts
+from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import Prediction
 from lora_trainer.planning.oom_history import OomRecord
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS, RATE, SCHEDULE, needed_otherwise
@@ -74,7 +74,7 @@ class PlanInput:
     resolved: Resolved
     decided: Mapping[str, tuple[Any, str]]
     facts: BaseFacts
-    family: CostModel
+    family: Family
     hardware: Hardware
     images: int
     samples_per_epoch: int

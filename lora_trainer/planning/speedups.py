@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lora_trainer.costs.sample_cost import KEEP_ATTENTION
+from lora_trainer.config.config import KEEP_ATTENTION
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu, Hardware
 from lora_trainer.planning.allocation import Allocation

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lora_trainer.config.base_precision import BasePrecision
-from lora_trainer.config.config import Precision
-from lora_trainer.costs.sample_cost import KEEP_ATTENTION, SampleCost
+from lora_trainer.config.config import KEEP_ATTENTION, Precision
+from lora_trainer.costs.sample_cost import SampleCost
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu
 from lora_trainer.planning.loads import Load, RememberedCosts

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from lora_trainer.common.dist_env import full_batch
 from lora_trainer.common.findings import Finding, note, warning
 from lora_trainer.config.config import AdapterSettings
+from lora_trainer.costs.cost_table import adapter_shapes, linear_shapes
 from lora_trainer.families.base import FileFormat
 from lora_trainer.hardware.machine import tier_problem
 from lora_trainer.lora_file.formats import format_notes, planned_contents
@@ -50,7 +51,7 @@ def run_warnings(prepared: Prepared) -> tuple[Finding, ...]:
     findings += _long(prepared)
     findings += _wide(config.adapter)
     findings += _dequantized(prepared)
-    shapes = prepared.family.adapter_shapes(facts, targets=config.adapter.targets)
+    shapes = adapter_shapes(prepared.family, facts, targets=config.adapter.targets)
     findings += optimizer_remarks(config, shapes=shapes)
     card = prepared.hardware.accelerator(sharing=prepared.sharing).value
     if too_small := tier_problem(card.total_bytes if card else None):
@@ -91,7 +92,7 @@ def _wide(adapter: AdapterSettings) -> Iterator[Finding]:
 def _dequantized(prepared: Prepared) -> Iterator[Finding]:
     if prepared.config.memory.base_matmul != "int8":
         return
-    shapes = prepared.family.linear_shapes(prepared.facts)
+    shapes = linear_shapes(prepared.family, prepared.facts)
     if count := dequantized_layers(shapes):
         what = (
             f"{count} of {len(shapes)} layers of the base are dequantized in spite of "

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.config.config import Precision
-from lora_trainer.costs.sample_cost import Targets
+from lora_trainer.config.config import Precision, Targets
+from lora_trainer.costs.cost_table import adapter_shapes
 from lora_trainer.families.base import DENOISER, FileFormat
 from lora_trainer.lora.low_rank import Singular, seeded, truncated
 from lora_trainer.lora.tensors import split_key
@@ -189,7 +189,7 @@ def _layers(tuned: BaseWeights, base: BaseWeights, targets: Targets) -> list[str
     _refuse_other_layers(tuned, base)
     folder = next((each for each in (base, tuned) if not each.single), None)
     if folder is not None:
-        names: Iterable[str] = base.family.adapter_shapes(folder.facts(), targets=targets)
+        names: Iterable[str] = adapter_shapes(base.family, folder.facts(), targets=targets)
     else:  # by the names alone: the configuration of checkpoints may not be on this machine
         layers = (split_key(key)[1] for key in base.places if _denoises(key))
         names = base.family.lora_targets(_skeleton(layers), targets)

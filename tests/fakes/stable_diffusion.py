@@ -1,4 +1,4 @@
-"""Facts and costs of Stable Diffusion 1.5 and of a miniature, without the family module."""
+"""Facts of Stable Diffusion 1.5 and of a miniature, and the costs of other trainers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lora_trainer.config.config import CHECKPOINTING, Checkpointing, Precision
-from lora_trainer.costs.sample_cost import SampleCost, Targets, Workload
-from lora_trainer.costs.unet_cost import adapter_layers, linear_shapes, parameters, sample_cost
+from lora_trainer.costs.sample_cost import SampleCost, Workload
+from lora_trainer.families import family
 from lora_trainer.families.base import BaseFacts, PartFacts
-from lora_trainer.families.text.clip import ClipSize, target_shapes
+from lora_trainer.planning.loads import RememberedCosts
 
 SD15_UNET: Mapping[str, Any] = {
     "sample_size": 64,
@@ -35,52 +34,11 @@ MINI_UNET: Mapping[str, Any] = {
 }
 
 
-class UNetCosts:
-    """The cost side of a family built on UNet2DConditionModel."""
-
-    one_text_length = True
-    encoding_elements_per_px = 640
-    decoding_elements_per_px = 768
-    blocked_elements_per_px = (640, 960)
-    precisions: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
-    quantization_skip: tuple[str, ...] = ()
-    block_pattern = r".*?\.transformer_blocks\.\d+(?=\.)"
-
-    def adapter_shapes(
-        self, facts: BaseFacts, *, targets: Targets
-    ) -> Mapping[str, tuple[int, ...]]:
-        found = adapter_layers(facts.architecture, targets=targets)
-        return {layer.name: layer.shape for layer in found}
-
-    def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        size = ClipSize(layers=12, width=768, inner=3072)
-        return {"text_encoder": target_shapes(size)}
-
-    def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
-        return linear_shapes(facts.architecture)
-
-    def modulation_layers(self, facts: BaseFacts) -> tuple[str, ...]:
-        return ()
-
-    def guides_by_two_passes(self, facts: BaseFacts) -> bool:
-        return True
-
-    def known_checkpointing(
-        self, facts: BaseFacts, *, element_bytes: int, targets: Targets, wide_adapter: bool
-    ) -> tuple[Checkpointing, ...]:
-        return CHECKPOINTING
-
-    def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
-        return sample_cost(
-            facts.architecture,
-            workload,
-            vae_factor=facts.vae_factor,
-            text_tokens=facts.max_tokens,
-        )
+SD15 = family("sd15")
 
 
-class WideUNetCosts(UNetCosts):
-    """What it costs in trainers that run adapters as peft does."""
+class WideCosts(RememberedCosts):
+    """Costs in trainers that run every adapter as peft does."""
 
     def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
         return super().sample_cost(facts, replace(workload, wide_adapter=True))
@@ -117,10 +75,10 @@ def mini_facts() -> BaseFacts:
         bucket_step_px=8,
         latent_channels=4,
         vae_factor=4,
-        max_tokens=32,
+        max_tokens=77,
         prediction="epsilon",
         parts={
-            "denoiser": PartFacts(parameters=sum(parameters(MINI_UNET).values())),
+            "denoiser": PartFacts(parameters=4_283_012),
             "vae": PartFacts(parameters=770_000),
             "text_encoder": PartFacts(parameters=300_000),
         },

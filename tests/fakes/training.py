@@ -27,8 +27,8 @@ from lora_trainer.config.config import (
     DataSettings,
     ObjectiveSettings,
     OptimizerSettings,
+    Targets,
 )
-from lora_trainer.costs.sample_cost import Targets
 from lora_trainer.families.base import DENOISER, BaseFacts, Layout, Prediction
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.training.dataloader import TrainingDataLoader

@@ -15,24 +15,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_trainer import families
-from lora_trainer.config.config import CHECKPOINTING, Checkpointing
-from lora_trainer.costs.sample_cost import SampleCost, Workload
-from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.flow import FlowFamily
-from lora_trainer.tracing import cost_table
-from lora_trainer.tracing.cost_table import (
+from lora_trainer.config.config import CHECKPOINTING, TARGETS, Checkpointing
+from lora_trainer.costs import cost_table
+from lora_trainer.costs.cost_table import (
     FILE,
-    POINTS,
-    SHORT_TEXT_TOKENS,
-    SIDES_PX,
-    TARGETS,
-    Point,
+    Grid,
+    adapter_shapes,
     bytes_at,
     case_of,
     entry,
     flops_at,
+    known_checkpointing,
+    linear_shapes,
+    sample_cost,
     traced,
+    traced_cost,
 )
+from lora_trainer.costs.sample_cost import SampleCost, Workload
+from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.families.flow import FlowFamily
 from tests.fakes.family_bases import denoiser_of, facts_of
 
 WORKLOAD = Workload(
@@ -52,16 +53,22 @@ RELEASES: Mapping[str, FlowFamily] = {
     for release in family.releases
     for source in release.ids
 }
+SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
+U_NETS: Mapping[str, Family] = {
+    family.default_source: family for family in map(families.family, ("sd15", "sd2", "sdxl"))
+}
+SD15 = next(iter(U_NETS))
+BASES: Mapping[str, Family] = {**U_NETS, **RELEASES}
 
 
 def facts_by_name(source: str) -> BaseFacts:
-    facts = RELEASES[source].facts_from_hub_id(source)
+    facts = BASES[source].facts_from_hub_id(source)
     assert facts is not None
     return facts
 
 
 def cost(source: str, **changes: Any) -> SampleCost:
-    return RELEASES[source].sample_cost(facts_by_name(source), replace(WORKLOAD, **changes))
+    return sample_cost(BASES[source], facts_by_name(source), replace(WORKLOAD, **changes))
 
 
 def peak(cost: SampleCost) -> int:
@@ -83,24 +90,25 @@ def test_every_public_release_is_in_the_table(source: str) -> None:
 PLAN = """
 import sys
 from lora_trainer import families
+from lora_trainer.costs.cost_table import adapter_shapes, known_checkpointing, sample_cost
 from lora_trainer.costs.sample_cost import Workload
 for source in sys.argv[1:]:
     facts = families.known_base(source)
     family = families.family(facts.family)
     for element_bytes in (2, 4):
         for targets in ("attention", "transformer", "all"):
-            for checkpointing in family.known_checkpointing(
-                facts, element_bytes=element_bytes, targets=targets, wide_adapter=False
+            for level in known_checkpointing(
+                family, facts, element_bytes=element_bytes, targets=targets, wide_adapter=False
             ):
-                family.sample_cost(facts, Workload(height_px=768, width_px=1344, rank=32,
-                    element_bytes=element_bytes, targets=targets, checkpointing=checkpointing))
-                family.adapter_shapes(facts, targets=targets)
+                sample_cost(family, facts, Workload(height_px=768, width_px=1344, rank=32,
+                    element_bytes=element_bytes, targets=targets, checkpointing=level))
+            adapter_shapes(family, facts, targets=targets)
 sys.exit("torch" in sys.modules)
 """
 
 
 def test_the_table_needs_no_torch() -> None:
-    command = [sys.executable, "-c", PLAN, *RELEASES]
+    command = [sys.executable, "-c", PLAN, *BASES]
     assert subprocess.run(command, check=False, timeout=20).returncode == 0
 
 
@@ -114,6 +122,13 @@ def test_the_table_needs_no_torch() -> None:
         (SMALLEST, {"height_px": 896, "width_px": 640, "rank": 4, "targets": "attention"}),
         (SMALLEST, {"height_px": 704, "width_px": 704, "rank": 64, "targets": "all"}),
         (UNPADDED, {"height_px": 768, "width_px": 512, "text_tokens": 100, "micro_batch": 4}),
+        *(
+            (SD15, {"height_px": 832, "width_px": 640, "checkpointing": level})
+            for level in CHECKPOINTING
+        ),
+        (SD15, {"height_px": 384, "width_px": 320, "wide_adapter": True, "targets": "all"}),
+        (SD15, {"height_px": 512, "width_px": 512, "element_bytes": 4, "micro_batch": 3}),
+        (SDXL, {"height_px": 832, "width_px": 640, "micro_batch": 2}),
     ],
 )
 def test_the_table_agrees_with_a_fresh_trace_of_the_true_size(
@@ -121,8 +136,8 @@ def test_the_table_agrees_with_a_fresh_trace_of_the_true_size(
 ) -> None:
     """Bytes and FLOPs within 3 %, between the sizes, ranks, batches and texts that were traced."""
     workload = replace(WORKLOAD, **changes)
-    case = case_of(RELEASES[source], facts_by_name(source), text_tokens=workload.text_tokens)
-    fresh, found = traced(case, workload), cost(source, **changes)
+    fresh = traced_cost(BASES[source], facts_by_name(source), workload)
+    found = cost(source, **changes)
     assert found.saved_bytes == pytest.approx(fresh.saved_bytes, rel=0.03)
     assert found.adapter_saved_bytes == pytest.approx(fresh.adapter_saved_bytes, rel=0.03)
     assert peak(found) == pytest.approx(peak(fresh), rel=0.03)
@@ -144,7 +159,8 @@ def test_costs_grow_with_size_rank_and_text(source: str) -> None:
 
 
 def known_kinds(source: str) -> tuple[Checkpointing, ...]:
-    return RELEASES[source].known_checkpointing(
+    return known_checkpointing(
+        RELEASES[source],
         facts_by_name(source),
         element_bytes=WORKLOAD.element_bytes,
         targets=WORKLOAD.targets,
@@ -165,8 +181,8 @@ def test_a_kind_that_is_not_in_the_table_is_not_called_known() -> None:
     facts = facts_by_name(UNPADDED)
     table = json.loads(FILE.read_text(encoding="utf-8"))[facts.family]["releases"][0]["costs"]
     for size, wide in ((2, False), (4, False), (2, True)):
-        found = RELEASES[UNPADDED].known_checkpointing(
-            facts, element_bytes=size, targets="transformer", wide_adapter=wide
+        found = known_checkpointing(
+            RELEASES[UNPADDED], facts, element_bytes=size, targets="transformer", wide_adapter=wide
         )
         traces = table[entry(size, wide=wide)]["transformer"]
         assert found == tuple(kind for kind in CHECKPOINTING if kind in traces)
@@ -209,18 +225,35 @@ def test_text_counts_where_its_length_varies() -> None:
     assert cost(SMALLEST, text_tokens=64) == cost(SMALLEST)
 
 
-@pytest.mark.parametrize("source", RELEASES)
+@pytest.mark.parametrize("source", BASES)
 def test_modules_of_the_table_are_those_of_the_network(source: str) -> None:
-    family, facts = RELEASES[source], facts_by_name(source)
+    family, facts = BASES[source], facts_by_name(source)
     for targets in TARGETS:
         built = cost_table.built_shapes(case_of(family, facts), targets)
-        found = family.adapter_shapes(facts, targets=targets)
-        assert list(found.items()) == list(built.items())
+        found = adapter_shapes(family, facts, targets=targets)
+        assert list(found) == list(built)
+        assert [shape[:2] for shape in found.values()] == [shape[:2] for shape in built.values()]
+    linear = linear_shapes(family, facts)
+    with torch.device("meta"):
+        network = family.empty_denoiser(facts.architecture)
+    assert linear and all(
+        isinstance(network.get_submodule(name), torch.nn.Linear) for name in linear
+    )
+
+
+def test_chunks_of_a_prompt_cost_what_a_trace_says() -> None:
+    family, facts = BASES[SD15], replace(facts_by_name(SD15), chunks=2)
+    workload = replace(WORKLOAD, height_px=512, width_px=512, checkpointing="none")
+    found, fresh = sample_cost(family, facts, workload), traced_cost(family, facts, workload)
+    assert found.saved_bytes == pytest.approx(fresh.saved_bytes, rel=0.001)
+    assert found.step_flops == pytest.approx(fresh.step_flops, rel=0.001)
+    assert found.saved_bytes > sample_cost(family, facts_by_name(SD15), workload).saved_bytes
+    assert found.conditioning_bytes == (77 + 75) * 768 * 4
 
 
 def test_the_table_is_small() -> None:
-    """It is read by every plan of a flow family."""
-    assert FILE.stat().st_size < 200_000
+    """It is read by every plan."""
+    assert FILE.stat().st_size < 400_000
 
 
 # ---- what makes an architecture the same
@@ -233,7 +266,10 @@ def test_defaults_may_be_left_out_or_written() -> None:
     left_out = {key: value for key, value in written.items() if defaults.get(key, ...) != value}
     assert len(left_out) < len(facts.architecture) < len(written)
     for architecture in (written, left_out):
-        assert cost_table._release(replace(facts, architecture=architecture)) is not None
+        assert (
+            cost_table._release(RELEASES[SMALLEST], replace(facts, architecture=architecture))
+            is not None
+        )
 
 
 @pytest.mark.parametrize(
@@ -241,10 +277,13 @@ def test_defaults_may_be_left_out_or_written() -> None:
 )
 def test_another_network_is_not_taken_for_a_known_one(changes: Mapping[str, Any]) -> None:
     facts = facts_by_name(SMALLEST)
-    assert cost_table._release(facts) is not None
+    assert cost_table._release(RELEASES[SMALLEST], facts) is not None
     changed = replace(facts, architecture={**facts.architecture, **changes})
-    assert cost_table._release(changed) is None
-    assert cost_table._release(replace(facts, max_tokens=facts.max_tokens - 1)) is None
+    assert cost_table._release(RELEASES[SMALLEST], changed) is None
+    assert (
+        cost_table._release(RELEASES[SMALLEST], replace(facts, max_tokens=facts.max_tokens - 1))
+        is None
+    )
 
 
 # ---- unknown architectures
@@ -255,12 +294,13 @@ def test_an_unknown_architecture_is_traced_once() -> None:
     family = families.family("flux2")
     assert isinstance(family, FlowFamily)
     workload = replace(WORKLOAD, height_px=128, width_px=128, element_bytes=4)
-    first = family.sample_cost(facts, workload)
+    first = sample_cost(family, facts, workload)
     misses = traced.cache_info().misses
-    assert family.sample_cost(facts, workload) == first
+    assert sample_cost(family, facts, workload) == first
     assert traced.cache_info().misses == misses
     assert (
-        family.sample_cost(facts, replace(workload, rank=32)).saved_bytes > first.saved_bytes * 0.99
+        sample_cost(family, facts, replace(workload, rank=32)).saved_bytes
+        > first.saved_bytes * 0.99
     )
     assert traced.cache_info().misses == misses + 1
     width = int(facts.architecture["joint_attention_dim"])
@@ -269,7 +309,7 @@ def test_an_unknown_architecture_is_traced_once() -> None:
 
 def test_modules_of_an_unknown_architecture_are_read_off_the_network() -> None:
     family, network = families.family("flux2"), denoiser_of("flux2")
-    shapes = family.adapter_shapes(facts_of("flux2"), targets="all")
+    shapes = adapter_shapes(family, facts_of("flux2"), targets="all")
     assert list(shapes) == family.lora_targets(network, "all")
     for name, (fan_in, out) in shapes.items():
         layer = network.get_submodule(name)
@@ -280,6 +320,7 @@ def test_modules_of_an_unknown_architecture_are_read_off_the_network() -> None:
 # ---- the curves
 
 MAX_TOKENS = 512
+GRID = Grid(sides_px=(512, 768, 1024), text_tokens=(MAX_TOKENS, 64))
 
 
 def values(function: Any) -> list[float]:
@@ -289,19 +330,18 @@ def values(function: Any) -> list[float]:
             point.side_px**2,
             point.rank,
             float(point.micro_batch > 1),
-            SHORT_TEXT_TOKENS if point.short_text else MAX_TOKENS,
+            point.text_tokens,
         )
-        for point in POINTS
+        for point in GRID.points
     ]
 
 
 def test_points_begin_with_the_sizes_and_change_one_thing_each() -> None:
-    assert POINTS[:3] == tuple(Point(side_px=side) for side in SIDES_PX)
-    assert [point.side_px for point in POINTS[3:]] == [512, 1024] * 3
-    assert [(p.rank, p.micro_batch, p.short_text) for p in POINTS[3::2]] == [
-        (64, 1, False),
-        (4, 2, False),
-        (4, 1, True),
+    assert [point.side_px for point in GRID.points] == [512, 768, 1024] + [512, 1024] * 3
+    assert [(p.rank, p.micro_batch, p.text_tokens) for p in GRID.points[3::2]] == [
+        (64, 1, 512),
+        (4, 2, 512),
+        (4, 1, 64),
     ]
 
 
@@ -336,9 +376,10 @@ def test_what_is_linear_is_met_exactly(
         float(micro_batch > 1),
         MAX_TOKENS if text_tokens is None else min(text_tokens, MAX_TOKENS),
     )
-    found = bytes_at(values(linear), workload, max_tokens=MAX_TOKENS)
+    text_tokens = int(at[3])
+    found = bytes_at(values(linear), workload, grid=GRID, text_tokens=text_tokens)
     assert found == pytest.approx(linear(*at))
-    found = flops_at(values(quadratic), workload, max_tokens=MAX_TOKENS)
+    found = flops_at(values(quadratic), workload, grid=GRID, text_tokens=text_tokens)
     assert found == pytest.approx(quadratic(*at))
 
 
@@ -348,11 +389,12 @@ def test_a_peak_is_never_underestimated_between_sizes() -> None:
 
     for side in range(512, 1025, 16):
         workload = replace(WORKLOAD, height_px=side, width_px=side, rank=4)
-        found = bytes_at(values(peaks), workload, max_tokens=MAX_TOKENS)
+        found = bytes_at(values(peaks), workload, grid=GRID, text_tokens=MAX_TOKENS)
         assert found >= peaks(side**2, 4, 0, 0) - 1e-9
 
 
 def test_texts_of_one_length_have_no_points_for_another() -> None:
-    padded = values(lambda area, rank, copied, tokens: area)[:7]
-    workload = replace(WORKLOAD, text_tokens=1)
-    assert bytes_at(padded, workload, max_tokens=MAX_TOKENS) == 1024 * 1024
+    padded = replace(GRID, text_tokens=(MAX_TOKENS, 0))
+    assert len(padded.points) == 7
+    areas = [float(point.side_px**2) for point in padded.points]
+    assert bytes_at(areas, WORKLOAD, grid=padded, text_tokens=1) == 1024 * 1024

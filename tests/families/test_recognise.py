@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.costs.sample_cost import TARGET_GROUPS, Targets
+from lora_trainer.config.config import TARGETS, Targets
 from lora_trainer.families.base import DENOISER, BaseFacts
 from lora_trainer.families.recognise import adapter_family, stated_family
 
@@ -42,7 +42,7 @@ def files(name: str, targets: Targets) -> Iterator[Shapes]:
         }
 
 
-@pytest.mark.parametrize("targets", list(TARGET_GROUPS))
+@pytest.mark.parametrize("targets", list(TARGETS))
 @pytest.mark.parametrize("name", families.MODULES)
 def test_adapters_of_every_family_are_told_apart(name: str, targets: Targets) -> None:
     """Chroma's blocks are FLUX.1's: without metadata its adapters cannot be told from theirs."""

@@ -17,9 +17,10 @@ from torch import nn
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.config import TARGETS, AdapterSettings, Targets
 from lora_trainer.config.layers import preset_families
-from lora_trainer.costs.sample_cost import TARGET_GROUPS, Targets, Workload
+from lora_trainer.costs.cost_table import adapter_shapes, sample_cost
+from lora_trainer.costs.sample_cost import Workload
 from lora_trainer.families.base import DENOISER, PARTS, Layout, TextEncoder
 from lora_trainer.families.checkpoints.base_folder import read_header, weights
 from lora_trainer.families.locate import EMBEDDED_FOLDER
@@ -37,7 +38,7 @@ from tests.fakes.family_bases import (
 )
 
 FAMILIES = pytest.mark.parametrize("name", families.MODULES)
-KINDS = pytest.mark.parametrize("targets", list(TARGET_GROUPS))
+KINDS = pytest.mark.parametrize("targets", list(TARGETS))
 
 
 # ---- the registry
@@ -123,9 +124,9 @@ def test_a_sample_costs_something_and_more_when_larger(name: str) -> None:
         targets="transformer",
         checkpointing="none",
     )
-    cost = family.sample_cost(facts, load)
-    larger = family.sample_cost(facts, replace(load, width_px=2 * side))
-    recomputed = family.sample_cost(facts, replace(load, checkpointing="full"))
+    cost = sample_cost(family, facts, load)
+    larger = sample_cost(family, facts, replace(load, width_px=2 * side))
+    recomputed = sample_cost(family, facts, replace(load, checkpointing="full"))
     assert 0 < cost.saved_bytes < larger.saved_bytes
     assert cost.step_flops > cost.forward_flops > 0 and cost.conditioning_bytes > 0
     assert recomputed.saved_bytes < cost.saved_bytes
@@ -262,7 +263,7 @@ def test_targets_and_their_count_are_those_of_the_plan(name: str, targets: Targe
     modules = family.lora_targets(denoiser, targets)
     order = {module: place for place, (module, _) in enumerate(denoiser.named_modules())}
     assert modules == sorted(set(modules), key=lambda module: order[module])
-    shapes = family.adapter_shapes(facts, targets=targets)
+    shapes = adapter_shapes(family, facts, targets=targets)
     assert set(shapes) == set(modules)
     adapter = inject(
         {DENOISER: denoiser}, modules={DENOISER: modules}, settings=settings, alpha=3.0, seed=0

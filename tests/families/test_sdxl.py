@@ -21,7 +21,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from lora_trainer.costs.sample_cost import Targets
+from lora_trainer.config.config import Targets
 from lora_trainer.families.base import BaseFacts, Conditioning, Geometry, Layout
 from lora_trainer.families.checkpoints.base_folder import read_header
 from lora_trainer.families.checkpoints.unet_layers import ldm_module

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
+from lora_trainer.costs.cost_table import adapter_shapes
 from lora_trainer.families.base import DENOISER, BaseFacts, FileFormat, Layout, Prediction
 from lora_trainer.families.checkpoints.unet_parts import clip_parameters
 from lora_trainer.families.unet import UNetFamily, sampling_scheduler
@@ -439,7 +440,7 @@ def test_shapes_for_the_plan_are_in_the_order_of_the_modules(name: str) -> None:
     family, facts = of(name)
     denoiser: nn.Module = family.load_denoiser(facts, dtype=torch.float32, device=CPU)
     for targets in ("attention", "transformer", "all"):
-        shapes = family.adapter_shapes(facts, targets=targets)
+        shapes = adapter_shapes(family, facts, targets=targets)
         assert list(shapes) == family.lora_targets(denoiser, targets)
         for module, (fan_in, out, *rest) in shapes.items():
             weight: Any = denoiser.get_submodule(module).weight

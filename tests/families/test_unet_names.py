@@ -11,10 +11,11 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_trainer.costs.unet_cost import layers
+from lora_trainer.common.errors import InputError
+from lora_trainer.families.checkpoints.unet_config import read_unet
 from lora_trainer.families.checkpoints.unet_layers import diffusers_module, ldm_module
 from lora_trainer.families.sdxl import ARCHITECTURE as SDXL_UNET
 from tests.fakes.stable_diffusion import MINI_UNET, SD15_UNET
@@ -41,6 +42,13 @@ UNETS: Mapping[str, Mapping[str, Any]] = {
 EACH = pytest.mark.parametrize("config", UNETS.values(), ids=UNETS)
 
 
+def layers(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the modules of a U-Net that have weights."""
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**config)
+    return [name for name, module in unet.named_modules() if [*module.parameters(recurse=False)]]
+
+
 @EACH
 def test_names_are_those_that_diffusers_own_converter_reads(config: Mapping[str, Any]) -> None:
     """Every parameter is written under our name, with its own name in it; conversion gives it back."""
@@ -59,7 +67,7 @@ def test_names_are_those_that_diffusers_own_converter_reads(config: Mapping[str,
 
 @EACH
 def test_every_module_and_no_other_comes_back(config: Mapping[str, Any]) -> None:
-    names = [layer.name for layer in layers(config)]
+    names = layers(config)
     renamed = [ldm_module(name, architecture=config) for name in names]
     assert len(set(renamed)) == len(names)
     assert [diffusers_module(name, architecture=config) for name in renamed] == names
@@ -94,9 +102,10 @@ def architectures(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@settings(max_examples=20, deadline=None)
 @given(architectures())
 def test_names_of_any_unet_are_one_to_one(config: dict[str, Any]) -> None:
-    names = [layer.name for layer in layers(config)]
+    names = layers(config)
     renamed = {name: ldm_module(name, architecture=config) for name in names}
     assert len(set(renamed.values())) == len(names)
     for name, theirs in renamed.items():
@@ -124,6 +133,19 @@ def test_names_of_any_unet_are_one_to_one(config: dict[str, Any]) -> None:
 )
 def test_names_that_files_of_sdxl_have(module: str, expected: str) -> None:
     assert ldm_module(module, architecture=SDXL_UNET) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"class_embed_type": "timestep"}, "class_embed_type='timestep'"),
+        ({"addition_embed_type": "text"}, "addition_embed_type='text'"),
+        ({"down_block_types": ["DownBlock2D", "AttnDownBlock2D"]}, "AttnDownBlock2D"),
+    ],
+)
+def test_a_network_of_another_kind_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        read_unet({**MINI_UNET, **change})
 
 
 def test_it_needs_no_torch() -> None:

@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from lora_trainer.config.config import AdapterSettings, Checkpointing
-from lora_trainer.costs.unet_cost import prompt_shapes
+from lora_trainer.costs.trace import TracedNetwork
 from lora_trainer.families import family, known_base
 from lora_trainer.measuring.allocations import Passes, PassShape, Stays, built, passes, stays
 from lora_trainer.planning.caching_allocator import CachingAllocator, Event, Replay, highest_sum
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import predict
-from lora_trainer.tracing.trace import TracedNetwork
 
 SD15 = known_base("stable-diffusion-v1-5/stable-diffusion-v1-5")
 LOAD = Load(
@@ -38,7 +37,7 @@ SHAPES = [PassShape(width_px=256, height_px=256), PassShape(width_px=320, height
 
 def prompt(text_tokens: int | None) -> Mapping[str, tuple[int, ...]]:
     assert SD15 is not None
-    return prompt_shapes(SD15.architecture, text_tokens=SD15.max_tokens)
+    return family("sd15").prompt_shapes(SD15.architecture, text_tokens=SD15.max_tokens)
 
 
 @pytest.fixture(scope="module")

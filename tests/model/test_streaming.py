@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lora_trainer import families
 from lora_trainer.common.errors import RequestError
-from lora_trainer.costs.sample_cost import Checkpointing
+from lora_trainer.config.config import Checkpointing
 from lora_trainer.network.async_copies import CopyStream
 from lora_trainer.network.block_swap import (
     ALIGNMENT_BYTES,

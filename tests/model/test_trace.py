@@ -18,13 +18,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from lora_trainer import families
-from lora_trainer.config.config import AdapterSettings, Checkpointing
-from lora_trainer.costs.sample_cost import SampleCost, Targets, Workload
-from lora_trainer.families.base import Conditioning, Geometry
-from lora_trainer.lora.adapter import inject
-from lora_trainer.network.checkpointing import BlockRunner, apply_checkpointing
-from lora_trainer.network.live_storages import FusedKernels, LiveStorages, MetaAnswers, storage_key
-from lora_trainer.tracing.trace import (
+from lora_trainer.config.config import AdapterSettings, Checkpointing, Targets
+from lora_trainer.costs.sample_cost import SampleCost, Workload
+from lora_trainer.costs.trace import (
     StepTrace,
     TracedNetwork,
     add_adapters,
@@ -33,6 +29,10 @@ from lora_trainer.tracing.trace import (
     trace_step,
     traced_network,
 )
+from lora_trainer.families.base import Conditioning, Geometry
+from lora_trainer.lora.adapter import inject
+from lora_trainer.network.checkpointing import BlockRunner, apply_checkpointing
+from lora_trainer.network.live_storages import FusedKernels, LiveStorages, MetaAnswers, storage_key
 from tests.fakes.family_bases import CPU, facts_of
 
 RANK = 4

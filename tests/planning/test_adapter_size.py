@@ -14,6 +14,7 @@ from torch import nn
 from lora_trainer import families
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import AdapterSettings
+from lora_trainer.costs.cost_table import adapter_shapes
 from lora_trainer.lora.adapter import inject
 from lora_trainer.lora.adapter_size import (
     adapter_parameters,
@@ -93,7 +94,7 @@ def test_the_plan_knows_which_layers_of_a_base_are_convolutions(values: dict[str
     modules = {"denoiser": family.lora_targets(denoiser, "all")}
     adapter = inject({"denoiser": denoiser}, modules=modules, settings=chosen, alpha=4.0, seed=0)
     injected = sum(parameter.numel() for parameter in adapter.parameters())
-    assert adapter_parameters(family.adapter_shapes(facts, targets="all"), chosen) == injected
+    assert adapter_parameters(adapter_shapes(family, facts, targets="all"), chosen) == injected
 
 
 @given(dimension=st.integers(1, 3000), factor=st.sampled_from([-1, 1, 2, 3, 4, 7, 8, 16, 64]))

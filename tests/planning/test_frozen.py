@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lora_trainer.config.base_precision import BasePrecision, Quantization
+from lora_trainer.costs.cost_table import linear_shapes
 from lora_trainer.families import MODULES, family
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.quantize import QuantizedLinear, quantizable, quantize
@@ -19,7 +20,7 @@ def frozen(name: str, kept_as: BasePrecision) -> FrozenBase:
     chosen, facts = family(name), facts_of(name)
     return FrozenBase(
         parameters=facts.parts["denoiser"].parameters,
-        shapes=chosen.linear_shapes(facts),
+        shapes=linear_shapes(chosen, facts),
         quantization_skip=chosen.quantization_skip,
         block_pattern=chosen.block_pattern,
         dtype="fp32",

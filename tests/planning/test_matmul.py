@@ -10,6 +10,7 @@ import pytest
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.base_precision import INT8_TEMPORARY_BYTES, BaseMatmul
 from lora_trainer.config.config import AdapterSettings, Config
+from lora_trainer.costs.cost_table import linear_shapes
 from lora_trainer.families import family, known_base
 from lora_trainer.hardware.machine import GIB, Hardware
 from lora_trainer.planning.loads import Load, RememberedCosts
@@ -102,7 +103,7 @@ def test_another_kind_of_codes_contradicts_it() -> None:
 
 def test_sizes_that_have_no_int8_product_are_counted() -> None:
     assert dequantized_layers({"a": (8, 16), "b": (12, 16), "c": (16, 3)}) == 2
-    assert dequantized_layers(family("flux").linear_shapes(flux_facts())) == 0
+    assert dequantized_layers(linear_shapes(family("flux"), flux_facts())) == 0
 
 
 def flux_facts() -> Any:

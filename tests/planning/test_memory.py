@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from lora_trainer.config.base_precision import BasePrecision
 from lora_trainer.config.config import CHECKPOINTING, AdapterSettings, Checkpointing, Precision
+from lora_trainer.costs.cost_table import sample_cost
 from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families import family as load_family
 from lora_trainer.families import known_base
-from lora_trainer.families.base import BaseFacts, PartFacts
+from lora_trainer.families.base import BaseFacts, Family, PartFacts
 from lora_trainer.families.checkpoints.base_folder import READ_BYTES
 from lora_trainer.lora.adapter_size import adapter_parameters
 from lora_trainer.planning.device_overhead import (
@@ -28,7 +29,7 @@ from lora_trainer.planning.device_overhead import (
 )
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import GIB, Prediction, predict
-from tests.fakes.stable_diffusion import UNetCosts, WideUNetCosts, mini_facts, sd15_facts
+from tests.fakes.stable_diffusion import SD15, WideCosts, mini_facts, sd15_facts
 
 LOAD = Load(
     device="cuda",
@@ -47,7 +48,7 @@ LOAD = Load(
     prepared_samples=4,
 )
 OUTSIDE_THE_ALLOCATOR = ("runtime", "library workspaces", "allocator slack")
-COSTS = RememberedCosts(family=UNetCosts())
+COSTS = RememberedCosts(family=SD15)
 
 
 def adapter(**settings: Any) -> AdapterSettings:
@@ -86,7 +87,7 @@ def test_sd15_agrees_with_a_tracer_and_with_a_published_measurement(
     the adapter as peft does. Ours takes less.
     """
     load = replace(LOAD, checkpointing=checkpointing)
-    wide = predict(load, facts=sd15_facts(), costs=RememberedCosts(family=WideUNetCosts()))
+    wide = predict(load, facts=sd15_facts(), costs=WideCosts(family=SD15))
     made = items(wide)
     in_use_gib = sum(made[name] for name in made if name not in OUTSIDE_THE_ALLOCATOR) / GIB
     assert in_use_gib == pytest.approx(traced_gib, rel=0.05)
@@ -137,7 +138,7 @@ def test_more_of_anything_never_takes_less(micro_batch: int, rank: int, side_px:
 def test_encoding_images_may_be_the_highest_phase() -> None:
     small = replace(mini_facts(), parts={**sd15_facts().parts, "denoiser": PartFacts(parameters=1)})
     load = replace(LOAD, bucket_px=(512, 512), checkpointing="full")
-    made = predict(load, facts=small, costs=RememberedCosts(family=UNetCosts()))
+    made = predict(load, facts=small, costs=RememberedCosts(family=SD15))
     assert made.peak_phase == "images"
     assert items(made)["image encoding"] == 4 * 640 * 512 * 512
     assert items(made)["VAE weights"] == 4 * 83_653_863
@@ -150,11 +151,11 @@ def with_text(parameters: int) -> BaseFacts:
 
 def test_text_encoders_are_alone_on_the_device_in_their_own_dtype() -> None:
     facts = with_text(2_000_000_000)
-    full = predict(LOAD, facts=facts, costs=RememberedCosts(family=UNetCosts()))
+    full = predict(LOAD, facts=facts, costs=RememberedCosts(family=SD15))
     half = predict(
         replace(LOAD, text_precision="bf16"),
         facts=facts,
-        costs=RememberedCosts(family=UNetCosts()),
+        costs=RememberedCosts(family=SD15),
     )
     for made, size in ((full, 8e9), (half, 4e9)):
         found = {item.name: item.bytes for item in made.by_phase["texts"]}
@@ -165,7 +166,7 @@ def test_text_encoders_are_alone_on_the_device_in_their_own_dtype() -> None:
 
 
 def test_offloaded_text_encoders_take_the_room_of_their_largest_layer() -> None:
-    facts, costs = with_text(2_000_000_000), RememberedCosts(family=UNetCosts())
+    facts, costs = with_text(2_000_000_000), RememberedCosts(family=SD15)
     whole = predict(LOAD, facts=facts, costs=costs)
     offloaded = predict(replace(LOAD, text_offload=True), facts=facts, costs=costs)
     layers = [item.bytes for item in offloaded.by_phase["texts"] if "layer" in item.name]
@@ -324,20 +325,21 @@ def test_convolutions_of_a_processor_lay_their_tensors_out_anew() -> None:
     assert processor["sample image"] == 4 * 960 * side_px**2
 
 
-def test_a_workload_is_computed_once_alone_and_once_in_company() -> None:
-    class Counting(UNetCosts):
-        calls = 0
+def test_a_workload_is_computed_once_alone_and_once_in_company(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Workload] = []
 
-        def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
-            self.calls += 1
-            return super().sample_cost(facts, workload)
+    def counting(family: Family, facts: BaseFacts, workload: Workload) -> SampleCost:
+        calls.append(workload)
+        return sample_cost(family, facts, workload)
 
-    counting = Counting()
-    remembered = RememberedCosts(family=counting)
+    monkeypatch.setattr("lora_trainer.planning.loads.sample_cost", counting)
+    remembered = RememberedCosts(family=SD15)
     for micro_batch in (1, 2, 3):
         load = replace(LOAD, micro_batch=micro_batch)
         predict(load, facts=sd15_facts(), costs=remembered)
-    assert counting.calls == 2
+    assert len(calls) == 2
 
 
 # ---- how the base is kept

@@ -25,9 +25,9 @@ from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.lora.adapter_size import adapter_parameters
 from lora_trainer.planning.loads import RememberedCosts
 from lora_trainer.planning.plan import Plan, PlanInput, plan
-from tests.fakes.stable_diffusion import UNetCosts, mini_facts, sd15_facts
+from tests.fakes.stable_diffusion import SD15, mini_facts, sd15_facts
 
-COSTS = RememberedCosts(family=UNetCosts())
+COSTS = RememberedCosts(family=SD15)
 LEFT_TO_RUN = {
     *("base.model", "base.companion", "data.caption_tokens", "data.cache_dir", "output.name"),
 }
@@ -78,7 +78,7 @@ def request(
         decided={"output.format": ("kohya", "known before")},
         resolved=resolved,
         facts=sd15_facts(),
-        family=UNetCosts(),
+        family=SD15,
         hardware=hardware,
         images=images,
         samples_per_epoch=images * repeats,
@@ -434,7 +434,7 @@ def test_a_lowered_value_says_what_was_asked_and_the_bytes() -> None:
     made = planned(free_gib=3.1, overrides=asked)
     (decision,) = [d for d in made.decisions if d.key == "memory.gradient_checkpointing"]
     assert decision.value == "selective"
-    assert decision.reason.startswith("instead of none: light would take 3.63 GiB")
+    assert decision.reason.startswith("instead of none: light would take 3.62 GiB")
     assert "3.10 GiB free on NVIDIA GeForce RTX 3060" in decision.reason
     assert 0 < decision.bytes <= 3.1 * GIB
 
@@ -504,7 +504,7 @@ def test_the_embedded_base_plans_on_a_processor() -> None:
     given = replace(
         request(hardware=WITHOUT_CARD, tier="cpu", buckets=()),
         facts=mini_facts(),
-        family=UNetCosts(),
+        family=SD15,
     )
     made = plan(given)
     assert made.config.data.resolution == 64

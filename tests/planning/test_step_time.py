@@ -22,7 +22,7 @@ from lora_trainer.planning.step_time import (
     gpu_step_time,
     step_work,
 )
-from tests.fakes.stable_diffusion import UNetCosts, WideUNetCosts, mini_facts, sd15_facts
+from tests.fakes.stable_diffusion import SD15, WideCosts, mini_facts, sd15_facts
 
 LOAD = Load(
     device="cuda",
@@ -40,7 +40,7 @@ LOAD = Load(
     sample_side_px=512,
     prepared_samples=4,
 )
-COSTS = RememberedCosts(family=UNetCosts())
+COSTS = RememberedCosts(family=SD15)
 FLUX_COSTS = RememberedCosts(family=family("flux"))
 
 
@@ -74,7 +74,7 @@ def test_a_published_step_on_an_h100_lies_in_the_range(
     checkpointing: Checkpointing, published_s: float
 ) -> None:
     """Of a trainer that runs adapters as peft does."""
-    costs = RememberedCosts(family=WideUNetCosts())
+    costs = WideCosts(family=SD15)
     load = replace(LOAD, checkpointing=checkpointing)
     work = step_work(load, facts=sd15_facts(), costs=costs, batch_size=1, pinnable_bytes=None)
     time = gpu_step_time(work, card("NVIDIA H100 80GB HBM3", total_bytes=8 * GIB), precision="bf16")
@@ -158,7 +158,7 @@ def test_a_measured_step_on_two_cores_lies_in_the_range() -> None:
         bucket_px=(64, 64),
         adapter=AdapterSettings(rank=16, targets="all"),
     )
-    costs = RememberedCosts(family=UNetCosts())
+    costs = RememberedCosts(family=SD15)
     work = step_work(load, facts=mini_facts(), costs=costs, batch_size=8, pinnable_bytes=None)
     time = cpu_step_time(work, threads=2)
     assert time.low_s < 55 / 300 < time.high_s

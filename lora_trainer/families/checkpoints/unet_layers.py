@@ -19,9 +19,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from lora_trainer.costs.unet_cost import read_unet
-from lora_trainer.costs.unet_network import UNet
 from lora_trainer.families.base import DENOISER, Header, WeightPlace
+from lora_trainer.families.checkpoints.unet_config import UNet, read_unet
 from lora_trainer.families.checkpoints.unet_file import unet_names
 from lora_trainer.families.text.clip import TEXT_MODEL, ClipPart
 

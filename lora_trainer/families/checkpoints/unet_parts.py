@@ -7,12 +7,11 @@ file that do not match. Torch-free.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.costs.unet_cost import parameters
 from lora_trainer.families.base import Header, Layout
 from lora_trainer.families.checkpoints import unet_file
 from lora_trainer.families.checkpoints.base_folder import (
@@ -77,8 +76,16 @@ def training_marks(layout: Layout) -> frozenset[str]:
     return frozenset(name for name in names if name in {V_PREDICTION, ZERO_TERMINAL_SNR})
 
 
-def count_unet(layout: Layout, architecture: Mapping[str, Any]) -> int:
-    """Count a U-Net's parameters; raises InputError for a checkpoint that its configuration does not match."""
+def count_unet(
+    layout: Layout,
+    architecture: Mapping[str, Any],
+    *,
+    parameters_of: Callable[[Mapping[str, Any]], int],
+) -> int:
+    """Count a U-Net's parameters; raises InputError for a checkpoint that its configuration does not match.
+
+    `parameters_of` counts those of a configuration; it is called for a checkpoint only.
+    """
     single = part_file(layout, "denoiser")
     if single is None:
         return count_parameters(weights(part_folder(layout, "denoiser", "unet")))
@@ -90,7 +97,7 @@ def count_unet(layout: Layout, architecture: Mapping[str, Any]) -> int:
             fix="use the fp16 or bf16 version of the checkpoint",
         )
     names = unet_file.unet_names(header).values()
-    count, companion_count = _elements(header, names), sum(parameters(architecture).values())
+    count, companion_count = _elements(header, names), parameters_of(architecture)
     if count != companion_count or header_traits(header) != config_traits(architecture):
         raise InputError(
             f"the denoiser in {single} has {count:,} parameters, "

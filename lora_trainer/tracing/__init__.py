@@ -1,1 +1,0 @@
-"""What a network costs, traced on meta tensors and kept in a table."""
