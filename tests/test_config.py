@@ -21,6 +21,7 @@ from lora_trainer.config.config import (
     parse_assignment,
     setting_keys,
 )
+from lora_trainer.config.constraints import SETTINGS, Rule
 
 
 def test_every_setting_is_documented_in_one_line() -> None:
@@ -75,91 +76,10 @@ def test_a_flat_config_builds_the_same_config() -> None:
         ({"optimizer.learning_rate": float("inf")}, "optimizer.learning_rate=inf"),
         ({"adapter.rank": 0}, "adapter.rank=0"),
         ({"train.precision": "fp8"}, "train.precision='fp8'"),
-        (
-            {"objective.min_timestep": 9, "objective.max_timestep": 3},
-            "min_timestep=9 is above objective.max_timestep=3",
-        ),
-        (
-            {"objective.weighting": "soft_min_snr", "objective.min_snr_gamma": None},
-            "objective.weighting=soft_min_snr needs a number as objective.min_snr_gamma",
-        ),
-        ({"adapter.alpha": 500, "adapter.rank": 4}, "over 100 times adapter.rank=4"),
-        (
-            {"train.steps": 10, "output.save_every_steps": 11},
-            "save_every_steps=11 is above train.steps=10",
-        ),
-        (
-            {"memory.micro_batch": 4, "train.batch_size": 2},
-            "micro_batch=4 is above train.batch_size=2",
-        ),
-        ({"adapter.dora": True, "adapter.kind": "loha"}, "dora is for adapter.kind=lora, not loha"),
-        (
-            {"adapter.rslora": True, "adapter.kind": "lokr"},
-            "rslora is for adapter.kind=lora, not lokr",
-        ),
-        (
-            {"adapter.init": "pissa", "adapter.kind": "oft"},
-            "init=pissa is for adapter.kind=lora, not oft",
-        ),
-        (
-            {"adapter.dora": True, "adapter.init": "pissa"},
-            "dora and adapter.init=pissa cannot be combined",
-        ),
-        (
-            {"adapter.init": "pissa", "train.init_from": "a.safetensors"},
-            "adapter.init=pissa and train.init_from both set the first weights",
-        ),
-        ({"adapter.kind": "oft", "adapter.alpha": 8}, "a rotation, which has no alpha"),
-        (
-            {"adapter.kind": "oft", "adapter.targets": "all", "adapter.conv_alpha": 8},
-            "a rotation, which has no alpha",
-        ),
-        (
-            {"optimizer.max_weight_norm": 1.0, "adapter.kind": "oft"},
-            "optimizer.max_weight_norm and adapter.kind=oft cannot be combined",
-        ),
-        (
-            {"optimizer.max_weight_norm": 1.0, "adapter.dora": True},
-            "optimizer.max_weight_norm and adapter.dora cannot be combined",
-        ),
-        (
-            {"optimizer.max_weight_norm": 1.0, "adapter.init": "pissa"},
-            "optimizer.max_weight_norm and adapter.init=pissa cannot be combined",
-        ),
-        (
-            {"adapter.rank_dropout": 0.1, "adapter.kind": "loha"},
-            "rank_dropout is for adapter.kind=lora, not loha",
-        ),
-        (
-            {"adapter.dropout": 0.1, "adapter.kind": "oft"},
-            "dropout is for lora, loha and lokr, not adapter.kind=oft",
-        ),
-        (
-            {"adapter.module_dropout": 0.1, "adapter.dora": True},
-            "module_dropout cannot switch off DoRA's norms",
-        ),
-        ({"adapter.lokr_factor": 4}, "lokr_factor is -1 or at least 1, and for adapter.kind=lokr"),
-        ({"adapter.lokr_factor": 0, "adapter.kind": "lokr"}, "lokr_factor is -1 or at least 1"),
-        ({"adapter.conv_rank": 4}, "conv_rank and conv_alpha are for convolutions"),
-        (
-            {"adapter.conv_alpha": 4, "adapter.targets": "attention"},
-            "conv_rank and conv_alpha are for convolutions",
-        ),
-        (
-            {"adapter.kind": "loha", "optimizer.lora_plus_ratio": 16},
-            "lora_plus_ratio is for adapter.kind=lora, not loha",
-        ),
-        (
-            {"optimizer.text_encoder_learning_rate": 1e-5},
-            "text_encoder_learning_rate needs adapter.text_encoder=true",
-        ),
-        (
-            {"adapter.rank_pattern": {"(": 4}},
-            "rank_pattern has '(', which is no regular expression",
-        ),
+        ({"adapter.rank_pattern": {"(": 4}}, "rank_pattern='(': '(' is no regular expression"),
         (
             {"optimizer.learning_rate_pattern": {"ff[": 2.0}},
-            "learning_rate_pattern has 'ff[', which is no regular expression",
+            "learning_rate_pattern='ff[': 'ff[' is no regular expression",
         ),
         ({"adapter.rank_pattern": {"attn": 0}}, "adapter.rank_pattern"),
         ({"optimizer.learning_rate_pattern": {"attn": -1}}, "optimizer.learning_rate_pattern"),
@@ -174,6 +94,41 @@ def test_what_is_wrong_is_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as caught:
         build_config(values)
     assert message in caught.value.found
+
+
+BROKEN: list[dict[str, Any]] = [
+    {"objective.min_timestep": 9, "objective.max_timestep": 3},
+    {"objective.weighting": "soft_min_snr", "objective.min_snr_gamma": None},
+    {"adapter.alpha": 500, "adapter.rank": 4},
+    {"output.save_every_steps": 11, "train.steps": 10},
+    {"memory.micro_batch": 4, "train.batch_size": 2},
+    {"data.resolution": 64, "data.more_resolutions": [32, 64]},
+    {"objective.prior": "base"},
+    {"objective.preservation_weight": 1.0, "data.class_word": "toy"},
+    {"adapter.new_tokens": 2, "data.trigger": " "},
+    {"adapter.dora": True, "adapter.init": "pissa"},
+    {"adapter.init": "pissa", "train.init_from": "a.safetensors"},
+    {"adapter.new_tokens": 2, "train.init_from": "a.safetensors", "data.trigger": "toy"},
+    {"adapter.lokr_factor": 0, "adapter.kind": "lokr"},
+    {"optimizer.name": "prodigy", "optimizer.learning_rate_pattern": {"ff": 0.5}},
+    {"optimizer.beta1": 0, "optimizer.name": "schedulefree_adamw"},
+    {"optimizer.name": "muon", "adapter.kind": "oft"},
+    {"output.weights": "ema"},
+    {"memory.base_precision": "bf16", "train.precision": "fp32"},
+    {"memory.base_matmul": "int8", "memory.base_precision": "nf4"},
+    {"memory.streamed_blocks": 2, "memory.gradient_checkpointing": "none"},
+    {"memory.text_encoder_offload": True, "adapter.text_encoder": True},
+]
+"""Settings that break one rule of `constraints.SETTINGS` each, in its order; the first is refused by name."""
+
+
+@pytest.mark.parametrize(("rule", "values"), list(zip(SETTINGS, BROKEN, strict=True)))
+def test_each_rule_among_settings_is_said_alone(rule: Rule, values: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        build_config(values)
+    assert next(iter(values)) in caught.value.found
+    assert caught.value.found.startswith(rule.found.partition("{")[0])
+    assert caught.value.found.count(". ") == 0, "nothing else is wrong with them"
 
 
 @pytest.mark.parametrize(
@@ -257,8 +212,8 @@ def test_limits_themselves_are_allowed(values: dict[str, Any]) -> None:
 def test_all_contradictions_are_named_at_once() -> None:
     with pytest.raises(RequestError) as caught:
         build_config({"adapter.kind": "loha", "adapter.dora": True, "optimizer.lora_plus_ratio": 2})
-    assert "adapter.dora is for" in caught.value.found
-    assert "optimizer.lora_plus_ratio is for" in caught.value.found
+    for key in ("adapter.dora=true", "optimizer.lora_plus_ratio=2.0"):
+        assert f"{key} needs adapter.kind=lora, but it is loha: leave" in caught.value.found
 
 
 def test_a_config_cannot_change() -> None:

@@ -189,7 +189,7 @@ def test_both_encoders_of_sdxl_learn_the_word(tmp_path: Path) -> None:
         (
             {"adapter.new_tokens": 0, "adapter.new_tokens_from": "cat"},
             "sd15",
-            "needs adapter.new_tokens",
+            "without effect while adapter.new_tokens is 0",
         ),
     ],
 )

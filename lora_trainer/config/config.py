@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from lora_trainer.common.errors import RequestError, did_you_mean
 from lora_trainer.common.redaction import secret_keys
+from lora_trainer.config.constraints import contradictions, why_unused
 from lora_trainer.config.declare import (
     CHECKPOINTING,
     CHUNK_TOKENS,
@@ -118,22 +119,7 @@ class SettingInfo:
 
         `values` are by `section.name`; a missing value or `auto` may still become any value.
         """
-        decided = {key: value for key, value in values.items() if value != "auto"}
-        for key, allowed in self.only_for.items():
-            if key in decided and decided[key] not in allowed:
-                alternatives = " or ".join(map(_typed, allowed))
-                return f"needs {key}={alternatives}, but it is {_typed(decided[key])}"
-        for key, refused in self.not_for.items():
-            if key in decided and decided[key] in refused:
-                return f"without effect while {key} is {_typed(decided[key])}"
-        if self.idle_with and all(decided.get(key) in idle for key, idle in self.idle_with.items()):
-            idle = (f"{key} is {_typed(decided[key])}" for key in self.idle_with)
-            return f"without effect while {' and '.join(idle)}"
-        return ""
-
-
-def _typed(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+        return why_unused(self.only_for, self.not_for, self.idle_with, values)
 
 
 def all_settings() -> list[SettingInfo]:
@@ -270,9 +256,12 @@ def _validated(values: Mapping[str, Any], kind: type[C]) -> C:
         section, name = key.split(".")
         nested.setdefault(section, {})[name] = value
     try:
-        return kind.model_validate(nested)
+        config = kind.model_validate(nested)
     except ValidationError as error:
         raise RequestError(_explain(error), fix="change these values") from None
+    if sentences := " ".join(contradictions(config)):
+        raise RequestError(sentences, fix="change these values")
+    return config
 
 
 RETIRED_SETTINGS = frozenset({"memory.kept_share", "memory.modulation_cache"})

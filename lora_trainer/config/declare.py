@@ -6,11 +6,12 @@ settings share. `auto` is an ordinary value here; the planner replaces it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Never, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
 from typing_extensions import TypeVar  # the one of typing has no default before Python 3.13
 
 Auto = Literal["auto"]
@@ -72,6 +73,17 @@ OptimizerName = Literal[
 ]
 SCHEDULE_FREE: OptimizerName = "schedulefree_adamw"
 
+
+def _regular_expression(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression ({error})") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_regular_expression)]
+"""A regular expression on module names."""
 Needs = Mapping[str, Sequence[Any]]
 """`section.name` of other settings -> the values that the condition lists."""
 
@@ -84,6 +96,7 @@ def setting(
     only_for: Needs = MappingProxyType({}),
     not_for: Needs = MappingProxyType({}),
     idle_with: Needs = MappingProxyType({}),
+    enforced: bool = False,
     path: bool = False,
     headline: bool = False,
     **constraints: Any,
@@ -92,13 +105,16 @@ def setting(
 
     The setting has an effect only while each setting in `only_for` has one of its listed values, no setting
     in `not_for` has, and not all settings in `idle_with` have; otherwise it changes nothing, or is refused
-    (tests/test_unused_settings.py). `path`: the value may name a file or folder of this machine. `headline`:
-    a plan shows the setting even when it is asked for the important settings only.
+    (tests/test_unused_settings.py): `enforced` refuses every value but the default where it has no effect.
+    `path`: the value may name a file or folder of this machine. `headline`: a plan shows the setting even
+    when it is asked for the important settings only.
     """
     extra: dict[str, Any] = {"unit": unit}
     for name, needs in (("only_for", only_for), ("not_for", not_for), ("idle_with", idle_with)):
         if needs:
             extra[name] = {key: list(values) for key, values in needs.items()}
+    if enforced:
+        extra["enforced"] = True
     if path:
         extra["path"] = True
     if headline:

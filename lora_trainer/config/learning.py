@@ -23,6 +23,7 @@ from lora_trainer.config.declare import (
     AutoScale,
     Count,
     Interval,
+    Pattern,
     Precision,
     Section,
     Targets,
@@ -44,7 +45,10 @@ class AdapterSettings(Section):
         headline=True,
     )
     alpha: AutoScale = setting(
-        "auto", "scale the update by alpha / rank; auto: alpha = rank", not_for=NOT_OFT
+        "auto",
+        "scale the update by alpha / rank; auto: alpha = rank",
+        not_for=NOT_OFT,
+        enforced=True,
     )
     conv_rank: int | None = setting(
         None,
@@ -52,6 +56,7 @@ class AdapterSettings(Section):
         ge=1,
         le=1024,
         only_for=CONVOLUTIONS,
+        enforced=True,
     )
     conv_alpha: float | None = setting(
         None,
@@ -60,24 +65,28 @@ class AdapterSettings(Section):
         le=4096,
         only_for=CONVOLUTIONS,
         not_for=NOT_OFT,
+        enforced=True,
     )
-    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=1024)]] = setting(
+    rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=1024)]] = setting(
         {}, "rank by regular expression on the module name, first match wins"
     )
     dora: bool = setting(
         False,
         "learn each output's norm separately (Liu et al. 2024, arXiv 2402.09353); LoRA only",
         only_for=LORA,
+        enforced=True,
     )
     rslora: bool = setting(
         False,
         "scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); LoRA only",
         only_for=LORA,
+        enforced=True,
     )
     init: Literal["default", "pissa"] = setting(
         "default",
         "start at zero, or at the top singular vectors (Meng et al. 2024, arXiv 2404.02948); LoRA only",
         only_for=LORA,
+        enforced=True,
     )
     dropout: float = setting(
         0.0,
@@ -85,6 +94,7 @@ class AdapterSettings(Section):
         ge=0.0,
         le=0.9,
         not_for=NOT_OFT,
+        enforced=True,
     )
     rank_dropout: float = setting(
         0.0,
@@ -92,6 +102,7 @@ class AdapterSettings(Section):
         ge=0.0,
         le=0.9,
         only_for=LORA,
+        enforced=True,
     )
     module_dropout: float = setting(
         0.0,
@@ -99,6 +110,7 @@ class AdapterSettings(Section):
         ge=0.0,
         le=0.9,
         not_for={**NOT_OFT, "adapter.dora": (True,)},
+        enforced=True,
     )
     lokr_factor: int = setting(
         -1,
@@ -106,6 +118,7 @@ class AdapterSettings(Section):
         ge=-1,
         le=1024,
         only_for={"adapter.kind": ("lokr",)},
+        enforced=True,
     )
     text_encoder: bool = setting(
         False, "train the text encoders too; their outputs cannot be cached then"
@@ -123,6 +136,7 @@ class AdapterSettings(Section):
         min_length=1,
         max_length=100,
         not_for=WITHOUT_NEW_TOKENS,
+        enforced=True,
     )
     targets: Targets = setting(
         "transformer",
@@ -167,6 +181,7 @@ class TrainSettings(Section, Generic[A_co]):
         False,
         "halve max_grad_norm when the loss jumps, three times at most",
         not_for={"train.max_grad_norm": (0.0,)},
+        enforced=True,
     )
     lower_on_plateau: bool = setting(
         False,
@@ -179,6 +194,7 @@ class TrainSettings(Section, Generic[A_co]):
         gt=0.0,
         lt=1.0,
         not_for=NOT_SCHEDULE_FREE,
+        enforced=True,
     )
     text_encoder_until: float = setting(
         1.0,
@@ -186,6 +202,7 @@ class TrainSettings(Section, Generic[A_co]):
         gt=0.0,
         le=1.0,
         only_for={"adapter.text_encoder": (True,)},
+        enforced=True,
     )
     new_tokens_until: float = setting(
         1.0,
@@ -193,6 +210,7 @@ class TrainSettings(Section, Generic[A_co]):
         gt=0.0,
         le=1.0,
         not_for=WITHOUT_NEW_TOKENS,
+        enforced=True,
     )
     validate_every_steps: Interval | A_co = setting(
         "auto", "steps between validations; 0: never", not_for=WITHOUT_VALIDATION
@@ -203,6 +221,7 @@ class TrainSettings(Section, Generic[A_co]):
         ge=1,
         le=1000,
         not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
+        enforced=True,
     )
     deterministic: bool = setting(
         False,

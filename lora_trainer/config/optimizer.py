@@ -16,6 +16,7 @@ from lora_trainer.config.declare import (
     NOT_SCHEDULE_FREE,
     WITHOUT_NEW_TOKENS,
     OptimizerName,
+    Pattern,
     Section,
     setting,
 )
@@ -43,6 +44,7 @@ class OptimizerSettings(Section):
         le=10.0,
         only_for={"adapter.text_encoder": (True,)},
         not_for={OF: ("prodigy",)},
+        enforced=True,
     )
     new_tokens_learning_rate: float | None = setting(
         None,
@@ -50,8 +52,9 @@ class OptimizerSettings(Section):
         gt=0.0,
         le=10.0,
         not_for={**WITHOUT_NEW_TOKENS, OF: ("prodigy",)},
+        enforced=True,
     )
-    learning_rate_pattern: dict[str, Annotated[float, Field(ge=0, le=1000)]] = setting(
+    learning_rate_pattern: dict[Pattern, Annotated[float, Field(ge=0, le=1000)]] = setting(
         {},
         "factor on the learning rate by regular expression on the module name, first match wins; 0: frozen",
     )
@@ -62,6 +65,7 @@ class OptimizerSettings(Section):
         le=1000.0,
         only_for=LORA,
         not_for={OF: ("prodigy",)},
+        enforced=True,
     )
     beta1: float = setting(
         0.9, "decay of the first moment", ge=0.0, lt=1.0, not_for={OF: ("adafactor",)}
@@ -105,6 +109,7 @@ class OptimizerSettings(Section):
             "adapter.dora": (True,),
             "adapter.init": ("pissa",),
         },
+        enforced=True,
     )
     schedule: Literal["constant", "linear", "cosine"] = setting(
         "cosine", "shape of the learning rate after warm-up", not_for=NOT_SCHEDULE_FREE

@@ -137,6 +137,7 @@ class OutputSettings(Section, Generic[A_co]):
         False,
         "also export the weights with the lowest validation loss, as NAME-best.safetensors",
         not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
+        enforced=True,
     )
     measure: bool = setting(
         True, "measure the finished adapter's weights, ranks and gain for report.html"

@@ -1,0 +1,226 @@
+"""Which settings exclude or need each other: one table of rules (when, sentence, fix), each stated once.
+
+A rule about one setting that is without effect beside another stands with the setting itself, as `only_for`,
+`not_for` and `idle_with`: the form greys the field out, and an `enforced` setting is refused. `SETTINGS` has
+the rules that need more than that. Input: a config; output: sentences that name values, reason and remedy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from lora_trainer.config.base_precision import QUANTIZATIONS
+from lora_trainer.config.declare import SCHEDULE_FREE, Needs
+from lora_trainer.config.sections import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One rule: settings for which `when` holds are refused. `found` and `fix` may name values as {section.name}."""
+
+    when: Callable[[Config], bool]
+    found: str
+    fix: str
+
+    def sentence(self, config: Config) -> str:
+        """Return what is wrong and what to do, in one line."""
+        return f"{self.found}: {self.fix}.".format_map(dict(config))
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """Yield a sentence for each rule that these settings break; `auto` breaks none."""
+    yield from _without_effect(config)
+    yield from (rule.sentence(config) for rule in SETTINGS if rule.when(config))
+
+
+def why_unused(only_for: Needs, not_for: Needs, idle_with: Needs, values: Mapping[str, Any]) -> str:
+    """Return the reason why a setting with these conditions has no effect beside `values`, else "".
+
+    `values` are by `section.name`; a missing value or `auto` may still become any value.
+    """
+    decided = {key: value for key, value in values.items() if value != "auto"}
+    for key, allowed in only_for.items():
+        if key in decided and decided[key] not in allowed:
+            alternatives = " or ".join(map(typed, allowed))
+            return f"needs {key}={alternatives}, but it is {typed(decided[key])}"
+    for key, refused in not_for.items():
+        if key in decided and decided[key] in refused:
+            return f"without effect while {key} is {typed(decided[key])}"
+    if idle_with and all(decided.get(key) in idle for key, idle in idle_with.items()):
+        idle = (f"{key} is {typed(decided[key])}" for key in idle_with)
+        return f"without effect while {' and '.join(idle)}"
+    return ""
+
+
+def typed(value: Any) -> str:
+    """Return a value as a user types it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    """Yield a sentence for each `enforced` setting that is set where it has no effect."""
+    values = {
+        f"{section}.{name}": value for section, settings in config for name, value in settings
+    }
+    for section, settings in config:
+        for name, field in type(settings).model_fields.items():
+            extra = field.json_schema_extra
+            assert isinstance(extra, dict)  # `setting` declares every field with one
+            key = f"{section}.{name}"
+            if not extra.get("enforced") or values[key] == field.default:
+                continue
+            only_for, not_for, idle_with = (
+                cast(Needs, extra.get(each, {})) for each in ("only_for", "not_for", "idle_with")
+            )
+            if reason := why_unused(only_for, not_for, idle_with, values):
+                is_idle = "is " if reason.startswith("without") else ""
+                yield f"{key}={typed(values[key])} {is_idle}{reason}: leave {key} out."
+
+
+def _above(value: float | str, limit: float | str) -> bool:
+    return not isinstance(value, str) and not isinstance(limit, str) and value > limit
+
+
+def _trains_text(c: Config) -> bool:
+    return c.adapter.text_encoder or c.adapter.new_tokens > 0
+
+
+SETTINGS: tuple[Rule, ...] = (
+    Rule(
+        when=lambda c: c.objective.min_timestep > c.objective.max_timestep,
+        found="objective.min_timestep={objective.min_timestep} is above "
+        "objective.max_timestep={objective.max_timestep}",
+        fix="lower one of them",
+    ),
+    Rule(
+        when=lambda c: (
+            c.objective.weighting in ("min_snr", "soft_min_snr")
+            and c.objective.min_snr_gamma is None
+        ),
+        found="objective.weighting={objective.weighting} needs a number as objective.min_snr_gamma",
+        fix="5 is usual",
+    ),
+    Rule(
+        when=lambda c: _above(c.adapter.alpha, c.adapter.rank * 100),
+        found="adapter.alpha={adapter.alpha} is over 100 times adapter.rank={adapter.rank}",
+        fix="use at most 100 times the rank",
+    ),
+    Rule(
+        when=lambda c: _above(c.output.save_every_steps, c.train.steps),
+        found="output.save_every_steps={output.save_every_steps} is above train.steps={train.steps}",
+        fix="lower it, or 0 for only at the end",
+    ),
+    Rule(
+        when=lambda c: _above(c.memory.micro_batch, c.train.batch_size),
+        found="memory.micro_batch={memory.micro_batch} is above train.batch_size={train.batch_size}",
+        fix="use at most {train.batch_size}",
+    ),
+    Rule(
+        when=lambda c: (
+            len({c.data.resolution, *c.data.more_resolutions}) <= len(c.data.more_resolutions)
+        ),
+        found="data.resolution={data.resolution} and data.more_resolutions={data.more_resolutions} "
+        "name a size twice",
+        fix="leave it out of data.more_resolutions",
+    ),
+    # ---- what the samples are, and what they teach
+    Rule(
+        when=lambda c: c.objective.prior == "base" and not c.data.has_regularisation,
+        found="objective.prior=base needs regularisation images",
+        fix="give data.regularisation_dir or mark a folder",
+    ),
+    Rule(
+        when=lambda c: (
+            c.objective.preservation_weight > 0
+            and (c.data.class_word is None or not c.data.triggers)
+        ),
+        found="objective.preservation_weight={objective.preservation_weight:g} replaces data.trigger by "
+        "data.class_word in captions",
+        fix="give both",
+    ),
+    Rule(
+        when=lambda c: c.adapter.new_tokens > 0 and not (c.data.trigger or "").strip(),
+        found="adapter.new_tokens learns vectors for data.trigger, which is empty",
+        fix="choose a trigger word",
+    ),
+    # ---- the adapter and its first weights
+    Rule(
+        when=lambda c: c.adapter.dora and c.adapter.init == "pissa",
+        found="adapter.dora and adapter.init=pissa cannot be combined",
+        fix="choose one",
+    ),
+    Rule(
+        when=lambda c: c.adapter.init == "pissa" and c.train.init_from is not None,
+        found="adapter.init=pissa and train.init_from both set the first weights",
+        fix="choose one",
+    ),
+    Rule(
+        when=lambda c: c.adapter.new_tokens > 0 and c.train.init_from is not None,
+        found="adapter.new_tokens starts new vectors, train.init_from continues a file",
+        fix="choose one",
+    ),
+    Rule(
+        when=lambda c: c.adapter.lokr_factor == 0,
+        found="adapter.lokr_factor=0 is no size",
+        fix="use -1 or at least 1",
+    ),
+    # ---- the optimizer
+    Rule(
+        when=lambda c: (
+            c.optimizer.name == "prodigy"
+            and any(factor not in (0, 1) for factor in c.optimizer.learning_rate_pattern.values())
+        ),
+        found="optimizer.name=prodigy estimates a single rate for all weights",
+        fix="the factors of optimizer.learning_rate_pattern can be 0 and 1 only",
+    ),
+    Rule(
+        when=lambda c: c.optimizer.name == SCHEDULE_FREE and c.optimizer.beta1 == 0,
+        found="optimizer.name={optimizer.name} averages the weights itself, and optimizer.beta1=0 "
+        "switches that off",
+        fix="0.9 is usual",
+    ),
+    Rule(
+        when=lambda c: c.optimizer.name == "muon" and c.adapter.kind == "oft",
+        found="optimizer.name=muon updates matrices, adapter.kind=oft has none",
+        fix="choose one",
+    ),
+    Rule(
+        when=lambda c: c.output.weights == "ema" and c.train.ema_decay is None,
+        found="output.weights=ema needs train.ema_decay",
+        fix="0.995 is usual",
+    ),
+    # ---- memory
+    Rule(
+        when=lambda c: (
+            "auto" not in (c.memory.base_precision, c.train.precision)
+            and c.memory.base_precision not in (c.train.precision, *QUANTIZATIONS)
+        ),
+        found="memory.base_precision={memory.base_precision} and train.precision={train.precision} differ",
+        fix="use the same for both, or int8, fp8 or nf4 for the base",
+    ),
+    Rule(
+        when=lambda c: (
+            c.memory.base_matmul == "int8" and c.memory.base_precision not in ("auto", "int8")
+        ),
+        found="memory.base_matmul=int8 needs a base in int8, not in {memory.base_precision}",
+        fix="use memory.base_precision=int8",
+    ),
+    Rule(
+        when=lambda c: (
+            c.memory.streamed_blocks not in ("auto", 0)
+            and c.memory.gradient_checkpointing == "none"
+        ),
+        found="memory.streamed_blocks={memory.streamed_blocks} needs every block recomputed, not "
+        "memory.gradient_checkpointing=none",
+        fix="use selective, full or offloaded",
+    ),
+    Rule(
+        when=lambda c: c.memory.text_encoder_offload is True and _trains_text(c),
+        found="memory.text_encoder_offload works while caching only, and adapter.text_encoder=true and "
+        "adapter.new_tokens train with the text encoders",
+        fix="choose one",
+    ),
+)
