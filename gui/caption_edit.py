@@ -12,18 +12,20 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from lora_trainer.common.errors import InputError
+from lora_trainer.dataset.caption_tables import METADATA_NAME, read_metadata_row
 from lora_trainer.dataset.captions import (
+    FOLDER_NAME,
     decoded,
     extension_names,
-    read_caption,
-    read_metadata_row,
+    is_json,
+    read_caption_file,
     split_name,
 )
-from lora_trainer.dataset.listing import FOLDER_NAME, METADATA_NAME, ImageFile
+from lora_trainer.dataset.listing import ImageFile
 
 from .changes import (
     Change,
@@ -80,14 +82,23 @@ class _Layout:
 def caption_of(picture: ImageFile, *, root: Path, extensions: Sequence[str]) -> Caption:
     """Return the caption that a picture has now; raises InputError when its file cannot be read."""
     folder_name = next((s.text for s in picture.stand_ins if s.source == FOLDER_NAME), "")
-    line = next((s for s in picture.stand_ins if s.source != FOLDER_NAME), None)
+    line = next((s for s in picture.stand_ins if not s.of_name), None)
     data = b"" if picture.sidecar is None else _bytes(picture.sidecar)
-    trained = read_caption(data).text
+    trained = read_caption_file(picture.sidecar_file or "", data).text
+    is_locked_json = picture.sidecar is not None and is_json(picture.sidecar.name)
+    if is_locked_json and trained and picture.sidecar is not None:
+        file = _relative(picture.sidecar, root)
+        return Caption(text=trained, file=file, locked=f"{file} holds more than the caption")
+    if line is not None and not trained and PurePosixPath(line.source).name != METADATA_NAME:
+        locked = f"{line.source} holds its caption in a table"
+        return Caption(text=line.text, file=line.source, locked=locked)
     if line is not None and not trained and (line.text or picture.sidecar is None):
-        file = _relative(_metadata_file(picture, line.source, root=root), root)
+        file = line.source
         locked = f"{file} gives {len(line.lines)} captions for it in a list" if line.lines else ""
         return Caption(text=line.text, file=file, place="line", stand_in=folder_name, locked=locked)
-    path = picture.sidecar or _new_sidecar(picture, extensions)
+    path = None if is_locked_json else picture.sidecar
+    path = path or _new_sidecar(picture, extensions)
+    data = b"" if is_locked_json else data
     file, stand_in = _relative(path, root), folder_name if line is None else line.text
     if len(data) > MAX_EDITABLE_BYTES:
         locked = f"{file} is {len(data):,} bytes long, too long to be edited here"
@@ -150,8 +161,8 @@ def _rows(
     lines = read_lines(path)
     if any(_NOT_UTF8.search(line) for line in lines):  # rewriting would change the others too
         return (), edits
-    own = path.parent != root.resolve()
-    names = [edit.picture.path.name if own else edit.picture.name for edit in edits]
+    prefix = file.removesuffix(METADATA_NAME)
+    names = [edit.picture.name.removeprefix(prefix) for edit in edits]
     places = find_lines(lines, names)
     rows = {
         name: Row(
@@ -188,10 +199,6 @@ def _parted(data: bytes) -> tuple[str, _Layout]:
     mark = "\ufeff" if data.startswith(codecs.BOM_UTF8) else ""
     text = _plain(whole[: len(whole) - len(ending)])
     return text, _Layout(mark=mark, newline=newline, ending=ending)
-
-
-def _metadata_file(picture: ImageFile, source: str, *, root: Path) -> Path:
-    return (root if source == METADATA_NAME else picture.path.parent) / METADATA_NAME
 
 
 def _new_sidecar(picture: ImageFile, extensions: Sequence[str]) -> Path:

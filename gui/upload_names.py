@@ -11,9 +11,9 @@ from pathlib import Path
 
 from lora_trainer.common.files import WINDOWS_DEVICES, WINDOWS_FORBIDDEN
 from lora_trainer.config.config import DataSettings
+from lora_trainer.dataset.caption_tables import METADATA_NAME
 from lora_trainer.dataset.captions import extension_names
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS
-from lora_trainer.dataset.listing import METADATA_NAME
 
 CAPTION_EXTENSIONS = frozenset(extension_names(DataSettings().caption_extensions))
 _NAME_MAX_BYTES = 150

@@ -14,7 +14,7 @@ from pathlib import Path
 from lora_trainer.common.errors import InputError, RequestError, did_you_mean
 from lora_trainer.common.findings import shown
 from lora_trainer.config.config import DataSettings
-from lora_trainer.dataset.captions import read_caption, split_name
+from lora_trainer.dataset.captions import is_json, read_caption_file, split_name
 from lora_trainer.dataset.listing import ImageFile, list_dataset
 
 EXTENSION = ".txt"
@@ -105,8 +105,9 @@ def _selected(
 
 def _file_for(picture: ImageFile, dataset: Path, output: Path | None) -> Path:
     """Return the file that training reads for an image: the one it has, else NAME.txt beside it."""
-    if output is None and picture.sidecar is not None:
-        return picture.sidecar
+    sidecar = picture.sidecar
+    if output is None and sidecar is not None and not is_json(sidecar.name):
+        return sidecar
     beside = picture.path.with_name(split_name(picture.path.name)[0] + EXTENSION)
     return beside if output is None else output / beside.relative_to(dataset)
 
@@ -130,6 +131,6 @@ def _caption_source(picture: ImageFile, file: Path, before: bytes | None) -> str
     if picture.sidecar is not None and picture.sidecar != file:  # with `output`
         own[picture.sidecar] = content_of(picture.sidecar) or b""
     for path, content in own.items():
-        if read_caption(content).text:
+        if read_caption_file(path.name, content).text:
             return path.name
     return next((given.source for given in picture.stand_ins if given.text), None)

@@ -156,6 +156,10 @@ class DataSettings(Section, Generic[A_co]):
         (".txt", ".caption"),
         "extensions of caption files beside an image; the first that exists wins",
     )
+    caption_fallback: Literal["none", "metadata", "file_name"] = setting(
+        "none",
+        "captions of images without any: text inside the image (PNG, EXIF, XMP), or its file name",
+    )
     caption_lines: CaptionLines = setting(
         "join", "several lines in a caption file: join them, or draw one line at random"
     )
@@ -232,7 +236,7 @@ class DataSettings(Section, Generic[A_co]):
 
     def of_folder(self, name: str) -> Self:
         """Return the settings of the images in a subfolder; `.`: images directly in the dataset folder."""
-        folder = self.folders.get(name)
+        folder = self._folder(name)
         if folder is None:
             return self
         values = {key: value for key, value in folder if key in type(self).model_fields}
@@ -249,7 +253,7 @@ class DataSettings(Section, Generic[A_co]):
 
     def is_regularisation(self, folder: str) -> bool:
         """Return whether the images in a subfolder are regularisation images."""
-        settings = self.folders.get(folder)
+        settings = self._folder(folder)
         return settings is not None and settings.regularisation
 
     @property
@@ -260,5 +264,11 @@ class DataSettings(Section, Generic[A_co]):
 
     def weight_of(self, folder: str) -> float:
         """Return the factor on the loss of the images in a subfolder."""
-        settings = self.folders.get(folder)
+        settings = self._folder(folder)
         return 1.0 if settings is None else settings.weight
+
+    def _folder(self, name: str) -> FolderSettings | None:
+        """Return the settings of a subfolder, or of the folder around it (`reg` for `reg/1_cat`)."""
+        while name and name not in self.folders:
+            name = name.rpartition("/")[0]
+        return self.folders.get(name)

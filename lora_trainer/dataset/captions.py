@@ -1,7 +1,7 @@
-"""Caption text: reading it, finding the file of an image, and putting the trigger in.
+"""Caption text: reading a caption file, finding the caption file of an image, and putting the trigger in.
 
-Inputs are bytes of caption files and `metadata.jsonl`; outputs are one-line texts and sentences
-about what had to be guessed or cut. What is made of a text is said in `caption_rules`.
+Inputs are bytes of caption files; outputs are one-line texts and the problems met in reading. Files with the
+captions of many images are read in `caption_tables`; the rules that arrange a text are in `caption_rules`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,27 @@ import codecs
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 from typing import Any
 
 MAX_CAPTION_BYTES = 16 << 20
 MAX_CAPTION_CHARACTERS = 10_000
-METADATA_KEYS = ("text", "caption", "prompt")
+CAPTION_KEYS = (
+    *("text", "caption", "prompt", "captions", "caption_long", "long_caption"),
+    *("description", "main_prompt", "tags", "tag_string"),
+)
+"""Keys of a caption in JSON and columns of a table, the first that holds text counts. Sources: the imagefolder of
+Hugging Face (`text`), sd-scripts and ai-toolkit (`caption`), SimpleTuner (`prompt`), EveryDream2 (`main_prompt`)."""
+TAG_KEYS = ("tags", "tag_string")
+JSON_SIDECAR = ".json"
+"""Extension of a caption file with fields; it counts where an image has no caption file of plain text."""
+FOLDER_NAME = "folder name"
+FILE_NAME = "file name"
+"""Sources of captions that nobody wrote as captions."""
 TRIGGER_PLACEHOLDER = "[trigger]"
-_MAX_LINES_NAMED = 5
+# A number that only tells files apart: `cat_003`, `cat (2)`, or the whole name.
+_COUNTER = re.compile(r"(^|[\s_-]+)(\(\d+\)|\d+)$")
 # UTF-32 first: its little-endian mark begins with that of UTF-16.
 _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -42,12 +53,21 @@ class CaptionText:
     lines: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Metadata:
-    """A `metadata.jsonl`: captions by file name relative to its folder, and what was wrong."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenCaption:
+    """A caption from another source than a caption file of the image; `source` names it.
 
-    captions: Mapping[str, CaptionText]
-    problems: tuple[str, ...] = ()
+    `lines` are the captions of a list of several.
+    """
+
+    text: str
+    source: str
+    lines: tuple[str, ...] = ()
+
+    @property
+    def of_name(self) -> bool:
+        """Whether the name of the file or of its folder is the caption; no caption was written then."""
+        return self.source in (FOLDER_NAME, FILE_NAME)
 
 
 def read_caption(data: bytes) -> CaptionText:
@@ -66,6 +86,60 @@ def read_caption(data: bytes) -> CaptionText:
         lost = length - MAX_CAPTION_CHARACTERS
         problems.append(f"has {length:,} characters; the last {lost:,} are left out")
     return replace(caption, problems=tuple(problems))
+
+
+def read_caption_file(name: str, data: bytes) -> CaptionText:
+    """Read a caption file by its name: `NAME.json` as fields, any other as text; never raises."""
+    return read_json_caption(data) if is_json(name) else read_caption(data)
+
+
+def is_json(name: str) -> bool:
+    """Return whether a caption file holds fields instead of plain text."""
+    return split_name(name)[1] == JSON_SIDECAR
+
+
+def read_json_caption(data: bytes) -> CaptionText:
+    """Read the caption out of the bytes of a `NAME.json` beside an image; never raises."""
+    if len(data) > MAX_CAPTION_BYTES:
+        return CaptionText(
+            text="", problems=(f"is {len(data):,} bytes long, too long for a caption",)
+        )
+    text, problems = decoded(data)
+    try:
+        lines = caption_lines(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        return CaptionText(text="", problems=(*problems, f"is not JSON ({error})"))
+    if not lines:
+        problems.append(f"holds no caption under {', '.join(CAPTION_KEYS)}")
+    return replace(caption_of(lines), problems=tuple(problems))
+
+
+def caption_lines(value: Any) -> tuple[str, ...]:
+    """Return the captions in a JSON value: a text, a list of texts, or an object with one of `CAPTION_KEYS`.
+
+    Tags in a list, or in an object by tag, become one caption, with commas between them.
+    """
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list):
+        return tuple(value) if is_text(value) else ()
+    if not isinstance(value, dict):
+        return ()
+    for key in CAPTION_KEYS:
+        entry = value.get(key)
+        if key in TAG_KEYS and isinstance(entry, list | dict):
+            # Taggers write {"tag": probability}, booru downloaders a list or lists by category.
+            entry = ", ".join(tag for tag in entry if isinstance(tag, str))
+        lines = caption_lines(entry) if isinstance(entry, str | list) else ()
+        if any(map(clean, lines)):
+            return lines
+    return ()
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a JSON value is a text or a list of texts."""
+    texts = value if isinstance(value, list) else [value]
+    return bool(texts) and all(isinstance(text, str) for text in texts)
 
 
 def caption_of(lines: Iterable[str]) -> CaptionText:
@@ -105,68 +179,6 @@ def decoded(data: bytes) -> tuple[str, list[str]]:
     return text, problems
 
 
-def read_metadata(data: bytes) -> Metadata:
-    """Read lines {"file_name": ..., "text" | "caption" | "prompt": ...}; bad ones are named."""
-    text, problems = decoded(data)
-    captions: dict[str, CaptionText] = {}
-    bad_lines: list[str] = []
-    # Not splitlines(): JSON strings may hold U+2028 and the like.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip(" \t\r\ufeff\0"):
-            problem = _add_metadata_line(line, captions)
-            bad_lines += [f"line {number}: {problem}"] if problem else []
-    if len(bad_lines) > _MAX_LINES_NAMED:
-        rest = len(bad_lines) - _MAX_LINES_NAMED
-        bad_lines = [*bad_lines[:_MAX_LINES_NAMED], f"{rest} more lines like these"]
-    return Metadata(captions=captions, problems=(*problems, *bad_lines))
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetadataRow:
-    """One line of a `metadata.jsonl`: its object, and under which key of it the caption stands."""
-
-    values: Mapping[str, Any]
-    name: str
-    key: str
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The caption as it is written, or those of a list."""
-        value = self.values[self.key]
-        return tuple(value) if isinstance(value, list) else (str(value),)
-
-
-def read_metadata_row(line: str) -> MetadataRow:
-    """Read one line; raises ValueError with what is wrong with it."""
-    try:
-        values: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from None
-    if not isinstance(values, dict) or not isinstance(values.get("file_name"), str):
-        raise ValueError('no {"file_name": "..."}')
-    key = next((key for key in METADATA_KEYS if key in values), None)
-    if key is None or not _is_text(values[key]):
-        raise ValueError(f"no text under {', '.join(METADATA_KEYS)}")
-    name = PurePosixPath(values["file_name"].replace("\\", "/")).as_posix()
-    return MetadataRow(values=values, name=name, key=key)
-
-
-def _is_text(value: Any) -> bool:
-    """Say whether a JSON value is a text or a list of texts."""
-    texts = value if isinstance(value, list) else [value]
-    return bool(texts) and all(isinstance(text, str) for text in texts)
-
-
-def _add_metadata_line(line: str, captions: dict[str, CaptionText]) -> str | None:
-    try:
-        row = read_metadata_row(line)
-    except ValueError as error:
-        return str(error)
-    repeated = row.name in captions
-    captions[row.name] = caption_of(row.texts)
-    return f"{row.name} occurs again; the last line counts" if repeated else None
-
-
 def same_name(name: str) -> str:
     """Return the form in which names that differ only in case or Unicode composition are equal."""
     return name.lower() if name.isascii() else unicodedata.normalize("NFC", name).casefold()
@@ -181,16 +193,25 @@ def split_name(name: str) -> tuple[str, str]:
     return (stem, dot + extension.casefold()) if stem and extension else (name, "")
 
 
+def caption_of_name(name: str) -> str:
+    """Return the words of a file's name: without extension, folder, underscores and a number at its end.
+
+    As EveryDream and SimpleTuner read captions from names: `a red cat_003.png` is "a red cat".
+    """
+    stem = split_name(name.rpartition("/")[2])[0]
+    return clean(_COUNTER.sub("", stem).replace("_", " "))
+
+
 def extension_names(extensions: Iterable[str]) -> tuple[str, ...]:
     """Return extensions as `split_name` gives them, however they were written."""
     return tuple(f".{extension.lstrip('.').casefold()}" for extension in extensions)
 
 
 class Sidecars:
-    """The caption files of one folder, found by an image's stem: exactly, else by `same_name`."""
+    """The caption files of one folder, by the name of an image: exactly, else by `same_name`."""
 
     def __init__(self, names: Iterable[str], *, extensions: Iterable[str]) -> None:
-        self._extensions = extension_names(extensions)
+        self._extensions = (*extension_names(extensions), JSON_SIDECAR)
         self._exact: dict[str, str] = {}
         self._alike: dict[str, str] = {}
         for name in sorted(names):
@@ -198,13 +219,21 @@ class Sidecars:
             self._exact.setdefault(stem + extension, name)
             self._alike.setdefault(same_name(stem) + extension, name)
 
-    def find(self, stem: str) -> str | None:
-        """Return the caption file of the image with this stem; the first extension wins."""
-        for extension in self._extensions:
-            name = self._exact.get(stem + extension) or self._alike.get(same_name(stem) + extension)
-            if name is not None:
-                return name
-        return None
+    def find(self, file_name: str) -> list[str]:
+        """Return the caption files of an image, the one that counts first.
+
+        In the order of the extensions, JSON last, and `NAME.txt` before `NAME.png.txt`.
+        """
+        stem = split_name(file_name)[0]
+        return [
+            sidecar
+            for extension in self._extensions
+            for own in (stem, file_name)
+            if (sidecar := self._with(own, extension)) is not None
+        ]
+
+    def _with(self, stem: str, extension: str) -> str | None:
+        return self._exact.get(stem + extension) or self._alike.get(same_name(stem) + extension)
 
 
 def has_trigger(caption: str, trigger: str) -> bool:

@@ -10,9 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from lora_trainer.common.caption_markup import has_choice
 from lora_trainer.common.findings import Finding, Severity, named, note, warning
 from lora_trainer.config.config import DataSettings
-from lora_trainer.dataset.captions import TRIGGER_PLACEHOLDER
+from lora_trainer.dataset.captions import (
+    FILE_NAME,
+    FOLDER_NAME,
+    TRIGGER_PLACEHOLDER,
+    caption_of_name,
+    is_json,
+)
+from lora_trainer.dataset.image_text import IMAGE_TEXT, read_image_text
+from lora_trainer.dataset.images import ImageDecodeError
 from lora_trainer.dataset.inspect_image import InspectedImage
-from lora_trainer.dataset.listing import FOLDER_NAME
 from lora_trainer.dataset.records import ImageRecord
 
 # What decoding had to do to an image: severity, case in FAULTS, advice.
@@ -24,6 +31,9 @@ _NOTES: Mapping[str, tuple[Severity, str, str]] = {
     "depth": ("note", "IMG-05", "nothing to do"),
     "exif": ("note", "IMG-03", "check that it stands upright"),
 }
+
+_MAX_IMAGES_READ = 5
+_EXAMPLE_CHARACTERS = 60
 
 
 def image_findings(examined: Sequence[InspectedImage]) -> Iterator[Finding]:
@@ -48,13 +58,15 @@ def caption_findings(
         name, sidecar_name = item.picture.name, item.picture.sidecar_name
         for problem in item.sidecar.problems if item.sidecar else ():
             advice = "save it as readable UTF-8 text of moderate length"
+            if is_json(sidecar_name or ""):
+                advice = 'write JSON with the caption under a known key, such as {"caption": "..."}'
             yield warning("caption-text", sidecar_name, problem, advice=advice, code="CAP-02")
         found, trigger = item.caption, settings.of_folder(item.picture.folder).trigger
         caption, source = found.text, found.source
         if TRIGGER_PLACEHOLDER in caption and not trigger:
             what = f"is captioned with {TRIGGER_PLACEHOLDER}, and there is no trigger"
             yield warning("no-trigger", name, what, advice="--set data.trigger=WORD")
-        unused = [given for given in item.picture.stand_ins if given.source != FOLDER_NAME]
+        unused = [given for given in item.picture.stand_ins if not given.of_name]
         if source == sidecar_name and any(given.text != caption for given in unused):
             what = f"has two captions; {source} is used, {unused[0].source} is not"
             yield warning("two-captions", name, what, advice="keep one of them")
@@ -70,18 +82,41 @@ def duplicates(records: Sequence[ImageRecord]) -> Iterator[Finding]:
             yield warning("duplicate", record.name, what, advice=advice, code="IMG-08")
 
 
-def without_caption(records: Sequence[ImageRecord]) -> Iterator[Finding]:
+def without_caption(records: Sequence[ImageRecord], settings: DataSettings) -> Iterator[Finding]:
     for source, severity, what in _NO_CAPTION:
-        names = [record.name for record in records if record.caption_source == source]
+        captioned = [record for record in records if record.caption_source == source]
+        names = [record.name for record in captioned]
         if names:
+            advice = "write a .txt file of the same name beside each"
+            if source is None and len(names) == len(records):
+                advice += _other_captions(records, settings)
             yield Finding(
                 kind="no-caption",
                 severity=severity,
                 file=None,
                 what=f"{len(names)} of {len(records)} images {what}: {named(names)}",
-                advice="write a .txt file of the same name beside each",
+                advice=advice,
                 code="CAP-01",
             )
+
+
+def _other_captions(records: Sequence[ImageRecord], settings: DataSettings) -> str:
+    """Return the setting that finds captions where nobody wrote any, with an example; "" if none does."""
+    if settings.caption_fallback != "none":
+        return ""
+    for record in records[:_MAX_IMAGES_READ]:
+        try:
+            text = read_image_text(record.path, settings=settings, content_hash=record.content_hash)
+        except ImageDecodeError:  # it has changed since it was checked; training will name it
+            continue
+        if text.text:
+            example = f'(in {record.name}: "{text.text[:_EXAMPLE_CHARACTERS]}")'
+            return f", or --set data.caption_fallback=metadata for the text inside them {example}"
+    words = next((caption_of_name(one.name) for one in records), "")
+    if " " in words and not any(character.isdigit() for character in words):
+        example = f'("{words[:_EXAMPLE_CHARACTERS]}")'
+        return f", or --set data.caption_fallback=file_name for their names {example}"
+    return ""
 
 
 def unread_marks(records: Sequence[ImageRecord], settings: DataSettings) -> Iterator[Finding]:
@@ -118,5 +153,7 @@ def without_mask(records: Sequence[ImageRecord], settings: DataSettings) -> Iter
 
 _NO_CAPTION: tuple[tuple[str | None, Severity, str], ...] = (
     (FOLDER_NAME, "note", "have no caption but their folder's name"),
+    (FILE_NAME, "note", "have no caption but their file's name"),
+    (IMAGE_TEXT, "note", "have no caption but the text inside the image"),
     (None, "warning", "have no caption but the trigger, if one is set"),
 )

@@ -1,11 +1,7 @@
-"""Entries of a dataset folder: those that were meant, and files that are of no use.
+"""Entries of a dataset folder: their names and kinds, and findings about the files that are not used.
 
-Directory entries: those that somebody meant, their names as text, what they are.
-
-What lies in a dataset folder and was not taken: rows of its report.
-
-Inputs: what a walk over the folder has seen. Outputs: findings about files of no use, captions and masks
-without an image, and captions of several.
+Inputs: directories, and the lists that a walk over the dataset has made. Outputs: entries without system files,
+and findings about unused files, captions and masks without an image, and captions shared by several images.
 """
 
 from __future__ import annotations
@@ -14,6 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.common.findings import Finding, named, note, shown, warning
@@ -22,8 +19,33 @@ from lora_trainer.dataset.captions import same_name, split_name
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS
 
 Entry = os.DirEntry[str]
+FolderKind = Literal["mask", "control", "class"]
 _IGNORED_NAMES = frozenset({"__macosx", "thumbs.db", "desktop.ini"})
+_ADVICE = {
+    ".tar": "unpack the archives of a webdataset, images and captions have the same names",
+    ".parquet": "write the images of the .parquet files as files and their captions as metadata.csv",
+    ".zip": "unpack the archives",
+}
+"""Files that may hold the dataset itself, and how to make it readable."""
 _DOCUMENT_STEMS = frozenset({"readme", "license", "licence"})
+
+_FOLDER_KINDS: Mapping[str, FolderKind] = {
+    **dict.fromkeys(("masks", "mask"), "mask"),
+    **dict.fromkeys(
+        ("control", "controls", "control_images", "conditioning", "conditioning_images"), "control"
+    ),
+    **dict.fromkeys(("class", "class_images", "class_data", "reg", "reg_images"), "class"),
+    **dict.fromkeys(("regularization", "regularisation"), "class"),
+    **dict.fromkeys(("regularization_images", "regularisation_images"), "class"),
+}
+"""Folders that other trainers keep beside the images to learn."""
+CONTROL_SUFFIX = "-condlabel"
+"""End of the name of a control image beside its image, as OneTrainer has it."""
+
+
+def folder_kind(name: str) -> FolderKind | None:
+    """Return the kind of images that a folder holds by its name; None: images to learn."""
+    return _FOLDER_KINDS.get(name.casefold())
 
 
 def entries_in(path: Path) -> list[Entry]:
@@ -75,7 +97,8 @@ class UnusedFiles:
     """Files by extension, caption files with the images they are used by, and masks of no image.
 
     `pictures` are the names of the images as `same_name` has them, without extension; `described`
-    those of metadata lines. `excluded` is the folder of what somebody took out of the dataset.
+    those of table rows. `excluded` is the folder of images taken out of the dataset. `second`: image, the source of
+    its caption, and a further source that is not used.
     """
 
     settings: DataSettings
@@ -85,6 +108,7 @@ class UnusedFiles:
     described: Collection[str]
     unclaimed_masks: Sequence[tuple[str, str]]
     excluded: Path | None
+    second: Sequence[tuple[str, str, str]]
 
     def ignored_files(self) -> Iterator[Finding]:
         """Yield one note that counts the files of no use here."""
@@ -93,7 +117,8 @@ class UnusedFiles:
                 f"{count} {suffix}" for suffix, count in sorted(self.ignored.items())
             )
             what = f"files that are neither image nor caption are ignored: {counts}"
-            yield note("ignored-files", None, what, advice="nothing to do")
+            advice = next((_ADVICE[suffix] for suffix in _ADVICE if suffix in self.ignored), None)
+            yield note("ignored-files", None, what, advice=advice or "nothing to do")
 
     def shared_captions(self) -> Iterator[Finding]:
         """Yield the caption files that stand for several images."""
@@ -117,6 +142,16 @@ class UnusedFiles:
             what = f"captions without an image ({len(unused)}): {named(unused)}"
             advice = "name them as their images, or remove them"
             yield warning("unused-caption", None, what, advice=advice, code="CAP-01")
+
+    def second_captions(self) -> Iterator[Finding]:
+        """Yield one warning that names images with two captions that differ, and the source that counts."""
+        if self.second:
+            rows = [f"{name} ({first}, not {other})" for name, first, other in self.second]
+            what = (
+                f"images with two captions, of which the first counts ({len(rows)}): {named(rows)}"
+            )
+            advice = "remove one, or change the order of data.caption_extensions"
+            yield warning("two-captions", None, what, advice=advice, code="CAP-01")
 
     def unused_masks(self) -> Iterator[Finding]:
         """Yield one row that names masks nobody asked for, or that have no image."""

@@ -291,7 +291,7 @@ def decode(path: Path, *, settings: DataSettings, content_hash: str | None = Non
     """
     background = background_rgb(settings)
     notes: list[str] = []
-    with _loaded(path, settings, content_hash, notes) as (image, raw_mode):
+    with loaded(path, settings, content_hash, notes) as (image, raw_mode):
         rgb = to_rgb(image, raw_mode=raw_mode, background=background, notes=notes)
         turn = _upright_turn(image, settings, notes)
         upright = rgb if turn is None else rgb.transpose(turn)
@@ -306,14 +306,14 @@ def decode_alpha(
     Raises ImageDecodeError as `decode` does.
     """
     notes: list[str] = []  # those of the image have been said
-    with _loaded(path, settings, content_hash, notes) as (image, raw_mode):
+    with loaded(path, settings, content_hash, notes) as (image, raw_mode):
         alpha = to_alpha(image, raw_mode=raw_mode)
         turn = _upright_turn(image, settings, notes)
         return alpha if alpha is None or turn is None else alpha.transpose(turn)
 
 
 @contextmanager
-def _loaded(
+def loaded(
     path: Path, settings: DataSettings, content_hash: str | None, notes: list[str]
 ) -> Iterator[tuple[Image.Image, str]]:
     """Yield the loaded first frame of a file and the format of its pixels there."""

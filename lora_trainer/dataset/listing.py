@@ -1,8 +1,9 @@
-"""What lies in a dataset folder, from directory entries alone: images, their captions, oddities.
+"""The contents of a dataset folder, from directory entries alone: images, their captions and masks, unused files.
 
-The folder itself, `N_name` folders (N repeats, "name" where there is no caption) and plain
-subfolders are read, one level deep, but for `_excluded`; masks are no images. Only regular files
-are listed, so nothing later can block on a pipe; the only files opened here are `metadata.jsonl`.
+The folder itself, `N_name` folders (N repeats, "name" where there is no caption) and plain subfolders are read,
+two levels deep. `_excluded` is not read; masks, control images and images of the class are not images to learn.
+Only regular files are listed, so that no later read blocks on a pipe; the only files opened here are tables of
+captions.
 """
 
 from __future__ import annotations
@@ -10,38 +11,47 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from lora_trainer.common.errors import InputError, RequestError, did_you_mean
-from lora_trainer.common.findings import Finding, note, shown, unusable, warning
+from lora_trainer.common.findings import Finding, named, note, shown, unusable, warning
 from lora_trainer.common.gc_control import gc_disabled
 from lora_trainer.config.config import OWN_FOLDER, DataSettings
+from lora_trainer.dataset.caption_tables import TABLE_NAMES, CaptionTables, Metadata, read_table
 from lora_trainer.dataset.captions import (
-    Metadata,
+    FILE_NAME,
+    FOLDER_NAME,
+    JSON_SIDECAR,
+    GivenCaption,
     Sidecars,
+    caption_of_name,
     extension_names,
-    read_metadata,
+    read_caption_file,
     same_name,
     split_name,
 )
 from lora_trainer.dataset.dir_entries import (
+    CONTROL_SUFFIX,
     Entry,
     UnusedFiles,
     entries_in,
+    folder_kind,
     holds,
     is_inside,
     kind_of,
     text_of,
 )
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS
-from lora_trainer.dataset.masks import MASKS_FOLDER, masked_stem
+from lora_trainer.dataset.masks import masked_stem
 
-FOLDER_NAME = "folder name"
 MAX_REPEATS = 1000
-METADATA_NAME = "metadata.jsonl"
+MAX_DEPTH = 2
+"""Levels of subfolders that are read, as `img/10_name` of a project of kohya_ss needs."""
+PROJECT_FOLDER = "img"
+"""Folder with the images in a project of kohya_ss; `reg`, `log` and `model` lie beside it."""
 EXCLUDED_FOLDER = "_excluded"
 """What somebody has taken out of a dataset lies in here, under the names it had."""
 _REPEATS_FOLDER = re.compile(r"([0-9]+)_(.+)", re.DOTALL)
@@ -50,23 +60,10 @@ Group = Literal["picture", "caption", "metadata", "folder", "other"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GivenCaption:
-    """A caption from elsewhere than a file of the image's own; `source` says from where.
-
-    `lines` are those of a list of several.
-    """
-
-    text: str
-    source: str
-    lines: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ImageFile:
     """An image file before it is opened, its caption file, and stand-ins for that, best first.
 
-    `folder` is the name of the subfolder it lies in, `.` for none. Files are kept as texts: a hundred
-    thousand `Path` objects are slow to make and large.
+    `folder`: its subfolder, `.` for none. Files are texts: 100,000 `Path` objects are slow to make and large.
     """
 
     file: str
@@ -127,6 +124,7 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
             *findings,
             *left.shared_captions(),
             *left.unused_captions(),
+            *left.second_captions(),
             *left.unused_masks(),
         ),
     )
@@ -157,45 +155,92 @@ class _Walk:
     ignored: Counter[str] = field(default_factory=Counter)
     users: dict[str, list[str]] = field(default_factory=dict)
     """Names of the images each caption file or described name is used by."""
-    described: dict[str, GivenCaption] = field(default_factory=dict)
-    """What `metadata.jsonl` files say, by the name they give ..."""
-    alike: dict[str, str] = field(default_factory=dict)
-    """... and that name by its `same_name`."""
+    tables: CaptionTables = field(default_factory=CaptionTables)
     excluded: Path | None = None
-    unclaimed_masks: list[tuple[str, str]] = field(default_factory=list)
-    """Masks that no image has, by name, each with that of the image it is for, without extension."""
+    second_captions: list[tuple[str, str, str]] = field(default_factory=list)
+    """Images with two caption files: the image, the file that counts, the file that does not."""
+    masks: list[tuple[str, str]] = field(default_factory=list)
+    """Masks by name, each with the name of the image it is for, without extension."""
 
     def read_root(self, root: Path) -> None:
-        """Read the folder and those in it."""
+        """Read the folder and its subfolders."""
         repeats = self.settings.of_folder(OWN_FOLDER).repeats
-        named = {OWN_FOLDER}
-        for entry in self._read(_Folder(path=root, name=OWN_FOLDER, repeats=repeats)):
-            if entry.name.casefold() == EXCLUDED_FOLDER:
-                what, advice = "is not read", "move files out of it to train on them"
-                self.findings.append(note("excluded", f"{entry.name}/", what, advice=advice))
-                self.excluded = Path(entry.path)
+        own = _Folder(path=root, name=OWN_FOLDER, repeats=repeats)
+        folder_names = {OWN_FOLDER}
+        inner = [entry for entry in self._read(own) if not self._is_excluded(entry)]
+        self._read_subfolders(inner, own, folder_names)
+        _refuse_unknown(self.settings, folder_names)
+
+    def _is_excluded(self, entry: Entry) -> bool:
+        if entry.name.casefold() != EXCLUDED_FOLDER:
+            return False
+        what, advice = "is not read", "move files out of it to train on them"
+        self.findings.append(note("excluded", f"{entry.name}/", what, advice=advice))
+        self.excluded = Path(entry.path)
+        return True
+
+    def _read_subfolders(
+        self, entries: Sequence[Entry], parent: _Folder, folder_names: set[str]
+    ) -> None:
+        """Read the subfolders of a folder, down to `MAX_DEPTH`; add their names to `folder_names`."""
+        masks, others = self._shared_masks(entries, parent)
+        is_project = not self.pictures and any(map(_is_kohya_folder, others))
+        for entry in others:
+            name = parent.prefix + text_of(entry.name)
+            if self._is_aside(name, in_project=is_project):
                 continue
-            folder = self._subfolder(entry)
-            named.add(folder.name)
+            folder = self._subfolder(entry, parent)
+            folder_names.add(folder.name)
             if entry.is_symlink() and is_inside(self.real_root, os.path.realpath(entry.path)):
                 what = "is not read, it is a link to the dataset folder itself"
                 self.findings.append(_odd_link(folder.prefix, what, advice="remove it"))
                 continue
-            known = len(self.pictures)
-            for deeper in self._read(folder):
-                what, advice = "is not read, it lies two folders deep", "move its images up"
-                name = folder.prefix + text_of(deeper.name)
-                self.findings.append(warning("deep-folder", name, what, advice=advice))
-            if count := len(self.pictures) - known:
+            count_before = len(self.pictures)
+            deeper = self._read(folder, shared_masks=masks)
+            if count := len(self.pictures) - count_before:
                 what = f"its images ({count}) are seen {folder.repeats} times per epoch"
                 advice = "name a folder N_name for N repeats"
                 self.findings.append(note("subfolder", folder.prefix, what, advice=advice))
-        _refuse_unknown(self.settings, named)
+            if name.count("/") + 1 < MAX_DEPTH:
+                self._read_subfolders(deeper, folder, folder_names)
+                continue
+            for entry_below in deeper:
+                what = f"is not read, it lies {MAX_DEPTH + 1} folders deep"
+                below = folder.prefix + text_of(entry_below.name)
+                advice = "move its images up"
+                self.findings.append(warning("deep-folder", below, what, advice=advice))
 
-    def _subfolder(self, entry: Entry) -> _Folder:
-        match, name = _REPEATS_FOLDER.fullmatch(entry.name), text_of(entry.name)
+    def _is_aside(self, name: str, *, in_project: bool) -> bool:
+        """Return whether a subfolder holds no images to learn, by its name; report it.
+
+        A folder that `data.folders` names is read, whatever its name.
+        """
+        last = name.rpartition("/")[2]
+        if any(one == name or one.startswith(f"{name}/") for one in self.settings.folders):
+            return False
+        match folder_kind(last):
+            case "control":
+                what = "is not read, it holds control images by its name"
+                advice = f"--set data.folders.{name}.repeats=1 if it holds images to learn"
+            case "class":
+                what = "is not read, it holds images of the class by its name"
+                advice = (
+                    f"--set data.folders.{name}.regularisation=true trains them as regularisation"
+                )
+            case _:
+                if not in_project or last.casefold() == PROJECT_FOLDER:
+                    return False
+                what = f"is not read, it lies beside {PROJECT_FOLDER}/ in a project of kohya_ss"
+                advice = f"--set data.folders.{name}.repeats=1 if it holds images to learn"
+        self.findings.append(warning("aside-folder", f"{name}/", what, advice=advice))
+        return True
+
+    def _subfolder(self, entry: Entry, parent: _Folder) -> _Folder:
+        match = _REPEATS_FOLDER.fullmatch(entry.name)
+        name = parent.prefix + text_of(entry.name)
         own = self.settings.folders.get(name)
-        repeats = int(match[1]) if match else self.settings.repeats
+        outer = self.settings.repeats if parent.name == OWN_FOLDER else parent.repeats
+        repeats = int(match[1]) if match else outer
         if own is not None and own.repeats is not None:
             repeats = own.repeats
         if not 1 <= repeats <= MAX_REPEATS:
@@ -207,33 +252,46 @@ class _Walk:
             path=Path(entry.path),
             name=name,
             repeats=repeats,
-            caption=text_of(match[2]) if match else None,
+            caption=text_of(match[2]) if match else parent.caption,
         )
 
-    def _read(self, folder: _Folder) -> list[Entry]:
-        """Add what one folder holds; return its subfolders."""
+    def _read(
+        self, folder: _Folder, *, shared_masks: Mapping[str, tuple[Path, str]] | None = None
+    ) -> list[Entry]:
+        """Add the files of one folder; return its subfolders.
+
+        `shared_masks`: masks in a folder beside this one, by `same_name` of the image's stem.
+        """
         groups: dict[Group, list[Entry]] = defaultdict(list)
         for entry in entries_in(folder.path):
             group = self._group(entry)
             if self._is_usable(entry, group, folder.prefix + text_of(entry.name)):
                 groups[group].append(entry)
+        masks = {**(shared_masks or {}), **self._take_masks(folder, groups)}
+        self._take_control_images(folder, groups)
+        images = {entry.name for entry in groups["picture"]}
+        stems = {split_name(name)[0] for name in images}
+        # The caption file of an image that happens to be called `captions.png` is no table.
+        tables = [one for one in groups["metadata"] if split_name(one.name)[0] not in stems]
+        for entry in sorted(tables, key=lambda one: TABLE_NAMES.index(one.name.casefold())):
+            self._read_table(Path(entry.path), folder.prefix)
+        names = [entry.name for entry in groups["metadata"] if entry not in tables]
+        for entry in groups["caption"]:
+            # Many tools leave JSON files in a folder; only one named as an image can be its caption.
+            if (
+                split_name(entry.name)[1] != JSON_SIDECAR
+                or split_name(entry.name)[0] in stems | images
+            ):
+                names.append(entry.name)
+            else:
+                groups["other"].append(entry)
         self.ignored.update(
             split_name(entry.name)[1] or "without extension" for entry in groups["other"]
         )
-        for entry in groups["metadata"]:
-            self._read_metadata(Path(entry.path), folder.prefix)
-        names = [entry.name for entry in groups["caption"]]
         self.users.update((folder.prefix + text_of(name), []) for name in names)
         sidecars = Sidecars(names, extensions=self.settings.caption_extensions)
-        masks = self._take_masks(folder, groups)
         for entry in groups["picture"]:
             self._add_picture(entry.name, folder, sidecars, masks)
-        used = {same_name(split_name(entry.name)[0]) for entry in groups["picture"]}
-        if self.settings.masks != "files":
-            used.clear()
-        self.unclaimed_masks += [
-            (name, folder.prefix + stem) for stem, (_, name) in masks.items() if stem not in used
-        ]
         return groups["folder"]
 
     def _take_masks(
@@ -241,28 +299,75 @@ class _Walk:
     ) -> dict[str, tuple[Path, str]]:
         """Take the masks of a folder's images out of its groups; return them by `same_name` of the stem.
 
-        A folder of masks is one only if masks are asked for, or if one of its files is named as an image.
+        A folder called `masks` holds masks only if masks are asked for, or if one of its files has the name
+        of an image: it may hold images of masks to learn.
         """
         stems = {entry.name: masked_stem(entry.name) for entry in groups["picture"]}
-        found = {
+        masks = {
             same_name(stem): (folder.path / name, folder.prefix + text_of(name))
             for name, stem in stems.items()
             if stem is not None
         }
         groups["picture"] = [entry for entry in groups["picture"] if stems[entry.name] is None]
-        pictures = {same_name(split_name(entry.name)[0]) for entry in groups["picture"]}
-        for inner in [one for one in groups["folder"] if one.name.casefold() == MASKS_FOLDER]:
-            prefix = f"{folder.prefix}{text_of(inner.name)}/"
-            inside: dict[str, tuple[Path, str]] = {}
-            for entry in entries_in(Path(inner.path)):
-                name = prefix + text_of(entry.name)
-                if self._group(entry) == "picture" and self._is_usable(entry, "picture", name):
-                    stem = masked_stem(entry.name) or split_name(entry.name)[0]
-                    inside[same_name(stem)] = (Path(entry.path), name)
-            if self.settings.masks == "files" or pictures & inside.keys():
+        images = {same_name(split_name(entry.name)[0]) for entry in groups["picture"]}
+        for inner in [one for one in groups["folder"] if folder_kind(one.name) == "mask"]:
+            inside = self._masks_in(inner, folder)
+            is_asked_for = self.settings.masks == "files" and bool(images)
+            if is_asked_for or images & inside.keys():
                 groups["folder"].remove(inner)
-                found = inside | found
-        return found
+                masks = inside | masks
+        self.masks += [(name, folder.prefix + stem) for stem, (_, name) in masks.items()]
+        return masks
+
+    def _masks_in(self, inner: Entry, parent: _Folder) -> dict[str, tuple[Path, str]]:
+        """Return the image files of a folder of masks, by `same_name` of the stem of the image."""
+        prefix = f"{parent.prefix}{text_of(inner.name)}/"
+        masks: dict[str, tuple[Path, str]] = {}
+        for entry in entries_in(Path(inner.path)):
+            name = prefix + text_of(entry.name)
+            if self._group(entry) == "picture" and self._is_usable(entry, "picture", name):
+                stem = masked_stem(entry.name) or split_name(entry.name)[0]
+                masks[same_name(stem)] = (Path(entry.path), name)
+        return masks
+
+    def _shared_masks(
+        self, entries: Sequence[Entry], parent: _Folder
+    ) -> tuple[dict[str, tuple[Path, str]], list[Entry]]:
+        """Return the masks in folders beside the images' (`images/a.png`, `masks/a.png`), and other folders."""
+        others = [entry for entry in entries if folder_kind(entry.name) != "mask"]
+        aside = [entry for entry in entries if folder_kind(entry.name) == "mask"]
+        if not aside or not others:
+            return {}, list(entries)
+        images = {
+            same_name(split_name(file.name)[0])
+            for entry in others
+            for file in entries_in(Path(entry.path))
+            if self._group(file) == "picture"
+        }
+        shared: dict[str, tuple[Path, str]] = {}
+        for inner in aside:
+            masks = self._masks_in(inner, parent)
+            if images & masks.keys() or self.settings.masks == "files":
+                shared |= masks
+                self.masks += [(name, parent.prefix + stem) for stem, (_, name) in masks.items()]
+            else:
+                others.append(inner)
+        return shared, others
+
+    def _take_control_images(self, folder: _Folder, groups: dict[Group, list[Entry]]) -> None:
+        """Take OneTrainer's control images, `NAME-condlabel.png` beside `NAME.png`, out of the images."""
+        stems = {split_name(entry.name)[0] for entry in groups["picture"]}
+        control = [
+            entry
+            for entry in groups["picture"]
+            if (stem := split_name(entry.name)[0]).endswith(CONTROL_SUFFIX)
+            and stem.removesuffix(CONTROL_SUFFIX) in stems
+        ]
+        if control:
+            groups["picture"] = [entry for entry in groups["picture"] if entry not in control]
+            names = named([folder.prefix + text_of(entry.name) for entry in control])
+            what = f"control images are not trained ({len(control)}): {names}"
+            self.findings.append(note("control-images", None, what, advice="nothing to do"))
 
     def _group(self, entry: Entry) -> Group:
         _, extension = split_name(entry.name)
@@ -270,9 +375,10 @@ class _Walk:
             return "picture"
         if holds(entry.is_dir):
             return "folder"
-        if entry.name == METADATA_NAME:
+        if entry.name.casefold() in TABLE_NAMES:
             return "metadata"
-        return "caption" if extension in self.caption_extensions else "other"
+        is_caption = extension in self.caption_extensions or extension == JSON_SIDECAR
+        return "caption" if is_caption else "other"
 
     def _is_usable(self, entry: Entry, group: Group, name: str) -> bool:
         """Say whether an entry is what its name says; report if not, or if it lies elsewhere."""
@@ -290,21 +396,18 @@ class _Walk:
             self.findings.append(note("outside-link", name, what, advice=advice, code="IMG-09"))
         return True
 
-    def _read_metadata(self, path: Path, prefix: str) -> None:
-        source = prefix + METADATA_NAME
+    def _read_table(self, path: Path, prefix: str) -> None:
+        source = prefix + text_of(path.name)
         try:
-            found = read_metadata(path.read_bytes())
+            table = read_table(path.name.casefold(), path.read_bytes())
         except OSError as error:
-            found = Metadata(captions={}, problems=(f"cannot be read ({error.strerror or error})",))
-        for problem in found.problems:
-            advice = 'write one {"file_name": "...", "text": "..."} a line'
+            table = Metadata(captions={}, problems=(f"cannot be read ({error.strerror or error})",))
+        for problem in table.problems:
+            advice = 'give each image a row such as {"file_name": "...", "text": "..."}'
             finding = warning("metadata", source, problem, advice=advice, code="CAP-02")
             self.findings.append(finding)
-        for name, text in found.captions.items():
-            given = GivenCaption(text=text.text, lines=text.lines, source=source)
-            self.described[prefix + name] = given
-            self.alike[same_name(prefix + name)] = prefix + name
-            self.users[prefix + name] = []
+        for key in self.tables.add(table, source=source, folder=path.parent, prefix=prefix):
+            self.users[key] = []
 
     def _add_picture(
         self,
@@ -315,17 +418,24 @@ class _Walk:
     ) -> None:
         name, place = folder.prefix + text_of(file_name), str(folder.path)
         stand_ins = []
-        if self.described:
-            described = name if name in self.described else self.alike.get(same_name(name))
-            if described is not None:
-                self.users[described].append(name)
-                stand_ins.append(self.described[described])
+        described = self.tables.find(name)
+        if described is not None:
+            self.users[described].append(name)
+            stand_ins.append(self.tables.captions[described])
+        if self.settings.caption_fallback == "file_name":
+            stand_ins.append(GivenCaption(text=caption_of_name(name), source=FILE_NAME))
         if folder.caption is not None:
             stand_ins.append(GivenCaption(text=folder.caption, source=FOLDER_NAME))
-        sidecar = sidecars.find(split_name(file_name)[0])
+        own = sidecars.find(file_name)
+        sidecar = own[0] if own else None
         sidecar_name = None if sidecar is None else folder.prefix + text_of(sidecar)
         if sidecar_name is not None:
             self.users[sidecar_name].append(name)
+        self.second_captions += [
+            (name, text_of(own[0]), text_of(other))
+            for other in own[1:]
+            if not _are_equal(folder.path / own[0], folder.path / other)
+        ]
         mask, mask_name = None, None
         if self.settings.masks == "files":
             mask, mask_name = masks.get(same_name(split_name(file_name)[0]), (None, None))
@@ -344,16 +454,34 @@ class _Walk:
         )
 
     def leftovers(self) -> UnusedFiles:
-        """Return what of the folder was not taken."""
+        """Return the files of the folder that are not used."""
+        mask_names = {image.mask_name for image in self.pictures}
         return UnusedFiles(
             settings=self.settings,
             ignored=self.ignored,
             users=self.users,
             pictures=frozenset(same_name(split_name(one.name)[0]) for one in self.pictures),
-            described=self.described,
-            unclaimed_masks=self.unclaimed_masks,
+            described=self.tables.captions,
+            unclaimed_masks=[mask for mask in self.masks if mask[0] not in mask_names],
             excluded=self.excluded,
+            second=[*self.second_captions, *self.tables.second],
         )
+
+
+def _is_kohya_folder(entry: Entry) -> bool:
+    """Return whether a folder is the `img` of a project of kohya_ss: it holds `N_name` folders."""
+    if entry.name.casefold() != PROJECT_FOLDER:
+        return False
+    return any(_REPEATS_FOLDER.fullmatch(inner.name) for inner in entries_in(Path(entry.path)))
+
+
+def _are_equal(first: Path, second: Path) -> bool:
+    """Return whether two caption files say the same; a file that cannot be read is reported later."""
+    try:
+        texts = {read_caption_file(path.name, path.read_bytes()).text for path in (first, second)}
+    except OSError:
+        return True
+    return len(texts) == 1
 
 
 def _refuse_unknown(settings: DataSettings, folders: Collection[str]) -> None:

@@ -20,10 +20,8 @@ from lora_trainer.dataset.captions import split_name
 from lora_trainer.dataset.decode_memo import DecodeMemo
 from lora_trainer.dataset.images import ImageDecodeError, VerifiedImage, decode, decode_alpha
 
-MASKS_FOLDER = "masks"
-"""Masks lie in a folder of this name beside the images, under the images' names ..."""
 MASK_SUFFIX = "-masklabel"
-"""... or beside the image, with this at the end of their name."""
+"""End of the name of a mask beside its image, as OneTrainer has it; `folder_kind` tells folders of masks."""
 ASPECT_TOLERANCE = 0.02
 """What sides rounded to pixels make of a ratio, at most."""
 

@@ -19,8 +19,7 @@ from lora_trainer.common.findings import Finding, by_severity, note, warning
 from lora_trainer.common.gc_control import gc_disabled
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.buckets import Placement
-from lora_trainer.dataset.captions import has_trigger
-from lora_trainer.dataset.listing import FOLDER_NAME
+from lora_trainer.dataset.captions import FOLDER_NAME, has_trigger
 from lora_trainer.dataset.measures import PRINT_LENGTH_BITS, Measures, same_colours
 from lora_trainer.dataset.regularisation import PREFIX as REGULARISATION
 from lora_trainer.dataset.scan import Dataset, ImageRecord

@@ -66,7 +66,7 @@ def scan(
         findings += image_findings(usable)
         findings += caption_findings(usable, settings)
         findings += duplicates(records)
-        findings += without_caption(records)
+        findings += without_caption(records, settings)
         findings += unread_marks(records, settings)
         findings += without_mask(records, settings)
     return Dataset(

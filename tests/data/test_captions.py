@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_trainer.dataset.caption_tables import read_metadata
 from lora_trainer.dataset.captions import (
     MAX_CAPTION_BYTES,
     MAX_CAPTION_CHARACTERS,
@@ -15,7 +16,6 @@ from lora_trainer.dataset.captions import (
     clean,
     has_trigger,
     read_caption,
-    read_metadata,
     with_trigger,
 )
 
@@ -181,11 +181,11 @@ def test_bad_metadata_lines_are_named_and_the_others_used() -> None:
 def test_sidecars_prefer_the_exact_name_and_the_first_extension() -> None:
     names = ["a.caption", "a.txt", "A.TXT", "b.caption", "caf\u00e9.txt"]
     found = Sidecars(names, extensions=("txt", ".caption"))
-    assert [found.find(stem) for stem in ("a", "A", "b", "B", "none")] == [
-        "a.txt",
-        "A.TXT",
-        "b.caption",
-        "b.caption",
-        None,
+    assert [found.find(f"{stem}.png")[:1] for stem in ("a", "A", "b", "B", "none")] == [
+        ["a.txt"],
+        ["A.TXT"],
+        ["b.caption"],
+        ["b.caption"],
+        [],
     ]
-    assert found.find("cafe\u0301") == "caf\u00e9.txt"
+    assert found.find("cafe\u0301.png") == ["caf\u00e9.txt"]

@@ -115,7 +115,8 @@ def test_the_order_of_extensions_decides(tmp_path: Path) -> None:
     settings = DataSettings(caption_extensions=("caption", "txt"))
     dataset = scanned(tmp_path, settings)
     assert captions(dataset) == {"a.png": "caption"}
-    assert dataset.findings == ()
+    (finding,) = dataset.findings
+    assert (finding.kind, "a.png (a.caption, not a.txt)" in finding.what) == ("two-captions", True)
 
 
 def test_repeats_folders_and_plain_subfolders(tmp_path: Path) -> None:
@@ -210,13 +211,14 @@ def test_a_metadata_line_without_a_picture_is_named_unless_that_was_taken_out(
     assert finding.what == "captions without an image (1): gone.png"
 
 
-def test_only_one_level_of_folders_is_read(tmp_path: Path) -> None:
-    draw(tmp_path / "a.png")
-    draw(tmp_path / "sub" / "deep" / "b.png")
+def test_two_levels_of_folders_are_read(tmp_path: Path) -> None:
+    for index, name in enumerate(("a.png", "10_x/b.png", "10_x/deep/c.png", "10_x/deep/er/d.png")):
+        draw(tmp_path / name, (index, 0, 0))
     dataset = scanned(tmp_path)
-    assert [record.name for record in dataset.records] == ["a.png"]
+    read = {record.name: record.repeats for record in dataset.records}
+    assert read == {"a.png": 1, "10_x/b.png": 10, "10_x/deep/c.png": 10}
     (finding,) = found(dataset, "deep-folder")
-    assert (finding.severity, finding.file) == ("warning", "sub/deep")
+    assert (finding.severity, finding.file) == ("warning", "10_x/deep/er")
 
 
 def test_metadata_lines_give_captions(tmp_path: Path) -> None:
@@ -548,8 +550,8 @@ def test_no_dataset(tmp_path: Path, make: Any, message: str) -> None:
 
 def test_a_folder_without_pictures_says_what_is_in_it(tmp_path: Path) -> None:
     (tmp_path / "pictures.zip").write_bytes(b"")
-    (tmp_path / "sub" / "deep").mkdir(parents=True)
-    with pytest.raises(InputError, match=r"sub/deep is not read.*1 \.zip.*\.jpg"):
+    (tmp_path / "sub" / "x" / "deep").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"sub/x/deep is not read.*1 \.zip.*\.jpg"):
         scanned(tmp_path)
 
 

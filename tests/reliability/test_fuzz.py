@@ -43,7 +43,8 @@ from lora_trainer.config.config import (
     setting_keys,
 )
 from lora_trainer.config.layers import read_settings_file
-from lora_trainer.dataset.captions import read_caption, read_metadata
+from lora_trainer.dataset.caption_tables import read_metadata
+from lora_trainer.dataset.captions import read_caption
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.scan import scan
 from lora_trainer.families.checkpoints.base_folder import read_header

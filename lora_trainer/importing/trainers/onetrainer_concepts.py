@@ -100,7 +100,7 @@ def _concept_fields(
     if values.get("image.enable_random_flip"):
         own["flip"] = (True, f"{where}image.enable_random_flip")
     if values.get("include_subdirectories"):
-        findings.stays(f"{where}include_subdirectories", "subfolders are read one level deep")
+        findings.stays(f"{where}include_subdirectories", "subfolders are read, two levels deep")
     if values.get("image.enable_resolution_override"):
         why = "all images are trained at data.resolution"
         findings.lacks(
@@ -128,9 +128,8 @@ def _concept_fields(
         own[field] = (values.get("text.tag_dropout_probability", 0.0), name)
     source = str(values.get("text.prompt_source", "sample"))
     if source == "filename":
-        findings.lacks(
-            f"{where}text.prompt_source", source, "write captions beside the images, or see `check`"
-        )
+        note = "an image with a caption file keeps that"
+        findings.set("data.caption_fallback", "file_name", f"{where}text.prompt_source", note=note)
     elif source == "concept":
         why = "one text for all images: name the folder N_WORDS, or give data.trigger"
         findings.lacks(f"{where}text.prompt_path", values.get("text.prompt_path"), why)

@@ -98,11 +98,18 @@ def read_tables(foreign: Foreign, tables: list[Mapping[str, Any]]) -> None:
                 table["instance_prompt"],
                 f"{where}instance_prompt",
             )
-        if strategy in ("filename", "parquet", "csv"):
+        if strategy == "filename":
+            findings.set(
+                "data.caption_fallback",
+                "file_name",
+                *([f"{where}caption_strategy"] if "caption_strategy" in table else []),
+                note="an image with a caption file keeps that",
+            )
+        elif strategy in ("parquet", "csv"):
             findings.lacks(
                 f"{where}caption_strategy",
                 strategy,
-                "write captions beside the images, or see `check`",
+                f"name the table metadata.{strategy} and put it beside the images",
             )
         size = table.get("resolution")
         if (

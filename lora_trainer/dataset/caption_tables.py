@@ -1,0 +1,294 @@
+"""Files with the captions of many images, as datasets for other trainers have them.
+
+Inputs are the bytes of a file and its name. The output is captions by image name and the problems met in
+reading; a damaged row costs its own caption only. `TABLE_NAMES` lists the names that are read.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lora_trainer.common.errors import InputError
+from lora_trainer.dataset.captions import (
+    CAPTION_KEYS,
+    TAG_KEYS,
+    CaptionText,
+    GivenCaption,
+    caption_lines,
+    caption_of,
+    clean,
+    decoded,
+    is_text,
+    same_name,
+    split_name,
+)
+
+METADATA_NAME = "metadata.jsonl"
+TABLE_NAMES = (
+    *(METADATA_NAME, "captions.jsonl", "metadata.csv", "captions.csv", "metadata.parquet"),
+    *("captions.json", "metadata.json"),
+    # What sd-scripts' own tools write for fine-tuning, the last step of them first.
+    *("meta_lat.json", "meta_clean.json", "meta_cap_dd.json", "meta_cap.json"),
+    "captions.txt",
+)
+"""Names of files with the captions of a folder; where several describe an image, the first counts."""
+FILE_KEYS = (
+    *("file_name", "image_file_name", "filename", "file", "image_path", "image", "path", "img"),
+    *("image_file", "file_path", "id"),
+)
+"""Keys and columns with the name of an image."""
+_MAX_PROBLEMS_NAMED = 5
+# A file name, then a colon, bar, tab or comma; Flickr's lists number the captions of an image with #0, #1.
+_TEXT_ROW = re.compile(r"([^:|\t,]+\.[A-Za-z0-9]{2,5})(?:#[0-9])?\s*[:|\t,]\s*(\S.*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metadata:
+    """Captions by image name as the file writes it, with forward slashes, and the problems met in reading."""
+
+    captions: Mapping[str, CaptionText]
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetadataRow:
+    """One line of a `metadata.jsonl`: its object, the image's name, and the key of the caption."""
+
+    values: Mapping[str, Any]
+    name: str
+    key: str
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The caption as it is written, or the captions of a list."""
+        value = self.values[self.key]
+        return tuple(value) if isinstance(value, list) else (str(value),)
+
+
+@dataclass(kw_only=True)
+class CaptionTables:
+    """The captions of all tables of a dataset, found by the name of an image.
+
+    `second`: image, the table that counts, and a later table that has another caption for it.
+    """
+
+    captions: dict[str, GivenCaption] = field(default_factory=dict)
+    second: list[tuple[str, str, str]] = field(default_factory=list)
+    _alike: dict[str, str] = field(default_factory=dict)
+    _elsewhere: dict[str, list[str]] = field(default_factory=dict)
+    """Keys of `captions` that are no file of the table's folder, by the `same_name` of their last part."""
+
+    def add(self, table: Metadata, *, source: str, folder: Path, prefix: str) -> list[str]:
+        """Add a table that lies in `folder`, called `prefix` in the dataset ("x/" or ""); return the new keys."""
+        new: list[str] = []
+        for name, text in table.captions.items():
+            key = prefix + name
+            first = self.captions.get(key)
+            if first is None:
+                self.captions[key] = GivenCaption(text=text.text, lines=text.lines, source=source)
+                new.append(key)
+                self._alike[same_name(key)] = key
+                # Tables from other machines hold other paths: only the end of a path is left to go by.
+                if not os.path.lexists(folder / name):
+                    last = same_name(PurePosixPath(name).name)
+                    self._elsewhere.setdefault(last, []).append(key)
+            elif first.text != text.text:
+                self.second.append((key, first.source, source))
+        return new
+
+    def find(self, image_name: str) -> str | None:
+        """Return the key of an image's caption: its name in the dataset, with or without extension."""
+        if not self.captions:
+            return None
+        names = (image_name, split_name(image_name)[0])
+        exact = next((name for name in names if name in self.captions), None)
+        alike = exact or next(
+            filter(None, (self._alike.get(same_name(one)) for one in names)), None
+        )
+        if alike is not None:
+            return alike
+        for name in names:
+            keys = self._elsewhere.get(same_name(PurePosixPath(name).name), [])
+            whole = [key for key in keys if key.endswith(f"/{name}")]
+            if len(whole or keys) == 1:
+                return (whole or keys)[0]
+        return None
+
+
+def read_table(name: str, data: bytes) -> Metadata:
+    """Read a file called `name`, one of `TABLE_NAMES`.
+
+    Raises InputError for a Parquet file where pyarrow is not installed. Damage is told in `problems`.
+    """
+    extension = split_name(name)[1]
+    if extension == ".jsonl":
+        return read_metadata(data)
+    if extension == ".parquet":
+        text, problems = "", list[str]()
+    else:
+        text, problems = decoded(data)
+    captions: dict[str, CaptionText] = {}
+    repeated: list[str] = []
+    try:
+        rows = _rows(extension, text, data, name)
+        for file, lines in rows:
+            image = _as_posix(file)
+            if image in captions:
+                repeated.append(f"{image} occurs again; the last row counts")
+            captions[image] = caption_of(lines)
+    except (ValueError, RecursionError, csv.Error, OSError) as error:
+        return Metadata(captions={}, problems=(*problems, f"cannot be read ({error})"))
+    if not captions:
+        problems.append(f"has no row with {FILE_KEYS[0]} and {' or '.join(CAPTION_KEYS[:3])}")
+    return Metadata(captions=captions, problems=(*problems, *_first_of(repeated)))
+
+
+def read_metadata(data: bytes) -> Metadata:
+    """Read lines {"file_name": ..., "text" | "caption" | "prompt": ...}; bad lines are named."""
+    text, problems = decoded(data)
+    captions: dict[str, CaptionText] = {}
+    bad_lines: list[str] = []
+    # Not splitlines(): JSON strings may hold U+2028 and the like.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip(" \t\r\ufeff\0"):
+            problem = _add_metadata_line(line, captions)
+            bad_lines += [f"line {number}: {problem}"] if problem else []
+    return Metadata(captions=captions, problems=(*problems, *_first_of(bad_lines)))
+
+
+def read_metadata_row(line: str) -> MetadataRow:
+    """Read one line of JSON; raises ValueError that says what is wrong with it."""
+    try:
+        values: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from None
+    name = _file_name(values) if isinstance(values, dict) else None
+    if name is None:
+        raise ValueError('no {"file_name": "..."}')
+    key = next((key for key in CAPTION_KEYS if key in values), None)
+    if key is None or not is_text(values[key]):
+        raise ValueError(f"no text under {', '.join(CAPTION_KEYS[:3])}")
+    return MetadataRow(values=values, name=_as_posix(name), key=key)
+
+
+def _add_metadata_line(line: str, captions: dict[str, CaptionText]) -> str | None:
+    try:
+        row = read_metadata_row(line)
+    except ValueError as error:
+        return str(error)
+    is_repeated = row.name in captions
+    captions[row.name] = caption_of([", ".join(row.texts)] if row.key in TAG_KEYS else row.texts)
+    return f"{row.name} occurs again; the last line counts" if is_repeated else None
+
+
+def _first_of(problems: list[str]) -> list[str]:
+    rest = len(problems) - _MAX_PROBLEMS_NAMED
+    more = [f"{rest} more lines like these"] if rest > 0 else []
+    return [*problems[:_MAX_PROBLEMS_NAMED], *more]
+
+
+def _rows(
+    extension: str, text: str, data: bytes, name: str
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield image names with their captions; raises ValueError, csv.Error and InputError."""
+    match extension:
+        case ".csv":
+            yield from _of_columns(_csv_rows(text))
+        case ".parquet":
+            yield from _of_columns(_parquet_rows(name, data))
+        case ".json":
+            yield from _json_rows(json.loads(text))
+        case _:
+            for line in text.splitlines():
+                match = _TEXT_ROW.fullmatch(line.strip())
+                if match:
+                    yield match[1].strip(), (match[2],)
+
+
+def _csv_rows(text: str) -> Iterator[Mapping[str, Any]]:
+    heading = text.lstrip("\ufeff").partition("\n")[0]
+    # Spreadsheets of half of Europe write semicolons; the heading has no other use for either mark.
+    delimiter = max(",;\t", key=heading.count)
+    yield from csv.DictReader(io.StringIO(text.lstrip("\ufeff"), newline=""), delimiter=delimiter)
+
+
+def _parquet_rows(name: str, data: bytes) -> Iterator[Mapping[str, Any]]:
+    try:
+        from pyarrow import (  # noqa: PLC0415 - 40 MB that only a Parquet file needs
+            BufferReader,
+            parquet,
+        )
+    except ImportError:
+        raise InputError(
+            f"{name} needs the package pyarrow, which is not installed",
+            fix="pip install pyarrow, or save the captions as metadata.csv",
+        ) from None
+    file = parquet.ParquetFile(BufferReader(data))
+    # Only the columns with names and texts: files of the Hub can hold the images themselves too.
+    keys = {*FILE_KEYS, *CAPTION_KEYS}
+    columns = [column for column in file.schema_arrow.names if column.casefold() in keys]
+    for batch in file.iter_batches(columns=columns):
+        yield from batch.to_pylist()
+
+
+def _of_columns(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for row in rows:
+        values = {str(key).strip().casefold(): value for key, value in row.items()}
+        file, lines = _file_name(values), caption_lines(values)
+        if file is not None and lines:
+            yield file, lines
+
+
+def _file_name(values: Mapping[str, Any]) -> str | None:
+    names = (values.get(key) for key in FILE_KEYS)
+    return next((name for name in names if isinstance(name, str) and name.strip()), None)
+
+
+def _json_rows(content: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the rows of {"a.png": caption}, of [{"file_name": ..., "text": ...}], or of COCO captions."""
+    match content:
+        case {"images": [*images], "annotations": [*annotations]}:
+            yield from _coco_rows(images, annotations)
+        case {"captions": rows} | {"data": rows} | {"images": rows} if isinstance(
+            rows, list | dict
+        ):
+            yield from _json_rows(rows)
+        case dict():
+            for file, value in content.items():
+                lines = _fine_tuning_lines(value)
+                if lines:
+                    yield file, lines
+        case list():
+            yield from _of_columns(row for row in content if isinstance(row, dict))
+
+
+def _fine_tuning_lines(value: Any) -> tuple[str, ...]:
+    """Return the captions of one image; sd-scripts' fine-tuning puts the tags after the caption."""
+    match value:
+        case {"caption": str(caption), "tags": str(tags)} if clean(caption) and clean(tags):
+            return (f"{caption}, {tags}",)
+    return caption_lines(value)
+
+
+def _coco_rows(images: list[Any], annotations: list[Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    captions: dict[Any, list[str]] = {}
+    for row in annotations:
+        match row:
+            case {"image_id": int() | str() as image_id, "caption": str(caption)}:
+                captions.setdefault(image_id, []).append(caption)
+    for row in images:
+        match row:
+            case {"id": int() | str() as image_id, "file_name": str(file)} if image_id in captions:
+                yield file, tuple(captions[image_id])
+
+
+def _as_posix(name: str) -> str:
+    return PurePosixPath(name.replace("\\", "/")).as_posix()

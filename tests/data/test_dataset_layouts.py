@@ -1,0 +1,131 @@
+"""Datasets as other trainers have them are read as `dataset_layouts` expects; one of them trains."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_trainer.common.errors import InputError
+from lora_trainer.common.files import HashMemo
+from lora_trainer.config.config import build_config
+from lora_trainer.dataset.caption_tables import read_table
+from lora_trainer.dataset.decode_memo import DecodeMemo
+from lora_trainer.dataset.regularisation import scan_all
+from lora_trainer.dataset.scan import Dataset
+from tests.data.dataset_layouts import CATDOG, LAYOUTS, NAMES, TWO, Layout, images, png_text
+
+
+def written(files: dict[str, bytes], root: Path) -> Path:
+    for name, data in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    return root
+
+
+def read(root: Path, settings: dict[str, object], verified: DecodeMemo | None = None) -> Dataset:
+    data = build_config({"data.max_bad_fraction": 0.0, **settings}).data
+    memo = HashMemo(file=Path("unused.json"), entries={})
+    return scan_all(root, settings=data, memo=memo, verified=verified)
+
+
+@pytest.fixture(autouse=True)
+def _without_pyarrow(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Where it is installed or not, the layouts read the same."""
+    if "pyarrow" not in request.node.name:
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.tool}: {layout.case}")
+def test_a_layout_is_read(layout: Layout, tmp_path: Path) -> None:
+    root = written(dict(layout.files), tmp_path)
+    if layout.error:
+        with pytest.raises(InputError) as refusal:
+            read(root, dict(layout.settings))
+        assert layout.error in f"{refusal.value}"
+        return
+    dataset = read(root, dict(layout.settings))
+    assert {one.name: one.caption or None for one in dataset.records} == dict(layout.captions)
+    repeats = {one.name: one.repeats for one in dataset.records if one.repeats != 1}
+    assert repeats == dict(layout.repeats)
+    masks = {
+        one.name: one.mask.path.relative_to(root).as_posix() for one in dataset.records if one.mask
+    }
+    assert masks == dict(layout.masks)
+    assert {one.name for one in dataset.regularisation} == set(layout.regularisation)
+    kinds = {finding.kind for finding in dataset.findings}
+    assert set(layout.said) <= kinds
+    assert not set(layout.unsaid) & kinds
+    assert any(layout.advice in finding.advice for finding in dataset.findings) or not layout.advice
+    assert {p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()} == set(
+        layout.files
+    )
+
+
+def test_the_corpus_is_large_enough() -> None:
+    assert len({(layout.tool, layout.case) for layout in LAYOUTS}) == len(LAYOUTS) >= 40
+
+
+def test_a_changed_table_changes_the_captions_and_not_the_images(tmp_path: Path) -> None:
+    table = "file_name,text\na.png,a cat\nb.jpg,{}\n"
+    root = written({**TWO, "metadata.csv": table.format("a dog").encode()}, tmp_path)
+    before = read(root, {})
+    (root / "metadata.csv").write_text(table.format("a wolf"))
+    after = read(root, {})
+    assert [one.caption for one in after.records] == ["a cat", "a wolf"]
+    assert [one.content_hash for one in after.records] == [
+        one.content_hash for one in before.records
+    ]
+    assert after.fingerprint != before.fingerprint
+
+
+def test_captions_inside_images_are_remembered_apart_from_caption_files(tmp_path: Path) -> None:
+    verified = DecodeMemo()
+    files = {"1.png": png_text("1.png", Description="a cat"), **images("2.png", "3.png")}
+    root = written({**files, "2.txt": b'{"text": "x"}', "3.json": b'{"text": "x"}'}, tmp_path)
+    expected = {"1.png": "a cat", "2.png": '{"text": "x"}', "3.png": "x"}
+    for _ in range(2):
+        dataset = read(root, {"data.caption_fallback": "metadata"}, verified)
+        assert {one.name: one.caption for one in dataset.records} == expected
+    assert read(root, NAMES, verified).records[0].caption == "", "the name is a number"
+
+
+def test_a_table_in_parquet_is_read_by_pyarrow() -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="optional: the extra `parquet`")
+    from pyarrow import parquet  # noqa: PLC0415 - after the check that it is there
+
+    columns = {"file_name": list(CATDOG), "text": list(CATDOG.values()), "image": [b"x", b"y"]}
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table(columns), sink)
+    table = read_table("metadata.parquet", sink.getvalue().to_pybytes())
+    assert {name: text.text for name, text in table.captions.items()} == CATDOG
+    assert "cannot be read" in read_table("metadata.parquet", b"PAR1").problems[0]
+
+
+def test_a_project_of_kohya_trains_with_the_defaults(tmp_path: Path) -> None:
+    """The real command on one of the layouts, the captions of a table included."""
+    project = {f"img/2_zb cat/{index}.png": png_text(f"{index}.png") for index in range(4)}
+    project["img/2_zb cat/metadata.csv"] = b"file_name,text\n0.png,a cat\n1.png,a red cat\n"
+    root = written(
+        {**project, **images("reg/1_cat/x.png", "model/sample/y.png")}, tmp_path / "data"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "lora_trainer",
+        str(root),
+        "--steps",
+        "3",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    result = subprocess.run(
+        [*command, "--json"], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert list((tmp_path / "out").rglob("*.safetensors"))
+    run_file = next((tmp_path / "out").rglob("run.json"))
+    assert json.loads(run_file.read_text())
