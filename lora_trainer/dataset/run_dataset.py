@@ -91,6 +91,34 @@ def _place_at(
     return {record.name: placed[record.width_px, record.height_px] for record in records}
 
 
+def bucket_bounds(config: Config, facts: BaseFacts) -> tuple[int, int] | None:
+    """Return the shortest and the longest side in pixels of all buckets at `data.resolution`; None without buckets."""
+    if not config.data.buckets:
+        return None
+    resolution = config.data.resolution
+    buckets = buckets_for(
+        resolution_px=facts.resolution_px if resolution == "auto" else resolution,
+        step_px=facts.bucket_step_px,
+        max_aspect=config.data.max_aspect,
+    )
+    sides = [side for bucket in buckets for side in (bucket.width_px, bucket.height_px)]
+    return min(sides), max(sides)
+
+
+def mean_aspect_error(
+    records: Sequence[ImageRecord], placements: Mapping[str, Placement]
+) -> float | None:
+    """Return the mean over images of |width / height - that of the image's bucket|; None without images."""
+    errors = [
+        abs(
+            record.width_px / record.height_px
+            - placements[record.name].bucket.width_px / placements[record.name].bucket.height_px
+        )
+        for record in records
+    ]
+    return sum(errors) / len(errors) if errors else None
+
+
 def bucket_counts(
     records: tuple[ImageRecord, ...], placements: Mapping[str, Placement]
 ) -> dict[str, int]:

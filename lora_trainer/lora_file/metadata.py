@@ -21,14 +21,23 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from lora_trainer import __version__
+from lora_trainer.common.files import HashMemo, sha256_bytes
 from lora_trainer.common.redaction import public_source, public_text
 from lora_trainer.config.config import CHUNK_TOKENS, Auto
 from lora_trainer.families.base import Prediction
 
-__all__ = ["ExportInfo", "SubsetSummary", "metadata", "usage_hint"]
+__all__ = [
+    "ExportInfo",
+    "FileHashes",
+    "SubsetSummary",
+    "file_hashes",
+    "metadata",
+    "usage_hint",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +50,36 @@ class SubsetSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FileHashes:
+    """The hashes by which model browsers find a model file: SHA-256, and AUTOMATIC1111's first, of 64 KiB."""
+
+    sha256: str
+    short: str
+
+
+def file_hashes(path: Path, memo: HashMemo) -> FileHashes | None:
+    """Return the hashes of a model file as sd-scripts computes them, None for a folder; raises OSError.
+
+    The short one is 8 hex digits of the SHA-256 of the 64 KiB at 1 MiB (`model_hash` in sd-scripts); of a
+    smaller file it is the hash of no bytes there too.
+    """
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        file.seek(_SHORT_HASH_OFFSET)
+        part = file.read(_SHORT_HASH_BYTES)
+    return FileHashes(sha256=memo.sha256(path), short=sha256_bytes(part)[:8])
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportInfo:
     """What is known about a run when a file is exported; the same info gives the same bytes.
 
     `settings` is the planned configuration as `config.flatten` gives it (no `auto` left but where a
-    value follows the base: `zero_terminal_snr` is what was used). `rank` and `alpha` are those of
-    most modules; `buckets` counts images per epoch by "WIDTHxHEIGHT"; times are Unix seconds.
+    value follows the base: `zero_terminal_snr` is the value used). `rank` and `alpha` are those of
+    most modules; `buckets` counts images per epoch by "WIDTHxHEIGHT"; times are Unix seconds. `bucket_bounds_px`:
+    the shortest and the longest side of all buckets, None without buckets. `mean_aspect_error`: mean over the
+    images of |width / height - that of their bucket|. Hashes are of a base or VAE in one file; a folder has none.
     """
 
     title: str
@@ -72,6 +105,10 @@ class ExportInfo:
     zero_terminal_snr: bool = False
     regularisation_per_epoch: int = 0
     merged_from: tuple[str, ...] = ()
+    base_hashes: FileHashes | None = None
+    vae_hashes: FileHashes | None = None
+    bucket_bounds_px: tuple[int, int] | None = None
+    mean_aspect_error: float | None = None
 
     @property
     def images_per_epoch(self) -> int:
@@ -79,6 +116,7 @@ class ExportInfo:
         return sum(len(subset.captions) * subset.repeats for subset in self.subsets)
 
 
+_SHORT_HASH_OFFSET, _SHORT_HASH_BYTES = 0x100000, 0x10000
 MAX_TAGS = 1000
 """Tags listed per file, the most frequent first; ComfyUI ignores headers above 8 MiB."""
 MAX_TAG_CHARACTERS = 300
@@ -97,6 +135,7 @@ ALGORITHMS = {
 """LyCORIS's names of our kinds of adapter."""
 _FALSE_IN_KOHYA = (
     *("bucket_no_upscale", "color_aug", "random_crop", "lowram", "full_fp16", "fp8_base"),
+    "fp8_base_unet",
     *("ip_noise_gamma_random_strength", "noise_offset_random_strength"),
 )
 _NONE_IN_KOHYA = (
@@ -124,8 +163,26 @@ def _network(info: ExportInfo) -> dict[str, Any]:
         "ss_network_alpha": float(info.alpha),
         "ss_network_args": _kohya_json(arguments),
         "ss_network_dropout": info.settings["adapter.dropout"] or None,
+        "ss_session_id": _session_id(info),
         **({"ss_vae_name": vae} if vae else {}),
+        **_hashes("sd_model", info.base_hashes),
+        **_hashes("vae", info.vae_hashes),
     }
+
+
+def _session_id(info: ExportInfo) -> int:
+    """Return a number below 2^32 that all files of one training share, as sd-scripts draws one at its start.
+
+    Computed and not drawn, so that the same training gives the same bytes and a resume the same number.
+    """
+    names = _json([info.title, info.started_at_s, info.base_identity, info.settings["train.seed"]])
+    return int(sha256_bytes(names.encode("utf-8", "backslashreplace"))[:8], 16)
+
+
+def _hashes(name: str, hashes: FileHashes | None) -> dict[str, str]:
+    if hashes is None:
+        return {}
+    return {f"ss_{name}_hash": hashes.short, f"ss_new_{name}_hash": hashes.sha256}
 
 
 def _network_arguments(info: ExportInfo) -> dict[str, str]:
@@ -215,6 +272,8 @@ def _options(info: ExportInfo) -> dict[str, Any]:
         "ss_clip_skip": _beyond(settings["base.clip_skip"], 1),
         "ss_max_token_length": _beyond(settings["data.caption_tokens"], CHUNK_TOKENS),
         "ss_cache_latents": True,
+        "ss_resize_interpolation": "lanczos",
+        "ss_validation_split": settings["data.validation_fraction"],
         "ss_training_comment": info.description or None,
         **{f"ss_{name}": False for name in _FALSE_IN_KOHYA},
         **{f"ss_{name}": None for name in _NONE_IN_KOHYA},
@@ -271,7 +330,8 @@ def _flow(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _dataset(info: ExportInfo) -> dict[str, Any]:
     side = info.settings["data.resolution"]
-    tags, buckets = _tag_frequency(info), _bucket_info(info.buckets)
+    tags, buckets = _tag_frequency(info), _bucket_info(info)
+    shortest_px, longest_px = info.bucket_bounds_px or (None, None)
     subsets = [
         {
             "image_dir": subset.folder,
@@ -279,6 +339,11 @@ def _dataset(info: ExportInfo) -> dict[str, Any]:
             "num_repeats": subset.repeats,
             "class_tokens": info.trigger,
             "is_reg": False,
+            "color_aug": False,
+            "flip_aug": info.settings["data.flip"],
+            "random_crop": False,
+            "shuffle_caption": info.settings["data.shuffle_tags"],
+            "keep_tokens": info.settings["data.keep_tokens"],
         }
         for subset in info.subsets
     ]
@@ -289,6 +354,8 @@ def _dataset(info: ExportInfo) -> dict[str, Any]:
         "num_reg_images": info.regularisation_per_epoch,
         "resolution": [side, side],
         "enable_bucket": info.settings["data.buckets"],
+        "min_bucket_reso": shortest_px,
+        "max_bucket_reso": longest_px,
         "bucket_info": buckets,
         "tag_frequency": tags,
         "subsets": subsets,
@@ -300,6 +367,8 @@ def _dataset(info: ExportInfo) -> dict[str, Any]:
         "ss_resolution": (side, side),
         "ss_num_train_images": info.images_per_epoch,
         "ss_num_reg_images": info.regularisation_per_epoch,
+        "ss_min_bucket_reso": shortest_px,
+        "ss_max_bucket_reso": longest_px,
         "ss_dataset_dirs": _kohya_json(folders),
         "ss_reg_dataset_dirs": _kohya_json({}),
         "ss_tag_frequency": _kohya_json(tags),
@@ -324,13 +393,15 @@ def _tag_frequency(info: ExportInfo) -> dict[str, dict[str, int]]:
     return found
 
 
-def _bucket_info(buckets: Mapping[str, int]) -> dict[str, Any]:
-    rows = enumerate(sorted(buckets.items()))
+def _bucket_info(info: ExportInfo) -> dict[str, Any]:
+    rows = enumerate(sorted(info.buckets.items()))
+    error = info.mean_aspect_error
     return {
         "buckets": {
             str(index): {"resolution": [int(side) for side in size.split("x")], "count": count}
             for index, (size, count) in rows
-        }
+        },
+        **({} if error is None else {"mean_img_ar_error": error}),
     }
 
 
@@ -425,7 +496,7 @@ def _public(value: Any) -> Any:
         return type(value)(_public(item) for item in value)
     if isinstance(value, Mapping):
         return {key: _public(item) for key, item in value.items()}
-    if isinstance(value, (ExportInfo, SubsetSummary)):
+    if isinstance(value, (ExportInfo, FileHashes, SubsetSummary)):
         return replace(
             value, **{field.name: _public(getattr(value, field.name)) for field in fields(value)}
         )

@@ -28,7 +28,7 @@ from lora_trainer.families.base import Family, FileFormat
 from lora_trainer.lora.tensors import DTYPES, AdapterTensors, ModuleTensors, split_key
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.formats import AdapterContents, resolve_format
-from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary, metadata
+from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary, file_hashes, metadata
 from lora_trainer.lora_file.names import ALPHA, BIAS, file_endings
 from lora_trainer.lora_file.read_tensors import slot, tensor_bytes
 from lora_trainer.lora_file.stream import BodyHashes, header_bytes, ordered
@@ -44,6 +44,7 @@ __all__ = [
     "common_alpha",
     "contents_of",
     "export_bytes",
+    "file_hashes",
     "file_tensors",
     "final_export_name",
     "metadata",

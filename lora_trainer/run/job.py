@@ -15,8 +15,9 @@ from lora_trainer.cache.cache_plan import Needs
 from lora_trainer.checkpoint.codec import Copy
 from lora_trainer.checkpoint.states import TrainingState
 from lora_trainer.common.events import EventStream
+from lora_trainer.common.files import HashMemo
 from lora_trainer.config.config import flatten
-from lora_trainer.dataset.run_dataset import bucket_counts
+from lora_trainer.dataset.run_dataset import bucket_bounds, bucket_counts, mean_aspect_error
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.tensors import AdapterTensors
@@ -25,6 +26,7 @@ from lora_trainer.lora_file.write import (
     ExportInfo,
     SubsetSummary,
     contents_of,
+    file_hashes,
     metadata,
     write_export,
 )
@@ -162,6 +164,9 @@ def _export_info(
     for record in prepared.trained:
         by_repeats.setdefault(record.repeats, []).append(record.caption)
     name = prepared.dataset.folder.resolve().name
+    # The memo of the start of the run: its file has the hash of a base that was read then.
+    memo = HashMemo.load(prepared.cache_root / ".hashes.json")
+    base, vae = prepared.config.base.model, prepared.config.base.vae
     widths = Counter((module.rank, module.rank * module.scale) for module in tensors.values())
     # Layers may differ in rank and alpha; the header has room for one pair, so the most common one.
     ((rank, alpha), _), *_ = widths.most_common(1)
@@ -195,6 +200,12 @@ def _export_info(
         thumbnail_jpeg=_thumbnail(images[0], job.events) if images else None,
         regularisation_per_epoch=prepared.regularisation_per_epoch,
         zero_terminal_snr=prepared.facts.zero_terminal_snr,
+        base_hashes=file_hashes(Path(base).expanduser(), memo),
+        vae_hashes=None if vae is None else file_hashes(Path(vae).expanduser(), memo),
+        bucket_bounds_px=bucket_bounds(prepared.config, prepared.facts),
+        mean_aspect_error=mean_aspect_error(prepared.trained, prepared.placements)
+        if prepared.config.data.buckets
+        else None,
     )
 
 

@@ -177,7 +177,7 @@ LAYOUTS = (
            captions={"a_red_cat.png": "a red cat"}, settings=NAMES),
     Layout(tool="SimpleTuner v3.0", case="nested folders", files=images("set/part/a.png", "set/part/more/b.png"),
            captions={"set/part/a.png": None}, said=("deep-folder",)),
-    Layout(tool="SimpleTuner v3.0", case="parquet strategy without pyarrow",
+    Layout(tool="SimpleTuner v3.0", case="parquet strategy, the package is missing",
            files={**images("a.png"), "metadata.parquet": b"PAR1"}, error="pip install pyarrow"),
     Layout(tool="diffusion-pipe 2025-09", case="captions.json with lists",
            files={**TWO, "captions.json": js({"a.png": ["a cat", "a red cat"], "b.jpg": ["a dog"]})},

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from safetensors.torch import load
 
+from lora_trainer.common.files import HashMemo
 from lora_trainer.families import family
-from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary, metadata
-from lora_trainer.lora_file.write import export_bytes
+from lora_trainer.families.base import FileFormat
+from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary, file_hashes, metadata
+from lora_trainer.lora_file.write import export_bytes, read_back, write_export
 from tests.fakes.adapters import export_info, small_adapter
 
 
@@ -90,6 +94,46 @@ def test_metadata_of_the_dataset_is_json_with_the_trigger_first() -> None:
     (dataset,) = json.loads(found["ss_datasets"])
     assert dataset["subsets"][0]["class_tokens"] == "zibbo"
     assert dataset["num_train_images"] == 21
+
+
+def test_one_training_has_one_session_and_the_hashes_of_its_models(tmp_path: Path) -> None:
+    base, vae = tmp_path / "base.safetensors", tmp_path / "vae.safetensors"
+    base.write_bytes(bytes(0x100000) + b"a" * 0x10000 + b"rest")
+    vae.write_bytes(b"small")
+    memo = HashMemo(file=tmp_path / "memo.json", entries={})
+    hashes = {"base_hashes": file_hashes(base, memo), "vae_hashes": file_hashes(vae, memo)}
+    found = metadata(export_info(**hashes, bucket_bounds_px=(384, 704), mean_aspect_error=0.25))
+    expected = {
+        "ss_sd_model_hash": hashlib.sha256(b"a" * 0x10000).hexdigest()[:8],
+        "ss_new_sd_model_hash": hashlib.sha256(base.read_bytes()).hexdigest(),
+        "ss_vae_hash": "e3b0c442",  # of no bytes: the file ends before 1 MiB
+        "ss_new_vae_hash": hashlib.sha256(b"small").hexdigest(),
+        "ss_min_bucket_reso": "384",
+        "ss_max_bucket_reso": "704",
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert json.loads(found["ss_bucket_info"])["mean_img_ar_error"] == 0.25
+    assert file_hashes(tmp_path, memo) is None
+    later = metadata(export_info(step=300, saved_at_s=1_700_009_999.0))
+    assert 0 <= int(found["ss_session_id"]) == int(later["ss_session_id"]) < 2**32
+    assert later["ss_session_id"] != metadata(export_info(started_at_s=1.0))["ss_session_id"]
+    assert not {"ss_sd_model_hash", "ss_new_vae_hash"} & later.keys()
+
+
+@pytest.mark.parametrize("format", get_args(FileFormat))
+def test_the_header_comes_back_from_every_format(format: FileFormat, tmp_path: Path) -> None:
+    """As a model browser reads it: texts, of which some are JSON; and no format loses an entry."""
+    info = export_info(bucket_bounds_px=(384, 704), trigger="zibbo")
+    file = tmp_path / "lora.safetensors"
+    tensors = small_adapter()
+    write_export(file, tensors, family=family("sd15"), info=info, format=format, precision="fp32")
+    stored = header_of(file.read_bytes())["__metadata__"]
+    entries = metadata(info)
+    assert {key: stored[key] for key in entries} == entries
+    counts = [row["count"] for row in json.loads(stored["ss_bucket_info"])["buckets"].values()]
+    images = [row["img_count"] for row in json.loads(stored["ss_dataset_dirs"]).values()]
+    assert (sum(counts), sum(images)) == (21, 3)
+    assert read_back(file, tensors, family=family("sd15")) == pytest.approx(0, abs=1e-6)
 
 
 def test_metadata_follows_the_settings() -> None:
