@@ -209,7 +209,7 @@ LAYOUTS = (
            files={**images("data/train/a.png"), "metadata.csv": b"file_name,text\ndata/train/a.png,a cat\n"},
            captions={"data/train/a.png": "a cat"}),
     Layout(tool="datasets 4.0", case="images inside parquet shards only",
-           files={"data/train-00000-of-00001.parquet": b"PAR1"}, error="no pictures"),
+           files={"data/train-00000-of-00001.parquet": b"PAR1"}, error="no images"),
     Layout(tool="diffusers 0.35 train_controlnet", case="conditioning images",
            files={**images("a.png", "conditioning_images/a.png"), "metadata.jsonl": lines(
                {"file_name": "a.png", "conditioning_image": "conditioning_images/a.png", "text": "a cat"})},
@@ -240,7 +240,7 @@ LAYOUTS = (
                **images("00000/000000001.jpg"), "00000/000000001.txt": b"a cat",
                "00000/000000001.json": js({"caption": "a cat", "url": "x", "status": "success"})},
            captions={"00000/000000001.jpg": "a cat"}),
-    Layout(tool="img2dataset 1.47", case="webdataset output", files={"00000.tar": b"x"}, error="no pictures"),
+    Layout(tool="img2dataset 1.47", case="webdataset output", files={"00000.tar": b"x"}, error="no images"),
     Layout(tool="Flickr8k", case="captions.txt of five captions an image",
            files={**images("Images/1.jpg"), "captions.txt": b"image,caption\n1.jpg,A cat .\n1.jpg,A red cat .\n"},
            captions={"Images/1.jpg": "A red cat ."}, said=("metadata",), unsaid=("unused-caption",)),
