@@ -37,4 +37,4 @@ def test_commands_of_a_page_are_accepted(page: Path) -> None:
 
 
 def test_there_are_commands_to_check() -> None:
-    assert sum(len(commands(page)) for page in PAGES) > 30
+    assert sum(len(commands(page)) for page in PAGES) > 20
