@@ -12,7 +12,7 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.config.choices import CONCEPT, SETTINGS, Concept
 from lora_trainer.config.config import setting_keys
 from lora_trainer.config.layers import Resolved, resolve
-from lora_trainer.planning.estimates import run_length
+from lora_trainer.planning.run_time import run_length
 from tests.fakes.runs import run_cli, toy
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from lora_trainer.hardware import machine
 from lora_trainer.network import pinned_memory
-from lora_trainer.planning import pinned_share as pinned_plan
+from lora_trainer.planning import host_memory as pinned_plan
 from lora_trainer.planning.allocation import Allocator
 from tests.fakes.family_bases import base_of, facts_at, side_of
 from tests.fakes.pinning import pinning_driver

@@ -29,8 +29,8 @@ from lora_trainer.families import DEFAULT_FAMILY, MODULES, known_base
 from lora_trainer.families import family as load_family
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import GIB, Hardware, assume_card
-from lora_trainer.planning.estimates import run_length
 from lora_trainer.planning.plan import Plan, PlanInput, plan
+from lora_trainer.planning.run_time import run_length
 from tests.fakes.stable_diffusion import SD15, mini_facts
 
 CELLS = list(itertools.product(preset_families(), TIERS, PRIORITIES))

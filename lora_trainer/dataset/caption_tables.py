@@ -110,11 +110,11 @@ class CaptionTables:
             return None
         names = (image_name, split_name(image_name)[0])
         exact = next((name for name in names if name in self.captions), None)
-        similar = exact or next(
+        alike = exact or next(
             filter(None, (self._alike.get(same_name(one)) for one in names)), None
         )
-        if similar is not None:
-            return similar
+        if alike is not None:
+            return alike
         for name in names:
             keys = self._elsewhere.get(same_name(PurePosixPath(name).name), [])
             whole = [key for key in keys if key.endswith(f"/{name}")]
@@ -165,7 +165,7 @@ def read_metadata(data: bytes) -> Metadata:
 
 
 def read_metadata_row(line: str) -> MetadataRow:
-    """Read one line of JSON; raises ValueError with the reason."""
+    """Read one line of JSON; raises ValueError that says what is wrong with it."""
     try:
         values: Any = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -49,11 +49,11 @@ def folder_kind(name: str) -> FolderKind | None:
 
 
 def entries_in(path: Path) -> list[Entry]:
-    """Return a folder's entries by name, without system files and documents; raises InputError."""
+    """Return what lies in a folder by name, system files and documents excepted; raises InputError."""
     try:
-        with os.scandir(path) as entries:
+        with os.scandir(path) as found:
             return sorted(
-                (entry for entry in entries if _is_meant(entry.name)), key=lambda entry: entry.name
+                (entry for entry in found if _is_meant(entry.name)), key=lambda entry: entry.name
             )
     except OSError as error:
         what = f"cannot read folder {shown(str(path))} ({error.strerror or error})"
@@ -86,7 +86,7 @@ def is_inside(path: str, real_root: str) -> bool:
 
 
 def kind_of(entry: Entry) -> str:
-    """Return the kind of an entry that is no regular file, for a message."""
+    """Return what an entry is that is no regular file."""
     if entry.is_symlink():
         return "a link to no file"
     return "a folder" if holds(entry.is_dir) else "a pipe, socket or device"
@@ -156,10 +156,8 @@ class UnusedFiles:
     def unused_masks(self) -> Iterator[Finding]:
         """Yield one row that names masks nobody asked for, or that have no image."""
         away = self._excluded_stems()
-        unclaimed = [
-            name for name, picture in self.unclaimed_masks if same_name(picture) not in away
-        ]
-        count, names = len(unclaimed), named(unclaimed)
+        found = [name for name, picture in self.unclaimed_masks if same_name(picture) not in away]
+        count, names = len(found), named(found)
         if count and self.settings.masks == "files":
             what = f"masks without an image ({count}): {names}"
             advice = "name them as their images, or remove them"
@@ -169,16 +167,16 @@ class UnusedFiles:
             yield note("unused-mask", None, what, advice="--set data.masks=files to use them")
 
     def _excluded_stems(self) -> set[str]:
-        """Return the names, without extension, of images taken out of the dataset, whose masks stay."""
+        """Return the images that were taken out of the dataset, whose masks stay: without extension."""
         if self.excluded is None:
             return set()
         places = {name.rpartition("/")[0] for _, name in self.unclaimed_masks}
-        inside = [self.excluded / folder for folder in places]
+        inside = [self.excluded / place for place in places]
         return {
             same_name(split_name(Path(entry.path).relative_to(self.excluded).as_posix())[0])
-            for folder in inside
-            if folder.is_dir()
-            for entry in entries_in(folder)
+            for place in inside
+            if place.is_dir()
+            for entry in entries_in(place)
         }
 
     def _is_excluded(self, name: str) -> bool:

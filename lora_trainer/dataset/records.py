@@ -1,6 +1,6 @@
-"""A checked dataset: its usable images with their captions and masks.
+"""What a dataset consists of once it is checked: usable images with their captions and masks.
 
-`scan` makes it from a folder; planning, encoding, training and reports read it.
+Made by `scan`, from a folder; read by all that plan, encode, train and report.
 """
 
 from __future__ import annotations
@@ -47,12 +47,8 @@ class ImageRecord:
 
     def settings(self, data: DataSettings) -> DataSettings:
         """Return the settings of its folder; an image for regularisation has no trigger."""
-        folder_settings = data.of_folder(self.folder)
-        return (
-            folder_settings.model_copy(update={"trigger": None})
-            if self.regularisation
-            else folder_settings
-        )
+        own = data.of_folder(self.folder)
+        return own.model_copy(update={"trigger": None}) if self.regularisation else own
 
     def sample_ids(self) -> list[str]:
         """Return one id per repeat, unique in the dataset and independent of file order."""
@@ -63,9 +59,9 @@ class ImageRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dataset:
-    """The usable images of a folder by name, findings, and a hash of everything that training reads of it.
+    """The usable images of a folder by name, what is odd, and a hash of what is trained.
 
-    `regularisation`: images of the class, trained along so that training does not change it.
+    `regularisation` are those beside them that keep the class as it is.
     """
 
     folder: Path

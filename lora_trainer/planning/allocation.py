@@ -16,18 +16,20 @@ from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.config import CHECKPOINTING, Checkpointing, build_config
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu, Hardware
-from lora_trainer.planning.device_overhead import surroundings
 from lora_trainer.planning.host_memory import HostPrediction, predict_host
-from lora_trainer.planning.loads import Load, RememberedCosts, runs_wide
-from lora_trainer.planning.matmul import (
-    Matmul,
-    against_products,
-    choose_matmul,
-    refuse_matmul,
-)
+from lora_trainer.planning.loads import Load, RememberedCosts, runs_wide, surroundings
 from lora_trainer.planning.memory import Prediction, predict
 from lora_trainer.planning.oom_history import OomRecord
-from lora_trainer.planning.precisions import base_precisions, in_16_bits, preference, price
+from lora_trainer.planning.precisions import (
+    Matmul,
+    against_products,
+    base_precisions,
+    choose_matmul,
+    in_16_bits,
+    preference,
+    price,
+    refuse_matmul,
+)
 from lora_trainer.planning.search import (
     Evaluator,
     Limit,

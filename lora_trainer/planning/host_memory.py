@@ -1,8 +1,9 @@
 """Predicted host memory of a run on a GPU: data that waits there for the device, and weights as they load.
 
-Inputs are those of `memory.predict`; output is one `HostPrediction`. Weights are read from mapped files,
-which the system can drop and read again, so loading may exceed the free memory and then takes longer.
-Data that waits for the device, pinned or not, has to fit, or the machine swaps.
+Inputs are those of `memory.predict`, and the bytes that the platform lets a process pin; output is one
+`HostPrediction`. Weights are read from mapped files, which the system can drop and read again, so loading
+may exceed the free memory and then takes longer. Data that waits for the device, pinned or not, has to fit,
+or the machine swaps. Unpinned memory is copied more slowly, and a step waits for each copy. No torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lora_trainer.families.base import BaseFacts
+from lora_trainer.hardware.torch_allocator import RESERVED_BYTES
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import (
     GIB,
@@ -19,8 +21,48 @@ from lora_trainer.planning.memory import (
     saved_copies,
     vae_weights,
 )
-from lora_trainer.planning.pinned_share import offloaded_bytes, pinned_shares
 from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, state_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pinned:
+    """Pinned shares, 0 to 1, of streamed blocks and offloaded inputs."""
+
+    streamed: float = 1.0
+    offloaded: float = 1.0
+
+
+def pinned_shares(
+    load: Load, *, facts: BaseFacts, costs: RememberedCosts, pinnable_bytes: int | None
+) -> Pinned:
+    """Return the pinned shares of a load where a process may pin this many bytes; None: no limit.
+
+    Blocks are pinned first: they are pinned once, before the first step, and inputs as they come.
+    """
+    if pinnable_bytes is None:
+        return Pinned()
+    base = costs.frozen_base(facts, load)
+    remaining_bytes = max(0, pinnable_bytes - RESERVED_BYTES)
+    shares = []
+    for size in (
+        base.streamed_bytes(load.streamed_blocks),
+        offloaded_bytes(load, facts=facts, costs=costs),
+    ):
+        pinned_size = min(remaining_bytes, size)
+        shares.append(pinned_size / size if size else 1.0)
+        remaining_bytes -= pinned_size
+    streamed, offloaded = shares
+    return Pinned(streamed=streamed, offloaded=offloaded)
+
+
+PINNED_AT_MOST = 2
+"""Torch rounds pinned memory up to powers of two; a plan knows only the sum of the inputs, so: twice."""
+
+
+def offloaded_bytes(load: Load, *, facts: BaseFacts, costs: RememberedCosts) -> int:
+    """Return the most bytes that inputs of recomputed blocks can take in host memory."""
+    return PINNED_AT_MOST * load.micro_batch * costs.sample_cost(facts, load.workload()).host_bytes
+
 
 # Python with torch, diffusers and transformers, and the CUDA libraries it maps.
 HOST_RUNTIME_BYTES = 2 * GIB

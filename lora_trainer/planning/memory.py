@@ -18,8 +18,7 @@ from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.checkpoints.base_folder import READ_BYTES
 from lora_trainer.hardware.devices import KINDS
 from lora_trainer.lora.adapter_size import rebuilt_elements
-from lora_trainer.planning.device_overhead import DeviceSurroundings
-from lora_trainer.planning.loads import Load, RememberedCosts, runs_wide
+from lora_trainer.planning.loads import DeviceSurroundings, Load, RememberedCosts, runs_wide
 from lora_trainer.planning.weight_bytes import (
     ELEMENT_BYTES,
     GRADIENT_BYTES,

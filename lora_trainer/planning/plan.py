@@ -29,14 +29,13 @@ from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.hardware.machine import Gpu, Hardware
 from lora_trainer.lora.adapter_size import total_elements
 from lora_trainer.planning.allocation import Allocation, Allocator, Decision
-from lora_trainer.planning.estimates import DiskUse, disk_bytes, run_length
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import Prediction
 from lora_trainer.planning.oom_history import OomRecord
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS, RATE, SCHEDULE, needed_otherwise
 from lora_trainer.planning.precisions import best_precision, capability
-from lora_trainer.planning.run_time import RunTime, RunTimeInputs
+from lora_trainer.planning.run_time import DiskUse, RunTime, RunTimeInputs, disk_bytes, run_length
 from lora_trainer.planning.speedups import compiling, graphing
 from lora_trainer.planning.speedups import run_facts as circumstances
 from lora_trainer.planning.weight_bytes import state_bytes

@@ -1,17 +1,24 @@
-"""Chooses the precision to compute in and those to keep the frozen base in, by the priority's price of fewer bits.
+"""Chooses the precision to compute in, those to keep the frozen base in, and how a quantised base is multiplied.
 
-Input is a family's allowed precisions, the GPU and the settings; output a precision, or a key to compare
-base precisions by, with its reason. No torch.
+Input is a family's allowed precisions, the GPU, the settings and, for products, the load that fits and its
+judge; output a precision, a key to compare base precisions by the priority's price of fewer bits, or a
+choice with its reason. int8 products round inputs and gradients to 8 bits too, so they are chosen only where
+a step is predicted to be clearly faster, and never by priority quality. They never cause a base to be
+quantised. No torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lora_trainer.config.base_precision import BasePrecision
+from lora_trainer.common.errors import MachineError
+from lora_trainer.config.base_precision import BaseMatmul, BasePrecision, has_int8_product
 from lora_trainer.config.config import Precision
 from lora_trainer.hardware.machine import Gpu
+from lora_trainer.planning.loads import Load
+from lora_trainer.planning.search import PRODUCTS_PAY_FROM, Evaluator
 
 AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
 """Quantisations that `memory.base_precision=auto` may choose; fp8 takes as much as int8 and rounds more."""
@@ -95,3 +102,64 @@ def preference(priority: str) -> str:
     if priority in FEWER_BITS:
         return f"{priority}: fewer bits only where clearly faster"
     return "quality: the most precise that fits"
+
+
+INT8_CAPABILITY = (8, 0)
+"""Lowest CUDA compute capability with fast int8 products: Ampere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmul:
+    """How the frozen weights are multiplied, and why."""
+
+    value: BaseMatmul
+    reason: str
+
+
+def choose_matmul(load: Load, *, gpu: Gpu | None, priority: str, judge: Evaluator) -> Matmul:
+    """Return the value of `memory.base_matmul=auto` for a load that fits."""
+    codes = replace(load, base_matmul="int8")
+    obstacle = f"the base is in {load.base_precision}" if load.base_precision != "int8" else ""
+    if obstacle := obstacle or against_products(gpu=gpu, priority=priority):
+        return Matmul(value="dequantized", reason=obstacle)
+    seconds, faster = judge.seconds(replace(load, base_matmul="dequantized")), judge.seconds(codes)
+    comparison = (
+        f"about {faster:.3g} s a step with int8 products, {seconds:.3g} s dequantized (estimates)"
+    )
+    if seconds < PRODUCTS_PAY_FROM * faster:
+        return Matmul(value="dequantized", reason=f"{comparison}: not clearly faster")
+    if not judge.fits(codes):
+        return Matmul(value="dequantized", reason=f"{comparison}, but int8 products do not fit")
+    return Matmul(value="int8", reason=comparison)
+
+
+def against_products(*, gpu: Gpu | None, priority: str) -> str:
+    """Return why `auto` never chooses int8 products here; empty: it may."""
+    if gpu is None:
+        return "chosen on a GPU only"
+    if priority == "quality":
+        return "quality: int8 products would round inputs and gradients to 8 bits"
+    if not _multiplies_int8(gpu):
+        return f"{gpu.name} has no fast int8 products"
+    return ""
+
+
+def refuse_matmul(gpu: Gpu | None) -> None:
+    """Raise MachineError if the GPU has no int8 products, which the user asked for; processors have them."""
+    if gpu is not None and not _multiplies_int8(gpu):
+        capability = gpu.compute_capability
+        has = f"{capability[0]}.{capability[1]}" if capability else "unknown"
+        raise MachineError(
+            "memory.base_matmul=int8 needs a GPU of compute capability 8.0 or higher, "
+            f"but that of {gpu.name} is {has}",
+            fix="use --set memory.base_matmul=dequantized",
+        )
+
+
+def _multiplies_int8(gpu: Gpu) -> bool:
+    return gpu.compute_capability is not None and gpu.compute_capability >= INT8_CAPABILITY
+
+
+def dequantized_layers(shapes: Mapping[str, tuple[int, int]]) -> int:
+    """Return how many of these layers, (fan_in, out) by name, have no int8 product for their size."""
+    return sum(not has_int8_product(*shape) for shape in shapes.values())

@@ -23,8 +23,8 @@ from lora_trainer.config.config import KEEP_ATTENTION, Precision
 from lora_trainer.costs.sample_cost import SampleCost
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu
+from lora_trainer.planning.host_memory import pinned_shares
 from lora_trainer.planning.loads import Load, RememberedCosts
-from lora_trainer.planning.pinned_share import pinned_shares
 from lora_trainer.planning.weight_bytes import FrozenBase
 
 GIB = 2**30

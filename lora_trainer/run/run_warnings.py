@@ -11,8 +11,8 @@ from lora_trainer.costs.cost_table import adapter_shapes, linear_shapes
 from lora_trainer.families.base import FileFormat
 from lora_trainer.hardware.machine import tier_problem
 from lora_trainer.lora_file.formats import format_notes, planned_contents
-from lora_trainer.planning.matmul import dequantized_layers
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
+from lora_trainer.planning.precisions import dequantized_layers
 from lora_trainer.planning.run_time import MOST_HOURS
 from lora_trainer.run.prepare import Prepared
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.planning.estimates import COUNTED_IMAGES, DiskUse, disk_bytes, run_length
+from lora_trainer.planning.run_time import COUNTED_IMAGES, DiskUse, disk_bytes, run_length
 
 
 @pytest.mark.parametrize(

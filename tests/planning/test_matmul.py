@@ -14,9 +14,9 @@ from lora_trainer.costs.cost_table import linear_shapes
 from lora_trainer.families import family, known_base
 from lora_trainer.hardware.machine import GIB, Hardware
 from lora_trainer.planning.loads import Load, RememberedCosts
-from lora_trainer.planning.matmul import dequantized_layers
 from lora_trainer.planning.memory import predict
 from lora_trainer.planning.plan import Plan
+from lora_trainer.planning.precisions import dequantized_layers
 from lora_trainer.planning.step_time import LINEAR_SHARE, card, gpu_step_time, step_work
 from tests.planning.test_allocation import FLUX, SDXL, machine, planned, reason
 from tests.test_prepare import PROCESSOR

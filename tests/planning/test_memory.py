@@ -19,15 +19,16 @@ from lora_trainer.families import known_base
 from lora_trainer.families.base import BaseFacts, Family, PartFacts
 from lora_trainer.families.checkpoints.base_folder import READ_BYTES
 from lora_trainer.lora.adapter_size import adapter_parameters
-from lora_trainer.planning.device_overhead import (
+from lora_trainer.planning.loads import (
     CUBLAS_BYTES,
     HOPPER_CUBLAS_BYTES,
     KERNELS_BYTES,
     MIB,
     PAGES_BYTES,
     DeviceSurroundings,
+    Load,
+    RememberedCosts,
 )
-from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import GIB, Prediction, predict
 from tests.fakes.stable_diffusion import SD15, WideCosts, mini_facts, sd15_facts
 

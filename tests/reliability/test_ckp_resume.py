@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lora_trainer.checkpoint.states import load_newest
-from lora_trainer.planning.estimates import DiskUse, disk_bytes
+from lora_trainer.planning.run_time import DiskUse, disk_bytes
 from tests.fakes.runs import Toy, contents, events, last_state, run_cli, toy, trajectory
 
 STEPS = 5
