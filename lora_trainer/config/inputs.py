@@ -41,6 +41,11 @@ class BaseSettings(Section):
     vae: str | None = setting(
         None, "another VAE: a .safetensors file or a folder with config.json", path=True
     )
+    text_encoders: tuple[str, ...] = setting(
+        (),
+        "files of single text encoders (clip_l, t5xxl, qwen...), in any order; recognised by their tensors",
+        not_for=NOT_EMBEDDED,
+    )
     companion: str = setting(
         "auto",
         "diffusers folder or Hub id with the parts that a checkpoint lacks; auto: the family's release",

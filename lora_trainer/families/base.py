@@ -63,11 +63,13 @@ class Layout:
     `folder` is a diffusers folder: configs, tokenizers, scheduler, and the weights of every part that
     has no entry in `files`. An entry of `files` replaces the folder's weights: it is a `.safetensors`
     checkpoint of one or all parts (as ComfyUI has them), or a folder with the part's config.json and
-    weights (a separate VAE).
+    weights (a separate VAE). `text` gives the file of single text encoders by component, each in a file
+    of its own or in an all-in-one checkpoint.
     """
 
     folder: Path
     files: Mapping[Part, Path] = field(default_factory=dict)
+    text: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,8 @@ class BaseFacts:
     several ("medium", "schnell"); `distilled` bases lose their few-step ability in training.
     `zero_terminal_snr`: the last training timestep is pure noise. Text encoders read a prompt in `chunks`
     of `max_tokens` tokens and return the hidden states of layer `clip_skip`, counted from the last (1).
-    `assumed`: a fact that no file contains, None where all are read.
+    `assumed`: a fact that no file contains, None where all are read. A file whose companion is not on
+    this machine has no `layout`; `missing` then names the parts to download and their source.
     """
 
     family: str
@@ -115,6 +118,7 @@ class BaseFacts:
     distilled: bool = False
     zero_terminal_snr: bool = False
     download_bytes: int = 0
+    missing: str = ""
     assumed: Assumption | None = None
     chunks: int = 1
     clip_skip: int = 1
@@ -260,6 +264,8 @@ class Family(ABC):
     """Component -> ComfyUI's name of the text encoder in files ("clip_l", "t5xxl", ...)."""
     supports_prompt_weights: bool = False
     """Whether its text encoders support prompt weights, as in `(word:1.2)`."""
+    reads_encoder_files: bool = False
+    """Whether single text encoders can be read from files of their own (`Layout.text`)."""
     reads_chunks: bool = False
     """Whether its encoders read prompts above their limit in chunks (`BaseFacts.chunks`)."""
     precisions: tuple[Precision, ...]
@@ -296,6 +302,16 @@ class Family(ABC):
     @abstractmethod
     def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
         """Read facts from configs and safetensors headers; raises InputError naming a missing part."""
+
+    def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
+        """Return facts of the public release that a single file with this header has the sizes of.
+
+        Variant, prediction type and the denoiser's size are the file's own. Raises InputError when no
+        release has its sizes.
+        """
+        facts = self.facts_from_hub_id(self.default_source)
+        assert facts is not None
+        return facts
 
     @abstractmethod
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:

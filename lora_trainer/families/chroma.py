@@ -27,7 +27,6 @@ from lora_trainer.families.base import (
 from lora_trainer.families.checkpoints.transformer_file import (
     holds_vae,
     part_tensors,
-    refuse_scaled_weights,
 )
 from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name, transformer_name
 from lora_trainer.families.flux import (
@@ -43,7 +42,6 @@ from lora_trainer.families.images.flow_images import pack, position_ids, unpack
 from lora_trainer.families.text.t5 import (
     count_tokens,
     hidden_states,
-    load_t5,
     load_tokenizer,
     padded,
     room,
@@ -69,6 +67,13 @@ IN_FILE = frozenset(
     }
 )
 """Names in the original layout; Chroma Radiance, which works on pixels without a VAE, lacks the last."""
+IN_DIFFUSERS = frozenset(
+    {
+        "x_embedder.weight",
+        "distilled_guidance_layer.in_proj.weight",
+        "single_transformer_blocks.0.proj_mlp.weight",
+    }
+)
 RELEASE = BaseRelease(
     ids=("lodestones/Chroma1-HD", "lodestones/Chroma1-Base"),
     architecture={
@@ -119,8 +124,7 @@ class Chroma(FlowFamily):
     def detect_file(self, header: Header) -> frozenset[Part]:
         denoiser = part_tensors(header, "denoiser")
         parts: set[Part] = {"vae"} if holds_vae(header, latent_channels=LATENT_CHANNELS) else set()
-        if denoiser.keys() >= IN_FILE:
-            refuse_scaled_weights(denoiser)
+        if denoiser.keys() >= IN_FILE or denoiser.keys() >= IN_DIFFUSERS:
             parts.add("denoiser")
         return frozenset(parts)
 
@@ -146,9 +150,14 @@ class Chroma(FlowFamily):
     def load_text_encoder(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> TextEncoder:
-        folder = facts.located.folder
+        from transformers import T5EncoderModel
+
+        layout, folder = facts.located, facts.located.folder
+        network = self.load_text_network(
+            T5EncoderModel, layout, "text_encoder", dtype=dtype, device=device
+        )
         return ChromaTextEncoder(
-            networks={"text_encoder": load_t5(folder / "text_encoder", dtype=dtype, device=device)},
+            networks={"text_encoder": network},
             tokenizer=load_tokenizer(folder / "tokenizer"),
             max_tokens=facts.max_tokens,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from lora_trainer.families.base import (
     Conditioning,
     Family,
     FileFormat,
+    Header,
     ImageEncoder,
     Layout,
     Part,
@@ -34,17 +35,21 @@ from lora_trainer.families.checkpoints.base_folder import (
     part_file,
     part_folder,
     read_json,
+    text_file,
     tokenizer_files,
     variant,
     weights,
 )
 from lora_trainer.families.checkpoints.transformer_file import (
     PARTS_IN_FILES,
+    encoder_parameters,
+    load_encoder_file,
     load_transformer,
     original_names,
     parameters_in,
     whole,
 )
+from lora_trainer.families.checkpoints.unet_file import load_vae as load_vae_file
 from lora_trainer.families.images.flow_images import FlowImageEncoder, FlowSampler
 from lora_trainer.families.text.t5 import has_spiece_only, load_tokenizer
 
@@ -85,6 +90,7 @@ class FlowFamily(Family):
     # In fp16 activations of large transformers pass 65,504 and the loss is NaN: FLUX.1 (sd-scripts #1571, #1595,
     # #1846), FLUX.2 and Z-Image (musubi-tuner #795, #897; Z-Image #14). Inference programs clamp them.
     precisions: tuple[Precision, ...] = ("bf16", "fp32")
+    reads_encoder_files = True
     unread_text: tuple[str, ...] = ()
     """Prefixes of tensors in the text encoders' files that are never loaded and so cost no memory."""
     releases: tuple[BaseRelease, ...] = ()
@@ -113,6 +119,10 @@ class FlowFamily(Family):
         config: Any = vae.config
         shift, scale = config.shift_factor or 0.0, config.scaling_factor
         return (mean - shift) * scale, std * scale
+
+    def encoders(self, layout: Layout) -> tuple[str, ...]:
+        """Return the components of the text encoders that a base has."""
+        return self.text_folders
 
     def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
         """Return (variant, distilled) of a base; ("", False) for a family of one release."""
@@ -153,6 +163,16 @@ class FlowFamily(Family):
             distilled=release.distilled,
             download_bytes=release.download_bytes,
         )
+
+    def file_release(self, file: Path, header: Header) -> BaseRelease:
+        """Return the release a single file has the sizes of; raises InputError when none has them."""
+        return self.releases[0]
+
+    def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
+        facts = self.facts_from_hub_id(self.file_release(file, header).ids[0])
+        assert facts is not None
+        denoiser = PartFacts(parameters=parameters_in(file, "denoiser"))
+        return replace(facts, parts={**facts.parts, "denoiser": denoiser})
 
     def detect(self, folder: Path) -> bool:
         classes = components(folder)
@@ -199,13 +219,16 @@ class FlowFamily(Family):
         return max(token_px, self.native_latents * vae_factor // 16 // token_px * token_px)
 
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
-        text = [layout.folder / name for name in self.text_folders]
-        tokenizers = [layout.folder / name for name in self.tokenizer_folders]
+        tokenizers = [
+            layout.folder / tokenizer
+            for component, tokenizer in zip(self.text_folders, self.tokenizer_folders, strict=True)
+            if component in self.encoders(layout)
+        ]
         return {
             "denoiser": self._part(layout, "denoiser", "transformer"),
             "vae": self._part(layout, "vae", "vae"),
             "text_encoder": (
-                *(file for folder in text for file in (*weights(folder), folder / "config.json")),
+                *(file for name in self.encoders(layout) for file in _text_files(layout, name)),
                 *(file for folder in tokenizers for file in tokenizer_files(folder)),
             ),
         }
@@ -214,15 +237,35 @@ class FlowFamily(Family):
         file_part = next((candidate for candidate in PARTS_IN_FILES if candidate == part), None)
         if file_part is not None and (single := part_file(layout, file_part)) is not None:
             return parameters_in(single, file_part)
-        unread = self.unread_text if part == "text_encoder" else ()
-        weight_files = (file for file in files if file.suffix == ".safetensors")
-        return count_parameters(weight_files, unread=unread)
+        if part == "text_encoder":
+            return sum(self._count_text(layout, name) for name in self.encoders(layout))
+        return count_parameters(file for file in files if file.suffix == ".safetensors")
+
+    def _count_text(self, layout: Layout, component: str) -> int:
+        file = text_file(layout, component)
+        if file is None:
+            return count_parameters(weights(layout.folder / component), unread=self.unread_text)
+        return encoder_parameters(file, self.text_roles[component], unread=self.unread_text)
 
     def _part(self, layout: Layout, part: Part, subfolder: str) -> tuple[Path, ...]:
         folder, single = part_folder(layout, part, subfolder), part_file(layout, part)
         return (*((single,) if single else weights(folder)), folder / "config.json")
 
     # ---- networks
+
+    def load_text_network(
+        self, kind: Any, layout: Layout, component: str, *, dtype: torch.dtype, device: torch.device
+    ) -> nn.Module:
+        """Load a text encoder of transformers' class `kind` from its file or folder, frozen."""
+        folder, file = layout.folder / component, text_file(layout, component)
+        if file is None:
+            network = whole(kind, folder, dtype=dtype, variant=variant(folder))
+        else:
+            role = self.text_roles[component]
+            network = load_encoder_file(
+                kind, file, folder, role=role, unread=self.unread_text, dtype=dtype
+            )
+        return network.requires_grad_(False).eval().to(device)
 
     def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
         network: nn.Module = _diffusers(self.denoiser_class).from_config(dict(architecture))
@@ -250,13 +293,14 @@ class FlowFamily(Family):
     def load_vae(self, layout: Layout, *, dtype: torch.dtype | None = None) -> nn.Module:
         """Load the VAE frozen, on the CPU, in `dtype` (None: float32, because some VAEs overflow in fp16)."""
         import torch
+        from accelerate import init_empty_weights
 
         folder, single = part_folder(layout, "vae", "vae"), part_file(layout, "vae")
         kind = _diffusers(str(read_json(folder / "config.json")["_class_name"]))
         if single is not None:
-            vae = kind.from_single_file(
-                str(single), config=str(folder), dtype=dtype or torch.float32, local_files_only=True
-            )
+            with init_empty_weights():
+                vae = kind.from_config(kind.load_config(folder))
+            vae = load_vae_file(single, vae, dtype=dtype or torch.float32)
         else:
             vae = whole(
                 kind,
@@ -352,6 +396,7 @@ class FlowFamily(Family):
                 for name, folder in tokenizers.items()
                 if has_spiece_only(folder)
             },
+            **self._text_in_files(facts, dtype=dtype),
             transformer=self.load_denoiser(facts, dtype=dtype, device=torch.device("cpu")),
             vae=self.load_vae(layout, dtype=dtype),  # these pipelines pass latents to it uncast
             scheduler=_scheduler(facts),
@@ -359,6 +404,21 @@ class FlowFamily(Family):
             use_safetensors=True,
         )
         return pipeline.to(device)
+
+    def _text_in_files(self, facts: BaseFacts, *, dtype: torch.dtype) -> Mapping[str, nn.Module]:
+        import torch
+
+        layout = facts.located
+        in_files = [name for name in self.encoders(layout) if text_file(layout, name)]
+        if not in_files:
+            return {}
+        encoder = self.load_text_encoder(facts, dtype=dtype, device=torch.device("cpu"))
+        return {name: encoder.networks[name] for name in in_files}
+
+
+def _text_files(layout: Layout, component: str) -> tuple[Path, ...]:
+    folder, file = layout.folder / component, text_file(layout, component)
+    return (*((file,) if file else weights(folder)), folder / "config.json")
 
 
 def transformer_name(module: str) -> str:

@@ -29,14 +29,11 @@ from lora_trainer.families.checkpoints.base_folder import part_file, read_header
 from lora_trainer.families.checkpoints.transformer_file import (
     holds_vae,
     part_tensors,
-    refuse_scaled_weights,
 )
 from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name, transformer_name
 from lora_trainer.families.images.flow_images import pack, position_ids, unpack
 from lora_trainer.families.text.t5 import (
     PooledT5Encoder,
-    load_t5,
-    load_text_network,
     load_tokenizer,
 )
 from lora_trainer.families.text.text_layers import CLIP_L, T5_XXL
@@ -87,6 +84,18 @@ IN_FILE = frozenset(
     }
 )
 """Names in the original layout; no other family has all of them."""
+IN_DIFFUSERS = frozenset(
+    {
+        "x_embedder.weight",
+        "context_embedder.weight",
+        "time_text_embed.text_embedder.linear_1.weight",
+        "single_transformer_blocks.0.proj_mlp.weight",
+        "single_transformer_blocks.0.norm.linear.weight",
+    }
+)
+_GUIDANCE = frozenset(
+    {"guidance_in.in_layer.weight", "time_text_embed.guidance_embedder.linear_1.weight"}
+)
 LATENT_CHANNELS = 16
 DEV: Mapping[str, Any] = {
     "_class_name": "FluxTransformer2DModel",
@@ -164,11 +173,12 @@ class Flux(FlowFamily):
     def detect_file(self, header: Header) -> frozenset[Part]:
         denoiser = part_tensors(header, "denoiser")
         parts: set[Part] = {"vae"} if holds_vae(header, latent_channels=LATENT_CHANNELS) else set()
-        if denoiser.keys() >= IN_FILE:
-            refuse_scaled_weights(denoiser)
-            _require_text_to_image(denoiser["img_in.weight"].shape[-1], source="the checkpoint")
+        if denoiser.keys() >= IN_FILE or denoiser.keys() >= IN_DIFFUSERS:
             parts.add("denoiser")
         return frozenset(parts)
+
+    def file_release(self, file: Path, header: Header) -> BaseRelease:
+        return RELEASES[0 if _reads_guidance(file) else 1]
 
     def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
         facts = super().facts(layout, source=source, identities=identities)
@@ -219,16 +229,17 @@ class Flux(FlowFamily):
     def load_text_encoder(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> TextEncoder:
-        from transformers import CLIPTextModel
+        from transformers import CLIPTextModel, T5EncoderModel
 
-        clip, t5 = (facts.located.folder / name for name in self.text_folders)
         clip_tokenizer, t5_tokenizer = (
             load_tokenizer(facts.located.folder / name) for name in self.tokenizer_folders
         )
         return PooledT5Encoder(
             networks={
-                "text_encoder": load_text_network(CLIPTextModel, clip, dtype=dtype, device=device),
-                "text_encoder_2": load_t5(t5, dtype=dtype, device=device),
+                name: self.load_text_network(kind, facts.located, name, dtype=dtype, device=device)
+                for name, kind in zip(
+                    self.text_folders, (CLIPTextModel, T5EncoderModel), strict=True
+                )
             },
             clip_tokenizer=clip_tokenizer,
             t5_tokenizer=t5_tokenizer,
@@ -322,7 +333,7 @@ FAMILY = Flux()
 
 
 def _reads_guidance(file: Path) -> bool:
-    return "guidance_in.in_layer.weight" in part_tensors(read_header(file), "denoiser")
+    return bool(_GUIDANCE & part_tensors(read_header(file), "denoiser").keys())
 
 
 def _require_text_to_image(in_channels: int, *, source: str) -> None:

@@ -7,6 +7,7 @@ FLUX.2-dev has the same architecture and names but another text encoder.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +131,11 @@ def _variant(size: str, *, distilled: bool) -> str:
     return "-".join(word for word in ("klein", "" if distilled else "base", size) if word)
 
 
+def _is_distilled(file_name: str) -> bool:
+    name = file_name.lower()
+    return "klein" in name and "base" not in name
+
+
 class Flux2(FlowFamily):
     """The family of FLUX.2 klein (Black Forest Labs 2026) and its fine-tunes."""
 
@@ -177,6 +183,21 @@ class Flux2(FlowFamily):
         is_flux2 = IN_FILE in tensors or IN_DIFFUSERS in tensors
         return frozenset({"denoiser"}) if is_flux2 else frozenset()
 
+    def file_release(self, file: Path, header: Header) -> BaseRelease:
+        tensors = part_tensors(header, "denoiser")
+        texts = (tensors.get(name) for name in ("txt_in.weight", "context_embedder.weight"))
+        shape = next((text.shape for text in texts if text is not None), ())
+        for release in self.releases:
+            sizes = release.architecture
+            heads, distilled = sizes["num_attention_heads"], _is_distilled(file.name)
+            expected = (heads * sizes["attention_head_dim"], sizes["joint_attention_dim"])
+            if shape == expected and release.distilled == distilled:
+                return release
+        raise InputError(
+            f"{file.name} is a FLUX.2 with a text input of {list(shape)}, which no klein has",
+            fix="give FLUX.2 klein 4B or 9B, or a fine-tune of one",
+        )
+
     def architecture(self, layout: Layout) -> Mapping[str, Any]:
         config, text = super().architecture(layout), text_config(layout.folder)
         width, joint_width = len(PROMPT.layers) * text["hidden_size"], config["joint_attention_dim"]
@@ -212,7 +233,7 @@ class Flux2(FlowFamily):
         distilled = bool(read_json(layout.folder / "model_index.json").get("is_distilled", False))
         single = part_file(layout, "denoiser")
         if single is not None and "klein" in single.name.lower():
-            distilled = "base" not in single.name.lower()
+            distilled = _is_distilled(single.name)
         return _variant(_size(architecture), distilled=distilled), distilled
 
     def base_model_version(self, facts: BaseFacts) -> str:
@@ -232,7 +253,7 @@ class Flux2(FlowFamily):
     def load_text_encoder(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> TextEncoder:
-        return load_qwen3(facts.located.folder, format=PROMPT, dtype=dtype, device=device)
+        return load_qwen3(self, facts.located, format=PROMPT, dtype=dtype, device=device)
 
     def guides_by_two_passes(self, facts: BaseFacts) -> bool:
         """Return whether the base is undistilled: distilled releases ignore the guidance scale."""

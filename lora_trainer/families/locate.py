@@ -26,7 +26,14 @@ from lora_trainer.common.errors import InputError, MachineError, RequestError, f
 from lora_trainer.common.files import HashMemo
 from lora_trainer.config.config import CHUNK_TOKENS, Auto, BaseSettings
 from lora_trainer.families.base import BaseFacts, Family, Layout, Part
-from lora_trainer.families.checkpoints.base_folder import AGAIN, read_header
+from lora_trainer.families.checkpoints import gguf_file
+from lora_trainer.families.checkpoints.base_folder import AGAIN, SUFFIXES, read_header
+from lora_trainer.families.single_files import (
+    companion_of,
+    encoder_files,
+    facts_of_file,
+    recognised,
+)
 
 _TEXTS = frozenset({".json", ".txt", ".model", ".jinja"})
 """Configurations, vocabularies, SentencePiece's models, chat templates."""
@@ -51,8 +58,8 @@ def cached_snapshot(source: str, *, revision: str | None) -> Path | None:
     return None
 
 
-def download(source: str, *, revision: str | None, without: frozenset[Part]) -> Path:
-    """Return the local folder of a base model with everything except the weights of parts in `without`.
+def download(source: str, *, revision: str | None, without: frozenset[str]) -> Path:
+    """Return the local folder of a base model except the weights of the parts or components in `without`.
 
     Raises the errors of `fetch`.
     """
@@ -133,7 +140,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: no connection, or offline mode"
 
 
-def wanted(names: Iterable[str], *, without: frozenset[Part]) -> list[str]:
+def wanted(names: Iterable[str], *, without: frozenset[str]) -> list[str]:
     """Choose the files of a repository to download: texts, and each folder's safetensors in one precision.
 
     Full precision is preferred, as it is when loading; `fp16` is chosen if there is no other.
@@ -169,14 +176,16 @@ def _is_index_of_fp16(path: PurePosixPath) -> bool:
     return path.suffix == ".json" and ".safetensors.index.fp16." in path.name
 
 
-def _is_part(folder: str, parts: frozenset[Part]) -> bool:
-    return any(_PART_FOLDERS[part].fullmatch(folder) for part in parts)
+def _is_part(folder: str, parts: frozenset[str]) -> bool:
+    """Say whether a folder is one of `parts`: a whole part ("vae"), or a component of the text encoders."""
+    return folder in parts - _PART_FOLDERS.keys() or any(
+        pattern.fullmatch(folder) for part, pattern in _PART_FOLDERS.items() if part in parts
+    )
 
 
 EMBEDDED = "embedded"
 EMBEDDED_FOLDER = Path(__file__).resolve().parents[1] / "embedded"
 _PICKLES = frozenset({".ckpt", ".pt", ".pth", ".bin", ".pkl"})
-_ADAPTER_MARKS = ("lora_down", "lora_up", "lora_A.", "lora_B.", "hada_w1", "lokr_w1", "oft_blocks")
 
 
 def describe(settings: BaseSettings) -> BaseFacts:
@@ -188,7 +197,9 @@ def describe(settings: BaseSettings) -> BaseFacts:
     layout, family = _find(settings)
     if layout is not None:
         return _facts(layout, family, source=source)
-    facts = families.known_base(family.default_source if family else source)
+    if family is not None and (file := Path(source).expanduser()).is_file():
+        return facts_of_file(settings, file, family)
+    facts = families.known_base(source)
     if facts is None:
         raise MachineError(
             f"base model {source!r} is not on this machine, and its name is not that of a well-known base",
@@ -283,24 +294,35 @@ def _find(settings: BaseSettings, *, fetch: bool = False) -> tuple[Layout | None
     """Return the layout, None if not on this machine, and the family if a file header tells it."""
     source = settings.model
     path = Path(source).expanduser()
-    if path.suffix == ".safetensors" or (path.is_file() and path.suffix not in _PICKLES):
+    if path.suffix in SUFFIXES or (path.is_file() and path.suffix not in _PICKLES):
         return _find_file(settings, path, fetch=fetch)
     folder = _folder(source, revision=settings.revision, fetch=fetch)
     if folder is None:
         return None, None
-    if settings.vae is None:
+    if settings.vae is None and not settings.text_encoders:
         return Layout(folder=folder), None
     family = families.detect(folder)
-    return Layout(folder=folder, files={"vae": _find_vae(settings, family, fetch=fetch)}), family
+    files: dict[Part, Path] = {}
+    if settings.vae is not None:
+        files["vae"] = _find_vae(settings, family, fetch=fetch)
+    text = encoder_files(settings, family, {}, None, folder=folder)
+    return Layout(folder=folder, files=files, text=text), family
 
 
 def _find_file(settings: BaseSettings, file: Path, *, fetch: bool) -> tuple[Layout | None, Family]:
-    family, parts = _recognised(file)
+    family, parts = recognised(file)
+    header = read_header(file)
     files: dict[Part, Path] = dict.fromkeys(parts, file)
     if settings.vae is not None:
         files["vae"] = _find_vae(settings, family, fetch=fetch)
-    companion = family.default_source if settings.companion == "auto" else settings.companion
-    folder = _folder(companion, revision=None, fetch=fetch, without=frozenset(files))
+    if settings.companion == "auto":
+        companion = companion_of(settings, family, family.facts_from_file(file, header))
+    else:
+        companion = settings.companion
+    # The companion's folder may bring other widths, so the encoders are matched again once it is known.
+    text = encoder_files(settings, family, header, file, folder=None)
+    without = frozenset[str](files) | text.keys()
+    folder = _folder(companion, revision=None, fetch=fetch, without=without)
     if folder is None:
         return None, family
     companion_family = families.detect(folder)
@@ -309,43 +331,19 @@ def _find_file(settings: BaseSettings, file: Path, *, fetch: bool) -> tuple[Layo
             f"base.companion {companion} is of family {companion_family.name}, {file.name} is {family.name}",
             fix=f"name a {family.name} folder, or leave base.companion at auto",
         )
-    return Layout(folder=folder, files=files), family
-
-
-def _recognised(file: Path) -> tuple[Family, frozenset[Part]]:
-    """Return family and parts of a checkpoint file; raises InputError that says what the file is."""
-    if not file.is_file():
-        raise InputError(
-            f"base model {file} does not exist",
-            fix="give an existing file or folder, a Hub id (owner/name) or `embedded`",
-        )
-    if file.suffix != ".safetensors":
-        raise InputError(
-            f"base model {file.name} is no .safetensors file",
-            fix="give a .safetensors checkpoint, a diffusers folder or a Hub id",
-        )
-    header = read_header(file)
-    family_and_parts = families.detect_file(header)
-    if family_and_parts is not None:
-        return family_and_parts
-    if any(mark in name for name in header for mark in _ADAPTER_MARKS):
-        raise InputError(
-            f"{file.name} is a LoRA, not a base model",
-            fix="give the base model it was trained on; to continue its training use --set train.init_from=FILE",
-        )
-    first = next(iter(sorted(header)), "no tensor")
-    raise InputError(
-        f"{file.name} holds {len(header):,} tensors such as {first!r}: no checkpoint of a supported "
-        f"family ({', '.join(families.MODULES)})",
-        fix="give a text-to-image checkpoint of one of these (no inpainting, refiner or part alone)",
-    )
+    text = encoder_files(settings, family, header, file, folder=folder)
+    if fetch:
+        for needed in {*files.values(), *text.values()}:
+            if needed.suffix == gguf_file.SUFFIX:
+                gguf_file.require_gguf(needed)
+    return Layout(folder=folder, files=files, text=text), family
 
 
 def _find_vae(settings: BaseSettings, family: Family, *, fetch: bool) -> Path:
     """Return the file or folder of `base.vae`; raises InputError when it holds no VAE for the family."""
     assert settings.vae is not None
     path = Path(settings.vae).expanduser()
-    if path.is_file() and path.suffix == ".safetensors":
+    if path.is_file() and path.suffix in SUFFIXES:
         if "vae" not in family.detect_file(read_header(path)):
             raise InputError(
                 f"base.vae {path.name} holds no VAE of family {family.name}",
@@ -367,7 +365,7 @@ def _find_vae(settings: BaseSettings, family: Family, *, fetch: bool) -> Path:
 
 
 def _folder(
-    source: str, *, revision: str | None, fetch: bool, without: frozenset[Part] = frozenset()
+    source: str, *, revision: str | None, fetch: bool, without: frozenset[str] = frozenset()
 ) -> Path | None:
     """Return the local folder of a source, None if it is not on this machine; with `fetch` download it."""
     if source == EMBEDDED:

@@ -8,7 +8,7 @@ pipelines and refused. Single files have diffusers' names, with or without Comfy
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from lora_trainer.families.base import (
     TextEncoder,
 )
 from lora_trainer.families.checkpoints.base_folder import (
+    SUFFIXES,
     components,
     count_parameters,
     part_file,
@@ -41,7 +42,6 @@ from lora_trainer.families.checkpoints.qwen_files import (
     is_vae,
     load_frame_vae,
 )
-from lora_trainer.families.checkpoints.transformer_file import refuse_scaled_weights
 from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name
 from lora_trainer.families.images.flow_images import FlowImageEncoder, pack, unpack
 from lora_trainer.families.text.qwen2_vl import MAX_TOKENS, UNREAD, check_text_encoder, load_qwen_vl
@@ -170,8 +170,6 @@ class QwenImage(FlowFamily):
         return frozenset({"denoiser"}) if is_text_to_image(header) else frozenset()
 
     def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
-        for file in {file for file in layout.files.values() if file.is_file()}:
-            refuse_scaled_weights(read_header(file))
         facts = super().facts(layout, source=source, identities=identities)
         foreign = [name for name in OTHER_MODELS if facts.architecture.get(name)]
         if foreign:
@@ -189,6 +187,12 @@ class QwenImage(FlowFamily):
             return configured
         return {**configured, "num_layers": count_blocks(read_header(single))}
 
+    def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
+        facts = super().facts_from_file(file, header)
+        return replace(
+            facts, architecture={**facts.architecture, "num_layers": count_blocks(header)}
+        )
+
     def max_tokens(self, layout: Layout) -> int:
         return MAX_TOKENS
 
@@ -202,9 +206,9 @@ class QwenImage(FlowFamily):
         return int(vae["z_dim"]), 2 ** len(vae["temperal_downsample"])
 
     def _count(self, layout: Layout, part: str, files: tuple[Path, ...]) -> int:
-        unread = self.unread_text if part == "text_encoder" else ()
-        weight_files = (file for file in files if file.suffix == ".safetensors")
-        return count_parameters(weight_files, unread=unread)
+        if part == "text_encoder":
+            return super()._count(layout, part, files)
+        return count_parameters(file for file in files if file.suffix in SUFFIXES)
 
     def base_model_version(self, facts: BaseFacts) -> str:
         return "qwen_image"
@@ -227,7 +231,7 @@ class QwenImage(FlowFamily):
     def load_text_encoder(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> TextEncoder:
-        return load_qwen_vl(facts.located.folder, dtype=dtype, device=device)
+        return load_qwen_vl(self, facts.located, dtype=dtype, device=device)
 
     # ---- training and files
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import pstdev
 from typing import Any
 
-from lora_trainer.families.base import BaseFacts, Layout, PartFacts, Prediction
+from lora_trainer.families.base import BaseFacts, Header, Layout, PartFacts, Prediction
+from lora_trainer.families.checkpoints import gguf_file
 from lora_trainer.families.checkpoints.base_folder import part_file
 from lora_trainer.families.checkpoints.unet_file import UNET, UNetTraits, read_numbers
 from lora_trainer.families.text.clip import ClipPart, ClipSize
@@ -61,6 +62,11 @@ RELEASES: Mapping[str, Prediction] = {
 }
 NATIVE_PX: Mapping[Prediction, int] = {"epsilon": 512, "v_prediction": 768}
 TELLING_WEIGHT = f"{UNET}output_blocks.11.1.transformer_blocks.0.norm1.bias"
+_TELLING_WEIGHTS = (
+    TELLING_WEIGHT,
+    TELLING_WEIGHT.removeprefix(UNET),
+    "up_blocks.3.attentions.2.transformer_blocks.0.norm1.bias",
+)
 TELLING_DEVIATION = 0.09
 """The weight's deviation is above it in the public v-prediction releases, below it in the others;
 ComfyUI tests the same weight."""
@@ -118,6 +124,16 @@ class StableDiffusion2(UNetFamily):
             return facts
         return replace(facts, prediction=prediction, resolution_px=NATIVE_PX[prediction])
 
+    def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
+        facts = super().facts_from_file(file, header)
+        prediction = checkpoint_prediction(file)
+        if prediction is None:
+            return facts
+        release = next(name for name, stated in RELEASES.items() if stated == prediction)
+        source = self.facts_from_hub_id(f"{OWNERS[0]}/{release}")
+        assert source is not None
+        return replace(source, parts=facts.parts, zero_terminal_snr=facts.zero_terminal_snr)
+
     def base_model_version(self, facts: BaseFacts) -> str:
         return "sd_v2_v" if facts.prediction == "v_prediction" else "sd_v2"
 
@@ -128,7 +144,11 @@ class StableDiffusion2(UNetFamily):
 
 def checkpoint_prediction(file: Path) -> Prediction | None:
     """Return a checkpoint's prediction type from the deviation of one weight, None without that weight."""
-    values = read_numbers(file, TELLING_WEIGHT)
+    if file.suffix == gguf_file.SUFFIX:
+        return None
+    values = next(
+        (numbers for name in _TELLING_WEIGHTS if (numbers := read_numbers(file, name))), ()
+    )
     if not values:
         return None
     return "v_prediction" if pstdev(values) > TELLING_DEVIATION else "epsilon"

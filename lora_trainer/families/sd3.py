@@ -25,12 +25,11 @@ from lora_trainer.families.base import (
     Part,
     TextEncoder,
 )
-from lora_trainer.families.checkpoints.base_folder import part_file, read_header
+from lora_trainer.families.checkpoints.base_folder import part_file
 from lora_trainer.families.checkpoints.sd3_file import file_architecture
 from lora_trainer.families.checkpoints.transformer_file import (
     holds_vae,
     part_tensors,
-    refuse_scaled_weights,
 )
 from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name, transformer_name
 from lora_trainer.families.text.clip_and_t5 import (
@@ -39,9 +38,6 @@ from lora_trainer.families.text.clip_and_t5 import (
     encoders_of,
     holds_encoders,
     load_encoder,
-    load_networks,
-    text_files,
-    text_parameters,
 )
 from lora_trainer.families.text.text_layers import CLIP_G, CLIP_L, T5_XXL
 from lora_trainer.families.transformer_names import other_names
@@ -169,8 +165,6 @@ class StableDiffusion3(FlowFamily):
 
     def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
         """Read facts; only its name marks a distilled release, so a renamed one counts as undistilled."""
-        for file in {file for file in layout.files.values() if file.is_file()}:
-            refuse_scaled_weights(read_header(file))
         facts = super().facts(layout, source=source, identities=identities)
         if facts.architecture["in_channels"] != facts.latent_channels:
             raise InputError(
@@ -213,10 +207,13 @@ class StableDiffusion3(FlowFamily):
     def detect_file(self, header: Header) -> frozenset[Part]:
         parts: set[Part] = set()
         tensors, vae = part_tensors(header, "denoiser"), part_tensors(header, "vae")
-        patches = tensors.get("x_embedder.proj.weight")
-        block = "joint_blocks.0.context_block.adaLN_modulation.1.weight"
-        if block in tensors and patches and patches.shape[1] == LATENT_CHANNELS:
-            parts.add("denoiser")
+        for first, block in (
+            ("x_embedder.proj.weight", "joint_blocks.0.context_block.adaLN_modulation.1.weight"),
+            ("pos_embed.proj.weight", "transformer_blocks.0.attn.add_q_proj.weight"),
+        ):
+            patches = tensors.get(first)
+            if block in tensors and patches and patches.shape[1:2] == (LATENT_CHANNELS,):
+                parts.add("denoiser")
         # Other families' VAEs have the same shape: accept one beside an SD 3 denoiser or alone in its file.
         if holds_vae(header, latent_channels=LATENT_CHANNELS) and (
             parts or len(vae) == len(header)
@@ -226,17 +223,14 @@ class StableDiffusion3(FlowFamily):
             parts.add("text_encoder")
         return frozenset(parts)
 
-    def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
-        return {
-            "denoiser": self._part(layout, "denoiser", "transformer"),
-            "vae": self._part(layout, "vae", "vae"),
-            "text_encoder": text_files(layout),
-        }
+    def encoders(self, layout: Layout) -> tuple[str, ...]:
+        return tuple(encoder.component for encoder in encoders_of(layout))
 
-    def _count(self, layout: Layout, part: str, files: tuple[Path, ...]) -> int:
-        if part == "text_encoder":
-            return text_parameters(layout)
-        return super()._count(layout, part, files)
+    def file_release(self, file: Path, header: Header) -> BaseRelease:
+        sizes = file_architecture(file, head_channels=64)
+        variant, _ = self.release(sizes, Layout(folder=file.parent))
+        turbo = "-turbo" if variant == "large" and "turbo" in file.name.lower() else ""
+        return next(each for each in self.releases if each.variant == variant + turbo)
 
     def base_model_version(self, facts: BaseFacts) -> str:
         """Return `3-medium`, `3-5-medium` or `3-5-large`, as sd-scripts writes it."""
@@ -252,7 +246,7 @@ class StableDiffusion3(FlowFamily):
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> TextEncoder:
         width = int(facts.architecture["joint_attention_dim"])
-        return load_encoder(facts.located, width=width, dtype=dtype, device=device)
+        return load_encoder(self, facts.located, width=width, dtype=dtype, device=device)
 
     def plain_pipeline(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
@@ -270,7 +264,8 @@ class StableDiffusion3(FlowFamily):
             transformer=self.load_denoiser(facts, dtype=dtype, device=cpu),
             vae=self.load_vae(layout, dtype=dtype),
             use_safetensors=True,
-            **load_networks(layout, dtype=dtype, device=cpu),
+            **self._text_in_files(facts, dtype=dtype),
+            dtype=dtype,
             **absent,
         )
         return pipeline.to(device)

@@ -11,6 +11,7 @@ override of the facts reaches training, samples and plain pipelines.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
@@ -169,7 +170,7 @@ class UNetFamily(Family):
         text = read_json(layout.folder / self.texts[0].component / "config.json")
         for part in self.texts:
             tokenizer_files(layout.folder / part.tokenizer)  # raises where there is none
-        marks = training_marks(layout)
+        marks = training_marks(part_file(layout, "denoiser"))
         vae_factor = 2 ** (len(levels(vae)) - 1)
         counted = {
             "denoiser": count_unet(layout, unet, parameters_of=self._parameters_of),
@@ -209,6 +210,17 @@ class UNetFamily(Family):
         with torch.device("meta"):
             network = self.empty_denoiser(architecture)
         return sum(parameter.numel() for parameter in network.parameters())
+
+    def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
+        facts, marks = super().facts_from_file(file, header), training_marks(file)
+        sizes = (header[name].shape for name in unet_file.unet_names(header).values())
+        denoiser = PartFacts(parameters=sum(map(math.prod, sizes)))
+        return replace(
+            facts,
+            parts={**facts.parts, "denoiser": denoiser},
+            prediction="v_prediction" if V_PREDICTION in marks else facts.prediction,
+            zero_terminal_snr=facts.zero_terminal_snr or ZERO_TERMINAL_SNR in marks,
+        )
 
     def with_clip_skip(self, facts: BaseFacts, clip_skip: int) -> BaseFacts:
         """Return facts with `clip_skip`; raises RequestError above the encoder's number of layers."""

@@ -26,7 +26,11 @@ from lora_trainer.families.base import (
     TextEncoder,
 )
 from lora_trainer.families.checkpoints.base_folder import part_file
-from lora_trainer.families.checkpoints.transformer_file import check_companion, part_tensors
+from lora_trainer.families.checkpoints.transformer_file import (
+    check_companion,
+    holds_vae,
+    part_tensors,
+)
 from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name, transformer_name
 from lora_trainer.families.text.qwen3 import (
     MAX_TOKENS,
@@ -152,7 +156,12 @@ class ZImage(FlowFamily):
         tensors = part_tensors(header, "denoiser")
         # Lumina 2 has the same blocks but no caption padding token, hence cap_pad_token in both sets.
         is_zimage = tensors.keys() >= IN_FILE or tensors.keys() >= IN_DIFFUSERS
-        return frozenset({"denoiser"}) if is_zimage else frozenset()
+        parts: set[Part] = {"vae"} if holds_vae(header, latent_channels=16) else set()
+        return frozenset(parts | {"denoiser"} if is_zimage else parts)
+
+    def file_release(self, file: Path, header: Header) -> BaseRelease:
+        named_release = _release_in_name(file.name)
+        return self.releases[named_release == "turbo"]
 
     def architecture(self, layout: Layout) -> Mapping[str, Any]:
         config, text = super().architecture(layout), text_config(layout.folder)
@@ -205,7 +214,7 @@ class ZImage(FlowFamily):
     def load_text_encoder(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> TextEncoder:
-        return load_qwen3(facts.located.folder, format=PROMPT, dtype=dtype, device=device)
+        return load_qwen3(self, facts.located, format=PROMPT, dtype=dtype, device=device)
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning

@@ -258,6 +258,8 @@ def _download(prepared: Prepared) -> str:
     facts = prepared.facts
     if facts.layout is not None:
         return ""
+    if facts.missing:
+        return f"; not on this machine: {facts.missing}, {gib(facts.download_bytes)} to download"
     return f", not on this machine: {gib(facts.download_bytes)} to download"
 
 

@@ -310,14 +310,6 @@ def test_a_checkpoint_of_one_file_is_the_network_it_was_made_from(
     )
 
 
-def test_fp8_with_scales_is_refused(denoiser: nn.Module, tmp_path: Path) -> None:
-    state = original_layout(denoiser.state_dict())
-    state["scaled_fp8"] = torch.zeros(2)
-    save_file(state, tmp_path / "scaled.safetensors")
-    with pytest.raises(InputError, match="quantised with scales"):
-        FAMILY.detect_file(read_header(tmp_path / "scaled.safetensors"))
-
-
 @pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
 def test_a_missing_part_is_named(tmp_path: Path, part: str) -> None:
     folder = write_base(tmp_path / "base")

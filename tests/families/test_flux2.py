@@ -389,12 +389,7 @@ def test_a_file_of_another_size_names_the_companion(base: Path, tmp_path: Path) 
         FAMILY.load_denoiser(facts_of(base, denoiser=file), dtype=torch.float32, device=CPU)
 
 
-def test_scaled_weights_and_a_vae_file_are_refused(base: Path, tmp_path: Path) -> None:
-    file = tmp_path / "denoiser.safetensors"
-    scales = {"double_blocks.0.img_attn.proj.weight_scale": torch.ones(1)}
-    save_file({**as_comfyui(denoiser_state(base)), **scales}, file)
-    with pytest.raises(InputError, match="quantised"):
-        facts_of(base, denoiser=file)
+def test_a_vae_file_is_refused(base: Path) -> None:
     vae = base / "vae" / "diffusion_pytorch_model.safetensors"
     with pytest.raises(InputError, match="VAE"):
         facts_of(base, vae=vae)

@@ -490,9 +490,6 @@ def test_files_that_do_not_fit_are_refused(base: Base, tmp_path: Path) -> None:
     file = tmp_path / "file.safetensors"
     state = dict(base.denoiser.state_dict())
     layout = Layout(folder=base.folder, files={"denoiser": file})
-    save_file(state | {"transformer_blocks.0.attn.to_q.scale_weight": torch.ones(1)}, file)
-    with pytest.raises(InputError, match="quantised"):
-        facts_of(layout)
     save_file({name: state[name] for name in state if name != "proj_out.bias"}, file)
     with pytest.raises(InputError, match=r"not that of its companion.*proj_out\.bias"):
         FAMILY.load_denoiser(facts_of(layout), dtype=torch.float32, device=CPU)

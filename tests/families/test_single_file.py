@@ -20,7 +20,7 @@ from torch import Tensor
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import PARTS, BaseFacts, Layout, Part, TensorInfo
-from lora_trainer.families.checkpoints import unet_file
+from lora_trainer.families.checkpoints import base_folder
 from lora_trainer.families.checkpoints.base_folder import read_header
 from lora_trainer.families.checkpoints.unet_file import config_traits, header_traits
 from lora_trainer.families.unet import UNetFamily
@@ -163,6 +163,9 @@ def test_a_file_is_mapped_a_part_at_a_time(
         def __exit__(self, *error: object) -> None:
             self.file.__exit__(*error)
 
+        def keys(self) -> list[str]:
+            return list(self.file.keys())
+
         def get_tensor(self, key: str) -> Tensor:
             tensor: Tensor = self.file.get_tensor(key)
             mapped[-1] += tensor.nbytes
@@ -175,7 +178,7 @@ def test_a_file_is_mapped_a_part_at_a_time(
         return [tensor for each in held if (tensor := each()) is not None]
 
     monkeypatch.setattr(safetensors, "safe_open", Counting)
-    monkeypatch.setattr(unet_file, "READ_BYTES", part_bytes)
+    monkeypatch.setattr(base_folder, "READ_BYTES", part_bytes)
     facts = facts_from(name, file) if as_file else facts_of(name)
     of(name).load_denoiser(facts, dtype=torch.bfloat16, device=CPU)
     assert sum(mapped) >= sum(sizes) / 4, "all of the denoiser was read"
@@ -421,20 +424,32 @@ def test_another_companion_is_named(tmp_path: Path) -> None:
         (wrong / config).write_text(whole)
 
 
-@pytest.mark.parametrize("mark", ["model.diffusion_model.out.2.scale_weight", "scaled_fp8"])
-def test_scaled_fp8_is_refused(mark: str, tmp_path: Path) -> None:
-    """Its weights mean nothing without their scales, and would load without an error."""
-    file = changed(
-        checkpoint("sd15", tmp_path), lambda tensors: tensors.update({mark: torch.ones(1)})
+@NAMES
+def test_scaled_fp8_is_read_to_its_values(name: str, tmp_path: Path) -> None:
+    """ComfyUI's names of the scale, former and present; one number or one a row; norms unscaled."""
+
+    def scale(tensors: dict[str, Tensor]) -> None:
+        matrices = [key for key in tensors if key.endswith(".weight") and tensors[key].dim() > 1]
+        for number, key in enumerate(matrices):
+            whole, stem = tensors[key].float(), key.removesuffix("weight")
+            rows = whole.flatten(1).abs().amax(1) if number % 2 else whole.abs().max()
+            factor = (rows / 448).clamp(min=1e-6)
+            shaped = factor.reshape(-1, *[1] * (whole.dim() - 1))
+            tensors[key] = (whole / shaped).to(torch.float8_e4m3fn)
+            tensors[f"{stem}{('scale_weight', 'weight_scale')[number // 2 % 2]}"] = factor
+            wanted[key] = tensors[key].float() * shaped
+        tensors["model.diffusion_model.scaled_fp8"] = torch.zeros(2).to(torch.float8_e4m3fn)
+
+    wanted: dict[str, Tensor] = {}
+    plain = checkpoint(name, tmp_path)
+    tensors = load_file(plain)
+    scale(tensors)
+    scaled, values = tmp_path / "scaled.safetensors", tmp_path / "values.safetensors"
+    save_file(tensors, scaled)
+    save_file({**load_file(plain), **wanted}, values)
+    assert_same(
+        weights_of(name, facts_from(name, scaled)), weights_of(name, facts_from(name, values))
     )
-    with pytest.raises(InputError, match="fp8 weights with separate scales"):
-        facts_from("sd15", file)
-
-
-@pytest.mark.parametrize("mark", ["edm_mean", "edm_vpred.sigma_max"])
-def test_noise_levels_of_edm_are_refused(mark: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="EDM's noise levels"):
-        facts_from("sd15", checkpoint("sd15", tmp_path, marks=(mark,)))
 
 
 def test_a_hostile_header_is_one_line(tmp_path: Path) -> None:

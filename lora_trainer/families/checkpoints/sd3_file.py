@@ -17,11 +17,27 @@ def file_architecture(file: Path, *, head_channels: int) -> Mapping[str, Any]:
     """Derive the configuration from the shapes in a file; raises InputError when tensors are missing."""
     tensors = part_tensors(read_header(file), "denoiser")
     shapes = {name: info.shape for name, info in tensors.items()}
-    blocks = {
-        int(match[1]) for name in shapes if (match := re.match(r"joint_blocks\.(\d+)\.", name))
-    }
-    dual = {block for block in blocks if f"joint_blocks.{block}.x_block.attn2.qkv.weight" in shapes}
-    normed = "joint_blocks.0.x_block.attn.ln_q.weight" in shapes
+    in_diffusers = "pos_embed.proj.weight" in shapes
+    start, dual_layer, norm, positions, pooled = (
+        (
+            "transformer_blocks",
+            "attn2.to_q",
+            "attn.norm_q",
+            "pos_embed.pos_embed",
+            "time_text_embed.text_embedder.linear_1.weight",
+        )
+        if in_diffusers
+        else (
+            "joint_blocks",
+            "x_block.attn2.qkv",
+            "x_block.attn.ln_q",
+            "pos_embed",
+            "y_embedder.mlp.0.weight",
+        )
+    )
+    blocks = {int(match[1]) for name in shapes if (match := re.match(rf"{start}\.(\d+)\.", name))}
+    dual = {block for block in blocks if f"{start}.{block}.{dual_layer}.weight" in shapes}
+    normed = f"{start}.0.{norm}.weight" in shapes
     try:
         width, text_width = shapes["context_embedder.weight"]
         return {
@@ -29,8 +45,8 @@ def file_architecture(file: Path, *, head_channels: int) -> Mapping[str, Any]:
             "num_attention_heads": width // head_channels,
             "joint_attention_dim": text_width,
             "caption_projection_dim": width,
-            "pooled_projection_dim": shapes["y_embedder.mlp.0.weight"][1],
-            "pos_embed_max_size": math.isqrt(shapes["pos_embed"][1]),
+            "pooled_projection_dim": shapes[pooled][1],
+            "pos_embed_max_size": math.isqrt(shapes[positions][1]),
             "dual_attention_layers": sorted(dual),
             "qk_norm": "rms_norm" if normed else None,
         }

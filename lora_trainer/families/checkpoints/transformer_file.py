@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import Header, TensorInfo
-from lora_trainer.families.checkpoints.base_folder import AGAIN, read_header
+from lora_trainer.families.checkpoints.base_folder import AGAIN, read_header, read_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -30,20 +30,19 @@ if TYPE_CHECKING:
 FilePart = Literal["denoiser", "vae"]
 PARTS_IN_FILES: tuple[FilePart, ...] = ("denoiser", "vae")
 """Parts that are read from single files; text encoders come from folders."""
-DENOISER_PREFIX = "model.diffusion_model."
+DENOISER_PREFIXES = ("model.diffusion_model.", "diffusion_model.")
+ENCODER_PREFIX = "text_encoders.{role}.transformer."
 VAE_PREFIXES = ("vae.", "first_stage_model.")
 _OTHERS = ("text_encoders.", "text_encoder.", "conditioner.", "cond_stage_model.")
 _VAE_MODULES = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
-_SCALES = frozenset(
-    {"scale_weight", "weight_scale", "scale_input", "scaled_fp8", "absmax", "quant_map", "qweight"}
-)
 
 
 def part_tensors(header: Header, part: FilePart) -> Mapping[str, TensorInfo]:
     """Return the tensors of one part, names without the part's prefix."""
     if part == "denoiser":
-        if any(name.startswith(DENOISER_PREFIX) for name in header):
-            return _without(header, DENOISER_PREFIX)
+        for prefix in DENOISER_PREFIXES:
+            if tensors := _without(header, prefix):
+                return tensors
         # A file of a transformer alone has no prefix: its tensors are all that belong to no other part.
         other = (*VAE_PREFIXES, *_OTHERS, *_VAE_MODULES)
         return {name: info for name, info in header.items() if not name.startswith(other)}
@@ -71,16 +70,6 @@ def holds_vae(header: Header, *, latent_channels: int) -> bool:
     )
 
 
-def refuse_scaled_weights(tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise InputError for weights with separate scales: without their scales the weights are noise."""
-    scale_name = next((name for name in tensors if name.rsplit(".", 1)[-1] in _SCALES), None)
-    if scale_name is not None:
-        raise InputError(
-            f"the checkpoint is quantised with scales ({scale_name}); readable are fp32, bf16, fp16 and plain fp8",
-            fix="use the bf16, fp16 or plain fp8 version of this base model",
-        )
-
-
 def _without(header: Header, prefix: str) -> dict[str, TensorInfo]:
     return {
         name.removeprefix(prefix): info for name, info in header.items() if name.startswith(prefix)
@@ -100,10 +89,9 @@ def check_companion(
     """Compare a file's header with the configuration of its companion.
 
     `shapes`: tensor name in the file -> expected shape. `blocks`: start of the blocks' names -> expected
-    number of blocks. Raises InputError for the first difference, and for weights with scales.
+    number of blocks. Raises InputError for the first difference.
     """
     tensors = part_tensors(read_header(file), "denoiser")
-    refuse_scaled_weights(tensors)
     for name, shape in shapes.items():
         if name in tensors and tensors[name].shape != shape:
             raise _unlike(
@@ -127,6 +115,69 @@ def whole(kind: Any, folder: Path, **settings: Any) -> nn.Module:
     if missing := sorted(report["missing_keys"]):
         raise InputError(
             f"base model part {folder} lacks {len(missing)} tensors, first {missing[0]}", fix=AGAIN
+        )
+    return network
+
+
+def encoder_names(header: Header, role: str) -> dict[str, str]:
+    """Return a text encoder's tensors, name without prefix -> name in the file.
+
+    `role` is ComfyUI's name of the encoder in an all-in-one file; a file of the encoder alone has no prefix.
+    """
+    prefix = ENCODER_PREFIX.format(role=role)
+    if not any(name.startswith(prefix) for name in header):
+        return {name: name for name in header}
+    return {name.removeprefix(prefix): name for name in header if name.startswith(prefix)}
+
+
+def encoder_parameters(file: Path, role: str, *, unread: tuple[str, ...]) -> int:
+    """Count the parameters of a text encoder in a file, those that start with `unread` left out."""
+    header = read_header(file)
+    names = encoder_names(header, role).items()
+    return sum(math.prod(header[full].shape) for name, full in names if not name.startswith(unread))
+
+
+def load_encoder_file(
+    kind: Any, file: Path, folder: Path, *, role: str, unread: tuple[str, ...], dtype: torch.dtype
+) -> nn.Module:
+    """Build a text encoder of transformers' class `kind` from its file and the configuration in `folder`.
+
+    Raises InputError when tensors are missing or have other shapes.
+    """
+    import torch
+
+    config = kind.config_class.from_pretrained(folder, local_files_only=True)
+    names = encoder_names(read_header(file), role)
+    names = {
+        name: full
+        for name, full in names.items()
+        if name.startswith("visual.") or not name.startswith(unread or ("\0",))
+    }
+    state = read_tensors(file, names, dtype=dtype)
+    # CLIP-L's pooled vector is used unprojected and its files have no projection: insert the identity.
+    if kind.__name__ == "CLIPTextModelWithProjection" and role == "clip_l":
+        state.setdefault("text_projection.weight", torch.eye(config.hidden_size, dtype=dtype))
+    if "shared.weight" in state and "encoder.embed_tokens.weight" not in state:
+        state["encoder.embed_tokens.weight"] = state["shared.weight"]  # one table, stored once
+    try:
+        network: nn.Module
+        network, report = kind.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+        )
+    except RuntimeError as error:
+        detail = " ".join(str(error).split())[:300]
+        raise InputError(
+            f"the text encoder in {file} is not that of {folder / 'config.json'}: {detail}",
+            fix=COMPANION,
+        ) from None
+    missing = sorted(
+        name for name in report["missing_keys"] if not name.startswith(unread or ("\0",))
+    )
+    if missing or report["mismatched_keys"]:
+        first = (missing or sorted(map(str, report["mismatched_keys"])))[0]
+        raise InputError(
+            f"the text encoder in {file} lacks tensors of {folder / 'config.json'}, first {first}",
+            fix=COMPANION,
         )
     return network
 
@@ -167,15 +218,13 @@ def load_transformer(
 
 
 def _read(file: Path, *, dtype: torch.dtype) -> dict[str, Tensor]:
-    from safetensors import safe_open
-
     header = read_header(file)
-    prefix = DENOISER_PREFIX if any(name.startswith(DENOISER_PREFIX) for name in header) else ""
-    with safe_open(file, framework="pt") as tensors:
-        return {
-            name: tensors.get_tensor(prefix + name).to(dtype)
-            for name in part_tensors(header, "denoiser")
-        }
+    starts = (
+        start for start in DENOISER_PREFIXES if any(name.startswith(start) for name in header)
+    )
+    prefix = next(starts, "")
+    names = {name: prefix + name for name in part_tensors(header, "denoiser")}
+    return read_tensors(file, names, dtype=dtype)
 
 
 def _unlike(file: Path, detail: str) -> InputError:

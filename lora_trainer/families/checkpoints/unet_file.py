@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import Header
-from lora_trainer.families.checkpoints.base_folder import AGAIN, READ_BYTES, read_header, weights
+from lora_trainer.families.checkpoints.base_folder import (
+    AGAIN,
+    read_header,
+    read_tensors,
+    weights,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +36,7 @@ UNET_MODULES = (
 )
 """Starts of tensor names in a file of a U-Net alone, in the checkpoints' layout or diffusers'."""
 VAE = "first_stage_model."
+VAE_PREFIXES = (VAE, "vae.")
 VAE_MODULES = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
 VAE_EXTRAS = ("loss.", "model_ema.")
 """Starts of tensors that VAE training code left in files of a VAE alone."""
@@ -100,7 +105,10 @@ def unet_names(header: Header) -> dict[str, str]:
 
 def vae_names(header: Header) -> dict[str, str]:
     """Return the VAE's tensors, name without prefix -> name in the file."""
-    prefix = VAE if any(name.startswith(VAE) for name in header) else ""
+    prefixes = (
+        prefix for prefix in VAE_PREFIXES if any(name.startswith(prefix) for name in header)
+    )
+    prefix = next(prefixes, "")
     starts = tuple(prefix + start for start in VAE_MODULES)
     return {name.removeprefix(prefix): name for name in header if name.startswith(starts)}
 
@@ -148,7 +156,7 @@ def load_unet_folder(folder: Path, network: Any, *, dtype: torch.dtype) -> nn.Mo
     """Fill a U-Net on `meta` with the weights of its folder; raises InputError when the weights do not fit."""
     tensors: dict[str, Tensor] = {}
     for file in weights(folder):
-        tensors |= _read(file, {name: name for name in read_header(file)}, dtype=dtype)
+        tensors |= read_tensors(file, {name: name for name in read_header(file)}, dtype=dtype)
     network._fix_state_dict_keys_on_load(tensors)  # attention has other names in old files
     return _filled(
         network, tensors, file=folder, part="denoiser", config="its config.json", fix=AGAIN
@@ -160,7 +168,7 @@ def load_unet(file: Path, network: nn.Module, *, dtype: torch.dtype) -> nn.Modul
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 
     names = unet_names(read_header(file))
-    tensors = _read(file, names, dtype=dtype)
+    tensors = read_tensors(file, names, dtype=dtype)
     if "input_blocks.0.0.weight" in tensors:
         prefixed = {UNET + name: tensor for name, tensor in tensors.items()}
         tensors = _converted(file, lambda: convert_ldm_unet_checkpoint(prefixed, network.config))
@@ -171,7 +179,7 @@ def load_vae(file: Path, network: Any, *, dtype: torch.dtype) -> Any:
     """Fill a VAE on `meta` with the weights of a file; raises InputError when the weights do not fit."""
     from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 
-    tensors = _read(file, vae_names(read_header(file)), dtype=dtype)
+    tensors = read_tensors(file, vae_names(read_header(file)), dtype=dtype)
     if not any(".down_blocks." in name for name in tensors):
         prefixed = {VAE + name: tensor for name, tensor in tensors.items()}
         tensors = _converted(file, lambda: convert_ldm_vae_checkpoint(prefixed, network.config))
@@ -190,7 +198,7 @@ def load_clip(file: Path, kind: Any, config: Any, *, prefix: str, dtype: torch.d
     with init_empty_weights():
         network: nn.Module = kind(config)
     names = {name: name for name in read_header(file) if name.startswith(prefix)}
-    tensors = _read(file, names, dtype=dtype)
+    tensors = read_tensors(file, names, dtype=dtype)
     if prefix.endswith(".model."):
         full = tensors
         tensors = _converted(
@@ -207,31 +215,6 @@ def load_clip(file: Path, kind: Any, config: Any, *, prefix: str, dtype: torch.d
         file=file,
         part="text_encoder",
     )
-
-
-def _read(file: Path, names: Mapping[str, str], *, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return tensors cast to `dtype`; tensors stored in `dtype` are views of the mapped file.
-
-    Pages of a mapped file that were read count as memory of the process until the mapping is closed. The file
-    is mapped anew for every `READ_BYTES`, so a float32 base does not lie in memory beside its bf16 copy.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    tensors: dict[str, Tensor] = {}
-    unread = deque(names.items())
-    try:
-        while unread:
-            with safe_open(file, framework="pt") as mapped:
-                read_bytes = 0
-                while unread and read_bytes < READ_BYTES:
-                    name, stored_name = unread.popleft()
-                    stored = mapped.get_tensor(stored_name)
-                    tensors[name] = stored.to(dtype)
-                    read_bytes += stored.nbytes
-                    del stored  # a tensor of the file keeps the whole mapping open
-    except SafetensorError as error:
-        raise InputError(f"{file} is not a whole safetensors file ({error})", fix=AGAIN) from None
-    return tensors
 
 
 def _converted(file: Path, convert: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:

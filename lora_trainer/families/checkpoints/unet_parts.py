@@ -28,7 +28,6 @@ from lora_trainer.families.text.clip import ClipPart, ClipSize
 
 V_PREDICTION = "v_pred"
 ZERO_TERMINAL_SNR = "ztsnr"
-_EDM = ("edm_", "edm_vpred.")
 DEFAULT_SCALE = 0.18215
 """diffusers' default scaling_factor, which the oldest VAE configurations leave out."""
 _OTHER_VAE = "use a VAE made for this base model"
@@ -60,19 +59,9 @@ def _title(config: Mapping[str, Any]) -> str:
     return f"config.json of {config.get('_class_name', 'a text encoder')}"
 
 
-def training_marks(layout: Layout) -> frozenset[str]:
-    """Return a checkpoint's marker tensors: empty tensors whose names state how it was trained.
-
-    Raises InputError for a checkpoint trained with EDM's noise levels.
-    """
-    single = part_file(layout, "denoiser")
+def training_marks(single: Path | None) -> frozenset[str]:
+    """Return a checkpoint's marker tensors: empty tensors whose names state how it was trained."""
     names = read_header(single).keys() if single else ()
-    edm = [name for name in names if name.startswith(_EDM)]
-    if edm:
-        raise InputError(
-            f"{single} was trained with EDM's noise levels ({edm[0]}); known are epsilon and v_prediction",
-            fix="use another base model",
-        )
     return frozenset(name for name in names if name in {V_PREDICTION, ZERO_TERMINAL_SNR})
 
 
@@ -90,12 +79,6 @@ def count_unet(
     if single is None:
         return count_parameters(weights(part_folder(layout, "denoiser", "unet")))
     header = read_header(single)
-    scaled = next((name for name in header if name.endswith((".scale_weight", "scaled_fp8"))), None)
-    if scaled is not None:
-        raise InputError(
-            f"{single} holds fp8 weights with separate scales ({scaled})",
-            fix="use the fp16 or bf16 version of the checkpoint",
-        )
     names = unet_file.unet_names(header).values()
     count, companion_count = _elements(header, names), parameters_of(architecture)
     if count != companion_count or header_traits(header) != config_traits(architecture):

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import Conditioning, TextEncoder
+from lora_trainer.families.base import Conditioning, Layout, TextEncoder
 from lora_trainer.families.checkpoints.base_folder import read_json
-from lora_trainer.families.text.t5 import count_tokens, load_text_network, load_tokenizer, room
+from lora_trainer.families.text.t5 import NetworkLoader, count_tokens, load_tokenizer, room
 
 if TYPE_CHECKING:
     import torch
@@ -44,14 +44,17 @@ def check_text_encoder(folder: Path) -> None:
         )
 
 
-def load_qwen_vl(folder: Path, *, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-    """Load tokenizer and language model of a diffusers folder, frozen."""
+def load_qwen_vl(
+    loader: NetworkLoader, layout: Layout, *, dtype: torch.dtype, device: torch.device
+) -> TextEncoder:
+    """Load tokenizer and language model, frozen."""
     import torch
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    whole: Any = load_text_network(
+    whole: Any = loader.load_text_network(
         Qwen2_5_VLForConditionalGeneration,
-        folder / "text_encoder",
+        layout,
+        "text_encoder",
         dtype=dtype,
         device=torch.device("cpu"),
     )
@@ -59,7 +62,7 @@ def load_qwen_vl(folder: Path, *, dtype: torch.dtype, device: torch.device) -> T
     network: nn.Module = whole.model.language_model
     return QwenVLTextEncoder(
         networks={"text_encoder": network.to(device)},
-        tokenizer=load_tokenizer(folder / "tokenizer"),
+        tokenizer=load_tokenizer(layout.folder / "tokenizer"),
     )
 
 

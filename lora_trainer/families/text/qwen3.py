@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import Conditioning, TextEncoder
-from lora_trainer.families.checkpoints.base_folder import check_chat_template, read_json, variant
-from lora_trainer.families.checkpoints.transformer_file import whole
-from lora_trainer.families.text.t5 import count_tokens, room
+from lora_trainer.families.base import Conditioning, Layout, TextEncoder
+from lora_trainer.families.checkpoints.base_folder import check_chat_template, read_json
+from lora_trainer.families.text.t5 import NetworkLoader, count_tokens, room
 
 if TYPE_CHECKING:
     import torch
@@ -59,16 +58,22 @@ def text_config(folder: Path) -> Mapping[str, Any]:
 
 
 def load_qwen3(
-    folder: Path, *, format: PromptFormat, dtype: torch.dtype, device: torch.device
+    loader: NetworkLoader,
+    layout: Layout,
+    *,
+    format: PromptFormat,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> TextEncoder:
-    """Load tokenizer and network of a diffusers folder, frozen, without the language head."""
+    """Load tokenizer and network, frozen, without the language head."""
     from transformers import AutoTokenizer, Qwen3Model
 
-    part = folder / "text_encoder"
-    network = whole(Qwen3Model, part, dtype=dtype, variant=variant(part))
+    network = loader.load_text_network(
+        Qwen3Model, layout, "text_encoder", dtype=dtype, device=device
+    )
     return _Qwen3TextEncoder(
-        networks={"text_encoder": network.requires_grad_(False).eval().to(device)},
-        tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True),
+        networks={"text_encoder": network},
+        tokenizer=AutoTokenizer.from_pretrained(layout.folder / "tokenizer", local_files_only=True),
         format=format,
     )
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from lora_trainer.families.base import Conditioning, TextEncoder
-from lora_trainer.families.checkpoints.base_folder import variant
-from lora_trainer.families.checkpoints.transformer_file import whole
+from lora_trainer.families.base import Conditioning, Layout, TextEncoder
 from lora_trainer.families.text.sentence_pieces import SPIECE, load_spiece_tokenizer
 
 if TYPE_CHECKING:
@@ -22,19 +20,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load_text_network(
-    kind: Any, folder: Path, *, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
-    """Load a transformers text encoder of class `kind` in `dtype`, frozen."""
-    network = whole(kind, folder, dtype=dtype, variant=variant(folder))
-    return network.requires_grad_(False).eval().to(device)
+class NetworkLoader(Protocol):
+    """A family that loads a text encoder from its file or folder."""
 
-
-def load_t5(folder: Path, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Load a T5 encoder (Raffel et al. 2019, arXiv 1910.10683) in `dtype`, frozen."""
-    from transformers import T5EncoderModel
-
-    return load_text_network(T5EncoderModel, folder, dtype=dtype, device=device)
+    def load_text_network(
+        self, kind: Any, layout: Layout, component: str, *, dtype: torch.dtype, device: torch.device
+    ) -> nn.Module: ...
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -1,0 +1,233 @@
+"""Single files of a base: what a checkpoint is, which text encoders its companions are, what is missing.
+
+Files are recognised by their tensors, whatever their names. Torch-free: everything follows from headers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from lora_trainer import families
+from lora_trainer.common.errors import InputError, MachineError
+from lora_trainer.config.config import BaseSettings
+from lora_trainer.families.base import BaseFacts, Family, Header, Part
+from lora_trainer.families.checkpoints import signatures
+from lora_trainer.families.checkpoints.base_folder import (
+    SUFFIXES,
+    read_header,
+    read_json,
+    refuse_quantised,
+)
+from lora_trainer.families.checkpoints.transformer_file import ENCODER_PREFIX
+
+_ADAPTER_MARKS = (
+    *("lora_down", "lora_up", "lora_A.", "lora_B.", "lora.down.", "lora.up.", "hada_w1", "lokr_w1"),
+    *(
+        "oft_blocks",
+        "oft_diag",
+        ".dora_scale",
+        "lora_magnitude_vector",
+        "glora",
+        ".a1.weight",
+        "on_input",
+    ),
+)
+LORA = "a LoRA"
+ENCODER_KINDS = {"t5xxl": "t5"}
+"""Start of an encoder's role -> kind of text encoder, where they differ."""
+ENCODER_WIDTHS = {
+    "clip_l": 768,
+    "clip_g": 1280,
+    "clip_h": 1024,
+    "t5xxl": 4096,
+    "qwen3_4b": 2560,
+    "qwen25_7b": 3584,
+}
+ENCODER_PARAMETERS = {
+    "clip_l": 123_060_480,
+    "clip_g": 694_659_840,
+    "clip_h": 340_387_840,
+    "t5xxl": 4_762_310_656,
+    "qwen3_4b": 4_022_468_096,
+    "qwen25_7b": 7_070_619_136,
+}
+"""Width and parameters of each text encoder as released, by ComfyUI's name of it."""
+
+
+def facts_of_file(settings: BaseSettings, file: Path, family: Family) -> BaseFacts:
+    """Return facts of a checkpoint whose companion is not on this machine, from its header.
+
+    Sizes are counted in the files that are there; what is missing has the sizes of the release that the
+    checkpoint is made like, in the precision in which the companion is published.
+    """
+    header = read_header(file)
+    _, parts = recognised(file)
+    facts = family.facts_from_file(file, header)
+    source = companion_of(settings, family, facts)
+    companion = families.known_base(source)
+    if companion is None:
+        raise MachineError(
+            f"base.companion {source} is not on this machine, and its name is not that of a well-known base",
+            fix="start the training once to download it, or give a local diffusers folder",
+        )
+    text = encoder_files(settings, family, header, file, folder=None)
+    roles = {name: role for name, role in family.text_roles.items() if name not in text}
+    absent = {
+        "vae": "the VAE",
+        "text_encoder": "the text encoders" if not text else ", ".join(roles.values()),
+    }
+    if "vae" in parts or settings.vae is not None:
+        del absent["vae"]
+    if "text_encoder" in parts or not roles:
+        del absent["text_encoder"]
+    sizes = {part: each.parameters for part, each in companion.parts.items()}
+    bytes_each = round(companion.download_bytes / sum(sizes.values()))
+    present = sum(size for part, size in sizes.items() if part not in absent)
+    if "text_encoder" in absent:
+        present += sum(ENCODER_PARAMETERS[family.text_roles[component]] for component in text)
+    return replace(
+        facts,
+        source=settings.model,
+        download_bytes=max(companion.download_bytes - bytes_each * present, 0) if absent else 0,
+        missing=f"{', '.join([*absent.values(), 'configurations and tokenizers'])} of {source}",
+    )
+
+
+def companion_of(settings: BaseSettings, family: Family, facts: BaseFacts) -> str:
+    """Return the source of a checkpoint's missing parts; auto: the default release where its encoders fit."""
+    if settings.companion != "auto":
+        return settings.companion
+    default = families.known_base(family.default_source)
+    assert default is not None
+    if default.parts["text_encoder"] == facts.parts["text_encoder"]:
+        return default.source
+    return facts.source
+
+
+def encoder_files(
+    settings: BaseSettings,
+    family: Family,
+    header: Header,
+    file: Path | None,
+    *,
+    folder: Path | None,
+) -> dict[str, Path]:
+    """Return component -> file of the text encoders in `base.text_encoders` and in an all-in-one file.
+
+    A file is recognised by its tensors, whatever its name; encoders of one kind are told apart by their
+    width, which is the companion's where its `folder` is known. Raises InputError for a file that holds no
+    text encoder of the family.
+    """
+    text: dict[str, Path] = {}
+    if not family.reads_encoder_files:
+        if settings.text_encoders:
+            raise InputError(
+                f"base.text_encoders is set, but family {family.name} reads its text encoders from a "
+                "checkpoint or a folder",
+                fix="leave base.text_encoders out, or name a folder with the encoders in base.companion",
+            )
+        return text
+    for component, role in family.text_roles.items():
+        prefix = ENCODER_PREFIX.format(role=role)
+        if file is not None and any(name.startswith(prefix) for name in header):
+            text[component] = file
+    for name in settings.text_encoders:
+        path = Path(name).expanduser()
+        if not path.is_file() or path.suffix not in SUFFIXES:
+            raise InputError(
+                f"base.text_encoders names {name}, which is no weight file",
+                fix=f"give files that end in {', '.join(sorted(SUFFIXES))}",
+            )
+        text[_component_of(path, family, folder)] = path
+    return text
+
+
+def _component_of(file: Path, family: Family, folder: Path | None) -> str:
+    """Return the component that a text encoder's file is; raises InputError when it is none of the family."""
+    header = read_header(file)
+    refuse_quantised(file, header)
+    encoder = signatures.text_encoder(header)
+    roles = {component: role.partition("_")[0] for component, role in family.text_roles.items()}
+    kinds = {component: ENCODER_KINDS.get(role, role) for component, role in roles.items()}
+    name, kind, width = encoder or ("", "", 0)
+    fitting = [component for component in kinds if kinds[component] == kind]
+    if len(fitting) > 1 or (fitting and folder is not None):
+        fitting = [
+            component
+            for component in fitting
+            if _encoder_width(family.text_roles[component], component, folder) == width
+        ]
+    if fitting:
+        return fitting[-1] if "text_projection.weight" in header else fitting[0]
+    held = signatures.lone_part(header) or _other_or_lora(header, family=family.name, file=file)
+    described = (
+        f"the text encoder {name} of width {width}" if encoder else held or "no text encoder"
+    )
+    raise InputError(
+        f"base.text_encoders: {file.name} is {described}; family {family.name} has "
+        f"{', '.join(family.text_roles.values())}",
+        fix="give the text encoders of this base, or leave base.text_encoders out",
+    )
+
+
+def _encoder_width(role: str, component: str, folder: Path | None) -> int:
+    if folder is None:
+        return ENCODER_WIDTHS[role]
+    config = read_json(folder / component / "config.json")
+    inner = config.get("text_config", config)
+    width = inner.get("hidden_size", inner.get("d_model"))
+    return width if isinstance(width, int) else 0
+
+
+def recognised(file: Path) -> tuple[Family, frozenset[Part]]:
+    """Return family and parts of a checkpoint file; raises InputError that says what the file is."""
+    if not file.is_file():
+        raise InputError(
+            f"base model {file} does not exist",
+            fix="give an existing file or folder, a Hub id (owner/name) or `embedded`",
+        )
+    if file.suffix not in SUFFIXES:
+        raise InputError(
+            f"base model {file.name} is no weight file",
+            fix=f"give a checkpoint ({', '.join(sorted(SUFFIXES))}), a diffusers folder or a Hub id",
+        )
+    header = read_header(file)
+    allowed = f"allowed are text-to-image checkpoints of {', '.join(families.MODULES)}"
+    family_and_parts = families.detect_file(header)
+    family_name = family_and_parts[0].name if family_and_parts else ""
+    if other := _other_or_lora(header, family=family_name, file=file):
+        if other == LORA:
+            raise InputError(
+                f"{file.name} is a LoRA, not a base model",
+                fix="give the base model it was trained on; to continue its training use --set train.init_from=FILE",
+            )
+        raise InputError(
+            f"{file.name} is {other}, not a base model that can be trained; {allowed}",
+            fix="give the text-to-image base model that it belongs to or was made from",
+        )
+    refuse_quantised(file, header)
+    if family_and_parts is not None:
+        return family_and_parts
+    if part := signatures.lone_part(header):
+        raise InputError(
+            f"{file.name} is {part} alone, not a base model; {allowed}",
+            fix=f"give a base model, and this file with --set base.vae={file.name} if it is the base's VAE",
+        )
+    if encoder := signatures.text_encoder(header):
+        raise InputError(
+            f"{file.name} is a text encoder alone ({encoder[0]}), not a base model; {allowed}",
+            fix=f"give a base model, and this file with --set base.text_encoders={file.name}",
+        )
+    first = next(iter(sorted(header)), "no tensor")
+    raise InputError(
+        f"{file.name} holds {len(header):,} tensors such as {first[:80]!r}: an unknown architecture; {allowed}",
+        fix="give a checkpoint of one of these families",
+    )
+
+
+def _other_or_lora(header: Header, *, family: str, file: Path) -> str | None:
+    """Return `LORA` or the name of another model that a file is, None for neither."""
+    if any(mark in name for name in header for mark in _ADAPTER_MARKS):
+        return LORA
+    return signatures.other_model(header, family=family, file_name=file.name)

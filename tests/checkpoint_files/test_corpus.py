@@ -1,0 +1,91 @@
+"""Checkpoints of others: described by what stands in the file, or refused as what they are."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_trainer.common.errors import InputError
+from lora_trainer.config.config import BaseSettings
+from lora_trainer.families.locate import describe
+from tests.checkpoint_files.cases import CASES, UNET, Case
+from tests.checkpoint_files.files import write
+
+READ = [case for case in CASES if not case.refused]
+
+
+def ids(case: Case) -> str:
+    return case.name
+
+
+def test_the_corpus_is_as_large_as_it_is_said_to_be() -> None:
+    names = [case.name for case in CASES]
+    assert len(names) == len(set(names)) >= 100
+
+
+def denoiser_parameters(case: Case) -> int:
+    """Count the tensors of the denoiser: with its prefix where the file has several parts."""
+    starts = UNET if any(name.startswith(UNET) for name in case.shapes) else ""
+    others = ("model_ema.", "v_pred", "ztsnr")
+    return sum(
+        math.prod(shape)
+        for name, shape in case.shapes.items()
+        if name.startswith(starts) and not name.startswith(others)
+    )
+
+
+@pytest.mark.parametrize("case", READ, ids=ids)
+def test_a_checkpoint_is_described_from_its_header(case: Case, tmp_path: Path) -> None:
+    """Nothing but the file is on this machine: what it lacks is named, with the size of that download."""
+    facts = describe(BaseSettings(model=str(write(case, tmp_path))))
+    assert (facts.family, facts.variant, facts.prediction) == (
+        case.family,
+        case.variant,
+        case.prediction,
+    )
+    assert facts.layout is None and facts.source.endswith(case.file)
+    assert facts.missing.startswith((case.missing, f"the {case.missing}"))
+    assert facts.parts["denoiser"].parameters == denoiser_parameters(case)
+    whole = case.missing == "configurations"
+    assert (facts.download_bytes == 0) == whole
+    assert facts.download_bytes < 30e9, "the denoiser is not counted"
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.refused], ids=ids)
+def test_what_is_no_base_is_refused_as_what_it_is(case: Case, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=case.refused) as raised:
+        describe(BaseSettings(model=str(write(case, tmp_path))))
+    assert "\n" not in str(raised.value) and raised.value.fix
+    assert re.search("allowed are|readable are|is a LoRA", str(raised.value))
+
+
+def test_describing_and_refusing_do_not_import_torch(tmp_path: Path) -> None:
+    chosen = {"BFL flux1-dev", "city96 FLUX.1-dev-gguf Q8_0", "BFL flux1-fill-dev", "BFL ae"}
+    files = list[str]()
+    for number, case in enumerate(case for case in CASES if case.name in chosen):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        files.append(str(write(case, folder)))
+    code = (
+        "import sys\nfrom lora_trainer.families.locate import describe\n"
+        "from lora_trainer.config.config import BaseSettings\n"
+        "from lora_trainer.common.errors import InputError\n"
+        "for file in sys.argv[1:]:\n"
+        "    try:\n        print(describe(BaseSettings(model=file)).family)\n"
+        "    except InputError as error:\n        print('refused')\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *files],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert sorted(done.stdout.split()) == ["flux", "flux", "refused", "refused"]
+    assert done.returncode == 0, "torch was imported"
