@@ -43,8 +43,7 @@ class BaseSettings(Section):
     )
     text_encoders: tuple[str, ...] = setting(
         (),
-        "files of single text encoders (clip_l, t5xxl, qwen...), in any order; recognised by their tensors",
-        not_for=NOT_EMBEDDED,
+        "files of single text encoders, in any order; their tensors say which is which",
     )
     companion: str = setting(
         "auto",

@@ -62,11 +62,7 @@ RELEASES: Mapping[str, Prediction] = {
 }
 NATIVE_PX: Mapping[Prediction, int] = {"epsilon": 512, "v_prediction": 768}
 TELLING_WEIGHT = f"{UNET}output_blocks.11.1.transformer_blocks.0.norm1.bias"
-_TELLING_WEIGHTS = (
-    TELLING_WEIGHT,
-    TELLING_WEIGHT.removeprefix(UNET),
-    "up_blocks.3.attentions.2.transformer_blocks.0.norm1.bias",
-)
+_IN_DIFFUSERS = "up_blocks.3.attentions.2.transformer_blocks.0.norm1.bias"
 TELLING_DEVIATION = 0.09
 """The weight's deviation is above it in the public v-prediction releases, below it in the others;
 ComfyUI tests the same weight."""
@@ -147,7 +143,12 @@ def checkpoint_prediction(file: Path) -> Prediction | None:
     if file.suffix == gguf_file.SUFFIX:
         return None
     values = next(
-        (numbers for name in _TELLING_WEIGHTS if (numbers := read_numbers(file, name))), ()
+        (
+            numbers
+            for name in (TELLING_WEIGHT, TELLING_WEIGHT.removeprefix(UNET), _IN_DIFFUSERS)
+            if (numbers := read_numbers(file, name))
+        ),
+        (),
     )
     if not values:
         return None

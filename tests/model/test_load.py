@@ -175,7 +175,7 @@ def test_a_file_that_is_not_there_or_of_another_kind_is_named(tmp_path: Path) ->
         describe(base(tmp_path / "no.safetensors"))
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    with pytest.raises(InputError, match="model.gguf is no .safetensors file"):
+    with pytest.raises(InputError, match="model.gguf is not a whole GGUF file"):
         describe(base(file))
 
 
