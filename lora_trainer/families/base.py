@@ -306,8 +306,7 @@ class Family(ABC):
     def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
         """Return facts of the public release that a single file with this header has the sizes of.
 
-        Variant, prediction type and the denoiser's size are the file's own. Raises InputError when no
-        release has its sizes.
+        Variant, prediction type and denoiser size are the file's own; InputError when no release fits.
         """
         facts = self.facts_from_hub_id(self.default_source)
         assert facts is not None
