@@ -1,11 +1,7 @@
-"""Work of other threads while one encodes or trains: made ahead of it, written behind it.
+"""Helper threads: prepare items before the calling thread needs them, and write entries after it made them.
 
-What other threads do while one encodes: images made ready ahead of it, entries written behind it.
-
-Both keep the order of the items, bound what is in memory, and raise in the calling thread what failed,
-when its turn comes.
-
-Things made ahead of their use by one thread, in order.
+All keep the order of the items and bound the memory in use. An item's error is raised in the calling thread,
+when the turn of this item comes.
 """
 
 from __future__ import annotations
@@ -67,10 +63,10 @@ def _made(
     begin()
     while waiting:
         future, costs = waiting.popleft()
-        made = future.result()
+        item = future.result()
         spent -= costs
         begin()
-        yield made
+        yield item
 
 
 Later = Callable[[Callable[[], None]], None]
@@ -78,10 +74,10 @@ Later = Callable[[Callable[[], None]], None]
 
 @contextmanager
 def write_behind() -> Iterator[Later]:
-    """Yield a function that gives work to one thread, which does it in order while the caller goes on.
+    """Yield a function that hands a task to one thread, which runs the tasks in order while the caller goes on.
 
-    At most four works wait. What one of them raised is raised by a later call or on leaving; leaving
-    waits for all of them, also where the block failed.
+    At most four tasks wait. A task's error is raised by a later call or on leaving; leaving waits for all
+    tasks, also after an error in the block.
     """
     waiting: deque[Future[None]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="lora-train-behind") as thread:
@@ -105,9 +101,9 @@ LEAVING_S = (
 def prefetched(
     make: Callable[[int], Made], first: int, last: int, *, ahead: int
 ) -> Iterator[Iterator[Made]]:
-    """Yield an iterator over make(first)..make(last - 1), made by a thread at most `ahead` early.
+    """Yield an iterator over make(first)..make(last - 1); a thread computes at most `ahead` of them early.
 
-    The iterator raises what the thread raised. Leaving waits for the thread, but not for a disk that
+    The iterator raises the thread's errors. Leaving waits for the thread, but not for a disk that
     does not answer it.
     """
     ready: queue.Queue[Made | BaseException] = queue.Queue(maxsize=ahead)

@@ -1,11 +1,7 @@
-"""Which cache entries a run needs, and where each sample finds its own.
+"""The cache entries of a run: their keys, the job that computes each entry, and the entries of each sample.
 
-Where the tensors of samples are, and cache entries as tensors.
-
-What a run reads from the caches: the names of all entries, and how each is made.
-
-Inputs: records and where they are placed, texts, the facts of the base. Outputs: jobs by digest, and the
-sources of the samples. Nothing is read or encoded here.
+Inputs: records with their placement in buckets, texts, the facts of the base. Outputs: jobs by digest, and the
+sources of the samples. Planning reads and encodes nothing.
 """
 
 from __future__ import annotations
@@ -37,14 +33,14 @@ RESIDENT_LIMIT_BYTES = 1 << 30  # entries kept in RAM; a small dataset is read f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleSource:
-    """Where a sample's tensors are: its latent as is and mirrored (or None), one text entry per variant.
+    """The cache keys of a sample's tensors: its latents, the mirrored latents (or None), one text entry per variant.
 
-    The first of `texts` is the plain one to validate with; where there are others, these are trained
-    with; `of_class` are the same with the class in place of the trigger, None for those without it, and
-    empty where that is not asked for. `folder` is the key of `data.folders` that may say more. `size_px`
-    is (width, height) of its bucket, `geometry` what the denoiser is told about its crop; what is cut
-    away on the left is on the right of the mirrored one. Without a `mask` all of the image counts.
-    `others` are the same image at other resolutions; they have none themselves.
+    The first of `texts` is the plain text for validation; training uses the others where there are any.
+    `of_class`: the same texts with the class in place of the trigger, None for a text without the trigger,
+    empty without class preservation. `folder`: key of `data.folders`. `size_px`: (width, height) of the bucket.
+    `geometry`: the crop, as the denoiser's conditioning takes it; the mirrored image is cropped on the other
+    side. Without a `mask` the whole image counts. `others`: the same image at other resolutions, whose own
+    `others` is empty.
     """
 
     plain: CacheKey
@@ -72,9 +68,9 @@ class Entries:
 
     def read(self, key: CacheKey) -> Mapping[str, Tensor]:
         """Return an entry; raises MachineError when it vanished or was damaged after caching."""
-        known = self.resident.get(key.digest)
-        if known is not None:
-            return known
+        resident_entry = self.resident.get(key.digest)
+        if resident_entry is not None:
+            return resident_entry
         arrays = self.cache.read(key)
         if arrays is None:
             raise MachineError(
@@ -120,7 +116,7 @@ class Needs:
     masks: Mapping[str, MaskJob] = field(default_factory=dict)
 
     def share(self, rank: int, count: int) -> Needs:
-        """Return what process `rank` of `count` encodes; every entry is in one share."""
+        """Return the share of process `rank` of `count`; each entry is in exactly one share."""
 
         def own(digest: str) -> bool:
             return int(digest[:8], 16) % count == rank
@@ -143,10 +139,10 @@ class Needs:
 
 @dataclass(frozen=True, kw_only=True)
 class TextEntries:
-    """What an entry of a text holds: embeddings made in a dtype, or tokens where encoders are trained.
+    """The content of a text's entry: embeddings in a dtype, or tokens where text encoders are trained.
 
-    `text_tokens` and `clip_skip` are the base's. `word` is what these tokens have numbers of its own
-    for. With `emphasis` brackets in a text are weights of words, and no words.
+    `text_tokens` and `clip_skip` are the base's. `word`: the new word whose token numbers the entry holds. With
+    `emphasis`, brackets in a text are prompt weights and not words.
     """
 
     encoder_identity: str
@@ -167,16 +163,16 @@ class TextEntries:
         )
 
     def words(self, text: str) -> str:
-        """Return what of a text is read as words."""
+        """Return the words of a text, without prompt weights."""
         return words_of(weighted_parts(text)) if self.emphasis else text
 
     def _content(self, text: str) -> str:
-        made: str = "tokens" if self.tokens_only else self.precision
+        content: str = "tokens" if self.tokens_only else self.precision
         if self.tokens_only and self.word:
-            made = f"tokens, {self.word.tokens} for {self.word.text}"
+            content = f"tokens, {self.word.tokens} for {self.word.text}"
         if not self.tokens_only and self.clip_skip > 1:
-            made = f"{made}, clip skip {self.clip_skip}"
-        return f"{made}, weighted" if self._is_weighted(text) else made
+            content = f"{content}, clip skip {self.clip_skip}"
+        return f"{content}, weighted" if self._is_weighted(text) else content
 
     def _is_weighted(self, text: str) -> bool:
         # All entries of tokens have weights then, as those of a batch must be alike.
@@ -190,8 +186,8 @@ class TextEntries:
             if weighted
             else encoder.tokenize([text])
         )
-        found = tokens if self.tokens_only else encoder.encode_tokens(tokens)
-        return {name: tensor.numpy() for name, tensor in found.items()}
+        tensors = tokens if self.tokens_only else encoder.encode_tokens(tokens)
+        return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 @gc_disabled()
@@ -209,32 +205,36 @@ def needs(
 ) -> Needs:
     """List the entries for these records and for `prompts` (sampling; the empty text is always in).
 
-    `geometry` gives what the denoiser is told about an image's crop; `more` are the placements at other
-    resolutions, of the records that are trained at these too.
+    `geometry` returns the denoiser's conditioning for an image's crop. `more`: the placements at each further
+    resolution, of the records that are trained at it.
     """
     latents: dict[str, LatentJob] = {}
     texts: dict[str, tuple[str, CacheKey]] = {}
     masks: dict[str, MaskJob] = {}
     sources: dict[str, SampleSource] = {}
-    told = cache(geometry)  # images of one size and place share what is told of them
+    # Images of one size and crop share one tuple: a large dataset has few sizes.
+    shared_geometry = cache(geometry)
     folders: dict[tuple[str, bool], DataSettings] = {}
     for record in records:
-        place = (record.folder, record.regularisation)
-        own = folders.get(place)
-        if own is None:
-            own = folders[place] = record.settings(settings)
-        drawn = variants(record.written, settings=own, seed=seed)
+        folder_key = (record.folder, record.regularisation)
+        folder_settings = folders.get(folder_key)
+        if folder_settings is None:
+            folder_settings = folders[folder_key] = record.settings(settings)
+        drawn = variants(record.written, settings=folder_settings, seed=seed)
         keys = [(text, texts_as.key(text)) for text in drawn]
-        classes = _of_class(drawn, texts_as, own)
+        classes = _of_class(drawn, texts_as, folder_settings)
         texts |= {key.digest: (text, key) for text, key in (*keys, *filter(None, classes))}
         at_all: list[SampleSource] = []
         for placed in (placements, *(placed for placed in more if record.name in placed)):
             placement = placed[record.name]
-            jobs = [_latent_job(record, placement, flip, facts, own) for flip in _flips(own)]
+            jobs = [
+                _latent_job(record, placement, flip, facts, folder_settings)
+                for flip in _flips(folder_settings)
+            ]
             latents |= {job.key.digest: job for job in jobs}
             masking = [
                 _mask_job(record, record.mask, placement, flip, facts)
-                for flip in _flips(own)
+                for flip in _flips(folder_settings)
                 if record.mask is not None
             ]
             masks |= {job.key.digest: job for job in masking}
@@ -244,11 +244,13 @@ def needs(
                 mask=masking[0].key if masking else None,
                 mirrored_mask=masking[1].key if len(masking) > 1 else None,
                 texts=tuple(key for _, key in keys),
-                of_class=tuple(None if named is None else named[1] for named in classes),
+                of_class=tuple(
+                    None if text_and_key is None else text_and_key[1] for text_and_key in classes
+                ),
                 regularisation=record.regularisation,
                 size_px=(placement.bucket.width_px, placement.bucket.height_px),
-                geometry=told(_geometry(record, placement, flip=False)),
-                mirrored_geometry=told(_geometry(record, placement, flip=True)),
+                geometry=shared_geometry(_geometry(record, placement, flip=False)),
+                mirrored_geometry=shared_geometry(_geometry(record, placement, flip=True)),
                 folder=record.folder,
             )
             at_all.append(source)
@@ -270,8 +272,8 @@ def _of_class(
     word = settings.class_word
     if word is None or settings.trigger is None:
         return []
-    found = [of_class(text, trigger=settings.trigger, class_word=word) for text in texts]
-    return [None if text is None else (text, texts_as.key(text)) for text in found]
+    class_texts = [of_class(text, trigger=settings.trigger, class_word=word) for text in texts]
+    return [None if text is None else (text, texts_as.key(text)) for text in class_texts]
 
 
 def _flips(settings: DataSettings) -> tuple[bool, ...]:

@@ -1,9 +1,9 @@
-"""Fill the caches: every latent, text embedding and mask a run needs, each encoded at most once ever.
+"""Fill the caches: the latents, text embeddings and masks of a run, each encoded at most once.
 
-Finds what is missing, loads an encoder only if something of its kind is, encodes one item at a time (the
-batch an item shares would change its last bits, and with them what a restarted caching gives) and drops
-it before the next network is loaded. Images are decoded ahead and entries written behind, by other
-threads. Where the text encoders are trained along, a text's entry is its tokens.
+Lists the missing entries, loads an encoder only for entries of its kind, encodes one item at a time and frees the
+encoder before the next network is loaded. One at a time, because the last bits of an item depend on its batch: a
+restarted caching would give other entries. Other threads decode images ahead and write entries behind. Where text
+encoders are trained, the entry of a text is its tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Entry = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """What filling the caches cost: entries encoded now, and entries found."""
+    """The count of entries encoded in this run, by kind, and of entries that the cache had."""
 
     latents: int
     texts: int
@@ -49,7 +49,7 @@ class Encoded:
 
 
 def fill(
-    wanted: Needs,
+    needs: Needs,
     cache: Cache,
     *,
     settings: DataSettings,
@@ -60,20 +60,23 @@ def fill(
     events: EventStream,
     stop: Callable[[], int | None] = lambda: None,
 ) -> Encoded:
-    """Encode what is missing or damaged; raises InputError for an image that changed or will not encode.
+    """Encode the missing and damaged entries; raises InputError for an image that changed or cannot be encoded.
 
-    Where the first of `devices` runs out of memory the next one goes on. `stop` is asked before each
-    entry and returns a signal number; raises StoppedBySignal then, and MachineError when the last
-    device is full.
+    When one of `devices` runs out of memory, the next one goes on. `stop` returns a signal number or None and is
+    called before each entry. Raises StoppedBySignal after a signal, and MachineError when the last device is full.
     """
-    lacking = missing(wanted.keys(), cache)
-    latents = [job for digest, job in wanted.latents.items() if digest in lacking]
-    texts = [text for digest, text in wanted.texts.items() if digest in lacking]
-    masks = [job for digest, job in wanted.masks.items() if digest in lacking]
+    lacking = missing(needs.keys(), cache)
+    latents = [job for digest, job in needs.latents.items() if digest in lacking]
+    texts = [text for digest, text in needs.texts.items() if digest in lacking]
+    masks = [job for digest, job in needs.masks.items() if digest in lacking]
     total = len(latents) + len(texts) + len(masks)
-    found = len(wanted.keys()) - total
+    cached_count = len(needs.keys()) - total
     events.emit(
-        "phase", phase="cache", message=f"{found} cached, {total} to encode", done=0, total=total
+        "phase",
+        phase="cache",
+        message=f"{cached_count} cached, {total} to encode",
+        done=0,
+        total=total,
     )
     with write_behind() as later:
         work = _Pass(cache=cache, events=events, stop=stop, total=total, later=later)
@@ -88,7 +91,7 @@ def fill(
             captions = _Encoding(load=load_text_encoder, devices=devices, events=events)
             _add_texts(texts, work, captions, texts_as=texts_as, settings=settings)
             captions.close()
-    return Encoded(latents=len(latents), texts=len(texts), found=found, masks=len(masks))
+    return Encoded(latents=len(latents), texts=len(texts), found=cached_count, masks=len(masks))
 
 
 @dataclass(kw_only=True)
@@ -103,7 +106,7 @@ class _Pass:
     done: int = 0
 
     def obey(self) -> None:
-        """Raise StoppedBySignal where a signal came; what is done is written before that is heard."""
+        """Raise StoppedBySignal after a signal; entries encoded before it are written."""
         signal_number = self.stop()
         if signal_number is not None:
             raise StoppedBySignal(
@@ -113,7 +116,7 @@ class _Pass:
             )
 
     def begin(self, message: str) -> None:
-        """Say what comes next: loading an encoder can take minutes, in which no entry is done."""
+        """Emit the name of the next phase: loading an encoder can take minutes without a finished entry."""
         self.events.emit("phase", phase="cache", message=message, done=self.done, total=self.total)
 
     def add(self, key: CacheKey, entry: Entry, *, message: str) -> None:
@@ -125,10 +128,10 @@ class _Pass:
 
 def _add_masks(masks: Sequence[MaskJob], work: _Pass, *, settings: DataSettings) -> None:
     make = partial(_encode_mask, settings=settings)
-    with prefetch_map(make, masks, cost=_mask_pixels, most_cost=MAX_PIXELS_AHEAD) as made:
+    with prefetch_map(make, masks, cost=_mask_pixels, most_cost=MAX_PIXELS_AHEAD) as pixels:
         for job in masks:
             work.obey()
-            work.add(job.key, next(made), message=f"mask of {job.name}")
+            work.add(job.key, next(pixels), message=f"mask of {job.name}")
 
 
 def _add_latents(
@@ -138,11 +141,13 @@ def _add_latents(
     *,
     settings: DataSettings,
 ) -> None:
-    # What is made of one image stands together: mirrored, at other resolutions.
+    # The jobs of one image are neighbours (mirrored, other resolutions), so that it is decoded once.
     pictures = [tuple(jobs) for _, jobs in groupby(latents, key=lambda job: job.record.name)]
     make = partial(_pixels, settings=settings)
-    with prefetch_map(make, pictures, cost=_decoded_pixels, most_cost=MAX_PIXELS_AHEAD) as made:
-        cuts = chain.from_iterable(made)
+    with prefetch_map(
+        make, pictures, cost=_decoded_pixels, most_cost=MAX_PIXELS_AHEAD
+    ) as pixels_by_image:
+        cuts = chain.from_iterable(pixels_by_image)
         for job in latents:
             work.obey()
             entry = encoding.do(partial(_encode_image, job, next(cuts)))
@@ -181,7 +186,7 @@ class _Encoding(Generic[Encoder]):
     _encoder: Encoder | None = None
 
     def do(self, work: Callable[[Encoder], Done]) -> Done:
-        """Return what `work` makes with the encoder; raises MachineError when no device holds it."""
+        """Return the result of `work` with the encoder; raises MachineError when it fits on no device."""
         while True:
             try:
                 if self._encoder is None:

@@ -1,8 +1,8 @@
-"""Which entries of a run are missing, without reading those that were read and found whole before.
+"""The missing entries of a run; an entry whose checksum was verified once is not read again.
 
-Inputs: the keys, the cache. Output: the digests of what must be encoded; damaged entries have been moved
-aside. What was found whole is remembered in the cache folder by (size, mtime_ns, inode). The checksum is
-looked at again whenever an entry is read for training.
+Inputs: the keys, the cache. Output: the digests of the entries to encode; damaged entries have been moved aside.
+Verified entries are remembered in the cache folder by (size, mtime_ns, inode). Training verifies the checksum of
+each entry that it reads again.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class CacheIndex:
     @classmethod
     def load(cls, file: Path) -> CacheIndex:
         """Read the memo; never raises."""
-        found = array("Q")
+        digests = array("Q")
         try:
             checksum, _, body = file.read_bytes().partition(b"\n")
             if checksum == sha256_bytes(body).encode():
-                found.frombytes(body)
+                digests.frombytes(body)
         except (OSError, ValueError):
             pass
-        return cls(file=file, known=dict.fromkeys(found))
+        return cls(file=file, known=dict.fromkeys(digests))
 
     def has(self, stamp: int) -> bool:
         """Say whether the file of this stamp was found whole."""
@@ -67,7 +67,7 @@ class CacheIndex:
         self._saved = False
 
     def save(self) -> None:
-        """Write what is known, with what others have added meanwhile; raises MachineError."""
+        """Write the verified entries, merged with those that other processes added; raises MachineError."""
         if self._saved:
             return
         others = [one for one in type(self).load(self.file).known if one not in self.used]
@@ -80,12 +80,12 @@ class CacheIndex:
 def missing(keys: Iterable[CacheKey], cache: Cache) -> frozenset[str]:
     """Return the digests of the entries that are not there or were damaged."""
     memo = CacheIndex.load(cache.folder.root / MEMO_NAME)
-    found, to_read = set(), []
+    absent, to_read = set(), []
     settled_ns = time.time_ns() - SETTLED_NS
     for key in keys:
         stat = _stat(cache.file(key))
         if stat is None:
-            found.add(key.digest)
+            absent.add(key.digest)
             continue
         stamp = _stamp(key, stat)
         if memo.has(stamp):
@@ -95,7 +95,7 @@ def missing(keys: Iterable[CacheKey], cache: Cache) -> frozenset[str]:
     whole = _verified([key for key, _ in to_read], cache)
     for (key, settled), is_whole in zip(to_read, whole, strict=True):
         if not is_whole:
-            found.add(key.digest)
+            absent.add(key.digest)
         elif settled is not None:
             memo.add(settled)
     try:
@@ -103,7 +103,7 @@ def missing(keys: Iterable[CacheKey], cache: Cache) -> frozenset[str]:
     except MachineError as error:
         fix = "nothing to do; the entries are read again at the next start"
         cache.on_problem(error.found, fix=fix, file=MEMO_NAME, code="CAC-04")
-    return frozenset(found)
+    return frozenset(absent)
 
 
 def _verified(keys: Sequence[CacheKey], cache: Cache) -> list[bool]:

@@ -54,7 +54,7 @@ class CacheKey:
 
     @property
     def fields(self) -> Mapping[str, str | int]:
-        """What the arrays depend on, by name."""
+        """Everything that the arrays depend on, by name."""
         return dict(zip(self._names, self._values, strict=True))
 
     def __eq__(self, other: object) -> bool:
@@ -118,7 +118,7 @@ def text_key(*, text: str, encoder_identity: str, max_tokens: int, content: str)
 
 
 def digest_of(kind: str, fields: Mapping[str, str | int]) -> str:
-    """Return the digest of a key; raises ValueError or TypeError for what is no JSON."""
+    """Return the digest of a key; raises ValueError or TypeError for a value that JSON cannot hold."""
     return sha256_bytes(
         canonical({"format": FORMAT_VERSION, "kind": kind, "fields": dict(fields)}).encode()
     )
@@ -135,7 +135,7 @@ def canonical(value: Any) -> str:
 
 
 def _place(placement: Placement, *, flip: bool) -> dict[str, str | int]:
-    """Return what an image's place in its bucket adds to a key."""
+    """Return the part of a key that states an image's scale and crop in its bucket."""
     return {
         "bucket": str(placement.bucket),
         "scaled": f"{placement.scaled_width_px}x{placement.scaled_height_px}",

@@ -1,7 +1,7 @@
-"""Who works with a cache folder, so that it can be emptied when nobody does.
+"""Leases of a cache folder: a training holds one, and the cache can be emptied while nobody does.
 
-Inputs: the folder. Outputs: a locked file in it for each training, which ends with its process however
-that ends; the entries removed. What is not an entry of ours stays.
+Inputs: the folder. Outputs: a locked file in it for each training, and the entries removed. The system releases the
+lock when the process ends, also by a kill. Files that are no entries of this program stay.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WITHIN_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Cleared:
-    """What was removed from a cache."""
+    """The files and bytes removed from a cache."""
 
     folder: Path
     files: int
@@ -62,7 +62,7 @@ def in_use(root: Path) -> Iterator[None]:
 
 
 def clear(folder: CappedFolder) -> Cleared:
-    """Remove all entries; raises MachineError while a training uses them, or for what is no cache."""
+    """Remove all entries; raises MachineError while a training uses them, or for a folder that is no cache."""
     root = folder.root
     if not (root / folder.marker).is_file():
         raise MachineError(

@@ -38,7 +38,7 @@ _TOUCH_AFTER_NS = 3600 * 10**9
 
 
 class ProblemListener(Protocol):
-    """What `EventStream.problem` is: takes one sentence on what happened and one on what to do."""
+    """The signature of `EventStream.problem`: one sentence on the event, and as `fix` one on the remedy."""
 
     def __call__(self, what: str, *, fix: str, file: str | None = None, code: str = "") -> None: ...
 
@@ -90,11 +90,11 @@ class Cache:
         return arrays
 
     def touch(self, key: CacheKey, stat: os.stat_result) -> None:
-        """Note that an entry is in use, unless that was noted within the hour; `stat` is the entry's.
+        """Set an entry's access time to now, unless it is younger than an hour; `stat` is the entry's.
 
-        Disks are mounted to note no reading, and another run would prune what this one is using. It
-        removes those first that have not been used for longest: an hour more or less does not matter.
-        The time of the last change stays, as that is how a damaged entry is told from one known whole.
+        Most disks are mounted without access times, and a prune by another run removes the entries with the
+        oldest ones first; an hour more or less does not matter for that. The modification time stays: the index
+        recognises a verified entry by it.
         """
         now_ns = time.time_ns()
         if now_ns - max(stat.st_atime_ns, stat.st_mtime_ns) > _TOUCH_AFTER_NS:
@@ -125,7 +125,7 @@ class Cache:
     def check_room(self, needed_bytes: int, *, missing_bytes: int | None = None) -> None:
         """Make the folder and raise MachineError unless a run's entries fit, before any is encoded.
 
-        `needed_bytes` is what all entries of the run take, `missing_bytes` what is not yet there.
+        `needed_bytes`: size of all entries of the run; `missing_bytes`: size of the entries to encode.
         """
         self.folder.create()
         limit_bytes = self.folder.limit_bytes

@@ -56,13 +56,13 @@ def buckets_for(
             fix=f"use {setting}={step_px} or more",
         )
     side_px = resolution_px // step_px * step_px
-    found = {Bucket(side_px, side_px)}
+    sizes = {Bucket(side_px, side_px)}
     for width_px in range(step_px, resolution_px**2 // step_px + 1, step_px):
         height_px = resolution_px**2 // width_px // step_px * step_px
         longer_px, shorter_px = max(width_px, height_px), min(width_px, height_px)
         if shorter_px and longer_px <= max_aspect * shorter_px:
-            found |= {Bucket(width_px, height_px), Bucket(height_px, width_px)}
-    return tuple(sorted(found))
+            sizes |= {Bucket(width_px, height_px), Bucket(height_px, width_px)}
+    return tuple(sorted(sizes))
 
 
 def place(width_px: int, height_px: int, *, buckets: Sequence[Bucket]) -> Placement:

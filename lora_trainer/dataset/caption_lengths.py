@@ -1,8 +1,8 @@
-"""How long the captions of a dataset are in CLIP's tokens, and in how many chunks they are read.
+"""The length of a dataset's captions in CLIP's tokens, and the number of chunks they are read in.
 
-Inputs: records, settings and a counter of tokens. Outputs: how many images have captions longer than
-one, two or three chunks, the number of chunks for `data.caption_tokens=auto`, and a finding about what
-is cut. Counted is every text that training can read: variants of each caption, and its class.
+Inputs: records, settings and a counter of tokens. Outputs: the number of images with captions longer than one, two
+or three chunks, the number of chunks for `data.caption_tokens=auto`, and a finding about captions that are cut.
+Every text that training can read is counted: the variants of each caption, and the same with the class word.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class LengthMemo:
 
     def remember(self, digest: str, lengths: CaptionLengths) -> None:
         """Write lengths beside the newest of others; raises MachineError when the disk refuses."""
-        kept = dict(list(self._entries().items())[1 - MOST_REMEMBERED :])
-        kept[digest] = [dict(lengths.images), lengths.longest_file]
-        write_atomic(self.file, json.dumps(kept).encode(), durable=False)
+        entries = dict(list(self._entries().items())[1 - MOST_REMEMBERED :])
+        entries[digest] = [dict(lengths.images), lengths.longest_file]
+        write_atomic(self.file, json.dumps(entries).encode(), durable=False)
 
     def _entries(self) -> dict[str, Any]:
         try:
@@ -98,19 +98,19 @@ def caption_lengths(
     """Count the tokens of every text that is trained with; None where nothing can be counted."""
     of_images = [(record.name, tuple(_texts(record, config))) for record in records]
     digest = _digest(of_images, config=config, tokenizer=tokenizer)
-    known = memo.known(digest)
-    if known is not None:
-        return known
+    remembered = memo.known(digest)
+    if remembered is not None:
+        return remembered
     counter = TokenCounter.load(tokenizer)
     if counter is None or not of_images:
         return None
-    texts = list({text for _, own in of_images for text in own})
+    texts = list({text for _, image_texts in of_images for text in image_texts})
     counts = dict(zip(texts, _counted(texts, config, counter), strict=True))
-    longest = [(max(counts[text] for text in own), name) for name, own in of_images]
+    longest = [(max(counts[text] for text in image_texts), name) for name, image_texts in of_images]
     _, name = min(longest, key=lambda pair: (-pair[0], pair[1]))
-    found = CaptionLengths(images=Counter(count for count, _ in longest), longest_file=name)
-    memo.remember(digest, found)
-    return found
+    lengths = CaptionLengths(images=Counter(count for count, _ in longest), longest_file=name)
+    memo.remember(digest, lengths)
+    return lengths
 
 
 def _digest(
@@ -134,7 +134,7 @@ def reading_of(
     memo: LengthMemo,
 ) -> Reading:
     """Return in how many chunks the texts of a run are read."""
-    asked = config.data.caption_tokens
+    caption_tokens = config.data.caption_tokens
     if not family.reads_chunks:
         return Reading(
             chunks=1, reason=f"{facts.source} reads up to {facts.max_tokens} tokens in one piece"
@@ -142,8 +142,8 @@ def reading_of(
     tokenizer, lengths = tokenizer_folder(facts), None
     if tokenizer is not None:
         lengths = caption_lengths(records, config=config, tokenizer=tokenizer, memo=memo)
-    if asked != "auto":
-        return Reading(chunks=asked // CHUNK_TOKENS, reason="", lengths=lengths)
+    if caption_tokens != "auto":
+        return Reading(chunks=caption_tokens // CHUNK_TOKENS, reason="", lengths=lengths)
     if lengths is None:
         return Reading(chunks=1, reason="captions are counted once the base is on this machine")
     room = facts.chunk_room

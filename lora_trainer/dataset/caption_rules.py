@@ -1,9 +1,9 @@
-"""From a caption as it is written to the texts a sample is trained with: all rules, in one order.
+"""The caption rules, from the caption in a file to the texts that a sample is trained with.
 
-One of several captions; `{a|b}`; `[trigger]`; tags left out and shuffled but for the fixed ones; prefix
-and suffix; the trigger in front. Every random choice is a counter-based draw: a caption's variants
-depend on what is written, the settings and the seed alone, a sample's choice on its epoch alone. The
-variants are few and known beforehand, so all rules work with cached outputs of the text encoders.
+In this order: one of several captions; `{a|b}`; `[trigger]`; tags left out and shuffled, fixed tags excepted; prefix
+and suffix; the trigger in front. Every random choice is a counter-based draw: a caption's variants depend on its
+text, the settings and the seed alone, a sample's choice among them on its epoch alone. The variants are few and
+computed before training, so all rules work with cached outputs of the text encoders.
 """
 
 from __future__ import annotations
@@ -77,19 +77,19 @@ def _is_random(written: Sequence[str], settings: DataSettings) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Draw:
-    """What is drawn for one of the texts of a caption."""
+    """The random draws for one variant of a caption."""
 
     seed: int
     caption: str
     number: int
 
-    def choice(self, part: str, count: int, place: int) -> int:
-        counters = (self.caption, self.number, part, place)
+    def choice(self, part: str, count: int, position: int) -> int:
+        counters = (self.caption, self.number, part, position)
         return draw_choice(count, self.seed, Stream.WILDCARD, *counters)
 
     def kept(self, tags: Sequence[str], *, dropout: float) -> list[str]:
         draw = partial(draw_uniform, self.seed, Stream.TAG_DROPOUT, self.caption, self.number)
-        return [tag for place, tag in enumerate(tags) if draw(place) >= dropout]
+        return [tag for position, tag in enumerate(tags) if draw(position) >= dropout]
 
     def shuffled(self, tags: Sequence[str]) -> list[str]:
         return shuffled(tags, self.seed, Stream.TAG_SHUFFLE, self.caption, self.number)
@@ -118,7 +118,7 @@ def _with_choices(part: str, words: str, settings: DataSettings, draw: _Draw | N
     return with_choices_made(words, partial(draw.choice, part) if draw else _first)
 
 
-def _first(count: int, place: int) -> int:
+def _first(count: int, position: int) -> int:
     return 0
 
 
@@ -136,13 +136,13 @@ def _with_tags_arranged(text: str, trigger: str, settings: DataSettings, draw: _
     marks = (settings.keep_tokens_separator, settings.secondary_separator)
     if not touched and not any(mark and mark in text for mark in marks):
         return text  # commas stay as they are written
-    found = _tags(text, trigger if touched else "", settings)
-    middle = found.middle
+    tags = _tags(text, trigger if touched else "", settings)
+    middle = tags.middle
     if draw is not None:
         middle = draw.kept(middle, dropout=settings.tag_dropout)
         middle = draw.shuffled(middle) if settings.shuffle_tags else middle
     glue = settings.secondary_separator
-    return ", ".join(_separate(tag, glue) for tag in (*found.front, *middle, *found.end))
+    return ", ".join(_separate(tag, glue) for tag in (*tags.front, *middle, *tags.end))
 
 
 def _tags(text: str, trigger: str, settings: DataSettings) -> _Tags:
@@ -152,14 +152,16 @@ def _tags(text: str, trigger: str, settings: DataSettings) -> _Tags:
     if mark and mark in text:
         head, _, rest = text.partition(mark)
         inner, _, tail = rest.partition(mark)
-        own, middle = _with_word_first(split(inner), trigger)
-        return _Tags(front=own + split(head), middle=middle, end=split(tail.replace(mark, ",")))
-    own, others = _with_word_first(split(text), trigger)
-    tags = own + others
+        with_trigger_word, middle = _with_word_first(split(inner), trigger)
+        return _Tags(
+            front=with_trigger_word + split(head), middle=middle, end=split(tail.replace(mark, ","))
+        )
+    with_trigger_word, others = _with_word_first(split(text), trigger)
+    tags = with_trigger_word + others
     # A trigger that will be put in front counts as the first tag, as one that is written does.
-    missing = 1 if trigger and not own else 0
-    kept = max(settings.keep_tokens - missing, len(own))
-    return _Tags(front=tags[:kept], middle=tags[kept:], end=[])
+    missing = 1 if trigger and not with_trigger_word else 0
+    fixed_count = max(settings.keep_tokens - missing, len(with_trigger_word))
+    return _Tags(front=tags[:fixed_count], middle=tags[fixed_count:], end=[])
 
 
 def _split(text: str, *, whole_brackets: bool) -> list[str]:
@@ -168,13 +170,13 @@ def _split(text: str, *, whole_brackets: bool) -> list[str]:
 
 
 def _with_word_first(tags: Sequence[str], word: str) -> tuple[list[str], list[str]]:
-    """Return the tags in which a word stands, and the others."""
-    own = [tag for tag in tags if word and has_trigger(tag, word)]
-    return own, [tag for tag in tags if tag not in own]
+    """Return the tags that contain a word, and the other tags."""
+    matching = [tag for tag in tags if word and has_trigger(tag, word)]
+    return matching, [tag for tag in tags if tag not in matching]
 
 
 def _separate(tag: str, glue: str | None) -> str:
-    """Return the tags that were kept together by a mark as tags like others."""
+    """Return tags that a mark joined as single tags."""
     if not glue or glue not in tag:
         return tag
     return ", ".join(part for part in map(str.strip, tag.split(glue)) if part)

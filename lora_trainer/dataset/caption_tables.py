@@ -110,11 +110,11 @@ class CaptionTables:
             return None
         names = (image_name, split_name(image_name)[0])
         exact = next((name for name in names if name in self.captions), None)
-        alike = exact or next(
+        similar = exact or next(
             filter(None, (self._alike.get(same_name(one)) for one in names)), None
         )
-        if alike is not None:
-            return alike
+        if similar is not None:
+            return similar
         for name in names:
             keys = self._elsewhere.get(same_name(PurePosixPath(name).name), [])
             whole = [key for key in keys if key.endswith(f"/{name}")]
@@ -165,7 +165,7 @@ def read_metadata(data: bytes) -> Metadata:
 
 
 def read_metadata_row(line: str) -> MetadataRow:
-    """Read one line of JSON; raises ValueError that says what is wrong with it."""
+    """Read one line of JSON; raises ValueError with the reason."""
     try:
         values: Any = json.loads(line)
     except (ValueError, RecursionError) as error:

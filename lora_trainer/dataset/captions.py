@@ -43,9 +43,9 @@ _BYTE_ORDER_MARKS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptionText:
-    """One caption as a single line, and what was guessed or cut while reading it.
+    """One caption as a single line. `problems`: guesses and cuts made in reading it.
 
-    `lines` are those of a file that has several; each can be a caption of its own.
+    `lines`: the lines of a file that has several; each can be a caption of its own.
     """
 
     text: str
@@ -143,10 +143,10 @@ def is_text(value: Any) -> bool:
 
 
 def caption_of(lines: Iterable[str]) -> CaptionText:
-    """Return what one or several lines of text say, each of them and all together cut where too long."""
-    found = [line for line in map(clean, lines) if line]
+    """Return one or several lines of text as a caption; each line and the whole are cut at the limit."""
+    texts = [line for line in map(clean, lines) if line]
     return CaptionText(
-        text=_cut(" ".join(found)), lines=tuple(map(_cut, found)) if len(found) > 1 else ()
+        text=_cut(" ".join(texts)), lines=tuple(map(_cut, texts)) if len(texts) > 1 else ()
     )
 
 
@@ -161,9 +161,9 @@ def clean(text: str) -> str:
 
 
 def decoded(data: bytes) -> tuple[str, list[str]]:
-    """Return bytes as text, by their mark, as UTF-8 or as Windows-1252, and what was guessed."""
-    found = next((pair for pair in _BYTE_ORDER_MARKS if data.startswith(pair[0])), None)
-    mark, encoding = found or (b"", "utf-8")
+    """Return bytes as text, by their mark, as UTF-8 or as Windows-1252, and the guesses made."""
+    mark_and_encoding = next((pair for pair in _BYTE_ORDER_MARKS if data.startswith(pair[0])), None)
+    mark, encoding = mark_and_encoding or (b"", "utf-8")
     problems = []
     try:
         text = data[len(mark) :].decode(encoding)
@@ -228,8 +228,8 @@ class Sidecars:
         return [
             sidecar
             for extension in self._extensions
-            for own in (stem, file_name)
-            if (sidecar := self._with(own, extension)) is not None
+            for base in (stem, file_name)
+            if (sidecar := self._with(base, extension)) is not None
         ]
 
     def _with(self, stem: str, extension: str) -> str | None:

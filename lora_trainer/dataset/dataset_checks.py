@@ -1,6 +1,6 @@
-"""What is odd about the usable images of a dataset, as rows of its report.
+"""Findings about the usable images of a dataset: decoding, captions, duplicates, masks.
 
-Inputs: examined images, or the records made of them. Outputs: findings; none of them changes a run.
+Inputs: inspected images, or the records made of them. Outputs: findings; none of them changes a run.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _EXAMPLE_CHARACTERS = 60
 
 def image_findings(examined: Sequence[InspectedImage]) -> Iterator[Finding]:
     for item in examined:
-        for said in item.image.notes:
-            kind, _, what = said.partition(": ")
+        for note_text in item.image.notes:
+            kind, _, what = note_text.partition(": ")
             severity, code, advice = _NOTES[kind]
             yield Finding(
                 kind=kind,
@@ -61,13 +61,13 @@ def caption_findings(
             if is_json(sidecar_name or ""):
                 advice = 'write JSON with the caption under a known key, such as {"caption": "..."}'
             yield warning("caption-text", sidecar_name, problem, advice=advice, code="CAP-02")
-        found, trigger = item.caption, settings.of_folder(item.picture.folder).trigger
-        caption, source = found.text, found.source
+        counted, trigger = item.caption, settings.of_folder(item.picture.folder).trigger
+        caption, source = counted.text, counted.source
         if TRIGGER_PLACEHOLDER in caption and not trigger:
             what = f"is captioned with {TRIGGER_PLACEHOLDER}, and there is no trigger"
             yield warning("no-trigger", name, what, advice="--set data.trigger=WORD")
-        unused = [given for given in item.picture.stand_ins if not given.of_name]
-        if source == sidecar_name and any(given.text != caption for given in unused):
+        unused = [stand_in for stand_in in item.picture.stand_ins if not stand_in.of_name]
+        if source == sidecar_name and any(stand_in.text != caption for stand_in in unused):
             what = f"has two captions; {source} is used, {unused[0].source} is not"
             yield warning("two-captions", name, what, advice="keep one of them")
 

@@ -1,6 +1,6 @@
-"""What is remembered between runs of images that decoded, so that warm starts open none.
+"""A memo of images that decoded, masks and caption texts: with it a second start opens no image.
 
-One file in the cache folder, by the SHA-256 of what lies in the dataset; it only saves time.
+One file in the cache folder, by the SHA-256 of the dataset's files. It only saves time.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ class DecodeMemo:
                 }:
                     masks = others.get("masks")  # those of before had none
                     if made_with == _MEMO_VERSION:
-                        found = cls(
+                        memo = cls(
                             file=file,
                             images=images,
                             captions=captions,
                             masks=masks if isinstance(masks, dict) else {},
                         )
-                        found._saved = True
-                        return found
+                        memo._saved = True
+                        return memo
         except (OSError, ValueError, RecursionError):
             pass
         return cls(file=file)
 
     def image(self, content_hash: str, *, settings: DataSettings) -> VerifiedImage | None:
-        """Return what is known of these bytes, if decoding them again would say the same."""
+        """Return the memo's entry for these bytes, None if decoding with these settings could differ from it."""
         match _value(self.images, content_hash):
             case [int(width_px), int(height_px), [*notes], numbers, str(background)]:
                 measures = Measures.from_json(numbers)
@@ -95,8 +95,8 @@ class DecodeMemo:
         """Return the text of the caption file with these bytes."""
         match _value(self.captions, content_hash):
             case [str(text), [*problems], [*lines]]:
-                said, read = tuple(map(str, problems)), tuple(map(str, lines))
-                return CaptionText(text=text, problems=said, lines=read)
+                notes, read = tuple(map(str, problems)), tuple(map(str, lines))
+                return CaptionText(text=text, problems=notes, lines=read)
         return None
 
     def add_caption(self, content_hash: str, caption: CaptionText) -> None:
@@ -113,7 +113,7 @@ class DecodeMemo:
         return None
 
     def add_mask(self, content_hash: str, size: tuple[int, int, int], *, of_alpha: bool) -> None:
-        """Remember what `mask` returns."""
+        """Remember the size and the brightest value of a mask, as `mask` returns them."""
         self.masks[content_hash + _OF_ALPHA * of_alpha] = json.dumps(size)
         self._saved = False
 
@@ -121,7 +121,7 @@ class DecodeMemo:
         """Write the memo, if the file does not hold it yet; raises MachineError."""
         if self.file is None or self._saved:
             return
-        known = {
+        content = {
             "made_with": _MEMO_VERSION,
             "images": self.images,
             "captions": self.captions,
@@ -131,13 +131,13 @@ class DecodeMemo:
             self.file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise disk_error(self.file, error) from error
-        body = json.dumps(known).encode()
+        body = json.dumps(content).encode()
         write_atomic(self.file, sha256_bytes(body).encode() + b"\n" + body, durable=False)
         self._saved = True
 
 
 def _value(entries: Mapping[str, str], key: str) -> Any:
-    """Return what a text of the memo says; None for none, or for one that is no JSON."""
+    """Return the value of a JSON text in the memo; None where it is absent or no JSON."""
     try:
         return json.loads(entries[key])
     except (LookupError, ValueError, TypeError, RecursionError):

@@ -49,11 +49,11 @@ def folder_kind(name: str) -> FolderKind | None:
 
 
 def entries_in(path: Path) -> list[Entry]:
-    """Return what lies in a folder by name, system files and documents excepted; raises InputError."""
+    """Return a folder's entries by name, without system files and documents; raises InputError."""
     try:
-        with os.scandir(path) as found:
+        with os.scandir(path) as entries:
             return sorted(
-                (entry for entry in found if _is_meant(entry.name)), key=lambda entry: entry.name
+                (entry for entry in entries if _is_meant(entry.name)), key=lambda entry: entry.name
             )
     except OSError as error:
         what = f"cannot read folder {shown(str(path))} ({error.strerror or error})"
@@ -86,7 +86,7 @@ def is_inside(path: str, real_root: str) -> bool:
 
 
 def kind_of(entry: Entry) -> str:
-    """Return what an entry is that is no regular file."""
+    """Return the kind of an entry that is no regular file, for a message."""
     if entry.is_symlink():
         return "a link to no file"
     return "a folder" if holds(entry.is_dir) else "a pipe, socket or device"
@@ -156,8 +156,10 @@ class UnusedFiles:
     def unused_masks(self) -> Iterator[Finding]:
         """Yield one row that names masks nobody asked for, or that have no image."""
         away = self._excluded_stems()
-        found = [name for name, picture in self.unclaimed_masks if same_name(picture) not in away]
-        count, names = len(found), named(found)
+        unclaimed = [
+            name for name, picture in self.unclaimed_masks if same_name(picture) not in away
+        ]
+        count, names = len(unclaimed), named(unclaimed)
         if count and self.settings.masks == "files":
             what = f"masks without an image ({count}): {names}"
             advice = "name them as their images, or remove them"
@@ -167,16 +169,16 @@ class UnusedFiles:
             yield note("unused-mask", None, what, advice="--set data.masks=files to use them")
 
     def _excluded_stems(self) -> set[str]:
-        """Return the images that were taken out of the dataset, whose masks stay: without extension."""
+        """Return the names, without extension, of images taken out of the dataset, whose masks stay."""
         if self.excluded is None:
             return set()
         places = {name.rpartition("/")[0] for _, name in self.unclaimed_masks}
-        inside = [self.excluded / place for place in places]
+        inside = [self.excluded / folder for folder in places]
         return {
             same_name(split_name(Path(entry.path).relative_to(self.excluded).as_posix())[0])
-            for place in inside
-            if place.is_dir()
-            for entry in entries_in(place)
+            for folder in inside
+            if folder.is_dir()
+            for entry in entries_in(folder)
         }
 
     def _is_excluded(self, name: str) -> bool:

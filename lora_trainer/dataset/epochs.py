@@ -14,20 +14,20 @@ from lora_trainer.common.randomness import Stream, shuffled
 _ROUND = "#"
 
 
-def regularisation_count(own: int, *, pool: int, ratio: float) -> int:
-    """Return how many regularisation samples go with an epoch of `own` samples, from a pool of them."""
-    return max(1, round(own * ratio)) if pool else 0
+def regularisation_count(sample_count: int, *, pool: int, ratio: float) -> int:
+    """Return how many regularisation samples go with an epoch of `sample_count` samples, from a pool of them."""
+    return max(1, round(sample_count * ratio)) if pool else 0
 
 
 def epoch_order(
-    own: Iterable[str], regularisation: Sequence[str], *, count: int, seed: int, epoch: int
+    learned_ids: Iterable[str], regularisation: Sequence[str], *, count: int, seed: int, epoch: int
 ) -> list[str]:
     """Return the samples of an epoch, `count` of them regularisation samples, shuffled together.
 
     One of these is named by its id and the round of the stream it comes in, as it may come twice in an
     epoch with other draws; `sample_id` takes the name apart.
     """
-    names = [*own, *_turns(regularisation, range(epoch * count, (epoch + 1) * count), seed)]
+    names = [*learned_ids, *_turns(regularisation, range(epoch * count, (epoch + 1) * count), seed)]
     return shuffled(names, seed, Stream.ORDER, epoch)
 
 

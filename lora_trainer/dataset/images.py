@@ -1,17 +1,8 @@
-"""Image files: decoding, pixel formats, and the reason where a file cannot be used.
+"""Image files: decoded to upright 8-bit RGB, or refused with the reason in one line.
 
-From any of Pillow's pixel formats to 8-bit RGB, with a note for every change an image needed.
-
-Transparency is put on a background colour, 16 bits are scaled to 8, CMYK goes through its colour
-profile. RGB and gray are taken as they are, whatever profile they carry. Nothing goes silently.
-
-Why a file is no usable image, told from what its decoder raised and how its bytes begin.
-
-From an image file to upright 8-bit RGB pixels, or one line saying why not.
-
-Reads PNG, JPEG, WebP, GIF, TIFF, BMP and AVIF through Pillow. Size limits are checked from the
-header, only regular files are opened, nothing is repaired silently: each change an image needed is
-a note.
+Reads PNG, JPEG, WebP, GIF, TIFF, BMP and AVIF through Pillow. Size limits are checked from the header, and only
+regular files are opened. Transparent parts get a background colour, 16 bits are scaled to 8, CMYK goes through its
+colour profile; RGB and gray stay as they are, whatever profile they carry. Each of these changes is a note.
 """
 
 from __future__ import annotations
@@ -183,7 +174,7 @@ class ImageDecodeError(InputError):
 def explain(
     path: Path, error: Exception, *, head: bytes, max_megapixels: float
 ) -> ImageDecodeError:
-    """Turn what a decoder raised into one line; `head` is the first `HEAD_BYTES` of the file."""
+    """Turn a decoder's error into one line; `head` is the first `HEAD_BYTES` of the file."""
     if isinstance(error, Image.DecompressionBombError):
         claimed = re.search(r"\d+", str(error))
         pixels = f"{int(claimed[0]):,}" if claimed else "too many"
@@ -230,7 +221,7 @@ _PROCESS_WIDE = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class DecodedImage:
-    """An image as it is displayed, mode RGB, and what was done for that as "kind: sentence"."""
+    """An image as it is displayed, mode RGB. `notes`: the changes made for that, as "kind: sentence"."""
 
     image: Image.Image
     notes: tuple[str, ...]
@@ -243,7 +234,7 @@ class DecodedImage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifiedImage:
-    """What the preflight keeps of an image that decoded. `background` is "" for an opaque one."""
+    """Facts of an image that decoded. `background`: the colour behind its transparent parts, "" for an opaque one."""
 
     width_px: int
     height_px: int

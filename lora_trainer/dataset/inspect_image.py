@@ -1,7 +1,7 @@
-"""One listed image looked into: its hash, what decoding says of it, its mask and its caption.
+"""Inspection of one listed image: its hash, its size and numbers, its mask and its caption.
 
-`known` answers from what is remembered and opens no file; `inspect_image` reads what it must. Both give the
-same, a finding in place of an image that cannot be used.
+`known` answers from the memo and opens no file; `inspect_image` reads the files that the memo lacks. Both give the
+same. `inspect_image` returns a finding in place of an image that cannot be used.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class InspectedImage:
         if self.sidecar is not None and self.sidecar.text:
             name = self.picture.sidecar_name or ""
             return GivenCaption(text=self.sidecar.text, lines=self.sidecar.lines, source=name)
-        stand_ins = [given for given in self.picture.stand_ins if given.text]
-        table = next((given for given in stand_ins if not given.of_name), None)
+        stand_ins = [stand_in for stand_in in self.picture.stand_ins if stand_in.text]
+        table = next((stand_in for stand_in in stand_ins if not stand_in.of_name), None)
         if table is None and self.inside is not None and self.inside.text:
             return GivenCaption(text=self.inside.text, source=IMAGE_TEXT)
         return table or (stand_ins[0] if stand_ins else GivenCaption(text="", source=""))
@@ -60,9 +60,9 @@ class InspectedImage:
 def known(
     picture: ImageFile, *, settings: DataSettings, memo: HashMemo, verified: DecodeMemo
 ) -> InspectedImage | None:
-    """Return what is remembered of an image whose files have not changed; None: it must be read.
+    """Return the memo's facts of an image whose files have not changed; None: it must be read.
 
-    No image with a mask is answered for: whether the two fit is not remembered.
+    An image with a mask is always read: the memo does not hold whether the two fit.
     """
     if picture.mask is not None or settings.masks == "alpha":
         return None

@@ -89,7 +89,7 @@ class ImageFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """The files meant as images, by name, and what is odd about the folder."""
+    """The image files by name, and findings about the folder."""
 
     pictures: tuple[ImageFile, ...]
     findings: tuple[Finding, ...]
@@ -109,12 +109,12 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
         real_root=os.path.realpath(root),
     )
     walk.read_root(root)
-    left = walk.leftovers()
-    findings = [*walk.findings, *left.ignored_files()]
+    unused = walk.leftovers()
+    findings = [*walk.findings, *unused.ignored_files()]
     if not walk.pictures and not any(finding.severity == "error" for finding in findings):
-        found = "; ".join(f"{finding.file or ''} {finding.what}".strip() for finding in findings)
+        remarks = "; ".join(f"{finding.file or ''} {finding.what}".strip() for finding in findings)
         raise InputError(
-            f"no images in {shown(str(root))}" + (f" ({found})" if found else ""),
+            f"no images in {shown(str(root))}" + (f" ({remarks})" if remarks else ""),
             fix=f"put in files ending in {', '.join(sorted(IMAGE_EXTENSIONS))}",
         )
     pictures = sorted(walk.pictures, key=lambda picture: picture.name)
@@ -122,10 +122,10 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
         pictures=tuple(pictures),
         findings=(
             *findings,
-            *left.shared_captions(),
-            *left.unused_captions(),
-            *left.second_captions(),
-            *left.unused_masks(),
+            *unused.shared_captions(),
+            *unused.unused_captions(),
+            *unused.second_captions(),
+            *unused.unused_masks(),
         ),
     )
 
@@ -139,7 +139,7 @@ class _Folder:
 
     @property
     def prefix(self) -> str:
-        """What the names of its files begin with."""
+        """The prefix of its files' names in the dataset."""
         return "" if self.name == OWN_FOLDER else f"{self.name}/"
 
 
@@ -165,10 +165,10 @@ class _Walk:
     def read_root(self, root: Path) -> None:
         """Read the folder and its subfolders."""
         repeats = self.settings.of_folder(OWN_FOLDER).repeats
-        own = _Folder(path=root, name=OWN_FOLDER, repeats=repeats)
+        root_folder = _Folder(path=root, name=OWN_FOLDER, repeats=repeats)
         folder_names = {OWN_FOLDER}
-        inner = [entry for entry in self._read(own) if not self._is_excluded(entry)]
-        self._read_subfolders(inner, own, folder_names)
+        inner = [entry for entry in self._read(root_folder) if not self._is_excluded(entry)]
+        self._read_subfolders(inner, root_folder, folder_names)
         _refuse_unknown(self.settings, folder_names)
 
     def _is_excluded(self, entry: Entry) -> bool:
@@ -238,11 +238,11 @@ class _Walk:
     def _subfolder(self, entry: Entry, parent: _Folder) -> _Folder:
         match = _REPEATS_FOLDER.fullmatch(entry.name)
         name = parent.prefix + text_of(entry.name)
-        own = self.settings.folders.get(name)
+        folder_settings = self.settings.folders.get(name)
         outer = self.settings.repeats if parent.name == OWN_FOLDER else parent.repeats
         repeats = int(match[1]) if match else outer
-        if own is not None and own.repeats is not None:
-            repeats = own.repeats
+        if folder_settings is not None and folder_settings.repeats is not None:
+            repeats = folder_settings.repeats
         if not 1 <= repeats <= MAX_REPEATS:
             raise InputError(
                 f"folder {shown(entry.name)} means {repeats} repeats, allowed: 1 to {MAX_REPEATS}",
@@ -381,7 +381,7 @@ class _Walk:
         return "caption" if is_caption else "other"
 
     def _is_usable(self, entry: Entry, group: Group, name: str) -> bool:
-        """Say whether an entry is what its name says; report if not, or if it lies elsewhere."""
+        """Return whether an entry is the file or folder that its name says; report other kinds and outside links."""
         if group == "other":
             return True
         if group != "folder" and not holds(entry.is_file):
@@ -416,7 +416,7 @@ class _Walk:
         sidecars: Sidecars,
         masks: Mapping[str, tuple[Path, str]],
     ) -> None:
-        name, place = folder.prefix + text_of(file_name), str(folder.path)
+        name, directory = folder.prefix + text_of(file_name), str(folder.path)
         stand_ins = []
         described = self.tables.find(name)
         if described is not None:
@@ -426,26 +426,26 @@ class _Walk:
             stand_ins.append(GivenCaption(text=caption_of_name(name), source=FILE_NAME))
         if folder.caption is not None:
             stand_ins.append(GivenCaption(text=folder.caption, source=FOLDER_NAME))
-        own = sidecars.find(file_name)
-        sidecar = own[0] if own else None
+        caption_files = sidecars.find(file_name)
+        sidecar = caption_files[0] if caption_files else None
         sidecar_name = None if sidecar is None else folder.prefix + text_of(sidecar)
         if sidecar_name is not None:
             self.users[sidecar_name].append(name)
         self.second_captions += [
-            (name, text_of(own[0]), text_of(other))
-            for other in own[1:]
-            if not _are_equal(folder.path / own[0], folder.path / other)
+            (name, text_of(caption_files[0]), text_of(other))
+            for other in caption_files[1:]
+            if not _are_equal(folder.path / caption_files[0], folder.path / other)
         ]
         mask, mask_name = None, None
         if self.settings.masks == "files":
             mask, mask_name = masks.get(same_name(split_name(file_name)[0]), (None, None))
         self.pictures.append(
             ImageFile(
-                file=os.path.join(place, file_name),  # noqa: PTH118 - a Path per image is slow
+                file=os.path.join(directory, file_name),  # noqa: PTH118 - a Path per image is slow
                 name=name,
                 folder=folder.name,
                 repeats=folder.repeats,
-                sidecar_file=None if sidecar is None else os.path.join(place, sidecar),  # noqa: PTH118 - as above
+                sidecar_file=None if sidecar is None else os.path.join(directory, sidecar),  # noqa: PTH118 - as above
                 sidecar_name=sidecar_name,
                 stand_ins=tuple(stand_ins),
                 mask=mask,

@@ -71,7 +71,7 @@ def check_mask(
 def decode_mask(mask: Mask, *, settings: DataSettings) -> Image.Image:
     """Return a mask upright, mode L; raises ImageDecodeError, also for a file that has changed.
 
-    Transparent parts of a mask file are black: what is drawn in it is what counts.
+    Transparent parts of a mask file are black: only its drawn parts count.
     """
     if mask.of_alpha:
         alpha = decode_alpha(mask.path, settings=settings, content_hash=mask.content_hash)

@@ -1,7 +1,7 @@
-"""What an image looks like in a few numbers: how crisp, how bright, and a print to find copies by.
+"""Numbers of an image: crispness, brightness, and a perceptual hash to find near copies.
 
-Taken once per image while it is decoded anyway and kept with its size, so that the quality report
-of a known dataset opens no file. Input is an RGB image, output plain numbers.
+Measured once per image, when it is decoded for the check, and remembered with its size, so that a second quality
+report opens no file. Input is an RGB image, output plain numbers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Measures:
         """Rebuild from `to_json`'s value, None when it is anything else."""
         try:
             crispness, darkest, brightest, structure, colours = value
-            found = cls(
+            measures = cls(
                 crispness=tuple((int(side_px), float(crisp)) for side_px, crisp in crispness),
                 darkest=float(darkest),
                 brightest=float(brightest),
@@ -67,8 +67,8 @@ class Measures:
             )
         except (TypeError, ValueError, OverflowError):
             return None
-        whole = len(found.colours) == 3 * _COLOUR_SIDE**2 and found.crispness
-        return found if whole and all(side_px > 0 for side_px, _ in found.crispness) else None
+        whole = len(measures.colours) == 3 * _COLOUR_SIDE**2 and measures.crispness
+        return measures if whole and all(side_px > 0 for side_px, _ in measures.crispness) else None
 
 
 def measure(image: Image.Image) -> Measures:

@@ -70,7 +70,7 @@ class PictureReport:
     placement: Placement
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values; `kept` is what the crop leaves: left, top, right, bottom in [0, 1]."""
+        """Return plain values; `kept`: left, top, right, bottom of the crop as fractions of the image."""
         placed = self.placement
         left, top = placed.left_px / placed.scaled_width_px, placed.top_px / placed.scaled_height_px
         right = left + placed.bucket.width_px / placed.scaled_width_px
@@ -89,7 +89,7 @@ class PictureReport:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetReport:
-    """What `check` prints: score and its parts in [0, 1], findings, images per bucket, images."""
+    """The report of `check`: score and its parts in [0, 1], findings, images per bucket, images."""
 
     images: int
     score: float
@@ -192,7 +192,7 @@ def _weighted(parts: Mapping[str, float]) -> float:
 
 
 def _loss(name: str, part: float) -> float:
-    """Return what a part takes off the score, or off its factor."""
+    """Return the share of the score, or of its factor, that a part takes off."""
     return WEIGHTS.get(name, 1.0) * (1 - part)
 
 
@@ -216,8 +216,8 @@ def _lack(records: Sequence[ImageRecord], settings: DataSettings) -> float:
 
     Where no image has one of its own, a folder's name or a trigger is nearly as good.
     """
-    own = [record.caption_source not in (None, FOLDER_NAME) for record in records]
-    if not any(own):
+    has_caption = [record.caption_source not in (None, FOLDER_NAME) for record in records]
+    if not any(has_caption):
         stands_in = [
             record.caption_source == FOLDER_NAME or bool(record.settings(settings).trigger)
             for record in records
@@ -236,13 +236,13 @@ def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
     bands: dict[int, list[int]] = {}
     twins: dict[str, str] = {}
     for index, (name, measures) in enumerate(measured):
-        own, keys = prints[index], _bands(prints[index])
+        print_bits, keys = prints[index], _bands(prints[index])
         # In one expression, as a hundred others are looked at for each image.
         close = {
             other
             for key in keys
             for other in bands.get(key, ())
-            if (prints[other] ^ own).bit_count() <= PRINT_BITS
+            if (prints[other] ^ print_bits).bit_count() <= PRINT_BITS
         }
         for other in sorted(close):
             if same_colours(measured[other][1], measures, max_colour=PRINT_COLOUR):
@@ -270,15 +270,15 @@ def exposure_fault(measures: Measures | None) -> str | None:
 
 
 def _bands(structure: int) -> list[int]:
-    """Return a number for each band of a print: where it lies and what it holds."""
+    """Return a number for each band of a perceptual hash: its position and its bits."""
     mask = (1 << _BAND_BITS) - 1
     starts = range(0, PRINT_LENGTH_BITS, _BAND_BITS)
     return [start << _BAND_BITS | structure >> start & mask for start in starts]
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
 
 
 def _enlargement(record: ImageRecord, placements: Mapping[str, Placement]) -> float:

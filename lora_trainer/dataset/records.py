@@ -1,6 +1,6 @@
-"""What a dataset consists of once it is checked: usable images with their captions and masks.
+"""A checked dataset: its usable images with their captions and masks.
 
-Made by `scan`, from a folder; read by all that plan, encode, train and report.
+`scan` makes it from a folder; planning, encoding, training and reports read it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,12 @@ class ImageRecord:
 
     def settings(self, data: DataSettings) -> DataSettings:
         """Return the settings of its folder; an image for regularisation has no trigger."""
-        own = data.of_folder(self.folder)
-        return own.model_copy(update={"trigger": None}) if self.regularisation else own
+        folder_settings = data.of_folder(self.folder)
+        return (
+            folder_settings.model_copy(update={"trigger": None})
+            if self.regularisation
+            else folder_settings
+        )
 
     def sample_ids(self) -> list[str]:
         """Return one id per repeat, unique in the dataset and independent of file order."""
@@ -59,9 +63,9 @@ class ImageRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dataset:
-    """The usable images of a folder by name, what is odd, and a hash of what is trained.
+    """The usable images of a folder by name, findings, and a hash of everything that training reads of it.
 
-    `regularisation` are those beside them that keep the class as it is.
+    `regularisation`: images of the class, trained along so that training does not change it.
     """
 
     folder: Path

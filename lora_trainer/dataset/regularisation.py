@@ -1,8 +1,8 @@
-"""Regularisation images: others of the class that is taught, trained along so that it stays what it is.
+"""Regularisation images: other images of the class, trained along so that training does not change the class.
 
-They lie in a folder of their own (`data.regularisation_dir`) or in a subfolder of the dataset that is
-marked (`data.folders.NAME.regularisation`). They get no trigger and no mask, are not held out, and how
-good they are is not part of the dataset's score.
+They lie in a folder of their own (`data.regularisation_dir`) or in a subfolder of the dataset that is marked
+(`data.folders.NAME.regularisation`). They get no trigger and no mask, are not held out for validation, and do not
+count in the dataset's score.
 """
 
 from __future__ import annotations
@@ -32,36 +32,40 @@ def scan_all(
     """
     dataset = _told_apart(scan(folder, settings=settings, memo=memo, verified=verified), settings)
     if settings.regularisation_dir is not None:
-        place = Path(settings.regularisation_dir).expanduser()
-        if place.resolve().is_relative_to(folder.resolve()):
+        regularisation_dir = Path(settings.regularisation_dir).expanduser()
+        if regularisation_dir.resolve().is_relative_to(folder.resolve()):
             raise RequestError(
-                f"data.regularisation_dir={place} lies in the dataset",
-                fix=f"--set data.folders.{place.name}.regularisation=true, or move it elsewhere",
+                f"data.regularisation_dir={regularisation_dir} lies in the dataset",
+                fix=f"--set data.folders.{regularisation_dir.name}.regularisation=true, or move it elsewhere",
             )
         plain = settings.model_copy(update={"trigger": None, "folders": {}, "masks": "none"})
-        other = scan(place, settings=plain, memo=memo, verified=verified)
+        other = scan(regularisation_dir, settings=plain, memo=memo, verified=verified)
         dataset = _joined(dataset, other)
     twice = _trained_too(dataset)
     return replace(dataset, findings=by_severity((*dataset.findings, *twice)))
 
 
 def _told_apart(dataset: Dataset, settings: DataSettings) -> Dataset:
-    found = [record for record in dataset.records if settings.is_regularisation(record.folder)]
-    if not found:
+    regularisation = [
+        record for record in dataset.records if settings.is_regularisation(record.folder)
+    ]
+    if not regularisation:
         return dataset
-    own = tuple(
+    learned = tuple(
         record for record in dataset.records if not settings.is_regularisation(record.folder)
     )
-    if not own:
+    if not learned:
         raise InputError(
             f"all images in {dataset.folder} are for regularisation, none is left to learn",
             fix="add the images to learn, or unmark a folder",
         )
     return replace(
         dataset,
-        records=own,
-        regularisation=_numbered(found),
-        fingerprint=_combined(dataset.fingerprint, sorted(record.name for record in found)),
+        records=learned,
+        regularisation=_numbered(regularisation),
+        fingerprint=_combined(
+            dataset.fingerprint, sorted(record.name for record in regularisation)
+        ),
     )
 
 
@@ -71,8 +75,8 @@ def _joined(dataset: Dataset, other: Dataset) -> Dataset:
         for record in other.records
     ]
     findings = [
-        replace(found, file=None if found.file is None else f"{PREFIX}{found.file}")
-        for found in other.findings
+        replace(finding, file=None if finding.file is None else f"{PREFIX}{finding.file}")
+        for finding in other.findings
     ]
     return replace(
         dataset,
@@ -85,12 +89,12 @@ def _joined(dataset: Dataset, other: Dataset) -> Dataset:
 def _numbered(records: Sequence[ImageRecord]) -> tuple[ImageRecord, ...]:
     """Mark records as regularisation and number those of equal bytes, so that each has ids of its own."""
     copies: Counter[str] = Counter()
-    found = []
+    numbered = []
     for record in records:
         copy = copies[record.content_hash]
-        found.append(replace(record, regularisation=True, copy_index=copy, mask=None))
+        numbered.append(replace(record, regularisation=True, copy_index=copy, mask=None))
         copies[record.content_hash] += 1
-    return tuple(found)
+    return tuple(numbered)
 
 
 def _trained_too(dataset: Dataset) -> list[Finding]:

@@ -1,11 +1,8 @@
 """From a folder of images to checked records, some of them held out for validation.
 
-The preflight: from a dataset folder to checked records, with everything odd about it named.
-
-Every image is decoded once, unless its bytes were before; captions are read and the trigger is
-put in. The folder is never written to. The output is a `Dataset`, the same whatever the file order.
-
-Which images are held out for the validation loss: a draw by content, so file names do not matter.
+Every image is decoded once, unless the memo has its bytes; captions are read and the trigger is put in. Nothing is
+written to the folder. The output is a `Dataset`, the same for any order of the files. The images held out for the
+validation loss are drawn by content, so file names do not matter.
 """
 
 from __future__ import annotations
@@ -84,19 +81,19 @@ def _looked_into(
     memo: HashMemo,
     verified: DecodeMemo,
 ) -> list[InspectedImage | Finding]:
-    """Return what there is to say of each image, in their order."""
+    """Return each image's facts, or the finding in place of an unusable image, in their order."""
     with gc_disabled():
-        found: list[InspectedImage | Finding | None] = [
+        results: list[InspectedImage | Finding | None] = [
             known(picture, settings=settings, memo=memo, verified=verified) for picture in pictures
         ]
-    to_read = [index for index, result in enumerate(found) if result is None]
+    to_read = [index for index, result in enumerate(results) if result is None]
     work = partial(inspect_image, settings=settings, memo=memo, verified=verified)
     # Hashing and decoding release the GIL; only a few images at a time, to bound the memory.
     with ThreadPool(min(4, os.cpu_count() or 1)) as pool:
         read = pool.map(work, [pictures[index] for index in to_read], chunksize=4)
     for index, result in zip(to_read, read, strict=True):
-        found[index] = result
-    return [result for result in found if result is not None]
+        results[index] = result
+    return [result for result in results if result is not None]
 
 
 def _refuse_too_many_bad(
@@ -121,9 +118,13 @@ def _refuse_too_many_bad(
 def _records(usable: Sequence[InspectedImage], settings: DataSettings) -> Iterator[ImageRecord]:
     copies: Counter[str] = Counter()
     for item in usable:  # sorted by name, so copies are numbered by name
-        own = settings.of_folder(item.picture.folder)
-        given = item.caption
-        written = given.lines if own.caption_lines == "one" and given.lines else (given.text,)
+        folder_settings = settings.of_folder(item.picture.folder)
+        caption = item.caption
+        written = (
+            caption.lines
+            if folder_settings.caption_lines == "one" and caption.lines
+            else (caption.text,)
+        )
         yield ImageRecord(
             file=item.picture.file,
             name=item.picture.name,
@@ -132,8 +133,8 @@ def _records(usable: Sequence[InspectedImage], settings: DataSettings) -> Iterat
             height_px=item.image.height_px,
             folder=item.picture.folder,
             written=written,
-            caption=plain_text(written, settings=own),
-            caption_source=given.source or None,
+            caption=plain_text(written, settings=folder_settings),
+            caption_source=caption.source or None,
             repeats=item.picture.repeats,
             copy_index=copies[item.content_hash],
             transparent=bool(item.image.background),
@@ -144,14 +145,14 @@ def _records(usable: Sequence[InspectedImage], settings: DataSettings) -> Iterat
 
 
 def _fingerprint(records: Sequence[ImageRecord]) -> str:
-    """Return the SHA-256 of what is trained, as `json_bytes` of the sorted rows would have it.
+    """Return the SHA-256 of everything that training reads, equal to the one of `json_bytes` of the sorted rows.
 
-    Row by row: as one text the rows of a large dataset take longer and hundreds of megabytes.
+    Hashed row by row: one text of all rows of a large dataset takes longer and hundreds of megabytes.
     """
     rows = sorted(
         (
             *(record.content_hash, record.copy_index, record.caption, record.repeats),
-            # What a caption says beyond its plain text: other lines, other alternatives, marks.
+            # A caption's text beyond the plain one: other lines, other alternatives, marks.
             *record.written,
             *([record.mask.content_hash] if record.mask else ()),
         )
@@ -175,6 +176,6 @@ def hold_out(
     Files with identical bytes stay on one side, so that no held-out image is ever trained.
     """
     contents = shuffled({record.content_hash for record in records}, seed, Stream.VALIDATION_SPLIT)
-    held = frozenset(contents[: int(fraction * len(contents))])
-    trained = tuple(record for record in records if record.content_hash not in held)
-    return trained, tuple(record for record in records if record.content_hash in held)
+    held_out = frozenset(contents[: int(fraction * len(contents))])
+    trained = tuple(record for record in records if record.content_hash not in held_out)
+    return trained, tuple(record for record in records if record.content_hash in held_out)

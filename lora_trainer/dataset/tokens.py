@@ -1,8 +1,8 @@
-"""How long captions are in CLIP's tokens, counted without torch or transformers.
+"""The length of captions in CLIP's tokens, counted without torch or transformers.
 
-Inputs: what is known of a base model, and texts. Output: how many tokens a caption may have before
-its end is cut, and how many it has. Bases that read captions with another encoder have no
-`CaptionLimit`: they take several times as much, and their count needs transformers.
+Inputs: the facts of a base model, and texts. Output: the number of tokens after which a caption is cut, and the
+number it has. Bases that read captions with another encoder have no `CaptionLimit`: they take several times as
+many tokens, and counting them needs transformers.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class TokenCounter:
         return len(self._tokenizer.encode(clean(caption), add_special_tokens=False).ids)
 
     def counts(self, captions: Sequence[str]) -> list[int]:
-        """Return what `count` does of many, by all cores."""
-        found: list[int] = []
+        """Return `count` of many captions, computed on all cores."""
+        lengths: list[int] = []
         for first in range(0, len(captions), _AT_ONCE):
             part = [clean(caption) for caption in captions[first : first + _AT_ONCE]]
             encoded = self._tokenizer.encode_batch(part, add_special_tokens=False)
-            found += [len(each.ids) for each in encoded]
-        return found
+            lengths += [len(each.ids) for each in encoded]
+        return lengths
 
 
 def _read(folder: Path) -> Tokenizer:
@@ -99,7 +99,7 @@ def _read(folder: Path) -> Tokenizer:
     lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
     # Only the head is a remark: "# #" is a merge.
     pairs = (line.partition(" ") for line in lines if not line.startswith("#version"))
-    merges = [(left, right) for left, _, right in pairs if right]
+    merges = [(first, right) for first, _, right in pairs if right]
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary,
