@@ -19,7 +19,6 @@ from . import (
     caption_job,
     dataset_check,
     dataset_notes,
-    dataset_upload,
     exclusion,
     jobs,
 )
@@ -57,10 +56,6 @@ class Desk:
     def recent(self, posted: Posted) -> Json:
         """Return the folders used lately; {}."""
         return {"recent": dataset_notes.recent(self.work)}
-
-    def receive(self, posted: Posted) -> Json:
-        """Put uploaded files into a folder of their own; {name, files: [{path, name}]}."""
-        return dataset_upload.receive(self.work, posted)
 
     def check(self, posted: Posted) -> Json:
         """Run `lora-train check` where something has changed, and return all cards; {folder}."""

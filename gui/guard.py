@@ -9,6 +9,7 @@ the browser from asking any other host; a plain sentence for the others.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 Headers = Mapping[str, str]
 
 UPLOAD_PATH = "/gradio_api/upload"
+"""Of gradio's own form; the pages send files to `/upload/BATCH/NUMBER`, see dataset_upload.py."""
 BODY_MAX_BYTES = 16 * 2**20
+_OWN_UPLOAD = re.compile(r"/upload/[^/]+/[^/]+")
 UPLOAD_MAX_BYTES = 4 * 2**30
 """A folder of some hundred photographs is one upload."""
 # What the pages use of gradio's own routes. Among the others: fetching any address (proxy=),
@@ -183,7 +186,8 @@ def _is_closed(path: str) -> bool:
 
 
 def _limit_bytes(path: str) -> int:
-    return UPLOAD_MAX_BYTES if path.rstrip("/") == UPLOAD_PATH else BODY_MAX_BYTES
+    is_file = path.rstrip("/") == UPLOAD_PATH or _OWN_UPLOAD.fullmatch(path)
+    return UPLOAD_MAX_BYTES if is_file else BODY_MAX_BYTES
 
 
 class _BodyTooLarge(Exception):

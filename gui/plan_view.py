@@ -102,7 +102,7 @@ def memory_bar(values: Values) -> Html:
     return tag(
         "div",
         tag("p", said, class_="fit" if memory.get("fits") is not False else "fit error"),
-        tag("div", *pieces, line, class_="bar", role="img", aria_label=said),
+        tag("div", *pieces, line, class_="bar-of-parts", role="img", aria_label=said),
         tag(
             "p",
             *(tag("span", tag("i", class_=part.css), part.text) for part in parts),

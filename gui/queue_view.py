@@ -20,7 +20,7 @@ from lora_trainer.reporting.charts import Html, tag
 from lora_trainer.reporting.status import Control, RunStatus, read_status
 
 from .launch import command_line
-from .notices import error_html, note_html
+from .markup import error_html, note_html
 from .state import Stamp, page_url
 from .workplace import Workplace
 

@@ -37,7 +37,6 @@ def _row(
         "button",
         "\u2605 The best" if marked else "\u2606 Use this as the best",
         type="button",
-        class_="small-button",
         data_best=step,
         disabled="" if marked else None,
         aria_label=f"Use step {step} as the best",

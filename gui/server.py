@@ -14,8 +14,8 @@ from typing import Any
 from lora_trainer.common.errors import MachineError
 from lora_trainer.reporting.report_style import CHARTS
 
-from . import media
-from .asset_files import style_sheets
+from .asset_files import FAVICON, style_sheets
+from .front import Front
 from .guard import UPLOAD_MAX_BYTES, Access, Application, Guard
 from .uploads import INCOMING, forget_old
 from .workplace import Workplace
@@ -38,7 +38,12 @@ def quiet_gradio(work: Workplace) -> None:
 
 
 def application(work: Workplace, *, access: Access) -> Application:
-    """Return the pages and file routes of `work` behind the guard."""
+    """Return everything that is served, behind the guard; Gradio is imported once it is asked."""
+    return Guard(Front(work, lambda: pages(work)), access=access)
+
+
+def pages(work: Workplace) -> Any:
+    """Return the pages of `work` as Gradio serves them; this takes some seconds."""
     import gradio as gr
     from fastapi import FastAPI
     from gradio.themes import Default
@@ -51,16 +56,18 @@ def application(work: Workplace, *, access: Access) -> Application:
     # serves files from.
     site.has_launched = True
     forget_old(work.own / INCOMING, kept_s=_KEPT_S)
-    outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, routes=media.routes(work))
+    outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="SSR mode is not supported")  # nor wanted
-        served: Any = gr.mount_gradio_app(
+        return gr.mount_gradio_app(
             outer,
             site,
             path="/",
-            theme=Default(primary_hue="blue", font=TEXT_FONTS, font_mono=CODE_FONTS),
+            theme=Default(font=TEXT_FONTS, font_mono=CODE_FONTS).set(**_theme()),
             css=str(CHARTS),
             css_paths=style_sheets(),
+            head='<link rel="icon" href="/ui/mark.svg" type="image/svg+xml">',
+            favicon_path=str(FAVICON),
             footer_links=[],
             run_history=False,
             enable_monitoring=False,
@@ -71,7 +78,66 @@ def application(work: Workplace, *, access: Access) -> Application:
             allowed_paths=[],
             max_file_size=UPLOAD_MAX_BYTES,
         )
-    return Guard(served, access=access)
+
+
+def _theme() -> dict[str, Any]:
+    """Return Gradio's colours and sizes as those of assets/site.css, in both schemes."""
+    values = {
+        "body_background_fill": "var(--page)",
+        "body_text_color": "var(--ink)",
+        "body_text_color_subdued": "var(--quiet)",
+        "background_fill_primary": "var(--surface)",
+        "background_fill_secondary": "var(--sunken)",
+        "block_background_fill": "var(--surface)",
+        "block_border_color": "var(--rule)",
+        "block_info_text_color": "var(--quiet)",
+        "block_label_text_color": "var(--quiet)",
+        "block_title_text_color": "var(--ink)",
+        "border_color_primary": "var(--rule)",
+        "border_color_accent": "var(--accent)",
+        "color_accent_soft": "var(--accent-soft)",
+        "link_text_color": "var(--accent)",
+        "link_text_color_hover": "var(--accent-hover)",
+        "link_text_color_visited": "var(--accent)",
+        "link_text_color_active": "var(--accent-hover)",
+        "input_background_fill": "var(--surface)",
+        "input_border_color": "var(--edge)",
+        "input_placeholder_color": "var(--quiet)",
+        "button_primary_background_fill": "var(--accent)",
+        "button_primary_background_fill_hover": "var(--accent-hover)",
+        "button_primary_border_color": "var(--accent)",
+        "button_primary_border_color_hover": "var(--accent-hover)",
+        "button_primary_text_color": "var(--on-accent)",
+        "button_secondary_background_fill": "var(--surface)",
+        "button_secondary_background_fill_hover": "var(--sunken)",
+        "button_secondary_border_color": "var(--edge)",
+        "button_secondary_text_color": "var(--ink)",
+        "button_cancel_background_fill": "var(--surface)",
+        "button_cancel_background_fill_hover": "var(--bad-soft)",
+        "button_cancel_border_color": "var(--bad)",
+        "button_cancel_text_color": "var(--bad)",
+        "button_cancel_text_color_hover": "var(--bad)",
+        "checkbox_background_color": "var(--surface)",
+        "checkbox_background_color_selected": "var(--accent)",
+        "checkbox_border_color": "var(--edge)",
+        "checkbox_border_color_selected": "var(--accent)",
+        "checkbox_label_background_fill": "var(--surface)",
+        "checkbox_label_background_fill_selected": "var(--accent-soft)",
+        "checkbox_label_border_color": "var(--rule)",
+        "checkbox_label_text_color": "var(--ink)",
+        "checkbox_label_text_color_selected": "var(--ink)",
+        "error_text_color": "var(--bad)",
+        "slider_color": "var(--accent)",
+        "table_border_color": "var(--rule)",
+    }
+    sizes = {
+        "button_border_width": "1px",
+        "button_large_radius": "var(--round)",
+        "button_medium_radius": "var(--round)",
+        "button_small_radius": "var(--round)",
+        "color_accent": "var(--accent)",
+    }
+    return {**values, **{f"{name}_dark": value for name, value in values.items()}, **sizes}
 
 
 def listen(address: str, port: int | None) -> socket.socket:

@@ -6,6 +6,7 @@ say and writes files; nothing is passed from one page to another but what stands
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,39 +14,48 @@ from typing import Any
 import gradio as gr
 from gradio.components import Navbar
 
-from .pages import datasets, doctor, expert, home, library, queue, run, train
+from .markup import PRODUCT, bar
+from .pages import datasets, doctor, expert, home, kit, library, queue, run, train
 from .workplace import Workplace
+
+KIT_VARIABLE = "LORA_TRAIN_GUI_KIT"
+_BAR = 'import("/ui/live.js").then((live) => live.start(element.querySelector(".bar")));'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """One page; `listed` says whether the navigation leads to it."""
+    """One page and its path."""
 
     name: str
     path: str
     build: Callable[[Workplace], None]
-    listed: bool = True
 
 
-HOME = "Runs"
 PAGES = (
     Page(name="Train", path="train", build=train.build),
-    Page(name="Run", path="run", build=run.build, listed=False),
+    Page(name="Run", path="run", build=run.build),
     Page(name="Datasets", path="datasets", build=datasets.build),
     Page(name="Queue", path="queue", build=queue.build),
     Page(name="LoRAs", path="library", build=library.build),
     Page(name="Settings", path="settings", build=expert.build),
     Page(name="Doctor", path="doctor", build=doctor.build),
 )
+KIT = Page(name="Kit", path="_kit", build=kit.build)
 
 
 def build_site(work: Workplace) -> Any:
     """Return the gradio Blocks with all pages for the runs folder of `work`."""
-    with gr.Blocks(title="lora-train", analytics_enabled=False) as site:
-        Navbar(main_page_name=HOME)
+    with gr.Blocks(title=PRODUCT, analytics_enabled=False) as site:
+        _frame("Home", script=home.START)
         home.build(work)
-    for page in PAGES:
-        with site.route(page.name, f"/{page.path}", show_in_navbar=page.listed):
-            Navbar(main_page_name=HOME)
+    for page in (*PAGES, KIT) if os.environ.get(KIT_VARIABLE) else PAGES:
+        with site.route(page.name, f"/{page.path}", show_in_navbar=False):
+            _frame(page.name)
             page.build(work)
     return site
+
+
+def _frame(name: str, *, script: str = _BAR) -> None:
+    """Put the bar on top of a page, instead of gradio's."""
+    Navbar(visible=False)
+    gr.HTML(bar(name), js_on_load=script, apply_default_css=False)

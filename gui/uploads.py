@@ -18,10 +18,12 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, retry_while_open
 
 from .archives import Received
+from .asset_files import EXAMPLE
 from .upload_names import Names, is_image, numbered, reason_against, safe_name
 from .workplace import Workplace
 
 FOLDER, INCOMING = "uploads", "incoming"
+EXAMPLE_NAME = "example"
 _NAME_MAX_BYTES = 150
 
 
@@ -78,6 +80,30 @@ def _move(source: Path, target: Path) -> None:
         retry_while_open(lambda: temporary.rename(target))
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def example(work: Workplace) -> Path:
+    """Return a copy of the example's images among the uploads, made at the first time.
+
+    A copy, because what is installed is not to be changed by captions that somebody edits.
+    Raises MachineError when the disk refuses.
+    """
+    folder = work.own / FOLDER / EXAMPLE_NAME
+    if folder.is_dir():
+        return folder
+    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{EXAMPLE_NAME}-{time.monotonic_ns()}")
+    try:
+        temporary.mkdir(parents=True)
+        for file in EXAMPLE.iterdir():
+            if not reason_against(file.name):
+                shutil.copyfile(file, temporary / file.name)
+        temporary.rename(folder)
+    except OSError as error:
+        if not folder.is_dir():  # else another tab was faster
+            raise disk_error(folder, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
 
 
 def forget_old(folder: Path, *, kept_s: float) -> None:

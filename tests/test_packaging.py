@@ -19,12 +19,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("lora_trainer", "gui", "presets", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("lora_trainer", "datasets", "gui", "presets", "pyproject.toml", "README.md", "LICENSE")
 # Folder in the tree -> folder in the wheel.
 INSTALLED_AS = {
     "lora_trainer": "lora_trainer",
     "gui": "lora_trainer/gui",
     "presets": "lora_trainer/presets",
+    "datasets/example": "lora_trainer/example",
 }
 REQUIRED = {
     "gui/app.py",
@@ -41,6 +42,7 @@ SHIPPED_DATA = (
     "lora_trainer/embedded/**/*",
     "lora_trainer/costs/*.json",
     "presets/**/*.json",
+    "datasets/example/*",
     "gui/assets/**/*",
 )
 
@@ -143,5 +145,5 @@ def test_folder_is_no_package(folder: str) -> None:
 
 
 def _installed(name: str) -> str:
-    folder, _, rest = name.partition("/")
-    return f"{INSTALLED_AS[folder]}/{rest}"
+    folder = next(folder for folder in INSTALLED_AS if name.startswith(f"{folder}/"))
+    return f"{INSTALLED_AS[folder]}/{name.removeprefix(f'{folder}/')}"

@@ -17,7 +17,7 @@ class BulkBar {
     this.target = make("span", { class: "ds-quiet" });
     this.said = make("p", { class: "ds-quiet", role: "status" });
     this.rows = make("tbody");
-    this.apply = button("", () => this.commit(), { class: "ds-primary" });
+    this.apply = button("", () => this.commit(), { class: "primary" });
     this.preview = make("div", { class: "ds-preview", hidden: true },
       make("div", { class: "ds-rows", tabindex: "0", role: "region", "aria-label": "Preview" },
         make("table", {}, make("thead", {}, make("tr", {},

@@ -13,7 +13,7 @@ class Captioner {
       ["missing", "images without a caption"], ["chosen", "the selected images, if they have none"],
       ["replace", "the selected images, replacing captions"],
     ], () => this.aim());
-    this.start = button("Start", () => this.begin(), { class: "ds-primary" });
+    this.start = button("Start", () => this.begin(), { class: "primary" });
     this.stop = button("Stop", () => this.ask("dataset_caption_stop"));
     this.back = button("Take the last ones back", () => this.takeBack());
     this.said = make("p", { class: "ds-quiet", role: "status" });

@@ -18,13 +18,13 @@ class Opener {
     const folder = this.picker("Upload a folder", { multiple: true, webkitdirectory: true });
     this.node = make("div", { class: "ds-open" }, make("form", {
       class: "ds-line", onsubmit: (event) => { event.preventDefault(); this.submit(); },
-    }, this.path.node, this.list, make("button", { type: "submit", class: "ds-primary" }, "Open"),
+    }, this.path.node, this.list, make("button", { type: "submit", class: "primary" }, "Open"),
     files, folder, this.train), this.error, this.said, this.recent);
   }
 
   picker(text, attributes) {
     const input = make("input", {
-      type: "file", class: "ds-sr", tabindex: "-1", "aria-hidden": "true", ...attributes,
+      type: "file", class: "unseen", tabindex: "-1", "aria-hidden": "true", ...attributes,
       onchange: () => { this.send([...input.files]); input.value = ""; },
     });
     return make("span", {}, input, button(text, () => input.click()));
@@ -35,7 +35,7 @@ class Opener {
     const folders = answer.recent ?? [];
     this.list.replaceChildren(...folders.map((value) => make("option", { value })));
     this.recent.replaceChildren(...(folders.length ? [make("span", { class: "ds-quiet" }, "Used lately:")] : []),
-      ...folders.map((name) => button(name, () => this.desk.open(name), { class: "ds-link" })));
+      ...folders.map((name) => button(name, () => this.desk.open(name), { class: "bare" })));
     this.path.input.value = folder ?? "";
     if (folder) this.desk.open(folder);
   }
@@ -55,26 +55,21 @@ class Opener {
     this.error.hidden = !text;
   }
 
-  /** Send the files one after the other, then have them put into a folder of their own. */
+  /** Send the files, have them put into a folder of their own, and open it. */
   async send(files) {
     if (!files.length) return;
     this.refuse("");
-    const name = files[0].webkitRelativePath?.split("/")[0] ?? "";
-    const sent = [];
     try {
-      for (const file of files) {
-        this.said.textContent = `Uploading ${sent.length + 1} of ${files.length}: ${file.name}`;
-        sent.push({ path: (await upload(file)).path, name: file.name });
-      }
-    } catch {
+      const { send } = await import("/ui/drop.js");
+      const answer = await send(files, (count) => {
+        this.said.textContent = `${count} of ${counted(files.length, "file")} are here`;
+      });
+      this.said.textContent = answer.said;
+      await this.desk.open(answer.received);
+    } catch (problem) {
       this.said.textContent = "";
-      this.refuse("the upload broke off; nothing was kept");
-      return;
+      this.refuse(problem.message);
     }
-    const answer = await this.desk.ask("dataset_receive", { name, files: sent });
-    this.said.textContent = answer.said ?? "";
-    if (answer.error) this.refuse(answer.error);
-    else await this.desk.open(answer.received);
   }
 }
 

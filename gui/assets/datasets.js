@@ -14,7 +14,7 @@ class Desk {
     this.tags = new Set();
     this.away = false;
     this.limit = CHUNK;
-    this.live = make("div", { class: "ds-sr", role: "status", "aria-live": "polite" });
+    this.live = make("div", { class: "unseen", role: "status", "aria-live": "polite" });
     this.opener = new Opener(this);
     this.tools = new Tools(this);
     this.bulk = new BulkBar(this);

@@ -125,7 +125,7 @@ function layOut() {
       "div",
       { class: "expert-row" },
       make("button", { type: "button", onclick: download }, "Download"),
-      make("label", { class: "button", for: "expert-file" }, chooser, "Upload"),
+      make("label", { class: "ui-button", for: "expert-file" }, chooser, "Upload"),
       make("button", { type: "button", onclick: copyCommand }, "Copy command line"),
       copied,
     ),

@@ -73,7 +73,7 @@ function drawMemory(found) {
   const legend = found.parts.map((part) => make("span", {}, make("i", { class: part.css }), part.text));
   memory.replaceChildren(
     make("p", { class: found.fits ? "fit" : "fit error" }, found.said),
-    make("div", { class: "bar", role: "img", "aria-label": found.said }, ...pieces),
+    make("div", { class: "bar-of-parts", role: "img", "aria-label": found.said }, ...pieces),
     make("p", { class: "legend" }, ...legend),
   );
 }

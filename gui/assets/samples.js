@@ -20,7 +20,7 @@ function make(name, attributes = {}, ...children) {
 }
 
 const button = (label, onclick, more = {}) =>
-  make("button", { type: "button", class: "small-button", onclick, ...more }, label);
+  make("button", { type: "button", onclick, ...more }, label);
 
 const title = ({ prompt, step }) => `${sheet.steps[step].name}: ${sheet.prompts[prompt].text}`;
 const address = ({ prompt, step }) => sheet.images[prompt][step];
@@ -124,12 +124,12 @@ const bestButton = button("", () => useAsBest(sheet.steps[cell.step]));
 const zoom = make(
   "dialog",
   { class: "viewer", "aria-label": "sample image", onkeydown: moveByKey },
-  make("div", { class: "bar" }, caption, button("Close", () => zoom.close(), { autofocus: "" })),
+  make("div", { class: "actions" }, caption, button("Close", () => zoom.close(), { autofocus: "" })),
   large,
   prompt,
   make(
     "div",
-    { class: "bar" },
+    { class: "actions" },
     button("\u2190", () => move(-1, 0), { "aria-label": "previous prompt" }),
     button("\u2192", () => move(1, 0), { "aria-label": "next prompt" }),
     button("\u2191", () => move(0, 1), { "aria-label": "later step" }),
@@ -199,7 +199,7 @@ const compare = make(
   { class: "viewer", "aria-label": "compare two pictures" },
   make(
     "div",
-    { class: "bar" },
+    { class: "actions" },
     make("p", { class: "caption" }, "A on the left, B on the right"),
     button("Close", () => compare.close()),
   ),

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import gradio as gr
-
 from lora_trainer.common.errors import LoraTrainError
 
 from ..asset_files import asset
 from ..dataset_desk import Desk
 from ..posted import Posted
 from ..workplace import Workplace
+from .events import html
 
 SCRIPTS = (
     "dataset_dom.js",
@@ -28,8 +27,8 @@ Answer = Callable[[Any], dict[str, Any]]
 def build(work: Workplace) -> None:
     """Lay the page out."""
     desk = Desk(work=work)
-    gr.Markdown("# Datasets")
-    gr.HTML(
+    html("<h1>Datasets</h1>")
+    html(
         html_template='<div class="mount"></div>',
         js_on_load="\n".join(map(asset, SCRIPTS)),
         server_functions=[
@@ -43,7 +42,6 @@ def build(work: Workplace) -> None:
             _answering("dataset_look", desk.look),
             _answering("dataset_preview", desk.preview),
             _answering("dataset_put_back", desk.put_back),
-            _answering("dataset_receive", desk.receive),
             _answering("dataset_recent", desk.recent),
             _answering("dataset_redo", desk.redo),
             _answering("dataset_save", desk.save),

@@ -14,22 +14,22 @@ from lora_trainer.hardware.machine import detect
 from lora_trainer.reporting.charts import Html, tag
 
 from .. import doctor
-from ..notices import error_html, note_html
+from ..markup import error_html, note_html
 from ..workplace import Workplace
-from .events import PRIVATE, QUIET
+from .events import PRIVATE, QUIET, html
 
 
 def build(work: Workplace) -> None:
     """Lay the page out."""
-    gr.Markdown("# Doctor")
-    report = gr.HTML("<p>Looking\u2026</p>", elem_classes="doctor")
+    html("<h1>Doctor</h1>")
+    report = html("<p>Looking\u2026</p>", elem_classes="doctor")
     ask = gr.Button("Clear the cache\u2026", scale=0, min_width=180)
     with gr.Column(visible=False) as confirm:
-        asked = gr.HTML()
+        asked = html()
         with gr.Row():
             yes = gr.Button("Clear it", variant="stop", scale=0, min_width=140)
             no = gr.Button("Keep it", scale=0, min_width=140)
-    said = gr.HTML(elem_classes="line")
+    said = html(elem_classes="line")
 
     def question() -> list[Any]:
         cache = doctor.cache_state()

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import gradio as gr
-
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.common.files import disk_error
 
@@ -22,6 +20,7 @@ from ..asset_files import asset
 from ..drafts import Draft
 from ..plans import Plans
 from ..workplace import Workplace
+from .events import html
 
 Asked = Mapping[str, Any]
 Reply = dict[str, Any] | None
@@ -35,7 +34,7 @@ _MOUNT = '<div class="expert">Drawing the settings …</div>'
 
 def build(work: Workplace) -> None:
     """Lay the page out."""
-    gr.HTML(
+    html(
         value=expert_view.form(),
         html_template=_MOUNT,
         js_on_load="".join(map(asset, SCRIPTS)),

@@ -14,7 +14,7 @@ from lora_trainer.common.errors import LoraTrainError
 from .. import library, lora_files
 from ..workplace import Workplace
 from . import library_describe, library_export, library_tools, library_try
-from .events import QUIET
+from .events import QUIET, html
 from .library_parts import Part
 
 ALL_BASES = "all"
@@ -26,7 +26,7 @@ def build(work: Workplace) -> None:
         search, base, grid = _shelf(work)
     with gr.Column(visible=False, elem_classes="lora-page") as detail:
         ref = gr.Textbox(visible=False)
-        head = gr.HTML()
+        head = html()
         with gr.Tabs(visible=False) as tabs:
             with gr.Tab("Try"):
                 try_it = library_try.build(work, ref)
@@ -37,7 +37,7 @@ def build(work: Workplace) -> None:
             with gr.Tab("Export"):
                 export = library_export.build(work, ref)
             with gr.Tab("Inside") as inside_tab:
-                inside = gr.HTML(elem_classes="run")
+                inside = html(elem_classes="run")
     parts: tuple[Part, ...] = (try_it, describe, tools, export)
     outputs = [shelf, detail, ref, head, tabs, base, grid]
     outputs += [widget for part in parts for widget in part.outputs]
@@ -69,7 +69,7 @@ def build(work: Workplace) -> None:
 
 
 def _shelf(work: Workplace) -> tuple[Any, Any, Any]:
-    gr.Markdown("# LoRAs")
+    html("<h1>LoRAs</h1>")
     with gr.Row():
         search = gr.Textbox(
             label="Search", placeholder="a name, a trigger word, a tag", scale=3, min_width=200
@@ -77,7 +77,7 @@ def _shelf(work: Workplace) -> tuple[Any, Any, Any]:
         base = gr.Dropdown(
             label="Base model", choices=[("all bases", ALL_BASES)], value=ALL_BASES, min_width=160
         )
-    grid = gr.HTML()
+    grid = html()
 
     def filtered(text: str, chosen: str) -> str:
         found = lora_files.entries(work)

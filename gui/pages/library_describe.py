@@ -13,9 +13,9 @@ from lora_trainer.tools.describe import Description, describe, description_of
 from .. import library, previews
 from ..asset_files import asset
 from ..lora_files import Header, LoraFile, find, read_header
-from ..notices import error_html, note_html
+from ..markup import error_html, note_html
 from ..workplace import Workplace
-from .events import QUIET
+from .events import QUIET, html
 from .library_parts import Part
 
 
@@ -33,11 +33,11 @@ def build(work: Workplace, ref: Any, head: Any) -> Part:
             label="License", info="what others may do with it, such as CC-BY-4.0", min_width=200
         )
     save = gr.Button("Save into the file", variant="primary", min_width=160, scale=0)
-    said = gr.HTML(elem_classes="line")
+    said = html(elem_classes="line")
     gr.Markdown("### Preview\nThe picture that other programs show beside the file.")
-    choices = gr.HTML(js_on_load=asset("choose.js"))
+    choices = html(js_on_load=asset("choose.js"))
     upload = gr.UploadButton("Use another picture\u2026", file_types=["image"], scale=0)
-    chosen = gr.HTML(elem_classes="line")
+    chosen = html(elem_classes="line")
     fields = [title, description, author, license_, trigger, tags]
 
     def saved(name: str, *texts: str) -> list[Any]:

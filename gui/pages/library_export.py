@@ -11,10 +11,10 @@ from lora_trainer.lora_file.inspect import inspect_file
 
 from .. import library, sharing
 from ..lora_files import Header, LoraFile, find
+from ..markup import error_html
 from ..media import EXPORTS
-from ..notices import error_html
 from ..workplace import Workplace
-from .events import QUIET
+from .events import QUIET, html
 from .library_parts import Part
 
 
@@ -40,7 +40,7 @@ def build(work: Workplace, ref: Any) -> Part:
     with gr.Row():
         check = gr.Button("Check only", min_width=140, scale=0)
         go = gr.Button("Check and export", variant="primary", min_width=190, scale=0)
-    said = gr.HTML()
+    said = html()
 
     def checked(name: str) -> str:
         try:

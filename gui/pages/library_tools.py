@@ -11,9 +11,9 @@ from lora_trainer.common.errors import LoraTrainError
 
 from .. import jobs, lora_files, lora_tools
 from ..lora_files import Header, LoraFile, find
-from ..notices import error_html
+from ..markup import error_html
 from ..workplace import Workplace
-from .events import QUIET
+from .events import QUIET, html
 from .library_parts import Part
 
 _NAME_HELP = "empty: a name is made; a file that exists is never replaced"
@@ -23,8 +23,8 @@ _NONE = [("none", "")]
 
 def build(work: Workplace, ref: Any) -> Part:
     """Lay the tab out."""
-    said = gr.HTML(elem_classes="line")
-    shown = gr.HTML()
+    said = html(elem_classes="line")
+    shown = html()
     seen = gr.State()
     timer = gr.Timer(1, active=False)
     outputs = [said, shown, seen]

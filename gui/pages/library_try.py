@@ -10,9 +10,9 @@ from lora_trainer.common.errors import LoraTrainError
 
 from .. import jobs, tries
 from ..lora_files import Header, LoraFile, find
-from ..notices import error_html, note_html
+from ..markup import error_html, note_html
 from ..workplace import Workplace
-from .events import QUIET
+from .events import QUIET, html
 from .library_parts import Part
 
 _BASE_HELP = "folder, .safetensors file or Hub id; empty: the one it was trained on"
@@ -41,8 +41,8 @@ def build(work: Workplace, ref: Any) -> Part:
     with gr.Row():
         draw = gr.Button("Draw", variant="primary", min_width=120, scale=0)
         stop = gr.Button("Stop drawing", visible=False, min_width=170, scale=0)
-    said = gr.HTML(elem_classes="line")
-    shown = gr.HTML()
+    said = html(elem_classes="line")
+    shown = html()
     seen = gr.State()
     timer = gr.Timer(1, active=False)
 

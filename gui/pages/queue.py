@@ -15,10 +15,10 @@ from lora_trainer.queue import commands
 
 from .. import queue_view
 from ..asset_files import asset
-from ..notices import error_html
+from ..markup import error_html
 from ..state import Stamp
 from ..workplace import Workplace
-from .events import PRIVATE, QUIET
+from .events import PRIVATE, QUIET, html
 
 TICK_S = 1.0
 
@@ -26,9 +26,9 @@ TICK_S = 1.0
 def build(work: Workplace) -> None:
     """Lay the page out."""
     page: Any = gr.context.Context.root_block
-    gr.HTML("<h1>Queue</h1>")
-    said = gr.HTML(elem_classes="line")
-    queue = gr.HTML(js_on_load=asset("queue.js"), elem_id="queue")
+    html("<h1>Queue</h1>")
+    said = html(elem_classes="line")
+    queue = html(js_on_load=asset("queue.js"), elem_id="queue")
     gr.Button("Train a LoRA", variant="primary", link="/train", scale=0, min_width=240)
     seen = gr.State(())
 

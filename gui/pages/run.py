@@ -19,12 +19,12 @@ from lora_trainer.reporting.status import read_status
 
 from .. import run_actions, state
 from ..asset_files import asset
-from ..notices import error_html, note_html
+from ..markup import error_html, note_html
 from ..run_follow import Followed
 from ..run_parts import Part, damaged_parts, parts, stamp
 from ..run_state import look
 from ..workplace import Workplace
-from .events import PRIVATE, QUIET
+from .events import PRIVATE, QUIET, html
 
 TICK_S = 1.0
 _BUTTONS = {
@@ -51,7 +51,7 @@ def build(work: Workplace) -> None:
     page: Any = gr.context.Context.root_block
     followed = Followed()
     sent = gr.State(Sent())
-    title = gr.HTML(elem_classes="run-title")
+    title = html(elem_classes="run-title")
     with gr.Column(elem_classes="run-page", visible=False) as body:
         widgets = _widgets(work)
     outputs = [title, body, *widgets.values(), sent]
@@ -80,7 +80,7 @@ def build(work: Workplace) -> None:
 
 def _widgets(work: Workplace) -> dict[str, Any]:
     """Make the widgets of a run in the order of the page; return those that are updated."""
-    widgets: dict[str, Any] = {"head": gr.HTML(elem_classes="run-head", apply_default_css=False)}
+    widgets: dict[str, Any] = {"head": html(elem_classes="run-head")}
     with gr.Row(elem_classes="run-buttons"):
         for name, label in _BUTTONS.items():
             widgets[name] = gr.Button(
@@ -97,24 +97,23 @@ def _widgets(work: Workplace) -> dict[str, Any]:
         visible=False,
         max_lines=1,
     )
-    said = gr.HTML(elem_classes="line")
-    widgets["chart"] = gr.HTML(elem_classes="run-chart", apply_default_css=False)
-    gr.HTML("<h2>Samples</h2>")
-    widgets["samples"] = gr.HTML(
+    said = html(elem_classes="line")
+    widgets["chart"] = html(elem_classes="run-chart")
+    html("<h2>Samples</h2>")
+    widgets["samples"] = html(
         None,
         html_template='<div class="samples-mount"></div>',
         js_on_load=asset("samples.js"),
         server_functions=[_use_best(work)],
-        apply_default_css=False,
         elem_classes="run-samples",
     )
     with gr.Tabs():
         with gr.Tab("Log"):
-            widgets["log"] = gr.HTML(apply_default_css=False)
+            widgets["log"] = html(apply_default_css=False)
         with gr.Tab("Settings"):
-            widgets["settings"] = gr.HTML(apply_default_css=False)
+            widgets["settings"] = html(apply_default_css=False)
         with gr.Tab("Files and report"):
-            widgets["files"] = gr.HTML(apply_default_css=False, js_on_load=asset("run_files.js"))
+            widgets["files"] = html(apply_default_css=False, js_on_load=asset("run_files.js"))
     _connect(work, widgets, said)
     return widgets
 

@@ -13,9 +13,9 @@ import gradio as gr
 
 from lora_trainer.config.choices import PRIORITIES
 
-from ..notices import note_html
+from ..markup import drop_zone, note_html
 from ..workplace import Workplace
-from .events import PRIVATE, QUIET
+from .events import PRIVATE, QUIET, html
 from .train_handlers import (
     CHECK,
     IMAGES,
@@ -34,6 +34,10 @@ from .train_handlers import (
 
 TICK_S = 1.0
 _GO = 'watch("value", () => { if (props.value.to) location.assign(props.value.to); });'
+_DROP = """
+import("/ui/drop.js").then((drop) => drop.dropZone(
+  element.querySelector(".drop"), (answer) => trigger("click", answer)));
+"""
 _REMEMBER = """(id) => {
   const url = new URL(location.href);
   if (id && url.searchParams.get("draft") !== id) {
@@ -83,18 +87,18 @@ class Widgets:
 
 def build(work: Workplace) -> None:
     """Lay the page out."""
-    gr.HTML("<h1>Train a LoRA</h1>")
+    html("<h1>Train a LoRA</h1>")
     with gr.Walkthrough(selected=IMAGES) as walk:
         with gr.Step("Images", id=IMAGES):
             dataset, look, upload, report, good = _images_step()
         with gr.Step("Check", id=CHECK):
             concept, base, priority, name, trigger, plan, settings_link, back, train = _check_step()
         with gr.Step("Train", id=STARTED):
-            waiting = gr.HTML(note_html("Nothing is started yet."))
+            waiting = html(note_html("Nothing is started yet."))
             gr.Button("Train another one", link="/train?draft=new")
-    said = gr.HTML(elem_classes="line")
+    said = html(elem_classes="line")
     draft = gr.Textbox(visible="hidden", label="draft")
-    go = gr.HTML(value={"to": ""}, html_template="<span></span>", js_on_load=_GO)
+    go = html(value={"to": ""}, html_template="<span></span>", js_on_load=_GO)
     widgets = Widgets(
         draft=draft,
         dataset=dataset,
@@ -116,7 +120,8 @@ def build(work: Workplace) -> None:
 
 
 def _images_step() -> tuple[Any, ...]:
-    with gr.Row():
+    upload = html(drop_zone(), js_on_load=_DROP)
+    with gr.Row(elem_classes="or-typed"):
         dataset = gr.Textbox(
             label="Folder with your images",
             placeholder="/path/to/a/folder/with/images",
@@ -125,10 +130,8 @@ def _images_step() -> tuple[Any, ...]:
             scale=5,
             elem_id="dataset",
         )
-        with gr.Column(scale=1, min_width=200):
-            look = gr.Button("Look at the images", variant="primary")
-            upload = gr.UploadButton("Upload a folder", file_count="directory")
-    report = gr.HTML()
+        look = gr.Button("Look at the images", variant="primary", scale=1, min_width=200)
+    report = html()
     good = gr.Button("Looks good", variant="primary", visible=False)
     return dataset, look, upload, report, good
 
@@ -144,7 +147,7 @@ def _check_step() -> tuple[Any, ...]:
         choices=[(_ABOUT[value], value) for value in PRIORITIES],
         value="balanced",
     )
-    plan = gr.HTML(note_html("The plan appears here."))
+    plan = html(note_html("The plan appears here."))
     with gr.Row():
         base = gr.Dropdown(
             label="Base model",
@@ -185,9 +188,7 @@ def _connect(
     looked = [widgets.said, widgets.report, widgets.good]
     for event in (look.click, widgets.dataset.submit):
         event(looking(work), widgets.fields, looked, **PRIVATE)
-    upload.upload(
-        receiving(work), upload, [widgets.dataset, widgets.said], show_progress="full", **PRIVATE
-    ).then(looking(work), widgets.fields, looked, **PRIVATE)
+    upload.click(receiving(work), widgets.fields, [widgets.dataset, *looked], **PRIVATE)
     planned = [widgets.walk, widgets.said, widgets.plan]
     widgets.good.click(planning(work), widgets.fields, planned, **PRIVATE)
     gr.on(

@@ -7,10 +7,8 @@ markup and loses nothing.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -23,10 +21,8 @@ from lora_trainer.queue import commands
 
 from .. import bases, drafts, launch, plan_view, state, uploads
 from ..dataset_summary import summary
-from ..dataset_upload import sentence
 from ..drafts import Draft
-from ..notices import error_html, note_html
-from ..uploads import Upload
+from ..markup import error_html, note_html
 from ..workplace import Workplace
 
 IMAGES, CHECK, STARTED = 1, 2, 3
@@ -39,7 +35,7 @@ def opening(work: Workplace) -> Callable[[gr.Request], list[Any]]:
         asked = request.query_params
         said = ""
         try:
-            draft = _wanted(work, draft=asked.get("draft", ""), folder=asked.get("folder", ""))
+            draft = _wanted(work, asked)
         except LoraTrainError as error:
             draft, said = drafts.current(work), error_html(str(error))
         step = STARTED if draft.started_as else draft.step
@@ -61,15 +57,22 @@ def opening(work: Workplace) -> Callable[[gr.Request], list[Any]]:
     return load
 
 
-def _wanted(work: Workplace, *, draft: str, folder: str) -> Draft:
+def _wanted(work: Workplace, asked: Mapping[str, str]) -> Draft:
     """Return the draft that an address asks for; a folder never takes the place of another one."""
-    if draft and draft != "new":
-        return drafts.read(work, draft)
+    named = asked.get("draft", "")
+    if named and named != "new":
+        return drafts.read(work, named)
+    # The example is known to be good: its images need no look before the plan.
+    folder, step = (
+        (str(uploads.example(work)), CHECK)
+        if asked.get("example")
+        else (asked.get("folder", ""), IMAGES)
+    )
     newest = drafts.current(work)
-    if draft == "new" or (folder and newest.dataset not in ("", folder)):
-        return drafts.new(work, dataset=folder)
-    if folder and not newest.dataset:
-        newest = replace(newest, dataset=folder)
+    if named == "new" or (folder and newest.dataset not in ("", folder)):
+        newest = drafts.new(work, dataset=folder)
+    if folder and (newest.dataset, newest.step) != (folder, step):
+        newest = replace(newest, dataset=folder, step=max(newest.step, step))
         drafts.save(work, newest)
     return newest
 
@@ -118,19 +121,14 @@ def looking(work: Workplace) -> Callable[..., list[Any]]:
     return look
 
 
-def receiving(work: Workplace) -> Callable[[list[str]], list[Any]]:
-    """Return the handler that puts uploaded images and captions into a folder of their own."""
+def receiving(work: Workplace) -> Callable[..., list[Any]]:
+    """Return the handler that looks at a folder which the browser has just sent."""
 
-    def receive(files: list[str] | None) -> list[Any]:
-        try:
-            found = uploads.save_files(
-                work,
-                [Upload(path=Path(file), name=Path(file).name) for file in files or ()],
-                into=uploads.upload_folder(work, time.strftime("upload-%Y%m%d-%H%M%S")),
-            )
-        except LoraTrainError as error:
-            return [gr.skip(), error_html(str(error))]
-        return [str(found.folder), note_html(sentence(found))]
+    def receive(event: gr.EventData, *fields: str | None) -> list[Any]:
+        draft_id, _, *rest = fields
+        said = note_html(str(event.said))
+        shown = looking(work)(draft_id, str(event.received), *rest)
+        return [str(event.received), shown[0] or said, *shown[1:]]
 
     return receive
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 _FORBIDDEN = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff\u202a-\u202e\u2066-\u2069]"
 )
-_VOID = frozenset({"br", "img", "meta"})
+_VOID = frozenset({"br", "img", "input", "meta"})
 
 
 class Html(str):

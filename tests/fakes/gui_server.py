@@ -5,6 +5,7 @@ Input: the runs folder and more words of the command line. Output: the link that
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import socket
@@ -16,7 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
+from urllib.request import HTTPCookieProcessor, build_opener
+from urllib.request import Request as UrlRequest
 
+PASSWORD_VARIABLE = "LORA_TRAIN_GUI_PASSWORD"
 ROOT = Path(__file__).resolve().parents[2]
 _START_WITHIN_S = 90
 _LINK = re.compile(r"https?://\S+")
@@ -61,9 +65,16 @@ class GuiServer:
 
 
 def start_gui(
-    runs: Path, *options: str, port: int | None = None, env: Mapping[str, str] | None = None
+    runs: Path,
+    *options: str,
+    port: int | None = None,
+    env: Mapping[str, str] | None = None,
+    until_opened: bool = True,
 ) -> GuiServer:
-    """Start the interface and wait until it has printed its link; raises AssertionError."""
+    """Start the interface and wait until it has printed its link, and has opened its pages.
+
+    Raises AssertionError.
+    """
     port = port or free_port()
     command = [sys.executable, "-m", "lora_trainer", "gui", f"--runs={runs}", "--no-browser"]
     with tempfile.NamedTemporaryFile(prefix="gui-", suffix=".log", delete=False) as output:
@@ -79,11 +90,35 @@ def start_gui(
     deadline = time.monotonic() + _START_WITHIN_S
     while time.monotonic() < deadline and process.poll() is None:
         if found := _LINK.search(log.read_text(encoding="utf-8", errors="replace")):
-            return GuiServer(process=process, port=port, link=found[0], log=log)
+            server = GuiServer(process=process, port=port, link=found[0], log=log)
+            if not until_opened:
+                return server
+            password = (env or {}).get(PASSWORD_VARIABLE, "")
+            while time.monotonic() < deadline and process.poll() is None:
+                if is_opened(server, password=password):
+                    return server
+                time.sleep(0.1)  # between looks; the condition above ends the wait
+            break
         time.sleep(0.05)  # between looks; the condition above ends the wait
     process.kill()
     process.wait(timeout=30)
-    raise AssertionError(f"the interface printed no link: {log.read_text()}")
+    raise AssertionError(f"the interface did not open: {log.read_text()}")
+
+
+def is_opened(server: GuiServer, *, password: str) -> bool:
+    """Whether Gradio's pages are there, asked as a browser would that has the link or the password."""
+    asked = [urljoin(server.link, "/ready")]
+    if not password:
+        asked.insert(0, server.link)  # for its cookie
+    opener = build_opener(HTTPCookieProcessor())
+    token = base64.b64encode(f"me:{password}".encode()).decode()
+    for address in asked:
+        fields = {"Accept": "text/html"}
+        if password:
+            fields["Authorization"] = f"Basic {token}"
+        with opener.open(UrlRequest(address, headers=fields), timeout=30) as answer:
+            status = answer.status
+    return bool(status == 200)
 
 
 def free_port() -> int:

@@ -107,15 +107,16 @@ from lora_trainer.gui import access, server
 from lora_trainer.gui.workplace import Workplace
 work = Workplace(runs=Path(sys.argv[1]))
 server.quiet_gradio(work)
-key = access.KeyAccess(key="k" * 43)
-served = server.application(work, access=key)
-outer = served.app
+front = server.application(work, access=access.KeyAccess(key="k" * 43)).app
+before = [name for name in ("gradio", "torch") if name in sys.modules]
+outer = server.pages(work)
 (mount,) = [route for route in outer.routes if route.path == ""]
 blocks = mount.app.get_blocks()
 print(json.dumps({
     "pages": [path for path, *_ in blocks.config["pages"]],
     "loaded": [name for name in ("torch", "diffusers", "transformers") if name in sys.modules],
-    "routes": [route.path for route in outer.routes],
+    "before": before,
+    "routes": [route.path for route in front.own.routes],
     "allowed_paths": blocks.allowed_paths,
     "uploads": mount.app.uploaded_file_dir,
     "off": [blocks.analytics_enabled, blocks.run_history, blocks.enable_monitoring, blocks.share],
@@ -150,12 +151,21 @@ def test_all_pages_build_without_torch(served: dict[str, Any]) -> None:
     ]
 
 
+def test_the_first_page_waits_for_no_import(served: dict[str, Any]) -> None:
+    assert served["before"] == []
+
+
 def test_our_routes_come_before_those_of_the_pages(served: dict[str, Any]) -> None:
     assert served["routes"] == [
+        "/live",
+        "/ready",
+        "/ui/{name}",
+        "/ui/example/{name}",
+        "/upload/{batch}/{number}",
+        "/upload/{batch}",
         "/media/run/{name}/{file:path}",
         "/media/own/tries/{folder}/{name}",
         "/media/thumb",
-        "",
     ]
 
 

@@ -349,9 +349,7 @@ def offered(attacker: Attacker) -> list[tuple[int, str]]:
 
 def test_scripts_get_no_file_from_elsewhere(attacker: Attacker, place: Place) -> None:
     functions = offered(attacker)
-    assert {"use_best", "dataset_look", "dataset_save", "dataset_receive"} <= {
-        name for _, name in functions
-    }
+    assert {"use_best", "dataset_look", "dataset_save"} <= {name for _, name in functions}
     folders = [
         *climbing(place.outside)[:8:2],
         *(str(place.datasets / name) for name in ("linked", "captions", "captions/folder", "set")),
@@ -393,13 +391,14 @@ def hostile_wish(folder: str, name: str) -> dict[str, Any]:
 
 
 def test_files_that_were_not_uploaded_are_not_taken(attacker: Attacker, place: Place) -> None:
-    for component, function in offered(attacker):
-        if function == "dataset_receive":
-            for spelling in (place.secret, place.runs / ".gui" / "incoming" / ".." / "key"):
-                for name in ("a.png", "a.zip", "../../a.png"):
-                    wish = {"name": "x", "files": [{"path": str(spelling), "name": name}]}
-                    reply = called(attacker, component, function, wish)
-                    assert b"was not uploaded" in reply.body
+    for batch in ("0123456789abcdef", "..", "%2e%2e", "a/../../key", "x" * 300):
+        for name in ("a.png", "a.zip", "../../a.png", str(place.secret)):
+            body = {"name": "x", "files": [name]}
+            assert attacker.post(f"/upload/{batch}", body).status >= 400
+            number = attacker.ask("PUT", f"/upload/{batch}/{name.replace('/', '%2f')}", body=b"x")
+            assert number.status >= 400
+    for wrong in (None, [], "x", {"files": {}}, {"files": [{"path": str(place.secret)}]}):
+        assert attacker.post("/upload/0123456789abcdef", wrong).status == 400
 
 
 def test_components_have_no_other_functions(attacker: Attacker) -> None:
@@ -440,6 +439,8 @@ def test_bodies_without_end_are_refused(attacker: Attacker) -> None:
             "/gradio_api/queue/join",
             "/gradio_api/upload",
             "/gradio_api/component_server/",
+            "/upload/0123456789abcdef",
+            "/upload/0123456789abcdef/0",
         ):
             status = attacker.ask("POST", path, headers={"Content-Length": length}).status
             assert status in (400, 413)

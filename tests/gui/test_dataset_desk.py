@@ -331,27 +331,3 @@ def test_recent_folders_are_those_opened_drafted_and_still_there(
     dataset_notes.opened(work, folder)
     gone.rmdir()
     assert dataset_notes.recent(work) == [str(folder), str(other)]
-
-
-def test_uploads_become_a_folder(desk: Desk, work: Workplace) -> None:
-    incoming = work.own / "incoming" / "abc"
-    incoming.mkdir(parents=True)
-    Image.new("RGB", (32, 32)).save(incoming / "x.png")
-    (incoming / "y.exe").write_text("no")
-    files = [{"path": str(incoming / name), "name": name} for name in ("x.png", "y.exe")]
-    answer = desk.receive(Posted.of({"name": "my set", "files": files}))
-    assert Path(answer["received"]) == work.own / "uploads" / "my set"
-    assert "1 images and 0 captions" in answer["said"]
-    assert "y.exe" in answer["said"]
-
-
-@pytest.mark.parametrize("name", ["x.png", "x.zip"])
-def test_nothing_but_uploads_can_be_taken(
-    name: str, desk: Desk, folder: Path, work: Workplace
-) -> None:
-    theirs = folder / name
-    theirs.write_bytes(b"theirs")
-    with pytest.raises(InputError, match="was not uploaded"):
-        desk.receive(Posted.of({"name": "n", "files": [{"path": str(theirs), "name": name}]}))
-    assert theirs.read_bytes() == b"theirs"
-    assert not list((work.own / "uploads").glob("*"))

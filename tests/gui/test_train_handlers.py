@@ -32,11 +32,17 @@ def started(work: Workplace, tmp_path: Path) -> drafts.Draft:
 
 def test_another_folder_begins_another_draft(work: Workplace) -> None:
     first = drafts.new(work, dataset="/one")
-    assert handlers._wanted(work, draft="", folder="/one") == first
-    second = handlers._wanted(work, draft="", folder="/two")
+    assert handlers._wanted(work, {"folder": "/one"}) == first
+    second = handlers._wanted(work, {"folder": "/two"})
     assert (second.dataset, drafts.read(work, first.id)) == ("/two", first)
-    assert handlers._wanted(work, draft=first.id, folder="/two") == first
-    assert handlers._wanted(work, draft="new", folder="").dataset == ""
+    assert handlers._wanted(work, {"draft": first.id, "folder": "/two"}) == first
+    assert handlers._wanted(work, {"draft": "new"}).dataset == ""
+
+
+def test_the_example_is_at_its_plan_at_once(work: Workplace) -> None:
+    draft = handlers._wanted(work, {"example": "1"})
+    assert (Path(draft.dataset).name, draft.step) == ("example", handlers.CHECK)
+    assert handlers._wanted(work, {"example": "1"}) == draft
 
 
 def test_a_field_that_is_left_by_a_press_of_train_does_not_undo_it(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lora_trainer.gui import uploads
+from lora_trainer.gui import dataset_upload, uploads
+from lora_trainer.gui.posted import Posted
 from lora_trainer.gui.upload_names import safe_name
 from lora_trainer.gui.uploads import Upload, save_files
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.common.errors import InputError
+from lora_trainer.common.errors import InputError, RequestError
 
 
 def tree(folder: Path) -> set[str]:
@@ -117,3 +119,51 @@ def test_old_uploads_are_forgotten(tmp_path: Path) -> None:
     uploads.forget_old(tmp_path, kept_s=500)
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
     uploads.forget_old(tmp_path / "missing", kept_s=500)
+
+
+BATCH = "0123456789abcdef"
+
+
+def batch(work: Workplace, *contents: bytes) -> None:
+    folder = dataset_upload.batch_folder(work, BATCH)
+    folder.mkdir(parents=True)
+    for number, content in enumerate(contents):
+        (folder / str(number)).write_bytes(content)
+
+
+def test_what_a_browser_sent_becomes_a_folder_of_its_own(tmp_path: Path) -> None:
+    work = Workplace(runs=tmp_path)
+    batch(work, b"picture", b"program")
+    posted = Posted.of({"name": "my set", "files": ["x.png", "y.exe"]})
+    answer = dataset_upload.receive(work, BATCH, posted)
+    assert Path(answer["received"]) == work.own / "uploads" / "my set"
+    assert "1 image and 0 captions" in answer["said"]
+    assert "y.exe" in answer["said"]
+    assert not dataset_upload.batch_folder(work, BATCH).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        (BATCH, ["x.png"]),
+        (BATCH, []),
+        (BATCH, [5]),
+        (BATCH, "x.png"),
+        ("../../outside", ["x.png"]),
+        ("", ["x.png"]),
+    ],
+)
+def test_files_that_did_not_arrive_make_no_folder(name: str, files: Any, tmp_path: Path) -> None:
+    work = Workplace(runs=tmp_path)
+    with pytest.raises((InputError, RequestError)):
+        dataset_upload.receive(work, name, Posted.of({"name": "n", "files": files}))
+    assert not (work.own / "uploads").exists()
+
+
+def test_the_example_is_a_copy_that_may_be_changed(tmp_path: Path) -> None:
+    work = Workplace(runs=tmp_path)
+    folder = uploads.example(work)
+    assert len([path for path in folder.iterdir() if path.suffix != ".txt"]) == 16
+    (folder / "zibbo_01.txt").write_text("mine")
+    assert uploads.example(work) == folder
+    assert (folder / "zibbo_01.txt").read_text() == "mine"

@@ -1,0 +1,90 @@
+// What every page shows of the trainings that run: the chip in the bar, the title of the tab, a notice
+// when one ends. Asks while something trains or waits; a page on which nothing happens asks once, and
+// again when somebody comes back to it. Other scripts listen to the event "live" of the document.
+
+const AGAIN_MS = 2000;
+const state = { timer: 0, bar: null, page: "", home: null, before: new Map(), title: "" };
+
+export function start(bar, { home = null } = {}) {
+  state.bar = bar;
+  state.page = bar.dataset.page;
+  state.home = home ?? state.home;
+  if (!state.listening) {
+    state.listening = true;
+    document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
+    window.addEventListener("focus", look);
+    window.addEventListener("pageshow", (event) => { if (event.persisted) look(); });
+    // Gradio sets the title of the page when it has loaded.
+    new MutationObserver(() => { if (state.title && document.title !== state.title) document.title = state.title; })
+      .observe(document.querySelector("title") ?? document.head, { childList: true, subtree: true, characterData: true });
+  }
+  return look();
+}
+
+/** Ask now, and go on asking while there is something to follow. */
+export async function look() {
+  clearTimeout(state.timer);
+  const asked = new URLSearchParams(state.home === null ? {} : { home: state.home });
+  let now;
+  try {
+    const answer = await fetch(`/live?${asked}`, { credentials: "same-origin" });
+    if (!answer.ok) throw new Error(answer.statusText);
+    now = await answer.json();
+  } catch {
+    state.timer = setTimeout(look, 5 * AGAIN_MS); // the server was ended, or starts anew
+    return;
+  }
+  clearTimeout(state.timer); // two may have asked at once
+  if (now.stamp !== undefined) state.home = now.stamp;
+  show(now);
+  document.dispatchEvent(new CustomEvent("live", { detail: now }));
+  if (now.training.length || now.waiting) state.timer = setTimeout(look, AGAIN_MS);
+}
+
+function show(now) {
+  for (const run of now.training) state.before.set(run.name, run);
+  for (const [name, run] of state.before) {
+    if (now.training.some((other) => other.name === name)) continue;
+    state.before.delete(name);
+    const ended = now.ended[name];
+    if (ended) tell(run, ended);
+  }
+  const first = now.training[0];
+  const title = first ? `${first.percent} % \u00b7 ${first.name}` : state.page;
+  state.title = `${title} \u2013 lora-train`;
+  document.title = state.title;
+  const chips = now.training.slice(0, 1).map((run) => {
+    const link = Object.assign(document.createElement("a"), { href: run.url });
+    link.append(document.createElement("i"), Object.assign(document.createElement("span"), {
+      textContent: [run.name, `${run.percent} %`, run.left].filter(Boolean).join(" \u00b7 "),
+    }));
+    return link;
+  });
+  if (chips.length && "Notification" in window && Notification.permission === "default") chips.push(bell());
+  const place = state.bar.querySelector(".live");
+  if (place.textContent !== chips.map((chip) => chip.textContent).join("")) place.replaceChildren(...chips);
+}
+
+function bell() {
+  const button = Object.assign(document.createElement("button"), { type: "button", className: "bare", title: "Tell me when it ends" });
+  button.setAttribute("aria-label", "Tell me when it ends");
+  const icon = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  icon.setAttribute("class", "icon");
+  icon.append(document.createElementNS("http://www.w3.org/2000/svg", "use"));
+  icon.firstChild.setAttribute("href", "/ui/icons.svg#bell");
+  button.append(icon);
+  button.onclick = async () => { await Notification.requestPermission(); button.remove(); };
+  return button;
+}
+
+/** Say that a training has ended: in the page, and from the system where somebody wished it. */
+function tell(run, said) {
+  const toast = Object.assign(document.createElement("div"), { className: "toast" });
+  toast.setAttribute("role", "status");
+  const close = Object.assign(document.createElement("button"), { type: "button", textContent: "Close", onclick: () => toast.remove() });
+  toast.append(`${run.name}: ${said}. `, Object.assign(document.createElement("a"), { href: run.url, textContent: "Open it" }), close);
+  (state.bar.closest(".html-container") ?? document.body).append(toast);
+  if ("Notification" in window && Notification.permission === "granted" && document.hidden) {
+    new Notification(`${run.name}: ${said}`, { icon: "/ui/mark.svg" });
+  }
+}

@@ -1,0 +1,119 @@
+"""What is served without Gradio: the first page while Gradio is still being loaded, and what pages ask.
+
+    /live          the trainings that run; with ?home=STAMP also the cards of Home where they changed
+    /ready         whether Gradio's pages are there
+    /ui, /media, /upload   assets, pictures, uploads
+
+Importing Gradio and laying the pages out takes some seconds; a browser that comes before sees Home, or
+that its page is being opened, at once. Inputs: ASGI requests. Output: answers of our own, Gradio's for
+everything else once it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route, Router
+
+from lora_trainer.reporting.charts import tag
+
+from . import asset_files, dataset_upload, home_view, media
+from .guard import Application, Message, Receive, Send
+from .live import live
+from .markup import PLACES, bar, document
+from .run_follow import Followed
+from .workplace import Workplace
+
+_SCRIPT = """
+import { start } from "/ui/live.js";
+import { mount } from "/ui/home.js";
+const home = document.querySelector(".home");
+if (home) mount(document.querySelector(".frame"), null);
+start(document.querySelector(".bar"), home ? { home: "first" } : {});
+for (;;) {
+  const answer = await fetch("/ready").catch(() => null);
+  if (answer?.status === 200) break;
+  await new Promise((resolve) => setTimeout(resolve, 250));
+}
+location.reload();
+"""
+
+
+class Front:
+    """Answers what needs no Gradio, and hands on to `build()` what does, once that has returned."""
+
+    def __init__(self, work: Workplace, build: Callable[[], Any]) -> None:
+        self._work, self._build = work, build
+        self._pages: Application | None = None
+        self._followed = Followed()
+        self.own = Router(
+            routes=[
+                Route("/live", self._live),
+                Route("/ready", self._ready),
+                *asset_files.routes(),
+                *dataset_upload.routes(work),
+                *media.routes(work),
+            ],
+            default=self._other,
+        )
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(scope, receive, send)
+        else:
+            await self.own(scope, receive, send)
+
+    async def _other(self, scope: Message, receive: Receive, send: Send) -> None:
+        pages = self._pages
+        if pages is not None:
+            await pages(scope, receive, send)
+            return
+        await self._first(Request(scope))(scope, receive, send)
+
+    def _first(self, request: Request) -> Response:
+        """Return what a page shows before Gradio is there; a program is asked to come again."""
+        if request.method != "GET" or "text/html" not in request.headers.get("accept", ""):
+            later = {"retry-after": "2"}
+            return PlainTextResponse("The pages are being opened.", status_code=503, headers=later)
+        if request.url.path == "/":
+            shown, title = home_view.page(self._work, self._followed), "Home"
+        else:
+            title = next((p.name for p in PLACES if p.path == request.url.path), "Opening")
+            shown = tag("p", "Opening\u2026", class_="empty quiet", role="status")
+        page = document(title, tag("div", bar(title), shown), script=_SCRIPT)
+        return HTMLResponse(page, headers={"cache-control": "no-store"})
+
+    async def _ready(self, request: Request) -> Response:
+        return PlainTextResponse("", status_code=200 if self._pages is not None else 202)
+
+    async def _live(self, request: Request) -> Response:
+        return JSONResponse(await asyncio.to_thread(self._seen, request.query_params))
+
+    def _seen(self, asked: Mapping[str, str]) -> dict[str, Any]:
+        seen = live(self._work, self._followed)
+        if "home" in asked:
+            stamp = home_view.stamp(self._work)
+            if stamp != asked["home"]:
+                seen |= {"stamp": stamp, "home": home_view.view(self._work, self._followed)}
+        return seen
+
+    async def _lifespan(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Open the pages beside, and close them with the server."""
+        await receive()
+        async with AsyncExitStack() as stack:
+            opening = asyncio.create_task(self._open(stack))
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            opening.cancel()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _open(self, stack: AsyncExitStack) -> None:
+        pages = await asyncio.to_thread(self._build)
+        # Gradio's server begins its queue where it is started, which mounting it leaves to us.
+        await stack.enter_async_context(pages.router.lifespan_context(pages))
+        self._pages = pages

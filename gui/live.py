@@ -1,0 +1,87 @@
+"""What every page shows of the trainings that run, as a small JSON: `/live`, for assets/live.js.
+
+Input: the runs folder. Output: name, percent, time left and state of each run that trains, how those
+ended that did not long ago, how many wait, and, for Home, its markup where it has changed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.queue import commands
+
+from . import state
+from .run_follow import Followed
+from .run_state import left_text, look, remaining_s, sentence
+from .workplace import Workplace
+
+_ENDED_WITHIN_S = 3600.0
+_ENDED = {
+    "finished": "the training is finished",
+    "stopped": "the training is stopped, its state saved",
+    "failed": "the training has failed",
+    "interrupted": "the training ended without a word",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A run that trains; `fraction` of 1 is done, `left` is its time left in words, or empty."""
+
+    fraction: float
+    left: str
+    said: str
+
+    @property
+    def percent(self) -> int:
+        """How much is done, rounded down: 100 is for what has ended."""
+        return int(100 * self.fraction)
+
+
+def running(work: Workplace, followed: Followed) -> Mapping[str, Training]:
+    """Return the runs that train, by name."""
+    return {
+        run.name: _training(work, run, followed)
+        for run in state.runs(work.runs)
+        if run.status.state == "running"
+    }
+
+
+def _training(work: Workplace, run: state.RunEntry, followed: Followed) -> Training:
+    folder, status = work.runs / run.name, run.status
+    fraction = min(1.0, status.step / status.steps) if status.steps else 0.0
+    seen = look(folder, status, now_s=time.time())
+    try:
+        history = followed.read(folder).history
+    except (LoraTrainError, OSError):  # its page says so
+        return Training(fraction=fraction, left="", said="training")
+    left = left_text(remaining_s(status, history))
+    return Training(fraction=fraction, left=left, said=sentence(seen, history))
+
+
+def live(work: Workplace, followed: Followed) -> dict[str, Any]:
+    """Return what the bar of each page shows."""
+    trains = running(work, followed)
+    return {
+        "training": [
+            {"name": name, "url": state.page_url(name), "percent": seen.percent, "left": seen.left}
+            for name, seen in trains.items()
+        ],
+        "ended": {
+            run.name: _ENDED[run.status.state]
+            for run in state.runs(work.runs)
+            if run.name not in trains and time.time() - run.status.heartbeat_s < _ENDED_WITHIN_S
+        },
+        "waiting": _waiting(work),
+    }
+
+
+def _waiting(work: Workplace) -> int:
+    try:
+        return sum(not item.has_ended for item in commands.items(work.runs))
+    except LoraTrainError:  # the page Queue says so
+        return 0

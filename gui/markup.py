@@ -1,0 +1,187 @@
+"""The components of the visual system as markup: icons, buttons, progress, states, notices, the frame.
+
+Inputs: texts, which may be of anybody. Output: escaped markup for the classes of assets/site.css. Pages
+put these together; `/_kit` shows each of them in every state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lora_trainer.reporting.charts import Html, join, tag
+
+PRODUCT = "lora-train"
+STATE_ICONS = {
+    "running": "play",
+    "finished": "circle-check",
+    "stopped": "square",
+    "interrupted": "triangle-alert",
+    "failed": "circle-alert",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """An entry of the bar: a page, its address, its icon; `tool` ones stand at the end, icon only."""
+
+    name: str
+    path: str
+    icon: str
+    tool: bool = False
+
+
+PLACES = (
+    Place(name="Home", path="/", icon="house"),
+    Place(name="Train", path="/train", icon="sparkles"),
+    Place(name="Datasets", path="/datasets", icon="images"),
+    Place(name="Queue", path="/queue", icon="list-ordered"),
+    Place(name="LoRAs", path="/library", icon="layers"),
+    Place(name="Settings", path="/settings", icon="settings", tool=True),
+    Place(name="Doctor", path="/doctor", icon="stethoscope", tool=True),
+)
+
+
+def icon(name: str) -> Html:
+    """Return an icon of assets/icons.svg, by its name there; readers of screens pass over it."""
+    use = tag("use", href=f"/ui/icons.svg#{name}")
+    return tag("svg", use, class_="icon", aria_hidden="true")
+
+
+def button(
+    label: str,
+    *,
+    icon_name: str = "",
+    kind: str = "",
+    disabled: bool = False,
+    attributes: dict[str, str | float | None] | None = None,
+) -> Html:
+    """Return a button; `kind` is of big, primary, danger, bare, several with a space between."""
+    return tag(
+        "button",
+        icon(icon_name) if icon_name else None,
+        label,
+        type="button",
+        class_=kind or None,
+        disabled="" if disabled else None,
+        **(attributes or {}),
+    )
+
+
+def link_button(label: str, href: str, *, icon_name: str = "", kind: str = "") -> Html:
+    """Return a link that looks like a button."""
+    mark = icon(icon_name) if icon_name else None
+    return tag("a", mark, label, href=href, class_=f"ui-button {kind}".strip())
+
+
+def progress(fraction: float, *, label: str, state: str = "running") -> Html:
+    """Return a bar that is filled by `fraction` of 1."""
+    share = min(1.0, max(0.0, fraction))
+    return tag(
+        "div",
+        tag("i", style=f"width:{share:.1%}"),
+        class_=f"progress {state}",
+        role="progressbar",
+        aria_label=label,
+        aria_valuemin=0,
+        aria_valuemax=100,
+        aria_valuenow=int(100 * share),
+    )
+
+
+def state_line(state: str, said: str) -> Html:
+    """Return the state of a run with its icon: colour alone says nothing."""
+    return tag("p", icon(STATE_ICONS[state]), tag("span", said), class_=f"state {state}")
+
+
+def error_html(line: str) -> Html:
+    """Return a refusal, an empty string for none."""
+    return tag("p", line, class_="error notice") if line else Html("")
+
+
+def note_html(line: str) -> Html:
+    """Return a remark, an empty string for none."""
+    return tag("p", line, class_="notice") if line else Html("")
+
+
+def drop_zone() -> Html:
+    """Return the place for images that are dropped or chosen; assets/drop.js gives it life."""
+    return tag(
+        "section",
+        tag("div", icon("image-plus"), "Drop your images here", class_="what"),
+        button("Choose images", icon_name="upload", attributes={"data-for": "files"}),
+        button("Choose a folder", icon_name="folder-open", attributes={"data-for": "folder"}),
+        _chooser("files", accept="image/*,.txt,.zip"),
+        _chooser("folder", webkitdirectory=""),
+        tag("progress", max=1, value=0, hidden="", aria_label="of the files that are here"),
+        tag("p", class_="said quiet", role="status"),
+        class_="drop",
+        aria_label="Your images",
+    )
+
+
+def _chooser(name: str, **attributes: str) -> Html:
+    return tag(
+        "input",
+        type="file",
+        name=name,
+        multiple="",
+        class_="unseen",
+        tabindex=-1,
+        aria_hidden="true",
+        **attributes,
+    )
+
+
+def bar(page: str) -> Html:
+    """Return what stands on top of the page `page`; assets/live.js fills the live place."""
+    return tag(
+        "header",
+        tag("a", _mark(), tag("span", PRODUCT), href="/", class_="brand"),
+        tag("nav", *_links(page, tool=False), aria_label="Pages"),
+        tag("div", class_="live", role="status"),
+        *_links(page, tool=True),
+        class_="bar",
+        data_page=page,
+    )
+
+
+def _links(page: str, *, tool: bool) -> Iterable[Html]:
+    for place in PLACES:
+        if place.tool is tool:
+            yield tag(
+                "a",
+                icon(place.icon),
+                None if tool else tag("span", place.name),
+                href=place.path,
+                title=place.name,
+                aria_label=place.name if tool else None,
+                aria_current="page" if place.name == page else None,
+            )
+
+
+def _mark() -> Html:
+    return tag("svg", tag("use", href="/ui/mark.svg#mark"), aria_hidden="true")
+
+
+def document(title: str, body: Html, *, script: str = "") -> str:
+    """Return a whole page that needs no Gradio, in the scheme that the browser asks for."""
+    # Gradio sets the class `dark` the same way.
+    scheme = (
+        'if (matchMedia("(prefers-color-scheme: dark)").matches) '
+        'document.documentElement.classList.add("dark");'
+    )
+    head = join(
+        [
+            tag("title", f"{title} \u2013 {PRODUCT}"),
+            Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width">'),
+            Html('<link rel="icon" href="/ui/mark.svg" type="image/svg+xml">'),
+            Html('<link rel="stylesheet" href="/ui/site.css">'),
+            Html('<link rel="stylesheet" href="/ui/home.css">'),
+            tag("script", Html(scheme)),
+        ]
+    )
+    page = tag("div", tag("div", body, class_="html-container"), class_="frame")
+    module = tag("script", Html(script), type="module") if script else None
+    content = tag("body", page, module, style="margin:0")
+    return f'<!doctype html><html lang="en">{tag("head", head)}{content}</html>'
