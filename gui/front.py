@@ -12,8 +12,9 @@ everything else once it is there.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from starlette.requests import Request
@@ -24,6 +25,7 @@ from lora_trainer.reporting.charts import tag
 
 from . import asset_files, dataset_upload, home_view, media
 from .guard import Application, Message, Receive, Send
+from .launch import warm_up
 from .live import live
 from .markup import PLACES, bar, document
 from .run_follow import Followed
@@ -110,10 +112,17 @@ class Front:
             await send({"type": "lifespan.startup.complete"})
             await receive()
             opening.cancel()
+            with suppress(asyncio.CancelledError):
+                await opening
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _open(self, stack: AsyncExitStack) -> None:
-        pages = await asyncio.to_thread(self._build)
+        try:
+            pages = await asyncio.to_thread(self._build)
+        except Exception:
+            signal.raise_signal(signal.SIGINT)  # ends the server, which then says why
+            raise
         # Gradio's server begins its queue where it is started, which mounting it leaves to us.
         await stack.enter_async_context(pages.router.lifespan_context(pages))
         self._pages = pages
+        await asyncio.to_thread(warm_up)

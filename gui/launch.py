@@ -21,7 +21,9 @@ from lora_trainer.common.wording import one_line
 from lora_trainer.config.config import build_config
 from lora_trainer.reporting.history import mapping, sequence
 
+from .asset_files import EXAMPLE
 from .drafts import Draft
+from .warm import Done, WarmProcess
 from .workplace import Workplace
 
 Words = tuple[str, ...]
@@ -29,6 +31,8 @@ Words = tuple[str, ...]
 TRAINER: Words = (sys.executable, "-m", "lora_trainer")
 _ANSWER_WITHIN_S = 900
 _NAME_MAX_LENGTH = 100
+# Two, so that a look at ten thousand images keeps no plan waiting.
+_WARM = {name: WarmProcess(within_s=_ANSWER_WITHIN_S) for name in ("plan", "check")}
 
 
 def check_words(draft: Draft, work: Workplace) -> Words:
@@ -150,13 +154,8 @@ class Answer:
 def ask(words: Words, *, program: Words = TRAINER) -> Answer:
     """Run a command that ends by itself and prints JSON."""
     try:
-        done = subprocess.run(
-            (*program, *words),
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            timeout=_ANSWER_WITHIN_S,
-            check=False,
-        )
+        warm = _WARM.get(words[0]) if program is TRAINER else None
+        done = warm.run(words) if warm is not None else _run((*program, *words))
     except (OSError, subprocess.TimeoutExpired) as error:
         return Answer(values=None, error=one_line(str(error)))
     if done.returncode:
@@ -166,6 +165,23 @@ def ask(words: Words, *, program: Words = TRAINER) -> Answer:
     except ValueError:
         return Answer(values=None, error=f"no JSON: {_last_line(done.stdout)}")
     return Answer(values=values)
+
+
+def warm_up() -> None:
+    """Start the processes that answer `plan` and `check`; this takes a second or two."""
+    for name, process in _WARM.items():
+        process.start((name, str(EXAMPLE), "--base=embedded", "--json"))
+
+
+def _run(command: Words) -> Done:
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        timeout=_ANSWER_WITHIN_S,
+        check=False,
+    )
+    return Done(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
 
 def _last_line(output: bytes) -> str:

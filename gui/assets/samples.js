@@ -107,6 +107,7 @@ async function useAsBest(step) {
     said.classList.toggle("error", answer.refused);
     if (!answer.refused) {
       sheet.steps.forEach((other) => (other.best = other.step === step.step));
+      trigger("click"); // the files name the best one too
       draw();
     }
   } catch {

@@ -27,6 +27,11 @@ from ..workplace import Workplace
 from .events import PRIVATE, QUIET, html
 
 TICK_S = 1.0
+_LOOKED_AT = """
+const back = () => { if (element.isConnected && !document.hidden) trigger("click"); };
+document.addEventListener("visibilitychange", back);
+window.addEventListener("focus", back);
+"""
 _BUTTONS = {
     "sample": "Sample now",
     "save": "Save now",
@@ -47,14 +52,16 @@ class Sent:
 
 
 def build(work: Workplace) -> None:
-    """Lay the page out."""
+    """Lay the page out. A page asks once a second while its run goes, else when somebody looks at it."""
     page: Any = gr.context.Context.root_block
     followed = Followed()
     sent = gr.State(Sent())
     title = html(elem_classes="run-title")
     with gr.Column(elem_classes="run-page", visible=False) as body:
-        widgets = _widgets(work)
-    outputs = [title, body, *widgets.values(), sent]
+        widgets, said = _widgets(work)
+    back = html(js_on_load=_LOOKED_AT)
+    timer = gr.Timer(TICK_S)
+    outputs = [title, body, *widgets.values(), sent, timer]
 
     def tick(before: Sent, request: gr.Request) -> Any:
         name = request.query_params.get("run", "")
@@ -72,13 +79,16 @@ def build(work: Workplace) -> None:
             found = damaged_parts(seen, str(error))
         updates = [_update(name, found, before) for name in widgets]
         keys = {part: found[part].key for part in found}
-        return [_title(name), gr.Column(visible=True), *updates, Sent(stamp=now, keys=keys)]
+        goes = gr.Timer(active=seen.status.state == "running" or seen.goes_on_soon)
+        shown = [_title(name), gr.Column(visible=True)]
+        return [*shown, *updates, Sent(stamp=now, keys=keys), goes]
 
-    page.load(tick, sent, outputs, **QUIET)
-    gr.Timer(TICK_S).tick(tick, sent, outputs, **QUIET)
+    gr.on([page.load, timer.tick, back.click], tick, sent, outputs, **QUIET)
+    for pressed in _connect(work, widgets, said):
+        pressed.then(tick, sent, outputs, **QUIET)
 
 
-def _widgets(work: Workplace) -> dict[str, Any]:
+def _widgets(work: Workplace) -> tuple[dict[str, Any], Any]:
     """Make the widgets of a run in the order of the page; return those that are updated."""
     widgets: dict[str, Any] = {"head": html(elem_classes="run-head")}
     with gr.Row(elem_classes="run-buttons"):
@@ -114,11 +124,11 @@ def _widgets(work: Workplace) -> dict[str, Any]:
             widgets["settings"] = html(apply_default_css=False)
         with gr.Tab("Files and report"):
             widgets["files"] = html(apply_default_css=False, js_on_load=asset("run_files.js"))
-    _connect(work, widgets, said)
-    return widgets
+    return widgets, said
 
 
-def _connect(work: Workplace, widgets: Mapping[str, Any], said: Any) -> None:
+def _connect(work: Workplace, widgets: Mapping[str, Any], said: Any) -> list[Any]:
+    """Give the buttons their deeds; return the events after which the run is looked at again."""
     deeds: dict[str, Callable[[str, str], None]] = {
         "sample": lambda run, _: run_actions.ask(work, run, "sample"),
         "save": lambda run, _: run_actions.ask(work, run, "save"),
@@ -127,13 +137,16 @@ def _connect(work: Workplace, widgets: Mapping[str, Any], said: Any) -> None:
         "end": lambda run, _: run_actions.end(work, run),
         "resume": lambda run, dataset: run_actions.resume(work, run, dataset=dataset),
     }
-    for name, deed in deeds.items():
+    pressed = [
         widgets[name].click(_told(deed), widgets["where"], said, **PRIVATE)
+        for name, deed in deeds.items()
+    ]
 
     def use_best(event: gr.EventData, request: gr.Request) -> str:
         return _best_html(work, request.query_params.get("run", ""), event.step)
 
-    widgets["files"].click(use_best, None, said, **PRIVATE)
+    marked = widgets["samples"].click(lambda: "", None, said, **QUIET)
+    return [*pressed, marked, widgets["files"].click(use_best, None, said, **PRIVATE)]
 
 
 def _told(deed: Callable[[str, str], None]) -> Callable[..., Html]:
@@ -184,7 +197,8 @@ def _nothing(name: str, before: Sent, *, count: int) -> Any:
         return gr.skip()
     said = f"There is no run {name!r}." if name else "The address names no run."
     line = tag("p", said, " ", tag("a", "See all runs", href="/"), ".", class_="notice")
-    return [line, gr.Column(visible=False), *[gr.skip()] * count, Sent(stamp=now)]
+    hidden = gr.Column(visible=False)
+    return [line, hidden, *[gr.skip()] * count, Sent(stamp=now), gr.Timer(active=False)]
 
 
 def _title(name: str) -> Html:

@@ -116,8 +116,11 @@ def is_opened(server: GuiServer, *, password: str) -> bool:
         fields = {"Accept": "text/html"}
         if password:
             fields["Authorization"] = f"Basic {token}"
-        with opener.open(UrlRequest(address, headers=fields), timeout=30) as answer:
-            status = answer.status
+        try:
+            with opener.open(UrlRequest(address, headers=fields), timeout=30) as answer:
+                status = answer.status
+        except OSError:  # refused, or ended
+            return False
     return bool(status == 200)
 
 
