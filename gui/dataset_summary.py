@@ -1,36 +1,96 @@
-"""What is in a folder of images, at a glance: count, thumbnails, findings in plain words.
+"""What is in a folder of images, at a glance: count, thumbnails, what is odd about them, in plain words.
 
-Inputs: the folder and the JSON of `lora-train check --json`. Output: escaped markup. The thumbnails
-come from our own route, which makes them when they are first asked for.
+Inputs: the folder and the JSON of `lora-train check --json`. Output: escaped markup. Remarks of a kind
+stand together, with a link to where they are mended. The thumbnails come from our own route, which
+makes them when they are first asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from lora_trainer.reporting.charts import Html, tag
 from lora_trainer.reporting.history import mapping, number, sequence
 
+from .dataset_view import badge_kind
+from .markup import icon, link_button
 from .media import thumb_url
 
 SHOWN = 24
-_SHOWN_FINDINGS = 12
+_NAMED = 4
 _GOOD, _FAIR = 0.8, 0.6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of remark: what it says of some images, and of one; why it matters; the button."""
+
+    some: str
+    one: str
+    why: str
+    button: str = "Show"
+
+
+KINDS = {
+    "no-caption": Kind(
+        some="Some images have no caption",
+        one="Some images have no caption",
+        why="A caption says what is in an image; what it names can be left out or changed later.",
+        button="Caption them",
+    ),
+    "unusable": Kind(
+        some="{count} files cannot be read as images",
+        one="1 file cannot be read as an image",
+        why="They are left out of the training.",
+    ),
+    "duplicate": Kind(
+        some="{count} images are there twice",
+        one="1 image is there twice",
+        why="What is there twice counts twice, and is learned by heart.",
+    ),
+    "near-duplicate": Kind(
+        some="{count} images are nearly the same as another",
+        one="1 image is nearly the same as another",
+        why="Different views teach more than many alike.",
+    ),
+    "low-resolution": Kind(
+        some="{count} images are small and would be enlarged",
+        one="1 image is small and would be enlarged",
+        why="Enlarged images are soft, and so is what is learned from them.",
+    ),
+    "exposure": Kind(
+        some="{count} images are too dark, too bright or flat",
+        one="1 image is too dark, too bright or flat",
+        why="The look of the photograph is learned with what it shows.",
+    ),
+}
+# Said by the heading in words of its own.
+_NOT_LISTED = frozenset({"score"})
 
 
 def summary(folder: Path, values: Mapping[str, Any], files: list[str]) -> Html:
     """Return the report of a dataset; `files` are the names of its images, in their order."""
     count = int(number(values, "images"))
-    findings = [row for row in sequence(values, "findings") if isinstance(row, dict)]
+    findings = [
+        row
+        for row in sequence(values, "findings")
+        if isinstance(row, dict) and row.get("kind") not in _NOT_LISTED
+    ]
     return tag(
         "div",
-        tag("h3", f"{count:,} {'image' if count == 1 else 'images'}, {_verdict(values, findings)}"),
+        tag("h2", f"{count:,} {'image' if count == 1 else 'images'}, {_verdict(values, findings)}"),
+        tag("ul", *_groups(folder, findings), class_="findings") if findings else None,
         tag("div", *(_thumbnail(folder, name) for name in files[:SHOWN]), class_="thumbnails"),
         _more(len(files) - SHOWN),
-        tag("ul", *_findings(findings), class_="problems") if findings else None,
-        tag("p", _buckets(values), class_="quiet"),
+        tag(
+            "details",
+            tag("summary", "The sizes they are trained in"),
+            tag("p", _buckets(values), class_="quiet"),
+        ),
         class_="summary",
     )
 
@@ -38,37 +98,71 @@ def summary(folder: Path, values: Mapping[str, Any], files: list[str]) -> Html:
 def _verdict(values: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -> str:
     score = number(values, "score")
     if not findings:
-        return "nothing to remark"
+        return "all good to train on"
     if score >= _GOOD:
-        return f"good to train on (score {score:.2f} of 1)"
+        return "good to train on"
     if score >= _FAIR:
-        return f"usable, with weak points (score {score:.2f} of 1)"
-    return f"worth improving first (score {score:.2f} of 1)"
+        return "usable, with weak points"
+    return "worth improving first"
 
 
 def _thumbnail(folder: Path, name: str) -> Html:
-    return tag(
+    image = tag(
         "img", src=thumb_url(folder, name, size_px=192), alt=name, title=name, loading="lazy"
     )
+    large = thumb_url(folder, name, size_px=1536)
+    return tag("a", image, href=large, target="_blank", rel="noopener")
 
 
 def _more(count: int) -> Html | None:
     return tag("p", f"and {count:,} more.", class_="quiet") if count > 0 else None
 
 
-def _findings(findings: Sequence[Mapping[str, Any]]) -> Iterator[Html]:
-    for row in findings[:_SHOWN_FINDINGS]:
+def _groups(folder: Path, findings: Sequence[Mapping[str, Any]]) -> Iterator[Html]:
+    """Yield a line for each kind of remark, the gravest first."""
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for row in findings:
+        kinds.setdefault(str(row.get("kind")), []).append(row)
+    order = {"error": 0, "warning": 1}
+    for kind, rows in sorted(
+        kinds.items(), key=lambda item: order.get(str(item[1][0].get("severity")), 2)
+    ):
+        severity = str(rows[0].get("severity", "note"))
+        named = KINDS.get(kind)
+        label = named.button if named else "Show"
         yield tag(
             "li",
-            tag("b", f"{row['file']}: ") if row.get("file") else None,
-            f"{row.get('what', '')}. ",
-            tag("span", str(row.get("advice", "")), class_="quiet"),
-            class_=str(row.get("severity", "note")),
+            icon("circle-alert" if severity == "error" else "triangle-alert"),
+            tag("div", tag("b", _said(named, rows)), tag("p", _about(named, rows), class_="quiet")),
+            link_button(label, _desk(folder, kind)),
+            class_=f"panel {severity}",
         )
-    if len(findings) > _SHOWN_FINDINGS:
-        yield tag("li", f"and {len(findings) - _SHOWN_FINDINGS} more; the page Datasets has all.")
+
+
+def _said(kind: Kind | None, rows: Sequence[Mapping[str, Any]]) -> str:
+    if kind is not None:
+        return kind.one if len(rows) == 1 else kind.some.format(count=f"{len(rows):,}")
+    first = rows[0]
+    name = f"{first['file']} " if first.get("file") else ""
+    return f"{name}{first.get('what', '')}"
+
+
+def _about(kind: Kind | None, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return why it matters, and of which images it is said."""
+    if kind is None:
+        rest = f" And {len(rows) - 1:,} more like it." if len(rows) > 1 else ""
+        return f"{rows[0].get('advice', '')}.{rest}"
+    names = [str(row["file"]) for row in rows if row.get("file")]
+    if not names:
+        return f"{rows[0].get('what', '')}. {kind.why}"
+    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}. {kind.why}"
+
+
+def _desk(folder: Path, kind: str) -> str:
+    return "/datasets?" + urlencode({"folder": folder, "kind": badge_kind(kind)})
 
 
 def _buckets(values: Mapping[str, Any]) -> str:
     sizes = [f"{count} in {name}" for name, count in mapping(values, "buckets").items()]
-    return f"Trained in these sizes: {', '.join(sizes)}." if sizes else ""
+    return f"{', '.join(sizes)}." if sizes else "Not known yet."

@@ -155,6 +155,13 @@ def _has_trigger(caption: str, trigger: str) -> bool:
     return TRIGGER_PLACEHOLDER in caption or has_trigger(caption, trigger)
 
 
+def badge_kind(finding: str) -> str:
+    """Return the kind of badge, by which the page filters, for a kind of finding."""
+    if finding in _FROM_THE_TEXT:
+        return {"no-caption": "no caption", "no-trigger": "trigger missing"}.get(finding, "")
+    return _BADGES.get(finding, (finding, None))[0]
+
+
 def _badge(finding: Mapping[str, Any]) -> Badge:
     kind, what = str(finding.get("kind")), str(finding.get("what", ""))
     label, text = _BADGES.get(kind, (kind, None))

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lora_trainer.common.wording import bytes_text, duration_text
+from lora_trainer.common.wording import bytes_text
 from lora_trainer.reporting.charts import Html, join, table, tag
 from lora_trainer.reporting.history import mapping, number, sequence
+
+from .markup import icon
 
 Values = Mapping[str, Any]
 
@@ -24,6 +26,7 @@ _PARTS = (
     ("adapter", "LoRA and optimizer", ("adapter weights", "adapter gradients", "optimizer states")),
     ("margin", "room for others and holes", ("desktop", "allocator slack")),
 )
+EMBEDDED = "embedded"
 _REST = ("work", "working memory")
 _PHASES = {
     "images": "preparing images",
@@ -48,10 +51,46 @@ class Part:
 
 
 def plan(values: Values) -> Html:
-    """Return all of a plan: words, bar, remarks; each item and each decision folded."""
-    folded = tag("details", tag("summary", "Item by item, with every decision"), details(values))
-    parts = (sentence(values), duration(values), memory_bar(values), remarks(values), folded)
-    return tag("div", *parts, class_="plan")
+    """Return a plan: one line and what it warns of; numbers and decisions folded."""
+    folded = tag(
+        "details",
+        tag("summary", "Memory, and every decision"),
+        sentence(values),
+        memory_bar(values),
+        details(values),
+    )
+    return tag("div", line(values), demo(values), remarks(values), folded, class_="plan")
+
+
+def line(values: Values) -> Html:
+    """Return in a line how long it takes and whether it fits."""
+    memory = mapping(values, "memory")
+    fits = memory.get("fits") is not False
+    return tag(
+        "p",
+        tag("span", icon("clock"), duration(values)),
+        tag(
+            "span",
+            icon("circle-check" if fits else "circle-alert"),
+            fit_sentence(memory),
+            class_="fit" if fits else "fit error",
+        ),
+        class_="plan-line",
+    )
+
+
+def demo(values: Values) -> Html | None:
+    """Return what the built-in base is not for; nothing for any other."""
+    if values.get("base") != EMBEDDED:
+        return None
+    return tag(
+        "p",
+        tag("b", "This is a try-out. "),
+        "The built-in miniature base draws images of 64 pixels, on any machine and without a "
+        "download. The result is not for ComfyUI, Forge or A1111: for those, choose one of the "
+        "bases below.",
+        class_="notice warning",
+    )
 
 
 def sentence(values: Values) -> Html:
@@ -73,14 +112,29 @@ def sentence(values: Values) -> Html:
 
 
 def duration(values: Values) -> Html:
-    """Return how long the training takes, as far as that is known."""
+    """Return how long all of it takes, as far as that is known; its parts as a hint."""
     time = mapping(values, "time")
     pair = [value for value in sequence(time, "run_s") if isinstance(value, int | float)]
     if len(pair) != 2:
-        return tag("p", str(time.get("note", "")))
-    low, high = map(duration_text, pair)
-    more = f" More time: {time['more']}." if time.get("more") else ""
-    return tag("p", tag("b", f"About {low} to {high}"), f" ({time.get('note', '')}).{more}")
+        return tag("b", str(time.get("note", "")))
+    low, high = map(_coarse, pair)
+    parts = ", ".join(mapping(time, "parts_s"))
+    steps = time.get("steps")
+    return tag(
+        "span",
+        tag("b", f"About {low} to {high}" if low != high else f"About {low}"),
+        f", {steps:,} steps" if isinstance(steps, int) else None,
+        title=f"{time.get('note', '')}; counted are {parts}" if parts else None,
+    )
+
+
+def _coarse(seconds: float) -> str:
+    """Return a duration as somebody says it who does not know it better."""
+    if seconds < 90:
+        return f"{max(10, 10 * round(seconds / 10))} s"
+    if seconds < 5400:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def memory_bar(values: Values) -> Html:
@@ -93,7 +147,7 @@ def memory_bar(values: Values) -> Html:
         tag("i", class_=part.css, style=f"width:{part.size_bytes / scale:.2%}", title=part.text)
         for part in parts
     )
-    line = (
+    limit_line = (
         tag("b", class_="limit", style=f"left:{limit / scale:.2%}", title="the limit")
         if math.isfinite(limit)
         else None
@@ -101,8 +155,7 @@ def memory_bar(values: Values) -> Html:
     said = fit_sentence(memory)
     return tag(
         "div",
-        tag("p", said, class_="fit" if memory.get("fits") is not False else "fit error"),
-        tag("div", *pieces, line, class_="bar-of-parts", role="img", aria_label=said),
+        tag("div", *pieces, limit_line, class_="bar-of-parts", role="img", aria_label=said),
         tag(
             "p",
             *(tag("span", tag("i", class_=part.css), part.text) for part in parts),

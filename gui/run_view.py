@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from urllib.parse import urlencode
 
 from lora_trainer.common.wording import (
     against_base,
@@ -21,6 +22,9 @@ from lora_trainer.common.wording import (
 from lora_trainer.reporting.charts import Html, join, tag
 from lora_trainer.reporting.history import RunHistory, mapping, number, sequence
 
+from .markup import link_button, progress
+from .media import run_url
+from .run_best import exports, read_best
 from .run_state import Look, explained, left_text, remaining_s, remarks, sentence, step_s
 
 _LOSS_STEPS = 20
@@ -34,25 +38,59 @@ def head(seen: Look, history: RunHistory) -> Html:
     """Return the sentence, the progress bar, why it ended, the figures and the remarks."""
     status = seen.status
     fraction = min(1.0, max(0.0, status.step / status.steps)) if status.steps else 0.0
-    bar = tag(
-        "div",
-        tag("i", style=f"width:{fraction:.1%}"),
-        class_=f"progress {status.state}",
-        role="progressbar",
-        aria_label="progress of the training",
-        aria_valuemin=0,
-        aria_valuemax=100,
-        aria_valuenow=int(100 * fraction),
-    )
+    bar = progress(fraction, label="progress of the training", state=status.state)
     return tag(
         "div",
         tag("p", sentence(seen, history), class_=f"said {status.state}", role="status"),
         bar,
+        next_steps(seen, history),
         error_box(seen, history),
         *(tag("p", line, class_="notice") for line in remarks(seen, history)),
         tag("dl", *(_figure(*figure) for figure in figures(seen, history)), class_="figures"),
         _memory_bar(history),
         class_="head",
+    )
+
+
+def next_steps(seen: Look, history: RunHistory) -> Html | None:
+    """Return what can be done with the LoRA of a finished run, and which step did best."""
+    if seen.status.state != "finished":
+        return None
+    exported, best = exports(seen.folder, history), read_best(seen.folder)
+    if best is None and not exported:
+        return None
+    name = best.file if best is not None else exported[max(exported)]
+    page = "/library?" + urlencode({"file": f"{seen.folder.name}/{name}"})
+    return tag(
+        "div",
+        tag(
+            "p",
+            link_button(
+                "Download the LoRA",
+                run_url(seen.folder.name, name),
+                icon_name="download",
+                kind="big primary",
+            ),
+            link_button("Try it", page, icon_name="sparkles", kind="big"),
+            link_button("Export it", page, icon_name="upload", kind="big"),
+            class_="actions",
+        ),
+        tag("p", _best_step(history), class_="quiet"),
+        class_="next",
+    )
+
+
+def _best_step(history: RunHistory) -> str:
+    measured = [row for row in history.validations if math.isfinite(row.loss) and row.step]
+    if not measured:
+        return "Compare the samples below: an earlier step may look better than the last one."
+    lowest = min(measured, key=lambda row: row.loss)
+    last = measured[-1]
+    if lowest.step == last.step:
+        return f"The last step did best on the images kept aside: loss {loss_text(last.loss)}."
+    return (
+        f"Step {lowest.step:,} did best on the images kept aside (loss {loss_text(lowest.loss)}, "
+        f"at the end {loss_text(last.loss)}): compare its samples below."
     )
 
 

@@ -13,6 +13,7 @@ class Desk {
     this.kinds = new Set();
     this.tags = new Set();
     this.away = false;
+    this.wish = new URL(location.href).searchParams.get("kind");  // what to filter by once it is known
     this.limit = CHUNK;
     this.live = make("div", { class: "unseen", role: "status", "aria-live": "polite" });
     this.opener = new Opener(this);
@@ -83,6 +84,10 @@ class Desk {
       if (!rows.has(key)) this.cards.delete(key);
     }
     this.chosen = new Set([...this.chosen].filter((name) => rows.has(`${this.away ? "out" : "in"} ${name}`)));
+    if (this.wish && answer.pictures.some((row) => row.badges.some((badge) => badge.kind === this.wish))) {
+      this.kinds.add(this.wish);
+      this.wish = "";
+    }
     this.page.hidden = false;
     this.tools.show(answer);
     if (said) { this.announce(said); }

@@ -162,7 +162,7 @@ def _check_step() -> tuple[Any, ...]:
             max_lines=1,
         )
         name = gr.Textbox(label="Name (optional)", info="Of the run and its file.", max_lines=1)
-    with gr.Row():
+    with gr.Row(elem_classes="go-on"):
         back = gr.Button("Back", min_width=120)
         settings_link = gr.Button("Show all settings", link="/settings", min_width=160)
         train = gr.Button("Train", variant="primary", min_width=160)

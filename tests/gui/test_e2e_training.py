@@ -85,6 +85,11 @@ def fill(page: Any, place: Place, *, name: str, settings: dict[str, Any]) -> Non
     page.get_by_label("Name (optional)").blur()
     newest = max((place.runs / ".gui" / "drafts").glob("*.json"))
     until(lambda: json.loads(newest.read_text())["name"] == name, "the name is kept")
+    set_in_draft(place, settings)
+
+
+def set_in_draft(place: Place, settings: dict[str, Any]) -> None:
+    newest = max((place.runs / ".gui" / "drafts").glob("*.json"))
     newest.write_text(json.dumps(json.loads(newest.read_text()) | {"settings": settings}))
 
 
@@ -113,6 +118,45 @@ def test_three_clicks_lead_from_images_to_a_finished_lora(page: Any, place: Plac
     page.locator("table.sheet img").first.wait_for()
     page.goto(place.server.url("/"))
     page.get_by_role("link", name="first", exact=True).first.wait_for()
+
+
+def test_the_example_trains_after_two_clicks_and_its_finished_page_is_silent(
+    page: Any, gui_server: StartGui, tmp_path: Path
+) -> None:
+    mine = Place(runs=tmp_path / "runs", images=tmp_path, server=gui_server(tmp_path / "runs"))
+    page.goto(mine.server.link)
+    page.get_by_role("link", name="Try it with 16 example images").click()  # 1
+    page.get_by_text("Fits:").wait_for(timeout=WITHIN_MS)
+    set_in_draft(mine, SHORT)
+    train(page)  # 2
+    page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
+    page.get_by_role("link", name="Download the LoRA").wait_for()
+    with page.expect_event("requestfinished", lambda asked: "/live" in asked.url):
+        page.reload()
+    page.locator("table.sheet img").first.wait_for()
+    page.wait_for_load_state("networkidle")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.wait_for_timeout(3000)  # of which each second had a request while it trained
+    assert asked == []
+    assert "lora-train" in page.title()
+
+
+def test_dropped_images_train_after_three_clicks_without_typing(
+    page: Any, gui_server: StartGui, tmp_path: Path
+) -> None:
+    images = sorted((ROOT / "datasets" / "example").glob("zibbo_0*"))
+    mine = Place(runs=tmp_path / "runs", images=tmp_path, server=gui_server(tmp_path / "runs"))
+    page.goto(mine.server.link)
+    page.get_by_text("Drop your images here").wait_for()
+    page.locator("input[name=files]").set_input_files(images)  # 1: the files of "Choose images"
+    page.get_by_role("button", name="Looks good").click(timeout=WITHIN_MS)  # 2
+    page.get_by_text("Fits:").wait_for(timeout=WITHIN_MS)
+    set_in_draft(mine, SHORT)
+    train(page)  # 3
+    page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
+    (folder,) = (mine.runs / ".gui" / "uploads").iterdir()
+    assert len(list(folder.iterdir())) == len(images)
 
 
 def test_what_was_filled_in_survives_a_reload_and_a_way_back(page: Any, place: Place) -> None:
