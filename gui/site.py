@@ -16,10 +16,11 @@ from gradio.components import Navbar
 
 from .markup import PRODUCT, bar
 from .pages import datasets, doctor, expert, home, kit, library, queue, run, train
+from .pages.events import module
 from .workplace import Workplace
 
 KIT_VARIABLE = "LORA_TRAIN_GUI_KIT"
-_BAR = 'import("/ui/live.js").then((live) => live.start(element.querySelector(".bar")));'
+_BAR = module("live.js", 'module.start(element.querySelector(".bar"));')
 
 
 @dataclass(frozen=True, kw_only=True)

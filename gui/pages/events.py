@@ -13,3 +13,13 @@ QUIET: Mapping[str, Any] = {**PRIVATE, "show_progress": "hidden", "concurrency_l
 """For handlers that answer at once: no spinner, and none waits for another one."""
 html = partial(gr.HTML, apply_default_css=False)
 """Markup of our own, which assets/site.css styles alone."""
+
+
+def module(name: str, body: str) -> str:
+    """Return the script of an element that calls `body` with `module`, the script /ui/NAME.
+
+    A page that is left while its scripts arrive has nothing to call; that is no error.
+    """
+    return (
+        f'import("/ui/{name}").then((module) => {{ {body} }}, (problem) => console.warn(problem));'
+    )

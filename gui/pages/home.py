@@ -14,14 +14,10 @@ from .. import home_view, run_actions
 from ..markup import error_html
 from ..run_follow import Followed
 from ..workplace import Workplace
-from .events import PRIVATE, html
+from .events import PRIVATE, html, module
 
-START = """
-import("/ui/live.js").then((live) => live.start(element.querySelector(".bar"), { home: "" }));
-"""
-_MOUNT = """
-import("/ui/home.js").then((home) => home.mount(element, (asked) => trigger("click", asked)));
-"""
+START = module("live.js", 'module.start(element.querySelector(".bar"), { home: "" });')
+_MOUNT = module("home.js", 'module.mount(element, (asked) => trigger("click", asked));')
 
 
 def build(work: Workplace) -> None:

@@ -15,7 +15,7 @@ from lora_trainer.config.choices import PRIORITIES
 
 from ..markup import drop_zone, note_html
 from ..workplace import Workplace
-from .events import PRIVATE, QUIET, html
+from .events import PRIVATE, QUIET, html, module
 from .train_handlers import (
     CHECK,
     IMAGES,
@@ -34,10 +34,10 @@ from .train_handlers import (
 
 TICK_S = 1.0
 _GO = 'watch("value", () => { if (props.value.to) location.assign(props.value.to); });'
-_DROP = """
-import("/ui/drop.js").then((drop) => drop.dropZone(
-  element.querySelector(".drop"), (answer) => trigger("click", answer)));
-"""
+_DROP = module(
+    "drop.js",
+    'module.dropZone(element.querySelector(".drop"), (answer) => trigger("click", answer));',
+)
 _REMEMBER = """(id) => {
   const url = new URL(location.href);
   if (id && url.searchParams.get("draft") !== id) {
