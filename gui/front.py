@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
+import anyio
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, Router
@@ -75,7 +77,8 @@ class Front:
         if pages is not None:
             await pages(scope, receive, send)
             return
-        await self._first(Request(scope))(scope, receive, send)
+        answer = await asyncio.to_thread(self._first, Request(scope))
+        await answer(scope, receive, send)
 
     def _first(self, request: Request) -> Response:
         """Return what a page shows before Gradio is there; a program is asked to come again."""
@@ -107,6 +110,8 @@ class Front:
     async def _lifespan(self, scope: Message, receive: Receive, send: Send) -> None:
         """Open the pages beside, and close them with the server."""
         await receive()
+        # Once before: what this imports must not be half imported by two threads at a time.
+        await anyio.to_thread.run_sync(home_view.page, self._work, self._followed)
         async with AsyncExitStack() as stack:
             opening = asyncio.create_task(self._open(stack))
             await send({"type": "lifespan.startup.complete"})
@@ -120,7 +125,8 @@ class Front:
         try:
             pages = await asyncio.to_thread(self._build)
         except Exception:
-            signal.raise_signal(signal.SIGINT)  # ends the server, which then says why
+            traceback.print_exc()
+            signal.raise_signal(signal.SIGINT)  # no page will ever come
             raise
         # Gradio's server begins its queue where it is started, which mounting it leaves to us.
         await stack.enter_async_context(pages.router.lifespan_context(pages))

@@ -23,7 +23,7 @@ from lora_trainer.reporting.history import mapping, sequence
 
 from .asset_files import EXAMPLE
 from .drafts import Draft
-from .warm import Done, WarmProcess
+from .warm import BASES, Done, WarmProcess
 from .workplace import Workplace
 
 Words = tuple[str, ...]
@@ -32,7 +32,8 @@ TRAINER: Words = (sys.executable, "-m", "lora_trainer")
 _ANSWER_WITHIN_S = 900
 _NAME_MAX_LENGTH = 100
 # Two, so that a look at ten thousand images keeps no plan waiting.
-_WARM = {name: WarmProcess(within_s=_ANSWER_WITHIN_S) for name in ("plan", "check")}
+_PLANS, _CHECKS = (WarmProcess(within_s=_ANSWER_WITHIN_S) for _ in range(2))
+_WARM = {"plan": _PLANS, BASES[0]: _PLANS, "check": _CHECKS}
 
 
 def check_words(draft: Draft, work: Workplace) -> Words:
@@ -169,8 +170,8 @@ def ask(words: Words, *, program: Words = TRAINER) -> Answer:
 
 def warm_up() -> None:
     """Start the processes that answer `plan` and `check`; this takes a second or two."""
-    for name, process in _WARM.items():
-        process.start((name, str(EXAMPLE), "--base=embedded", "--json"))
+    for name in ("plan", "check"):
+        _WARM[name].start((name, str(EXAMPLE), "--base=embedded", "--json"))
 
 
 def _run(command: Words) -> Done:

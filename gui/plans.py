@@ -16,7 +16,7 @@ from .drafts import Draft
 from .launch import Answer, Words, ask, plan_words
 from .workplace import Workplace
 
-_KEPT = 16
+_KEPT = 64
 _FRESH_S = 60.0
 
 

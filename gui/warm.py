@@ -20,6 +20,11 @@ from typing import Any, cast
 
 from lora_trainer.common.detached import detached
 
+from .bases import releases
+
+BASES = ("bases",)
+"""What is asked for the public releases: no command of its own, for it serves these pages alone."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
@@ -99,6 +104,9 @@ def serve() -> None:
 
 
 def _code(main: Any, words: list[str]) -> int:
+    if words == list(BASES):
+        sys.stdout.write(json.dumps({"releases": releases()}))
+        return 0
     try:
         return cast(int, main.run(words))
     except SystemExit as ended:

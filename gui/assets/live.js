@@ -53,16 +53,15 @@ function show(now) {
   const title = first ? `${first.percent} % \u00b7 ${first.name}` : state.page;
   state.title = `${title} \u2013 lora-train`;
   document.title = state.title;
-  const chips = now.training.slice(0, 1).map((run) => {
-    const link = Object.assign(document.createElement("a"), { href: run.url });
-    link.append(document.createElement("i"), Object.assign(document.createElement("span"), {
-      textContent: [run.name, `${run.percent} %`, run.left].filter(Boolean).join(" \u00b7 "),
-    }));
-    return link;
-  });
-  if (chips.length && "Notification" in window && Notification.permission === "default") chips.push(bell());
   const place = state.bar.querySelector(".live");
-  if (place.textContent !== chips.map((chip) => chip.textContent).join("")) place.replaceChildren(...chips);
+  const said = first ? [first.name, `${first.percent} %`, first.left].filter(Boolean).join(" \u00b7 ") : "";
+  if (place.textContent === said) return;
+  place.replaceChildren();
+  if (!first) return;
+  const link = Object.assign(document.createElement("a"), { href: first.url });
+  link.append(document.createElement("i"), Object.assign(document.createElement("span"), { textContent: said }));
+  place.append(link);
+  if ("Notification" in window && Notification.permission === "default") place.append(bell());
 }
 
 function bell() {

@@ -14,12 +14,15 @@ import gradio as gr
 from lora_trainer.config.choices import PRIORITIES
 
 from ..markup import drop_zone, note_html
+from ..plans import Plans
 from ..workplace import Workplace
 from .events import PRIVATE, QUIET, html, module
 from .train_handlers import (
     CHECK,
     IMAGES,
     STARTED,
+    base_cards,
+    choosing,
     following,
     keeping,
     looking,
@@ -37,6 +40,10 @@ _GO = 'watch("value", () => { if (props.value.to) location.assign(props.value.to
 _DROP = module(
     "drop.js",
     'module.dropZone(element.querySelector(".drop"), (answer) => trigger("click", answer));',
+)
+_BASES = module(
+    "bases.js",
+    'module.mount(element.querySelector(".bases"), server, (asked) => trigger("click", asked));',
 )
 _REMEMBER = """(id) => {
   const url = new URL(location.href);
@@ -92,7 +99,9 @@ def build(work: Workplace) -> None:
         with gr.Step("Images", id=IMAGES):
             dataset, look, upload, report, good = _images_step()
         with gr.Step("Check", id=CHECK):
-            concept, base, priority, name, trigger, plan, settings_link, back, train = _check_step()
+            (concept, base, priority, name, trigger, plan, settings_link, back, train, cards) = (
+                _check_step(work)
+            )
         with gr.Step("Train", id=STARTED):
             waiting = html(note_html("Nothing is started yet."))
             gr.Button("Train another one", link="/train?draft=new")
@@ -116,7 +125,7 @@ def build(work: Workplace) -> None:
         waiting=waiting,
         go=go,
     )
-    _connect(work, widgets, look=look, upload=upload, back=back, train=train)
+    _connect(work, widgets, look=look, upload=upload, back=back, train=train, cards=cards)
 
 
 def _images_step() -> tuple[Any, ...]:
@@ -136,7 +145,7 @@ def _images_step() -> tuple[Any, ...]:
     return dataset, look, upload, report, good
 
 
-def _check_step() -> tuple[Any, ...]:
+def _check_step(work: Workplace) -> tuple[Any, ...]:
     concept = gr.Radio(
         label="What do your images show?",
         choices=[(about, word) for word, about in _KINDS.items()],
@@ -148,6 +157,12 @@ def _check_step() -> tuple[Any, ...]:
         value="balanced",
     )
     plan = html(note_html("The plan appears here."))
+    html("<h2>The base model it learns on</h2>")
+    cards = html(
+        html_template='<div class="bases"></div>',
+        js_on_load=_BASES,
+        server_functions=base_cards(work, Plans(work)),
+    )
     with gr.Row():
         base = gr.Dropdown(
             label="Base model",
@@ -166,11 +181,11 @@ def _check_step() -> tuple[Any, ...]:
         back = gr.Button("Back", min_width=120)
         settings_link = gr.Button("Show all settings", link="/settings", min_width=160)
         train = gr.Button("Train", variant="primary", min_width=160)
-    return concept, base, priority, name, trigger, plan, settings_link, back, train
+    return concept, base, priority, name, trigger, plan, settings_link, back, train, cards
 
 
 def _connect(
-    work: Workplace, widgets: Widgets, *, look: Any, upload: Any, back: Any, train: Any
+    work: Workplace, widgets: Widgets, *, look: Any, upload: Any, back: Any, train: Any, cards: Any
 ) -> None:
     page: Any = gr.context.Context.root_block
     shown = [
@@ -198,6 +213,9 @@ def _connect(
         [widgets.said, widgets.plan],
         trigger_mode="always_last",  # else a choice made while a plan is computed counts for nothing
         **PRIVATE,
+    )
+    cards.click(
+        choosing(work), widgets.fields, [widgets.base, widgets.said, widgets.plan], **PRIVATE
     )
     widgets.name.blur(keeping(work), widgets.fields, widgets.said, **PRIVATE)
     widgets.dataset.blur(keeping(work), widgets.fields, widgets.said, **PRIVATE)

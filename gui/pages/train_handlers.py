@@ -18,11 +18,15 @@ from lora_trainer.config.choices import CONCEPT
 from lora_trainer.config.config import build_config
 from lora_trainer.dataset.listing import list_dataset
 from lora_trainer.queue import commands
+from lora_trainer.reporting.history import mapping
 
 from .. import bases, drafts, launch, plan_view, state, uploads
 from ..dataset_summary import summary
 from ..drafts import Draft
 from ..markup import error_html, note_html
+from ..plans import Plans
+from ..posted import Posted
+from ..warm import BASES
 from ..workplace import Workplace
 
 IMAGES, CHECK, STARTED = 1, 2, 3
@@ -157,6 +161,47 @@ def replanning(work: Workplace) -> Callable[..., list[Any]]:
         return ["", _plan(work, draft)]
 
     return replan
+
+
+def base_cards(work: Workplace, plans: Plans) -> list[Callable[[Any], dict[str, Any]]]:
+    """Return what the cards of the base models ask: which there are, and whether one fits."""
+
+    def bases_list(asked: Any) -> dict[str, Any]:
+        try:
+            draft = drafts.read(work, Posted.of(asked).text("draft"))
+            answer = launch.ask(BASES)
+        except LoraTrainError as error:
+            return {"error": str(error)}
+        if answer.values is None:
+            return {"error": answer.error}
+        return {"cards": bases.cards(answer.values["releases"]), "chosen": draft.base or "auto"}
+
+    def base_fits(asked: Any) -> dict[str, Any]:
+        try:
+            posted = Posted.of(asked)
+            draft = drafts.read(work, posted.text("draft"))
+            answer = plans.of(replace(draft, base=posted.text("source", at_most=300)))
+        except (LoraTrainError, OSError) as error:
+            return {"fits": None, "said": str(error)}
+        if answer.values is None:
+            return {"fits": False, "said": answer.error.partition(" Fix: ")[0]}
+        return {
+            "fits": mapping(answer.values, "memory").get("fits") is not False,
+            "said": plan_view.fit_sentence(mapping(answer.values, "memory")),
+        }
+
+    return [bases_list, base_fits]
+
+
+def choosing(work: Workplace) -> Callable[..., list[Any]]:
+    """Return the handler of a card: its base is chosen, and planned with."""
+
+    def choose(event: gr.EventData, *fields: str | None) -> list[Any]:
+        draft_id, dataset, _, *rest = fields
+        source = str(event.source)
+        return [source, *replanning(work)(draft_id, dataset, source, *rest)]
+
+    return choose
 
 
 def stepping(work: Workplace, step: int) -> Callable[[str], Any]:
