@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, Router
 
+from lora_trainer.hardware.machine import Hardware, detect
 from lora_trainer.reporting.charts import tag
 
 from . import asset_files, dataset_upload, home_view, media
@@ -55,6 +56,7 @@ class Front:
         self._work, self._build = work, build
         self._pages: Application | None = None
         self._followed = Followed()
+        self._hardware: Hardware
         self.own = Router(
             routes=[
                 Route("/live", self._live),
@@ -86,7 +88,7 @@ class Front:
             later = {"retry-after": "2"}
             return PlainTextResponse("The pages are being opened.", status_code=503, headers=later)
         if request.url.path == "/":
-            shown, title = home_view.page(self._work, self._followed), "Home"
+            shown, title = home_view.page(self._work, self._followed, self._hardware), "Home"
         else:
             title = next((p.name for p in PLACES if p.path == request.url.path), "Opening")
             shown = tag("p", "Opening\u2026", class_="empty quiet", role="status")
@@ -110,8 +112,9 @@ class Front:
     async def _lifespan(self, scope: Message, receive: Receive, send: Send) -> None:
         """Open the pages beside, and close them with the server."""
         await receive()
-        # Once before: what this imports must not be half imported by two threads at a time.
-        await anyio.to_thread.run_sync(home_view.page, self._work, self._followed)
+        # Before Gradio is imported, not while: CPython 3.11 cannot parse (ast.parse) in two threads at
+        # once, and both do (SystemError: AST constructor recursion depth mismatch).
+        self._hardware = await anyio.to_thread.run_sync(detect)
         async with AsyncExitStack() as stack:
             opening = asyncio.create_task(self._open(stack))
             await send({"type": "lifespan.startup.complete"})

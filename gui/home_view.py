@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.common.wording import bytes_text
-from lora_trainer.hardware.machine import Hardware, detect
+from lora_trainer.hardware.machine import Hardware
 from lora_trainer.reporting.charts import Html, tag
 
 from . import state
@@ -42,13 +42,13 @@ def stamp(work: Workplace) -> str:
     return f"{hash(seen):x}"
 
 
-def page(work: Workplace, followed: Followed) -> Html:
+def page(work: Workplace, followed: Followed, hardware: Hardware) -> Html:
     """Return the whole page, with the drop zone that stays while the rest is drawn again."""
     return tag(
         "div",
         tag("div", view(work, followed), class_="home"),
         drop_zone(),
-        machine_line(work),
+        machine_line(work, hardware),
     )
 
 
@@ -82,9 +82,8 @@ def view(work: Workplace, followed: Followed) -> Html:
     )
 
 
-def machine_line(work: Workplace, hardware: Hardware | None = None) -> Html:
+def machine_line(work: Workplace, machine: Hardware) -> Html:
     """Return what this machine trains on, in a line."""
-    machine = hardware or detect()
     try:
         disk = f"{bytes_text(machine.disk_free_bytes(work.runs))} of disk free"
     except (OSError, LoraTrainError):  # the folder was taken away while the page is open

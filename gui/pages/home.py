@@ -9,6 +9,7 @@ from __future__ import annotations
 import gradio as gr
 
 from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.hardware.machine import detect
 
 from .. import home_view, run_actions
 from ..markup import error_html
@@ -23,7 +24,7 @@ _MOUNT = module("home.js", 'module.mount(element, (asked) => trigger("click", as
 def build(work: Workplace) -> None:
     """Lay the page out."""
     page = html(
-        home_view.page(work, Followed()),
+        home_view.page(work, Followed(), detect()),
         js_on_load=_MOUNT,
         elem_id="runs",
     )
