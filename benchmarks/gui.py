@@ -8,7 +8,9 @@ has changed, encode it. Measured in turns, in time of the processor: nothing is 
 the chart is due too; a tab's first tick, which is everything; and, to compare, only reading the run
 from its beginning. `--browser` adds the time on the clock from the address to the curve and the first
 of `--samples` pictures in headless Chromium, and to the cards of a dataset of `--images` pictures and
-the first of them. Output: medians, as text and, with --json, as a file.
+the first of them; from the command to its first page (Home, before Gradio is there) and to Gradio's;
+how many requests a finished run's page sends in ten seconds; and how long a plan takes from a warm
+process, to compare also from a new one. Output: medians, as text and, with --json, as a file.
 """
 
 from __future__ import annotations
@@ -188,6 +190,57 @@ def browser_ms(*, steps: int, samples: int, images: int, rounds: int) -> dict[st
             server.stop()
 
 
+def start_ms(*, rounds: int) -> dict[str, float]:
+    """Return the median milliseconds from the command to Home, to Gradio's pages, and of plans."""
+    from lora_trainer.gui import launch
+    from playwright.sync_api import sync_playwright
+
+    from tests.fakes.gui_server import is_opened, start_gui
+
+    found: dict[str, list[float]] = {}
+
+    def measure(kind: str, began: float) -> None:
+        found.setdefault(kind, []).append(1000 * (time.perf_counter() - began))
+
+    with tempfile.TemporaryDirectory() as name, sync_playwright() as driver:
+        runs = Path(name) / "runs"
+        fake_run(runs / NAME, steps=60).write()
+        program = shutil.which("chromium")
+        browser = driver.chromium.launch(executable_path=program, args=BROWSER_FLAGS)
+        requests = 0.0
+        for _ in range(rounds):
+            page = browser.new_page()
+            began = time.perf_counter()
+            server = start_gui(runs, until_opened=False)
+            page.goto(server.link, wait_until="commit")
+            page.get_by_role("heading", name="Your trainings").wait_for()
+            measure("command to first page", began)
+            while not is_opened(server, password=""):
+                time.sleep(0.2)
+            measure("command to Gradio's pages", began)
+            page.goto(server.url(f"/run?run={NAME}"))
+            page.wait_for_function(PAINTED)
+            page.wait_for_timeout(2_000)  # what the page is made of comes
+            sent: list[str] = []
+            page.on("request", lambda request, sent=sent: sent.append(request.url))
+            page.wait_for_timeout(10_000)
+            requests = max(requests, len(sent))
+            page.close()
+            server.stop()
+        browser.close()
+    words = ("plan", str(ROOT / "datasets" / "example"), "--json")
+    launch.warm_up()
+    for _ in range(rounds):
+        began = time.perf_counter()
+        launch.ask(words)
+        measure("plan, warm process", began)
+        began = time.perf_counter()
+        launch.ask(words, program=tuple([*launch.TRAINER]))  # another object: not the warm one
+        measure("plan, new process", began)
+    medians = {f"{kind}, ms": statistics.median(times) for kind, times in found.items()}
+    return medians | {"requests of a finished run in 10 s": requests}
+
+
 def main() -> None:
     options = _parsed()
     found: dict[str, Any] = {"samples": options.samples, "server": {}}
@@ -202,6 +255,9 @@ def main() -> None:
         )
         found["browser"] = figures
         _show(f"first paint: {steps:,} steps, {options.images} images", figures)
+        figures = start_ms(rounds=min(options.rounds, 5))
+        found["start"] = figures
+        _show("start, idle page, plans", figures)
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
