@@ -166,5 +166,5 @@ def test_uploaded_images_open_as_a_dataset(page: Any, server: GuiServer, folder:
     files = [str(folder / name) for name in ("a.png", "a.txt", "b.png")]
     page.locator("input[type=file]").first.set_input_files(files)
     shows(page, "a.png", "a cat, big")
-    page.get_by_text("2 images and 1 captions are in").wait_for()
+    page.get_by_text("2 images and 1 caption are in").wait_for()
     assert "/uploads/dataset" in page.get_by_label("Folder on this machine").input_value()
