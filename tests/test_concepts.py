@@ -11,7 +11,7 @@ import pytest
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.choices import CONCEPT, SETTINGS, Concept
 from lora_trainer.config.config import setting_keys
-from lora_trainer.config.layers import Resolved, resolve
+from lora_trainer.config.layers import Resolved, read_settings_file, resolve
 from lora_trainer.planning.run_time import run_length
 from tests.fakes.runs import run_cli, toy
 
@@ -24,7 +24,7 @@ def resolved(
         tier="10-12",
         priority="balanced",
         preset=preset,
-        config_file=config,
+        config_file=config and read_settings_file(config),
         overrides=overrides,
         **more,
     )

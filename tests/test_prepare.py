@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,18 @@ import pytest
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError, exit_code
-from lora_trainer.config.config import Config, build_config, flatten
+from lora_trainer.config.config import Config, RunConfig, build_config, flatten
+from lora_trainer.config.constraints import contradictions
+from lora_trainer.config.layers import SettingsFile, read_settings_file, read_settings_text
 from lora_trainer.dataset.run_dataset import bucket_counts, cache_folder, place_all
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Hardware, assume_card
 from lora_trainer.run import prepare as prepare_module
-from lora_trainer.run.plan_text import shares
+from lora_trainer.run.plan_text import plan_text, shares
 from lora_trainer.run.prepare import Prepared, Request, examine, longer, prepare
 from lora_trainer.run.run_warnings import run_warnings
 from tests.fakes.family_bases import base_of
-from tests.fakes.runs import Toy, listing, toy
+from tests.fakes.runs import Toy, listing, run_cli, toy
 
 PROCESSOR = Hardware(
     gpus=(),
@@ -120,7 +123,7 @@ def test_what_the_user_knows_better_than_the_files_reaches_base_and_settings(pla
 def test_the_base_s_own_settings_come_from_every_layer(place: Toy, tmp_path: Path) -> None:
     config = tmp_path / "mine.toml"
     config.write_text(f'[base]\nmodel = "{base_of("sd15")}"\nprediction = "v_prediction"\n')
-    from_file = replace(asked(place), config_file=config)
+    from_file = replace(asked(place), settings_file=read_settings_file(config))
     before = {"base.model": str(base_of("sd15")), "base.prediction": "v_prediction"}
     resumed = replace(asked(place), run_settings=before)
     for request in (from_file, resumed):
@@ -131,7 +134,7 @@ def test_the_base_comes_from_the_highest_layer_that_names_one(place: Toy, tmp_pa
     default = families.family(families.DEFAULT_FAMILY).default_source
     config = tmp_path / "mine.toml"
     config.write_text('[base]\nmodel = "embedded"\n')
-    with_file = replace(asked(place), config_file=config)
+    with_file = replace(asked(place), settings_file=read_settings_file(config))
     resumed = replace(asked(place), run_settings={"base.model": "embedded"})
     typed = replace(with_file, overrides={**with_file.overrides, "base.model": default})
     chosen = [
@@ -508,3 +511,38 @@ def test_adapters_that_run_peft_s_way_are_said(
     ]
     slow = [what for what in said if "in fp32 beside each layer" in what]
     assert [what.split(" ")[0] for what in slow] == ([] if name is None else [name])
+
+
+def test_the_path_of_one_setting(
+    place: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written in a file, read once, validated after layering and after planning, then a typed attribute."""
+    texts, checked, reached = list[str](), list[Config](), list[Prepared]()
+
+    def reading(text: str, **how: Any) -> SettingsFile:
+        texts.append(text)
+        return read_settings_text(text, **how)
+
+    def checking(config: Config) -> Iterator[str]:
+        checked.append(config)
+        return contradictions(config)
+
+    def following(prepared: Prepared, *more: Any, **how: Any) -> Any:
+        reached.append(prepared)
+        return plan_text(prepared, *more, **how)
+
+    monkeypatch.setattr("lora_trainer.config.layers.read_settings_text", reading)
+    monkeypatch.setattr("lora_trainer.config.config.contradictions", checking)
+    monkeypatch.setattr("lora_trainer.run.plan_text.plan_text", following)
+    file = tmp_path / "mine.toml"
+    file.write_text("[train]\nbatch_size = 3\n")
+    line = [str(place.dataset), "--base", str(base_of("sd15")), "--config", str(file)]
+    assert run_cli(["plan", *line, "--set", f"data.cache_dir={place.cache}"]) == 0
+    assert len(texts) == 1
+    mine = [config for config in checked if config.train.batch_size == 3]
+    assert [type(config) for config in mine][:2] == [Config, RunConfig]
+    (prepared,) = reached
+    assert prepared.config is mine[1] and prepared.config.train.batch_size == 3
+    assert prepared.config.memory.micro_batch <= 3, "no auto is left beside it"
+    origin = prepared.plan.origins["train.batch_size"]
+    assert (origin.layer, origin.reason) == (f"config {file}", f"{file}:2:1")

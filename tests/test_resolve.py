@@ -12,7 +12,7 @@ import pytest
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config import layers as resolve_module
 from lora_trainer.config.config import Config, flatten, setting_keys
-from lora_trainer.config.layers import FamilyPresets, Resolved, resolve
+from lora_trainer.config.layers import FamilyPresets, Resolved, read_settings_file, resolve
 
 KEY = "sampling.steps"
 
@@ -57,7 +57,7 @@ def test_later_layers_win(tmp_path: Path, presets: dict[str, dict[str, Any]]) ->
     config.write_text("[sampling]\nsteps = 106")
     asked: dict[str, Any] = {
         "preset": str(preset),
-        "config_file": config,
+        "config_file": read_settings_file(config),
         "overrides": {KEY: 107},
     }
     expected = [
@@ -87,7 +87,7 @@ def test_every_setting_has_an_origin_and_default_means_default() -> None:
 def test_the_reason_of_a_file_is_the_place(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text('{"train":\n  {"steps": 5}}')
-    origin = resolved(config_file=file).origins["train.steps"]
+    origin = resolved(config_file=read_settings_file(file)).origins["train.steps"]
     assert (origin.layer, origin.reason) == (f"config {file}", f"{file}:2:4")
 
 
@@ -157,7 +157,7 @@ def test_a_bad_value_names_the_file_it_is_from(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text('{"train": {"batch_size": 0},\n "train.seed": 3}')
     with pytest.raises(RequestError, match=r"train\.batch_size=0.*a\.json:1:12") as caught:
-        resolved(config_file=file)
+        resolved(config_file=read_settings_file(file))
     assert "train.seed" not in str(caught.value)
 
 
@@ -165,7 +165,7 @@ def test_a_contradiction_names_both_origins(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text('{"objective.min_timestep": 900}')
     with pytest.raises(RequestError, match=r"min_timestep is from .*a\.json:1:2"):
-        resolved(config_file=file, overrides={"objective.max_timestep": 100})
+        resolved(config_file=read_settings_file(file), overrides={"objective.max_timestep": 100})
 
 
 def test_a_resumed_run_keeps_its_own_settings(tmp_path: Path) -> None:
@@ -173,7 +173,10 @@ def test_a_resumed_run_keeps_its_own_settings(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text('{"output.keep_last": 9}')
     result = resolved(
-        priority="speed", run_settings=own, overrides={"train.steps": 11}, config_file=file
+        priority="speed",
+        run_settings=own,
+        overrides={"train.steps": 11},
+        config_file=read_settings_file(file),
     )
     assert result.config.adapter.rank == 32, "no preset applies to a resumed run"
     assert result.origins["adapter.rank"].layer == "resumed run"

@@ -28,6 +28,7 @@ from lora_trainer.cli.options import (
     Sets,
     console,
     overrides,
+    settings_file,
 )
 from lora_trainer.common.dist_env import read_dist_env
 from lora_trainer.common.errors import RequestError
@@ -124,7 +125,7 @@ def profile(
         dataset=dataset,
         preset=preset,
         priority=priority,
-        config_file=config,
+        settings_file=settings_file(config),
         overrides=overrides(set_, base=base),
     )
     with ConsoleListener(console(stderr=True)) as listener:
@@ -155,7 +156,7 @@ def bench(
         dataset=dataset,
         preset=preset,
         priority=priority,
-        config_file=config,
+        settings_file=settings_file(config),
         overrides=overrides(set_, base=base),
     )
     rows = bench(

@@ -17,6 +17,7 @@ from lora_trainer.cli.options import (
     Reply,
     Sets,
     overrides,
+    settings_file,
 )
 from lora_trainer.common.errors import RequestError
 
@@ -59,7 +60,7 @@ def plan(
         dataset=dataset,
         preset=preset,
         priority=priority,
-        config_file=config,
+        settings_file=settings_file(config),
         overrides=overrides(set_, base=base, kind=kind),
         assumed_vram_gib=vram,
         processes=processes,

@@ -23,6 +23,7 @@ from lora_trainer.cli.options import (
     Sets,
     console,
     overrides,
+    settings_file,
 )
 from lora_trainer.cli.table import COMMANDS
 from lora_trainer.common.dist_env import read_dist_env
@@ -72,7 +73,7 @@ def train(
             dataset=dataset,
             preset=preset,
             priority=priority,
-            config_file=config,
+            settings_file=settings_file(config),
             overrides=typed,
             processes=here,
             sharing=here,
@@ -89,7 +90,7 @@ def train(
         dataset=dataset,
         preset=preset,
         priority=priority,
-        config_file=config,
+        settings_file=settings_file(config),
         overrides=typed,
         fetches=True,
     )

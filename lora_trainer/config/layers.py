@@ -31,7 +31,6 @@ from lora_trainer.config.config import (
     RETIRED_SETTINGS,
     Config,
     build_config,
-    flatten,
     near_keys,
     overlaid,
     setting_keys,
@@ -49,8 +48,9 @@ _TOML_PLACE = re.compile(r"\(at line (\d+), column (\d+)\)")
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsFile:
-    """The settings of a file; `places` has file:line:column of each key, `family` the file's family if any."""
+    """The settings of a file called `name`; `places` has file:line:column of each key, `family` its family if any."""
 
+    name: str
     values: Mapping[str, Any]
     places: Mapping[str, str]
     family: str | None = None
@@ -82,6 +82,7 @@ def read_settings_text(text: str, *, name: str, toml: bool = False) -> SettingsF
         settings = {key: value for key, value in data.items() if key not in ("$schema", "family")}
     values = _flat(settings, places, name)
     return SettingsFile(
+        name=name,
         values=values,
         places={key: places.get(key, name) for key in values},
         family=family if isinstance(family, str) else None,
@@ -246,7 +247,7 @@ def resolve(
     tier: str,
     priority: Priority,
     preset: str,
-    config_file: Path | None,
+    config_file: SettingsFile | None,
     overrides: Mapping[str, Any],
     run_settings: Mapping[str, Any] | None = None,
 ) -> Resolved:
@@ -261,7 +262,9 @@ def resolve(
     if run_settings is not None:
         layers = [_Layer(values=run_settings, name=RESUMED)]
     else:
-        layers = [_file_layer(preset_file, "preset", family)] if preset_file else []
+        layers = (
+            [_file_layer(read_settings_file(preset_file), "preset", family)] if preset_file else []
+        )
     layers += [_file_layer(config_file, "config", family)] if config_file else []
     layers.append(_Layer(values=overrides, name=COMMAND_LINE))
     presets: list[_Layer] = []
@@ -298,14 +301,23 @@ def lowered_to(resolved: Resolved, *, resolution_px: int) -> Resolved:
     Presets fit the public releases of a family; a resolution set by the user stays.
     """
     side_key, more_key = "data.resolution", "data.more_resolutions"
-    values, origins = flatten(resolved.config), dict(resolved.origins)
-    if not (is_preset(origins[side_key].layer) and values[side_key] > resolution_px):
+    data, origins = resolved.config.data, dict(resolved.origins)
+    if (
+        not is_preset(origins[side_key].layer)
+        or data.resolution == "auto"
+        or data.resolution <= resolution_px
+    ):
         return resolved
-    reason = f"{values[side_key]} is preset, the base was trained on {resolution_px}"
-    values[side_key], origins[side_key] = resolution_px, replace(origins[side_key], reason=reason)
+    reason = f"{data.resolution} is preset, the base was trained on {resolution_px}"
+    origins[side_key] = replace(origins[side_key], reason=reason)
+    lowered: dict[str, Any] = {"resolution": resolution_px}
     if is_preset(origins[more_key].layer):
-        values[more_key] = [side_px for side_px in values[more_key] if side_px < resolution_px]
-    return replace(resolved, config=build_config(values), origins=origins)
+        lowered["more_resolutions"] = tuple(
+            side_px for side_px in data.more_resolutions if side_px < resolution_px
+        )
+    # Smaller numbers of the same kind: nothing to validate again.
+    config = resolved.config.model_copy(update={"data": data.model_copy(update=lowered)})
+    return replace(resolved, config=config, origins=origins)
 
 
 def is_preset(layer: str) -> bool:
@@ -380,14 +392,13 @@ def _concept_layer(concept: str) -> _Layer:
     )
 
 
-def _file_layer(file: Path, kind: str, family: str) -> _Layer:
-    contents = read_settings_file(file)
+def _file_layer(contents: SettingsFile, kind: str, family: str) -> _Layer:
     if contents.family not in (None, family):
         raise RequestError(
-            f"{kind} {file} is for {contents.family}, the base model is {family}",
+            f"{kind} {contents.name} is for {contents.family}, the base model is {family}",
             fix=f"use a {kind} made for {family} or remove its family",
         )
-    return _Layer(values=contents.values, name=f"{kind} {file}", places=contents.places)
+    return _Layer(values=contents.values, name=f"{kind} {contents.name}", places=contents.places)
 
 
 def _parse_preset(preset: str, family: str) -> tuple[str | None, Path | None]:

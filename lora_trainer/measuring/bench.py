@@ -175,8 +175,8 @@ def _typed(request: Request) -> dict[str, Any]:
 def _command(request: Request, settings: Mapping[str, Any]) -> list[str]:
     command = [sys.executable, "-m", "lora_trainer", str(request.dataset.resolve())]
     command += ["--preset", request.preset, "--priority", request.priority]
-    if request.config_file is not None:
-        command += ["--config", str(request.config_file)]
+    if request.settings_file is not None:
+        command += ["--config", request.settings_file.name]
     for key, value in settings.items():
         command += ["--set", f"{key}={json.dumps(value)}"]
     return command

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.config.config import CHECKPOINTING, Checkpointing, build_config
+from lora_trainer.config.config import CHECKPOINTING, AdapterSettings, Checkpointing
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu, Hardware
 from lora_trainer.planning.host_memory import HostPrediction, predict_host
@@ -76,6 +76,7 @@ class Allocator:
     """Settings without `auto` (except memory's), the base, the data and the machine; `gpu` None: the processor."""
 
     values: Mapping[str, Any]
+    adapter: AdapterSettings
     facts: BaseFacts
     costs: RememberedCosts
     hardware: Hardware
@@ -152,7 +153,7 @@ class Allocator:
             device=self.gpu.can.torch_type if self.gpu else "cpu",
             precision=values["train.precision"],
             base_precision=self._choices.base_precisions[0],
-            adapter=build_config(values).adapter,
+            adapter=self.adapter,
             optimizer=values["optimizer.name"],
             text_precision=values["memory.text_encoder_precision"],
             text_offload=False,
@@ -219,7 +220,7 @@ class Allocator:
             self.facts,
             element_bytes=ELEMENT_BYTES[self.values["train.precision"]],
             targets=self.values["adapter.targets"],
-            wide_adapter=runs_wide(build_config(self.values).adapter),
+            wide_adapter=runs_wide(self.adapter),
         )
 
     def _kinds(self, allowed: tuple[Checkpointing, ...]) -> tuple[Checkpointing, ...]:

@@ -379,6 +379,7 @@ class _Planner:
         """Choose base precision, checkpointing, streaming and micro-batch so that the run fits."""
         allocation = Allocator(
             values=self.values,
+            adapter=self.inputs.resolved.config.adapter,
             facts=self.inputs.facts,
             costs=self.costs,
             hardware=self.inputs.hardware,

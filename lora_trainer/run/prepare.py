@@ -22,7 +22,12 @@ from lora_trainer.config.config import (
     RunConfig,
     build_config,
 )
-from lora_trainer.config.layers import Resolved, lowered_to, read_settings_file, resolve
+from lora_trainer.config.layers import (
+    Resolved,
+    SettingsFile,
+    lowered_to,
+    resolve,
+)
 from lora_trainer.dataset import caption_lengths
 from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.caption_lengths import (
@@ -69,7 +74,7 @@ class Request:
     dataset: Path
     preset: str = "auto"
     priority: Priority = "balanced"
-    config_file: Path | None = None
+    settings_file: SettingsFile | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     run_settings: Mapping[str, Any] | None = None
     run_at_once: Mapping[str, int] | None = None
@@ -351,7 +356,7 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
         tier=_tier(source, family, card),
         priority=request.priority,
         preset=request.preset,
-        config_file=request.config_file,
+        config_file=request.settings_file,
         overrides=request.overrides,
         run_settings=request.run_settings,
     )
@@ -453,12 +458,10 @@ def _tier(source: str, family: Family, card: Gpu | None) -> Tier:
 def asked_for(request: Request, key: str) -> Any:
     """Return a setting that is needed before layering: command line, then config file, then resumed run.
 
-    None where it is not set; raises RequestError for a config file that cannot be read.
+    None where it is not set.
     """
     if key in request.overrides:
         return request.overrides[key]
-    if request.config_file is not None:
-        from_file = read_settings_file(request.config_file).values
-        if key in from_file:
-            return from_file[key]
+    if request.settings_file is not None and key in request.settings_file.values:
+        return request.settings_file.values[key]
     return (request.run_settings or {}).get(key)

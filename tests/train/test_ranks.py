@@ -15,6 +15,7 @@ import torch
 
 from lora_trainer.common.dist_env import DistEnv
 from lora_trainer.common.errors import RequestError
+from lora_trainer.config.layers import read_settings_file
 from lora_trainer.reporting.trackers import PACKAGES
 from lora_trainer.run.prepare import Request
 from lora_trainer.run.train import TrainRequest, train
@@ -131,8 +132,8 @@ def test_processes_meet_within_the_time_that_the_user_set(
     file.write_text(json.dumps({"hardware": {"process_timeout_s": 33}}), encoding="utf-8")
     typed = {"hardware.process_timeout_s": 44}
     _start(tmp_path)
-    _start(tmp_path, config_file=file)
-    _start(tmp_path, config_file=file, overrides=typed)
+    _start(tmp_path, settings_file=read_settings_file(file))
+    _start(tmp_path, settings_file=read_settings_file(file), overrides=typed)
     _start(tmp_path, resume=True)  # no run to resume: the leader says so
     run = {
         "name": "cat",
