@@ -122,7 +122,7 @@ class Bare:
         return clock.seconds()
 
     def _loss(self, batch: Batch) -> Tensor:
-        given, case = batch.stacked, self.case
+        given, case = batch, self.case
         prediction = case.facts.prediction
         noisy = add_noise(given.latents, given.noise, given.alpha, given.sigma).to(case.precision)
         wanted = target(given.latents, given.noise, given.alpha, given.sigma, prediction)
@@ -131,7 +131,7 @@ class Bare:
             predicted = case.family.predict(
                 self.network, noisy, given.timesteps, given.conditioning
             )
-        losses = sample_losses(predicted.float(), wanted, delta=None, counts=None)
+        losses = sample_losses(predicted.float(), wanted)
         return (losses * batch.weights).mean()
 
 

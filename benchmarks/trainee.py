@@ -19,7 +19,7 @@ import torch
 from diffusers import DDPMScheduler
 from mid_size_base import MID_SIZE, TINY
 from random_bases import RELEASES, random_network
-from torch import Tensor, nn
+from torch import nn
 
 from lora_trainer import families
 from lora_trainer.cache.cache_plan import Entries, SampleSource
@@ -30,12 +30,13 @@ from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import Checkpointing, Config, build_config
 from lora_trainer.dataset.buckets import Bucket, place
 from lora_trainer.families.base import BaseFacts, Family, Geometry
-from lora_trainer.training.batch import MicroBatch, to_device
+from lora_trainer.training.batch import Batch, collate
 from lora_trainer.training.dataloader import TrainingDataLoader
+from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import learning_rate
 from lora_trainer.training.progress import Action
 from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
-from lora_trainer.training.training import Model, Training
+from lora_trainer.training.training import Training
 
 IMAGES = 16
 SEED = 3
@@ -102,14 +103,6 @@ class Case:
         dtype = str(self.precision).removeprefix("torch.")
         again = "" if self.checkpointing == "none" else f", {self.checkpointing} recomputing"
         return f"{self.name} {self.side_px} px, batch {self.batch}, {dtype}, {self.size}{again}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """One step's tensors on the device, with a weight for each sample."""
-
-    stacked: MicroBatch
-    weights: Tensor
 
 
 def frozen_network(case: Case) -> nn.Module:
@@ -194,10 +187,8 @@ def batches(case: Case, folder: Path, *, steps: int) -> Sequence[Batch]:
     own = feeder(case, folder, EventStream())
     found = []
     for step in range(steps):
-        samples = own.prepare(step).samples
-        weights = torch.tensor([sample.weight for sample in samples], device=case.device)
-        stacked = to_device(samples, device=case.device, dtype=case.precision)
-        found.append(Batch(stacked=stacked, weights=weights))
+        samples = own.prepare(step)
+        found.append(collate(samples, device=case.device, precision=case.precision).on(case.device))
     return found
 
 

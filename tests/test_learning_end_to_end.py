@@ -44,7 +44,7 @@ def ended(other: Toy) -> str:
 
 def without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every pass give gradients of exact zeros."""
-    whole: Callable[..., torch.Tensor] = step._forward_backward
+    whole: Callable[..., torch.Tensor] = step.forward_backward
 
     def vanishing(training: Training, *arguments: Any) -> torch.Tensor:
         loss = whole(training, *arguments)
@@ -53,7 +53,7 @@ def without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
                 parameter.grad.zero_()
         return loss
 
-    monkeypatch.setattr(step, "_forward_backward", vanishing)
+    monkeypatch.setattr(step, "forward_backward", vanishing)
 
 
 def test_a_rate_that_is_zero_to_32_bits(other: Toy) -> None:

@@ -56,6 +56,9 @@ Targets = Literal["attention", "transformer", "all"]
 """Layers of the denoiser that get an adapter."""
 TARGETS: tuple[Targets, ...] = get_args(Targets)
 """From the fewest layers to the most; each includes the layers of the previous."""
+LossName = Literal["mse", "huber", "smooth_l1", "log_cosh"]
+"""Error functions of the loss, each a function of `training/loss.py`."""
+WITH_DELTA: tuple[LossName, ...] = ("huber", "smooth_l1")
 Weighting = Literal["none", "min_snr", "soft_min_snr", "debiased", "p2", "sigma_sqrt", "cosmap"]
 FLOW_WEIGHTINGS: tuple[Weighting, ...] = ("sigma_sqrt", "cosmap")
 SNR_WEIGHTINGS: tuple[Weighting, ...] = ("min_snr", "soft_min_snr", "debiased", "p2")
@@ -136,7 +139,6 @@ NO_REGULARISATION: Needs = {"data.regularisation_dir": (None,), **NO_FOLDERS}
 NOT_EMBEDDED = {"base.model": ("embedded",)}
 NOT_OFT = {"adapter.kind": ("oft",)}
 NOT_SCHEDULE_FREE = {"optimizer.name": (SCHEDULE_FREE,)}
-SQUARED = {"objective.loss": ("mse",)}
 WITHOUT_NEW_TOKENS = {"adapter.new_tokens": (0,)}
 WITHOUT_VALIDATION = {"data.validation_fraction": (0.0,)}
 

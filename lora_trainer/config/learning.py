@@ -16,13 +16,14 @@ from lora_trainer.config.declare import (
     NOISE_OR_V,
     NOT_OFT,
     NOT_SCHEDULE_FREE,
-    SQUARED,
+    WITH_DELTA,
     WITHOUT_NEW_TOKENS,
     WITHOUT_VALIDATION,
     A_co,
     AutoScale,
     Count,
     Interval,
+    LossName,
     Pattern,
     Precision,
     Section,
@@ -250,21 +251,21 @@ class ObjectiveSettings(Section, Generic[A_co]):
         le=10,
         only_for={"objective.weighting": ("p2",)},
     )
-    loss: Literal["mse", "huber", "smooth_l1"] = setting(
+    loss: LossName = setting(
         "mse",
-        "squared error, or an error that is linear above huber_delta and so less sensitive to outliers",
+        "squared error, or an error that grows linearly far from 0 and so is less sensitive to outliers",
     )
     huber_delta: float = setting(
         0.1,
         "error above which huber and smooth_l1 are linear; with a schedule, its value at pure noise",
         gt=0.0,
         le=1.0,
-        not_for=SQUARED,
+        only_for={"objective.loss": WITH_DELTA},
     )
     huber_schedule: Literal["snr", "exponential", "constant"] = setting(
         "snr",
         "decrease of the delta with noise, from 1 at no noise (Khrapov et al. 2024, arXiv 2403.16728)",
-        not_for=SQUARED,
+        only_for={"objective.loss": WITH_DELTA},
     )
     noise_offset: float = setting(
         0.0, "strength of per-channel constant noise (0.03-0.1 is usual)", ge=0.0, le=1.0

@@ -44,7 +44,7 @@ from lora_trainer.run.job import TrainingJob
 from lora_trainer.run.prepare import Prepared as Plan
 from lora_trainer.run.prepare import Request
 from lora_trainer.run.run_folder import RunFolder
-from lora_trainer.training.batch import Sample, StepBatch
+from lora_trainer.training.batch import Sample
 from lora_trainer.training.dataloader import TrainingDataLoader
 
 QUANTILES = 16
@@ -64,7 +64,7 @@ class Evaluation:
     sampler: Sampler
     sources: Mapping[str, SampleSource]
 
-    def batches(self, records: Sequence[ImageRecord]) -> list[StepBatch]:
+    def batches(self, records: Sequence[ImageRecord]) -> list[tuple[Sample, ...]]:
         """Return a batch of images for each quantile of the timesteps; the noise depends on image content only."""
         chosen = sorted(records, key=lambda record: record.content_hash)[:MAX_PICTURES]
         names = [record.sample_ids()[0] for record in chosen]
@@ -88,7 +88,9 @@ class Evaluation:
                 for index, prompt in enumerate(prompts)
             ]
 
-    def elsewhere(self, prompts: Sequence[str], images: Sequence[Image.Image]) -> list[StepBatch]:
+    def elsewhere(
+        self, prompts: Sequence[str], images: Sequence[Image.Image]
+    ) -> list[tuple[Sample, ...]]:
         """Return batches as `batches` does, of generated images that are not in the dataset."""
         encoder = self.plan.family.load_image_encoder(
             self.plan.facts, device=encoder_device(self.plan)
@@ -120,7 +122,7 @@ class Evaluation:
                         conditioning={**text, **shared},
                     )
                 )
-            batches.append(StepBatch(step=int(level.timestep), samples=tuple(samples), epoch=0.0))
+            batches.append(tuple(samples))
         return batches
 
     def pictures(self, records: Sequence[ImageRecord]) -> list[Image.Image]:

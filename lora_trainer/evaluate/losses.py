@@ -23,9 +23,8 @@ from torch import Tensor
 from lora_trainer.evaluate.features import distances, set_distance
 from lora_trainer.lora.lora_hooks import LoraStrength
 from lora_trainer.reporting.score import expected_nearest
-from lora_trainer.training.batch import Sample, StepBatch, micro_batches, to_device
-from lora_trainer.training.loss import add_noise, target
-from lora_trainer.training.training import Model
+from lora_trainer.training.batch import Sample, split
+from lora_trainer.training.loss import Model, add_noise, target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,30 +36,32 @@ class LossProbe:
     at_once: int
 
     @torch.no_grad()
-    def losses(self, batches: Sequence[StepBatch], *, strength: float) -> list[float]:
+    def losses(self, batches: Sequence[Sequence[Sample]], *, strength: float) -> list[float]:
         """Return the mean loss of each batch; a batch has one timestep."""
         with self.dial.at(strength):
-            return [self._mean_loss(batch) for batch in batches]
+            return [self._mean_loss(samples) for samples in batches]
 
-    def _mean_loss(self, batch: StepBatch) -> float:
-        groups = micro_batches(batch, cap=self.at_once, alike=self.model.batch_group_key)
-        losses = torch.cat([self.model.losses(group).cpu() for group in groups])
+    def _mean_loss(self, samples: Sequence[Sample]) -> float:
+        losses = torch.cat([self.model.losses(group).cpu() for group in self._split(samples)])
         return float(losses.double().mean())
 
     @torch.no_grad()
-    def drift(self, batches: Sequence[StepBatch]) -> tuple[float, float]:
+    def drift(self, batches: Sequence[Sequence[Sample]]) -> tuple[float, float]:
         """Return (mean squared change of the predictions at strength 1, the base's mean squared error)."""
         changes, errors = [], []
-        for batch in batches:
-            for group in micro_batches(batch, cap=self.at_once, alike=self.model.batch_group_key):
+        for samples in batches:
+            for group in self._split(samples):
                 change, error = self._drift(group)
                 changes += change
                 errors += error
         return fmean(changes), fmean(errors)
 
+    def _split(self, samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
+        return split(samples, cap=self.at_once, group_key=self.model.batch_group_key)
+
     def _drift(self, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
         model = self.model
-        batch = to_device(samples, device=model.device, dtype=model.precision)
+        batch = model.collate(samples).on(model.device)
         level = (batch.alpha, batch.sigma)
         noisy = add_noise(batch.latents, batch.noise, *level).to(model.precision)
         target_values = target(batch.latents, batch.noise, *level, model.prediction)

@@ -129,10 +129,10 @@ def _measure_losses(subject: EvaluatedLora, scene: Evaluation, findings: Found) 
     findings.parts["gain"] = gain_part(gain)
     findings.parts["strength"] = strength_part(means)
     findings.figures |= {
-        "pictures": len(batches[0].samples),
+        "pictures": len(batches[0]),
         "gain": gain,
         "gain_by_timestep": [
-            [batch.step, 1 - after / before]
+            [int(batch[0].level.timestep), 1 - after / before]
             for batch, before, after in zip(
                 batches, by_strength[0.0], by_strength[1.0], strict=True
             )

@@ -52,10 +52,10 @@ from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.freeze import FreezeAfter, end_step
 from lora_trainer.training.graphed import Speedups, StepGraphs
 from lora_trainer.training.guards import GuardState, from_plain
+from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import averaged_weights, build_optimizer, restore_optimizer
 from lora_trainer.training.progress import Progress
 from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
-from lora_trainer.training.training import Model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from lora_trainer.checkpoint.states import NonFiniteAdapter, TrainingState, free
 from lora_trainer.checkpoint.writer import Export, StateWriter
 from lora_trainer.common.events import EventStream
 from lora_trainer.lora.adapter import Adapter
-from lora_trainer.training.batch import Sample, StepBatch, micro_batches
+from lora_trainer.training.batch import Sample, split
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import GuardState, Unstable, after_validation, to_plain, with_best
 from lora_trainer.training.learning_check import (
@@ -28,8 +28,8 @@ from lora_trainer.training.learning_check import (
     least_change,
     without_effect,
 )
+from lora_trainer.training.loss import Model
 from lora_trainer.training.progress import Progress
-from lora_trainer.training.training import Model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,28 +37,24 @@ class FixedLosses:
     """Computes mean unweighted losses of fixed images at fixed timesteps with fixed noise.
 
     Two calls differ only by the weights, so small changes of the loss can be seen. `batches` hold every
-    image, one batch per timestep; each process of `ranks` computes its share.
+    image once per timestep, in the order of timesteps; each process of `ranks` computes its share.
     """
 
-    batches: Sequence[StepBatch]
+    batches: Sequence[Sequence[Sample]]
     model: Model
     ranks: ProcessGroup
 
     @torch.no_grad()
     def by_timestep(self, *, cap: int) -> list[float]:
         """Return the mean loss of each batch, at most `cap` images in one pass."""
-        passes = [self._passes(batch, cap=cap) for batch in self.batches]
-        images = len(self.batches[0].samples)
-        sums = self.ranks.sum([self._loss_sum(each) for each in passes])
-        return [total / images for total in sums]
+        sums = self.ranks.sum([self._loss_sum(samples, cap=cap) for samples in self.batches])
+        return [total / len(self.batches[0]) for total in sums]
 
-    def _passes(self, batch: StepBatch, *, cap: int) -> list[tuple[Sample, ...]]:
+    def _loss_sum(self, samples: Sequence[Sample], *, cap: int) -> float:
         dist_env = self.ranks.dist_env
-        share = replace(batch, samples=batch.samples[dist_env.rank :: dist_env.count])
-        return micro_batches(share, cap=cap)
-
-    def _loss_sum(self, passes: Sequence[tuple[Sample, ...]]) -> float:
-        sums = [self.model.losses(samples).sum() for samples in passes]
+        share = samples[dist_env.rank :: dist_env.count]
+        sums = [self.model.losses(micro_batch).sum() for micro_batch in split(share, cap=cap)]
+        # One reading for all of them: each would make the host wait for the device.
         return float(torch.stack(sums).sum()) if sums else 0.0
 
 
@@ -91,8 +87,11 @@ class ValidateAction:
         with self.chosen():
             losses = self.fixed.by_timestep(cap=progress.guard.micro_batch)
         batches, mean = self.fixed.batches, sum(losses) / len(losses)
-        images = len(batches[0].samples)
-        by_timestep = [[batch.step, loss] for batch, loss in zip(batches, losses, strict=True)]
+        images = len(batches[0])
+        by_timestep = [
+            [int(samples[0].level.timestep), loss]
+            for samples, loss in zip(batches, losses, strict=True)
+        ]
         self.events.emit(
             "validation", step=progress.step, loss=mean, by_timestep=by_timestep, images=images
         )

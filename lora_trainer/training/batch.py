@@ -1,16 +1,21 @@
-"""Prepared samples, the steps they make, and what of a step is computed at once, on the device."""
+"""One sample, and a batch of samples of one shape as tensors on the device.
+
+The dataloader makes `Sample`s, which hold every random draw already. `split` groups the samples of a step into
+micro-batches, `collate` stacks one of these. So the same step may be split in another way, or repeated, and
+nothing but rounding changes.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lora_trainer.config.config import LossName
 from lora_trainer.families.base import Conditioning
 from lora_trainer.hardware.device_calls import may_copy_ahead
 from lora_trainer.lora.dropout import halves
@@ -18,31 +23,19 @@ from lora_trainer.network.pinned_memory import pinned, pinned_copy
 from lora_trainer.training.timesteps import Level
 
 Signature = tuple[tuple[str, torch.Size, torch.dtype], ...]
-"""Names, shapes and types of all tensors of a pass."""
-_TOLD, _TOLD_BASE = "told.", "told to the base."
-
-
-class Sized(Protocol):
-    """What goes into the network with others of its shape (C, H, W) and of like conditioning."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def conditioning(self) -> Conditioning: ...
-
-
-AnySized = TypeVar("AnySized", bound=Sized)
+"""Names, shapes and dtypes of all tensors of a batch."""
+_CONDITIONING, _BASE_CONDITIONING = "conditioning.", "base conditioning."
+"""What the names of a batch's conditioning tensors begin with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """One sample ready for the device: latents and noise float32 [C, H, W], conditioning of batch 1.
 
-    `input_noise` is the noise of the input where that is not the one to predict; `huber_delta` is
-    infinite for squared errors; `dropout_seed` names the masks of the adapter's dropout. `counts` are
-    weights of the error [1, H, W] with a mean of 1, None where all of the image counts alike.
-    `as_base`: what is wanted is what the base says without the adapter.
+    `input_noise` is the noise in the input where it is not the noise to predict (noise perturbation).
+    `loss` and `delta` choose the error function (loss.py). `mask_weights` [1, H, W] weigh the error by
+    position, with a mean of 1; None where all positions count alike. `dropout_seed` names the masks of the
+    adapter's dropout. `as_base`: the target is the base model's prediction without the adapter.
     """
 
     sample: str
@@ -52,160 +45,145 @@ class Sample:
     weight: float
     conditioning: Conditioning
     input_noise: Tensor | None = None
-    huber_delta: float = math.inf
+    loss: LossName = "mse"
+    delta: float = 1.0
     dropout_seed: int = 0
-    counts: Tensor | None = None
+    mask_weights: Tensor | None = None
     as_base: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the latents."""
+        """Shape of the latents, (C, H, W)."""
         return tuple(self.latents.shape)
 
-    @property
-    def timestep(self) -> float:
-        """What the denoiser is told of the noise level."""
-        return self.level.timestep
 
+def split(
+    samples: Sequence[Sample],
+    *,
+    cap: int,
+    images_at_once: Mapping[tuple[int, int], int] = MappingProxyType({}),
+    group_key: Callable[[Conditioning], int] = lambda _: 0,
+) -> list[tuple[Sample, ...]]:
+    """Split samples by shape, then into micro-batches of at most `cap`; order within a shape is kept.
 
-@dataclass(frozen=True, kw_only=True)
-class StepBatch:
-    """This process's samples of one optimizer step (0-based `step`) and the epochs finished after it.
-
-    A sample whose class is to stay as it is comes twice, the second time as that.
+    `images_at_once` are lower caps by (height, width) of the latents: those of large buckets. Samples whose
+    conditioning has different `group_key`s are split too.
     """
-
-    step: int
-    samples: tuple[Sample, ...]
-    epoch: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Samples of one shape, stacked on the device: [B, C, H, W] and [B]; `counts` [B, 1, H, W] or None.
-
-    `weights` [B] are those of the losses; `as_base` int64 are the rows whose wanted prediction is the
-    base's, None without any; `dropout_seeds` int64 [B, 2] are the halves of the samples' seeds.
-    `base_conditioning` is that of the rows `as_base`, stacked anew: a text alone has no padding, and some
-    families count on it. `samples` are what it was made of, on the host.
-    """
-
-    latents: Tensor
-    noise: Tensor
-    input_noise: Tensor
-    timesteps: Tensor
-    alpha: Tensor
-    sigma: Tensor
-    weights: Tensor
-    huber_delta: Tensor | None
-    counts: Tensor | None
-    as_base: Tensor | None
-    dropout_seeds: Tensor
-    conditioning: Conditioning
-    base_conditioning: Conditioning
-    samples: tuple[Sample, ...]
+    by_shape: dict[tuple[tuple[int, ...], int], list[Sample]] = {}
+    for sample in samples:
+        key = (sample.shape, group_key(sample.conditioning))
+        by_shape.setdefault(key, []).append(sample)
+    micro_batches: list[tuple[Sample, ...]] = []
+    for (shape, _), alike in by_shape.items():
+        size = min(cap, images_at_once.get((shape[-2], shape[-1]), cap))
+        micro_batches += [tuple(alike[at : at + size]) for at in range(0, len(alike), size)]
+    return micro_batches
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stacked:
-    """Samples of one shape as few tensors by name, on the host (`stack`) or on the device.
+class Batch:
+    """Samples of one shape as few tensors by name, on the host (`collate`) or on the device (`on`).
 
-    All numbers of the samples are one float32 tensor "numbers" [3 or 4, B], so that they are one copy,
-    but for "timesteps", which some bases count in whole numbers. `samples` are what they are made of,
-    on the host.
+    Latents and noises are float32 [B, C, H, W], `mask_weights` [B, 1, H, W] or None. The numbers of the
+    samples are one float32 tensor [4, B], so that they are one copy to the device; timesteps [B] are apart,
+    because some bases count them in whole numbers. `as_base` int64 [N] are the rows whose target is the
+    base's prediction, None without any. `dropout_seeds` int64 [B, 2] are the halves of the samples' seeds.
     """
 
     tensors: Mapping[str, Tensor]
-    samples: tuple[Sample, ...] = ()
+    loss: LossName
+    precision: torch.dtype
 
-    @property
-    def latents_shape(self) -> tuple[int, int, int]:
-        """Return (height, width, samples) of the latents."""
-        count, _, height, width = self.tensors["latents"].shape
-        return height, width, count
+    def on(self, device: torch.device) -> Batch:
+        """Copy to a device; the host does not wait for what is pinned."""
+        ahead = may_copy_ahead(device)
+        moved = {name: t.to(device, non_blocking=ahead) for name, t in self.tensors.items()}
+        return replace(self, tensors=moved)
 
     @property
     def signature(self) -> Signature:
-        """Return what two of them share that are computed by the same kernels."""
+        """What two batches share that the same kernels compute."""
         return tuple((name, value.shape, value.dtype) for name, value in self.tensors.items())
 
-    def on(self, device: torch.device) -> Stacked:
-        """Copy to a device; the host does not wait for what is pinned."""
-        return Stacked(
-            tensors={
-                name: t.to(device, non_blocking=may_copy_ahead(device))
-                for name, t in self.tensors.items()
-            },
-            samples=self.samples,
-        )
+    @property
+    def latents_shape(self) -> tuple[int, int, int]:
+        """(height, width, samples) of the latents."""
+        count, _, height, width = self.latents.shape
+        return height, width, count
 
-    def micro_batch(self, *, dtype: torch.dtype) -> MicroBatch:
-        """Name the parts; floating conditioning in `dtype`, the rest as it is."""
-        tensors, numbers = self.tensors, self.tensors["numbers"].unbind()
+    # ---- the tensors by the names of the formula
 
-        def told(start: str) -> Conditioning:
-            found = {name[len(start) :]: t for name, t in tensors.items() if name.startswith(start)}
-            return _in_dtype(found, dtype)
+    @property
+    def latents(self) -> Tensor:
+        return self.tensors["latents"]
 
-        return MicroBatch(
-            latents=tensors["latents"],
-            noise=tensors["noise"],
-            input_noise=tensors.get("input_noise", tensors["noise"]),
-            timesteps=tensors["timesteps"],
-            alpha=numbers[0],
-            sigma=numbers[1],
-            weights=numbers[2],
-            huber_delta=numbers[3] if len(numbers) > 3 else None,
-            counts=tensors.get("counts"),
-            as_base=tensors.get("as_base"),
-            dropout_seeds=tensors["dropout_seeds"],
-            conditioning=told(_TOLD),
-            base_conditioning=told(_TOLD_BASE),
-            samples=self.samples,
-        )
+    @property
+    def noise(self) -> Tensor:
+        return self.tensors["noise"]
+
+    @property
+    def input_noise(self) -> Tensor:
+        return self.tensors.get("input_noise", self.noise)
+
+    @property
+    def timesteps(self) -> Tensor:
+        return self.tensors["timesteps"]
+
+    @property
+    def alpha(self) -> Tensor:
+        return self.tensors["numbers"][0]
+
+    @property
+    def sigma(self) -> Tensor:
+        return self.tensors["numbers"][1]
+
+    @property
+    def weights(self) -> Tensor:
+        return self.tensors["numbers"][2]
+
+    @property
+    def delta(self) -> Tensor:
+        return self.tensors["numbers"][3]
+
+    @property
+    def mask_weights(self) -> Tensor | None:
+        return self.tensors.get("mask_weights")
+
+    @property
+    def as_base(self) -> Tensor | None:
+        return self.tensors.get("as_base")
+
+    @property
+    def dropout_seeds(self) -> Tensor:
+        return self.tensors["dropout_seeds"]
+
+    @property
+    def conditioning(self) -> Conditioning:
+        """The conditioning of all rows, floating tensors in `precision`."""
+        return self._conditioning(_CONDITIONING)
+
+    @property
+    def base_conditioning(self) -> Conditioning:
+        """The conditioning of the rows `as_base`, stacked by themselves.
+
+        A text alone has no padding, and some families compute something else where there is padding.
+        """
+        return self._conditioning(_BASE_CONDITIONING)
+
+    def _conditioning(self, start: str) -> Conditioning:
+        return {
+            name.removeprefix(start): t.to(self.precision) if t.is_floating_point() else t
+            for name, t in self.tensors.items()
+            if name.startswith(start)
+        }
 
 
-def micro_batches(
-    batch: StepBatch,
-    *,
-    cap: int,
-    at_once: Mapping[tuple[int, int], int] = MappingProxyType({}),
-    alike: Callable[[Conditioning], int] = lambda _: 0,
-) -> list[tuple[Sample, ...]]:
-    """Split a step's samples, as `groups` does."""
-    return groups(batch.samples, cap=cap, at_once=at_once, alike=alike)
+def collate(samples: Sequence[Sample], *, device: torch.device, precision: torch.dtype) -> Batch:
+    """Stack samples of one shape in host memory, from where `Batch.on` copies them to `device`.
 
-
-def groups(
-    samples: Sequence[AnySized],
-    *,
-    cap: int,
-    at_once: Mapping[tuple[int, int], int] = MappingProxyType({}),
-    alike: Callable[[Conditioning], int] = lambda _: 0,
-) -> list[tuple[AnySized, ...]]:
-    """Split samples by shape, then into groups of at most `cap`; order within a shape is kept.
-
-    `at_once` are lower caps by (height, width) of the latents: those of large buckets. Samples whose
-    conditioning is not `alike` are split too.
+    For a device with memory of its own the host memory is pinned, because only then the copy runs beside
+    the computation. Floating conditioning is cast to `precision` on the device: host and bus stay out of it.
     """
-    by_shape: dict[tuple[tuple[int, ...], int], list[AnySized]] = {}
-    for sample in samples:
-        key = (sample.shape, alike(sample.conditioning))
-        by_shape.setdefault(key, []).append(sample)
-    found: list[tuple[AnySized, ...]] = []
-    for (shape, _), group in by_shape.items():
-        size = min(cap, at_once.get((shape[-2], shape[-1]), cap))
-        found += [tuple(group[first : first + size]) for first in range(0, len(group), size)]
-    return found
-
-
-def to_device(samples: Sequence[Sample], *, device: torch.device, dtype: torch.dtype) -> MicroBatch:
-    """Stack samples of one shape on the device; floating conditioning in `dtype`, the rest as it is."""
-    return stack(samples, device=device).on(device).micro_batch(dtype=dtype)
-
-
-def stack(samples: Sequence[Sample], *, device: torch.device) -> Stacked:
-    """Stack samples of one shape on the host, from where they go to `device` without waiting."""
 
     def joined(tensors: Sequence[Tensor]) -> Tensor:
         first = tensors[0]
@@ -219,63 +197,49 @@ def stack(samples: Sequence[Sample], *, device: torch.device) -> Stacked:
     def listed(values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
         return pinned_copy(torch.tensor(values, dtype=dtype), device=device)
 
-    perturbed = [sample.input_noise for sample in samples if sample.input_noise is not None]
-    counts = _all_counts(samples)
-    rows = [row for row, sample in enumerate(samples) if sample.as_base]
-    found = {
-        "latents": stacked([sample.latents for sample in samples]),
-        "noise": stacked([sample.noise for sample in samples]),
-        "timesteps": listed([sample.level.timestep for sample in samples]),
-        "numbers": listed(_numbers(samples), torch.float32),
-        "dropout_seeds": listed([halves(s.dropout_seed) for s in samples], torch.int64),
-    }
-    if perturbed:
-        found["input_noise"] = stacked(perturbed)
-    if counts:
-        found["counts"] = stacked(counts)
-    if rows:
-        found["as_base"] = listed(rows, torch.int64)
-    of_base = [samples[row] for row in rows]
-    for start, told in ((_TOLD, samples), (_TOLD_BASE, of_base)):
-        for name in told[0].conditioning if told else ():
-            texts = [sample.conditioning[name] for sample in told]
-            found[start + name] = joined(lengthened_alike(texts))
-    return Stacked(tensors=found, samples=tuple(samples))
-
-
-def _in_dtype(told: Conditioning, dtype: torch.dtype) -> Conditioning:
-    return {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in told.items()
-    }
-
-
-def _numbers(samples: Sequence[Sample]) -> list[list[float]]:
     levels = [sample.level for sample in samples]
-    deltas = [sample.huber_delta for sample in samples]
-    return [
+    numbers = [
         [level.alpha for level in levels],
         [level.sigma for level in levels],
         [sample.weight for sample in samples],
-        *([] if math.inf in deltas else [deltas]),
+        [sample.delta for sample in samples],
     ]
+    tensors = {
+        "latents": stacked([sample.latents for sample in samples]),
+        "noise": stacked([sample.noise for sample in samples]),
+        "timesteps": listed([level.timestep for level in levels]),
+        "numbers": listed(numbers, torch.float32),
+        "dropout_seeds": listed([halves(s.dropout_seed) for s in samples], torch.int64),
+    }
+    perturbed = [sample.input_noise for sample in samples if sample.input_noise is not None]
+    if perturbed:
+        tensors["input_noise"] = stacked(perturbed)
+    if any(sample.mask_weights is not None for sample in samples):
+        # Images without a mask count everywhere alike.
+        ones = samples[0].latents.new_ones(1, *samples[0].latents.shape[1:])
+        tensors["mask_weights"] = stacked(
+            [ones if s.mask_weights is None else s.mask_weights for s in samples]
+        )
+    rows = [row for row, sample in enumerate(samples) if sample.as_base]
+    if rows:
+        tensors["as_base"] = listed(rows, torch.int64)
+    for start, some in (
+        (_CONDITIONING, samples),
+        (_BASE_CONDITIONING, [samples[row] for row in rows]),
+    ):
+        for name in some[0].conditioning if some else ():
+            texts = [sample.conditioning[name] for sample in some]
+            tensors[start + name] = joined(padded_alike(texts))
+    return Batch(tensors=tensors, loss=samples[0].loss, precision=precision)
 
 
-def _all_counts(samples: Sequence[Sample]) -> list[Tensor]:
-    """Return those of each sample, ones without a mask; none where no sample has one."""
-    if all(sample.counts is None for sample in samples):
-        return []
-    ones = samples[0].latents.new_ones(1, *samples[0].latents.shape[1:])
-    return [ones if sample.counts is None else sample.counts for sample in samples]
-
-
-def lengthened_alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+def padded_alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors of batch 1 alike in length: texts get zeros on dimension 1, as their masks do."""
     longest = max(tensor.shape[1] for tensor in tensors) if tensors[0].dim() > 1 else 0
-    return [_lengthened(tensor, longest) for tensor in tensors]
+    return [_padded(tensor, longest) for tensor in tensors]
 
 
-def _lengthened(tensor: Tensor, length: int) -> Tensor:
+def _padded(tensor: Tensor, length: int) -> Tensor:
     if tensor.dim() < 2 or tensor.shape[1] == length:
         return tensor
     padding = tensor.new_zeros(1, length - tensor.shape[1], *tensor.shape[2:])

@@ -24,8 +24,8 @@ from lora_trainer.config.config import DataSettings, ObjectiveSettings
 from lora_trainer.dataset.caption_rules import is_dropped, variant_of
 from lora_trainer.dataset.epochs import epoch_order, sample_id
 from lora_trainer.families.base import Conditioning, Prediction
-from lora_trainer.training.batch import Sample, StepBatch
-from lora_trainer.training.loss import draw_noise, huber_delta, loss_weight
+from lora_trainer.training.batch import Sample
+from lora_trainer.training.loss import draw_noise, loss_delta, loss_weight
 from lora_trainer.training.timesteps import TIMESTEPS, Level, Levels
 
 
@@ -68,16 +68,20 @@ class TrainingDataLoader:
         """Return where the tensors are of the sample that stands under a name in an epoch."""
         return self.sources[sample_id(sample)]
 
-    def prepare(self, step: int) -> StepBatch:
-        """Return everything step `step` (0-based) needs, on the CPU."""
-        first = step * self.batch_size
+    def epochs_after(self, steps: int) -> float:
+        """Return how many epochs are over after so many steps."""
+        return steps * self.batch_size / self.epoch_length
+
+    def prepare(self, step: int) -> tuple[Sample, ...]:
+        """Return this process's samples of step `step` (0-based), on the CPU, with all random draws.
+
+        With class preservation each sample is followed by the same one as its class.
+        """
         samples: list[Sample] = []
         for epoch, sample in self.share(step):
             made = self.prepare_sample(epoch, sample)
             samples += [made, *self._preserved(made, epoch, sample)]
-        return StepBatch(
-            step=step, samples=tuple(samples), epoch=(first + self.batch_size) / self.epoch_length
-        )
+        return tuple(samples)
 
     def share(self, step: int) -> list[tuple[int, str]]:
         """Return (epoch, sample id) of what this process does of a step.
@@ -117,23 +121,22 @@ class TrainingDataLoader:
             discount=self.objective.multires_noise_discount,
         )
         level = self._level(source, *here)
-        delta = huber_delta(
+        delta = loss_delta(
             self.objective, time=level.timestep / TIMESTEPS, alpha=level.alpha, sigma=level.sigma
         )
         told = {**self._text(source, *here), **geometry}
         made = self._assemble(sample, latents, noise, level, told)
-        # smooth_l1 is huber over its delta: with falling deltas it weighs the noisier levels more.
-        weight = made.weight / delta if self.objective.loss == "smooth_l1" else made.weight
-        weight *= self.data.weight_of(source.folder)
+        weight = made.weight * self.data.weight_of(source.folder)
         if source.regularisation:
             weight *= self.objective.prior_weight
         return replace(
             made,
             weight=weight,
-            huber_delta=delta,
+            loss=self.objective.loss,
+            delta=delta,
             input_noise=self._perturbed(noise, *here),
             dropout_seed=draw_seed(self.seed, Stream.ADAPTER_DROPOUT, *here),
-            counts=self._counts(source.mirrored_mask if flipped else source.mask),
+            mask_weights=self._mask_weights(source.mirrored_mask if flipped else source.mask),
             as_base=self._stays_base(source),
         )
 
@@ -145,7 +148,7 @@ class TrainingDataLoader:
                 made,
                 weight=made.weight * self.objective.preservation_weight,
                 conditioning={**made.conditioning, **self.entries.read(text)},
-                counts=None,
+                mask_weights=None,
                 as_base=True,
             )
 
@@ -163,8 +166,11 @@ class TrainingDataLoader:
 
     def validation(
         self, keys: Sequence[tuple[str, SampleSource]], *, quantiles: int
-    ) -> list[StepBatch]:
-        """Return the held-out samples at each quantile of the timesteps, with fixed noise and captions."""
+    ) -> list[tuple[Sample, ...]]:
+        """Return the held-out samples at each quantile of the timesteps, with fixed noise and captions.
+
+        Their loss is the squared error whatever `objective.loss` is, so that runs can be compared.
+        """
         batches = []
         for quantile in range(quantiles):
             fraction = (quantile + 0.5) / quantiles
@@ -178,15 +184,13 @@ class TrainingDataLoader:
                 )
                 told = {**self.entries.read(source.texts[0]), **source.geometry}
                 made = self._assemble(sample, mean, noise, level, told)
-                samples.append(replace(made, counts=self._counts(source.mask)))
-            batches.append(
-                StepBatch(step=int(samples[0].level.timestep), samples=tuple(samples), epoch=0.0)
-            )
+                samples.append(replace(made, mask_weights=self._mask_weights(source.mask)))
+            batches.append(tuple(samples))
         return batches
 
     def stream(
         self, first: int, last: int, *, ahead: int
-    ) -> AbstractContextManager[Iterator[StepBatch]]:
+    ) -> AbstractContextManager[Iterator[tuple[Sample, ...]]]:
         """Return a context whose value iterates over steps first..last-1, as `prefetched` says."""
 
         return prefetched(self.prepare, first, last, ahead=ahead)
@@ -237,7 +241,7 @@ class TrainingDataLoader:
         generator = self._generator(Stream.INPUT_PERTURBATION, epoch, sample)
         return noise + strength * torch.randn(noise.shape, generator=generator)
 
-    def _counts(self, mask: CacheKey | None) -> Tensor | None:
+    def _mask_weights(self, mask: CacheKey | None) -> Tensor | None:
         """Return how much each latent's error counts, by the mask and what it leaves the rest."""
         if mask is None:
             return None

@@ -1,28 +1,24 @@
-"""Passes of a step made faster: compiled blocks, and CUDA graphs that replay a recording.
+"""Two ways to make the passes of a step faster: compiled blocks, and CUDA graphs that replay a recording.
 
-CUDA graphs of passes: a forward and backward pass is recorded once per shape and replayed in one launch.
+Neither changes a result beyond rounding. Each can be switched off at any time, for good, and the run continues
+with the same random draws; the guard state records it, so a resumed run does not try it again.
 
-Input is a stacked group of samples and the function that adds their gradients; output is their loss. The
-first passes of a shape run without a graph and count as training (they also warm up libraries that must
-not initialise inside a recording). The next pass is recorded, and replayed from then on. A graph reads and
-writes fixed addresses, so inputs are copied into the recorded input tensors, and gradients add up in
-tensors that are never reallocated.
+A CUDA graph holds the kernels of one forward and backward pass, recorded once per shape and replayed in one
+launch. The first passes of a shape run without a graph and count as training (they also warm up libraries
+that must not initialise inside a recording). The next pass is recorded, and replayed from then on. A graph
+reads and writes fixed addresses, so inputs are copied into the recorded input tensors, and gradients add
+up in tensors that are never reallocated.
 
 Clipping, the reduction over processes and the optimizer are not recorded: they are the same for all
 shapes and take few launches of many tensors each, which the host has queued long before a replay ends.
 So every optimizer works, and nothing in a recording changes between steps except its inputs.
-
-Compiled blocks and CUDA graphs: they make the passes of a step faster and do not change their result.
-
-Each can be switched off at any time, for good, and the run continues with the same random draws. The
-guard state records it, so a resumed run does not try it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +27,12 @@ from lora_trainer.common.errors import first_line
 from lora_trainer.hardware.device_calls import may_copy_ahead
 from lora_trainer.network.compiling import CompilationFailed, CompiledBlocks
 from lora_trainer.network.cuda_graph import Capture, Recording
-from lora_trainer.training.batch import Signature, Stacked
+from lora_trainer.training.batch import Batch, Signature
 
 WARM_UPS = 2
 """Passes of a shape before its recording: the first one allocates, autotunes and compiles."""
 
-Pass = Callable[[Stacked], Tensor]
+Pass = Callable[[Batch], Tensor]
 """Adds the gradients of samples on the device; returns their share of the step's loss, detached."""
 
 
@@ -46,11 +42,11 @@ class NotRecorded(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class _Graph:
-    inputs: Stacked
+    inputs: Batch
     recording: Recording
 
-    def run(self, stacked: Stacked) -> Tensor:
-        for name, tensor in stacked.tensors.items():
+    def run(self, batch: Batch) -> Tensor:
+        for name, tensor in batch.tensors.items():
             self.inputs.tensors[name].copy_(tensor, non_blocking=may_copy_ahead(tensor.device))
         self.recording.replay()
         return self.recording.result
@@ -77,26 +73,26 @@ class StepGraphs:
         """Whether there are recordings, which write to the present gradient tensors."""
         return bool(self._graphs)
 
-    def is_left_out(self, stacked: Stacked) -> bool:
+    def is_left_out(self, batch: Batch) -> bool:
         """Say whether samples of this shape run without a recording because `most` others exist."""
-        return len(self._graphs) >= self.most and stacked.signature not in self._graphs
+        return len(self._graphs) >= self.most and batch.signature not in self._graphs
 
-    def run(self, stacked: Stacked, run: Pass) -> Tensor:
+    def run(self, batch: Batch, run: Pass) -> Tensor:
         """Add the gradients of samples on the host; raises NotRecorded."""
-        shape = stacked.signature
+        shape = batch.signature
         graph = self._graphs.get(shape)
         if graph is not None:
-            return graph.run(stacked)
-        if self.is_left_out(stacked):
-            return run(stacked.on(self.device))
+            return graph.run(batch)
+        if self.is_left_out(batch):
+            return run(batch.on(self.device))
         warm = self._warm.get(shape, 0)
         if warm < WARM_UPS:
             self._warm[shape] = warm + 1
-            loss = self.capture.warm_up(lambda: run(stacked.on(self.device)))
+            loss = self.capture.warm_up(lambda: run(batch.on(self.device)))
             self._trained = [p for p in self.parameters if p.grad is not None]
             return loss
-        self._graphs[shape] = graph = self._recorded(stacked, run)
-        return graph.run(stacked)
+        self._graphs[shape] = graph = self._recorded(batch, run)
+        return graph.run(batch)
 
     def release(self) -> None:
         """Drop all recordings and free their memory; shapes are recorded again when they come next."""
@@ -104,13 +100,15 @@ class StepGraphs:
         self._warm.clear()
         self.capture.release()
 
-    def _recorded(self, stacked: Stacked, run: Pass) -> _Graph:
+    def _recorded(self, batch: Batch, run: Pass) -> _Graph:
         if not self._graphs:
             self._own_gradients()
-        on_device = stacked.on(self.device)
+        on_device = batch.on(self.device)
         # `on` does not copy if the samples are on the device already, but a recording's inputs are
         # overwritten by every replay and must not be shared.
-        inputs = Stacked(tensors={name: t.clone() for name, t in on_device.tensors.items()})
+        inputs = replace(
+            on_device, tensors={name: t.clone() for name, t in on_device.tensors.items()}
+        )
         try:
             recording = self.capture.record(lambda: run(inputs))
         except (RuntimeError, CompilationFailed) as error:  # the warm-ups ran the same code
@@ -157,22 +155,29 @@ class Speedups:
         """Whether gradient tensors stay allocated from step to step and are zeroed in place."""
         return self.graphs is not None and self.graphs.holding
 
-    def is_compiled(self, stacked: Stacked) -> bool:
+    def recorded(self, run: Pass, *, device: torch.device) -> Pass:
+        """Return a pass over batches on the host: `run` on the device, or the replay of its recording."""
+        graphs = self.graphs
+        if graphs is None:
+            return lambda batch: run(batch.on(device))
+        return lambda batch: graphs.run(batch, run)
+
+    def is_compiled(self, batch: Batch) -> bool:
         """Say whether a pass over these samples runs compiled."""
         planned = self.compiled_shapes
-        return self.compiled is not None and (planned is None or stacked.latents_shape in planned)
+        return self.compiled is not None and (planned is None or batch.latents_shape in planned)
 
-    def compilation(self, stacked: Stacked) -> AbstractContextManager[None]:
+    def compilation(self, batch: Batch) -> AbstractContextManager[None]:
         """Run the blocks compiled inside the context if the shape is planned; raises CompilationFailed."""
-        if self.compiled is None or not self.is_compiled(stacked):
+        if self.compiled is None or not self.is_compiled(batch):
             return nullcontext()
         return self.compiled.used()
 
-    def newly_unplanned(self, stacked: Stacked) -> list[str]:
+    def newly_unplanned(self, batch: Batch) -> list[str]:
         """Return the settings in force that are not used for these samples, each setting only once."""
         without = {
-            COMPILE: self.compiled is not None and not self.is_compiled(stacked),
-            GRAPHS: self.graphs is not None and self.graphs.is_left_out(stacked),
+            COMPILE: self.compiled is not None and not self.is_compiled(batch),
+            GRAPHS: self.graphs is not None and self.graphs.is_left_out(batch),
         }
         new_keys = [key for key, out in without.items() if out and key not in self._told]
         self._told.update(new_keys)

@@ -6,9 +6,9 @@ caption and touches no disk, and every random number it uses was drawn by the da
 
 To follow one optimizer step, read `_train` from top to bottom, then these functions in this order:
 
-1. `compute_gradients_with_oom_retry` (step.py) splits the batch into micro-batches that fit the device;
-2. `forward_backward` (step.py) runs one forward and one backward pass per micro-batch;
-3. `Model.losses_of` (training.py) adds noise, predicts, and compares with the target (loss.py);
+1. `compute_gradients_with_oom_retry` (step.py) splits the samples into micro-batches that fit the device;
+2. `forward_backward` (step.py) runs one forward and one backward pass over a micro-batch;
+3. `Model.losses_of` (loss.py) adds noise, predicts, and compares with the target;
 4. `Ranks.reduce` (training/distributed/process_group.py) sums the gradients of all processes;
 5. `optimizer_step` (step.py) clips the gradients and calls the optimizer;
 6. `_report` (below) logs the step and lets the guards judge it.
@@ -35,7 +35,7 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.hardware.device_calls import kind_of, may_copy_ahead
 from lora_trainer.network.async_copies import AsyncRead
 from lora_trainer.network.out_of_memory import device_memory, free_memory, is_lost, is_out_of_memory
-from lora_trainer.training.batch import StepBatch
+from lora_trainer.training.batch import Sample
 from lora_trainer.training.freeze import enter_stages
 from lora_trainer.training.guards import (
     GuardState,
@@ -155,14 +155,12 @@ def _train(training: Training, start: Progress) -> Progress:
     progress, pending = start, deque[_Report]()
     lag = report_lag(training.model.device)
     lap = _Lap(training.clock)
-    with training.feeder.stream(
-        start.step, training.steps, ahead=training.prefetch_steps
-    ) as batches:
+    with training.feeder.stream(start.step, training.steps, ahead=training.prefetch_steps) as steps:
         while progress.step < training.steps and not _has_converged(training, progress):
             try:
                 # ---- data: threads prepare batches ahead, so this is the time the device may sit idle
                 began = training.clock()
-                batch = next(batches)
+                samples = next(steps)
                 waited = training.clock() - began
 
                 # ---- step: noise, prediction, weighted loss, backward, clipping, optimizer
@@ -171,7 +169,7 @@ def _train(training: Training, start: Progress) -> Progress:
                 rate = training.learning_rate(progress.step) * progress.guard.lr_scale
                 set_learning_rate(training.optimizer, rate)
                 enter_stages(training.stages, step=progress.step)
-                loss, guard = compute_gradients_with_oom_retry(training, batch, progress.guard)
+                loss, guard = compute_gradients_with_oom_retry(training, samples, progress.guard)
             except (MachineError, TrainingStopped):
                 # The weights are those of the last whole step, so its state is worth saving. With several
                 # processes the others may be in the next collective already and would never save.
@@ -197,8 +195,9 @@ def _train(training: Training, start: Progress) -> Progress:
             # because reading it now would make the host wait until the device has finished the step
             progress = Progress(step=step, images=images, guard=guard)
             reported_rate = effective_rate(training.optimizer, rate)
-            fields = {"step": step, "images": images, "lr": reported_rate, "epoch": batch.epoch}
-            fields |= {"data_wait_s": waited, "latents": _latents(batch)}
+            epochs = training.feeder.epochs_after(step)
+            fields = {"step": step, "images": images, "lr": reported_rate, "epoch": epochs}
+            fields |= {"data_wait_s": waited, "latents": _latent_positions(samples)}
             measured = AsyncRead(torch.stack([loss, grad_norm]))
             left_zero = _left_zero(training) if step == ZERO_STEPS else None
             report = _Report(
@@ -360,12 +359,12 @@ def _left_zero(training: Training) -> AsyncRead | None:
     return AsyncRead(torch.stack(has_nonzero).any().float().reshape(1))
 
 
-def _latents(batch: StepBatch) -> int:
+def _latent_positions(samples: Sequence[Sample]) -> int:
     """Return the latent positions (height x width, summed over the images) that a step computes.
 
     Steps of as many positions take about as long, which is how the pace of a run is judged.
     """
-    return sum(sample.shape[-2] * sample.shape[-1] for sample in batch.samples)
+    return sum(sample.shape[-2] * sample.shape[-1] for sample in samples)
 
 
 def _report(

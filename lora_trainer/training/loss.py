@@ -1,31 +1,77 @@
-"""Noise, targets, errors and loss weights of diffusion training as pure functions, each with its paper.
+"""The loss of a diffusion model as the papers write it: noise, target, error, and their weights.
 
-Noise, targets and errors of diffusion training as pure functions, each with its paper.
+`Model.losses_of` is the formula, and every loss of training and validation is computed there:
 
-The loss of a sample is the mean over its elements of error(prediction - target), where noisy latents are
-the network's input and `target` depends on what the base predicts. Timesteps and weights are drawn in
-timesteps.py and loss.py.
+    L = w(t) mean_i E(F(alpha x + sigma eps, t, c) - target)_i
 
-Notation: noisy = alpha latents + sigma noise (Ho et al. 2020, arXiv 2006.11239); latents and noise
-are [B, C, H, W]; per-sample quantities are [B].
+x are the latents, eps the noise, c the conditioning, F the denoiser (Ho et al. 2020, arXiv 2006.11239, eq. 4
+and 14; for flow matching alpha = 1 - sigma, Lipman et al. 2022, arXiv 2210.02747). To add an error function E,
+write it below, name it in `ERRORS`, and add its name to `LossName` (config/declare.py).
 
-Loss weights and Huber deltas per noise level as pure functions, each with its paper.
-
-SNR is alpha^2 / sigma^2 = signal / (1 - signal), with alpha-bar of Ho et al. 2020 (arXiv 2006.11239) as
-`signal`. The papers define SNR weights for the loss of predicted noise. The loss of v is (SNR + 1) / SNR
-times as large, so a weight for v is SNR / (SNR + 1) = signal times the weight for noise. Torch-free.
+SNR is alpha^2 / sigma^2 = signal / (1 - signal), with alpha-bar of Ho et al. as `signal`. The papers define SNR
+weights for the loss of predicted noise. The loss of v is (SNR + 1) / SNR times as large, so a weight for v
+is SNR / (SNR + 1) = signal times the weight for noise.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from lora_trainer.config.config import ObjectiveSettings, Weighting
-from lora_trainer.families.base import Prediction
+from lora_trainer.config.config import LossName, ObjectiveSettings, Weighting
+from lora_trainer.families.base import Conditioning, Prediction
+from lora_trainer.lora.dropout import SampleMasks
+from lora_trainer.training.batch import Batch, Sample, collate
+
+# ---- the error of one element: (difference d, delta) -> error, all of the same shape or broadcast to it
+
+
+def _squared(difference: Tensor, delta: Tensor) -> Tensor:
+    return difference.square()
+
+
+def _pseudo_huber(difference: Tensor, delta: Tensor) -> Tensor:
+    """Return 2 delta (sqrt(d^2 + delta^2) - delta): d^2 near 0, 2 delta |d| far from it.
+
+    Song & Dhariwal 2023, arXiv 2310.14189, at the scale of sd-scripts.
+    """
+    squares = difference.square()
+    # The formula multiplied by its conjugate: for d << delta the difference sqrt(d^2 + delta^2) - delta
+    # of two almost equal numbers would lose the digits of d.
+    return 2 * delta * squares / ((squares + delta.square()).sqrt() + delta)
+
+
+def _smooth_l1(difference: Tensor, delta: Tensor) -> Tensor:
+    """Return 2 (sqrt(d^2 + delta^2) - delta), the smooth L1 error of sd-scripts: 2 |d| far from 0.
+
+    Where delta falls with the noise level (`loss_delta`), it weighs noisier levels more than Huber's does.
+    """
+    return _pseudo_huber(difference, delta) / delta
+
+
+def _log_cosh(difference: Tensor, delta: Tensor) -> Tensor:
+    """Return log(cosh(d)): d^2 / 2 near 0, |d| - log 2 far from it.
+
+    OneTrainer's formula, with |d| for d: the error is even, and in float32 d + softplus(-2 d) has lost its
+    digits at large negative d.
+    """
+    distance = difference.abs()
+    return distance + F.softplus(-2.0 * distance) - math.log(2.0)
+
+
+ERRORS: Mapping[LossName, Callable[[Tensor, Tensor], Tensor]] = {
+    "mse": _squared,
+    "huber": _pseudo_huber,
+    "smooth_l1": _smooth_l1,
+    "log_cosh": _log_cosh,
+}
+"""The error functions by the names of `objective.loss`."""
 
 
 def add_noise(latents: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
@@ -46,6 +92,109 @@ def target(
     if prediction == "flow":
         return noise - latents
     return _per_sample(alpha, latents) * noise - _per_sample(sigma, latents) * latents
+
+
+def sample_losses(
+    predicted: Tensor,
+    targets: Tensor,
+    *,
+    loss: LossName = "mse",
+    delta: Tensor | None = None,
+    mask_weights: Tensor | None = None,
+) -> Tensor:
+    """Return the float32 mean error of each sample over its own elements, [B].
+
+    `delta` [B] is the scale of the error function where it has one. `mask_weights` [B, 1, H, W] have a mean of
+    1 over each sample: masked positions count less, while each sample counts as much as without a mask.
+    """
+    # bf16 has 8 bits of mantissa: squares and their mean over 10^5 elements are computed in float32.
+    difference = predicted.float() - targets.float()
+    scale = difference.new_ones(1) if delta is None else delta
+    errors = ERRORS[loss](difference, _per_sample(scale, difference))
+    if mask_weights is not None:
+        errors = errors * mask_weights
+    return errors.mean(dim=tuple(range(1, errors.dim())))
+
+
+def _per_sample(value: Tensor, like: Tensor) -> Tensor:
+    return value.view(-1, *[1] * (like.dim() - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The frozen denoiser with its adapter, the function that predicts with it, its dtype and its device.
+
+    `predict(denoiser, noisy [B, C, H, W], timesteps [B], conditioning)` returns the prediction
+    [B, C, H, W] of kind `prediction`. `embed` turns cached prompts into conditioning; it does nothing
+    unless the text encoders are trained and therefore run in every step. `masks` hold the adapter's
+    dropout masks, one per sample, so the denoiser must see the whole batch in each of its forward calls:
+    only samples with the same `batch_group_key(conditioning)` share a micro-batch then.
+    `without_adapter` switches the adapter off while a block runs.
+    """
+
+    denoiser: nn.Module
+    predict: Callable[[nn.Module, Tensor, Tensor, Conditioning], Tensor]
+    embed: Callable[[Conditioning], Conditioning]
+    prediction: Prediction
+    precision: torch.dtype
+    device: torch.device
+    masks: SampleMasks | None = None
+    batch_group_key: Callable[[Conditioning], int] = lambda _: 0
+    without_adapter: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """Stack samples of one shape in host memory (pinned where it helps), ready for the device."""
+        return collate(samples, device=self.device, precision=self.precision)
+
+    def dropping(self, batch: Batch) -> AbstractContextManager[None]:
+        """Use the dropout masks of these samples in forward and backward passes, while a block runs."""
+        return nullcontext() if self.masks is None else self.masks.of(batch.dropout_seeds)
+
+    def losses(self, samples: Sequence[Sample]) -> Tensor:
+        """Return the unweighted loss of each sample (all of one shape), float32 [B], with its graph."""
+        return self.losses_of(self.collate(samples).on(self.device))
+
+    def losses_of(self, batch: Batch) -> Tensor:
+        """Return the unweighted losses, float32 [B], of a batch on the device; the host never waits."""
+        level = (batch.alpha, batch.sigma)
+        # The noise in the input may be another than the noise in the target (Ning et al. 2023, arXiv
+        # 2301.11706). Both are float32: only what the network sees is rounded to its dtype.
+        noisy = add_noise(batch.latents, batch.input_noise, *level).to(self.precision)
+        targets = target(batch.latents, batch.noise, *level, self.prediction)
+        if batch.as_base is not None:
+            targets = self._with_base_targets(targets, batch.as_base, batch, noisy)
+        conditioning = self.embed(batch.conditioning)
+        predicted = self.predict(self.denoiser, noisy, batch.timesteps, conditioning)
+        return sample_losses(
+            predicted,
+            targets,
+            loss=batch.loss,
+            delta=batch.delta,
+            mask_weights=batch.mask_weights,
+        )
+
+    @torch.no_grad()
+    def _with_base_targets(
+        self, targets: Tensor, rows: Tensor, batch: Batch, noisy: Tensor
+    ) -> Tensor:
+        """Return `targets` with the base model's own prediction in `rows`, int64 [N].
+
+        With class preservation each sample appears twice: once with its caption, once with the class word
+        and the base model's prediction as target.
+        """
+        with self.without_adapter():
+            base_prediction = self.predict(
+                self.denoiser,
+                noisy[rows],
+                batch.timesteps[rows],
+                self.embed(batch.base_conditioning),
+            )
+        # Out of place: in epsilon prediction `targets` is the batch's noise, which a repeated step and a
+        # recorded graph read again.
+        return targets.index_copy(0, rows, base_prediction.to(targets.dtype))
+
+
+# ---- what the dataloader draws and weighs; torch is needed for the noise only
 
 
 def draw_noise(
@@ -76,38 +225,6 @@ def draw_noise(
     if offset:
         noise += offset * torch.randn((channels, 1, 1), generator=generator)
     return noise
-
-
-def sample_losses(
-    predicted: Tensor,
-    targets: Tensor,
-    *,
-    delta: Tensor | None = None,
-    counts: Tensor | None = None,
-) -> Tensor:
-    """Return the float32 mean error of each sample over its own elements, [B].
-
-    `counts` [B, 1, H, W] are the weights of a mask, with a mean of 1 over each sample: masked positions
-    count less, while each sample counts as much as without a mask.
-
-    The error is squared without `delta` [B]; else it is pseudo-Huber, 2 delta (sqrt(d^2 + delta^2) - delta)
-    (Song & Dhariwal 2023, arXiv 2310.14189, at the scale of sd-scripts): d^2 near 0, 2 delta |d| far away.
-    """
-    # bf16 has 8 bits of mantissa: squares and their mean over 10^5 elements are computed in float32.
-    difference = predicted.float() - targets.float()
-    errors = difference.square()
-    if delta is not None:
-        limit = _per_sample(delta, errors)
-        # The formula multiplied by its conjugate: for d << delta the difference sqrt(d^2 + delta^2) - delta
-        # of two almost equal numbers would lose the digits of d.
-        errors = 2 * limit * errors / ((errors + limit.square()).sqrt() + limit)
-    if counts is not None:
-        errors = errors * counts
-    return errors.mean(dim=tuple(range(1, errors.dim())))
-
-
-def _per_sample(value: Tensor, like: Tensor) -> Tensor:
-    return value.view(-1, *[1] * (like.dim() - 1))
 
 
 MAX_DEBIASED_SNR = 1000.0
@@ -166,15 +283,13 @@ def flow_weight(kind: Weighting, sigma: float) -> float:
     raise AssertionError(f"{kind} is no weighting of flow matching")
 
 
-def huber_delta(settings: ObjectiveSettings, *, time: float, alpha: float, sigma: float) -> float:
-    """Return the error at which a sample's loss turns from squared to linear; infinite for squared loss.
+def loss_delta(settings: ObjectiveSettings, *, time: float, alpha: float, sigma: float) -> float:
+    """Return the delta of a sample's error function at a noise level; `time` is in [0, 1].
 
-    `time` is in [0, 1]. The schedules are those of sd-scripts (Khrapov et al. 2024, arXiv 2403.16728):
-    exponential and snr fall from 1 without noise to `huber_delta` at pure noise.
+    The schedules are those of sd-scripts (Khrapov et al. 2024, arXiv 2403.16728): exponential and snr fall
+    from 1 without noise to `huber_delta` at pure noise. Error functions without a delta ignore it.
     """
     lowest = settings.huber_delta
-    if settings.loss == "mse":
-        return math.inf
     match settings.huber_schedule:
         case "constant":
             return lowest

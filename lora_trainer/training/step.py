@@ -1,16 +1,13 @@
-"""One optimizer step: forward and backward passes that fit into memory, then the update.
+"""The two halves of an optimizer step: accumulate the gradients, then clip them and update the weights.
 
-One forward and one backward pass over a micro-batch, the images that go through the network together.
+The first half, `compute_gradients_with_oom_retry`, runs one forward and one backward pass per micro-batch, the
+images that go through the network together: eagerly, with compiled blocks, or as the replay of a recorded
+CUDA graph. Gradients and loss differ by rounding only. It may be repeated: it changes no weight, and the
+samples already hold their random draws. A step that runs out of memory is repeated with the next fallback, a
+first step that fails for another reason is repeated on the plain way (plain_retry.py).
 
-The pass runs eagerly, with compiled blocks, or as the replay of a recorded CUDA graph; gradients and loss
-differ by rounding only. A speed-up that fails is reported once and switched off for the rest of the run.
-
-The two halves of an optimizer step: accumulate the gradients, then clip them and update the weights.
-
-The first half may be repeated: it changes no weight, and the batch already holds its random draws. A
-step that runs out of memory is repeated with the next remedy, a first step that fails for another reason
-is repeated on the plain way (plain_retry.py). The second half may not: an optimizer that runs out of memory
-has updated some weights only, so it raises PartialOptimizerStep and the loop goes back to the last good state.
+The second half may not be repeated: an optimizer that runs out of memory has updated some weights only, so
+it raises PartialOptimizerStep and the loop goes back to the last good state.
 """
 
 from __future__ import annotations
@@ -26,127 +23,92 @@ from torch import Tensor, nn
 from lora_trainer.common.errors import first_line
 from lora_trainer.network.compiling import CompilationFailed
 from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory
-from lora_trainer.training.batch import AnySized, Sample, Stacked, StepBatch, groups
+from lora_trainer.training.batch import Batch, Sample, split
 from lora_trainer.training.graphed import COMPILE, GRAPHS, NotRecorded
 from lora_trainer.training.guards import GuardState, after_fitting, after_out_of_memory
 from lora_trainer.training.plain_retry import go_plainly, why_again
-from lora_trainer.training.training import First, PartialOptimizerStep, Training
-
-
-def forward_backward(training: Training, samples: Sequence[Sample]) -> Tensor:
-    """Add the gradients of samples of one shape; return their share of the step's loss, detached.
-
-    The host never waits for the device. Raises CompilationFailed; some gradients may have been added by
-    then, so the caller zeroes them and repeats the step.
-    """
-    stacked, graphs = training.model.stacked(samples), training.speedups.graphs
-    run = partial(_forward_backward, training)
-    _tell_unplanned(training, stacked)
-    if graphs is None:
-        return run(stacked.on(training.model.device))
-    try:
-        return graphs.run(stacked, run)
-    except NotRecorded as error:
-        reason = str(error)
-    # Outside the except block, whose traceback would keep the failed recording's tensors alive.
-    give_up_graphs(training, reason=reason)
-    return run(stacked.on(training.model.device))
-
-
-def _forward_backward(training: Training, stacked: Stacked) -> Tensor:
-    model = training.model
-    with training.speedups.compilation(stacked):
-        batch = stacked.micro_batch(dtype=model.precision)
-        # The masks stay set during `backward`: checkpointing runs the forward pass again there and has to
-        # meet the same ones.
-        with model.dropping(batch):
-            # Divided by the whole step's images, not by this micro-batch's: the sum over all passes and
-            # processes is then the batch mean, and splitting a step differently changes rounding only.
-            loss = (model.losses_of(batch) * batch.weights).sum() / training.batch_size
-            training.scaler.scale(loss).backward()
-    return loss.detach()
-
-
-def _tell_unplanned(training: Training, stacked: Stacked) -> None:
-    """Emit a note, once per setting, when samples of an unplanned shape run without that speed-up."""
-    speedups, (height, width, images) = training.speedups, stacked.latents_shape
-    for key in speedups.newly_unplanned(stacked):
-        training.events.problem(
-            f"{key} is not used for {images} latents of {width}x{height} at once and for other shapes "
-            "that the plan did not include",
-            fix="nothing; with fewer buckets or a lower memory.micro_batch there are fewer shapes",
-            severity="note",
-        )
-
-
-def give_up_compiling(training: Training, *, reason: str) -> None:
-    """Run the blocks uncompiled from now on, report it, and drop recordings that contain compiled blocks."""
-    training.speedups.give_up_compiling()
-    graphs = training.speedups.graphs
-    if graphs is not None:
-        graphs.release()
-    _tell(training, COMPILE, old="blocks", new="none", what="compiled blocks", reason=reason)
-
-
-def give_up_graphs(training: Training, *, reason: str) -> None:
-    """Launch kernels one by one instead of by CUDA graph from now on, and report it."""
-    training.speedups.give_up_graphs()
-    _tell(training, GRAPHS, old=True, new=False, what="CUDA graphs", reason=reason)
-
-
-def _tell(
-    training: Training, key: str, *, old: object, new: object, what: str, reason: str
-) -> None:
-    training.events.emit("change", key=key, old=old, new=new, reason=reason)
-    training.events.problem(
-        f"the run continues without {what}, which affect only its speed: {reason}",
-        fix=f"nothing; start with --set {key}={str(new).lower()} to skip the attempt",
-        severity="note",
-    )
+from lora_trainer.training.training import PartialOptimizerStep, Training
 
 
 def compute_gradients_with_oom_retry(
-    training: Training, batch: StepBatch, guard: GuardState
+    training: Training, samples: Sequence[Sample], guard: GuardState
 ) -> tuple[Tensor, GuardState]:
-    """Accumulate the step's gradients, applying one remedy after another until the step fits the device.
+    """Accumulate the gradients of (1/B) sum of weight_i loss_i, with one fallback after another until it fits.
 
     Return the loss of this process's samples, detached on the device, and the guard state. The whole
-    step is repeated, from zeroed gradients, after out of memory, after compiled code has failed (then
-    without it), and after another error in a first pass (then on the plain way).
+    step is repeated, from zeroed gradients, after out of memory, after compiled code or a recording has
+    failed (then without it), and after another error in a first pass (then on the plain way).
     """
+    model = training.model
+    # Dropout masks are one per sample of the batch, so the denoiser must then see a batch in one piece.
+    group_key = model.batch_group_key if model.masks is not None else lambda _: 0
     while True:
-        failed: Literal["code", "way", "memory"]
-        training.plain.tried = _passes(training, batch, guard)
+        # A step is recorded or not, compiled or not: what has failed before is switched off by now.
+        run_pass = training.speedups.recorded(
+            partial(forward_backward, training), device=model.device
+        )
+        micro_batches = split(
+            samples,
+            cap=guard.micro_batch,
+            images_at_once=training.images_at_once,
+            group_key=group_key,
+        )
+        # A pass may fail where a pass of another shape, size or fallback has worked.
+        training.plain.tried = frozenset(
+            (*micro_batch[0].shape, len(micro_batch), guard.remedies, guard.plain)
+            for micro_batch in micro_batches
+        )
+        failed: Literal["compiled", "recorded", "memory", "first pass"]
         try:
-            loss = add_gradients(training, batch, cap=guard.micro_batch)
+            # Summed on the device: reading a loss here would make the host wait for its pass.
+            loss = torch.zeros((), device=model.device)
+            for micro_batch in micro_batches:
+                batch = model.collate(micro_batch)
+                _tell_unplanned(training, batch)
+                loss += run_pass(batch)
         except CompilationFailed as error:
-            reason, failed = str(error), "code"
+            reason, failed = str(error), "compiled"
+        except NotRecorded as error:
+            reason, failed = str(error), "recorded"
         except Exception as error:  # noqa: BLE001 - raised again by `why_again` where no other way is left
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 reason, failed = first_line(error), "memory"
             else:
                 firsts = training.plain.tried
-                reason, failed = why_again(training, guard, error, firsts=firsts), "way"
+                reason, failed = why_again(training, guard, error, firsts=firsts), "first pass"
         else:
             return loss, _with_given_up(training, _grown(training, guard))
         # Outside the except block, whose traceback would keep alive the tensors that have to be freed.
-        if failed == "way":
-            guard = go_plainly(training, guard, reason=reason)
-            continue
-        if failed == "code":
-            give_up_compiling(training, reason=reason)
-            training.optimizer.zero_grad(set_to_none=True)
-            continue
-        images = max(len(group) for group in _split(batch.samples, training, cap=guard.micro_batch))
-        guard = apply_next_fallback(training, guard, images=images, reason=reason)
+        match failed:
+            case "compiled":
+                give_up_compiling(training, reason=reason)
+            case "recorded":
+                give_up_graphs(training, reason=reason)
+            case "first pass":
+                guard = go_plainly(training, guard, reason=reason)
+            case "memory":
+                images = max(map(len, micro_batches))
+                guard = apply_next_fallback(training, guard, images=images, reason=reason)
+        # Passes before the failed one have added their gradients already.
+        training.optimizer.zero_grad(set_to_none=True)
 
 
-def _passes(training: Training, batch: StepBatch, guard: GuardState) -> frozenset[First]:
-    """Return the keys of a step's passes: a pass may fail where one with another key has worked."""
-    return frozenset(
-        (*group[0].shape, len(group), guard.remedies, guard.plain)
-        for group in _split(batch.samples, training, cap=guard.micro_batch)
-    )
+def forward_backward(training: Training, batch: Batch) -> Tensor:
+    """Add the gradients of a batch on the device; return its share of the step's loss, detached.
+
+    The host never waits for the device. Raises CompilationFailed; some gradients may have been added by
+    then, so the caller zeroes them and repeats the step.
+    """
+    model = training.model
+    # The masks stay set during `backward`: checkpointing runs the forward pass again there and has to
+    # meet the same ones.
+    with training.speedups.compilation(batch), model.dropping(batch):
+        # Divided by the whole step's images, not by this micro-batch's: the sum over all passes and
+        # processes is then the batch mean, and splitting a step differently changes rounding only.
+        loss = (model.losses_of(batch) * batch.weights).sum() / training.batch_size
+        # fp16 gradients would vanish without the scale; for other dtypes the scaler does nothing.
+        training.scaler.scale(loss).backward()
+    return loss.detach()
 
 
 def apply_next_fallback(
@@ -210,20 +172,41 @@ def _tell_micro_batch(training: Training, old: GuardState, new: GuardState, *, r
         )
 
 
-def add_gradients(training: Training, batch: StepBatch, *, cap: int) -> Tensor:
-    """Add the gradients of (1/B) sum of weight_i loss_i; return that loss, detached, on the device."""
-    total = torch.zeros((), device=training.model.device)  # summed there: reading it would wait
-    for samples in _split(batch.samples, training, cap=cap):
-        total += forward_backward(training, samples)
-    return total
+def _tell_unplanned(training: Training, batch: Batch) -> None:
+    """Emit a note, once per setting, when samples of an unplanned shape run without that speed-up."""
+    speedups, (height, width, images) = training.speedups, batch.latents_shape
+    for key in speedups.newly_unplanned(batch):
+        training.events.problem(
+            f"{key} is not used for {images} latents of {width}x{height} at once and for other shapes "
+            "that the plan did not include",
+            fix="nothing; with fewer buckets or a lower memory.micro_batch there are fewer shapes",
+            severity="note",
+        )
 
 
-def _split(samples: Sequence[AnySized], training: Training, cap: int) -> list[tuple[AnySized, ...]]:
-    """Split samples into micro-batches of one shape and at most `cap` images."""
-    if training.model.masks is None:
-        return groups(samples, cap=cap, at_once=training.images_at_once)
-    return groups(
-        samples, cap=cap, at_once=training.images_at_once, alike=training.model.batch_group_key
+def give_up_compiling(training: Training, *, reason: str) -> None:
+    """Run the blocks uncompiled from now on, report it, and drop recordings that contain compiled blocks."""
+    training.speedups.give_up_compiling()
+    graphs = training.speedups.graphs
+    if graphs is not None:
+        graphs.release()
+    _tell(training, COMPILE, old="blocks", new="none", what="compiled blocks", reason=reason)
+
+
+def give_up_graphs(training: Training, *, reason: str) -> None:
+    """Launch kernels one by one instead of by CUDA graph from now on, and report it."""
+    training.speedups.give_up_graphs()
+    _tell(training, GRAPHS, old=True, new=False, what="CUDA graphs", reason=reason)
+
+
+def _tell(
+    training: Training, key: str, *, old: object, new: object, what: str, reason: str
+) -> None:
+    training.events.emit("change", key=key, old=old, new=new, reason=reason)
+    training.events.problem(
+        f"the run continues without {what}, which affect only its speed: {reason}",
+        fix=f"nothing; start with --set {key}={str(new).lower()} to skip the attempt",
+        severity="note",
     )
 
 

@@ -139,7 +139,7 @@ def test_validation_uses_the_plain_text(studio: Studio) -> None:
     sample = record.sample_ids()[0]
     (batch,) = feeder.validation([(sample, feeder.sources[sample])], quantiles=1)
     entry = studio.texts_as().encode(record.caption, text_encoder(studio.base))
-    found = batch.samples[0].conditioning["text"]
+    found = batch[0].conditioning["text"]
     torch.testing.assert_close(found, torch.from_numpy(entry["text"]), rtol=1e-5, atol=1e-5)
 
 

@@ -21,7 +21,7 @@ from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import DataSettings, ObjectiveSettings
-from lora_trainer.training.batch import Sample, StepBatch, micro_batches, to_device
+from lora_trainer.training.batch import Sample, collate, split
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.timesteps import Level, flow_levels
 from tests.fakes.training import (
@@ -53,7 +53,7 @@ def rich_feeder(batch_size: int = 4, *, seed: int = 5) -> TrainingDataLoader:
 def same(one: Sample, other: Sample) -> bool:
     return (
         (one.sample, one.level, one.weight) == (other.sample, other.level, other.weight)
-        and one.huber_delta == other.huber_delta
+        and one.delta == other.delta
         and torch.equal(input_noise(one), input_noise(other))
         and torch.equal(one.latents, other.latents)
         and torch.equal(one.noise, other.noise)
@@ -65,14 +65,12 @@ def input_noise(sample: Sample) -> torch.Tensor:
     return sample.noise if sample.input_noise is None else sample.input_noise
 
 
-def all_same(one: StepBatch, other: StepBatch) -> bool:
-    return (one.step, one.epoch) == (other.step, other.epoch) and all(
-        same(a, b) for a, b in zip(one.samples, other.samples, strict=True)
-    )
+def all_same(one: tuple[Sample, ...], other: tuple[Sample, ...]) -> bool:
+    return all(same(a, b) for a, b in zip(one, other, strict=True))
 
 
 def names(feeder: TrainingDataLoader, steps: int) -> list[str]:
-    return [sample.sample for step in range(steps) for sample in feeder.prepare(step).samples]
+    return [sample.sample for step in range(steps) for sample in feeder.prepare(step)]
 
 
 # ---- steps
@@ -102,8 +100,8 @@ def test_a_step_does_not_depend_on_what_was_prepared_before() -> None:
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 14])
 def test_a_sample_is_drawn_the_same_in_any_batch(batch_size: int) -> None:
     """The stream of samples, with all their draws, is cut differently and nothing else."""
-    whole = chain.from_iterable(rich_feeder(4).prepare(step).samples for step in range(7))
-    other = chain.from_iterable(rich_feeder(batch_size).prepare(step).samples for step in range(28))
+    whole = chain.from_iterable(rich_feeder(4).prepare(step) for step in range(7))
+    other = chain.from_iterable(rich_feeder(batch_size).prepare(step) for step in range(28))
     assert all(same(a, b) for a, b in zip(whole, other, strict=False))
 
 
@@ -117,8 +115,8 @@ def test_neither_global_randomness_nor_the_order_of_sources_matters() -> None:
 
 
 def test_another_seed_draws_everything_anew() -> None:
-    one = {s.sample: s for s in rich_feeder(7).prepare(0).samples}
-    other = {s.sample: s for s in rich_feeder(7, seed=6).prepare(0).samples}
+    one = {s.sample: s for s in rich_feeder(7).prepare(0)}
+    other = {s.sample: s for s in rich_feeder(7, seed=6).prepare(0)}
     assert list(one) != list(other)
     assert not any(torch.equal(one[name].noise, other[name].noise) for name in one)
     assert not any(torch.equal(one[name].latents, other[name].latents) for name in one)
@@ -143,13 +141,13 @@ def test_epochs_are_shuffled_differently() -> None:
     assert len(set(orders)) == 5
 
 
-def names_of(batch: StepBatch) -> list[str]:
-    return [sample.sample for sample in batch.samples]
+def names_of(batch: tuple[Sample, ...]) -> list[str]:
+    return [sample.sample for sample in batch]
 
 
 def test_a_sample_is_drawn_anew_in_each_epoch() -> None:
     feeder = build_feeder([SQUARE], batch_size=1)
-    drawn = [feeder.prepare(step).samples[0] for step in range(4)]
+    drawn = [feeder.prepare(step)[0] for step in range(4)]
     assert len({tuple(sample.noise.flatten().tolist()) for sample in drawn}) == 4
     assert len({tuple(sample.latents.flatten().tolist()) for sample in drawn}) == 4
     assert len({sample.level.timestep for sample in drawn}) > 1
@@ -159,13 +157,13 @@ def test_a_sample_is_drawn_anew_in_each_epoch() -> None:
 def test_latents_are_draws_from_the_posterior() -> None:
     feeder = build_feeder([SQUARE], batch_size=64)
     mean = feeder.entries.read(feeder.sources["s0"].plain)["mean"]
-    drawn = torch.stack([sample.latents - mean for sample in feeder.prepare(0).samples])
+    drawn = torch.stack([sample.latents - mean for sample in feeder.prepare(0)])
     assert float(drawn.std()) == pytest.approx(0.1, rel=0.03)
     assert float(drawn.mean()) == pytest.approx(0.0, abs=0.003)
 
 
 def test_latents_and_noise_share_no_numbers() -> None:
-    sample = build_feeder([SQUARE], batch_size=1).prepare(0).samples[0]
+    sample = build_feeder([SQUARE], batch_size=1).prepare(0)[0]
     stacked = torch.stack([sample.latents.flatten(), sample.noise.flatten()])
     assert abs(float(torch.corrcoef(stacked)[0, 1])) < 0.4
 
@@ -174,7 +172,7 @@ def test_latents_and_noise_share_no_numbers() -> None:
 def test_timesteps_are_in_the_range_both_ends_included(low: int, high: int) -> None:
     objective = ObjectiveSettings(min_timestep=low, max_timestep=high)
     feeder = build_feeder([SQUARE], batch_size=300, objective=objective)
-    found = {sample.level.timestep for sample in feeder.prepare(0).samples}
+    found = {sample.level.timestep for sample in feeder.prepare(0)}
     assert low <= min(found) and max(found) <= high
     if high - low < 3:
         assert found == set(range(low, high + 1))
@@ -184,7 +182,7 @@ def test_timesteps_are_in_the_range_both_ends_included(low: int, high: int) -> N
 
 def test_signal_and_weight_belong_to_the_timestep() -> None:
     feeder = build_feeder(batch_size=7)
-    for sample in feeder.prepare(0).samples:
+    for sample in feeder.prepare(0):
         signal = float(tiny_signal()[int(sample.level.timestep)])
         snr = signal / (1 - signal)
         assert sample.level.signal == pytest.approx(signal)
@@ -197,7 +195,7 @@ def test_signal_and_weight_belong_to_the_timestep() -> None:
 
 
 def stream_of(data: DataSettings, *, texts: int = 1, count: int = 400) -> list[Sample]:
-    return list(build_feeder([SQUARE], batch_size=count, data=data, texts=texts).prepare(0).samples)
+    return list(build_feeder([SQUARE], batch_size=count, data=data, texts=texts).prepare(0))
 
 
 def nearest(sample: Sample, feeder: TrainingDataLoader) -> str:
@@ -219,7 +217,7 @@ def test_without_a_mirrored_entry_the_plain_one_is_used() -> None:
     feeder = build_feeder([SQUARE], batch_size=20, data=EVERYTHING)
     plain_only = {name: replace(source, mirrored=None) for name, source in feeder.sources.items()}
     other = TrainingDataLoader(**{**vars(feeder), "sources": plain_only, "_orders": {}})
-    assert {nearest(sample, feeder) for sample in other.prepare(0).samples} == {"plain"}
+    assert {nearest(sample, feeder) for sample in other.prepare(0)} == {"plain"}
 
 
 def test_a_mirrored_sample_is_told_its_own_crop() -> None:
@@ -230,7 +228,7 @@ def test_a_mirrored_sample_is_told_its_own_crop() -> None:
     cropped = TrainingDataLoader(**{**vars(feeder), "sources": sources, "_orders": {}})
     found = {
         (nearest(sample, feeder), int(sample.conditioning["time_ids"]))
-        for sample in cropped.prepare(0).samples
+        for sample in cropped.prepare(0)
     }
     assert found == {("plain", 3), ("mirrored", 4)}
 
@@ -264,23 +262,23 @@ def test_validation_is_fixed_and_unaugmented() -> None:
     keys = list(feeder.sources.items())[:2]
     batches, again = (one.validation(keys, quantiles=2) for one in (feeder, rich_feeder()))
     assert all(all_same(one, other) for one, other in zip(batches, again, strict=True))
-    assert [batch.step for batch in batches] == [250, 750]
+    assert [batch[0].level.timestep for batch in batches] == [250, 750]
     for batch in batches:
-        for sample, (name, source) in zip(batch.samples, keys, strict=True):
-            assert sample.sample == name and sample.level.timestep == batch.step
+        for sample, (name, source) in zip(batch, keys, strict=True):
+            assert sample.sample == name and sample.level.timestep == batch[0].level.timestep
             assert torch.equal(sample.latents, feeder.entries.read(source.plain)["mean"])
             text = feeder.entries.read(source.texts[0])["text"]
             assert torch.equal(sample.conditioning["text"], text)
-    first, second = (batch.samples[0].noise for batch in batches)
+    first, second = (batch[0].noise for batch in batches)
     assert not torch.equal(first, second)
 
 
 # ---- groups
 
 
-def batch_of(shapes: list[tuple[int, int, int]]) -> StepBatch:
+def batch_of(shapes: list[tuple[int, int, int]]) -> tuple[Sample, ...]:
     zero = torch.zeros(())
-    samples = tuple(
+    return tuple(
         Sample(
             sample=str(index),
             latents=zero.expand(shape),
@@ -291,7 +289,6 @@ def batch_of(shapes: list[tuple[int, int, int]]) -> StepBatch:
         )
         for index, shape in enumerate(shapes)
     )
-    return StepBatch(step=0, samples=samples, epoch=0.0)
 
 
 @given(shapes=st.lists(st.sampled_from([SQUARE, WIDE, TALL]), max_size=20), cap=st.integers(1, 9))
@@ -299,7 +296,7 @@ def test_groups_hold_every_sample_once_by_shape_within_the_cap(
     shapes: list[tuple[int, int, int]], cap: int
 ) -> None:
     batch = batch_of(shapes)
-    groups = micro_batches(batch, cap=cap)
+    groups = split(batch, cap=cap)
     assert Counter(s.sample for group in groups for s in group) == Counter(names_of(batch))
     assert all(1 <= len(group) <= cap for group in groups)
     assert all(len({sample.latents.shape for sample in group}) == 1 for group in groups)
@@ -308,8 +305,8 @@ def test_groups_hold_every_sample_once_by_shape_within_the_cap(
 
 
 def test_a_group_is_stacked_in_order() -> None:
-    samples = build_feeder([SQUARE] * 3, batch_size=3).prepare(0).samples
-    stacked = to_device(samples, device=CPU, dtype=torch.bfloat16)
+    samples = build_feeder([SQUARE] * 3, batch_size=3).prepare(0)
+    stacked = collate(samples, device=CPU, precision=torch.bfloat16)
     assert stacked.latents.shape == stacked.noise.shape == (3, *SQUARE)
     assert stacked.latents.dtype == stacked.noise.dtype == torch.float32
     assert stacked.conditioning["text"].dtype == torch.bfloat16
@@ -333,7 +330,7 @@ def test_texts_of_several_lengths_are_padded_with_their_masks() -> None:
         told = {"text": text, "text_mask": mask, "guidance": torch.tensor([float(length)])}
         return replace(one, conditioning=told)
 
-    stacked = to_device([sample(2), sample(5)], device=CPU, dtype=torch.bfloat16).conditioning
+    stacked = collate([sample(2), sample(5)], device=CPU, precision=torch.bfloat16).conditioning
     assert stacked["text"].shape == (2, 5, 3) and stacked["text"].dtype == torch.bfloat16
     assert stacked["text"][0, :, 0].tolist() == [2, 2, 0, 0, 0]
     assert stacked["text_mask"].dtype == torch.int64
@@ -353,7 +350,7 @@ def test_flow_levels_carry_no_signal_weight_and_what_is_told_reaches_the_sample(
     feeder = TrainingDataLoader(
         **{**vars(feeder), "shared_conditioning": told, "sources": sized, "_orders": {}}
     )
-    for sample in feeder.prepare(0).samples:
+    for sample in feeder.prepare(0):
         assert sample.weight == 1.0 and sample.level.alpha == 1.0 - sample.level.sigma
         assert sample.conditioning["guidance"].tolist() == [2.5]
         width = feeder.sources[sample.sample].size_px[0]
@@ -406,7 +403,7 @@ def test_the_stream_gives_what_prepare_gives(ahead: int) -> None:
 
 def test_leaving_early_stops_the_thread() -> None:
     with rich_feeder().stream(0, 10_000, ahead=2) as batches:
-        assert next(batches).step == 0
+        assert next(batches)
     with pytest.raises(KeyError), rich_feeder().stream(0, 10_000, ahead=2):
         raise KeyError
 
@@ -415,7 +412,7 @@ def test_it_is_never_more_than_asked_ahead(monkeypatch: pytest.MonkeyPatch) -> N
     feeder, begun, enough = build_feeder([SQUARE]), [], threading.Event()
     usual = TrainingDataLoader.prepare
 
-    def prepare(self: TrainingDataLoader, step: int) -> StepBatch:
+    def prepare(self: TrainingDataLoader, step: int) -> tuple[Sample, ...]:
         begun.append(step)
         if step == 3:
             enough.set()
@@ -434,7 +431,7 @@ def test_an_error_of_the_thread_reaches_the_consumer(tmp_path: Path) -> None:
     whole = feeder.entries.resident
     del whole[feeder.sources[lost].plain.digest]
     with feeder.stream(0, 10, ahead=4) as batches:
-        assert next(batches).step == 0
+        assert next(batches)
         with pytest.raises(MachineError, match="vanished or was damaged"):
             list(batches)
 
@@ -445,7 +442,7 @@ def test_large_buckets_may_have_a_lower_cap_of_their_own() -> None:
 
     def lengths(cap: int) -> dict[tuple[int, int, int], list[int]]:
         found: dict[tuple[int, int, int], list[int]] = {SQUARE: [], WIDE: []}
-        for group in micro_batches(batch, cap=cap, at_once=at_once):
+        for group in split(batch, cap=cap, at_once=at_once):
             found[tuple(group[0].latents.shape)].append(len(group))
         return found
 
@@ -459,7 +456,7 @@ def test_large_buckets_may_have_a_lower_cap_of_their_own() -> None:
 def prepared(count: int = 40, **objective: object) -> list[Sample]:
     """Return the first samples of a stream of seven."""
     feeder = build_feeder(batch_size=1, objective=ObjectiveSettings.model_validate(objective))
-    return [feeder.prepare(step).samples[0] for step in range(count)]
+    return [feeder.prepare(step)[0] for step in range(count)]
 
 
 def test_input_perturbation_adds_its_own_noise_to_the_input_only() -> None:
@@ -502,34 +499,26 @@ def test_strata_come_in_another_order_in_each_window() -> None:
     assert len(orders) > 5
 
 
-def test_smooth_l1_is_huber_over_its_delta() -> None:
-    for one, other in zip(prepared(loss="huber"), prepared(loss="smooth_l1"), strict=True):
-        assert 0.1 <= one.huber_delta < 1.0
-        assert one.huber_delta == other.huber_delta
-        assert other.weight == pytest.approx(one.weight / one.huber_delta)
-
-
 def test_validation_measures_squared_errors_whatever_the_loss() -> None:
     """Runs with different losses stay comparable, and so does the gain over the base."""
     settings = ObjectiveSettings(loss="huber", input_perturbation=0.5)
     feeder = build_feeder(objective=settings)
     for batch in feeder.validation(list(feeder.sources.items())[:2], quantiles=3):
-        for sample in batch.samples:
-            assert sample.huber_delta == float("inf") and sample.input_noise is None
+        for sample in batch:
+            assert sample.loss == "mse" and sample.input_noise is None
 
 
 def test_the_device_gets_deltas_and_perturbed_noise() -> None:
     samples = [sample for sample in prepared(loss="huber", input_perturbation=0.1)][:3]
     square = [sample for sample in samples if sample.latents.shape == samples[0].latents.shape]
-    batch = to_device(square, device=CPU, dtype=torch.float32)
-    assert batch.huber_delta is not None
-    assert batch.huber_delta.tolist() == pytest.approx([sample.huber_delta for sample in square])
+    batch = collate(square, device=CPU, precision=torch.float32)
+    assert batch.delta.tolist() == pytest.approx([sample.delta for sample in square])
     for index, sample in enumerate(square):
         assert sample.input_noise is not None
         assert torch.equal(batch.input_noise[index], sample.input_noise)
         assert torch.equal(batch.noise[index], sample.noise)
-    plain = to_device(prepared(1), device=CPU, dtype=torch.float32)
-    assert plain.huber_delta is None and plain.input_noise is plain.noise
+    plain = collate(prepared(1), device=CPU, precision=torch.float32)
+    assert plain.loss == "mse" and plain.input_noise is plain.noise
 
 
 # ---- more resolutions
@@ -560,8 +549,8 @@ def test_each_epoch_draws_one_of_the_resolutions_of_a_sample() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 3, 7])
 def test_the_resolution_is_the_same_in_any_batch(batch_size: int) -> None:
-    whole = chain.from_iterable(two_sized(4).prepare(step).samples for step in range(7))
-    other = chain.from_iterable(two_sized(batch_size).prepare(step).samples for step in range(28))
+    whole = chain.from_iterable(two_sized(4).prepare(step) for step in range(7))
+    other = chain.from_iterable(two_sized(batch_size).prepare(step) for step in range(28))
     assert all(same(a, b) for a, b in zip(whole, other, strict=False))
 
 
@@ -569,5 +558,5 @@ def test_validation_is_at_the_first_resolution() -> None:
     feeder = two_sized()
     keys = list(feeder.sources.items())
     (batch,) = feeder.validation(keys, quantiles=1)
-    for sample, (_, source) in zip(batch.samples, keys, strict=True):
+    for sample, (_, source) in zip(batch, keys, strict=True):
         assert sample.latents.shape[1:] == (source.size_px[1] // 2, source.size_px[0] // 2)

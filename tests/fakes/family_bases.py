@@ -13,7 +13,7 @@ from torch import nn
 
 from lora_trainer import families
 from lora_trainer.families.base import BaseFacts, Conditioning, Family, Geometry, Layout
-from lora_trainer.training.batch import lengthened_alike
+from lora_trainer.training.batch import padded_alike
 
 CPU = torch.device("cpu")
 
@@ -67,6 +67,4 @@ def conditioning_of(family: Family, facts: BaseFacts, prompts: Sequence[str]) ->
         **family.guidance_conditioning(facts, guidance_scale=1.0),
     }
     singles = [{**encoder.encode_prompts([prompt]), **told} for prompt in prompts]
-    return {
-        key: torch.cat(lengthened_alike([single[key] for single in singles])) for key in singles[0]
-    }
+    return {key: torch.cat(padded_alike([single[key] for single in singles])) for key in singles[0]}

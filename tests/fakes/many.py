@@ -200,7 +200,7 @@ def note_draws(process: Process) -> None:
 
     def noted_prepare(self: TrainingDataLoader, step: int) -> Any:
         batch = prepare(self, step)
-        for sample in batch.samples:
+        for sample in batch:
             parts = (sample.latents, sample.noise, torch.tensor(sample.level.timestep))
             digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
             draws.write(f"{step} {sample.sample} {digest}\n")
@@ -271,7 +271,7 @@ def losses_at(call: int, spoil: Callable[[Any], Any]) -> Fault:
     """Return a fault that spoils one call of the loss."""
 
     def fault(process: Process) -> None:
-        from lora_trainer.training.training import Model
+        from lora_trainer.training.loss import Model
 
         real, calls = Model.losses_of, iter(range(1, 1_000_000))
 
@@ -297,7 +297,7 @@ def spoilt_sample(step: int) -> Fault:
         def prepare(self: TrainingDataLoader, wanted: int) -> Any:
             batch = real(self, wanted)
             _, first = self.sample_at(wanted * self.batch_size)
-            for sample in batch.samples if wanted == step else ():
+            for sample in batch if wanted == step else ():
                 if sample.sample == first:
                     sample.latents.fill_(torch.nan)
             return batch

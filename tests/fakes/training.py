@@ -31,12 +31,15 @@ from lora_trainer.config.config import (
 )
 from lora_trainer.families.base import DENOISER, BaseFacts, Layout, Prediction
 from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.training.batch import Sample
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.guards import GuardState
+from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import build_optimizer, learning_rate
 from lora_trainer.training.progress import Action, Progress
+from lora_trainer.training.step import compute_gradients_with_oom_retry
 from lora_trainer.training.timesteps import Levels, table_levels
-from lora_trainer.training.training import Model, OomFallback, Training
+from lora_trainer.training.training import OomFallback, Training
 from tests.fakes.tiny_base import write_tiny_base
 
 CPU = torch.device("cpu")
@@ -235,3 +238,9 @@ def distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
         float((a - b).double().square().sum()) for a, b in zip(one, other, strict=True)
     )
     return (difference / sum(float(b.double().square().sum()) for b in other)) ** 0.5
+
+
+def add_gradients(training: Training, samples: Sequence[Sample], *, cap: int) -> Tensor:
+    """Add the gradients of samples in passes of at most `cap`; return their share of the loss."""
+    loss, _ = compute_gradients_with_oom_retry(training, samples, GuardState(micro_batch=cap))
+    return loss

@@ -22,7 +22,7 @@ from lora_trainer.common.events import read_jsonl
 from lora_trainer.run import build, caching, session
 from lora_trainer.run.samples import SampleAction
 from lora_trainer.training.actions import FixedLosses, SaveAction
-from lora_trainer.training.training import Model
+from lora_trainer.training.loss import Model
 from tests.fakes.runs import STEPS, Toy, events, last_state, toy, trajectory
 from tests.fakes.training import distance
 

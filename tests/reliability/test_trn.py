@@ -23,7 +23,7 @@ from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.run.samples import SampleAction
 from lora_trainer.training import loop
-from lora_trainer.training.training import Model
+from lora_trainer.training.loss import Model
 from tests.fakes.runs import STEPS, Toy, events, last_state, toy, trajectory
 from tests.fakes.training import at_start, build_feeder, build_training, distance
 

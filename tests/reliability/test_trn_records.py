@@ -22,7 +22,7 @@ from lora_trainer.cache import background
 from lora_trainer.common import files
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.reporting import status
-from lora_trainer.training.batch import StepBatch
+from lora_trainer.training.batch import Sample
 from lora_trainer.training.dataloader import TrainingDataLoader
 from tests.fakes.runs import ROOT, STEPS, Toy, events, toy, trajectory
 from tests.fakes.training import build_feeder
@@ -152,7 +152,7 @@ def test_trn_06_whatever_ends_the_thread_reaches_the_loop(
 ) -> None:
     usual = TrainingDataLoader.prepare
 
-    def prepare(self: TrainingDataLoader, step: int) -> StepBatch:
+    def prepare(self: TrainingDataLoader, step: int) -> tuple[Sample, ...]:
         if step == 2:
             raise error
         return usual(self, step)

@@ -15,7 +15,6 @@ from lora_trainer.training.graphed import WARM_UPS, Speedups, StepGraphs
 from lora_trainer.training.guards import GuardState, from_plain, to_plain
 from lora_trainer.training.loop import run
 from lora_trainer.training.step import (
-    add_gradients,
     compute_gradients_with_oom_retry,
     optimizer_step,
 )
@@ -27,6 +26,7 @@ from tests.fakes.training import (
     SQUARE,
     WIDE,
     TinyTraining,
+    add_gradients,
     at_start,
     build_feeder,
     build_training,

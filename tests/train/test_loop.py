@@ -22,19 +22,19 @@ from lora_trainer.families.base import Conditioning
 from lora_trainer.lora.norm_limit import limit_norms, update_norm
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS
 from lora_trainer.training.actions import SaveAction, load_scaler
-from lora_trainer.training.batch import StepBatch, micro_batches
+from lora_trainer.training.batch import Sample, split
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.guards import from_plain
 from lora_trainer.training.loop import run
+from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import restore_optimizer
 from lora_trainer.training.progress import Progress
-from lora_trainer.training.step import add_gradients
 from lora_trainer.training.timesteps import flow_levels
-from lora_trainer.training.training import Model
 from tests.fakes.training import (
     MIXED,
     SQUARE,
     TinyTraining,
+    add_gradients,
     at_start,
     awaken,
     build_feeder,
@@ -44,10 +44,10 @@ from tests.fakes.training import (
 )
 
 
-def splittable(tiny: TinyTraining) -> StepBatch:
+def splittable(tiny: TinyTraining) -> tuple[Sample, ...]:
     """Return the first step with three samples of one shape: every cap from 4 to 1 splits it anew."""
     steps = map(tiny.training.feeder.prepare, range(20))
-    return next(batch for batch in steps if max(map(len, micro_batches(batch, cap=4))) == 3)
+    return next(batch for batch in steps if max(map(len, split(batch, cap=4))) == 3)
 
 
 EVERY_OPTION = ObjectiveSettings(
@@ -124,7 +124,7 @@ def test_with_dropout_only_what_is_alike_is_done_at_once() -> None:
     """A network that does its batch in parts would not know whose rows it has."""
     tiny = build_training(build_feeder([SQUARE] * 4), steps=1, adapter_settings=DROPOUTS)
     batch = tiny.training.feeder.prepare(0)
-    told = [float(sample.conditioning["text"].sum()) for sample in batch.samples]
+    told = [float(sample.conditioning["text"].sum()) for sample in batch]
     asked: list[int] = []
 
     def predict(denoiser: nn.Module, noisy: Tensor, *more: Any) -> Tensor:
@@ -155,7 +155,7 @@ def test_validation_and_what_is_between_steps_drop_nothing() -> None:
 
 def test_masks_change_from_epoch_to_epoch() -> None:
     feeder = build_feeder(batch_size=7)
-    seeds = [sample.dropout_seed for step in range(3) for sample in feeder.prepare(step).samples]
+    seeds = [sample.dropout_seed for step in range(3) for sample in feeder.prepare(step)]
     assert len(set(seeds)) == 21
 
 
@@ -171,7 +171,7 @@ def test_the_gradient_comparison_would_see_a_mean_of_means() -> None:
     """The usual mistake: each micro-batch averaged by itself, so odd ones weigh more."""
     tiny = build_training(build_feeder(), steps=1)
     awaken(tiny.adapter)
-    groups = micro_batches(splittable(tiny), cap=2)
+    groups = split(splittable(tiny), cap=2)
     assert len({len(group) for group in groups}) > 1, "the step must hold unequal micro-batches"
     for group in groups:
         weights = torch.tensor([sample.weight for sample in group])
@@ -181,7 +181,7 @@ def test_the_gradient_comparison_would_see_a_mean_of_means() -> None:
 
 def test_the_logged_loss_is_the_weighted_mean_over_the_batch() -> None:
     tiny = build_training(build_feeder(), steps=1)
-    samples = tiny.training.feeder.prepare(0).samples
+    samples = tiny.training.feeder.prepare(0)
     with torch.no_grad():
         losses = [float(tiny.training.model.losses([sample])) for sample in samples]
     run(tiny.training, at_start(micro_batch=4))
@@ -199,7 +199,7 @@ def test_a_flow_model_sees_the_straight_path_and_learns_its_velocity() -> None:
     levels = flow_levels(settings, base_shift=lambda size: 1.0)
     feeder = build_feeder([SQUARE], levels=levels, objective=settings, prediction="flow")
     tiny = build_training(feeder, steps=1)
-    samples = feeder.prepare(0).samples
+    samples = feeder.prepare(0)
     asked: list[tuple[Tensor, Tensor]] = []
 
     def predict(denoiser: nn.Module, noisy: Tensor, times: Tensor, *_: Any) -> Tensor:
@@ -229,7 +229,7 @@ def test_every_option_of_the_objective_is_in_the_loss() -> None:
         weighting="debiased",
     )
     tiny = build_training(build_feeder([SQUARE], objective=settings), steps=1)
-    samples = tiny.training.feeder.prepare(0).samples
+    samples = tiny.training.feeder.prepare(0)
     real, asked = tiny.training.model.predict, list[tuple[Tensor, Tensor]]()
 
     def predict(denoiser: nn.Module, noisy: Tensor, *more: Any) -> Tensor:
@@ -258,6 +258,7 @@ def test_every_option_of_the_objective_is_in_the_loss() -> None:
     [
         {"loss": "huber"},
         {"loss": "smooth_l1"},
+        {"loss": "log_cosh"},
         {"loss": "huber", "huber_delta": 0.5},
         {"loss": "huber", "huber_schedule": "constant"},
         {"loss": "huber", "huber_schedule": "exponential"},
@@ -290,7 +291,7 @@ def test_every_option_of_the_objective_changes_the_gradients(changed: dict[str, 
 def test_what_is_cached_of_a_prompt_goes_through_embed() -> None:
     """Text encoders trained along run in every step, with gradients through what they give."""
     tiny = build_training(build_feeder(), steps=1)
-    model, samples = tiny.training.model, tiny.training.feeder.prepare(0).samples[:1]
+    model, samples = tiny.training.model, tiny.training.feeder.prepare(0)[:1]
     scale = torch.ones((), requires_grad=True)
 
     def embed(conditioning: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -379,7 +380,7 @@ def probe(tiny: TinyTraining) -> float:
     feeder = tiny.training.feeder
     batches = feeder.validation(list(feeder.sources.items())[:1], quantiles=8)
     with torch.no_grad():
-        return sum(float(tiny.training.model.losses(batch.samples)) for batch in batches) / 8
+        return sum(float(tiny.training.model.losses(batch)) for batch in batches) / 8
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
@@ -469,7 +470,7 @@ def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_alone(name: str)
     recorder.look = lambda: (values(tiny), counter(tiny.training.optimizer))
     poisoned(tiny, "s1")
     end = run(tiny.training, at_start(micro_batch=2))
-    bad = ["s1" in [sample.sample for sample in feeder.prepare(k).samples] for k in range(6)]
+    bad = ["s1" in [sample.sample for sample in feeder.prepare(k)] for k in range(6)]
     assert bad.count(True) == 3, "once per epoch of two steps"
     for step, is_bad in enumerate(bad):
         (before, steps_before), (after, steps_after) = recorder.looks[step : step + 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.training.loss import add_noise, draw_noise, sample_losses, target
+from lora_trainer.config.config import LossName
+from lora_trainer.training.loss import ERRORS, add_noise, draw_noise, sample_losses, target
 
 SCHEDULER = DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
 TIMESTEPS = torch.tensor([0, 1, 250, 600, 999])
@@ -123,10 +125,13 @@ def test_half_precision_losses_do_not_overflow() -> None:
     assert math.isclose(float(sample_losses(wide, torch.zeros_like(wide))), 90_000.0)
 
 
-@given(error=st.floats(-1e3, 1e3), delta=st.floats(1e-3, 10.0))
+@given(error=st.floats(-1e3, 1e3), loss="huber", delta=st.floats(1e-3, 10.0))
 def test_pseudo_huber_is_its_formula(error: float, delta: float) -> None:
     found = sample_losses(
-        torch.tensor([[error]]), torch.zeros(1, 1), delta=torch.tensor([delta], dtype=torch.float64)
+        torch.tensor([[error]]),
+        torch.zeros(1, 1),
+        loss="huber",
+        delta=torch.tensor([delta], dtype=torch.float64),
     )
     wanted = 2 * delta * (math.hypot(error, delta) - delta)
     assert float(found) == pytest.approx(wanted, rel=1e-4, abs=1e-9)
@@ -135,7 +140,7 @@ def test_pseudo_huber_is_its_formula(error: float, delta: float) -> None:
 def test_pseudo_huber_is_squared_near_zero_and_linear_far_away() -> None:
     predicted = torch.tensor([[1e-3], [100.0], [200.0]])
     small, one, two = sample_losses(
-        predicted, torch.zeros(3, 1), delta=torch.full((3,), 0.5)
+        predicted, torch.zeros(3, 1), loss="huber", delta=torch.full((3,), 0.5)
     ).tolist()
     assert small == pytest.approx(1e-6, rel=1e-3)
     assert two - one == pytest.approx(2 * 0.5 * 100.0, rel=1e-4)
@@ -144,16 +149,47 @@ def test_pseudo_huber_is_squared_near_zero_and_linear_far_away() -> None:
 def test_each_sample_has_its_own_delta() -> None:
     predicted, wanted = pair()
     deltas = torch.tensor([0.1, 0.2, 0.5, 1.0, 5.0])
-    together = sample_losses(predicted, wanted, delta=deltas)
+    together = sample_losses(predicted, wanted, loss="huber", delta=deltas)
     for index in range(5):
         alone = sample_losses(
-            predicted[index : index + 1], wanted[index : index + 1], delta=deltas[index : index + 1]
+            predicted[index : index + 1],
+            wanted[index : index + 1],
+            loss="huber",
+            delta=deltas[index : index + 1],
         )
         assert float(together[index]) == pytest.approx(float(alone), rel=1e-6)
 
 
 def test_the_gradient_of_pseudo_huber_is_bounded_and_zero_at_zero() -> None:
     predicted = torch.tensor([[0.0], [3e4]], requires_grad=True)
-    sample_losses(predicted, torch.zeros(2, 1), delta=torch.full((2,), 0.25)).sum().backward()
+    sample_losses(
+        predicted, torch.zeros(2, 1), loss="huber", delta=torch.full((2,), 0.25)
+    ).sum().backward()
     assert predicted.grad is not None
     assert predicted.grad.flatten().tolist() == pytest.approx([0.0, 0.5], rel=1e-5)
+
+
+def test_every_loss_that_can_be_chosen_has_its_error_function() -> None:
+    assert list(ERRORS) == list(get_args(LossName))
+
+
+@given(error=st.floats(-1e3, 1e3), delta=st.floats(1e-2, 1.0))
+def test_smooth_l1_and_log_cosh_are_those_of_other_trainers(error: float, delta: float) -> None:
+    """sd-scripts' conditional_loss "smooth_l1" and OneTrainer's log-cosh, both in float64."""
+    difference = torch.tensor([[error]])
+    zero, deltas = torch.zeros(1, 1), torch.tensor([delta])
+    smooth = sample_losses(difference, zero, loss="smooth_l1", delta=deltas)
+    wanted = 2 * (math.hypot(error, delta) - delta)
+    assert float(smooth) == pytest.approx(wanted, rel=1e-4, abs=1e-7)
+    exact = torch.tensor(error, dtype=torch.float64)
+    theirs = exact + torch.nn.functional.softplus(-2.0 * exact) - math.log(2.0)
+    found = sample_losses(difference, zero, loss="log_cosh", delta=deltas)
+    assert float(found) == pytest.approx(float(theirs), rel=1e-5, abs=2e-7)
+
+
+def test_the_gradient_of_log_cosh_is_tanh() -> None:
+    predicted = torch.tensor([[0.0], [0.01], [-2.0], [3e4]], requires_grad=True)
+    sample_losses(predicted, torch.zeros(4, 1), loss="log_cosh").sum().backward()
+    assert predicted.grad is not None
+    wanted = torch.tanh(predicted.detach()).flatten().tolist()
+    assert predicted.grad.flatten().tolist() == pytest.approx(wanted, rel=1e-4)

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.common.errors import TrainingStopped
-from lora_trainer.training.batch import micro_batches
+from lora_trainer.training.batch import split
 from lora_trainer.training.guards import FIRST_PATIENCE_STEPS, GuardState
 from lora_trainer.training.loop import run
+from lora_trainer.training.loss import Model
 from lora_trainer.training.progress import Progress
-from lora_trainer.training.training import Model, OomFallback
+from lora_trainer.training.training import OomFallback
 from tests.fakes.training import (
     SQUARE,
     WIDE,
@@ -86,7 +87,7 @@ def holding(images: int) -> Callable[[Model], Model]:
 
 def test_nothing_changes_but_the_micro_batch() -> None:
     feeder = build_feeder(UNEVEN)
-    assert [len(group) for group in micro_batches(feeder.prepare(1), cap=4)] in ([1, 3], [3, 1])
+    assert [len(group) for group in split(feeder.prepare(1), cap=4)] in ([1, 3], [3, 1])
     tiny = build_training(feeder, steps=4, adapt=holding(2))
     end = run(tiny.training, at_start(micro_batch=4))
     assert tiny.of_kind("change") == [

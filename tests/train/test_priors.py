@@ -16,10 +16,9 @@ from lora_trainer.cache.keys import CacheKey
 from lora_trainer.config.config import AdapterSettings, DataSettings, ObjectiveSettings
 from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter import inject
-from lora_trainer.training.batch import Sample, StepBatch, to_device
+from lora_trainer.training.batch import Sample, collate
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.loss import sample_losses
-from lora_trainer.training.step import add_gradients
 from tests.fakes.training import (
     CPU,
     MIXED,
@@ -27,6 +26,7 @@ from tests.fakes.training import (
     TEXT_WIDTH,
     TOKENS,
     TinyTraining,
+    add_gradients,
     awaken,
     build_feeder,
     build_training,
@@ -104,14 +104,14 @@ def test_what_is_masked_out_does_not_count_and_the_rest_counts_as_much_as_all() 
     wanted = torch.ones(2, 3, 2, 2)
     wanted[..., 1] = 5.0
     counts = torch.stack([HALF, torch.ones(1, 2, 2)])
-    losses = sample_losses(predicted, wanted, counts=counts)
+    losses = sample_losses(predicted, wanted, mask_weights=counts)
     assert losses.tolist() == [1.0, 13.0]
     assert torch.equal(losses[1:], sample_losses(predicted, wanted)[1:])
 
 
 def test_the_gradient_of_what_is_masked_out_is_zero() -> None:
     predicted = torch.zeros(1, 3, 2, 2, requires_grad=True)
-    sample_losses(predicted, torch.ones(1, 3, 2, 2), counts=HALF[None]).sum().backward()
+    sample_losses(predicted, torch.ones(1, 3, 2, 2), mask_weights=HALF[None]).sum().backward()
     assert predicted.grad is not None
     assert predicted.grad[..., 1].abs().max() == 0 and predicted.grad[..., 0].abs().min() > 0
 
@@ -120,34 +120,34 @@ def test_huber_errors_are_masked_alike() -> None:
     generator = torch.Generator().manual_seed(2)
     predicted, wanted = torch.randn(2, 1, 3, 2, 2, generator=generator)
     delta = torch.tensor([0.5])
-    masked = sample_losses(predicted, wanted, delta=delta, counts=HALF[None])
-    cut = sample_losses(predicted[..., :1], wanted[..., :1], delta=delta)
+    masked = sample_losses(predicted, wanted, loss="huber", delta=delta, mask_weights=HALF[None])
+    cut = sample_losses(predicted[..., :1], wanted[..., :1], loss="huber", delta=delta)
     assert torch.allclose(masked, cut)
 
 
 def test_a_mask_is_weighed_by_its_background_and_its_mean() -> None:
     feeder = with_priors([SQUARE] * 2, masked=(0,), batch_size=2, background=0.25)
-    (masked,) = [sample for sample in feeder.prepare(0).samples if sample.sample == "s0"]
+    (masked,) = [sample for sample in feeder.prepare(0) if sample.sample == "s0"]
     mask = feeder.sources["s0"].mask
-    assert mask is not None and masked.counts is not None
+    assert mask is not None and masked.mask_weights is not None
     values = 0.25 + 0.75 * feeder.entries.read(mask)["mask"]
-    assert torch.allclose(masked.counts, values / values.mean())
-    assert float(masked.counts.mean()) == pytest.approx(1.0)
+    assert torch.allclose(masked.mask_weights, values / values.mean())
+    assert float(masked.mask_weights.mean()) == pytest.approx(1.0)
 
 
 def test_the_validation_loss_is_masked_alike() -> None:
     feeder = with_priors([SQUARE] * 2, masked=(0,))
     for batch in feeder.validation(list(feeder.sources.items()), quantiles=3):
-        assert [sample.counts is not None for sample in batch.samples] == [True, False]
+        assert [sample.mask_weights is not None for sample in batch] == [True, False]
 
 
 def test_a_batch_without_masks_is_as_it_was() -> None:
-    samples = build_feeder([SQUARE] * 3, batch_size=3).prepare(0).samples
-    assert to_device(samples, device=CPU, dtype=torch.float32).counts is None
-    mixed = with_priors([SQUARE] * 3, masked=(1,), batch_size=3).prepare(0).samples
-    counts = to_device(mixed, device=CPU, dtype=torch.float32).counts
+    samples = build_feeder([SQUARE] * 3, batch_size=3).prepare(0)
+    assert collate(samples, device=CPU, precision=torch.float32).mask_weights is None
+    mixed = with_priors([SQUARE] * 3, masked=(1,), batch_size=3).prepare(0)
+    counts = collate(mixed, device=CPU, precision=torch.float32).mask_weights
     assert counts is not None and counts.shape == (3, 1, 8, 8)
-    whole = [index for index, sample in enumerate(mixed) if sample.counts is None]
+    whole = [index for index, sample in enumerate(mixed) if sample.mask_weights is None]
     assert torch.equal(counts[whole], torch.ones(2, 1, 8, 8))
 
 
@@ -202,7 +202,7 @@ def losses_of(training: TinyTraining, samples: Sequence[Sample]) -> list[float]:
 def test_what_is_to_stay_as_the_base_costs_nothing_until_something_is_learned() -> None:
     feeder = with_priors([SQUARE] * 4, regularisation=(2, 3), per_epoch=2, objective=BASE_TARGET)
     training = build_training(feeder, steps=1)
-    samples = feeder.prepare(0).samples
+    samples = feeder.prepare(0)
     as_base = [sample.as_base for sample in samples]
     assert as_base == [sample.sample.startswith(("s2", "s3")) for sample in samples]
     start = losses_of(training, samples)
@@ -217,30 +217,32 @@ def test_dropout_is_not_done_to_what_the_base_says() -> None:
     """Else the target would be another network's, and not zero apart at the start."""
     feeder = with_priors([SQUARE] * 4, regularisation=(2, 3), per_epoch=2, objective=BASE_TARGET)
     training = build_training(feeder, steps=1, adapter_settings={"dropout": 0.5})
-    samples = [sample for sample in feeder.prepare(0).samples if sample.as_base]
+    samples = [sample for sample in feeder.prepare(0) if sample.as_base]
     model = training.training.model
-    with model.dropping(model.stacked(samples).micro_batch(dtype=model.precision)):
+    with model.dropping(model.collate(samples)):
         assert losses_of(training, samples) == [0.0, 0.0]
 
 
 def test_regularisation_images_can_teach_what_they_show() -> None:
     objective = ObjectiveSettings(prior_weight=3.0, min_snr_gamma=None)
     feeder = with_priors([SQUARE] * 4, regularisation=(2, 3), per_epoch=2, objective=objective)
-    for sample in feeder.prepare(0).samples:
+    for sample in feeder.prepare(0):
         assert not sample.as_base
         assert sample.weight == (3.0 if sample.sample.startswith(("s2", "s3")) else 1.0)
 
 
 def test_a_sample_of_a_class_comes_again_with_the_same_draws() -> None:
     feeder = with_priors([SQUARE] * 2, of_class=(1,), masked=(1,), batch_size=2, objective=KEPT)
-    samples = feeder.prepare(0).samples
+    samples = feeder.prepare(0)
     assert sorted(sample.sample for sample in samples) == ["s0", "s1", "s1"]
     first, again = (sample for sample in samples if sample.sample == "s1")
     assert (first.as_base, again.as_base) == (False, True)
     assert torch.equal(first.latents, again.latents) and torch.equal(first.noise, again.noise)
     assert (first.level, first.dropout_seed) == (again.level, again.dropout_seed)
     assert again.weight == 0.5 * first.weight
-    assert first.counts is not None and again.counts is None, "all of it is to stay as it is"
+    assert first.mask_weights is not None and again.mask_weights is None, (
+        "all of it is to stay as it is"
+    )
     key = feeder.sources["s1"].of_class[0]
     assert key is not None
     assert torch.equal(again.conditioning["text"], feeder.entries.read(key)["text"])
@@ -250,7 +252,7 @@ def test_a_sample_of_a_class_comes_again_with_the_same_draws() -> None:
 def test_a_dropped_caption_has_no_class() -> None:
     feeder = with_priors([SQUARE] * 2, of_class=(0, 1), batch_size=2, objective=KEPT)
     feeder = replace(feeder, data=feeder.data.model_copy(update={"caption_dropout": 1.0}))
-    assert len(feeder.prepare(0).samples) == 2
+    assert len(feeder.prepare(0)) == 2
 
 
 def test_the_weights_of_priors_scale_their_gradients() -> None:
@@ -291,7 +293,7 @@ def test_a_step_may_be_split_anyhow(cap: int, dropout: float) -> None:
 def test_a_stream_may_be_cut_into_any_batches() -> None:
     def stream(batch_size: int, steps: int) -> list[tuple[Any, ...]]:
         feeder = everything(batch_size)
-        samples = [sample for step in range(steps) for sample in feeder.prepare(step).samples]
+        samples = [sample for step in range(steps) for sample in feeder.prepare(step)]
         return [
             (one.sample, one.as_base, one.level, one.weight, float(one.noise.sum()))
             for one in samples
@@ -317,9 +319,7 @@ def test_strata_span_the_whole_epoch() -> None:
         [SQUARE] * 7, regularisation=(5, 6), per_epoch=3, batch_size=8, objective=objective
     )
     for step in range(3):
-        levels = sorted(
-            int(sample.level.timestep) // 125 for sample in feeder.prepare(step).samples
-        )
+        levels = sorted(int(sample.level.timestep) // 125 for sample in feeder.prepare(step))
         assert levels == list(range(8))
 
 
@@ -334,12 +334,10 @@ def test_a_step_that_runs_out_of_memory_in_the_bases_part_leaves_the_adapter_on(
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return model.predict(*given)
 
-    batch: StepBatch = feeder.prepare(0)
-    expected = model.losses(batch.samples[:1])
+    batch: tuple[Sample, ...] = feeder.prepare(0)
+    expected = model.losses(batch[:1])
     failing = replace(model, predict=predict)
-    sample = next(
-        sample for step in range(9) for sample in feeder.prepare(step).samples if sample.as_base
-    )
+    sample = next(sample for step in range(9) for sample in feeder.prepare(step) if sample.as_base)
     with pytest.raises(torch.OutOfMemoryError):
         failing.losses([sample])
-    assert torch.equal(model.losses(batch.samples[:1]), expected)
+    assert torch.equal(model.losses(batch[:1]), expected)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lora_trainer.config.config import FLOW_WEIGHTINGS, SNR_WEIGHTINGS, ObjectiveSettings
 from lora_trainer.families.base import Prediction
-from lora_trainer.training.loss import MAX_DEBIASED_SNR, huber_delta, loss_weight
+from lora_trainer.training.loss import MAX_DEBIASED_SNR, loss_delta, loss_weight
 
 SIGNAL = DDPMScheduler(
     beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012
@@ -122,7 +122,7 @@ def test_flow_weights_are_finite(kind: str, sigma: float) -> None:
 
 
 def delta(signal: float, time: float, **values: Any) -> float:
-    return huber_delta(
+    return loss_delta(
         settings_of(**values), time=time, alpha=math.sqrt(signal), sigma=math.sqrt(1 - signal)
     )
 
@@ -148,7 +148,3 @@ def test_scheduled_deltas_fall_to_the_lowest_and_survive_pure_noise(schedule: st
     found = [delta(float(SIGNAL[index]), index / 1000, **values) for index in range(1000)]
     assert found == sorted(found, reverse=True) and found[0] > 0.9
     assert delta(0.0, 1.0, **values) == pytest.approx(0.1)
-
-
-def test_squared_errors_have_no_delta() -> None:
-    assert delta(0.5, 0.5, loss="mse") == math.inf
