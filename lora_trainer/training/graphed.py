@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ WARM_UPS = 2
 """Passes of a shape before its recording: the first one allocates, autotunes and compiles."""
 
 Pass = Callable[[Batch], Tensor]
-"""Adds the gradients of samples on the device; returns their share of the step's loss, detached."""
+"""Copies a batch to the device and adds its gradients; returns its share of the step's loss, detached."""
 
 
 class NotRecorded(Exception):
@@ -84,11 +85,11 @@ class StepGraphs:
         if graph is not None:
             return graph.run(batch)
         if self.is_left_out(batch):
-            return run(batch.on(self.device))
+            return run(batch)
         warm = self._warm.get(shape, 0)
         if warm < WARM_UPS:
             self._warm[shape] = warm + 1
-            loss = self.capture.warm_up(lambda: run(batch.on(self.device)))
+            loss = self.capture.warm_up(lambda: run(batch))
             self._trained = [p for p in self.parameters if p.grad is not None]
             return loss
         self._graphs[shape] = graph = self._recorded(batch, run)
@@ -155,12 +156,9 @@ class Speedups:
         """Whether gradient tensors stay allocated from step to step and are zeroed in place."""
         return self.graphs is not None and self.graphs.holding
 
-    def recorded(self, run: Pass, *, device: torch.device) -> Pass:
-        """Return a pass over batches on the host: `run` on the device, or the replay of its recording."""
-        graphs = self.graphs
-        if graphs is None:
-            return lambda batch: run(batch.on(device))
-        return lambda batch: graphs.run(batch, run)
+    def recorded(self, run: Pass) -> Pass:
+        """Return `run`, or what replays its recordings; both take batches on the host."""
+        return run if self.graphs is None else partial(self.graphs.run, run=run)
 
     def is_compiled(self, batch: Batch) -> bool:
         """Say whether a pass over these samples runs compiled."""

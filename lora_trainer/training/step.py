@@ -44,9 +44,7 @@ def compute_gradients_with_oom_retry(
     group_key = model.batch_group_key if model.masks is not None else lambda _: 0
     while True:
         # A step is recorded or not, compiled or not: what has failed before is switched off by now.
-        run_pass = training.speedups.recorded(
-            partial(forward_backward, training), device=model.device
-        )
+        run_pass = training.speedups.recorded(partial(forward_backward, training))
         micro_batches = split(
             samples,
             cap=guard.micro_batch,
@@ -94,12 +92,14 @@ def compute_gradients_with_oom_retry(
 
 
 def forward_backward(training: Training, batch: Batch) -> Tensor:
-    """Add the gradients of a batch on the device; return its share of the step's loss, detached.
+    """Add the gradients of a batch; return its share of the step's loss, detached, on the device.
 
     The host never waits for the device. Raises CompilationFailed; some gradients may have been added by
     then, so the caller zeroes them and repeats the step.
     """
     model = training.model
+    # Nothing to copy inside a recording, whose inputs are on the device already.
+    batch = batch.on(model.device)
     # The masks stay set during `backward`: checkpointing runs the forward pass again there and has to
     # meet the same ones.
     with training.speedups.compilation(batch), model.dropping(batch):
