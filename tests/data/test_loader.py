@@ -151,7 +151,7 @@ def test_a_sample_is_drawn_anew_in_each_epoch() -> None:
     assert len({tuple(sample.noise.flatten().tolist()) for sample in drawn}) == 4
     assert len({tuple(sample.latents.flatten().tolist()) for sample in drawn}) == 4
     assert len({sample.level.timestep for sample in drawn}) > 1
-    assert [feeder.prepare(step).epoch for step in range(3)] == [1.0, 2.0, 3.0]
+    assert [feeder.epochs_after(step + 1) for step in range(3)] == [1.0, 2.0, 3.0]
 
 
 def test_latents_are_draws_from_the_posterior() -> None:

@@ -308,7 +308,7 @@ def test_a_stream_may_be_cut_into_any_batches() -> None:
 def test_epochs_count_regularisation() -> None:
     feeder = everything()
     assert feeder.epoch_length == 5 + 3
-    assert feeder.prepare(1).epoch == 1.0
+    assert feeder.epochs_after(2) == 1.0
     names = [feeder.sample_at(position)[1] for position in range(8)]
     assert sum("#" in name for name in names) == 3
 
