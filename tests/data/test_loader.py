@@ -325,7 +325,7 @@ def test_a_group_is_stacked_in_order() -> None:
 def test_texts_of_several_lengths_are_padded_with_their_masks() -> None:
     def sample(length: int) -> Sample:
         text = torch.full((1, length, 3), float(length))
-        (one,) = batch_of([SQUARE]).samples
+        (one,) = batch_of([SQUARE])
         mask = torch.ones(1, length, dtype=torch.int64)
         told = {"text": text, "text_mask": mask, "guidance": torch.tensor([float(length)])}
         return replace(one, conditioning=told)
@@ -442,7 +442,7 @@ def test_large_buckets_may_have_a_lower_cap_of_their_own() -> None:
 
     def lengths(cap: int) -> dict[tuple[int, int, int], list[int]]:
         found: dict[tuple[int, int, int], list[int]] = {SQUARE: [], WIDE: []}
-        for group in split(batch, cap=cap, at_once=at_once):
+        for group in split(batch, cap=cap, images_at_once=at_once):
             found[tuple(group[0].latents.shape)].append(len(group))
         return found
 
