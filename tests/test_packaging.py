@@ -113,7 +113,9 @@ def test_every_imported_package_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     optional = project["optional-dependencies"]
     extras = [
-        line for name in ("caption", "cuda", "gui", "log", "optim") for line in optional[name]
+        line
+        for name in ("caption", "cuda", "gui", "log", "optim", "parquet")
+        for line in optional[name]
     ]
     lines = [*project["dependencies"], *extras]
     declared = {re.split(r"[^\w.-]", line)[0].replace("-", "_").lower() for line in lines}
