@@ -81,17 +81,16 @@ def validate(
     json: Json = False,
 ) -> Reply:
     """Score a LoRA against the dataset it was trained on, part by part; adds it to the run's report."""
-    quiet_libraries()
-    from lora_trainer.evaluate.validate import validate
+    from lora_trainer import api
     from lora_trainer.reporting.console import ConsoleListener
 
     with ConsoleListener(console(stderr=True)) as listener:
-        validation = validate(
+        validation = api.validate(
             run,
             dataset,
             base=base,
             clip=clip,
-            overrides=overrides(set_),
+            settings=overrides(set_),
             listeners=(listener,),
         )
     return Reply(value=validation.to_json() if json else validation_text(validation), as_json=json)

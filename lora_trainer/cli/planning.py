@@ -17,12 +17,11 @@ from lora_trainer.cli.options import (
     Reply,
     Sets,
     overrides,
-    settings_file,
 )
 from lora_trainer.common.errors import RequestError
 
 if TYPE_CHECKING:
-    from lora_trainer.run.prepare import Request
+    from lora_trainer.api import TrainingPlan
 
 Vram = Annotated[
     float | None, Parameter(name="--vram", help="plan for a GPU with this many GiB of memory")
@@ -54,28 +53,23 @@ def plan(
             f"--vram {vram:g} is out of range",
             fix="give a GPU's memory in GiB, up to 1024, such as --vram 12",
         )
-    from lora_trainer.run.prepare import Request
+    from lora_trainer import api
 
-    request = Request(
-        dataset=dataset,
+    result = api.plan(
+        dataset,
         preset=preset,
         priority=priority,
-        settings_file=settings_file(config),
-        overrides=overrides(set_, base=base, kind=kind),
-        assumed_vram_gib=vram,
+        config_file=config,
+        settings=overrides(set_, base=base, kind=kind),
+        vram_gib=vram,
         processes=processes,
-        sharing=processes,
     )
-    return planned(request, as_json=json, everything=all_)
+    return Reply(value=result.to_json(), as_json=True) if json else planned(result, everything=all_)
 
 
-def planned(request: Request, *, as_json: bool, everything: bool = False) -> Reply:
-    """Return the plan of a training, with that of a longer run where one would use more time."""
-    from lora_trainer.run.plan_text import plan_json, plan_text
-    from lora_trainer.run.prepare import longer, prepare
+def planned(result: TrainingPlan, *, everything: bool = False) -> Reply:
+    """Return the plan of a training for people."""
+    from lora_trainer.run.plan_text import plan_text
 
-    prepared = prepare(request)
-    more = longer(request, prepared)
-    if as_json:
-        return Reply(value=plan_json(prepared, more), as_json=True)
-    return Reply(value=plan_text(prepared, more, everything=everything), as_json=False)
+    text = plan_text(result.prepared, result.longer, everything=everything)
+    return Reply(value=text, as_json=False)

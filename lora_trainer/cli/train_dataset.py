@@ -23,13 +23,10 @@ from lora_trainer.cli.options import (
     Sets,
     console,
     overrides,
-    settings_file,
 )
 from lora_trainer.cli.table import COMMANDS
-from lora_trainer.common.dist_env import read_dist_env
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.gc_control import made_to_stay
-from lora_trainer.common.quiet import quiet_libraries
 
 
 def train(
@@ -64,45 +61,30 @@ def train(
 ) -> Reply | None:
     """Train a LoRA on the images in DATASET; the result is runs/NAME/NAME.safetensors and report.html."""
     typed = overrides(set_, base=base, output=output, name=name, steps=steps, seed=seed, kind=kind)
+    from lora_trainer import api
+
     if dry_run:
         from lora_trainer.cli.planning import planned
-        from lora_trainer.run.prepare import Request
 
-        here = read_dist_env().count
-        request = Request(
-            dataset=dataset,
+        return planned(
+            api.plan(dataset, preset=preset, priority=priority, config_file=config, settings=typed)
+        )
+    with made_to_stay():
+        from lora_trainer.reporting.console import ConsoleListener
+
+    with ConsoleListener(console()) as listener:
+        api.train(
+            dataset,
             preset=preset,
             priority=priority,
-            settings_file=settings_file(config),
-            overrides=typed,
-            processes=here,
-            sharing=here,
+            config_file=config,
+            settings=typed,
+            resume=resume,
+            resume_from=resume_from,
+            strict=strict,
+            command=sys.argv[1:],
+            listeners=(listener,),
         )
-        return planned(request, as_json=False)
-    with made_to_stay():
-        quiet_libraries()
-        from lora_trainer.reporting.console import ConsoleListener
-        from lora_trainer.run.prepare import Request
-        from lora_trainer.run.train import TrainRequest
-        from lora_trainer.run.train import train as run_training
-
-    request = Request(
-        dataset=dataset,
-        preset=preset,
-        priority=priority,
-        settings_file=settings_file(config),
-        overrides=typed,
-        fetches=True,
-    )
-    train_request = TrainRequest(
-        request=request,
-        resume=resume,
-        resume_from=resume_from,
-        strict=strict,
-        command=tuple(sys.argv[1:]),
-    )
-    with ConsoleListener(console()) as listener:
-        run_training(train_request, listeners=(listener,))
     return None
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL.Image import Image
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError
@@ -23,7 +25,7 @@ from lora_trainer.config.config import (
     build_config,
     without_retired,
 )
-from lora_trainer.families.base import Family
+from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.families.locate import locate, with_caption_tokens, with_choices
 from lora_trainer.lora_file.embedding import embedding_path, read_embedding, trained_words
 from lora_trainer.lora_file.read import read_contents
@@ -36,24 +38,51 @@ WORD_IN_PROMPTS = "<new-word>"
 """Replaces a trigger that was trained as new tokens in prompts; no tokenizer has this word."""
 
 
-def make_images(
-    run: Path,
-    *,
-    prompts: Sequence[str],
-    base: str | None,
-    output: Path,
-    seed: int,
-    strengths: Sequence[float],
-) -> Iterator[Path]:
-    """Write and yield an image for each prompt and strength; `run` is a run folder or an adapter file.
+@dataclass(frozen=True, kw_only=True)
+class LoadedAdapter:
+    """A LoRA in a plain diffusers pipeline on this machine's best device, as any other program would use it.
 
-    All strengths of a prompt have the same seed. Raises InputError without an adapter, RequestError if the
-    base is unknown, MachineError if the disk refuses.
+    `side_px` is the resolution that it was trained at, else the base's.
     """
-    if not all(map(math.isfinite, strengths)):
-        raise RequestError(
-            "a strength is not a finite number", fix="give numbers such as --strength 0.8"
+
+    file: Path
+    pipeline: Any  # a diffusers pipeline; its class depends on the family
+    side_px: int
+    sampling: SamplingSettings
+    family: Family
+    facts: BaseFacts
+    with_word: Callable[[str], str]
+
+    def image(self, prompt: str, *, seed: int, strength: float = 1.0) -> Image:
+        """Draw one image; the same prompt, seed and strength give the same image on the same machine.
+
+        Raises RequestError for a strength that is not finite.
+        """
+        _refuse_not_finite([strength])
+        pipeline = self.pipeline
+        pipeline.set_adapters(pipeline.get_active_adapters(), adapter_weights=strength)
+        arguments = self.family.pipeline_arguments(
+            pipeline,
+            self.facts,
+            self.with_word(prompt),
+            self.sampling.negative_prompt,
+            guidance_scale=self.sampling.guidance_scale,
         )
+        image: Image = pipeline(
+            **arguments,
+            generator=torch.Generator().manual_seed(seed),
+            num_inference_steps=self.sampling.steps,
+            width=self.side_px,
+            height=self.side_px,
+        ).images[0]
+        return image
+
+
+def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
+    """Load a LoRA onto its base; `run` is a run folder or an adapter file.
+
+    Raises InputError without an adapter, RequestError if the base is unknown.
+    """
     file = adapter_of(run) if run.is_dir() else run
     metadata = read_contents(file).metadata
     config = stated_settings(metadata)
@@ -82,35 +111,55 @@ def make_images(
     dtype = DTYPES[_precision(family, device, has_bf16=has_bf16)]
     pipeline = family.plain_pipeline(facts, dtype=dtype, device=device)
     pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
-    with_word = _taught(pipeline, family, file, metadata)
-    sampling = config.sampling if config else SamplingSettings()
     trained_px = config.data.resolution if config else "auto"
-    side_px = facts.resolution_px if trained_px == "auto" else trained_px
+    return LoadedAdapter(
+        file=file,
+        pipeline=pipeline,
+        side_px=facts.resolution_px if trained_px == "auto" else trained_px,
+        sampling=config.sampling if config else SamplingSettings(),
+        family=family,
+        facts=facts,
+        with_word=_taught(pipeline, family, file, metadata),
+    )
+
+
+def make_images(
+    run: Path,
+    *,
+    prompts: Sequence[str],
+    base: str | None,
+    output: Path,
+    seed: int,
+    strengths: Sequence[float],
+) -> Iterator[Path]:
+    """Write and yield an image for each prompt and strength; `run` is a run folder or an adapter file.
+
+    All strengths of a prompt have the same seed. Raises InputError without an adapter, RequestError if the
+    base is unknown, MachineError if the disk refuses.
+    """
+    _refuse_not_finite(strengths)
+    adapter = load_adapter(run, base=base)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise disk_error(output, error) from error
     several = len(strengths) > 1
     for (index, prompt), strength in product(enumerate(prompts), strengths):
-        pipeline.set_adapters(pipeline.get_active_adapters(), adapter_weights=strength)
-        image = pipeline(
-            **family.pipeline_arguments(
-                pipeline,
-                facts,
-                with_word(prompt),
-                sampling.negative_prompt,
-                guidance_scale=sampling.guidance_scale,
-            ),
-            generator=torch.Generator().manual_seed(seed + index),
-            num_inference_steps=sampling.steps,
-            width=side_px,
-            height=side_px,
-        ).images[0]
-        name = try_name(file.stem, seed=seed + index, strength=strength if several else None)
+        image = adapter.image(prompt, seed=seed + index, strength=strength)
+        name = try_name(
+            adapter.file.stem, seed=seed + index, strength=strength if several else None
+        )
         png = BytesIO()
         image.save(png, format="PNG")
         write_atomic(output / name, png.getvalue(), durable=False)
         yield output / name
+
+
+def _refuse_not_finite(strengths: Sequence[float]) -> None:
+    if not all(map(math.isfinite, strengths)):
+        raise RequestError(
+            "a strength is not a finite number", fix="give numbers such as --strength 0.8"
+        )
 
 
 def _precision(family: Family, device: torch.device, *, has_bf16: bool) -> Precision:

@@ -27,12 +27,15 @@ _ANSWERS = (
 
 @dataclass
 class StopFlag:
-    """Holds a stop request (a signal or control/stop) until the loop reads it; the third signal quits at once.
+    """Holds a stop request until the loop reads it: a signal, control/stop or `is_asked`.
+
+    The third signal quits at once.
 
     `answers` are messages for the user, put there by handlers and emitted by a thread (`announced`).
     """
 
     control: Control | None = None
+    is_asked: Callable[[], bool] = lambda: False
     answers: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
     number: int | None = None
     received: int = 0
@@ -48,6 +51,8 @@ class StopFlag:
         if self.control and self.number is None and "stop" in pending:
             self.control.done("stop")
             self.answers.put(_ANSWERS[0])
+            self.number = int(signal.SIGTERM)
+        if self.number is None and self.is_asked():
             self.number = int(signal.SIGTERM)
         return self.number
 
@@ -90,7 +95,13 @@ class StopFlag:
 
 @contextmanager
 def taking_signals(stop: StopFlag) -> Iterator[None]:
-    """Let `stop` handle the signals that end a run while the block runs."""
+    """Let `stop` handle the signals that end a run while the block runs.
+
+    Python lets only the main thread handle signals; elsewhere they stay with the program that trains.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     previous = {number: signal.signal(number, stop.handle) for number in _stop_signals()}
     try:
         yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -67,7 +67,7 @@ from lora_trainer.training.progress import Action
 class TrainRequest:
     """A request to train; `command` are the words typed, for run.json.
 
-    `watchers` run between steps, before all other actions.
+    `watchers` run between steps, before all other actions. A run that `is_asked_to_stop` saves and ends.
     """
 
     request: Request
@@ -76,6 +76,7 @@ class TrainRequest:
     strict: bool = False
     command: tuple[str, ...] = ()
     watchers: tuple[Action, ...] = ()
+    is_asked_to_stop: Callable[[], bool] = lambda: False
 
 
 def train(train_request: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
@@ -116,7 +117,7 @@ def _lead(
     folder = claim(previous) if previous is not None else create(*parent_and_name)
     with (
         folder,
-        _recorded(folder, prepared, listeners, ranks) as (events, stop),
+        _recorded(folder, prepared, listeners, ranks, train_request) as (events, stop),
         pinning(prepared, events),
     ):
         events.subscribe(oom_history_memo(prepared, events))
@@ -253,7 +254,11 @@ def _newest_state(folder: RunFolder, events: EventStream) -> TrainingState | Non
 
 @contextmanager
 def _recorded(
-    folder: RunFolder, prepared: Prepared, listeners: tuple[Listener, ...], ranks: ProcessGroup
+    folder: RunFolder,
+    prepared: Prepared,
+    listeners: tuple[Listener, ...],
+    ranks: ProcessGroup,
+    train_request: TrainRequest,
 ) -> Iterator[tuple[EventStream, StopFlag]]:
     """Open the run's records and handle Ctrl-C and SIGTERM while the block runs."""
     events = EventStream()
@@ -272,7 +277,7 @@ def _recorded(
         ranks.monitor.on_end = partial(_record_end, folder, events, code=MachineError.exit_code)
     control = Control(folder.path)
     control.forget_before(status.status.pid_started_s)
-    stop = StopFlag(control=control)
+    stop = StopFlag(control=control, is_asked=train_request.is_asked_to_stop)
     with taking_signals(stop):
         usable, problems = usable_trackers(
             prepared.config.logging.trackers, packages=prepared.hardware.packages
