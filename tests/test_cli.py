@@ -14,6 +14,7 @@ import pytest
 from cyclopts import App
 from safetensors.numpy import save_file
 
+from lora_trainer import api
 from lora_trainer.cli import main, planning
 from lora_trainer.cli.table import COMMANDS as TABLE
 from lora_trainer.common.files import CappedFolder
@@ -468,7 +469,8 @@ def test_a_flag_is_a_short_name_of_its_setting(
 ) -> None:
     keys = {"base": "base.model", "output": "output.folder", "name": "output.name"}
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(planning, "planned", lambda request, **_: asked.append(request.overrides))
+    monkeypatch.setattr(api, "plan", lambda _, *, settings, **__: asked.append(settings))
+    monkeypatch.setattr(planning, "planned", lambda _: None)
     assert main.run([str(place.dataset), "--dry-run", f"--{flag}", "embedded"]) == 0
     assert asked == [{keys[flag]: "embedded"}]
 
