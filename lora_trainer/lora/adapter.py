@@ -311,7 +311,7 @@ def _learning_rate_scale(key: str, settings: OptimizerSettings) -> float:
     if split_key(key)[0] != DENOISER:
         scale = settings.text_encoder_scale
     patterns = settings.learning_rate_pattern
-    pattern = first_match(key, patterns, setting="optimizer.learning_rate_pattern")
+    pattern = first_match(key, patterns)
     return scale if pattern is None else scale * patterns[pattern]
 
 

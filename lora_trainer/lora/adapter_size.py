@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import AdapterSettings
 
 Shape = tuple[int, ...]
@@ -38,28 +37,19 @@ def layer_width(key: str, *, kernel: int, settings: AdapterSettings, alpha: floa
         alpha *= (settings.conv_rank or rank) / rank
         rank = settings.conv_rank or rank
         alpha = settings.conv_alpha or alpha
-    pattern = first_match(key, settings.rank_pattern, setting="adapter.rank_pattern")
+    pattern = first_match(key, settings.rank_pattern)
     if pattern is not None:
         alpha *= settings.rank_pattern[pattern] / rank
         rank = settings.rank_pattern[pattern]
     return Width(rank=rank, scale=alpha / (math.sqrt(rank) if settings.rslora else rank))
 
 
-def first_match(key: str, patterns: Iterable[str], *, setting: str) -> str | None:
-    """Return the first regular expression found in the module name or in "component.module".
-
-    Raises RequestError, which names `setting`, for a pattern that is not a regular expression.
-    """
+def first_match(key: str, patterns: Iterable[str]) -> str | None:
+    """Return the first regular expression found in the module name or in "component.module"."""
     module = key.partition(".")[2]
     for pattern in patterns:
-        try:
-            if re.search(pattern, module) or re.search(pattern, key):
-                return pattern
-        except re.error as error:
-            raise RequestError(
-                f"{setting}: {pattern!r} is not a regular expression ({error})",
-                fix="write a dot as \\. and balance the brackets",
-            ) from None
+        if re.search(pattern, module) or re.search(pattern, key):
+            return pattern
     return None
 
 

@@ -148,9 +148,9 @@ def test_a_folder_whose_pictures_are_all_excluded_can_be_looked_at(
 ) -> None:
     answer = ask(desk, "exclude", folder, files=["p0.png", "p1.png", "p2.png"])
     assert (len(answer["pictures"]), len(answer["excluded"])) == (0, 3)
-    assert "no pictures" in answer["problem"]
+    assert "no images" in answer["problem"]
     assert answer["check"]["fresh"], "there is nothing to check"
-    assert "no pictures" in ask(desk, "check", folder)["problem"]
+    assert "no images" in ask(desk, "check", folder)["problem"]
 
 
 @pytest.mark.parametrize(
