@@ -262,7 +262,9 @@ def with_choices(
             fix="use --set base.prediction=v_prediction, or --set objective.zero_terminal_snr=false",
         )
     facts = families.family(facts.family).with_clip_skip(facts, settings.clip_skip)
-    return replace(facts, prediction=prediction, zero_terminal_snr=zero)
+    is_chosen = settings.prediction != "auto" and prediction != "flow"
+    assumed = None if is_chosen else facts.assumed  # flow families assume other facts than this one
+    return replace(facts, prediction=prediction, zero_terminal_snr=zero, assumed=assumed)
 
 
 def with_caption_tokens(facts: BaseFacts, caption_tokens: int | Auto) -> BaseFacts:

@@ -12,7 +12,14 @@ from pathlib import Path
 from statistics import pstdev
 from typing import Any
 
-from lora_trainer.families.base import BaseFacts, Header, Layout, PartFacts, Prediction
+from lora_trainer.families.base import (
+    Assumption,
+    BaseFacts,
+    Header,
+    Layout,
+    PartFacts,
+    Prediction,
+)
 from lora_trainer.families.checkpoints import gguf_file
 from lora_trainer.families.checkpoints.base_folder import part_file
 from lora_trainer.families.checkpoints.unet_file import UNET, UNetTraits, read_numbers
@@ -115,8 +122,12 @@ class StableDiffusion2(UNetFamily):
     def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
         facts = super().facts(layout, source=source, identities=identities)
         single = part_file(layout, "denoiser")
-        prediction = checkpoint_prediction(single) if single else None
-        if prediction is None or prediction == facts.prediction:
+        if single is None:
+            return facts
+        prediction = checkpoint_prediction(single)
+        if prediction is None:
+            return replace(facts, assumed=_assumed(single, facts.prediction))
+        if prediction == facts.prediction:
             return facts
         return replace(facts, prediction=prediction, resolution_px=NATIVE_PX[prediction])
 
@@ -124,7 +135,7 @@ class StableDiffusion2(UNetFamily):
         facts = super().facts_from_file(file, header)
         prediction = checkpoint_prediction(file)
         if prediction is None:
-            return facts
+            return replace(facts, assumed=_assumed(file, facts.prediction))
         release = next(name for name, stated in RELEASES.items() if stated == prediction)
         source = self.facts_from_hub_id(f"{OWNERS[0]}/{release}")
         assert source is not None
@@ -136,6 +147,15 @@ class StableDiffusion2(UNetFamily):
     def modelspec_architecture(self, facts: BaseFacts) -> str:
         size = "768-v" if facts.prediction == "v_prediction" else "512"
         return f"stable-diffusion-v2-{size}/lora"
+
+
+def _assumed(file: Path, prediction: Prediction) -> Assumption:
+    other = "epsilon" if prediction == "v_prediction" else "v_prediction"
+    return Assumption(
+        sentence=f"the weight that shows the prediction type of a Stable Diffusion 2 cannot be read in {file.name}: "
+        f"it is taken for {prediction}",
+        setting=f"if that is wrong, use --set base.prediction={other}",
+    )
 
 
 def checkpoint_prediction(file: Path) -> Prediction | None:

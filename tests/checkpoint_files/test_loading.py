@@ -22,7 +22,10 @@ from lora_trainer.families.checkpoints.base_folder import (
     weights,
 )
 from lora_trainer.families.flow import FlowFamily
-from lora_trainer.families.locate import describe
+from lora_trainer.families.locate import describe, with_choices
+from tests.checkpoint_files import layouts
+from tests.checkpoint_files.cases import Case
+from tests.checkpoint_files.files import write
 from tests.fakes.family_bases import CPU, base_of
 
 FLOWS = [name for name in families.MODULES if isinstance(families.family(name), FlowFamily)]
@@ -132,3 +135,15 @@ def test_gguf_is_read_to_its_values(tmp_path: Path) -> None:
     read = read_tensors(file, {name: name for name in wanted}, dtype=torch.float32)
     for name, tensor in wanted.items():
         torch.testing.assert_close(read[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_a_gguf_says_which_prediction_is_assumed(tmp_path: Path) -> None:
+    case = Case("SD 2 GGUF", layouts.sd2(), "sd2", dtype="Q8_0", file="sd2.gguf")
+    settings = BaseSettings(model=str(write(case, tmp_path)))
+    facts = describe(settings)
+    assert facts.prediction == "v_prediction" and facts.assumed is not None
+    assert "taken for v_prediction" in facts.assumed.sentence
+    assert "base.prediction=epsilon" in facts.assumed.setting
+    chosen = settings.model_copy(update={"prediction": "epsilon"})
+    facts = with_choices(facts, chosen, zero_terminal_snr=None)
+    assert (facts.prediction, facts.assumed) == ("epsilon", None)
