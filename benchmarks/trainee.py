@@ -28,6 +28,7 @@ from lora_trainer.cache.store import Cache
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import Checkpointing, Config, build_config
+from lora_trainer.costs.cost_table import texts_vary
 from lora_trainer.dataset.buckets import Bucket, place
 from lora_trainer.families.base import BaseFacts, Family, Geometry
 from lora_trainer.training.batch import Batch, collate
@@ -238,7 +239,7 @@ def training(
 def _prompt(case: Case) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of one encoded prompt; half of the limit where texts are as long as they are."""
     family, facts = case.family, case.facts
-    tokens = facts.max_tokens if family.one_text_length else facts.max_tokens // 2
+    tokens = facts.max_tokens // 2 if texts_vary(family, facts) else facts.max_tokens
     return family.prompt_shapes(facts.architecture, text_tokens=tokens)
 
 

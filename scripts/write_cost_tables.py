@@ -35,6 +35,7 @@ from lora_trainer.costs.cost_table import (
     case_of,
     configuration,
     entry,
+    texts_vary,
     traced,
 )
 from lora_trainer.costs.sample_cost import SampleCost, Workload
@@ -136,7 +137,7 @@ def row_of(
 def grid_of(family: Family, facts: BaseFacts) -> Grid:
     """Return the points of a base: U-Nets', of many sizes, at half and twice the native side."""
     if isinstance(family, FlowFamily):
-        other = 0 if family.one_text_length else SHORT_TEXT_TOKENS
+        other = SHORT_TEXT_TOKENS if texts_vary(family, facts) else 0
         return Grid(sides_px=TRANSFORMER_SIDES_PX, text_tokens=(facts.max_tokens, other))
     side = 2 ** int(math.log2(facts.resolution_px))
     sides_px = (side // 2, side, 2 * side)

@@ -252,9 +252,15 @@ def case_of(family: Family, facts: BaseFacts, *, text_tokens: int | None = None)
     )
 
 
+def texts_vary(family: Family, facts: BaseFacts) -> bool:
+    """Return whether texts keep their own length, with a mask, instead of being padded to one length."""
+    shapes = family.prompt_shapes(facts.architecture, text_tokens=facts.max_tokens)
+    return any(name.endswith("mask") for name in shapes)
+
+
 def _text_tokens(family: Family, facts: BaseFacts, workload: Workload) -> int:
     """Return the length of the longest prompt as the text encoder gives it."""
-    if family.one_text_length or workload.text_tokens is None:
+    if not texts_vary(family, facts) or workload.text_tokens is None:
         return facts.text_tokens
     return min(workload.text_tokens, facts.text_tokens)
 

@@ -17,7 +17,6 @@ from lora_trainer.common.caption_markup import NewWord as NewWord
 from lora_trainer.common.caption_markup import Weighted
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import Precision, Targets
-from lora_trainer.families.layer_tables import released_layers
 from lora_trainer.families.text.chunks import AROUND
 
 if TYPE_CHECKING:
@@ -139,6 +138,23 @@ class BaseFacts:
         if self.layout is None:
             raise AssertionError(f"{self.source} is known by name only; locate it before loading")
         return self.layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class VaePeak:
+    """Peak of a VAE's live tensors in elements per pixel of one image, as `LiveStorages` counts them.
+
+    `blocked`: (encoding, decoding) on a device whose convolutions copy their tensors
+    (`DeviceKind.blocks_convolutions`).
+    """
+
+    encoding: int
+    decoding: int
+    blocked: tuple[int, int]
+
+
+AUTOENCODER_KL = VaePeak(encoding=5 * 128, decoding=6 * 128, blocked=(5 * 128, 15 * 64))
+"""diffusers' image VAE holds 5 (encoding) and 6 (decoding) full-size maps of 128 channels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,14 +286,7 @@ class Family(ABC):
     """Whether its encoders read prompts above their limit in chunks (`BaseFacts.chunks`)."""
     precisions: tuple[Precision, ...]
     """Precisions its denoiser can be trained in, the best first; in any other its activations overflow."""
-    encoding_elements_per_px: int = 5 * 128
-    decoding_elements_per_px: int = 6 * 128
-    """Peak of its VAE's live tensors in elements per pixel of one image: AutoencoderKL holds 5 (encoding)
-    and 6 (decoding) full-size maps of 128 channels, as `LiveStorages` counts them on its networks."""
-    blocked_elements_per_px: tuple[int, int] = (5 * 128, 15 * 64)
-    """(Encoding, decoding) on a device whose convolutions copy their tensors (`DeviceKind.blocks_convolutions`)."""
-    one_text_length: bool = True
-    """Whether all texts are padded to one length; else each text keeps its length and has a mask."""
+    vae_peak: VaePeak
     text_multiple: int = 1
     """The network pads texts to a multiple of this many tokens."""
     block_pattern: str = r"\w+\.\d+(?=\.)"
@@ -344,10 +353,6 @@ class Family(ABC):
         Values are the weights' shapes [out, in] in the public releases.
         """
         return {}
-
-    def released_layers(self) -> tuple[Mapping[str, tuple[int, ...]], ...]:
-        """Return layer -> weight shape [out, in, ...] of the denoiser, for each released architecture."""
-        return released_layers(self.name)
 
     def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
         """Return where a single-file checkpoint keeps each "component.module"; empty where that is unknown."""

@@ -110,7 +110,6 @@ class Chroma(FlowFamily):
         "kohya": "its names fuse q, k and v into one layer, which would triple the rank; ComfyUI and "
         "diffusers read the diffusers format",
     }
-    one_text_length = False
     pipeline_class = "ChromaPipeline"
     denoiser_class = "ChromaTransformer2DModel"
     text_folders = ("text_encoder",)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.config import Precision, Targets
 from lora_trainer.families.base import (
+    AUTOENCODER_KL,
     BaseFacts,
     Conditioning,
     Family,
@@ -95,6 +96,7 @@ class FlowFamily(Family):
     """Prefixes of tensors in the text encoders' files that are never loaded and so cost no memory."""
     releases: tuple[BaseRelease, ...] = ()
     """Public releases whose Hub ids are recognised without their files."""
+    vae_peak = AUTOENCODER_KL
     native_latents = 128
     """Side of an image of the native resolution, in latents: 1024 px at 8 px per latent."""
     patch = 2

@@ -26,6 +26,7 @@ from lora_trainer.families.base import (
     Layout,
     Part,
     TextEncoder,
+    VaePeak,
 )
 from lora_trainer.families.checkpoints.base_folder import (
     SUFFIXES,
@@ -124,7 +125,6 @@ class QwenImage(FlowFamily):
 
     name = "qwen"
     default_source = "Qwen/Qwen-Image"
-    one_text_length = False
     pipeline_class = "QwenImagePipeline"
     denoiser_class = "QwenImageTransformer2DModel"
     text_folders = ("text_encoder",)
@@ -132,9 +132,7 @@ class QwenImage(FlowFamily):
     tokenizer_folders = ("tokenizer",)
     unread_text = UNREAD
     # A video VAE pads each map by two frames and caches maps for a next frame, which an image never has.
-    encoding_elements_per_px = 970
-    decoding_elements_per_px = 1740
-    blocked_elements_per_px = (1260, 2026)
+    vae_peak = VaePeak(encoding=970, decoding=1740, blocked=(1260, 2026))
     # InvokeAI reads LoKr in kohya's names and nothing in ComfyUI's.
     file_formats: tuple[FileFormat, ...] = ("diffusers", "kohya", "comfyui")
     refused_formats: Mapping[FileFormat, str] = {}

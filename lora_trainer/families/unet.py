@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import Targets
 from lora_trainer.families.base import (
+    AUTOENCODER_KL,
     DENOISER,
     BaseFacts,
     Conditioning,
@@ -109,6 +110,7 @@ class UNetFamily(Family):
         "comfyui": "ComfyUI reads kohya's names for U-Net families, and so does everything else; use kohya"
     }
     precisions = ("bf16", "fp16", "fp32")
+    vae_peak = AUTOENCODER_KL
     trainable_text = True
     supports_prompt_weights = True
     reads_chunks = True

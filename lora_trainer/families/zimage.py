@@ -124,7 +124,6 @@ class ZImage(FlowFamily):
         "kohya": "ComfyUI and InvokeAI have no lora_unet_ names for to_q, to_k and to_v, which are one "
         "weight in kohya's names; use output.format=diffusers, which they and diffusers read",
     }
-    one_text_length = False
     pipeline_class = "ZImagePipeline"
     denoiser_class = "ZImageTransformer2DModel"
     text_folders = ("text_encoder",)

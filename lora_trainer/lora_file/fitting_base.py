@@ -17,6 +17,7 @@ from pathlib import Path
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import DENOISER
+from lora_trainer.families.layer_tables import released_layers
 from lora_trainer.families.recognise import adapter_family, stated_version
 from lora_trainer.lora_file.header import refuse
 from lora_trainer.lora_file.names import LayerNames, Shape, file_names
@@ -53,9 +54,9 @@ class Fit:
 
 @lru_cache(maxsize=32)
 def released_names(family: str, release: int) -> LayerNames:
-    """Return what finds the layers of one architecture of a family's `released_layers`."""
+    """Return what finds the layers of one architecture of a family's released layers."""
     seam = families.family(family)
-    return file_names(seam, {DENOISER: seam.released_layers()[release], **seam.text_modules()})
+    return file_names(seam, {DENOISER: released_layers(family)[release], **seam.text_modules()})
 
 
 def recognise(parts: Mapping[str, ModuleFactors], metadata: Mapping[str, str]) -> Fit:
@@ -157,7 +158,7 @@ def _fits_all(parts: Mapping[str, ModuleFactors], names: LayerNames) -> bool:
 
 
 def _releases(family: str) -> Iterable[LayerNames]:
-    count = len(families.family(family).released_layers())
+    count = len(released_layers(family))
     return (released_names(family, release) for release in range(count))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lora_trainer.config.base_precision import QUANTIZATIONS
 from lora_trainer.config.config import Precision
 from lora_trainer.costs.trace import TracedNetwork, add_adapters, empty_conditioning
-from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.families.base import AUTOENCODER_KL, BaseFacts, Family
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.checkpointing import apply_checkpointing
 from lora_trainer.network.live_storages import FusedKernels, LiveStorages
@@ -225,14 +225,14 @@ def _sampling(traced: TracedNetwork, load: Load) -> Iterator[Event]:
     with torch.no_grad(), FusedKernels("cuda"), live, META:
         for _ in range(2):
             family.predict(network, noisy, timesteps, conditioning)
-        if family.decoding_elements_per_px == Family.decoding_elements_per_px:
+        if family.vae_peak == AUTOENCODER_KL:
             vae = AutoencoderKL(latent_channels=_VAE_CHANNELS, **_VAE).requires_grad_(False)
             side = side_px // _VAE_FACTOR
             vae.decode(torch.empty(1, _VAE_CHANNELS, side, side), return_dict=False)
             del vae
         else:  # a VAE of another class is not built: its weights and its peak are allocated as a whole
             vae_weights = torch.empty(traced.facts.parts["vae"].parameters)
-            each = family.decoding_elements_per_px * side_px**2 // _MAPS
+            each = family.vae_peak.decoding * side_px**2 // _MAPS
             maps = [torch.empty(each) for _ in range(_MAPS)]
             del vae_weights, maps
     yield from live.events

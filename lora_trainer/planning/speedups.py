@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lora_trainer.config.config import KEEP_ATTENTION
+from lora_trainer.costs.cost_table import texts_vary
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu, Hardware
 from lora_trainer.planning.allocation import Allocation
@@ -117,7 +118,7 @@ def run_facts(
         values=values,
         gpu=gpu,
         priority=priority,
-        one_text_length=costs.family.one_text_length,
+        one_text_length=not texts_vary(costs.family, facts),
         has_triton=hardware.packages.get("triton") is not None,
         steps=int(values["train.steps"]),
         time=allocation.time,

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from lora_trainer.config.layers import resolve
-from lora_trainer.families import MODULES, family
 from lora_trainer.hardware.machine import GIB, Gpu
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.speedups import MOST_SHAPES, PAYS_FROM, pass_shapes
@@ -134,12 +133,3 @@ def test_shapes_of_passes() -> None:
     assert pass_shapes({(8, 8): 2}, batch_size=6, processes=2) == [(8, 8, 2), (8, 8, 1)]
     found = pass_shapes({(8, 8): 2, (6, 10): 1}, batch_size=4)
     assert found == [(8, 8, 2), (6, 10, 1), (8, 8, 1)], "full groups of large buckets first"
-
-
-def test_families_say_whether_their_texts_are_all_as_long() -> None:
-    for chosen in map(family, MODULES):
-        facts = chosen.facts_from_hub_id(chosen.default_source)
-        assert facts is not None
-        shapes = getattr(chosen, "prompt_shapes", None)
-        masked = shapes is not None and "text_mask" in shapes(facts.architecture, text_tokens=8)
-        assert chosen.one_text_length is not masked, chosen.name
