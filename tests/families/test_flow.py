@@ -25,7 +25,6 @@ from lora_trainer.families.checkpoints.transformer_file import (
     holds_vae,
     parameters_in,
     part_tensors,
-    refuse_scaled_weights,
 )
 from lora_trainer.families.flux import FAMILY, RELEASES
 from lora_trainer.families.images.flow_images import pack, position_ids, unpack
@@ -205,15 +204,3 @@ def test_a_file_of_one_part_has_no_prefix(tmp_path: Path) -> None:
     )
     assert parameters_in(tmp_path / "file.safetensors", "denoiser") == 8
     assert parameters_in(tmp_path / "file.safetensors", "vae") == 5
-
-
-@pytest.mark.parametrize(
-    "name", ["a__scale_weight", "scaled_fp8", "a__weight__absmax", "b__qweight"]
-)
-def test_scales_of_quantised_weights_are_seen(name: str) -> None:
-    with pytest.raises(InputError, match="quantised"):
-        refuse_scaled_weights(header(a__weight=(1,), **{name: (1,)}))
-
-
-def test_norms_called_scale_are_no_quantisation() -> None:
-    refuse_scaled_weights(header(norm__query_norm__scale=(1,), img_in__weight=(2, 2)))
