@@ -142,15 +142,11 @@ class BaseFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class VaePeak:
-    """Peak of a VAE's live tensors in elements per pixel of one image, as `LiveStorages` counts them.
-
-    `blocked`: (encoding, decoding) on a device whose convolutions copy their tensors
-    (`DeviceKind.blocks_convolutions`).
-    """
+    """Peak of a VAE's live tensors in elements per pixel of one image, as `LiveStorages` counts them."""
 
     encoding: int
     decoding: int
-    blocked: tuple[int, int]
+    blocked: tuple[int, int]  # both where convolutions copy tensors (DeviceKind.blocks_convolutions)
 
 
 AUTOENCODER_KL = VaePeak(encoding=5 * 128, decoding=6 * 128, blocked=(5 * 128, 15 * 64))
