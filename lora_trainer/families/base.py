@@ -146,11 +146,10 @@ class VaePeak:
 
     encoding: int
     decoding: int
-    blocked: tuple[int, int]  # both where convolutions copy tensors (DeviceKind.blocks_convolutions)
+    blocked: tuple[int, int]  # both with `DeviceKind.blocks_convolutions`, which copies tensors
 
 
-AUTOENCODER_KL = VaePeak(encoding=5 * 128, decoding=6 * 128, blocked=(5 * 128, 15 * 64))
-"""diffusers' image VAE holds 5 (encoding) and 6 (decoding) full-size maps of 128 channels."""
+AUTOENCODER_KL = VaePeak(encoding=640, decoding=768, blocked=(640, 960))  # 5 and 6 maps of 128
 
 
 @dataclass(frozen=True, kw_only=True)
