@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,9 @@ def test_image_is_made_of_what_it_may_see_and_runs_as_nobody_special() -> None:
     bound = re.findall(r"source=([\w.]+)", text)
     assert set(copied) | set(bound) == {line[1:] for line in seen if line.startswith("!")}
     assert all((ROOT / name).exists() for name in copied)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packaged = project["tool"]["setuptools"]["package-dir"].values()
+    assert {folder.partition("/")[0] for folder in packaged} <= set(copied), "pip install fails"
     assert re.findall(r"^USER (.+)$", text, re.MULTILINE) == ["1000:1000"]
     assert not re.search(r"^(ARG|ENV).*(TOKEN|SECRET|PASSWORD|KEY)", text, re.MULTILINE)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
