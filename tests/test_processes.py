@@ -33,10 +33,10 @@ FAILED = {
     "killed 1": "process 1 of 2 was killed or crashed",
     "frozen": "process 1 of 2 has been silent for",
     "apart": "process 1 of 2 has other weights than process 0 at step 4",
-    "absent": "process 1 of 2 never came within hardware.process_timeout_s=5",
+    "absent": "process 1 of 2 never came within hardware.process_timeout_s=20",
     "leader hangs": "process 0: did nothing for",
     "follower hangs": "process 1: did nothing for",
-    "unconnected": "connecting to the other processes takes longer than hardware.process_timeout_s=5",
+    "unconnected": "connecting to the other processes takes longer than hardware.process_timeout_s=20",
     "leader refuses": "process 0: the dataset is not readable here",
     "follower refuses": "process 1: the dataset is not readable here",
 }

@@ -349,16 +349,21 @@ def unreadable(*_: Any, **__: Any) -> Any:
     raise InputError("the dataset is not readable here", fix="look at it")
 
 
+START_LIMIT: Mapping[str, Any] = {"hardware__process_timeout_s": 20}
+"""Longer than planning takes on a busy machine: the networks here are traced, as no table has them."""
 HANGING_STARTS: Mapping[str, Mapping[str, Any]] = {
-    "absent": {"absent": frozenset({1})},
+    "absent": {"absent": frozenset({1}), **START_LIMIT},
     "leader hangs": {
-        "faults": {0: replaced("lora_trainer.run.train", "start_trackers", waits_for_ever)}
+        "faults": {0: replaced("lora_trainer.run.train", "start_trackers", waits_for_ever)},
+        **START_LIMIT,
     },
     "follower hangs": {
-        "faults": {1: replaced("lora_trainer.run.follow", "prepare_with_base", waits_for_ever)}
+        "faults": {1: replaced("lora_trainer.run.follow", "prepare_with_base", waits_for_ever)},
+        **START_LIMIT,
     },
     "unconnected": {
-        "faults": {1: replaced("torch.distributed", "init_process_group", waits_for_ever)}
+        "faults": {1: replaced("torch.distributed", "init_process_group", waits_for_ever)},
+        **START_LIMIT,
     },
 }
 REFUSED_STARTS: Mapping[str, Mapping[str, Any]] = {
