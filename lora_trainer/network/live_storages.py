@@ -305,6 +305,7 @@ class LiveStorages(TorchDispatchMode):
         if key in self._alive or key in self._ignored:
             return
         size, number = storage.nbytes(), next(self._numbers)
+        # A weak reference: a strong one would keep alive the storages whose release is to be counted.
         self._alive[key] = _Storage(size, number, weakref.ref(storage, lambda _: self._forget(key)))
         if size:
             self.events.append((number, size))

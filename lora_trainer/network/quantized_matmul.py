@@ -207,6 +207,7 @@ def quantized_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     largest = torch.linalg.vector_norm(
         values, float("inf"), dim=1, keepdim=True, dtype=torch.float32
     )
+    # The clamp keeps rows of zeros from 0 / 0.
     scale = largest.div_(INT8_MAX).clamp_(min=_LEAST_SCALE)
     return (values / scale).round_().to(torch.int8), scale
 

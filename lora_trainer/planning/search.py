@@ -111,6 +111,7 @@ def fit(
     even without sample images.
     """
     ideal_load = replace(ideal_load, text_offload=_text_offload(ideal_load, choices, judge))
+    # Sample images are a wish: first the best load without them, then whether they fit beside it.
     silent = replace(ideal_load, samples=False)
     plain = replace(choices, int8_products=False)
     best = _best(silent, plain, judge)

@@ -187,6 +187,7 @@ def collate(samples: Sequence[Sample], *, device: torch.device, precision: torch
 
     def joined(tensors: Sequence[Tensor]) -> Tensor:
         first = tensors[0]
+        # Joined straight into pinned memory: torch.cat and a pinned copy after it would copy twice.
         shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])
         out = pinned().empty(shape, dtype=first.dtype, device=device)
         return torch.cat(list(tensors), out=out)

@@ -92,6 +92,7 @@ class TrainingDataLoader:
         found = [self.sample_at(first + k) for k in range(self.batch_size)]
         if place.count == 1:
             return found
+        # Stable sort: every process finds the same order, so the shares neither overlap nor miss a sample.
         found.sort(key=lambda at: self.drawn(*at).size_px)
         return [found[index] for index in share(len(found), rank=place.rank, count=place.count)]
 
@@ -110,6 +111,7 @@ class TrainingDataLoader:
         entry = self.entries.read(source.mirrored if flipped and source.mirrored else source.plain)
         geometry = source.mirrored_geometry if flipped else source.geometry
         mean, std = entry["mean"], entry["std"]
+        # The cache holds the VAE's distribution, not a draw: each epoch sees another latent of the image.
         latents = mean + std * torch.randn(
             mean.shape, generator=self._generator(Stream.LATENT, *here)
         )
@@ -247,6 +249,7 @@ class TrainingDataLoader:
             return None
         rest = self.data.mask_background
         weights = rest + (1.0 - rest) * self.entries.read(mask)["mask"]
+        # Mean 1, so that a small subject does not lower the image's share of the step.
         return weights / weights.mean()
 
     def _text(self, source: SampleSource, epoch: int, sample: str) -> Conditioning:

@@ -122,6 +122,7 @@ class StepGraphs:
         Parameters that had no gradient in the warm-up are not used by this network and stay without one.
         """
         for parameter in self._trained:
+            # Earlier passes of this step may have added gradients already; they must not be lost.
             before = parameter.grad
             parameter.grad = torch.zeros_like(parameter)
             if before is not None:

@@ -221,6 +221,7 @@ def draw_noise(
         if size == (1, 1):
             break
     if octaves:
+        # Before the offset: dividing by the deviation after it would shrink the offset too.
         noise /= noise.std()
     if offset:
         noise += offset * torch.randn((channels, 1, 1), generator=generator)
