@@ -193,8 +193,8 @@ def test_two_errors_end_the_run_with_both_reasons(
 
     real = step.forward_backward
 
-    def second(training: Any, samples: Any) -> Any:
-        return broken() if training.plain.first_error else real(training, samples)
+    def second(training: Any, batch: Any) -> Any:
+        return broken() if training.plain.first_error else real(training, batch)
 
     monkeypatch.setattr(step, "forward_backward", second)
     train(place, "twice", code=5, **{**PLAIN, "memory__gradient_checkpointing": "light"})
@@ -224,12 +224,13 @@ def test_a_later_error_is_no_matter_of_the_way(place: Toy, monkeypatch: pytest.M
     """Once passes of a shape have made an optimizer step, what fails is something else."""
     real, seen = step.forward_backward, set[Any]()
 
-    def broken(training: Any, samples: Any) -> Any:
-        shape = (samples[0].shape, len(samples))
-        if shape in seen and training.plain.proven >= {(*shape[0], shape[1], 0, False)}:
+    def broken(training: Any, batch: Any) -> Any:
+        count, *shape = batch.latents.shape
+        key = (*shape, count, 0, False)
+        if key in seen and training.plain.proven >= {key}:
             raise RuntimeError(FAULT)
-        seen.add(shape)
-        return real(training, samples)
+        seen.add(key)
+        return real(training, batch)
 
     monkeypatch.setattr(step, "forward_backward", broken)
     with pytest.raises(RuntimeError, match="EXECUTION_FAILED"):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.errors import MachineError
 from lora_trainer.config.base_precision import INT8_TEMPORARY_BYTES, BaseMatmul
-from lora_trainer.config.config import AdapterSettings, Config
+from lora_trainer.config.config import AdapterSettings
 from lora_trainer.costs.cost_table import linear_shapes
 from lora_trainer.families import family, known_base
 from lora_trainer.hardware.machine import GIB, Hardware
@@ -94,11 +94,6 @@ def test_a_processor_does_it_when_asked_and_not_otherwise() -> None:
     for asked, made in (("auto", "dequantized"), ("int8", "int8")):
         found = matmul(small, PROCESSOR, memory__base_matmul=asked, buckets=((512, 512),))
         assert found.config.memory.base_matmul == made
-
-
-def test_another_kind_of_codes_contradicts_it() -> None:
-    with pytest.raises((RequestError, ValueError), match="needs a base in int8, not in nf4"):
-        Config.model_validate({"memory": {"base_precision": "nf4", "base_matmul": "int8"}})
 
 
 def test_sizes_that_have_no_int8_product_are_counted() -> None:
