@@ -30,6 +30,7 @@ export function dropZone(zone, done) {
   for (const input of zone.querySelectorAll("input[type=file]")) {
     zone.querySelector(`button[data-for=${input.name}]`).onclick = () => input.click();
     input.onchange = () => { take([...input.files]); input.value = ""; };
+    if (input.files.length) input.onchange();  // chosen before this script came
   }
   const here = (listener) => (event) => {
     if (!zone.isConnected || !event.dataTransfer?.types.includes("Files")) return;
