@@ -17,7 +17,7 @@ from lora_trainer.reporting.charts import Html, tag
 
 from . import state
 from .asset_files import EXAMPLE_IMAGES, example_url
-from .live import Training, running
+from .live import LiveTraining, running
 from .markup import button, drop_zone, icon, link_button, progress, state_line
 from .media import run_url
 from .run_follow import Followed
@@ -152,7 +152,7 @@ def _section(title: str, cards: Iterable[Html]) -> Html | None:
     return tag("section", tag("h2", title) if title else None, tag("ul", *shown, class_="runs"))
 
 
-def _now(work: Workplace, run: RunEntry, seen: Training) -> Html:
+def _now(work: Workplace, run: RunEntry, seen: LiveTraining) -> Html:
     """Return a run that trains: its newest samples large, how far it is and how long it takes."""
     samples = newest_samples(work.runs / run.name)[:_NOW_SHOTS]
     shots = [_image(run.name, work.runs / run.name, file) for file in samples]

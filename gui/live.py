@@ -29,7 +29,7 @@ _ENDED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class LiveTraining:
     """A run that trains; `fraction` of 1 is done, `left` is its time left in words, or empty."""
 
     fraction: float
@@ -42,7 +42,7 @@ class Training:
         return int(100 * self.fraction)
 
 
-def running(work: Workplace, followed: Followed) -> Mapping[str, Training]:
+def running(work: Workplace, followed: Followed) -> Mapping[str, LiveTraining]:
     """Return the runs that train, by name."""
     return {
         run.name: _training(work, run, followed)
@@ -51,16 +51,16 @@ def running(work: Workplace, followed: Followed) -> Mapping[str, Training]:
     }
 
 
-def _training(work: Workplace, run: state.RunEntry, followed: Followed) -> Training:
+def _training(work: Workplace, run: state.RunEntry, followed: Followed) -> LiveTraining:
     folder, status = work.runs / run.name, run.status
     fraction = min(1.0, status.step / status.steps) if status.steps else 0.0
     seen = look(folder, status, now_s=time.time())
     try:
         history = followed.read(folder).history
     except (LoraTrainError, OSError):  # its page says so
-        return Training(fraction=fraction, left="", said="training")
+        return LiveTraining(fraction=fraction, left="", said="training")
     left = left_text(remaining_s(status, history))
-    return Training(fraction=fraction, left=left, said=sentence(seen, history))
+    return LiveTraining(fraction=fraction, left=left, said=sentence(seen, history))
 
 
 def live(work: Workplace, followed: Followed) -> dict[str, Any]:
