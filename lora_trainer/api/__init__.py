@@ -20,7 +20,7 @@ from lora_trainer.common.events import Event, Listener
 from lora_trainer.common.gc_control import made_to_stay
 from lora_trainer.common.quiet import quiet_libraries
 from lora_trainer.config.choices import Priority
-from lora_trainer.config.layers import SettingsFile, read_settings_file
+from lora_trainer.config.layers import read_config_file
 from lora_trainer.run.plan_text import plan_json
 from lora_trainer.run.prepare import Prepared, Request, longer, prepare
 
@@ -73,7 +73,7 @@ def plan(
         dataset=Path(dataset),
         preset=preset,
         priority=priority,
-        settings_file=_read(config_file),
+        settings_file=read_config_file(config_file),
         overrides=settings,
         assumed_vram_gib=vram_gib,
         processes=count,
@@ -81,10 +81,6 @@ def plan(
     )
     prepared = prepare(request)
     return TrainingPlan(prepared=prepared, longer=longer(request, prepared))
-
-
-def _read(config_file: Path | None) -> SettingsFile | None:
-    return None if config_file is None else read_settings_file(config_file)
 
 
 def train(
@@ -115,7 +111,7 @@ def train(
         dataset=Path(dataset),
         preset=preset,
         priority=priority,
-        settings_file=_read(config_file),
+        settings_file=read_config_file(config_file),
         overrides=settings,
         fetches=True,
     )

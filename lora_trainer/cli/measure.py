@@ -28,7 +28,6 @@ from lora_trainer.cli.options import (
     Sets,
     console,
     overrides,
-    settings_file,
 )
 from lora_trainer.common.dist_env import read_dist_env
 from lora_trainer.common.errors import RequestError
@@ -117,6 +116,7 @@ def profile(
             fix="start it without the launcher",
         )
     quiet_libraries()
+    from lora_trainer.config.layers import read_config_file
     from lora_trainer.measuring.profile import profile_run
     from lora_trainer.reporting.console import ConsoleListener
     from lora_trainer.run.prepare import Request
@@ -125,7 +125,7 @@ def profile(
         dataset=dataset,
         preset=preset,
         priority=priority,
-        settings_file=settings_file(config),
+        settings_file=read_config_file(config),
         overrides=overrides(set_, base=base),
     )
     with ConsoleListener(console(stderr=True)) as listener:
@@ -149,6 +149,7 @@ def bench(
     json: Json = False,
 ) -> Reply:
     """Measure short trainings that differ in one setting each: batch sizes, kernels, resolutions."""
+    from lora_trainer.config.layers import read_config_file
     from lora_trainer.measuring.bench import bench
     from lora_trainer.run.prepare import Request
 
@@ -156,7 +157,7 @@ def bench(
         dataset=dataset,
         preset=preset,
         priority=priority,
-        settings_file=settings_file(config),
+        settings_file=read_config_file(config),
         overrides=overrides(set_, base=base),
     )
     rows = bench(

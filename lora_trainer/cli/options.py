@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.choices import Concept, Priority
-
-if TYPE_CHECKING:  # `--help` imports nothing slow
-    from lora_trainer.config.layers import SettingsFile
 
 Sets = Annotated[
     list[str], Parameter(name="--set", negative="", help="section.key=value, repeatable")
@@ -58,13 +55,6 @@ class Reply:
 def console(*, stderr: bool = False) -> Console:
     """Return a console without markup and emoji codes: names and captions are printed unchanged."""
     return Console(stderr=stderr, soft_wrap=True, markup=False, emoji=False)
-
-
-def settings_file(config: Path | None) -> SettingsFile | None:
-    """Return the contents of the file of `--config`, read once; raises RequestError for a file with mistakes."""
-    from lora_trainer.config.layers import read_settings_file
-
-    return None if config is None else read_settings_file(config)
 
 
 def overrides(assignments: Sequence[str], **flags: Any) -> dict[str, Any]:

@@ -67,6 +67,11 @@ def read_settings_file(file: Path) -> SettingsFile:
     return read_settings_text(text, name=str(file), toml=file.suffix.lower() == ".toml")
 
 
+def read_config_file(file: Path | None) -> SettingsFile | None:
+    """Return the contents of the file of `--config`, if one was named; raises as `read_settings_file`."""
+    return None if file is None else read_settings_file(file)
+
+
 def read_settings_text(text: str, *, name: str, toml: bool = False) -> SettingsFile:
     """Read the text of a settings file called `name`; raises RequestError as for a file."""
     data = _toml_object(text, name) if toml else json_object(text, name=name)
