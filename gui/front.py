@@ -39,7 +39,7 @@ import { start } from "/ui/live.js";
 import { mount } from "/ui/home.js";
 const home = document.querySelector(".home");
 if (home) mount(document.querySelector(".frame"), null);
-start(document.querySelector(".bar"), home ? { home: "first" } : {});
+start(document.querySelector(".bar"));
 for (;;) {
   const answer = await fetch("/ready").catch(() => null);
   if (answer?.status === 200) break;

@@ -44,9 +44,11 @@ def stamp(work: Workplace) -> str:
 
 def page(work: Workplace, followed: Followed, hardware: Hardware) -> Html:
     """Return the whole page, with the drop zone that stays while the rest is drawn again."""
+    # Before the view: what changes between the two is drawn again, not missed.
+    stamped = stamp(work)
     return tag(
         "div",
-        tag("div", view(work, followed), class_="home"),
+        tag("div", view(work, followed), class_="home", data_stamp=stamped),
         drop_zone(),
         machine_line(work, hardware),
     )

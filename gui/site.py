@@ -47,7 +47,7 @@ KIT = Page(name="Kit", path="_kit", build=kit.build)
 def build_site(work: Workplace) -> Any:
     """Return the gradio Blocks with all pages for the runs folder of `work`."""
     with gr.Blocks(title=PRODUCT, analytics_enabled=False) as site:
-        _frame("Home", script=home.START)
+        _frame("Home")
         home.build(work)
     for page in (*PAGES, KIT) if os.environ.get(KIT_VARIABLE) else PAGES:
         with site.route(page.name, f"/{page.path}", show_in_navbar=False):
@@ -56,7 +56,7 @@ def build_site(work: Workplace) -> Any:
     return site
 
 
-def _frame(name: str, *, script: str = _BAR) -> None:
+def _frame(name: str) -> None:
     """Put the bar on top of a page, instead of gradio's."""
     Navbar(visible=False)
-    gr.HTML(bar(name), js_on_load=script, apply_default_css=False)
+    gr.HTML(bar(name), js_on_load=_BAR, apply_default_css=False)

@@ -1,6 +1,6 @@
 // Home: the cards follow the event "live"; one listener serves the buttons of all cards.
 import { dropZone } from "/ui/drop.js";
-import { look } from "/ui/live.js";
+import { followHome, look } from "/ui/live.js";
 
 export function mount(element, act) {
   const place = element.querySelector(".home");
@@ -12,6 +12,7 @@ export function mount(element, act) {
   document.addEventListener("live", (event) => {
     if (element.isConnected && event.detail.home !== undefined) draw(event.detail.home);
   });
+  followHome(place.dataset.stamp);
   element.addEventListener("click", (event) => {
     const button = event.target.closest("button[data-action]");
     if (!button || !act) return;

@@ -5,10 +5,9 @@
 const AGAIN_MS = 2000;
 const state = { timer: 0, bar: null, page: "", home: null, before: new Map(), title: "" };
 
-export function start(bar, { home = null } = {}) {
+export function start(bar) {
   state.bar = bar;
   state.page = bar.dataset.page;
-  state.home = home ?? state.home;
   if (!state.listening) {
     state.listening = true;
     document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
@@ -19,6 +18,13 @@ export function start(bar, { home = null } = {}) {
       .observe(document.querySelector("title") ?? document.head, { childList: true, subtree: true, characterData: true });
   }
   return look();
+}
+
+/** Ask for the cards of Home too, which are drawn as they were at `stamp`. Called by whoever draws them,
+ *  once it listens: an answer that came before would be lost, and the server sends cards only once. */
+export function followHome(stamp) {
+  state.home = stamp;
+  if (state.bar) look(); // else start() will
 }
 
 /** Ask now, and go on asking while there is something to follow. */

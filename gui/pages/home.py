@@ -17,7 +17,6 @@ from ..run_follow import Followed
 from ..workplace import Workplace
 from .events import PRIVATE, html, module
 
-START = module("live.js", 'module.start(element.querySelector(".bar"), { home: "" });')
 _MOUNT = module("home.js", 'module.mount(element, (asked) => trigger("click", asked));')
 
 

@@ -68,10 +68,10 @@ def test_new_images_are_planned_anew(
 
 def test_only_some_answers_are_kept(planned: tuple[Command, Callable[..., Answer]]) -> None:
     command, plan = planned
-    for rank in range(1, 18):
+    for rank in range(1, 66):
         plan(settings={"adapter.rank": rank})
-    assert plan(settings={"adapter.rank": 17}) == Answer(values={"asked": 17})
-    assert plan(settings={"adapter.rank": 1}) == Answer(values={"asked": 18})
+    assert plan(settings={"adapter.rank": 65}) == Answer(values={"asked": 65})
+    assert plan(settings={"adapter.rank": 1}) == Answer(values={"asked": 66})
 
 
 def test_tabs_wait_for_each_other(planned: tuple[Command, Callable[..., Answer]]) -> None:
