@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import stat
 import time
@@ -12,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.common import files
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.files import (
     CappedFolder,
-    HashMemo,
     json_bytes,
     read_json_object,
     sha256_bytes,
@@ -159,65 +156,6 @@ def test_a_missing_json_file_is_refused(tmp_path: Path) -> None:
         read_json_object(tmp_path / "none.json")
 
 
-# ---- the memo
-
-
-@pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Collects the files that are really read."""
-    read: list[Path] = []
-
-    def count(path: Path) -> str:
-        read.append(path)
-        return sha256_file(path)
-
-    monkeypatch.setattr(files, "sha256_file", count)
-    return read
-
-
-def test_a_file_is_hashed_once_also_over_processes(tmp_path: Path, hashed: list[Path]) -> None:
-    file, store = written(tmp_path / "a"), tmp_path / "memo" / "hashes.json"
-    memo = HashMemo.load(store)
-    assert memo.sha256(file) == memo.sha256(file) == sha256_bytes(b"x")
-    memo.save()
-    assert HashMemo.load(store).sha256(file) == sha256_bytes(b"x")
-    assert hashed == [file]
-
-
-def test_changed_content_is_hashed_again_even_with_its_old_time(
-    tmp_path: Path, hashed: list[Path]
-) -> None:
-    """Same size and mtime: the change time gives it away."""
-    file, memo = written(tmp_path / "a"), HashMemo.load(tmp_path / "none")
-    old = file.stat()
-    memo.sha256(file)
-    file.write_bytes(b"y")
-    os.utime(file, ns=(old.st_atime_ns, old.st_mtime_ns))
-    assert memo.sha256(file) == sha256_bytes(b"y")
-
-
-def test_a_file_written_just_now_is_not_remembered(tmp_path: Path, hashed: list[Path]) -> None:
-    file, memo = written(tmp_path / "a", age_s=0), HashMemo.load(tmp_path / "none")
-    memo.sha256(file)
-    memo.sha256(file)
-    assert hashed == [file, file]
-
-
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"%s": 5}', b'{"%s": [1, 2]}', b"\xff"])
-def test_a_damaged_memo_is_an_empty_one(tmp_path: Path, text: bytes) -> None:
-    file, store = written(tmp_path / "a"), tmp_path / "memo.json"
-    store.write_bytes(text.replace(b"%s", str(file).encode()))
-    assert HashMemo.load(store).sha256(file) == sha256_bytes(b"x")
-
-
-def test_names_that_are_not_utf8_can_be_remembered(tmp_path: Path) -> None:
-    file = written(Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.png")))
-    memo = HashMemo.load(tmp_path / "memo.json")
-    memo.sha256(file)
-    memo.save()
-    assert HashMemo.load(tmp_path / "memo.json").entries == memo.entries != {}
-
-
 # ---- capped folders
 
 
@@ -276,10 +214,3 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     written(tmp_path / "file")
     with pytest.raises(MachineError, match="cannot write"):
         CappedFolder(root=tmp_path / "file" / "cache", limit_bytes=0).create()
-    with pytest.raises(MachineError, match="cannot write"):
-        HashMemo(file=tmp_path / "file" / "memo.json", entries={}).save()
-
-
-def test_a_memo_is_plain_json(tmp_path: Path) -> None:
-    HashMemo(file=tmp_path / "memo.json", entries={"a": "1 2 3 4 h"}).save()
-    assert json.loads((tmp_path / "memo.json").read_text()) == {"a": "1 2 3 4 h"}

@@ -407,14 +407,13 @@ def test_check_says_what_plan_says_of_the_dataset(place: Toy) -> None:
     )
 
 
-def test_preparing_writes_nothing_but_memos_in_the_cache(tmp_path: Path) -> None:
+def test_preparing_writes_nothing_but_the_memo_in_the_cache(tmp_path: Path) -> None:
     place = toy(tmp_path)
     before = listing(place.dataset)
     prepare(asked(place), hardware=PROCESSOR)
     assert listing(place.dataset) == before
     assert {path.name for path in place.folder.iterdir()} == {"toy", "cache"}
-    memos = {".captions.json", ".hashes.json", ".verified.json"}
-    assert {path.name for path in place.cache.iterdir()} == memos
+    assert [path.name for path in place.cache.iterdir()] == [".memo.sqlite"]
 
 
 # ---- the cache folder

@@ -89,7 +89,7 @@ def test_a_training_leaves_the_same_files_as_elsewhere(trained: tuple[Toy, Toy])
     assert runs.trajectory(there.run) == runs.trajectory(here.run)
     same = runs.contents(here.run / "samples")
     assert same and runs.contents(there.run / "samples") == same
-    entries = runs.contents(here.cache, without={".whole", ".verified"})
+    entries = runs.contents(here.cache, without={".memo"})
     assert (
         entries
         and runs.contents(there.cache).items()

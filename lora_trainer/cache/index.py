@@ -14,13 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from multiprocessing.pool import ThreadPool
-from pathlib import Path
 
 from lora_trainer.cache.keys import CacheKey
-from lora_trainer.cache.store import MEMO_NAME, Cache
+from lora_trainer.cache.store import Cache
 from lora_trainer.common.errors import MachineError
-from lora_trainer.common.files import sha256_bytes, write_atomic
 from lora_trainer.common.gc_control import gc_disabled
+from lora_trainer.common.memo import FILE_NAME, MemoTable
 
 MAX_REMEMBERED = 1_000_000
 SETTLED_NS = 60 * 10**9
@@ -28,31 +27,25 @@ SETTLED_NS = 60 * 10**9
 _FEW = 64
 
 
+_STAMPS = "stamps"
+
+
 @dataclass(kw_only=True)
 class CacheIndex:
-    """Entries that were read and found whole: a 64-bit hash of name and stamp of each, 8 MB at most.
+    """Entries that were read and found whole: a 64-bit hash of name and stamp of each.
 
-    The stamp leaves out ctime, which `Cache.touch` changes: nobody but us writes these files. A damaged
-    memo is the same as an empty one, because it only saves time.
+    The stamp leaves out ctime, which `Cache.touch` changes: nobody but us writes these files. All stamps are
+    one text of the memo, 16 MB at most, the latest used last.
     """
 
-    file: Path
-    known: dict[int, None] = field(default_factory=dict)
+    table: MemoTable
+    known: dict[int, None] = field(init=False)
     used: dict[int, None] = field(default_factory=dict)
     """Those asked for in this run, which are forgotten last."""
     _saved: bool = True
 
-    @classmethod
-    def load(cls, file: Path) -> CacheIndex:
-        """Read the memo; never raises."""
-        digests = array("Q")
-        try:
-            checksum, _, body = file.read_bytes().partition(b"\n")
-            if checksum == sha256_bytes(body).encode():
-                digests.frombytes(body)
-        except (OSError, ValueError):
-            pass
-        return cls(file=file, known=dict.fromkeys(digests))
+    def __post_init__(self) -> None:
+        self.known = dict.fromkeys(_stamps(self.table.get(_STAMPS)))
 
     def has(self, stamp: int) -> bool:
         """Say whether the file of this stamp was found whole."""
@@ -70,16 +63,21 @@ class CacheIndex:
         """Write the verified entries, merged with those that other processes added; raises MachineError."""
         if self._saved:
             return
-        others = [one for one in type(self).load(self.file).known if one not in self.used]
-        body = array("Q", [*others, *self.used][-MAX_REMEMBERED:]).tobytes()
-        write_atomic(self.file, sha256_bytes(body).encode() + b"\n" + body, durable=False)
+        others = _stamps(self.table.stored().get(_STAMPS))
+        stamps = [*(stamp for stamp in others if stamp not in self.used), *self.used]
+        self.table.put(_STAMPS, array("Q", stamps[-MAX_REMEMBERED:]).tobytes().hex())
+        self.table.save()
         self._saved = True
+
+
+def _stamps(text: str | None) -> array[int]:
+    return array("Q", bytes.fromhex(text or ""))
 
 
 @gc_disabled()
 def missing(keys: Iterable[CacheKey], cache: Cache) -> frozenset[str]:
     """Return the digests of the entries that are not there or were damaged."""
-    memo = CacheIndex.load(cache.folder.root / MEMO_NAME)
+    memo = CacheIndex(table=MemoTable.load(cache.folder.root, "whole entries"))
     absent, to_read = set(), []
     settled_ns = time.time_ns() - SETTLED_NS
     for key in keys:
@@ -102,7 +100,7 @@ def missing(keys: Iterable[CacheKey], cache: Cache) -> frozenset[str]:
         memo.save()
     except MachineError as error:
         fix = "nothing to do; the entries are read again at the next start"
-        cache.on_problem(error.found, fix=fix, file=MEMO_NAME, code="CAC-04")
+        cache.on_problem(error.found, fix=fix, file=FILE_NAME, code="CAC-04")
     return frozenset(absent)
 
 

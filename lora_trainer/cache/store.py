@@ -29,10 +29,9 @@ from lora_trainer.common.files import (
     retry_while_open,
     write_atomic,
 )
+from lora_trainer.common.memo import FILE_NAME
 
 DAMAGED_FOLDER = "damaged"
-MEMO_NAME = ".whole"
-"""File in the cache's folder that remembers which entries were found whole."""
 _LEFTOVER_AGE_S = 3600.0
 _TOUCH_AFTER_NS = 3600 * 10**9
 
@@ -166,7 +165,7 @@ class Cache:
             return
         except OSError:
             with suppress(OSError):
-                (self.folder.root / MEMO_NAME).unlink()
+                (self.folder.root / FILE_NAME).unlink()
 
     def _moved_aside(self, path: Path) -> str:
         aside = self.folder.root / DAMAGED_FOLDER / path.name

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -223,74 +223,12 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number")
 
 
-@dataclass(kw_only=True)
-class HashMemo:
-    """Content hashes remembered by (size, mtime_ns, ctime_ns, inode), so that a warm start reads no file.
-
-    Stored as one JSON file, path -> "size mtime ctime inode hash"; lists instead of strings would take
-    twice the memory. A damaged file counts as empty because the memo only saves time.
-    """
-
-    file: Path
-    entries: dict[str, str]
-    _saved: bool = field(default=False, init=False, compare=False)
-    """Whether the file holds these entries."""
-
-    @classmethod
-    def load(cls, file: Path) -> HashMemo:
-        try:
-            entries = json.loads(file.read_bytes())
-        except (OSError, ValueError, RecursionError):
-            entries = None
-        memo = cls(file=file, entries=entries if isinstance(entries, dict) else {})
-        memo._saved = isinstance(entries, dict)
-        return memo
-
-    def sha256(self, path: Path) -> str:
-        """Return the hex SHA-256 of a file, remembered if its stat is unchanged; raises OSError."""
-        key, stat = _memo_key(path), os.stat(path)  # noqa: PTH116 - asked for each of 100,000 files
-        remembered = self._remembered(key, stat)
-        if remembered is not None:
-            return remembered
-        digest = sha256_file(path)
-        # A file changed less than 2 s ago may change again within its timestamp's resolution.
-        if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:
-            self.entries[key] = _stamp(stat) + digest
-            self._saved = False
-        return digest
-
-    def known(self, path: str) -> str | None:
-        """Return the remembered hash of a file with unchanged stat, None for a file that must be read."""
-        try:
-            return self._remembered(_memo_key(path), os.stat(path))  # noqa: PTH116 - as above
-        except OSError:
-            return None
-
-    def _remembered(self, key: str, stat: os.stat_result) -> str | None:
-        stamp, entry = _stamp(stat), self.entries.get(key)
-        if isinstance(entry, str) and entry.startswith(stamp):
-            return entry.removeprefix(stamp)
-        return None
-
-    def save(self) -> None:
-        """Write the memo if it has changed; raises MachineError on a disk error."""
-        if self._saved:
-            return
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise disk_error(self.file, error) from error
-        # json.dumps escapes to ASCII, because a file name may hold bytes that are not UTF-8.
-        write_atomic(self.file, json.dumps(self.entries).encode(), durable=False)
-        self._saved = True
-
-
-def _memo_key(path: Path | str) -> str:
-    return os.path.abspath(path)  # noqa: PTH100 - resolve() would stat every parent of every file
-
-
-def _stamp(stat: os.stat_result) -> str:
-    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino} "
+def user_cache_folder() -> Path:
+    """Return the folder for our caches where the platform keeps those of programs."""
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local"))
+        return Path(local) / "lora-train" / "cache"
+    return Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "lora-train"
 
 
 @dataclass(frozen=True, kw_only=True)

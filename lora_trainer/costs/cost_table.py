@@ -11,14 +11,20 @@ convex, so straight lines between traced points never fall below it. FLOPs are q
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lora_trainer.common.errors import MachineError
+from lora_trainer.common.files import user_cache_folder
+from lora_trainer.common.memo import MemoTable
 from lora_trainer.config.config import CHECKPOINTING, TARGETS, Checkpointing, Targets
 from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families.base import BaseFacts, Family
@@ -344,10 +350,42 @@ def _tabled(release: Mapping[str, Any], workload: Workload, *, text_tokens: int)
 
 @lru_cache(maxsize=256)
 def traced(case: Case, workload: Workload) -> SampleCost:
-    """Trace a base's network on the meta device; `conditioning_bytes` stays 0."""
+    """Trace a base's network on the meta device, once on this machine; `conditioning_bytes` stays 0."""
+    key = f"{case.key} {json.dumps(asdict(workload))}"
+    known = _memo().get(key)
+    if known is not None:
+        return SampleCost(**json.loads(known))
     # Cache key: only the fields that change the network; the others are sizes of its inputs.
     built = replace(workload, height_px=0, width_px=0, checkpointing="none", micro_batch=1)
-    return _network(case, built).sample_cost(workload)
+    cost = _network(case, built).sample_cost(workload)
+    _remember(key, asdict(cost))
+    return cost
+
+
+@lru_cache(maxsize=1)
+def _memo() -> MemoTable:
+    """Return what earlier processes traced: a trace takes a second, and importing torch three more.
+
+    It is in the folder of the user, as the sizes of a network do not depend on a run's settings.
+    """
+    return MemoTable.load(user_cache_folder(), "traces", version=_code_version())
+
+
+def _code_version() -> str:
+    """Return a digest of the code that a trace depends on: ours, and the versions of the libraries."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for room in ("costs", "families", "lora", "network"):
+        for file in sorted((package / room).rglob("*.py")):
+            digest.update(file.read_bytes())
+    libraries = {name: version(name) for name in ("torch", "diffusers", "transformers", "peft")}
+    return f"{digest.hexdigest()[:16]} {libraries}"
+
+
+def _remember(key: str, value: Mapping[str, Any]) -> None:
+    _memo().put(key, json.dumps(value))
+    with suppress(MachineError):  # `plan` only reads; it works where nothing can be written
+        _memo().save()
 
 
 @lru_cache(maxsize=4)
@@ -359,7 +397,11 @@ def _network(case: Case, workload: Workload) -> TracedNetwork:
 
 @lru_cache(maxsize=16)
 def built_shapes(case: Case, targets: Targets) -> Mapping[str, tuple[int, ...]]:
-    """Build the network on the meta device and return the shape of each adapted layer, as in the table."""
+    """Return the shape of each adapted layer of a network, as in the table; it is built on the meta device."""
+    key = f"{case.key} {targets}"
+    known = _memo().get(key)
+    if known is not None:
+        return {name: tuple(shape) for name, shape in json.loads(known).items()}
     import torch
 
     with torch.device("meta"):
@@ -370,4 +412,5 @@ def built_shapes(case: Case, targets: Targets) -> Mapping[str, tuple[int, ...]]:
         out, _, *kernel = weight.shape
         shape = (math.prod(weight.shape[1:]), int(out))
         shapes[name] = (*shape, math.prod(kernel)) if kernel else shape
+    _remember(key, shapes)
     return shapes

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lora_trainer.common.caption_markup import weighted_parts, words_of
-from lora_trainer.common.files import sha256_file, write_atomic
+from lora_trainer.common.files import sha256_file
 from lora_trainer.common.findings import Finding, warning
+from lora_trainer.common.memo import MemoTable
 from lora_trainer.config.config import CHUNK_TOKENS, Config
 from lora_trainer.dataset.caption_rules import variants
 from lora_trainer.dataset.captions import of_class
@@ -26,7 +26,8 @@ from lora_trainer.dataset.tokens import TokenCounter, new_word, tokenizer_folder
 from lora_trainer.families.base import BaseFacts, Family
 
 KEY = "data.caption_tokens"
-MOST_REMEMBERED = 32
+MEMO = "caption lengths"
+"""The table with the lengths of earlier datasets, by a digest of all their texts: to count 100,000 takes 15 s."""
 MOST_CHUNKS = 3
 """225 tokens: as much as kohya's trainers read."""
 TOO_LONG = "caption-too-long"
@@ -53,37 +54,6 @@ class CaptionLengths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthMemo:
-    """The lengths of earlier datasets by a digest of all their texts: to count 100,000 takes 15 s.
-
-    A damaged file is the same as none, because it only saves time.
-    """
-
-    file: Path
-
-    def known(self, digest: str) -> CaptionLengths | None:
-        try:
-            images, longest_file = self._entries()[digest]
-            counts = {int(tokens): int(count) for tokens, count in images.items()}
-        except (KeyError, TypeError, ValueError, AttributeError):
-            return None
-        return CaptionLengths(images=counts, longest_file=str(longest_file)) if counts else None
-
-    def remember(self, digest: str, lengths: CaptionLengths) -> None:
-        """Write lengths beside the newest of others; raises MachineError when the disk refuses."""
-        entries = dict(list(self._entries().items())[1 - MOST_REMEMBERED :])
-        entries[digest] = [dict(lengths.images), lengths.longest_file]
-        write_atomic(self.file, json.dumps(entries).encode(), durable=False)
-
-    def _entries(self) -> dict[str, Any]:
-        try:
-            entries = json.loads(self.file.read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return entries if isinstance(entries, dict) else {}
-
-
-@dataclass(frozen=True, kw_only=True)
 class Reading:
     """In how many chunks texts are read, and why; `lengths` is None where they could not be counted."""
 
@@ -93,23 +63,28 @@ class Reading:
 
 
 def caption_lengths(
-    records: Iterable[ImageRecord], *, config: Config, tokenizer: Path, memo: LengthMemo
+    records: Iterable[ImageRecord], *, config: Config, tokenizer: Path, memo: MemoTable
 ) -> CaptionLengths | None:
     """Count the tokens of every text that is trained with; None where nothing can be counted."""
     of_images = [(record.name, tuple(_texts(record, config))) for record in records]
     digest = _digest(of_images, config=config, tokenizer=tokenizer)
-    remembered = memo.known(digest)
+    remembered = memo.get(digest)
     if remembered is not None:
-        return remembered
+        images, longest_file = json.loads(remembered)
+        counts = {int(tokens): int(count) for tokens, count in images.items()}
+        return CaptionLengths(images=counts, longest_file=longest_file)
     counter = TokenCounter.load(tokenizer)
     if counter is None or not of_images:
         return None
     texts = list({text for _, image_texts in of_images for text in image_texts})
-    counts = dict(zip(texts, _counted(texts, config, counter), strict=True))
-    longest = [(max(counts[text] for text in image_texts), name) for name, image_texts in of_images]
+    tokens_of = dict(zip(texts, _counted(texts, config, counter), strict=True))
+    longest = [
+        (max(tokens_of[text] for text in image_texts), name) for name, image_texts in of_images
+    ]
     _, name = min(longest, key=lambda pair: (-pair[0], pair[1]))
     lengths = CaptionLengths(images=Counter(count for count, _ in longest), longest_file=name)
-    memo.remember(digest, lengths)
+    memo.put(digest, json.dumps([lengths.images, lengths.longest_file]))
+    memo.save()
     return lengths
 
 
@@ -131,7 +106,7 @@ def reading_of(
     config: Config,
     facts: BaseFacts,
     family: Family,
-    memo: LengthMemo,
+    memo: MemoTable,
 ) -> Reading:
     """Return in how many chunks the texts of a run are read."""
     caption_tokens = config.data.caption_tokens

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.common.files import HashMemo, sha256_bytes
+from lora_trainer.common.files import sha256_bytes
 from lora_trainer.common.findings import Finding, unusable
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.captions import (
     JSON_SIDECAR,

@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.common.files import HashMemo, json_bytes, sha256_bytes
+from lora_trainer.common.files import json_bytes, sha256_bytes
 from lora_trainer.common.findings import Finding, by_severity, warning
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.decode_memo import DecodeMemo
 from lora_trainer.dataset.scan import Dataset, ImageRecord, scan

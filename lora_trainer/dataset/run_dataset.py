@@ -1,19 +1,18 @@
-"""A dataset as a run uses it: scanned with the help of memo files, each image assigned to its bucket.
+"""A dataset as a run uses it: scanned with the help of the memo, each image assigned to its bucket.
 
 Inputs: the folder, the settings, the facts of the base. Outputs: the dataset, placements by record name,
-and the cache folder. Only memo files are written, which save time.
+and the cache folder. Only the memo is written, which saves time.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lora_trainer.common.files import CappedFolder, HashMemo
+from lora_trainer.common.files import CappedFolder, user_cache_folder
 from lora_trainer.common.gc_control import gc_disabled
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import Config
 from lora_trainer.dataset.buckets import Placement, buckets_for, place
 from lora_trainer.dataset.decode_memo import DecodeMemo
@@ -27,13 +26,7 @@ def cache_folder(config: Config) -> Path:
     """Return the cache root from the setting, or the platform's folder for caches."""
     if config.data.cache_dir != "auto":
         return Path(config.data.cache_dir).expanduser()
-    if sys.platform == "win32":
-        return (
-            Path(os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local")))
-            / "lora-train"
-            / "cache"
-        )
-    return Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "lora-train"
+    return user_cache_folder()
 
 
 def cache_in(config: Config) -> CappedFolder:
@@ -43,10 +36,10 @@ def cache_in(config: Config) -> CappedFolder:
 
 
 def scan_with_memo(folder: Path, config: Config, cache_root: Path) -> Dataset:
-    """Scan a dataset, skipping images whose hash and check the cache folder's memo files have already."""
+    """Scan a dataset, skipping images whose hash and check the cache folder's memo has already."""
     with gc_disabled():
-        memo = HashMemo.load(cache_root / ".hashes.json")
-        verified = DecodeMemo.load(cache_root / ".verified.json")
+        memo = HashMemo.load(cache_root)
+        verified = DecodeMemo.load(cache_root)
     dataset = scan_all(folder, settings=config.data, memo=memo, verified=verified)
     memo.save()
     verified.save()

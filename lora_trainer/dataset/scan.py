@@ -17,10 +17,10 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.common.files import HashMemo
 from lora_trainer.common.findings import Finding as Finding
 from lora_trainer.common.findings import by_severity, shown
 from lora_trainer.common.gc_control import gc_disabled
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.common.randomness import Stream, shuffled
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.caption_rules import plain_text

@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError, RequestError, first_line
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import CHUNK_TOKENS, Auto, BaseSettings
 from lora_trainer.families.base import BaseFacts, Family, Layout, Part
 from lora_trainer.families.checkpoints import gguf_file

@@ -1,8 +1,9 @@
 """GPUs on which a planned run ran out of memory, so that later runs there are planned to use less.
 
-A prediction cannot see all memory that a driver or an allocator adds. Input is a file in the cache folder; output
-the share of a GPU's free memory that plans may use. The file has one entry for each GPU model, family
-and version of torch, as another one of these may need less. An entry can only make a plan smaller.
+A prediction cannot see all memory that a driver or an allocator adds. Input is a table of the memo in the
+cache folder; output the share of a GPU's free memory that plans may use. The table has one entry for each
+GPU model, family and version of torch, as another one of these may need less. An entry can only make a
+plan smaller.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from lora_trainer.common.files import disk_error, write_atomic
+from lora_trainer.common.memo import MemoTable
 from lora_trainer.hardware.machine import Hardware
 
-FILE_NAME = ".full-cards.json"
 BELOW = 0.95
 """The next plan may use this share of the peak of a plan that ran out of memory."""
 PLAUSIBLE = 0.7
@@ -35,23 +35,21 @@ class OomRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class OomHistory:
-    """This machine's out-of-memory records; a damaged file counts as none."""
+    """This machine's out-of-memory records."""
 
-    file: Path
+    table: MemoTable
 
     @classmethod
     def of(cls, cache_root: Path) -> OomHistory:
-        return cls(file=cache_root / FILE_NAME)
+        return cls(table=MemoTable.load(cache_root, "out of memory"))
 
     def known(self, hardware: Hardware, family: str) -> OomRecord | None:
-        """Return the record of the GPU that a run would use, None without one; never raises."""
-        if not hardware.gpus:
+        """Return the record of the GPU that a run would use, None without one."""
+        entry = self.table.get(_key(hardware, family)) if hardware.gpus else None
+        if entry is None:
             return None
-        match self._entries().get(_key(hardware, family)):
-            case [float(share), str(on)] if 0.0 < share < 1.0:
-                return OomRecord(share=share, on=on)
-            case _:
-                return None
+        share, on = json.loads(entry)
+        return OomRecord(share=share, on=on)
 
     def remember(
         self, hardware: Hardware, family: str, *, planned_bytes: int, limit_bytes: int
@@ -63,28 +61,16 @@ class OomHistory:
         """
         if planned_bytes < PLAUSIBLE * limit_bytes:
             return None
-        entry = OomRecord(
+        record = OomRecord(
             share=round(BELOW * min(planned_bytes / limit_bytes, 1.0), 4),
             on=datetime.now(UTC).date().isoformat(),
         )
         earlier = self.known(hardware, family)
-        if earlier is not None and earlier.share <= entry.share:
+        if earlier is not None and earlier.share <= record.share:
             return earlier
-        entries = {**self._entries(), _key(hardware, family): [entry.share, entry.on]}
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise disk_error(self.file, error) from error
-        # Losing the newest record in a power cut costs one more out-of-memory error, so no fsync.
-        write_atomic(self.file, json.dumps(entries, indent=1).encode(), durable=False)
-        return entry
-
-    def _entries(self) -> dict[str, object]:
-        try:
-            entries = json.loads(self.file.read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return entries if isinstance(entries, dict) else {}
+        self.table.put(_key(hardware, family), json.dumps([record.share, record.on]))
+        self.table.save()
+        return record
 
 
 def _key(hardware: Hardware, family: str) -> str:

@@ -17,7 +17,7 @@ from filelock import FileLock
 from lora_trainer.cache.lease import in_use
 from lora_trainer.common.errors import InputError
 from lora_trainer.common.events import EventStream
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import flatten
 from lora_trainer.families.locate import identified, locate, with_choices
 from lora_trainer.hardware.machine import Hardware, detect, hardware_from
@@ -156,7 +156,7 @@ def _with_base(prepared: Prepared) -> Prepared:
         locate(config.base), config.base, zero_terminal_snr=prepared.facts.zero_terminal_snr
     )
     facts = replace(facts, chunks=prepared.facts.chunks)
-    memo = HashMemo.load(prepared.cache_root / ".hashes.json")
+    memo = HashMemo.load(prepared.cache_root)
     facts = identified(facts, memo)
     memo.save()
     return replace(prepared, facts=facts)

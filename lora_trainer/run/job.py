@@ -15,7 +15,7 @@ from lora_trainer.cache.cache_plan import Needs
 from lora_trainer.checkpoint.codec import Copy
 from lora_trainer.checkpoint.states import TrainingState
 from lora_trainer.common.events import EventStream
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import flatten
 from lora_trainer.dataset.run_dataset import bucket_bounds, bucket_counts, mean_aspect_error
 from lora_trainer.families.base import FileFormat
@@ -165,7 +165,7 @@ def _export_info(
         by_repeats.setdefault(record.repeats, []).append(record.caption)
     name = prepared.dataset.folder.resolve().name
     # The memo of the start of the run: its file has the hash of a base that was read then.
-    memo = HashMemo.load(prepared.cache_root / ".hashes.json")
+    memo = HashMemo.load(prepared.cache_root)
     base, vae = prepared.config.base.model, prepared.config.base.vae
     widths = Counter((module.rank, module.rank * module.scale) for module in tensors.values())
     # Layers may differ in rank and alpha; the header has room for one pair, so the most common one.

@@ -7,18 +7,17 @@ never touched. torch is not imported, because a broken torch is a reason to call
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from lora_trainer.cache.keys import Damaged, parse
 from lora_trainer.cache.lease import entries, unused
-from lora_trainer.cache.store import DAMAGED_FOLDER, MEMO_NAME
+from lora_trainer.cache.store import DAMAGED_FOLDER
+from lora_trainer.common import memo
 from lora_trainer.common.errors import MachineError
-from lora_trainer.common.files import TEMPORARY_PREFIX, CappedFolder, sha256_bytes
-from lora_trainer.planning.oom_history import FILE_NAME as OOM_HISTORY
+from lora_trainer.common.files import TEMPORARY_PREFIX, CappedFolder
 from lora_trainer.run.machine_report import MachineCheck
 from lora_trainer.run.run_folder import EVENTS_FILE, STATES, claim, has_no_record
 
@@ -38,13 +37,8 @@ def _cache(cache: CappedFolder) -> Iterator[MachineCheck]:
             yield from _done(marks, f"mark{_s(marks)} of killed trainings", root)
             unfinished = list(root.glob(f"**/{TEMPORARY_PREFIX}*"))
             yield from _done(_removed(unfinished), f"unfinished file{_s(len(unfinished))}", root)
-            memos = [
-                root / name
-                for name, is_whole in _MEMOS.items()
-                if (root / name).is_file() and not _reads(root / name, is_whole)
-            ]
-            names = ", ".join(path.name for path in memos)
-            yield from _done(_removed(memos), f"damaged memo file{_s(len(memos))} ({names})", root)
+            memos = [root / memo.FILE_NAME] if memo.is_damaged(root) else []
+            yield from _done(_removed(memos), "damaged memo", root)
             damaged = [path for path, _ in entries(cache) if _is_damaged(path)]
             word = "entry" if len(damaged) == 1 else "entries"
             yield from _done(_removed(damaged), f"damaged {word}", root)
@@ -112,28 +106,3 @@ def _is_damaged(path: Path) -> bool:
     except (Damaged, OSError):
         return True
     return False
-
-
-def _reads(path: Path, is_whole: Callable[[bytes], bool]) -> bool:
-    try:
-        return is_whole(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-
-
-def _is_object(content: bytes) -> bool:
-    return isinstance(json.loads(content), dict)
-
-
-def _has_its_checksum(content: bytes) -> bool:
-    checksum, _, body = content.partition(b"\n")
-    return checksum == sha256_bytes(body).encode()
-
-
-_MEMOS: Mapping[str, Callable[[bytes], bool]] = {
-    ".hashes.json": _is_object,
-    ".verified.json": _has_its_checksum,
-    MEMO_NAME: _has_its_checksum,
-    OOM_HISTORY: _is_object,
-}
-"""Memo files of the cache folder, and whether their bytes are whole."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from lora_trainer.common.errors import MachineError, first_line
 from lora_trainer.common.events import Event, EventStream, Listener
+from lora_trainer.common.memo import FILE_NAME
 from lora_trainer.config.config import CHECKPOINTING, Checkpointing, Decided, MemorySettings
 from lora_trainer.hardware.machine import spare_ram_bytes
 from lora_trainer.network.block_swap import base_tensors, repeated_blocks, stream_blocks
@@ -134,7 +135,7 @@ def oom_history_memo(prepared: Prepared, events: EventStream) -> Listener:
             events.problem(
                 f"{card.name} was planned to {memory.peak_bytes / limit_bytes:.0%}"
                 f" of its limit and ran out of memory: later plans use {record.share:.0%} of that limit",
-                fix=f"no action needed; delete {memo.file.name} in the cache folder to forget it",
+                fix=f"no action needed; delete {FILE_NAME} in the cache folder to forget it",
                 severity="note",
                 code="TRN-02",
             )

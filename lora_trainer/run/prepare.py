@@ -14,6 +14,7 @@ from typing import Any
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
 from lora_trainer.common.findings import shown
+from lora_trainer.common.memo import MemoTable
 from lora_trainer.config.choices import PRIORITIES, Priority
 from lora_trainer.config.config import (
     CHUNK_TOKENS,
@@ -32,7 +33,6 @@ from lora_trainer.dataset import caption_lengths
 from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.caption_lengths import (
     MOST_CHUNKS,
-    LengthMemo,
     Reading,
     reading_of,
     too_long,
@@ -327,7 +327,7 @@ def _reading(request: Request, dataset: Dataset, basis: Basis) -> Reading:
         config=basis.resolved.config,
         facts=basis.facts,
         family=basis.family,
-        memo=LengthMemo(file=cache_folder(basis.resolved.config) / ".captions.json"),
+        memo=MemoTable.load(cache_folder(basis.resolved.config), caption_lengths.MEMO),
     )
 
 

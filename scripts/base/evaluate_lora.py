@@ -40,7 +40,7 @@ from vae import pixels
 sys.path.insert(0, str(ROOT))
 
 from lora_trainer.common.events import read_jsonl  # noqa: E402 - after sys.path
-from lora_trainer.common.files import HashMemo  # noqa: E402 - after sys.path
+from lora_trainer.common.memo import HashMemo  # noqa: E402 - after sys.path
 from lora_trainer.config.config import build_config  # noqa: E402 - after sys.path
 from lora_trainer.dataset.buckets import (  # noqa: E402 - after sys.path
     Bucket,
@@ -97,7 +97,7 @@ def open_run(folder: Path, *, base: Path | None) -> Run:
     record = read_run(folder)
     source = locate(record["base"]["source"], revision=record["settings"]["base.revision"])
     if base is None:
-        parts = identified(describe(str(source)), HashMemo(file=Path(), entries={})).parts
+        parts = identified(describe(str(source)), HashMemo()).parts
         trained_on = record["base"]["identities"]
         changed = [name for name, part in parts.items() if part.identity != trained_on[name]]
         if changed:
@@ -121,7 +121,7 @@ def training_images(run: Run, dataset: Path) -> dict[str, Trained]:
     held_out = set(run.record["dataset"]["held_out"])
     buckets = buckets_for(resolution_px=RESOLUTION_PX, step_px=8, max_aspect=settings.max_aspect)
     found = {}
-    for record in scan(dataset, settings=settings, memo=HashMemo(file=Path(), entries={})).records:
+    for record in scan(dataset, settings=settings, memo=HashMemo()).records:
         if record.name not in held_out:
             image = decode(record.path, settings=settings).image
             bucket = place(*image.size, buckets=buckets).bucket

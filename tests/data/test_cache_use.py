@@ -18,7 +18,7 @@ NAME = f"{'0123456789abcdef' * 4}.safetensors"
 OURS = (f"latents/01/{NAME}", f"text/01/{NAME}", f"damaged/{NAME}")
 NOT_OURS = (
     "notes.txt",
-    ".hashes.json",
+    ".memo.sqlite",
     NAME,
     f"mine/{NAME}",
     "latents/01/model.safetensors",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lora_trainer.cache.cache_plan import Entries
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.caption_rules import is_dropped, max_texts, variant_of, variants
 from lora_trainer.dataset.scan import ImageRecord, scan
@@ -65,7 +65,7 @@ def studio(tmp_path: Path) -> Studio:
 
 
 def records_of(studio: Studio) -> dict[str, ImageRecord]:
-    memo = HashMemo(file=Path("unused.json"), entries={})
+    memo = HashMemo()
     found = scan(studio.folder, settings=studio.settings, memo=memo).records
     return {record.name: record for record in found}
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lora_trainer import families
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo, MemoTable
 from lora_trainer.config.config import BaseSettings, build_config
-from lora_trainer.dataset.caption_lengths import LengthMemo, Reading, reading_of, too_long
+from lora_trainer.dataset.caption_lengths import MEMO, Reading, reading_of, too_long
 from lora_trainer.dataset.scan import ImageRecord, scan
 from lora_trainer.dataset.tokens import TokenCounter
 from lora_trainer.families.base import BaseFacts
@@ -37,7 +37,7 @@ def records_of(folder: Path, *captions: str) -> tuple[ImageRecord, ...]:
 
 
 def scanned(folder: Path) -> tuple[ImageRecord, ...]:
-    memo = HashMemo(file=Path("unused.json"), entries={})
+    memo = HashMemo()
     return scan(folder, settings=build_config({}).data, memo=memo).records
 
 
@@ -46,7 +46,7 @@ def reading(
 ) -> Reading:
     values = {key.replace("__", "."): value for key, value in settings.items()}
     config = build_config(values)
-    memo = LengthMemo(file=Path(records[0].file).with_name("memo.json"))
+    memo = MemoTable.load(Path(records[0].file).parent.parent / "memo", MEMO)
     chosen = families.family(family)
     return reading_of(records, config=config, facts=facts, family=chosen, memo=memo)
 
@@ -121,9 +121,6 @@ def test_lengths_are_remembered_until_a_text_changes(
     (folder / "p1.txt").write_text("x " * 160)
     assert reading(scanned(folder), facts).chunks == 3
     assert counted == [2, 2]
-    (folder / "memo.json").write_text('{"a": 3')
-    assert reading(scanned(folder), facts).chunks == 3
-    assert counted == [2, 2, 2]
 
 
 def test_a_base_that_is_not_here_is_counted_later(facts: BaseFacts, tmp_path: Path) -> None:

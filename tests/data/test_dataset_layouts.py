@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import build_config
 from lora_trainer.dataset.caption_tables import read_table
 from lora_trainer.dataset.decode_memo import DecodeMemo
@@ -29,7 +29,7 @@ def written(files: dict[str, bytes], root: Path) -> Path:
 
 def read(root: Path, settings: dict[str, object], verified: DecodeMemo | None = None) -> Dataset:
     data = build_config({"data.max_bad_fraction": 0.0, **settings}).data
-    memo = HashMemo(file=Path("unused.json"), entries={})
+    memo = HashMemo()
     return scan_all(root, settings=data, memo=memo, verified=verified)
 
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset import images
 from lora_trainer.dataset.buckets import Bucket, Placement, buckets_for, place
@@ -35,7 +35,7 @@ def white(path: Path, *, part: tuple[int, int, int, int], size: tuple[int, int] 
 
 def scanned(folder: Path, settings: DataSettings = FILES, **changes: Any) -> Dataset:
     settings = settings.model_copy(update={"max_bad_fraction": 1.0, **changes})
-    return scan(folder, settings=settings, memo=HashMemo(file=Path("unused.json"), entries={}))
+    return scan(folder, settings=settings, memo=HashMemo())
 
 
 def masks_of(folder: Path, settings: DataSettings = FILES) -> dict[str, str | None]:
@@ -159,15 +159,15 @@ def test_a_picture_that_is_transparent_everywhere_is_an_error(tmp_path: Path) ->
 
 
 def test_a_second_scan_opens_no_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, memo = tmp_path / "data", HashMemo(file=Path("unused.json"), entries={})
+    folder, memo = tmp_path / "data", HashMemo()
     folder.mkdir()
     draw(folder / "a.png", seed=1)
     white(folder / "a-masklabel.png", part=(0, 0, 5, 5))
-    verified = DecodeMemo(file=tmp_path / "verified.json")
+    verified = DecodeMemo.load(tmp_path / "cache")
     first = scan(folder, settings=FILES, memo=memo, verified=verified)
     verified.save()
     monkeypatch.setattr(images, "_load", None)
-    again = DecodeMemo.load(tmp_path / "verified.json")
+    again = DecodeMemo.load(tmp_path / "cache")
     assert scan(folder, settings=FILES, memo=memo, verified=again) == first
 
 
@@ -236,7 +236,7 @@ def test_the_alpha_of_a_turned_picture_is_turned_with_it(tmp_path: Path) -> None
 
 
 def hash_of(path: Path) -> str:
-    return HashMemo(file=Path("unused.json"), entries={}).sha256(path)
+    return HashMemo().sha256(path)
 
 
 # ---- the cache

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
-from lora_trainer.common.files import HashMemo
 from lora_trainer.common.findings import unusable
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.buckets import Placement, buckets_for, cut, place
 from lora_trainer.dataset.measures import Measures, crispness_of, measure
@@ -82,7 +82,7 @@ def kinds(found: DatasetReport) -> list[tuple[str, str | None]]:
 
 
 def scanned(folder: Path, settings: DataSettings, side_px: int) -> DatasetReport:
-    dataset = scan(folder, settings=settings, memo=HashMemo(file=Path("x"), entries={}))
+    dataset = scan(folder, settings=settings, memo=HashMemo())
     placements = placed(dataset.records, side_px)
     return inspect_images(dataset, placements=placements, settings=settings)
 

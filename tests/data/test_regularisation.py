@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings, build_config
 from lora_trainer.dataset.captions import of_class
 from lora_trainer.dataset.regularisation import scan_all
@@ -21,7 +21,7 @@ MARKED = {"data.folders.2_toy.regularisation": True}
 
 def scanned(folder: Path, settings: dict[str, Any]) -> Dataset:
     data: DataSettings = build_config({"data.trigger": "zwx", **settings}).data
-    return scan_all(folder, settings=data, memo=HashMemo(file=Path("unused.json"), entries={}))
+    return scan_all(folder, settings=data, memo=HashMemo())
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ import pytest
 from PIL import Image
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.common.files import HashMemo, json_bytes, sha256_bytes
+from lora_trainer.common.files import json_bytes, sha256_bytes
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset import inspect_image as examine_module
 from lora_trainer.dataset.decode_memo import DecodeMemo
@@ -50,12 +51,8 @@ def fill(folder: Path, count: int, *, captions: bool = True) -> None:
             (folder / f"p{index:02}.txt").write_text(f"image {index}")
 
 
-def memo(**entries: Any) -> HashMemo:
-    return HashMemo(file=Path("unused.json"), entries=entries)
-
-
 def scanned(folder: Path, settings: DataSettings = LENIENT) -> Dataset:
-    return scan(folder, settings=settings, memo=memo())
+    return scan(folder, settings=settings, memo=HashMemo())
 
 
 def captions(dataset: Dataset) -> dict[str, str]:
@@ -714,15 +711,14 @@ def test_a_warm_scan_asks_the_memo_once_for_each_file_and_opens_none(
     fill(folder / "5_sub", 3)
     Image.new("RGBA", (20, 20)).save(folder / "alpha.png")
     age(folder)
-    known = memo()
-    verified = DecodeMemo(file=tmp_path / "cache" / "verified.json")
+    known = HashMemo()
+    verified = DecodeMemo.load(tmp_path / "cache")
     watch = Watch(folder, monkeypatch)
     with watch:
         cold = scan(folder, settings=LENIENT, memo=known, verified=verified)
     assert watch.opened["p05.png"] >= 1
     verified.save()
-    assert verified.file is not None
-    reloaded = DecodeMemo.load(verified.file)
+    reloaded = DecodeMemo.load(tmp_path / "cache")
     with watch:
         warm = scan(folder, settings=LENIENT, memo=known, verified=reloaded)
     assert warm == cold
@@ -742,7 +738,7 @@ def test_only_what_changed_is_opened_again(tmp_path: Path, monkeypatch: pytest.M
     folder = tmp_path / "data"
     fill(folder, 5)
     age(folder)
-    known, verified = memo(), DecodeMemo()
+    known, verified = HashMemo(), DecodeMemo()
     scan(folder, settings=LENIENT, memo=known, verified=verified)
     old = (folder / "p03.png").stat()
     draw(folder / "p03.png", "white")
@@ -761,14 +757,14 @@ def test_renamed_pictures_are_not_decoded_again(
 ) -> None:
     fill(tmp_path / "data", 3)
     verified = DecodeMemo()
-    scan(tmp_path / "data", settings=LENIENT, memo=memo(), verified=verified)
+    scan(tmp_path / "data", settings=LENIENT, memo=HashMemo(), verified=verified)
     (tmp_path / "data").rename(tmp_path / "moved")
 
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("decoded again")
 
     monkeypatch.setattr(examine_module, "verify", refuse)
-    dataset = scan(tmp_path / "moved", settings=LENIENT, memo=memo(), verified=verified)
+    dataset = scan(tmp_path / "moved", settings=LENIENT, memo=HashMemo(), verified=verified)
     assert len(dataset.records) == 3
 
 
@@ -778,7 +774,7 @@ def test_the_dataset_folder_is_never_written_to(tmp_path: Path) -> None:
     (folder / "p03.png").write_bytes(b"")
     before = contents(folder)
     folders = {path: path.stat().st_mtime_ns for path in (tmp_path, folder)}
-    known, verified = memo(), DecodeMemo(file=tmp_path / "v.json")
+    known, verified = HashMemo(), DecodeMemo()
     scan(folder, settings=LENIENT, memo=known, verified=verified)
     assert contents(folder) == before
     assert {path: path.stat().st_mtime_ns for path in folders} == folders

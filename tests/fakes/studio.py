@@ -21,7 +21,8 @@ from lora_trainer.cache.encode import Encoded, fill
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.caption_markup import Weighted, words_of
 from lora_trainer.common.events import Event, EventStream
-from lora_trainer.common.files import CappedFolder, HashMemo
+from lora_trainer.common.files import CappedFolder
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings, Precision
 from lora_trainer.dataset.buckets import buckets_for, place
 from lora_trainer.dataset.scan import scan
@@ -119,12 +120,12 @@ class Studio:
     damage: list[str] = field(default_factory=list)
 
     def facts(self) -> BaseFacts:
-        memo = HashMemo(file=self.folder / "memo.json", entries={})
+        memo = HashMemo()
         found = identified(facts_of(self.base), memo)
         return replace(found, max_tokens=self.max_tokens or found.max_tokens)
 
     def needs(self) -> Needs:
-        memo = HashMemo(file=Path("unused.json"), entries={})
+        memo = HashMemo()
         records = scan(self.folder, settings=self.settings, memo=memo).records
         facts = self.facts()
         placed = []

@@ -13,7 +13,7 @@ from lora_trainer.gui.changes import FileChange, LinesChange
 from PIL import Image
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.captions import read_caption
 from lora_trainer.dataset.listing import ImageFile, list_dataset
@@ -53,7 +53,7 @@ def write(root: Path, **texts: str) -> None:
 
 def trained(root: Path) -> dict[str, str]:
     """Return the captions that the trainer reads."""
-    dataset = scan(root, settings=DataSettings(), memo=HashMemo(file=root / "no", entries={}))
+    dataset = scan(root, settings=DataSettings(), memo=HashMemo())
     return {record.name: record.caption for record in dataset.records}
 
 

@@ -17,7 +17,7 @@ from lora_trainer.common.errors import (
     RequestError,
     exit_code,
 )
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import BaseSettings
 from lora_trainer.families import locate as families_locate
 from lora_trainer.families.base import Layout
@@ -41,7 +41,7 @@ def base(model: str | Path, **settings: Any) -> BaseSettings:
 
 
 def memo() -> HashMemo:
-    return HashMemo(file=Path("unused.json"), entries={})
+    return HashMemo()
 
 
 # ---- folders and Hub ids

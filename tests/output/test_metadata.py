@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 from safetensors.torch import load
 
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.families import family
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary, file_hashes, metadata
@@ -100,7 +100,7 @@ def test_one_training_has_one_session_and_the_hashes_of_its_models(tmp_path: Pat
     base, vae = tmp_path / "base.safetensors", tmp_path / "vae.safetensors"
     base.write_bytes(bytes(0x100000) + b"a" * 0x10000 + b"rest")
     vae.write_bytes(b"small")
-    memo = HashMemo(file=tmp_path / "memo.json", entries={})
+    memo = HashMemo()
     hashes = {"base_hashes": file_hashes(base, memo), "vae_hashes": file_hashes(vae, memo)}
     found = metadata(export_info(**hashes, bucket_bounds_px=(384, 704), mean_aspect_error=0.25))
     expected = {

@@ -78,24 +78,3 @@ def test_it_is_of_one_card_and_one_torch(memo: OomHistory, other: Hardware) -> N
     assert memo.known(other, "sdxl") is None
     assert memo.known(MACHINE, "sd15") is None
     assert memo.known(MACHINE, "sdxl") is not None
-
-
-@pytest.mark.parametrize(
-    "damaged", [b"", b"[]", b"{", b"[" * 100_000, b'{"a": [2.0, "x"]}', b"\xff\xfe\x00"]
-)
-def test_a_damaged_file_is_as_none(memo: OomHistory, damaged: bytes) -> None:
-    memo.file.parent.mkdir()
-    memo.file.write_bytes(damaged)
-    assert memo.known(MACHINE, "sdxl") is None
-    memo.remember(MACHINE, "sdxl", planned_bytes=10 * GIB, limit_bytes=11 * GIB)
-    assert memo.known(MACHINE, "sdxl") is not None
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0, 1.5, -1.0, float("nan")])
-def test_a_share_that_cannot_be_is_none(memo: OomHistory, share: float) -> None:
-    memo.remember(MACHINE, "sdxl", planned_bytes=10 * GIB, limit_bytes=11 * GIB)
-    known = memo.known(MACHINE, "sdxl")
-    assert known is not None
-    text = memo.file.read_text().replace(str(known.share), str(share).replace("nan", "NaN"))
-    memo.file.write_text(text)
-    assert memo.known(MACHINE, "sdxl") is None

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from lora_trainer.cache import keys as keys_module
 from lora_trainer.cache.cache_plan import Needs
 from lora_trainer.common.errors import InputError
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from tests.fakes.studio import (
     ENTRIES,
     PROMPT,
@@ -163,7 +163,7 @@ def transparent(path: Path) -> None:
 
 def test_cap_05_a_picture_with_its_old_size_and_time_is_seen_to_be_another(studio: Studio) -> None:
     """The hash memo of a run goes by times and sizes; a change behind its back is found out too."""
-    file, memo = studio.folder / "p0.png", studio.folder.with_name("hashes.json")
+    file, memo = studio.folder / "p0.png", studio.folder.with_name("memo")
     os.utime(file, (1_000_000_000, 1_000_000_000))
     known = HashMemo.load(memo)
     before = known.sha256(file)

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.captions import MAX_CAPTION_CHARACTERS
 from lora_trainer.dataset.scan import Dataset, scan
@@ -64,7 +64,7 @@ def draw(path: Path, seed: int | str) -> None:
 
 def scanned(folder: Path, **settings: Any) -> Dataset:
     chosen = DataSettings().model_copy(update=settings)
-    return scan(folder, settings=chosen, memo=HashMemo(file=folder / "unused", entries={}))
+    return scan(folder, settings=chosen, memo=HashMemo())
 
 
 # ---- CAP-01

@@ -22,7 +22,7 @@ from lora_trainer.cache.store import Cache
 from lora_trainer.checkpoint.states import load_newest, save_state
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import read_jsonl
-from lora_trainer.common.files import CappedFolder, HashMemo, read_json_object
+from lora_trainer.common.files import CappedFolder, read_json_object
 from lora_trainer.families import family
 from lora_trainer.lora_file.write import read_back, write_export
 from lora_trainer.run.run_folder import RUN_FILE, RunFolder, cut_events, write_run
@@ -258,21 +258,11 @@ def read_log(folder: Path) -> int | None:
     return {(): None, (1, 2, 3): 0, (1, 2): 1}[tuple(steps)]
 
 
-def write_memo(folder: Path, version: int) -> None:
-    HashMemo(file=folder / ".hashes.json", entries={"a": str(version)}).save()
-
-
-def read_memo(folder: Path) -> int | None:
-    entries = HashMemo.load(folder / ".hashes.json").entries
-    return int(entries["a"]) if entries else None
-
-
 WRITERS = {
     "cache entry": Writer(write=write_cache, read=read_cache),
     "export": Writer(write=write_adapter, read=read_adapter),
     "run.json": Writer(write=write_record, read=read_record),
     "events.jsonl": Writer(write=write_log, read=read_log),
-    "hashes": Writer(write=write_memo, read=read_memo),
 }
 
 

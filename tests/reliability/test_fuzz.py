@@ -32,7 +32,7 @@ from safetensors.torch import load, save
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.common.events import read_jsonl
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import (
     BaseSettings,
     Config,
@@ -271,7 +271,7 @@ def test_env_01_fuzz_file_names(tmp_path: Path, figure: Figure) -> None:
                 written += 1
                 (folder / f"{name}.txt").write_text("a toy", encoding="utf-8")
         (folder / "plain.png").write_bytes(picture)
-        memo = HashMemo(file=folder / "unused", entries={})
+        memo = HashMemo()
         found = scan(folder, settings=DataSettings(max_bad_fraction=1.0), memo=memo)
         hidden = sum(path.name.startswith(".") for path in folder.glob("*.png"))
         assert len(found.records) >= len(list(folder.glob("*.png"))) - hidden

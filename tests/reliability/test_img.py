@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lora_trainer.common.files import HashMemo
 from lora_trainer.common.findings import Finding
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.scan import Dataset, scan
@@ -183,7 +183,7 @@ GROUPS: dict[str, Callable[[], dict[str, Case]]] = {
 
 def scanned(folder: Path, **settings: float) -> Dataset:
     chosen = DataSettings(max_bad_fraction=1.0).model_copy(update=settings)
-    return scan(folder, settings=chosen, memo=HashMemo(file=folder / "unused", entries={}))
+    return scan(folder, settings=chosen, memo=HashMemo())
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -222,7 +222,7 @@ import resource, sys
 from pathlib import Path
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.scan import scan
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 
 def peak_mib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -230,7 +230,7 @@ def peak_mib():
 folder = Path(sys.argv[1])
 settings = DataSettings(max_bad_fraction=1.0)
 before = peak_mib()
-found = scan(folder, settings=settings, memo=HashMemo(file=folder / "unused", entries={}))
+found = scan(folder, settings=settings, memo=HashMemo())
 print(len(found.records), peak_mib() - before)
 """
 

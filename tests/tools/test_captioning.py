@@ -22,7 +22,7 @@ from lora_trainer.captioning.language import Describer
 from lora_trainer.captioning.tagger import ModelCaption, Tagger
 from lora_trainer.cli import main
 from lora_trainer.common.events import Event
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.scan import scan
 from tests.fakes.captioners import tiny_captioner, tiny_tagger
@@ -71,7 +71,7 @@ def texts(folder: Path) -> dict[str, str]:
 
 def trained(folder: Path, **settings: Any) -> dict[str, str]:
     """Return the captions that `check` and training read."""
-    memo = HashMemo(file=folder / "unused.json", entries={})
+    memo = HashMemo()
     found = scan(folder, settings=DataSettings(**settings), memo=memo)
     return {record.name: record.caption for record in found.records}
 
