@@ -213,7 +213,7 @@ def apply(trainer: Trainer, foreign: Foreign) -> None:
     for name, value in {**foreign.values, **foreign.extra}.items():
         if name in findings.named:
             continue
-        match trainer.keys.get(_INDEX.sub("[]", name)):
+        match rule_of(trainer.keys, name):
             case To(key, read):
                 carry(findings, key, name, value, read)
             case Idle(why):
@@ -228,6 +228,18 @@ def apply(trainer: Trainer, foreign: Foreign) -> None:
                 findings.unknown.append(name)
     _take_defaults(trainer.keys, foreign)
     _name_replaced(foreign)
+
+
+def rule_of(keys: Mapping[str, Rule], name: str) -> Rule | None:
+    """Return the rule of a key, else the reason that a table around it states for all its keys."""
+    name = _INDEX.sub("[]", name)
+    rule = keys.get(name)
+    while rule is None and "." in name:
+        name = name.rpartition(".")[0].removesuffix("[]")
+        rule = keys.get(name)
+        if isinstance(rule, To | Together):
+            return None
+    return rule
 
 
 def _name_replaced(foreign: Foreign) -> None:

@@ -71,6 +71,9 @@ ONETRAINER = [
                                       "noising_weight": 0.5, "noising_bias": 0.2},
                   {"objective.flow_shift": 1.8, "objective.timestep_sampling": "logit_normal",
                    "objective.logit_mean": 0.2, "objective.logit_std": 1.5}),
+    ONE_FLUX.case("log cosh", {"mse_strength": 0.0, "log_cosh_strength": 1.0},
+                  {"objective.loss": "log_cosh"}, absent=("objective.huber_delta",),
+                  missing=("epochs", "learning_rate_warmup_steps")),
     ONE_FLUX.case("heavy tail", {"timestep_distribution": "HEAVY_TAIL", "noising_weight": 1.29},
                   {"objective.timestep_sampling": "mode", "objective.mode_scale": 1.29}),
     ONE_FLUX.case("parabola", {"timestep_distribution": "INVERTED_PARABOLA", "noising_weight": 7.7},
@@ -389,6 +392,12 @@ SIMPLETUNER = [
                 settings={"data.folders": {"cats": {"repeats": 10},
                                            "others": {"repeats": 1, "regularisation": True}}},
                 absent=("data.repeats",)),
+    SIMPLE.case("tables that say nothing of images", beside={"backends.json": [
+        {**BACKENDS[0], "video": {"num_frames": 9}, "huggingface": {"image_column": "image"}}]}),
+    SIMPLE.case("control made of the images", beside={"backends.json": [
+        {**BACKENDS[0], "conditioning": [{"type": "canny", "captions": False}]}]}, refused="conditioning"),
+    SIMPLE.case("videos", beside={"backends.json": [
+        {**BACKENDS[0], "dataset_type": "video", "video": {"num_frames": 9}}]}, refused="dataset_type=video"),
     SIMPLE.case("whole model", {"model_type": "full"}, refused="model_type=full"),
     SIMPLE.case("ltx", {"model_family": "ltxvideo"}, refused="ltxvideo"),
 ]  # fmt: skip

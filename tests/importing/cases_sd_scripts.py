@@ -145,6 +145,9 @@ SD_SCRIPTS = [
     FLUX.case("flux with snr weights", {"training/min_snr_gamma": 5}, absent=("objective.min_snr_gamma",)),
     FLUX.case("lumina", {"network/network_module": "networks.lora_lumina"}, refused="lora_lumina"),
     SUBSETS.case("subsets"),
+    SUBSETS.case("keys above all tables", {"datasets/0/resolution": REMOVED, "resolution": [768, 768],
+                                           "datasets/0/enable_bucket": REMOVED, "enable_bucket": True}),
+    SDXL.case("a control net", {"cond_emb_dim": 32}, refused="cond_emb_dim"),
     SUBSETS.case("a subset to validate with", {"datasets/0/subsets/1/validation_split": 1.0},
                  {"data.repeats": 3, "data.shuffle_tags": True}, absent=("data.folders",),
                  missing=("datasets[0].subsets[1].image_dir",)),
@@ -191,6 +194,8 @@ GUI_FLUX = {
 }  # fmt: skip
 KOHYA_SS = [
     GUI.case("usual"),
+    GUI.case("of the finetune tab", {"LoRA_type": REMOVED, "full_path": True, "create_buckets": True},
+             refused="there is no LoRA_type"),
     GUI.case("flux with the stock preset's gamma", GUI_FLUX, {
         "adapter.text_encoder": False, "objective.timestep_sampling": "sigmoid", "objective.flow_shift": 1.0,
         "objective.guidance_scale": 1}, absent=("objective.min_snr_gamma", ENCODER_RATE, "data.caption_tokens"),

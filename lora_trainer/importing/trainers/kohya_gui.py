@@ -20,6 +20,7 @@ from lora_trainer.importing.rules import (
     Rule,
     Trainer,
     each,
+    flattened,
 )
 from lora_trainer.importing.trainers import sd_scripts
 from lora_trainer.importing.trainers.sd_scripts_keys import KEYS as SD_SCRIPTS_KEYS
@@ -123,15 +124,18 @@ ZERO_IS_NONE = frozenset(_ZERO_IS_NONE.split())
 _OTHERS = ("hunyuan_", "anima_", "lumina_")
 
 
+_SIGNS = {
+    "num_cpu_threads_per_process", "LoRA_type", "additional_parameters", "max_data_loader_n_workers",
+    "create_caption", "create_buckets", "full_path", "lr_warmup",
+}  # fmt: skip
+"""Keys of which sd-scripts' own files have one at most."""
+
+
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what the file holds; it is flat."""
-    signs = {
-        "num_cpu_threads_per_process",
-        "LoRA_type",
-        "additional_parameters",
-        "max_data_loader_n_workers",
-    }
-    is_one = "pretrained_model_name_or_path" in data and len(signs & set(data)) >= 2
+    if {"folders", "accelerate_launch"} <= set(data):  # the defaults of the whole interface
+        return flattened(data)
+    is_one = len(_SIGNS & set(data)) >= 2
     return dict(data) if is_one or {"LoRA_type", "network_dim"} <= set(data) else None
 
 

@@ -61,6 +61,15 @@ _SPECIFIC: Mapping[str, Rule] = {
     "preserve_distribution_shape": Lacks("timesteps are drawn as the settings of objective say"),
     "num_timestep_buckets": TOGETHER,
     "show_timesteps": Idle("is about that program, not about the result"),
+    **each("dino_loss_backend dino_loss_every_n_steps dino_loss_feature_mode dino_loss_layer "
+           "dino_loss_model_type dino_loss_resize dino_loss_use_gram dino_loss_use_norm dino_loss_weight "
+           "force_nabla_attention ideogram4_timestep_mu ideogram4_timestep_std initial_sigma nabla_P "
+           "nabla_add_sta nabla_method nabla_wH nabla_wT nabla_wW noise_clip_std noise_scale_end "
+           "noise_scale_start sampler_preset scheduler_scale skip_t2i_visual_dummy turbo_dit turbo_dit_cache "
+           "unconditional_dit use_unconditional_dit_for_lora_sampling validate_caption_structure "
+           "warn_on_caption_issues", Idle("is of a model that is not trained here")),
+    **each("no_vae_load offload_dit_during_sampling vae_enable_patch_conv vae_sample_size", _MEMORY),
+    "log_loss_stats": Idle("is about that program, not about the result"),
     **each("metadata_reso metadata_arch", Idle("the exported file's metadata is made from the run")),
     "weighting_scheme": TOGETHER,
 }  # fmt: skip

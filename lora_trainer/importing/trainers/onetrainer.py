@@ -275,15 +275,15 @@ def _loss(foreign: Foreign) -> None:
     strengths = {n: foreign.number(f"{n}_strength", value) or 0.0 for n, value in defaults.items()}
     main = max(strengths, key=lambda n: strengths[n])
     names = [f"{n}_strength" for n in defaults if f"{n}_strength" in foreign.values]
-    kind = {"mse": "mse", "huber": "huber"}.get(main, "smooth_l1")
+    kind = "smooth_l1" if main == "mae" else main
     source = f"{main}_strength"
     findings.set("objective.loss", kind, *((source,) if source in foreign.values else ()),
                  note="" if source in foreign.values else THERE)  # fmt: skip
     mixed = [n for n, value in strengths.items() if value]
-    if len(mixed) > 1 or main in ("mae", "log_cosh"):
+    if len(mixed) > 1 or main == "mae":
         findings.is_nearest(source if source in foreign.values else names[0],
                             f"{' + '.join(mixed)}: objective.loss={kind}, the strongest alone")  # fmt: skip
-    if kind != "mse":
+    if kind in ("huber", "smooth_l1"):
         delta = foreign.number("huber_delta", 1.0) or 1.0
         findings.set(
             "objective.huber_delta", min(1.0, delta if main == "huber" else 0.1), "huber_delta"

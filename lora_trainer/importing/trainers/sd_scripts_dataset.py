@@ -79,6 +79,7 @@ _DATASET: Mapping[str, Rule] = {
     "max_token_length": TOGETHER,
 }
 KEYS: Mapping[str, Rule] = {
+    **_DATASET,
     **under("general.", _DATASET),
     **under("datasets[].", _DATASET),
     **under("datasets[].subsets[].", _SUBSET),
@@ -154,9 +155,11 @@ def read_dataset(foreign: Foreign, data: Mapping[str, Any] | None = None) -> Non
     findings, tables = foreign.findings, foreign.data if data is None else data
     folders: list[ImageFolder] = []
     general, datasets = _table(tables, "general"), _tables(tables, "datasets")
+    # sd-scripts' documentation has examples with keys above all tables.
+    top = {key: value for key, value in tables.items() if key in _DATASET}
     for number, dataset in enumerate(datasets):
         where = f"datasets[{number}]"
-        values, names = _merged((general, "general"), (dataset, where))
+        values, names = _merged((top, ""), (general, "general"), (dataset, where))
         values.pop("subsets", None)
         if number == 0:
             _read_shared(foreign, values, names)
@@ -406,7 +409,7 @@ def _merged(
     names: dict[str, str] = {}
     for layer, where in layers:
         values |= layer
-        names |= {key: f"{where}.{key}" for key in layer}
+        names |= {key: f"{where}.{key}" if where else key for key in layer}
     return values, names
 
 

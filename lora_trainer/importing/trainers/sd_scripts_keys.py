@@ -40,7 +40,7 @@ _MODEL: Mapping[str, Rule] = {
     **each("gemma2 gemma2_max_token_length system_prompt byt5 fp8_vl qwen3 llm_adapter_path llm_adapter_lr "
            "self_attn_lr cross_attn_lr mlp_lr mod_lr t5_tokenizer_path qwen3_max_token_length "
            "t5_max_token_length text_encoder qwen_image_vae_2d", _NOT_TRAINED),
-    "controlnet_model_name_or_path": Refused("control nets are not trained here"),
+    **each("controlnet_model_name_or_path cond_emb_dim", Refused("control nets are not trained here")),
     "sample_batch_size": _PROGRAM,
     **each("use_flash_attn use_sage_attn", Idle("attention kernels are chosen by the plan")),
 }  # fmt: skip

@@ -28,16 +28,8 @@ def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
     inner = data.get("config")
     options = inner if isinstance(inner, Mapping) and "_metadata" in data else data
     values = {name.lstrip("-"): value for name, value in options.items() if name != "_metadata"}
-    signs = (
-        "model_family",
-        "data_backend_config",
-        "model_type",
-        "lora_type",
-        "base_model_precision",
-    )
-    return (
-        values if "model_family" in values and sum(sign in values for sign in signs) >= 2 else None
-    )
+    signs = {"model_family", "data_backend_config", "dynamo_use_regional_compilation"}
+    return values if signs & values.keys() else None
 
 
 def flat_backends(data: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import shared
 from lora_trainer.importing.folders import (
     ImageFolder,
@@ -67,6 +68,7 @@ def read_tables(foreign: Foreign, tables: list[Mapping[str, Any]]) -> None:
     """Set the backends that hold images as folders of the dataset."""
     findings = foreign.findings
     folders: list[ImageFolder] = []
+    moving = ""
     for number, table in enumerate(tables):
         where = f"data_backends[{number}]."
         place = table.get("instance_data_dir")
@@ -77,6 +79,7 @@ def read_tables(foreign: Foreign, tables: list[Mapping[str, Any]]) -> None:
             or not isinstance(place, str)
             or not place
         ):
+            moving = kind if kind in ("video", "audio") and not table.get("disabled") else moving
             why = "is no folder of images that is trained"
             for key in table:
                 findings.stays(f"{where}{key}", why)
@@ -140,6 +143,11 @@ def read_tables(foreign: Foreign, tables: list[Mapping[str, Any]]) -> None:
             if key in table and f"{where}{key}" not in {*findings.named, *used}:
                 findings.stays(f"{where}{key}", "is as the first backend has it, or as it is here")
         folders.append(folder)
+    if moving and not folders:
+        raise RequestError(
+            f"dataset_type={moving}: only images are trained here",
+            fix="give a data backend of images",
+        )
     set_folders(foreign, folders)
 
 

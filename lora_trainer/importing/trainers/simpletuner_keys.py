@@ -55,7 +55,7 @@ _MEMORY = (
     "sdnq_compile_mode sdnq_group_size sdnq_hadamard_group_size "
     "sdnq_use_hadamard sdnq_quantized_matmul_dtype sdnq_use_quantized_matmul "
     "sdnq_weights_dtype set_grads_to_none sla_config text_encoder_1_precision text_encoder_2_precision "
-    "text_encoder_3_precision text_encoder_4_precision"
+    "text_encoder_3_precision text_encoder_4_precision use_gradient_checkpointing"
 )
 _SAMPLES = (
     "eval_dataset_id eval_dataset_pooling eval_epoch_interval eval_loss_disable eval_steps "
@@ -95,6 +95,7 @@ _FEATURES = (
     "scheduled_sampling_reflexflow_beta1 scheduled_sampling_reflexflow_beta2 scheduled_sampling_sampler "
     "scheduled_sampling_start_step scheduled_sampling_strategy singlora_ramp_up_steps snr_weight "
     "soft_min_snr_sigma_data strict_epoch_limit t5_padding text_encoder_limit timestep_bias_begin "
+    "twinflow_delta_t twinflow_enhanced_ratio twinflow_estimate_order twinflow_target_clamp "
     "timestep_bias_end timestep_bias_multiplier timestep_bias_portion tokenizer_max_length "
     "training_scheduler_timestep_spacing twinflow_target_step_count unet_attention_slice urepa_cutoff_step "
     "urepa_decay_steps urepa_encoder_image_size urepa_lambda urepa_lambda_end urepa_manifold_weight "
@@ -169,7 +170,7 @@ _BACKEND_IDLE = (
     "delete_unwanted_images delete_problematic_images delete_nsfw_images csv_file csv_cache_dir csv_url_column "
     "csv_caption_column parquet huggingface dataset_name split streaming aws_bucket_name aws_region_name "
     "aws_endpoint_url aws_access_key_id aws_secret_access_key aws_data_prefix aws_max_pool_connections video "
-    "audio start_epoch start_step end_epoch end_step probability train_batch_size"
+    "audio config start_epoch start_step end_epoch end_step probability train_batch_size"
 )
 BACKEND: Mapping[str, Rule] = {
     **each("instance_data_dir dataset_type disabled caption_strategy repeats resolution crop crop_aspect "
