@@ -28,7 +28,7 @@ import psutil
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, open_binary, retry_while_open
 
-from .guard import Answer, Asked, hostname
+from .guard import Asked, GuardResponse, hostname
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 PASSWORD_VARIABLE = "LORA_TRAIN_GUI_PASSWORD"
@@ -63,7 +63,7 @@ class KeyAccess:
         self.tickets.add(ticket)
         return ticket
 
-    async def answer(self, asked: Asked) -> Answer | None:
+    async def answer(self, asked: Asked) -> GuardResponse | None:
         """Ask for the key; take it out of the address where it stands in there."""
         # A browser sends the cookies of a host to all of its ports: two servers need two names.
         cookie = f"{COOKIE}_{asked.port}"
@@ -71,9 +71,9 @@ class KeyAccess:
         query = parse_qsl(asked.query, keep_blank_values=True)
         shown = [value for name, value in query if name == KEY_PARAMETER]
         if asked.path != "/" or asked.method != "GET" or not shown:
-            return None if known else Answer(status=403, sentence=_NO_KEY)
+            return None if known else GuardResponse(status=403, sentence=_NO_KEY)
         if not known and not self._opens(shown[0]):
-            return Answer(status=403, sentence=_NO_KEY)
+            return GuardResponse(status=403, sentence=_NO_KEY)
         rest = urlencode([pair for pair in query if pair[0] != KEY_PARAMETER])
         return _enter(f"/?{rest}" if rest else "/", asked, cookie=f"{cookie}={self.key}")
 
@@ -85,14 +85,16 @@ class KeyAccess:
         return same(shown, self.key)
 
 
-def _enter(target: str, asked: Asked, *, cookie: str) -> Answer:
+def _enter(target: str, asked: Asked, *, cookie: str) -> GuardResponse:
     setting = f"{cookie}; Path=/; Max-Age={_COOKIE_MAX_AGE_S}; HttpOnly; SameSite=Strict"
     headers = {"set-cookie": setting}
     if asked.headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
-        return Answer(status=303, sentence="", headers={**headers, "location": target})
+        return GuardResponse(status=303, sentence="", headers={**headers, "location": target})
     # The link was clicked in a page of another site: its redirection would come without the cookie.
     headers |= {"refresh": f"0;url={target}", "content-type": "text/html; charset=utf-8"}
-    return Answer(status=200, sentence="<!doctype html><title>lora-train</title>", headers=headers)
+    return GuardResponse(
+        status=200, sentence="<!doctype html><title>lora-train</title>", headers=headers
+    )
 
 
 def _cookie(header: str, name: str) -> str:
@@ -151,14 +153,14 @@ class PasswordAccess:
     hosts: frozenset[str]
     held_back: GuessLimit = field(default_factory=lambda: GuessLimit())
 
-    async def answer(self, asked: Asked) -> Answer | None:
+    async def answer(self, asked: Asked) -> GuardResponse | None:
         """Ask for the password; who got it wrong may try again a second later."""
         given = _basic_password(asked.headers.get("authorization", ""))
         if given is None:
             return _UNAUTHORIZED
         wait_s = self.held_back.wait_s(asked.client, now_s=time.monotonic())
         if wait_s is None:
-            return Answer(
+            return GuardResponse(
                 status=429,
                 sentence="Too many wrong passwords: wait a minute.",
                 headers={"retry-after": "60"},
@@ -172,7 +174,7 @@ class PasswordAccess:
         return _UNAUTHORIZED
 
 
-_UNAUTHORIZED = Answer(
+_UNAUTHORIZED = GuardResponse(
     status=401,
     sentence=_NO_PASSWORD,
     headers={"www-authenticate": 'Basic realm="lora-train", charset="UTF-8"'},

@@ -36,7 +36,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Desk:
+class DatasetDesk:
     """Answers the page's script."""
 
     work: Workplace

@@ -57,7 +57,7 @@ _HEADERS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class GuardResponse:
     """What the guard itself says to a request."""
 
     status: int
@@ -102,7 +102,7 @@ class Access(Protocol):
         """The names under which a browser may ask for this server."""
         ...
 
-    async def answer(self, asked: Asked) -> Answer | None:
+    async def answer(self, asked: Asked) -> GuardResponse | None:
         """Return what to say to somebody who may not come in (yet), None for one who may."""
         ...
 
@@ -133,28 +133,28 @@ class Guard:
         await body.serve(self.app, scope)
 
 
-def refusal(asked: Asked, *, hosts: frozenset[str]) -> Answer | None:
+def refusal(asked: Asked, *, hosts: frozenset[str]) -> GuardResponse | None:
     """Return the answer to a request that nobody may send, None for one that may pass.
 
     A request without Origin comes from a program or a plain navigation, which need the key as well.
     """
     host = asked.headers.get("host", "")
     if hostname(host) not in hosts:
-        return Answer(status=400, sentence="This server does not answer to that name.")
+        return GuardResponse(status=400, sentence="This server does not answer to that name.")
     if asked.headers.get("origin", f"//{host}").partition("//")[2] != host:
         return _OTHER_PAGE
     if _is_embedded_elsewhere(asked):
         return _OTHER_PAGE
     if _is_closed(asked.path):
-        return Answer(status=404, sentence="There is nothing at this address.")
+        return GuardResponse(status=404, sentence="There is nothing at this address.")
     declared = asked.headers.get("content-length", "0")
     if not declared.isdecimal() or int(declared) > _limit_bytes(asked.path):
         return _TOO_LARGE
     return None
 
 
-_OTHER_PAGE = Answer(status=403, sentence="This request comes from another page.")
-_TOO_LARGE = Answer(status=413, sentence="This is larger than the server takes.")
+_OTHER_PAGE = GuardResponse(status=403, sentence="This request comes from another page.")
+_TOO_LARGE = GuardResponse(status=413, sentence="This is larger than the server takes.")
 
 
 def hostname(host: str) -> str | None:
@@ -238,7 +238,7 @@ def _with_headers(send: Send) -> Send:
     return guarded
 
 
-async def tell(send: Send, said: Answer) -> None:
+async def tell(send: Send, said: GuardResponse) -> None:
     """Send an answer of the guard's own."""
     fields = {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"}
     headers = [

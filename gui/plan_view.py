@@ -37,7 +37,7 @@ _PHASES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class MemoryPart:
     """One piece of the memory bar."""
 
     css: str
@@ -211,7 +211,7 @@ def _value(settings: Values, key: str) -> Any:
     return mapping(settings, key).get("value")
 
 
-def memory_parts(items: Sequence[Any]) -> Iterator[Part]:
+def memory_parts(items: Sequence[Any]) -> Iterator[MemoryPart]:
     """Yield the pieces of the bar that a plan's memory items make."""
     rows = [row for row in items if isinstance(row, dict)]
     named = {name for _, _, names in _PARTS for name in names}
@@ -222,7 +222,7 @@ def memory_parts(items: Sequence[Any]) -> Iterator[Part]:
             if (row.get("name") in names if names is not None else row.get("name") not in named)
         )
         if size:
-            yield Part(css=css, label=label, size_bytes=size)
+            yield MemoryPart(css=css, label=label, size_bytes=size)
 
 
 def fit_sentence(memory: Values) -> str:

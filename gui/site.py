@@ -15,8 +15,8 @@ import gradio as gr
 from gradio.components import Navbar
 
 from .markup import PRODUCT, bar
-from .pages import datasets, doctor, expert, home, kit, library, queue, run, train
-from .pages.events import module
+from .pages import datasets, doctor_page, expert, home, kit, library_page, queue, run, train_page
+from .pages.gradio_events import module
 from .workplace import Workplace
 
 KIT_VARIABLE = "LORA_TRAIN_GUI_KIT"
@@ -33,13 +33,13 @@ class Page:
 
 
 PAGES = (
-    Page(name="Train", path="train", build=train.build),
+    Page(name="Train", path="train", build=train_page.build),
     Page(name="Run", path="run", build=run.build),
     Page(name="Datasets", path="datasets", build=datasets.build),
     Page(name="Queue", path="queue", build=queue.build),
-    Page(name="LoRAs", path="library", build=library.build),
+    Page(name="LoRAs", path="library", build=library_page.build),
     Page(name="Settings", path="settings", build=expert.build),
-    Page(name="Doctor", path="doctor", build=doctor.build),
+    Page(name="Doctor", path="doctor", build=doctor_page.build),
 )
 KIT = Page(name="Kit", path="_kit", build=kit.build)
 

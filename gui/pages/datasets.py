@@ -8,10 +8,10 @@ from typing import Any
 from lora_trainer.common.errors import LoraTrainError
 
 from ..asset_files import asset
-from ..dataset_desk import Desk
+from ..dataset_desk import DatasetDesk
 from ..posted import Posted
 from ..workplace import Workplace
-from .events import html
+from .gradio_events import html
 
 SCRIPTS = (
     "dataset_dom.js",
@@ -26,7 +26,7 @@ Answer = Callable[[Any], dict[str, Any]]
 
 def build(work: Workplace) -> None:
     """Lay the page out."""
-    desk = Desk(work=work)
+    desk = DatasetDesk(work=work)
     html("<h1>Datasets</h1>")
     html(
         html_template='<div class="mount"></div>',

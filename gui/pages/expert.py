@@ -20,7 +20,7 @@ from ..asset_files import asset
 from ..drafts import Draft
 from ..plans import Plans
 from ..workplace import Workplace
-from .events import html
+from .gradio_events import html
 
 Asked = Mapping[str, Any]
 Reply = dict[str, Any] | None
@@ -38,12 +38,12 @@ def build(work: Workplace) -> None:
         value=expert_view.form(),
         html_template=_MOUNT,
         js_on_load="".join(map(asset, SCRIPTS)),
-        server_functions=served(Desk(work=work, plans=Plans(work))),
+        server_functions=served(ExpertDesk(work=work, plans=Plans(work))),
         elem_id="expert",
     )
 
 
-def served(desk: Desk) -> list[Callable[[Any], Reply]]:
+def served(desk: ExpertDesk) -> list[Callable[[Any], Reply]]:
     """Return what the script may call, by name."""
     return [
         _answering(desk.work, function)
@@ -62,7 +62,7 @@ def served(desk: Desk) -> list[Callable[[Any], Reply]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Desk:
+class ExpertDesk:
     """What the page does with a draft; all raise LoraTrainError.
 
     Changes are read, made and written one at a time: two tabs, and the page Train, write into one file.

@@ -15,7 +15,7 @@ from .. import home_view, run_actions
 from ..markup import error_html
 from ..run_follow import Followed
 from ..workplace import Workplace
-from .events import PRIVATE, html, module
+from .gradio_events import PRIVATE, html, module
 
 _MOUNT = module("home.js", 'module.mount(element, (asked) => trigger("click", asked));')
 

@@ -22,7 +22,7 @@ from ..markup import (
     state_line,
 )
 from ..workplace import Workplace
-from .events import html
+from .gradio_events import html
 
 _KINDS = ("", "primary", "danger", "bare")
 

@@ -15,11 +15,11 @@ from ..asset_files import asset
 from ..lora_files import Header, LoraFile, find, read_header
 from ..markup import error_html, note_html
 from ..workplace import Workplace
-from .events import QUIET, html
-from .library_parts import Part
+from .gradio_events import QUIET, html
+from .library_parts import LibraryTab
 
 
-def build(work: Workplace, ref: Any, head: Any) -> Part:
+def build(work: Workplace, ref: Any, head: Any) -> LibraryTab:
     """Lay the tab out; `head` shows what is saved here."""
     title = gr.Textbox(label="Title")
     trigger = gr.Textbox(
@@ -79,4 +79,4 @@ def build(work: Workplace, ref: Any, head: Any) -> Part:
         texts = [told.title, told.description, told.author, told.license, told.trigger, told.tags]
         return [*texts, previews.choices_html(work, file)]
 
-    return Part(outputs=[*fields, choices], opened=opened)
+    return LibraryTab(outputs=[*fields, choices], opened=opened)

@@ -14,11 +14,11 @@ from ..lora_files import Header, LoraFile, find
 from ..markup import error_html
 from ..media import EXPORTS
 from ..workplace import Workplace
-from .events import QUIET, html
-from .library_parts import Part
+from .gradio_events import QUIET, html
+from .library_parts import LibraryTab
 
 
-def build(work: Workplace, ref: Any) -> Part:
+def build(work: Workplace, ref: Any) -> LibraryTab:
     """Lay the tab out."""
     gr.Markdown(
         "For A1111, Forge, ComfyUI and Civitai: the LoRA, its preview, and the card that A1111 and "
@@ -62,7 +62,7 @@ def build(work: Workplace, ref: Any) -> Part:
     def opened(file: LoraFile, header: Header) -> list[Any]:
         return ["", 1.0]
 
-    return Part(outputs=[said, weight], opened=opened)
+    return LibraryTab(outputs=[said, weight], opened=opened)
 
 
 def _export(work: Workplace, file: LoraFile, *, weight: float, notes: str, folder: str) -> str:

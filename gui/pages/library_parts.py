@@ -13,7 +13,7 @@ from ..lora_files import Header, LoraFile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class LibraryTab:
     """A tab: `opened` gives the values of `outputs` for a file."""
 
     outputs: Sequence[Any]

@@ -13,15 +13,15 @@ from .. import jobs, lora_files, lora_tools
 from ..lora_files import Header, LoraFile, find
 from ..markup import error_html
 from ..workplace import Workplace
-from .events import QUIET, html
-from .library_parts import Part
+from .gradio_events import QUIET, html
+from .library_parts import LibraryTab
 
 _NAME_HELP = "empty: a name is made; a file that exists is never replaced"
 _OTHERS = 3
 _NONE = [("none", "")]
 
 
-def build(work: Workplace, ref: Any) -> Part:
+def build(work: Workplace, ref: Any) -> LibraryTab:
     """Lay the tab out."""
     said = html(elem_classes="line")
     shown = html()
@@ -110,7 +110,7 @@ def build(work: Workplace, ref: Any) -> Part:
         lists = [gr.Dropdown(choices=names, value="") for _ in range(_OTHERS)]
         return [*lists, *view(work, file.ref, None), gr.Timer(active=True)]
 
-    return Part(outputs=[*others[::2], shown, seen, timer], opened=opened)
+    return LibraryTab(outputs=[*others[::2], shown, seen, timer], opened=opened)
 
 
 def _others(work: Workplace, file: LoraFile, header: Header) -> list[tuple[str, str]]:

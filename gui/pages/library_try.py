@@ -12,13 +12,13 @@ from .. import jobs, tries
 from ..lora_files import Header, LoraFile, find
 from ..markup import error_html, note_html
 from ..workplace import Workplace
-from .events import QUIET, html
-from .library_parts import Part
+from .gradio_events import QUIET, html
+from .library_parts import LibraryTab
 
 _BASE_HELP = "folder, .safetensors file or Hub id; empty: the one it was trained on"
 
 
-def build(work: Workplace, ref: Any) -> Part:
+def build(work: Workplace, ref: Any) -> LibraryTab:
     """Lay the tab out."""
     prompts = gr.Textbox(
         label="Prompts", info="one on each line; each is drawn at every strength", lines=3
@@ -72,7 +72,7 @@ def build(work: Workplace, ref: Any) -> Part:
         warned = note_html(tries.warning(work))
         return [first, warned, *view(work, file.ref, None), gr.Timer(active=True)]
 
-    return Part(outputs=[prompts, said, *outputs, timer], opened=opened)
+    return LibraryTab(outputs=[prompts, said, *outputs, timer], opened=opened)
 
 
 def view(work: Workplace, name: str, seen: Any) -> list[Any]:

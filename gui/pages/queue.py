@@ -18,7 +18,7 @@ from ..asset_files import asset
 from ..markup import error_html
 from ..state import Stamp
 from ..workplace import Workplace
-from .events import PRIVATE, QUIET, html
+from .gradio_events import PRIVATE, QUIET, html
 
 TICK_S = 1.0
 

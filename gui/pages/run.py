@@ -24,7 +24,7 @@ from ..run_follow import Followed
 from ..run_parts import Part, damaged_parts, parts, stamp
 from ..run_state import look
 from ..workplace import Workplace
-from .events import PRIVATE, QUIET, html
+from .gradio_events import PRIVATE, QUIET, html
 
 TICK_S = 1.0
 _LOOKED_AT = """

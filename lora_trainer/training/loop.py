@@ -195,15 +195,14 @@ def _train(training: Training, start: Progress) -> Progress:
             # because reading it now would make the host wait until the device has finished the step
             progress = Progress(step=step, images=images, guard=guard)
             reported_rate = effective_rate(training.optimizer, rate)
-            epochs = training.feeder.epochs_after(step)
-            fields = {"step": step, "images": images, "lr": reported_rate, "epoch": epochs}
-            fields |= {"data_wait_s": waited, "latents": _latent_positions(samples)}
+            fields = {"step": step, "images": images, "lr": reported_rate}
+            fields |= {"epoch": training.feeder.epochs_after(step), "data_wait_s": waited}
+            fields |= {"latents": _latent_positions(samples)}
             measured = AsyncRead(torch.stack([loss, grad_norm]))
             left_zero = _left_zero(training) if step == ZERO_STEPS else None
-            report = _Report(
-                fields=fields, loss_and_norm=measured, reached=reached, left_zero=left_zero
+            pending.append(
+                _Report(fields=fields, loss_and_norm=measured, reached=reached, left_zero=left_zero)
             )
-            pending.append(report)
             while len(pending) > lag:
                 progress = _report(training, pending.popleft(), progress, lap)
 
@@ -213,9 +212,8 @@ def _train(training: Training, start: Progress) -> Progress:
                 training.ranks.stop_asked(training.stop) if step < training.steps else None
             )
             stopping = signal_number is not None
-            progress = replace(
-                progress, ending=stopping or step == training.steps, stopping=stopping
-            )
+            ending = stopping or step == training.steps
+            progress = replace(progress, ending=ending, stopping=stopping)
             due = _due(training, progress)
             # A state on disk must hold the guards' verdict on every step before it, so actions wait for
             # the reports that are still pending.

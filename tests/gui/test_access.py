@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from lora_trainer.gui import access
 from lora_trainer.gui.access import GuessLimit, KeyAccess, PasswordAccess, read_key
-from lora_trainer.gui.guard import Answer, Asked
+from lora_trainer.gui.guard import Asked, GuardResponse
 
 from lora_trainer.common.errors import MachineError
 
@@ -28,7 +28,7 @@ def ask(
     path: str = "/",
     method: str = "GET",
     client: str = "127.0.0.1",
-) -> Answer | None:
+) -> GuardResponse | None:
     asked = Asked(
         method=method, path=path, query=query, headers=headers or {}, client=client, port=7860
     )

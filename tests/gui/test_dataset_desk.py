@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from lora_trainer.gui import dataset_check, dataset_notes, drafts
-from lora_trainer.gui.dataset_desk import Desk
+from lora_trainer.gui.dataset_desk import DatasetDesk
 from lora_trainer.gui.launch import Answer
 from lora_trainer.gui.posted import Posted
 from lora_trainer.gui.workplace import Workplace
@@ -26,8 +26,8 @@ def work(tmp_path: Path) -> Workplace:
 
 
 @pytest.fixture
-def desk(work: Workplace) -> Desk:
-    return Desk(work=work)
+def desk(work: Workplace) -> DatasetDesk:
+    return DatasetDesk(work=work)
 
 
 @pytest.fixture
@@ -41,13 +41,13 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def ask(desk: Desk, name: str, folder: Path, **values: Any) -> dict[str, Any]:
+def ask(desk: DatasetDesk, name: str, folder: Path, **values: Any) -> dict[str, Any]:
     answer: dict[str, Any] = getattr(desk, name)(Posted.of({"folder": str(folder), **values}))
     json.dumps(answer, allow_nan=False)
     return answer
 
 
-def save(desk: Desk, folder: Path, file: str, text: str, *, seen: str) -> dict[str, Any]:
+def save(desk: DatasetDesk, folder: Path, file: str, text: str, *, seen: str) -> dict[str, Any]:
     return ask(desk, "save", folder, file=file, text=text, seen=seen, group="")
 
 
@@ -60,7 +60,7 @@ def badges(answer: Mapping[str, Any], file: str) -> list[str]:
     return [badge["text"] for badge in picture["badges"]]
 
 
-def test_all_cards(desk: Desk, folder: Path) -> None:
+def test_all_cards(desk: DatasetDesk, folder: Path) -> None:
     answer = ask(desk, "look", folder)
     assert captions(answer) == {"p0.png": "a cat", "p1.png": "a dog, big", "p2.png": ""}
     assert badges(answer, "p2.png") == ["no caption"]
@@ -68,7 +68,7 @@ def test_all_cards(desk: Desk, folder: Path) -> None:
     assert not answer["check"]["fresh"]
 
 
-def test_an_edit_is_saved_undone_and_made_again(desk: Desk, folder: Path) -> None:
+def test_an_edit_is_saved_undone_and_made_again(desk: DatasetDesk, folder: Path) -> None:
     answer = save(desk, folder, "p2.png", "a bird", seen="")
     assert answer["saved"]
     assert [(card["file"], card["caption"], card["badges"]) for card in answer["cards"]] == [
@@ -82,7 +82,7 @@ def test_an_edit_is_saved_undone_and_made_again(desk: Desk, folder: Path) -> Non
     assert captions(ask(desk, "redo", folder))["p2.png"] == "a bird"
 
 
-def test_what_somebody_else_wrote_is_shown_and_kept(desk: Desk, folder: Path) -> None:
+def test_what_somebody_else_wrote_is_shown_and_kept(desk: DatasetDesk, folder: Path) -> None:
     (folder / "p0.txt").write_text("theirs")
     answer = save(desk, folder, "p0.png", "mine", seen="a cat")
     assert answer["newer"] == "theirs"
@@ -92,12 +92,12 @@ def test_what_somebody_else_wrote_is_shown_and_kept(desk: Desk, folder: Path) ->
     assert (folder / "p0.txt").read_text() == "mine"
 
 
-def test_saving_what_is_there_already_is_no_step(desk: Desk, folder: Path) -> None:
+def test_saving_what_is_there_already_is_no_step(desk: DatasetDesk, folder: Path) -> None:
     assert save(desk, folder, "p0.png", "a cat", seen="something older")["saved"]
     assert ask(desk, "look", folder)["undo"] == ""
 
 
-def test_a_shared_caption_shows_on_both_cards(desk: Desk, folder: Path) -> None:
+def test_a_shared_caption_shows_on_both_cards(desk: DatasetDesk, folder: Path) -> None:
     Image.new("RGB", (32, 32)).save(folder / "p0.jpg")
     cards = save(desk, folder, "p0.png", "both", seen="a cat")["cards"]
     assert {card["file"]: card["caption"] for card in cards} == {"p0.png": "both", "p0.jpg": "both"}
@@ -105,7 +105,7 @@ def test_a_shared_caption_shows_on_both_cards(desk: Desk, folder: Path) -> None:
     assert len(rows) == 1
 
 
-def test_a_bulk_edit_is_previewed_and_one_step(desk: Desk, folder: Path) -> None:
+def test_a_bulk_edit_is_previewed_and_one_step(desk: DatasetDesk, folder: Path) -> None:
     files = ["p0.png", "p1.png", "p2.png"]
     rows = ask(desk, "preview", folder, files=files, **BULK)["rows"]
     assert [(row["before"], row["after"]) for row in rows] == [
@@ -123,7 +123,7 @@ def test_a_bulk_edit_is_previewed_and_one_step(desk: Desk, folder: Path) -> None
     assert answer["undo"] == ""
 
 
-def test_what_changed_since_the_preview_is_left_alone(desk: Desk, folder: Path) -> None:
+def test_what_changed_since_the_preview_is_left_alone(desk: DatasetDesk, folder: Path) -> None:
     (folder / "p0.txt").write_text("theirs")
     answer = ask(desk, "apply", folder, seen={"p0.png": "a cat", "p1.png": "a dog, big"}, **BULK)
     assert (folder / "p0.txt").read_text() == "theirs"
@@ -132,7 +132,7 @@ def test_what_changed_since_the_preview_is_left_alone(desk: Desk, folder: Path) 
     assert "p0.png has another caption" in left
 
 
-def test_excluding_is_shown_and_undone(desk: Desk, folder: Path) -> None:
+def test_excluding_is_shown_and_undone(desk: DatasetDesk, folder: Path) -> None:
     answer = ask(desk, "exclude", folder, files=["p0.png", "p2.png"])
     assert list(captions(answer)) == ["p1.png"]
     assert [picture["file"] for picture in answer["excluded"]] == ["p0.png", "p2.png"]
@@ -144,7 +144,7 @@ def test_excluding_is_shown_and_undone(desk: Desk, folder: Path) -> None:
 
 
 def test_a_folder_whose_pictures_are_all_excluded_can_be_looked_at(
-    desk: Desk, folder: Path
+    desk: DatasetDesk, folder: Path
 ) -> None:
     answer = ask(desk, "exclude", folder, files=["p0.png", "p1.png", "p2.png"])
     assert (len(answer["pictures"]), len(answer["excluded"])) == (0, 3)
@@ -159,7 +159,7 @@ def test_a_folder_whose_pictures_are_all_excluded_can_be_looked_at(
 )
 @pytest.mark.parametrize("act", ["save", "preview", "apply", "exclude", "put_back"])
 def test_only_pictures_of_the_listing_can_be_named(
-    act: str, file: str, desk: Desk, folder: Path
+    act: str, file: str, desk: DatasetDesk, folder: Path
 ) -> None:
     values = {"files": [file], "seen": {file: ""}, **BULK}
     if act == "save":
@@ -183,7 +183,7 @@ def test_only_pictures_of_the_listing_can_be_named(
         {"file": {"a": 1}},
     ],
 )
-def test_values_of_another_kind_are_refused(values: Any, desk: Desk, folder: Path) -> None:
+def test_values_of_another_kind_are_refused(values: Any, desk: DatasetDesk, folder: Path) -> None:
     whole = {"folder": str(folder), "file": "p0.png", "text": "x", "seen": "a cat", "group": ""}
     posted = {**whole, **values} if isinstance(values, dict) else values
     with pytest.raises(LoraTrainError):
@@ -194,21 +194,21 @@ def test_values_of_another_kind_are_refused(values: Any, desk: Desk, folder: Pat
 def test_a_folder_outside_of_the_roots_is_refused(folder: Path, tmp_path: Path) -> None:
     work = Workplace(runs=tmp_path / "runs", roots=(tmp_path / "datasets",))
     with pytest.raises(InputError, match="outside"):
-        ask(Desk(work=work), "look", folder)
+        ask(DatasetDesk(work=work), "look", folder)
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_trigger_is_looked_for_and_remembered(desk: Desk, folder: Path) -> None:
+def test_the_trigger_is_looked_for_and_remembered(desk: DatasetDesk, folder: Path) -> None:
     answer = ask(desk, "look", folder, trigger=" cat ", resolution="768")
     assert badges(answer, "p0.png") == []
     assert badges(answer, "p1.png") == ["trigger missing"]
-    again = ask(Desk(work=desk.work), "look", folder)
+    again = ask(DatasetDesk(work=desk.work), "look", folder)
     assert (again["trigger"], again["resolution"]) == ("cat", "768")
     assert badges(again, "p1.png") == ["trigger missing"]
 
 
 def test_a_draft_about_the_folder_says_how_it_is_trained(
-    desk: Desk, folder: Path, work: Workplace
+    desk: DatasetDesk, folder: Path, work: Workplace
 ) -> None:
     draft = drafts.new(work, dataset=str(folder))
     draft = draft.with_setting("data.trigger", "zibbo").with_setting("data.resolution", 640)
@@ -218,13 +218,13 @@ def test_a_draft_about_the_folder_says_how_it_is_trained(
     assert "640 px" in answer["trained_as"]
 
 
-def test_an_unreadable_caption_is_locked_and_says_why(desk: Desk, folder: Path) -> None:
+def test_an_unreadable_caption_is_locked_and_says_why(desk: DatasetDesk, folder: Path) -> None:
     (folder / "p0.txt").write_bytes(b"x" * 70_000)
     (card, *_) = ask(desk, "look", folder)["pictures"]
     assert "too long" in card["locked"]
 
 
-def test_odd_names_and_captions_pass_as_they_are(desk: Desk, folder: Path) -> None:
+def test_odd_names_and_captions_pass_as_they_are(desk: DatasetDesk, folder: Path) -> None:
     name = "q'\"<b>&\U0001f600 ${value}{{value}}.png"
     Image.new("RGB", (32, 32)).save(folder / name)
     text = "\u202e<script>alert(1)</script> \u05e9\u05dc\u05d5\u05dd\n${x}"
@@ -266,7 +266,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> list[Any]:
 
 
 def test_what_the_check_found_is_on_the_cards(
-    desk: Desk, folder: Path, monkeypatch: pytest.MonkeyPatch
+    desk: DatasetDesk, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered(monkeypatch, Answer(values=check_answer()))
     answer = ask(desk, "check", folder)
@@ -281,11 +281,11 @@ def test_what_the_check_found_is_on_the_cards(
 
 
 def test_a_check_is_asked_again_when_a_picture_or_the_size_changes(
-    desk: Desk, folder: Path, monkeypatch: pytest.MonkeyPatch
+    desk: DatasetDesk, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = answered(monkeypatch, Answer(values=check_answer()))
     ask(desk, "check", folder)
-    assert ask(Desk(work=desk.work), "look", folder)["check"]["fresh"]
+    assert ask(DatasetDesk(work=desk.work), "look", folder)["check"]["fresh"]
     save(desk, folder, "p0.png", "another caption", seen="a cat")
     ask(desk, "check", folder)
     assert len(asked) == 1
@@ -299,7 +299,7 @@ def test_a_check_is_asked_again_when_a_picture_or_the_size_changes(
 
 
 def test_a_check_that_refuses_says_so_and_the_cards_stay(
-    desk: Desk, folder: Path, monkeypatch: pytest.MonkeyPatch
+    desk: DatasetDesk, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered(monkeypatch, Answer(values=None, error="no such base"))
     answer = ask(desk, "check", folder)
@@ -308,7 +308,7 @@ def test_a_check_that_refuses_says_so_and_the_cards_stay(
 
 
 def test_a_caption_is_counted_where_the_tokenizer_is_known(
-    desk: Desk, folder: Path, monkeypatch: pytest.MonkeyPatch
+    desk: DatasetDesk, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embedded = Path(__file__).resolve().parents[2] / "lora_trainer" / "embedded" / "tokenizer"
     limit = {"tokenizer": str(embedded), "tokens": 6}
@@ -321,7 +321,7 @@ def test_a_caption_is_counted_where_the_tokenizer_is_known(
 
 
 def test_recent_folders_are_those_opened_drafted_and_still_there(
-    desk: Desk, folder: Path, tmp_path: Path, work: Workplace
+    desk: DatasetDesk, folder: Path, tmp_path: Path, work: Workplace
 ) -> None:
     other, gone = tmp_path / "other", tmp_path / "gone"
     for path in (other, gone):

@@ -36,7 +36,7 @@ def draft(work: Workplace, tmp_path: Path) -> Draft:
 def call(work: Workplace, draft: Draft) -> Call:
     """Ask as the script does; `draft` is named unless another one is."""
     plans = Plans(work, ask=lambda words: Answer(values=None, error=" ".join(words)))
-    functions = {f.__name__: f for f in expert.served(expert.Desk(work=work, plans=plans))}
+    functions = {f.__name__: f for f in expert.served(expert.ExpertDesk(work=work, plans=plans))}
 
     def ask(function: str, /, **asked: Any) -> Any:
         answer = functions[function]({"draft": draft.id, **asked})
@@ -74,7 +74,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
 
 
 def test_a_request_that_is_no_object_is_refused(work: Workplace) -> None:
-    functions = expert.served(expert.Desk(work=work, plans=Plans(work)))
+    functions = expert.served(expert.ExpertDesk(work=work, plans=Plans(work)))
     for function in functions:
         for asked in (None, [], "x", 5):
             answer = function(asked)

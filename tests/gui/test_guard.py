@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from lora_trainer.gui import guard
-from lora_trainer.gui.guard import Answer, Asked, Guard, Message, Receive, Send, refusal
+from lora_trainer.gui.guard import Asked, Guard, GuardResponse, Message, Receive, Send, refusal
 
 OWN = {"host": "127.0.0.1:7860"}
 HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -21,7 +21,7 @@ class Everybody:
 
     hosts: frozenset[str] = HOSTS
 
-    async def answer(self, asked: Asked) -> Answer | None:
+    async def answer(self, asked: Asked) -> GuardResponse | None:
         return None
 
 

@@ -14,8 +14,8 @@ from lora_trainer.common.errors import LoraTrainError
 from .. import library, lora_files
 from ..workplace import Workplace
 from . import library_describe, library_export, library_tools, library_try
-from .events import QUIET, html
-from .library_parts import Part
+from .gradio_events import QUIET, html
+from .library_parts import LibraryTab
 
 ALL_BASES = "all"
 
@@ -38,7 +38,7 @@ def build(work: Workplace) -> None:
                 export = library_export.build(work, ref)
             with gr.Tab("Inside") as inside_tab:
                 inside = html(elem_classes="run")
-    parts: tuple[Part, ...] = (try_it, describe, tools, export)
+    parts: tuple[LibraryTab, ...] = (try_it, describe, tools, export)
     outputs = [shelf, detail, ref, head, tabs, base, grid]
     outputs += [widget for part in parts for widget in part.outputs]
 

@@ -16,7 +16,7 @@ from lora_trainer.reporting.charts import Html, tag
 from .. import doctor
 from ..markup import error_html, note_html
 from ..workplace import Workplace
-from .events import PRIVATE, QUIET, html
+from .gradio_events import PRIVATE, QUIET, html
 
 
 def build(work: Workplace) -> None:

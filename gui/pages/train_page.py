@@ -16,7 +16,7 @@ from lora_trainer.config.choices import PRIORITIES
 from ..markup import drop_zone, note_html
 from ..plans import Plans
 from ..workplace import Workplace
-from .events import PRIVATE, QUIET, html, module
+from .gradio_events import PRIVATE, QUIET, html, module
 from .train_handlers import (
     CHECK,
     IMAGES,
