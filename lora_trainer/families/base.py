@@ -49,10 +49,14 @@ Header = Mapping[str, TensorInfo]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPlace:
-    """Where a checkpoint keeps a layer's weight: a whole tensor, or the `rows` (first, end) of a fused tensor."""
+    """Where a checkpoint keeps a layer's weight: a whole tensor, or the `rows` (first, end) of a fused tensor.
+
+    `swapped`: the two halves of the rows stand there in the other order.
+    """
 
     tensor: str
     rows: tuple[int, int] | None = None
+    swapped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

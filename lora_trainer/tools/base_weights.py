@@ -6,6 +6,7 @@ network is built.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -18,12 +19,21 @@ from torch import Tensor
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.config import BaseSettings
-from lora_trainer.families.base import DENOISER, BaseFacts, Family, TensorInfo, WeightPlace
+from lora_trainer.families.base import (
+    DENOISER,
+    BaseFacts,
+    Family,
+    Header,
+    TensorInfo,
+    WeightPlace,
+)
 from lora_trainer.families.checkpoints.base_folder import AGAIN
+from lora_trainer.families.layer_tables import released_layers
 from lora_trainer.families.locate import describe, locate
 from lora_trainer.lora.tensors import split_key
+from lora_trainer.lora_file.fitting_base import released_names
 from lora_trainer.lora_file.header import HeaderEntry, open_checked
-from lora_trainer.lora_file.names import file_names
+from lora_trainer.lora_file.names import LayerNames, file_names
 from lora_trainer.lora_file.read_tensors import SLOT_DTYPES
 from lora_trainer.tools.adapters import Naming
 
@@ -85,8 +95,17 @@ class WeightLocation:
 
     def weight(self) -> Tensor:
         """Return the weight [out, in, ...] in its dtype; raises InputError as `TensorFile.tensor` does."""
-        whole = self.file.tensor(self.at.tensor)
-        return whole if self.at.rows is None else whole[slice(*self.at.rows)]
+        return rows_at(self.at, self.file.tensor(self.at.tensor))
+
+
+def rows_at(place: WeightPlace, whole: Tensor) -> Tensor:
+    """Return the rows of a tensor that are a layer's, in the order of diffusers' layer."""
+    return in_place_order(place, whole if place.rows is None else whole[slice(*place.rows)])
+
+
+def in_place_order(place: WeightPlace, rows: Tensor) -> Tensor:
+    """Return rows in the order of the other layout: with the halves exchanged, where it has them so."""
+    return rows.roll(len(rows) // 2, 0) if place.swapped else rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +149,7 @@ class BaseWeights:
 def open_base(source: str) -> Iterator[BaseWeights]:
     """Open a diffusers folder, a Hub id (downloaded if need be) or a checkpoint in one file.
 
-    Raises InputError for what is no base model, a quantised one, and a checkpoint whose layout its
-    family has no map of.
+    Raises InputError for what is no base model and for a quantised one.
     """
     path = Path(source).expanduser()
     with ExitStack() as stack:
@@ -152,12 +170,7 @@ def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
         describe(BaseSettings(model=source))  # raises saying what it is instead
         raise InputError(f"{path.name} is no base model", fix="give a checkpoint or a folder")
     family, _ = recognised
-    places = family.checkpoint_weights(header)
-    if not places:
-        raise InputError(
-            f"{path.name} is a single file of {family.name}, whose layout has no map here",
-            fix="give the diffusers folder of this base model",
-        )
+    places = family.checkpoint_weights(header) or _joined_places(header, family)
     found = {key: WeightLocation(file=file, at=at) for key, at in places.items()}
     return BaseWeights(
         source=source,
@@ -168,6 +181,31 @@ def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
         | dict(_biases(found)),
         components={},
     )
+
+
+def _joined_places(header: Header, family: Family) -> Mapping[str, WeightPlace]:
+    """Return where a transformer's checkpoint has its layers, by the names that LoRA files have for them.
+
+    Of the released networks the one counts of which the file has the most layers.
+    """
+    by_release = [
+        dict(_places_of(header, released_names(family.name, release)))
+        for release in range(len(released_layers(family.name)))
+    ]
+    return max(by_release, key=len)
+
+
+def _places_of(header: Header, names: LayerNames) -> Iterator[tuple[str, WeightPlace]]:
+    for tensor, info in header.items():
+        if tensor.endswith(WEIGHT) and len(info.shape) > 1:
+            size = (info.shape[0], math.prod(info.shape[1:]))
+            layers = names.find(tensor.removesuffix(WEIGHT), size=size)
+            if layers and (layers[-1].rows is None or layers[-1].rows[1] == size[0]):
+                for layer in layers:
+                    yield (
+                        layer.key,
+                        WeightPlace(tensor=tensor, rows=layer.rows, swapped=layer.swapped),
+                    )
 
 
 def _folder(facts: BaseFacts, stack: ExitStack) -> BaseWeights:

@@ -22,6 +22,7 @@ from torch import Tensor
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, retry_while_open, sync_folder
 from lora_trainer.common.redaction import public_text
+from lora_trainer.families.base import WeightPlace
 from lora_trainer.lora.low_rank import fits
 from lora_trainer.lora.tensors import ModuleTensors, split_key, update
 from lora_trainer.lora_file.read_tensors import tensor_bytes
@@ -32,9 +33,11 @@ from lora_trainer.tools.base_weights import (
     BaseWeights,
     TensorFile,
     WeightLocation,
+    in_place_order,
     module_of,
     open_base,
     open_file,
+    rows_at,
 )
 from lora_trainer.tools.merge import Weighted
 
@@ -45,7 +48,8 @@ _WEIGHTS = frozenset(
     {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".msgpack", ".h5", ".onnx", ".gguf"}
 )
 _AVERAGED = "model_ema."
-Rows = tuple[int, int] | None
+Changed = tuple[str, WeightPlace]
+"""A layer that changes, and where in a tensor it lies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,20 +79,22 @@ class _Change:
             if key in source.adapter:
                 yield source.read(key), weight
 
-    def merged(self, name: str, weight: Tensor, layers: Sequence[tuple[str, Rows]]) -> Tensor:
+    def merged(self, name: str, weight: Tensor, layers: Sequence[Changed]) -> Tensor:
         """Return a weight with all changes, in its dtype; raises RequestError when it does not fit in there."""
         # A copy: DoRA and OFT go by the weights of the base, whatever else is merged.
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         changed = weight.to(wide, copy=True)
-        for key, rows in layers:
-            part = slice(None) if rows is None else slice(*rows)
+        for key, at in layers:
+            part = slice(None) if at.rows is None else slice(*at.rows)
             key, _, bias = key.partition(BIAS)
             for module, strength in self.parts(key):
                 if not bias:
                     if module.kind != "full" or "difference" in module.tensors:
-                        changed[part] += strength * update(module, weight[part])
+                        change = update(module, rows_at(at, weight))
+                        changed[part] += strength * in_place_order(at, change)
                 elif "bias" in module.tensors:
-                    changed[part] += strength * module.tensors["bias"].to(wide)
+                    change = module.tensors["bias"].to(wide)
+                    changed[part] += strength * in_place_order(at, change)
         largest, limit = float(changed.abs().max()), torch.finfo(weight.dtype).max
         if not largest <= limit:  # fp8 would be clipped without a word
             raise RequestError(
@@ -194,13 +200,13 @@ def _biased(change: _Change) -> frozenset[str]:
 
 def _write_single(base: BaseWeights, change: _Change, output: Path, *, force: bool) -> list[str]:
     file = next(iter(base.places.values())).file
-    layers: dict[str, list[tuple[str, Rows]]] = {}
+    layers: dict[str, list[Changed]] = {}
     for key in change.layers:
         at = _place(base, key).at
-        layers.setdefault(at.tensor, []).append((key, at.rows))
+        layers.setdefault(at.tensor, []).append((key, at))
     for key in _biased(change):
         at = base.rest[f"{key}.bias"].at
-        layers.setdefault(at.tensor, []).append((f"{key}{BIAS}", at.rows))
+        layers.setdefault(at.tensor, []).append((f"{key}{BIAS}", at))
     names = [file.path.stem, *(source.path.stem for source in change.sources)]
     merged_from = {"modelspec.merged_from": public_text(", ".join(names))}
     _rewrite(file, output, change, layers, metadata={**file.metadata, **merged_from}, force=force)
@@ -259,16 +265,16 @@ def _rewrite_shard(file: Path, new: Path, change: _Change, *, component: str) ->
     with ExitStack() as stack:
         shard = open_file(file, stack)
         keys, biased = set(change.layers), _biased(change)
-        layers: dict[str, list[tuple[str, Rows]]] = {}
+        layers: dict[str, list[Changed]] = {}
         for name in shard.entries:
             key = f"{component}.{module_of(name, component)}"
             if key in keys:
-                layers[name] = [(key, None)]
+                layers[name] = [(key, WeightPlace(tensor=name))]
             elif name.endswith(".bias"):
                 weight = f"{name.removesuffix('.bias')}.weight"
                 key = f"{component}.{module_of(weight, component)}"
                 if key in biased:
-                    layers[name] = [(f"{key}{BIAS}", None)]
+                    layers[name] = [(f"{key}{BIAS}", WeightPlace(tensor=name))]
         _rewrite(shard, new, change, layers, metadata=shard.metadata, force=False)
 
 
@@ -276,7 +282,7 @@ def _rewrite(
     file: TensorFile,
     new: Path,
     change: _Change,
-    layers: Mapping[str, Sequence[tuple[str, Rows]]],
+    layers: Mapping[str, Sequence[Changed]],
     *,
     metadata: Mapping[str, str],
     force: bool,

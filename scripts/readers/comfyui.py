@@ -59,7 +59,7 @@ def read(file: Path, base: Base) -> Reading:
     from comfy.model_patcher import ModelPatcher
 
     cpu = torch.device("cpu")
-    model, clip = _model(base), _clip(base)
+    model, clip = model_of(base), _clip(base)
     warnings = _Warnings()
     logging.getLogger().addHandler(warnings)
     try:
@@ -80,7 +80,8 @@ def read(file: Path, base: Base) -> Reading:
     return Reading(unread=unread, weights=_weights(base, model, clip))
 
 
-def _model(base: Base) -> Any:
+def model_of(base: Base) -> Any:
+    """Return a model of ComfyUI's class that is nothing but its tensors."""
     import comfy.model_base
     import comfy.model_detection
 

@@ -66,6 +66,11 @@ def base_of(name: str, *, seed: int = 0) -> Base:
     for network in (denoiser, *texts.values()):
         for parameter in network.parameters():
             parameter.normal_(std=0.2)
+    return with_places(name, denoiser, texts)
+
+
+def with_places(name: str, denoiser: nn.Module, texts: Mapping[str, nn.Module]) -> Base:
+    """Return networks of a family with the places of their weights in the original layout."""
     unet = name in _TEXTS
     places = _unet_places(denoiser) if unet else _transformer_places(denoiser, _RULES[name])
     return Base(family=families.family(name), denoiser=denoiser, texts=texts, places=places)

@@ -35,6 +35,13 @@ class Expected:
         return self._whole[self.rows] if self.written.based else None
 
     @property
+    def base_weight(self) -> Tensor:
+        """What the base has for the whole layer that was written for; zeros where the update does not read it."""
+        return (
+            self._whole if self.written.based else torch.zeros(self.layer.out, *self.layer.inputs)
+        )
+
+    @property
     def _whole(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randn(self.layer.out, *self.layer.inputs, generator=generator)

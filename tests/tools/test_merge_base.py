@@ -16,10 +16,12 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.lora.low_rank import lora
 from lora_trainer.tools.base_weights import open_base
 from lora_trainer.tools.merge import Weighted
 from lora_trainer.tools.merge_base import bake
-from tests.fakes.family_bases import CPU, base_of, copy_of, facts_at, facts_of
+from scripts.readers.networks import with_places
+from tests.fakes.family_bases import CPU, base_of, copy_of, denoiser_of, facts_at, facts_of
 from tests.fakes.ldm_file import write_checkpoint
 from tests.fakes.runs import contents
 from tests.fakes.tool_files import adapter_of, deltas, networks_of, saved
@@ -212,6 +214,41 @@ def test_a_checkpoint_and_its_folder_become_the_same_model(name: str, tmp_path: 
     assert {key for key in many if ".text_projection" not in key} <= shared
     for key in shared:
         assert torch.equal(one[key].flatten(), many[key].flatten()), key
+
+
+LAST_NORM = "denoiser.norm_out.linear"
+
+
+def transformer(path: Path, name: str) -> Path:
+    """Write a tiny base's transformer as its publisher does, q, k and v in one weight, shift before scale."""
+    network = denoiser_of(name)
+    tensors = with_places(name, network, {}).original()
+    if name != "qwen":  # which has diffusers' names throughout
+        last = network.state_dict()["norm_out.linear.weight"]
+        tensors["final_layer.adaLN_modulation.1.weight"] = last.roll(len(last) // 2, 0)
+    save_file(
+        {f"model.diffusion_model.{key}": each.contiguous() for key, each in tensors.items()}, path
+    )
+    return path
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "qwen"])
+def test_a_transformer_in_one_file_and_its_folder_become_the_same(
+    name: str, tmp_path: Path
+) -> None:
+    base = transformer(tmp_path / "base.safetensors", name)
+    before = weights(base)[LAST_NORM]
+    modules = dict(list(adapter_of(name).items())[::2])
+    up, down = torch.randn(len(before), 2), torch.randn(2, before.shape[1])
+    modules[LAST_NORM] = lora(up=up, down=down, inputs=(before.shape[1],), scale=1.0)
+    own = families.family(name).file_formats[0]
+    file = saved(tmp_path / "a.safetensors", name, modules, format=own)
+    single = bake(inputs({file: 0.7}), base=str(base), output=tmp_path / "one.safetensors")
+    folder = bake(inputs({file: 0.7}), base=str(base_of(name)), output=tmp_path / "many")
+    one, many = weights(single.file), weights(folder.file)
+    assert modules.keys() <= one.keys() <= many.keys()
+    assert [key for key in one if not torch.equal(one[key], many[key])] == []
+    assert not torch.equal(one[LAST_NORM], before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn])
