@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # In a source checkout gui/ and presets/ lie beside this package; in a wheel they are inside it.
 _root = Path(__file__).resolve().parent.parent
